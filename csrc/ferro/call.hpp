@@ -1,0 +1,65 @@
+// What a blocking call carries with it: its deadline, and its way back to the
+// language that made it.
+#ifndef FERRO_CALL_HPP
+#define FERRO_CALL_HPP
+
+#include <chrono>
+
+#include "ferro/error.hpp"
+
+namespace ferro {
+
+// The caller's side of a wait. The engine knows no Python; these are how a
+// caller that holds an interpreter lock lets go of it and hears of signals.
+struct Hooks {
+  // Called once, before the first wait or piece of work that may exceed about
+  // a microsecond.
+  void (*begin_blocking)(void* state) noexcept = nullptr;
+  // Called at least every 100 ms after begin_blocking. True ends the call with
+  // ErrorCode::interrupted.
+  bool (*interrupted)(void* state) noexcept = nullptr;
+  void* state = nullptr;
+};
+
+// One call in progress. Lives on the caller's stack or in its Task.
+class Call {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit Call(double timeout_s, Hooks hooks = {}) : timeout_s_(timeout_s), hooks_(hooks) {}
+
+  // Tells the caller that this may take longer than a microsecond. Idempotent.
+  void begin_blocking() {
+    if (is_blocking_) return;
+    is_blocking_ = true;
+    started_ = Clock::now();
+    if (hooks_.begin_blocking != nullptr) hooks_.begin_blocking(hooks_.state);
+  }
+
+  // The clock starts with begin_blocking: what came before is at most a
+  // microsecond, and reading the clock would cost a tiny call a third of its time.
+  bool is_expired() const { return is_blocking_ && elapsed_s() >= timeout_s_; }
+  double elapsed_s() const { return std::chrono::duration<double>(Clock::now() - started_).count(); }
+  double remaining_s() const { return timeout_s_ - elapsed_s(); }
+  double timeout_s() const { return timeout_s_; }
+
+  // Throws Error{interrupted} if a signal handler of the caller raised.
+  void check_interrupt() {
+    if (hooks_.interrupted != nullptr && hooks_.interrupted(hooks_.state))
+      throw Error(ErrorCode::interrupted);
+  }
+
+ private:
+  double timeout_s_;
+  Hooks hooks_;
+  bool is_blocking_ = false;
+  Clock::time_point started_{};
+};
+
+// The longest a blocked call sleeps before it looks at signals, its deadline
+// and the group's state again.
+constexpr std::chrono::milliseconds kWaitSlice{100};
+
+}  // namespace ferro
+
+#endif  // FERRO_CALL_HPP

@@ -1,0 +1,69 @@
+// The one exception of the engine: facts for the caller to put into words.
+#ifndef FERRO_ERROR_HPP
+#define FERRO_ERROR_HPP
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ferro/types.hpp"
+
+namespace ferro {
+
+// Values are part of the wire format and of _native/libferro.pxd: append only.
+enum class ErrorCode : std::uint8_t {
+  none,
+  timeout,         // `missing` did not arrive in time
+  peer_lost,       // the process or host of `peer` died
+  channel_closed,  // `peer` closed its side
+  mismatch,        // ranks called different collectives; the group stays usable
+  size_mismatch,   // a message does not fit its receive; the group stays usable
+  poisoned,        // an earlier error ended the group
+  interrupted,     // a signal handler of `peer` raised
+  io,              // a system call failed
+  unsupported,     // no such reduction for this dtype; nothing was sent
+  closed,          // this rank closed the group
+  forked,          // a child process uses its parent's group
+  out_of_memory,
+};
+
+struct Error : std::exception {
+  explicit Error(ErrorCode error_code, int culprit = -1, std::string facts = {})
+      : code(error_code), peer(culprit), detail(std::move(facts)) {}
+
+  const char* what() const noexcept override { return detail.c_str(); }
+
+  ErrorCode code;
+  Op op = Op::barrier;         // the call that failed; filled in by the Communicator, with
+  std::uint64_t sequence = 0;  // its number in this group and
+  int rank = -1;               // the rank that raises
+  int peer = -1;               // the culprit, -1 if there is none
+  std::vector<int> missing;    // timeout: every rank that was waited for
+  double elapsed_s = 0;        // timeout: how long
+  std::string detail;
+};
+
+// Why a group ended, small enough to be agreed on with one compare-and-swap
+// and to travel in a frame.
+struct AbortReason {
+  ErrorCode code = ErrorCode::none;
+  int culprit = -1;
+  int reporter = -1;
+  std::uint32_t sequence = 0;
+
+  std::uint64_t pack() const {
+    return static_cast<std::uint64_t>(code) << 58 | static_cast<std::uint64_t>(culprit + 1) << 45 |
+           static_cast<std::uint64_t>(reporter + 1) << 32 | sequence;
+  }
+  static AbortReason unpack(std::uint64_t word) {
+    return {static_cast<ErrorCode>(word >> 58), static_cast<int>(word >> 45 & 0x1fff) - 1,
+            static_cast<int>(word >> 32 & 0x1fff) - 1, static_cast<std::uint32_t>(word)};
+  }
+};
+constexpr int kMaxWorldSize = 8190;  // what AbortReason can name
+
+}  // namespace ferro
+
+#endif  // FERRO_ERROR_HPP

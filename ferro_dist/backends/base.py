@@ -1,0 +1,205 @@
+"""The contract that every backend keeps, and that the contract suite in ``tests`` checks.
+
+The functions of `ferro_dist.collective` and `ferro_dist.point_to_point` are the
+public face; they call the methods here with every argument in its place.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from ferro_dist.reduce_op import ReduceOp
+from ferro_dist.work import Work
+
+__all__ = ["Backend", "P2POp"]
+
+Array = Any
+"""NumPy, torch, CuPy or JAX array, or anything with the buffer protocol."""
+
+
+class P2POp:
+    """One send or receive of a batch; see `ferro_dist.batch`.
+
+    Parameters
+    ----------
+    is_send : bool
+    array : array
+        What is sent, or what is received into.
+    peer : int
+        Destination or source.
+    """
+
+    __slots__ = ("array", "is_send", "peer")
+
+    def __init__(self, is_send: bool, array: Array, peer: int) -> None:
+        self.is_send = is_send
+        self.array = array
+        self.peer = peer
+
+
+class Backend(abc.ABC):
+    """A group of ranks and the means to move arrays between them.
+
+    Every method but `close` is called by all ranks in the same order, save the
+    point-to-point ones, which concern two. Shapes, dtypes and errors are
+    documented at the functions of the same name in `ferro_dist`.
+
+    For each collective: `out` None allocates the result with the library, dtype
+    and device of `x`; `async_op` returns a `Work` at once; `timeout` is in
+    seconds, None for the backend's own; `tag` is any int that must agree on all ranks.
+    """
+
+    name: str
+    """Short lower-case name: ``"host"``, ``"tcp"``, ``"simulated"``, ``"mpi"``."""
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This rank's number in the group."""
+
+    @property
+    @abc.abstractmethod
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+
+    @property
+    @abc.abstractmethod
+    def timeout(self) -> float:
+        """Seconds after which a blocking call that names no timeout gives up."""
+
+    @property
+    @abc.abstractmethod
+    def is_closed(self) -> bool:
+        """Whether `close` has been called."""
+
+    @abc.abstractmethod
+    def allreduce(
+        self,
+        x: Array,
+        out: Array | None,
+        op: ReduceOp,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work: ...
+
+    @abc.abstractmethod
+    def broadcast(
+        self,
+        x: Array,
+        out: Array | None,
+        root: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work: ...
+
+    @abc.abstractmethod
+    def reduce(
+        self,
+        x: Array,
+        out: Array | None,
+        op: ReduceOp,
+        root: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work | None: ...
+
+    @abc.abstractmethod
+    def all_gather(
+        self, x: Array, out: Array | None, async_op: bool, timeout: float | None, tag: int
+    ) -> Array | Work: ...
+
+    @abc.abstractmethod
+    def reduce_scatter(
+        self,
+        x: Array,
+        out: Array | None,
+        op: ReduceOp,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work: ...
+
+    @abc.abstractmethod
+    def all_to_all(
+        self,
+        x: Array,
+        out: Array | None,
+        send_counts: Sequence[int] | None,
+        recv_counts: Sequence[int] | None,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work: ...
+
+    @abc.abstractmethod
+    def gather(
+        self,
+        x: Array,
+        out: Array | None,
+        root: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work | None: ...
+
+    @abc.abstractmethod
+    def scatter(
+        self,
+        x: Array | None,
+        out: Array,
+        root: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work: ...
+
+    @abc.abstractmethod
+    def barrier(self, async_op: bool, timeout: float | None, tag: int) -> Work | None: ...
+
+    @abc.abstractmethod
+    def send(
+        self, x: Array, dst: int, async_op: bool, timeout: float | None, tag: int
+    ) -> Work | None: ...
+
+    @abc.abstractmethod
+    def recv(
+        self, out: Array, src: int, async_op: bool, timeout: float | None, tag: int
+    ) -> Array | Work: ...
+
+    @abc.abstractmethod
+    def batch(
+        self, ops: Sequence[P2POp], async_op: bool, timeout: float | None, tag: int
+    ) -> Work | None: ...
+
+    @abc.abstractmethod
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        """Uninitialized array in the memory that suits this backend best."""
+
+    @abc.abstractmethod
+    def split(self, members: Sequence[int], timeout: float | None = None) -> Backend | None:
+        """Make a sub-group of these ranks; None on ranks outside it. Called by all ranks."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leave the group and free what it held. Idempotent."""
+
+    def __enter__(self) -> Backend:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.is_closed else ""
+        return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"

@@ -1,0 +1,162 @@
+"""What can go wrong, by whose fault it is.
+
+Every class derives from `DistributedError` and carries the facts as attributes,
+so that a program can act on them without reading the message. The docstrings
+say whether the group survives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "BackendUnavailable",
+    "ChannelClosed",
+    "CollectiveMismatch",
+    "DistributedError",
+    "GpuFallbackWarning",
+    "InvalidArray",
+    "InvalidRank",
+    "InvalidWorldSize",
+    "Io",
+    "LockPoisoned",
+    "NoConnection",
+    "PeerLostError",
+    "SelfSend",
+    "SizeMismatch",
+    "Timeout",
+    "UnsupportedOp",
+]
+
+
+class DistributedError(RuntimeError):
+    """Base of every error that ferro_dist raises.
+
+    Attributes
+    ----------
+    op : str or None
+        The call that failed, by its public name: ``"allreduce"``.
+    rank : int or None
+        The rank that raises.
+    peer : int or None
+        The rank at fault, where one can be named.
+    sequence : int or None
+        The number of the call in its group, counted from 0 on every rank alike.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        op: str | None = None,
+        rank: int | None = None,
+        peer: int | None = None,
+        sequence: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.op = op
+        self.rank = rank
+        self.peer = peer
+        self.sequence = sequence
+
+
+# The caller's fault: raised before anything is sent; the group is unharmed.
+
+
+class InvalidWorldSize(DistributedError, ValueError):
+    """A world size that is not positive, or that the ranks do not agree on."""
+
+
+class InvalidRank(DistributedError, ValueError):
+    """A rank, root or peer outside ``range(world_size)``, or one that is taken."""
+
+
+class SelfSend(DistributedError, ValueError):
+    """A message from a rank to itself."""
+
+
+class InvalidArray(DistributedError, TypeError):
+    """An array that cannot be sent or written: its layout, byte order, dtype, device or flags."""
+
+
+class SizeMismatch(DistributedError, ValueError):
+    """Sizes that do not fit each other.
+
+    Raised for an ``out`` of the wrong size before anything is sent, and for a
+    message that does not fit its receive: it is then dropped. The group stays usable.
+    """
+
+
+class UnsupportedOp(DistributedError, TypeError):
+    """An operation that this backend, dtype or device does not have."""
+
+
+class BackendUnavailable(DistributedError, ImportError):
+    """A backend whose library is missing or too old; the message says what to install."""
+
+
+# Disagreement between ranks: found before a byte moves; the group stays usable.
+
+
+class CollectiveMismatch(SizeMismatch):
+    """Ranks called different collectives, or the same with other arguments.
+
+    Raised on every rank. No array was touched.
+    """
+
+
+# The world's fault: the group is poisoned afterwards.
+
+
+class Timeout(DistributedError, TimeoutError):
+    """Not every rank arrived in time. The group is unusable afterwards.
+
+    Attributes
+    ----------
+    missing : tuple of int
+        The ranks that were waited for.
+    seconds : float
+        How long was waited.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[int] = (),
+        seconds: float = 0.0,
+        op: str | None = None,
+        rank: int | None = None,
+        peer: int | None = None,
+        sequence: int | None = None,
+    ) -> None:
+        super().__init__(message, op=op, rank=rank, peer=peer, sequence=sequence)
+        self.missing = tuple(missing)
+        self.seconds = seconds
+
+
+class ChannelClosed(DistributedError):
+    """A peer left the group, or this rank closed it. The group is unusable afterwards."""
+
+
+class PeerLostError(ChannelClosed):
+    """A peer died. Every survivor names the same one. The group is unusable afterwards."""
+
+
+class Io(DistributedError, OSError):
+    """A system call failed. The group is unusable afterwards."""
+
+
+class NoConnection(Io):
+    """A connection could not be made, or who answered could not prove to be of the group."""
+
+
+class LockPoisoned(DistributedError):
+    """The group ended with an earlier error, which is the ``__cause__``.
+
+    Make a new group, or leave the failed rank out with ``backend.shrink()``.
+    """
+
+
+class GpuFallbackWarning(UserWarning):
+    """A collective on a GPU array went through host memory, because it was allowed to."""

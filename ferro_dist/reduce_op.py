@@ -1,0 +1,28 @@
+"""The reductions that a collective can apply."""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["ReduceOp"]
+
+
+class ReduceOp(enum.IntEnum):
+    """How elements of different ranks become one.
+
+    Functions accept a member or its name in lower case: ``"sum"``.
+
+    The values are those of ``ferro::ReduceOp`` in ``csrc/ferro/types.hpp``.
+    """
+
+    SUM = 0
+    MEAN = 1
+    PROD = 2
+    MIN = 3
+    MAX = 4
+
+    @classmethod
+    def _missing_(cls, value: object) -> ReduceOp | None:
+        if isinstance(value, str):
+            return cls.__members__.get(value.upper())
+        return None
