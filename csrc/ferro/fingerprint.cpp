@@ -1,0 +1,62 @@
+#include "ferro/fingerprint.hpp"
+
+namespace ferro {
+
+const char* name_of(Op op) {
+  static constexpr const char* names[] = {
+      "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
+      "barrier",   "send",      "recv",   "sendrecv",   "batch",          "init",       "close",
+  };
+  const auto index = static_cast<std::size_t>(op);
+  return index < sizeof names / sizeof *names ? names[index] : "unknown";
+}
+
+const char* name_of(ReduceOp reduce_op) {
+  static constexpr const char* names[kReduceOpCount] = {"sum", "mean", "prod", "min", "max"};
+  const auto index = static_cast<std::size_t>(reduce_op);
+  return index < kReduceOpCount ? names[index] : "unknown";
+}
+
+const char* name_of(DType dtype) {
+  static constexpr const char* names[kDTypeCount] = {
+      "bool",    "int8",      "uint8",      "int16",       "uint16",      "int32",
+      "uint32",  "int64",     "uint64",     "float16",     "bfloat16",    "float32",
+      "float64", "complex64", "complex128", "float8_e4m3", "float8_e5m2",
+  };
+  const auto index = static_cast<std::size_t>(dtype);
+  return index < kDTypeCount ? names[index] : "unknown";
+}
+
+std::string describe(const Fingerprint& fingerprint) {
+  std::string arguments;
+  const auto add = [&arguments](const std::string& argument) {
+    arguments += (arguments.empty() ? "" : ", ") + argument;
+  };
+  if (has_reduce_op(fingerprint.op)) add(name_of(fingerprint.reduce_op));
+  if (fingerprint.op != Op::barrier) {
+    add(name_of(fingerprint.dtype));
+    add(fingerprint.count == Fingerprint::kUneven ? "uneven counts"
+                                                  : "count " + std::to_string(fingerprint.count));
+  }
+  if (has_root(fingerprint.op)) add("root " + std::to_string(fingerprint.root));
+  if (fingerprint.tag != 0) add("tag " + std::to_string(fingerprint.tag));
+  return std::string(name_of(fingerprint.op)) + "(" + arguments + ")";
+}
+
+std::string describe_mismatch(int first_rank, const Fingerprint& first, int second_rank,
+                              const Fingerprint& second) {
+  const auto side = [&](int rank, const Fingerprint& fingerprint) {
+    std::string text = "rank " + std::to_string(rank) + " called " + describe(fingerprint);
+    if (first.sequence != second.sequence) text += " as collective #" + std::to_string(fingerprint.sequence);
+    return text;
+  };
+  return side(first_rank, first) + ", " + side(second_rank, second);
+}
+
+Error mismatch_error(int own_rank, int first_rank, const Fingerprint& first, int second_rank,
+                     const Fingerprint& second) {
+  return Error(ErrorCode::mismatch, own_rank == second_rank ? first_rank : second_rank,
+               describe_mismatch(first_rank, first, second_rank, second));
+}
+
+}  // namespace ferro
