@@ -1,0 +1,270 @@
+"""What a collective demands of its arguments, the same for every backend.
+
+Every check here is made before anything is sent, so the group survives its
+error. A backend that checks in compiled code calls the function of the same
+check once it has failed: the words of an error stand here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from ferro_dist.errors import InvalidArray, InvalidRank, SelfSend, SizeMismatch, UnsupportedOp
+from ferro_dist.reduce_op import ReduceOp
+
+__all__ = [
+    "DTYPE_NAMES",
+    "UnevenCounts",
+    "check_members",
+    "check_out_dtype",
+    "check_peer",
+    "check_reduction",
+    "check_root",
+    "check_size",
+    "check_writable",
+    "is_reducible",
+    "per_rank_count",
+    "raise_missing_array",
+    "uneven_counts",
+]
+
+DTYPE_NAMES = (
+    "bool",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+"""Names in NumPy's (with ml_dtypes) spelling, at the index that ``ferro::DType`` gives them."""
+
+_INTEGERS = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
+_REAL_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_COMPLEX = frozenset({"complex64", "complex128"})
+_REDUCIBLE = {
+    ReduceOp.SUM: _INTEGERS | _REAL_FLOATS | _COMPLEX,
+    ReduceOp.MEAN: _REAL_FLOATS | _COMPLEX,
+    ReduceOp.PROD: _INTEGERS | _REAL_FLOATS | _COMPLEX,
+    ReduceOp.MIN: _INTEGERS | _REAL_FLOATS | {"bool"},
+    ReduceOp.MAX: _INTEGERS | _REAL_FLOATS | {"bool"},
+}
+
+
+# Ranks
+
+
+def check_root(op: str, root: int, *, rank: int, world_size: int) -> None:
+    """Raise InvalidRank unless `root` is a rank of the group."""
+    if not _is_rank(root, world_size):
+        raise InvalidRank(
+            f"{op}: root {root!r} is not a rank of this group{_ranks(world_size)}.",
+            op=op,
+            rank=rank,
+        )
+
+
+def check_peer(op: str, peer: int, *, rank: int, world_size: int) -> None:
+    """Raise InvalidRank unless `peer` is a rank, SelfSend if it is the caller."""
+    if not _is_rank(peer, world_size):
+        raise InvalidRank(
+            f"{op}: peer {peer!r} is not a rank of this group{_ranks(world_size)}.",
+            op=op,
+            rank=rank,
+        )
+    if peer == rank:
+        raise SelfSend(
+            f"{op}: rank {rank} named itself as the peer. Copy the array instead.",
+            op=op,
+            rank=rank,
+            peer=peer,
+        )
+
+
+def check_members(members: Sequence[int], *, rank: int, world_size: int) -> tuple[int, ...]:
+    """Return the ranks of a sub-group as a tuple; raise InvalidRank for one that cannot be."""
+    chosen = tuple(members)
+    for member in chosen:
+        if not _is_rank(member, world_size):
+            raise InvalidRank(
+                f"split: member {member!r} is not a rank of this group{_ranks(world_size)}.",
+                op="split",
+                rank=rank,
+            )
+    if not chosen:
+        raise InvalidRank("split: a group needs at least one member.", op="split", rank=rank)
+    if len(set(chosen)) != len(chosen):
+        twice = next(member for member in chosen if chosen.count(member) > 1)
+        raise InvalidRank(
+            f"split: rank {twice} is named more than once in {list(chosen)}.",
+            op="split",
+            rank=rank,
+        )
+    return chosen
+
+
+def _is_rank(value: object, world_size: int) -> bool:
+    if isinstance(value, bool):
+        return False
+    try:
+        return 0 <= operator.index(value) < world_size  # type: ignore[arg-type]
+    except TypeError:
+        return False
+
+
+def _ranks(world_size: int) -> str:
+    if world_size == 1:
+        return ", which has rank 0 alone"
+    return f", which has ranks 0 to {world_size - 1}"
+
+
+# Arrays
+
+
+def is_reducible(dtype: str, reduce_op: ReduceOp) -> bool:
+    """Whether elements of this dtype have this reduction."""
+    return dtype in _REDUCIBLE[reduce_op]
+
+
+def check_reduction(op: str, dtype: str, reduce_op: ReduceOp, *, rank: int) -> None:
+    """Raise UnsupportedOp for a reduction that this dtype does not have."""
+    if is_reducible(dtype, reduce_op):
+        return
+    name = reduce_op.name
+    if reduce_op is ReduceOp.MEAN and dtype in _INTEGERS:
+        remedy = "the mean of integers is no integer: use SUM and divide, or convert to a float"
+    elif dtype == "bool":
+        remedy = "bool has MIN (all) and MAX (any)"
+    elif dtype in _COMPLEX:
+        remedy = "complex numbers have no order; they have SUM, MEAN and PROD"
+    else:
+        remedy = f"{dtype} can be moved but not reduced: convert to float16 or wider"
+    raise UnsupportedOp(f"{op}: {name} of {dtype} does not exist: {remedy}.", op=op, rank=rank)
+
+
+def check_writable(op: str, *, is_readonly: bool, is_contiguous: bool, rank: int) -> None:
+    """Raise InvalidArray for an `out` that cannot be written in one piece."""
+    if is_readonly:
+        raise InvalidArray(
+            f"{op}: out is read-only. Pass a writable array, or leave out away to get a new one.",
+            op=op,
+            rank=rank,
+        )
+    if not is_contiguous:
+        raise InvalidArray(
+            f"{op}: out is not C-contiguous, and a result is written in one piece. "
+            "Pass a contiguous array, or leave out away to get a new one.",
+            op=op,
+            rank=rank,
+        )
+
+
+def check_out_dtype(op: str, x_dtype: str, out_dtype: str, *, rank: int) -> None:
+    """Raise InvalidArray unless input and output hold the same kind of element."""
+    if x_dtype != out_dtype:
+        raise InvalidArray(
+            f"{op}: x is {x_dtype} and out is {out_dtype}; they must be the same.",
+            op=op,
+            rank=rank,
+        )
+
+
+def raise_missing_array(op: str, name: str, why: str, *, rank: int) -> NoReturn:
+    """Raise InvalidArray for an array that this rank had to give."""
+    raise InvalidArray(f"{op}: {name} is None, but {why}.", op=op, rank=rank)
+
+
+# Sizes
+
+
+def check_size(op: str, name: str, count: int, expected: int, *, rank: int) -> None:
+    """Raise SizeMismatch unless the array called `name` has the expected number of elements."""
+    if count != expected:
+        raise SizeMismatch(
+            f"{op}: {name} has {count} elements where {expected} are needed.", op=op, rank=rank
+        )
+
+
+def per_rank_count(op: str, name: str, count: int, *, rank: int, world_size: int) -> int:
+    """Return the size of one rank's chunk; raise SizeMismatch if chunks would be unequal."""
+    if count % world_size:
+        raise SizeMismatch(
+            f"{op}: the {count} elements of {name} cannot be split evenly over {world_size} ranks.",
+            op=op,
+            rank=rank,
+        )
+    return count // world_size
+
+
+class UnevenCounts(NamedTuple):
+    """Elements to and from each rank of an uneven all_to_all, packed in rank order."""
+
+    send: tuple[int, ...]
+    recv: tuple[int, ...]
+
+
+def uneven_counts(
+    send_counts: Sequence[int] | None,
+    recv_counts: Sequence[int] | None,
+    *,
+    x_count: int,
+    rank: int,
+    world_size: int,
+) -> UnevenCounts | None:
+    """Check the counts of an all_to_all; None if it is even."""
+    if send_counts is None and recv_counts is None:
+        return None
+    if send_counts is None or recv_counts is None:
+        given = "recv_counts" if send_counts is None else "send_counts"
+        raise SizeMismatch(
+            f"all_to_all: only {given} was given; pass both, or neither for equal chunks.",
+            op="all_to_all",
+            rank=rank,
+        )
+    send = _counts("send_counts", send_counts, rank, world_size)
+    recv = _counts("recv_counts", recv_counts, rank, world_size)
+    if sum(send) != x_count:
+        raise SizeMismatch(
+            f"all_to_all: send_counts add up to {sum(send)}, but x has {x_count} elements.",
+            op="all_to_all",
+            rank=rank,
+        )
+    if send[rank] != recv[rank]:
+        raise SizeMismatch(
+            f"all_to_all: rank {rank} sends itself {send[rank]} elements but expects {recv[rank]}.",
+            op="all_to_all",
+            rank=rank,
+            peer=rank,
+        )
+    return UnevenCounts(send, recv)
+
+
+def _counts(name: str, counts: Any, rank: int, world_size: int) -> tuple[int, ...]:
+    try:
+        values = tuple(operator.index(count) for count in counts)
+    except TypeError:
+        raise SizeMismatch(
+            f"all_to_all: {name} must be integers, one for each rank, not {counts!r}.",
+            op="all_to_all",
+            rank=rank,
+        ) from None
+    if len(values) != world_size or any(value < 0 for value in values):
+        raise SizeMismatch(
+            f"all_to_all: {name} must be {world_size} integers of at least 0, "
+            f"one for each rank, not {list(values)}.",
+            op="all_to_all",
+            rank=rank,
+        )
+    return values
