@@ -32,31 +32,6 @@ class Transport {
   virtual AbortReason aborted() const noexcept = 0;
 };
 
-// A group's point-to-point messages: for each peer an ordered stream each way,
-// independent of the group's collectives.
-//
-// Called by one thread at a time. A message is progressed in pieces so that
-// many can be under way at once, sends and receives together.
-struct Message {
-  PointToPoint op;
-  std::size_t done = 0;         // payload bytes copied so far
-  bool is_started = false;      // the header is sent or has been seen
-  bool is_discarding = false;   // recv: the header did not fit; the payload is dropped
-  std::size_t incoming_nbytes = 0;  // recv: payload size on the wire, once started
-};
-
-class Channel {
- public:
-  virtual ~Channel() = default;
-  // Moves what can be moved without waiting. True once the message is complete.
-  // recv throws Error{size_mismatch} (peer and detail set) after a message that
-  // does not fit has been taken off the stream whole, so that the next one fits.
-  virtual bool try_send(Message& message) = 0;
-  virtual bool try_recv(Message& message) = 0;
-  // A descriptor to poll for this direction when nothing moves, or -1.
-  virtual int poll_fd() const noexcept { return -1; }
-};
-
 }  // namespace ferro
 
 #endif  // FERRO_TRANSPORT_HPP

@@ -1,0 +1,49 @@
+// A group's point-to-point messages: for each peer an ordered stream each way,
+// independent of the group's collectives.
+#ifndef FERRO_CHANNEL_HPP
+#define FERRO_CHANNEL_HPP
+
+#include <cstdint>
+#include <string>
+
+#include "ferro/error.hpp"
+#include "ferro/types.hpp"
+
+namespace ferro {
+
+// One message on its way, progressed in pieces so that many can be under way at once.
+struct Message {
+  explicit Message(const PointToPoint& point_to_point) : op(point_to_point) {}
+
+  // recv, once the header is known: starts to discard the message if it is not
+  // what the receive was posted for. `src` is the sender's rank.
+  void check_fits(DType dtype, std::uint64_t count, std::uint32_t tag, int src);
+
+  PointToPoint op;
+  std::size_t done = 0;             // payload bytes moved so far
+  bool is_started = false;          // the header is sent or has been seen
+  bool is_discarding = false;       // recv: the payload is taken off the stream and dropped
+  std::size_t incoming_nbytes = 0;  // recv: payload size on the wire, once started
+  std::string mismatch;             // recv: why it is discarded
+};
+
+// Called by one thread at a time.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+
+  // Moves what can be moved without waiting. True once the message is complete.
+  // A receive throws Error{size_mismatch} (with peer and Message::mismatch) only
+  // after the message that does not fit has been taken off the stream whole, so
+  // that the next one is found. Throws peer_lost or channel_closed if the other
+  // side ended before the message was complete.
+  virtual bool try_send(Message& message) = 0;
+  virtual bool try_recv(Message& message) = 0;
+
+  // A descriptor to poll when nothing moves, or -1 for shared memory.
+  virtual int poll_fd() const noexcept { return -1; }
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_CHANNEL_HPP

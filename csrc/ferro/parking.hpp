@@ -1,0 +1,69 @@
+// How a rank waits for memory that a peer will write: spin, yield, sleep.
+//
+// A sleeper stores the rank it waits for in its word, passes a full fence, and
+// looks once more at what it waits for and at the abort word before the kernel
+// puts it to sleep, which it only does while the word is still as stored. A
+// publisher stores its flag, passes a full fence, and looks at the words. One of
+// the two must see the other's store: no wake-up is lost. tests/model checks this.
+#ifndef FERRO_PARKING_HPP
+#define FERRO_PARKING_HPP
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <ctime>
+
+#include "ferro/segment.hpp"
+
+namespace ferro {
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");  // `yield` does nothing on most cores
+#endif
+}
+
+// How long to spin before sleeping. Chosen from the number of ranks and cores:
+// where ranks outnumber cores, spinning keeps from running the very peer that is
+// waited for.
+struct SpinPolicy {
+  static constexpr int kBriefPauses = 24;  // about a microsecond: cheaper than telling anybody
+  int pauses;
+  int yields;
+
+  static SpinPolicy for_ranks(int num_ranks, int num_cores) {
+    return num_ranks <= num_cores ? SpinPolicy{2000, 20} : SpinPolicy{20, 10};
+  }
+};
+
+// Not FUTEX_PRIVATE: the word is shared between processes. Returns at a wake,
+// a signal, the time limit, or at once if the word no longer holds `expected`.
+inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, double seconds) {
+  timespec limit;
+  limit.tv_sec = static_cast<time_t>(seconds);
+  limit.tv_nsec = static_cast<long>((seconds - static_cast<double>(limit.tv_sec)) * 1e9);
+  syscall(SYS_futex, &word, FUTEX_WAIT, expected, &limit, nullptr, 0);
+}
+inline void futex_wake_all(std::atomic<std::uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
+}
+
+// Clears a sleeper's word and wakes it. The exchange makes it one waker's task.
+inline void unpark(std::atomic<std::uint32_t>& word) {
+  if (word.exchange(kAwake, std::memory_order_acq_rel) != kAwake) futex_wake_all(word);
+}
+
+// Whether a sleeper with this word waits for `publisher`.
+inline bool is_parked_for(std::uint32_t word, int publisher) {
+  return word == static_cast<std::uint32_t>(publisher) + 1 || word == kAnyPeer;
+}
+
+}  // namespace ferro
+
+#endif  // FERRO_PARKING_HPP

@@ -1,0 +1,138 @@
+#include "ferro/segment.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "ferro/parking.hpp"
+
+namespace ferro {
+namespace {
+
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14; older kernels refuse it harmlessly
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+// All heaps together stay well inside the 128 TiB that a process may address.
+constexpr std::size_t kMaxHeaps = std::size_t{16} << 40;
+
+std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+std::size_t power_of_two_at_least(std::size_t n) {
+  std::size_t power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+// No rank can fill more than the machine's memory, so no heap need be larger.
+std::size_t heap_nbytes_for(int size) {
+  const auto memory = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  std::size_t heap = power_of_two_at_least(memory);
+  while (heap * size > kMaxHeaps) heap /= 2;
+  return heap;
+}
+
+[[noreturn]] void throw_errno(const char* call) {
+  throw Error(errno == ENOMEM ? ErrorCode::out_of_memory : ErrorCode::io, -1,
+              std::string(call) + ": " + std::generic_category().message(errno));
+}
+
+// Without this a machine short of memory would kill whoever touches a page first.
+// Populating through a mapping gives huge pages where the system has them for shared memory.
+void back_with_memory(int fd, std::size_t nbytes) {
+  void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (base == MAP_FAILED) throw_errno("mmap of shared memory");
+  madvise(base, nbytes, MADV_HUGEPAGE);
+  madvise(base, nbytes, kPopulateWrite);
+  munmap(base, nbytes);
+  if (fallocate(fd, 0, 0, static_cast<off_t>(nbytes)) != 0) throw_errno("fallocate of shared memory");
+}
+
+struct FileDescriptor {
+  int fd;
+  ~FileDescriptor() {
+    if (fd >= 0) close(fd);
+  }
+  int release() { return std::exchange(fd, -1); }
+};
+
+}  // namespace
+
+SegmentLayout::SegmentLayout(int num_ranks) : size(num_ranks) {
+  const auto p = static_cast<std::size_t>(num_ranks);
+  // One header must be able to publish an uneven all_to_all's two rows of counts.
+  small_nbytes = std::max(p <= 8 ? std::size_t{64} << 10 : std::size_t{16} << 10,
+                          round_up(2 * sizeof(std::uint64_t) * p, kLinePair));
+  window_nbytes = kChunkNbytes * kChunkSlots;
+  results_nbytes = round_up(window_nbytes / p, 4096);
+  channel_nbytes = std::max(std::size_t{16} << 10, power_of_two_at_least((std::size_t{1} << 20) / p));
+
+  std::size_t end = kLinePair;  // the abort word
+  const auto place = [&end](std::size_t nbytes, std::size_t alignment) {
+    const std::size_t offset = round_up(end, alignment);
+    end = offset + nbytes;
+    return offset;
+  };
+  sleepers_offset = place(2 * p * sizeof(std::uint32_t), kLinePair);
+  headers_offset = place(2 * p * sizeof(HeaderSlot), kLinePair);
+  controls_offset = place(p * sizeof(RankControl), kLinePair);
+  smalls_offset = place(2 * p * small_nbytes, 4096);
+  windows_offset = place(p * window_nbytes, 4096);
+  results_offset = place(p * results_nbytes, 4096);
+  channels_offset = place(p * p * channel_stride(), 4096);
+  fixed_nbytes = round_up(end, kHugePage);
+  heap_nbytes = heap_nbytes_for(num_ranks);
+}
+
+std::size_t SegmentLayout::channel_stride() const {
+  return sizeof(ChannelControl) + kCells * sizeof(Cell) + channel_nbytes;
+}
+
+int Segment::create_file(int size) {
+  FileDescriptor file{memfd_create("ferro_dist", MFD_CLOEXEC | MFD_ALLOW_SEALING)};
+  if (file.fd < 0) throw_errno("memfd_create");
+  const SegmentLayout layout(size);
+  if (ftruncate(file.fd, static_cast<off_t>(layout.total_nbytes())) != 0) throw_errno("ftruncate of shared memory");
+  back_with_memory(file.fd, layout.fixed_nbytes);
+  if (fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) throw_errno("fcntl(F_ADD_SEALS)");
+  return file.release();
+}
+
+std::shared_ptr<Segment> Segment::map_file(int fd, int size) {
+  const SegmentLayout layout(size);
+  struct stat status;
+  if (fstat(fd, &status) != 0) throw_errno("fstat of shared memory");
+  if (static_cast<std::size_t>(status.st_size) != layout.total_nbytes())
+    throw Error(ErrorCode::io, -1, "the shared segment is not one for " + std::to_string(size) + " ranks");
+  void* base = mmap(nullptr, layout.total_nbytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (base == MAP_FAILED) throw_errno("mmap of shared memory");
+  // Best effort: without huge pages the first touch of each small one costs a fault.
+  madvise(base, layout.total_nbytes(), MADV_HUGEPAGE);
+  return std::shared_ptr<Segment>(new Segment(static_cast<unsigned char*>(base), layout));
+}
+
+std::shared_ptr<Segment> Segment::create(int size) {
+  const FileDescriptor file{create_file(size)};
+  return map_file(file.fd, size);
+}
+
+void Segment::abort(AbortReason reason) noexcept {
+  std::uint64_t well = 0;
+  abort_word().compare_exchange_strong(well, reason.pack(), std::memory_order_seq_cst);
+  // The reason first, then the words: a rank that sets its word after this looks
+  // at the reason before it sleeps.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int rank = 0; rank < size(); ++rank) {
+    unpark(collective_sleeper(rank));
+    unpark(message_sleeper(rank));
+  }
+}
+
+Segment::~Segment() { munmap(base_, layout_.total_nbytes()); }
+
+}  // namespace ferro

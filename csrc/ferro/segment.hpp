@@ -1,0 +1,159 @@
+// The memory that the ranks of one host share: who may write what, and where.
+#ifndef FERRO_SEGMENT_HPP
+#define FERRO_SEGMENT_HPP
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "ferro/fingerprint.hpp"
+
+namespace ferro {
+
+constexpr std::size_t kCacheLine = 64;
+// Prefetchers fetch lines in pairs: what two ranks write stands two lines apart.
+constexpr std::size_t kLinePair = 2 * kCacheLine;
+
+// What a rank publishes to start a collective. The flag comes last in time and
+// first in place: whoever sees it carry sequence s may read all that rank wrote
+// for s, without a lock. It stands at a fixed offset, since after a payload of
+// varying length old data could look like a newer number.
+struct alignas(kLinePair) HeaderSlot {
+  static constexpr std::size_t kInlineNbytes = 56;
+  std::atomic<std::uint64_t> flag;  // sequence << 32 | hash of the fingerprint
+  unsigned char payload[kInlineNbytes];
+};
+
+// What one rank writes and all read. Counters only grow, over all collectives
+// of the group, so that none must ever be reset.
+struct RankControl {
+  // Read only after a mismatch; on lines of its own, as peers never fetch it otherwise.
+  alignas(kLinePair) Fingerprint fingerprints[2];
+  alignas(kLinePair) std::atomic<std::uint64_t> staged;    // rounds whose input is in its window
+  alignas(kLinePair) std::atomic<std::uint64_t> reduced;   // rounds whose result is in its window
+  alignas(kLinePair) std::atomic<std::uint64_t> consumed;  // rounds read from every peer
+  // The thread id of its watchdog; marked and woken by the kernel when that dies.
+  alignas(kLinePair) std::atomic<std::uint32_t> liveness;
+  std::atomic<std::uint32_t> has_departed;  // closed its side, having published all it ever will
+};
+
+// A rank sleeps on one of two words: that of its collectives or that of its messages.
+// Value: 0 awake, kAnyPeer, or 1 + the rank it waits for. The sleeper sets its word;
+// whoever publishes what it waits for, or aborts, exchanges it with 0 and wakes it.
+// See parking.hpp.
+constexpr std::uint32_t kAwake = 0;
+constexpr std::uint32_t kAnyPeer = ~std::uint32_t{0};
+
+// One direction between two ranks: cells for headers and small payloads, and a
+// ring of bytes for the rest. See shm_channel.hpp.
+struct alignas(kLinePair) Cell {
+  static constexpr std::size_t kInlineNbytes = 40;
+  std::atomic<std::uint64_t> flag;  // 1 + the number of the message; last in time
+  std::uint64_t count;
+  std::uint32_t tag;
+  std::uint32_t dtype;
+  unsigned char payload[kInlineNbytes];  // or how many bytes of it are in the ring already
+};
+struct ChannelControl {
+  alignas(kLinePair) std::atomic<std::uint64_t> bytes_written;  // by the sender
+  alignas(kLinePair) std::atomic<std::uint64_t> bytes_read;     // by the receiver
+  std::atomic<std::uint64_t> messages_read;
+};
+
+// Sizes and offsets, the same on every rank: a function of the number of ranks alone.
+struct SegmentLayout {
+  explicit SegmentLayout(int num_ranks);
+
+  static constexpr std::size_t kChunkNbytes = std::size_t{64} << 10;
+  static constexpr int kChunkSlots = 16;  // one-shot rounds in flight
+  static constexpr int kRoundSlots = 4;   // two-shot rounds in flight: more than twice the lag of one
+  static constexpr int kCells = 32;
+
+  int size;
+  std::size_t small_nbytes;    // largest payload that one header publishes
+  std::size_t window_nbytes;   // staging of one rank
+  std::size_t results_nbytes;  // what one rank reduced for the others: its share of every round
+  std::size_t channel_nbytes;  // ring of bytes of one ordered pair
+  std::size_t sleepers_offset, headers_offset, controls_offset, smalls_offset, windows_offset,
+      results_offset, channels_offset;
+  std::size_t fixed_nbytes;    // all of the above; backed by memory from the start
+  std::size_t heap_nbytes;     // symmetric heap of one rank; address space, backed on demand
+  std::size_t total_nbytes() const { return fixed_nbytes + heap_nbytes * size; }
+  std::size_t channel_stride() const;
+};
+
+// A mapping of the segment. Threads of one process share one; processes map the
+// same memfd, each its own.
+class Segment {
+ public:
+  // A new anonymous file for `size` ranks, sealed against shrinking and growing.
+  static int create_file(int size);
+  // Maps such a file. Keeps no descriptor. Throws Error{io} if it is not for `size` ranks.
+  static std::shared_ptr<Segment> map_file(int fd, int size);
+  static std::shared_ptr<Segment> create(int size);
+
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  const SegmentLayout& layout() const { return layout_; }
+  int size() const { return layout_.size; }
+
+  // AbortReason::pack() of the first reason; 0 while the group is well.
+  std::atomic<std::uint64_t>& abort_word() { return *at<std::atomic<std::uint64_t>>(0); }
+  // Ends the group for the first reason that anybody gives, and wakes every sleeper.
+  void abort(AbortReason reason) noexcept;
+  std::atomic<std::uint32_t>& collective_sleeper(int rank) {
+    return at<std::atomic<std::uint32_t>>(layout_.sleepers_offset)[rank];
+  }
+  std::atomic<std::uint32_t>& message_sleeper(int rank) {
+    return at<std::atomic<std::uint32_t>>(layout_.sleepers_offset)[layout_.size + rank];
+  }
+  HeaderSlot& header(int rank, unsigned parity) {
+    return at<HeaderSlot>(layout_.headers_offset)[parity * layout_.size + rank];
+  }
+  RankControl& control(int rank) { return at<RankControl>(layout_.controls_offset)[rank]; }
+  unsigned char* small(int rank, unsigned parity) {
+    return base_ + layout_.smalls_offset + (parity * layout_.size + rank) * layout_.small_nbytes;
+  }
+  unsigned char* window(int rank) { return base_ + layout_.windows_offset + rank * layout_.window_nbytes; }
+  unsigned char* results(int rank) { return base_ + layout_.results_offset + rank * layout_.results_nbytes; }
+  ChannelControl& channel(int src, int dst) { return *at<ChannelControl>(channel_offset(src, dst)); }
+  Cell* cells(int src, int dst) {
+    return at<Cell>(channel_offset(src, dst) + sizeof(ChannelControl));
+  }
+  unsigned char* ring(int src, int dst) {
+    return base_ + channel_offset(src, dst) + sizeof(ChannelControl) + SegmentLayout::kCells * sizeof(Cell);
+  }
+  unsigned char* heap(int rank) { return base_ + layout_.fixed_nbytes + rank * layout_.heap_nbytes; }
+
+  // Where in the symmetric heaps [data, data + nbytes) lies, plus one; 0 if outside.
+  std::uint64_t symmetric_offset(const void* data, std::size_t nbytes) const {
+    const auto distance = static_cast<std::uint64_t>(static_cast<const unsigned char*>(data) -
+                                                     (base_ + layout_.fixed_nbytes));
+    const std::uint64_t heaps = layout_.heap_nbytes * layout_.size;
+    return distance < heaps && nbytes <= heaps - distance ? distance + 1 : 0;
+  }
+  unsigned char* symmetric_pointer(std::uint64_t offset_plus_one) {
+    return base_ + layout_.fixed_nbytes + (offset_plus_one - 1);
+  }
+
+ private:
+  Segment(unsigned char* base, SegmentLayout layout) : base_(base), layout_(layout) {}
+
+  template <class T>
+  T* at(std::size_t offset) {
+    return reinterpret_cast<T*>(base_ + offset);
+  }
+  std::size_t channel_offset(int src, int dst) const {
+    return layout_.channels_offset + (src * layout_.size + dst) * layout_.channel_stride();
+  }
+
+  unsigned char* base_;
+  SegmentLayout layout_;
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_SEGMENT_HPP

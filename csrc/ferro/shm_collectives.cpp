@@ -1,0 +1,439 @@
+// The collectives of ShmTransport. When one of these runs, every rank has
+// published its header and all agree; inputs_ says what can be read in place.
+//
+// Small inputs came with the headers: one step, reading only. Symmetric inputs
+// are read where they stand, then fenced. All others go in rounds through the
+// windows: each rank stages a chunk of its input, then reads those of its peers.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "ferro/kernels.hpp"
+#include "ferro/shm_cost.hpp"
+#include "ferro/shm_transport.hpp"
+
+namespace ferro {
+namespace {
+
+constexpr std::uint64_t kPairSlots = 8;   // rounds in flight where each peer gets a piece of its own
+constexpr std::size_t kSymmetricBlock = std::size_t{32} << 10;  // stays in L1 between reduction and copies
+
+const unsigned char* bytes(const void* data) { return static_cast<const unsigned char*>(data); }
+unsigned char* bytes(void* data) { return static_cast<unsigned char*>(data); }
+
+// A block may be copied onto itself where the collective is in place.
+void copy_block(void* dst, const void* src, std::size_t nbytes) {
+  if (nbytes != 0 && dst != src) copy_to_user(dst, src, nbytes, nbytes);
+}
+
+std::size_t ceil_div(std::size_t n, std::size_t d) { return (n + d - 1) / d; }
+
+// Elements [first, first + count).
+struct Range {
+  std::size_t first;
+  std::size_t count;
+};
+
+// The share of rank `index` of `size` in `whole`: whole cache lines, so that no
+// two ranks write to the same one.
+Range share_of(Range whole, int size, int index, std::size_t itemsize) {
+  const std::size_t line = std::max<std::size_t>(1, kCacheLine / itemsize);
+  const std::size_t share = ceil_div(ceil_div(whole.count, size), line) * line;
+  const std::size_t begin = std::min(whole.count, share * index);
+  return {whole.first + begin, std::min(whole.count, begin + share) - begin};
+}
+
+// `count` elements in rounds of equal size, at most `most` elements each.
+class Rounds {
+ public:
+  Rounds(std::size_t count, std::size_t most) : count_(count) {
+    if (count == 0) return;
+    per_round_ = std::min(most, ceil_div(ceil_div(count, ceil_div(count, most)), kCacheLine) * kCacheLine);
+  }
+  std::uint64_t number() const { return count_ == 0 ? 0 : ceil_div(count_, per_round_); }
+  Range operator[](std::uint64_t round) const {
+    const std::size_t first = std::min<std::size_t>(count_, round * per_round_);
+    return {first, std::min(count_ - first, per_round_)};
+  }
+
+ private:
+  std::size_t count_;
+  std::size_t per_round_ = 0;
+};
+
+int divisor_of(const Collective& c, int size) { return c.reduce_op == ReduceOp::mean ? size : 1; }
+
+}  // namespace
+
+bool ShmTransport::dispatch(Call& call, const Collective& collective) {
+  switch (collective.op) {
+    case Op::allreduce:
+      return allreduce(call, collective);
+    case Op::broadcast:
+      return broadcast(call, collective);
+    case Op::reduce:
+      return reduce(call, collective);
+    case Op::all_gather:
+      return all_gather(call, collective);
+    case Op::reduce_scatter:
+      return reduce_scatter(call, collective);
+    case Op::all_to_all:
+      return is_uneven(collective) ? all_to_all_uneven(call, collective) : all_to_all(call, collective);
+    case Op::gather:
+      return gather(call, collective);
+    case Op::scatter:
+      return scatter(call, collective);
+    default:
+      return false;  // a barrier is its headers
+  }
+}
+
+// dst = elements [first, first + count) of every rank's input, reduced in rank order.
+void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t first, std::size_t count) const {
+  const std::size_t offset = first * item_size(c.dtype);
+  for (int peer = 0; peer < size_; ++peer) sources_[peer] = inputs_.of_rank[peer] + offset;
+  reduce_kernel(c.dtype, c.reduce_op)(dst, sources_.data(), size_, count, divisor_of(c, size_));
+}
+
+template <class Stage, class Consume>
+void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, std::uint64_t num_slots, Roles roles,
+                              Stage stage, Consume consume) {
+  const bool is_producer = roles.producer == Roles::kEverybody || roles.producer == index_;
+  const bool is_consumer = roles.consumer == Roles::kEverybody || roles.consumer == index_;
+  const std::size_t slot_nbytes = segment_->layout().window_nbytes / num_slots;
+  const auto slot_of = [&](int rank, std::uint64_t round) {
+    return segment_->window(rank) + round % num_slots * slot_nbytes;
+  };
+  // Staging runs one round ahead of consuming: peers work on it meanwhile.
+  for (std::uint64_t round = 0; round <= num_rounds; ++round) {
+    if (is_producer && round < num_rounds) {
+      await_free_slot(call, round, num_slots, roles.consumer);
+      stage(round, slot_of(index_, round));
+      advance(&RankControl::staged, round_ + round + 1);
+    }
+    if (!is_consumer || round == 0) continue;
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == index_ || (roles.producer != Roles::kEverybody && peer != roles.producer)) continue;
+      await_counter(call, peer, &RankControl::staged, round_ + round);
+      inputs_.of_rank[peer] = slot_of(peer, round - 1);
+    }
+    consume(round - 1);
+    advance(&RankControl::consumed, round_ + round);
+  }
+  round_ += num_rounds;
+}
+
+// A slot is free once everybody consumed the round that was in it. Those of earlier
+// collectives are: a rank publishes a header only after consuming all before it.
+void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots, int sole_consumer) {
+  if (round < num_slots) return;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == index_ || (sole_consumer != Roles::kEverybody && peer != sole_consumer)) continue;
+    await_counter(call, peer, &RankControl::consumed, round_ + round + 1 - num_slots);
+  }
+}
+
+// ---- allreduce and reduce ----------------------------------------------------
+
+bool ShmTransport::allreduce(Call& call, const Collective& c) {
+  if (inputs_.are_complete && inputs_.are_symmetric) {
+    allreduce_symmetric(c);
+    return true;
+  }
+  if (inputs_.are_complete && !inputs_.are_borrowed) {
+    reduce_inputs(c, c.out, 0, c.count);
+  } else if (shm_cost::one_shot_wins(c.count * item_size(c.dtype), size_)) {
+    allreduce_one_shot(call, c);
+  } else {
+    reduce_two_shot(call, c, Roles::kEverybody);
+  }
+  return false;
+}
+
+// Each rank reduces its share from everybody's input into everybody's output.
+void ShmTransport::allreduce_symmetric(const Collective& c) {
+  const std::size_t itemsize = item_size(c.dtype);
+  const Range share = share_of({0, c.count}, size_, index_, itemsize);
+  const std::size_t block = kSymmetricBlock / itemsize;
+  for (std::size_t done = 0; done < share.count; done += block) {
+    const std::size_t first = share.first + done;
+    const std::size_t count = std::min(block, share.count - done);
+    unsigned char* reduced = bytes(c.out) + first * itemsize;
+    reduce_inputs(c, reduced, first, count);
+    for (int peer = 0; peer < size_; ++peer)
+      if (peer != index_)
+        std::memcpy(inputs_.symmetric_output_of_rank[peer] + first * itemsize, reduced, count * itemsize);
+  }
+}
+
+// Each rank stages all of its input and reduces all of everybody's.
+void ShmTransport::allreduce_one_shot(Call& call, const Collective& c) {
+  const std::size_t itemsize = item_size(c.dtype);
+  const Rounds rounds(c.count, SegmentLayout::kChunkNbytes / itemsize);
+  run_rounds(
+      call, rounds.number(), SegmentLayout::kChunkSlots, {},
+      [&](std::uint64_t round, void* slot) {
+        const Range range = rounds[round];
+        copy_to_peer(slot, bytes(c.in) + range.first * itemsize, range.count * itemsize);
+      },
+      [&](std::uint64_t round) {
+        const Range range = rounds[round];
+        inputs_.of_rank[index_] = bytes(c.in) + range.first * itemsize;
+        reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count);
+      });
+}
+
+// Per round: stage the peers' shares of the input, reduce the own share, collect
+// the peers' results. Three phases, each one round behind the one before it, in
+// kRoundSlots slots: more than the two rounds by which ranks may be apart.
+void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_collector) {
+  const std::size_t itemsize = item_size(c.dtype);
+  const std::size_t slot_nbytes = segment_->layout().window_nbytes / SegmentLayout::kRoundSlots;
+  const std::size_t piece_nbytes = slot_nbytes / size_ / kLinePair * kLinePair;
+  const Rounds rounds(c.count, piece_nbytes * size_ / itemsize);
+  const bool is_collector = sole_collector == Roles::kEverybody || sole_collector == index_;
+  const auto share = [&](std::uint64_t round, int rank) { return share_of(rounds[round], size_, rank, itemsize); };
+  const auto staged_at = [&](int rank, std::uint64_t round, int share_owner) {
+    return segment_->window(rank) + round % SegmentLayout::kRoundSlots * slot_nbytes + share_owner * piece_nbytes;
+  };
+  const auto result_at = [&](int rank, std::uint64_t round) {
+    return segment_->results(rank) + round % SegmentLayout::kRoundSlots * piece_nbytes;
+  };
+
+  const auto stage = [&](std::uint64_t round) {
+    await_free_slot(call, round, SegmentLayout::kRoundSlots, Roles::kEverybody);
+    for (int peer = 0; peer < size_; ++peer) {
+      const Range range = share(round, peer);
+      if (peer != index_)
+        copy_to_peer(staged_at(index_, round, peer), bytes(c.in) + range.first * itemsize, range.count * itemsize);
+    }
+    advance(&RankControl::staged, round_ + round + 1);
+  };
+  const auto reduce_share = [&](std::uint64_t round) {
+    const Range own = share(round, index_);
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != index_) await_counter(call, peer, &RankControl::staged, round_ + round + 1);
+      inputs_.of_rank[peer] = staged_at(peer, round, index_);
+    }
+    inputs_.of_rank[index_] = bytes(c.in) + own.first * itemsize;
+    unsigned char* result = result_at(index_, round);
+    unsigned char* reduced = is_collector ? bytes(c.out) + own.first * itemsize : result;
+    reduce_inputs(c, reduced, 0, own.count);
+    if (reduced != result) copy_to_peer(result, reduced, own.count * itemsize);
+    advance(&RankControl::reduced, round_ + round + 1);
+    if (!is_collector) advance(&RankControl::consumed, round_ + round + 1);
+  };
+  const auto collect = [&](std::uint64_t round) {
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == index_) continue;
+      const Range range = share(round, peer);
+      await_counter(call, peer, &RankControl::reduced, round_ + round + 1);
+      copy_to_user(bytes(c.out) + range.first * itemsize, result_at(peer, round), range.count * itemsize,
+                   c.count * itemsize);
+    }
+    advance(&RankControl::consumed, round_ + round + 1);
+  };
+
+  const std::uint64_t num_rounds = rounds.number();
+  for (std::uint64_t round = 0; round < num_rounds + 2; ++round) {
+    if (round < num_rounds) stage(round);
+    if (round >= 1 && round <= num_rounds) reduce_share(round - 1);
+    if (round >= 2 && is_collector) collect(round - 2);
+  }
+  round_ += num_rounds;
+}
+
+bool ShmTransport::reduce(Call& call, const Collective& c) {
+  if (!inputs_.are_complete) {
+    reduce_two_shot(call, c, index_of_[c.root]);
+    return false;
+  }
+  if (is_root(c)) reduce_inputs(c, c.out, 0, c.count);
+  return inputs_.are_borrowed;
+}
+
+bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
+  const std::size_t itemsize = item_size(c.dtype);
+  if (inputs_.are_complete) {
+    reduce_inputs(c, c.out, c.count * index_, c.count);
+    return inputs_.are_borrowed;
+  }
+  const std::size_t piece_nbytes = segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
+  const Rounds rounds(c.count, piece_nbytes / itemsize);
+  run_rounds(
+      call, rounds.number(), kPairSlots, {},
+      [&](std::uint64_t round, unsigned char* slot) {
+        const Range range = rounds[round];
+        for (int peer = 0; peer < size_; ++peer)
+          if (peer != index_)
+            copy_to_peer(slot + peer * piece_nbytes, bytes(c.in) + (peer * c.count + range.first) * itemsize,
+                         range.count * itemsize);
+      },
+      [&](std::uint64_t round) {
+        const Range range = rounds[round];
+        for (int peer = 0; peer < size_; ++peer) inputs_.of_rank[peer] += index_ * piece_nbytes;
+        inputs_.of_rank[index_] = bytes(c.in) + (index_ * c.count + range.first) * itemsize;
+        reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count);
+      });
+  return false;
+}
+
+// ---- Collectives that only move -----------------------------------------------
+
+bool ShmTransport::broadcast(Call& call, const Collective& c) {
+  const std::size_t nbytes = c.count * item_size(c.dtype);
+  const int root = index_of_[c.root];
+  if (inputs_.of_rank[root] != nullptr && inputs_.are_complete) {
+    copy_block(c.out, inputs_.of_rank[root], nbytes);
+    return inputs_.are_borrowed;
+  }
+  if (is_root(c)) copy_block(c.out, c.in, nbytes);
+  const Rounds rounds(nbytes, SegmentLayout::kChunkNbytes);
+  run_rounds(
+      call, rounds.number(), SegmentLayout::kChunkSlots, Roles{root, Roles::kEverybody},
+      [&](std::uint64_t round, void* slot) {
+        copy_to_peer(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
+      },
+      [&](std::uint64_t round) {
+        if (index_ != root)
+          copy_to_user(bytes(c.out) + rounds[round].first, inputs_.of_rank[root], rounds[round].count, nbytes);
+      });
+  return false;
+}
+
+bool ShmTransport::all_gather(Call& call, const Collective& c) {
+  const std::size_t nbytes = c.count * item_size(c.dtype);
+  copy_block(bytes(c.out) + index_ * nbytes, c.in, nbytes);
+  if (inputs_.are_complete) {
+    for (int peer = 0; peer < size_; ++peer)
+      if (peer != index_) copy_block(bytes(c.out) + peer * nbytes, inputs_.of_rank[peer], nbytes);
+    return inputs_.are_borrowed;
+  }
+  const Rounds rounds(nbytes, SegmentLayout::kChunkNbytes);
+  run_rounds(
+      call, rounds.number(), SegmentLayout::kChunkSlots, {},
+      [&](std::uint64_t round, void* slot) {
+        copy_to_peer(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
+      },
+      [&](std::uint64_t round) {
+        for (int peer = 0; peer < size_; ++peer)
+          if (peer != index_)
+            copy_to_user(bytes(c.out) + peer * nbytes + rounds[round].first, inputs_.of_rank[peer],
+                         rounds[round].count, nbytes * size_);
+      });
+  return false;
+}
+
+bool ShmTransport::gather(Call& call, const Collective& c) {
+  const std::size_t nbytes = c.count * item_size(c.dtype);
+  const int root = index_of_[c.root];
+  if (index_ == root) copy_block(bytes(c.out) + index_ * nbytes, c.in, nbytes);
+  if (inputs_.are_complete) {
+    for (int peer = 0; peer < size_ && index_ == root; ++peer)
+      if (peer != root) copy_block(bytes(c.out) + peer * nbytes, inputs_.of_rank[peer], nbytes);
+    return inputs_.are_borrowed;
+  }
+  const Rounds rounds(nbytes, SegmentLayout::kChunkNbytes);
+  run_rounds(
+      call, rounds.number(), SegmentLayout::kChunkSlots, Roles{Roles::kEverybody, root},
+      [&](std::uint64_t round, void* slot) {
+        if (index_ != root) copy_to_peer(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
+      },
+      [&](std::uint64_t round) {
+        for (int peer = 0; peer < size_; ++peer)
+          if (peer != root)
+            copy_to_user(bytes(c.out) + peer * nbytes + rounds[round].first, inputs_.of_rank[peer],
+                         rounds[round].count, nbytes * size_);
+      });
+  return false;
+}
+
+bool ShmTransport::scatter(Call& call, const Collective& c) {
+  const std::size_t nbytes = c.count * item_size(c.dtype);
+  const int root = index_of_[c.root];
+  if (inputs_.are_complete) {
+    copy_block(c.out, inputs_.of_rank[root] + index_ * nbytes, nbytes);
+    return inputs_.are_borrowed;
+  }
+  if (index_ == root) copy_block(c.out, bytes(c.in) + root * nbytes, nbytes);
+  const std::size_t piece_nbytes = segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
+  const Rounds rounds(nbytes, piece_nbytes);
+  run_rounds(
+      call, rounds.number(), kPairSlots, Roles{root, Roles::kEverybody},
+      [&](std::uint64_t round, unsigned char* slot) {
+        for (int peer = 0; peer < size_; ++peer)
+          if (peer != root)
+            copy_to_peer(slot + peer * piece_nbytes, bytes(c.in) + peer * nbytes + rounds[round].first,
+                         rounds[round].count);
+      },
+      [&](std::uint64_t round) {
+        if (index_ != root)
+          copy_to_user(bytes(c.out) + rounds[round].first, inputs_.of_rank[root] + index_ * piece_nbytes,
+                       rounds[round].count, nbytes);
+      });
+  return false;
+}
+
+bool ShmTransport::all_to_all(Call& call, const Collective& c) {
+  const std::size_t nbytes = c.count * item_size(c.dtype);
+  if (inputs_.are_complete) {
+    for (int peer = 0; peer < size_; ++peer)
+      copy_block(bytes(c.out) + peer * nbytes, inputs_.of_rank[peer] + index_ * nbytes, nbytes);
+    return inputs_.are_borrowed;
+  }
+  const std::vector<std::size_t> counts(size_, c.count);
+  all_to_all_rounds(call, c, counts.data(), counts.data(), c.count);
+  return false;
+}
+
+bool ShmTransport::all_to_all_uneven(Call& call, const Collective& c) {
+  std::size_t most = 0;  // of any pair of ranks, so that all run equally many rounds
+  for (int src = 0; src < size_; ++src) {
+    const auto* sent = reinterpret_cast<const std::uint64_t*>(segment_->small(src, sequence_ & 1));
+    for (int dst = 0; dst < size_; ++dst)
+      if (src != dst) most = std::max<std::size_t>(most, sent[dst]);
+  }
+  all_to_all_rounds(call, c, c.send_counts, c.recv_counts, most);
+  return false;
+}
+
+// In place, a round overwrites only what it and the rounds before it have staged.
+void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std::size_t* send_counts,
+                                     const std::size_t* recv_counts, std::size_t most) {
+  const std::size_t itemsize = item_size(c.dtype);
+  std::vector<std::size_t> send_first(size_), recv_first(size_);
+  for (int peer = 1; peer < size_; ++peer) {
+    send_first[peer] = send_first[peer - 1] + send_counts[peer - 1];
+    recv_first[peer] = recv_first[peer - 1] + recv_counts[peer - 1];
+  }
+  const std::size_t piece_nbytes = segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
+  const Rounds rounds(most, piece_nbytes / itemsize);
+  const auto clip = [&](std::uint64_t round, std::size_t count) {
+    const Range range = rounds[round];
+    const std::size_t first = std::min(range.first, count);
+    return Range{first, std::min(range.count, count - first)};
+  };
+  copy_block(bytes(c.out) + recv_first[index_] * itemsize, bytes(c.in) + send_first[index_] * itemsize,
+             send_counts[index_] * itemsize);
+  run_rounds(
+      call, rounds.number(), kPairSlots, {},
+      [&](std::uint64_t round, unsigned char* slot) {
+        for (int peer = 0; peer < size_; ++peer) {
+          const Range range = clip(round, send_counts[peer]);
+          if (peer != index_)
+            copy_to_peer(slot + peer * piece_nbytes, bytes(c.in) + (send_first[peer] + range.first) * itemsize,
+                         range.count * itemsize);
+        }
+      },
+      [&](std::uint64_t round) {
+        for (int peer = 0; peer < size_; ++peer) {
+          const Range range = clip(round, recv_counts[peer]);
+          if (peer != index_)
+            copy_to_user(bytes(c.out) + (recv_first[peer] + range.first) * itemsize,
+                         inputs_.of_rank[peer] + index_ * piece_nbytes, range.count * itemsize,
+                         range.count * itemsize);
+        }
+      });
+}
+
+}  // namespace ferro

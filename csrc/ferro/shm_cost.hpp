@@ -1,0 +1,26 @@
+// The constants behind the choice of a shared-memory algorithm. ALGORITHMS.md
+// has the model they come from, and how they were measured.
+#ifndef FERRO_SHM_COST_HPP
+#define FERRO_SHM_COST_HPP
+
+#include <cstddef>
+
+namespace ferro::shm_cost {
+
+// Up to this much is moved in about a microsecond: not worth letting go of a lock for.
+constexpr std::size_t kBriefNbytes = std::size_t{8} << 10;
+
+// From here on reading a peer's symmetric array where it stands beats copying it,
+// in spite of the fence that must follow.
+constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
+
+// Per byte and rank, one-shot costs w + (p - 1) r, two-shot 2 w / p + 2 (p - 1) / p r
+// with one more wait a round: for two ranks the first is never dearer.
+constexpr std::size_t kOneShotNbytes = std::size_t{64} << 10;
+constexpr bool one_shot_wins(std::size_t nbytes, int num_ranks) {
+  return num_ranks <= 2 || nbytes <= kOneShotNbytes;
+}
+
+}  // namespace ferro::shm_cost
+
+#endif  // FERRO_SHM_COST_HPP

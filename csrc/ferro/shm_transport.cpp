@@ -1,0 +1,304 @@
+// Headers and waiting; the collectives themselves are in shm_collectives.cpp.
+#include "ferro/shm_transport.hpp"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "ferro/kernels.hpp"
+#include "ferro/shm_cost.hpp"
+
+namespace ferro {
+namespace {
+
+// What a header carries when the input does not fit into it: where the arrays
+// stand in the symmetric heaps, plus one; 0 if they do not.
+struct SymmetricOffsets {
+  std::uint64_t in;
+  std::uint64_t out;
+};
+static_assert(sizeof(SymmetricOffsets) <= HeaderSlot::kInlineNbytes, "must travel in a header");
+
+constexpr std::uint64_t flag_of(std::uint32_t sequence, std::uint32_t hash) {
+  return static_cast<std::uint64_t>(sequence) << 32 | hash;
+}
+constexpr std::uint32_t sequence_of(std::uint64_t flag) { return static_cast<std::uint32_t>(flag >> 32); }
+
+// What a rank gives for others to read.
+std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is_root) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  switch (collective.op) {
+    case Op::allreduce:
+    case Op::reduce:
+    case Op::all_gather:
+    case Op::gather:
+      return nbytes;
+    case Op::broadcast:
+      return is_root ? nbytes : 0;
+    case Op::scatter:
+      return is_root ? nbytes * size : 0;
+    case Op::reduce_scatter:
+    case Op::all_to_all:
+      return nbytes * size;
+    default:
+      return 0;
+  }
+}
+
+}  // namespace
+
+ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members, int num_cores,
+                           bool are_processes)
+    : segment_(std::move(segment)),
+      index_(index),
+      size_(static_cast<int>(members.size())),
+      members_(std::move(members)),
+      spin_(SpinPolicy::for_ranks(size_, num_cores)),
+      sources_(members_.size()) {
+  inputs_.of_rank.resize(members_.size());
+  inputs_.symmetric_output_of_rank.resize(members_.size());
+  index_of_.assign(*std::max_element(members_.begin(), members_.end()) + 1, -1);
+  for (int i = 0; i < size_; ++i) index_of_[members_[i]] = i;
+  if (are_processes && size_ > 1) watchdog_ = std::make_unique<Watchdog>(segment_, index_, members_);
+}
+
+ShmTransport::~ShmTransport() { depart(); }
+
+void ShmTransport::depart() noexcept {
+  if (segment_->control(index_).has_departed.exchange(1, std::memory_order_seq_cst) != 0) return;
+  watchdog_.reset();
+  for (int peer = 0; peer < size_; ++peer) {
+    for (std::atomic<std::uint32_t>* word : {&segment_->collective_sleeper(peer), &segment_->message_sleeper(peer)})
+      if (is_parked_for(word->load(std::memory_order_seq_cst), index_)) unpark(*word);
+  }
+}
+
+void ShmTransport::abort(AbortReason reason) noexcept { segment_->abort(reason); }
+
+AbortReason ShmTransport::aborted() const noexcept {
+  return AbortReason::unpack(segment_->abort_word().load(std::memory_order_acquire));
+}
+
+void ShmTransport::run(Call& call, const Collective& collective) {
+  const AbortReason reason = aborted();
+  if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
+  if (collective.count * item_size(collective.dtype) > shm_cost::kBriefNbytes) call.begin_blocking();
+  publish_header(collective);
+  await_headers(call);
+  find_inputs(collective);
+  const bool has_borrowed = dispatch(call, collective);
+  if (has_borrowed) fence(call);
+}
+
+// ---- Headers ---------------------------------------------------------------
+
+void ShmTransport::publish_header(const Collective& collective) {
+  const unsigned parity = ++sequence_ & 1;
+  HeaderSlot& slot = segment_->header(index_, parity);
+  if (is_uneven(collective)) {
+    publish_counts(collective);
+  } else {
+    publish_input(collective, slot);
+  }
+  Fingerprint& fingerprint = segment_->control(index_).fingerprints[parity];
+  fingerprint = fingerprint_of(collective, sequence_);
+  own_flag_ = flag_of(sequence_, hash(fingerprint));
+  // Last: a peer that sees this sequence may read all of the above.
+  slot.flag.store(own_flag_, std::memory_order_seq_cst);
+  wake_sleepers();
+}
+
+// The rows of counts are all that the header of an uneven all_to_all carries.
+void ShmTransport::publish_counts(const Collective& collective) {
+  auto* counts = reinterpret_cast<std::uint64_t*>(segment_->small(index_, sequence_ & 1));
+  for (int peer = 0; peer < size_; ++peer) {
+    counts[peer] = collective.send_counts[peer];
+    counts[size_ + peer] = collective.recv_counts[peer];
+  }
+}
+
+void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot) {
+  const std::size_t nbytes = input_nbytes(collective, size_, is_root(collective));
+  if (nbytes <= HeaderSlot::kInlineNbytes) {
+    if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
+    return;
+  }
+  SymmetricOffsets offsets{0, 0};
+  // An all_to_all in place overwrites what peers would still be reading.
+  const bool is_readable_in_place = collective.op != Op::all_to_all || collective.in != collective.out;
+  if (nbytes >= shm_cost::kSymmetricNbytes && is_readable_in_place) {
+    offsets.in = segment_->symmetric_offset(collective.in, nbytes);
+    offsets.out = segment_->symmetric_offset(collective.out, nbytes);
+  }
+  if (offsets.in == 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1)
+    copy_to_peer(segment_->small(index_, sequence_ & 1), collective.in, nbytes);
+  std::memcpy(slot.payload, &offsets, sizeof offsets);
+}
+
+void ShmTransport::await_headers(Call& call) {
+  const unsigned parity = sequence_ & 1;
+  bool is_agreed = true;
+  for (int peer = 0; peer < size_; ++peer) {
+    const std::atomic<std::uint64_t>& flag = segment_->header(peer, parity).flag;
+    try {
+      await(call, peer,
+            [&flag, this] { return sequence_of(flag.load(std::memory_order_acquire)) == sequence_; });
+    } catch (Error& error) {
+      if (error.code != ErrorCode::timeout) throw;
+      error.missing.clear();
+      for (int other = 0; other < size_; ++other)
+        if (sequence_of(segment_->header(other, parity).flag.load(std::memory_order_acquire)) != sequence_)
+          error.missing.push_back(members_[other]);
+      throw;
+    }
+    is_agreed &= flag.load(std::memory_order_relaxed) == own_flag_;
+  }
+  if (!is_agreed) check_fingerprints();
+}
+
+// The same two ranks are named on every rank: the first, and the first that differs from it.
+void ShmTransport::check_fingerprints() const {
+  const unsigned parity = sequence_ & 1;
+  const Fingerprint& first = segment_->control(0).fingerprints[parity];
+  for (int peer = 1; peer < size_; ++peer) {
+    const Fingerprint& other = segment_->control(peer).fingerprints[parity];
+    if (other != first) throw mismatch_error(members_[index_], members_[0], first, members_[peer], other);
+  }
+}
+
+void ShmTransport::check_counts() const {
+  const unsigned parity = sequence_ & 1;
+  for (int src = 0; src < size_; ++src) {
+    const auto* sent = reinterpret_cast<const std::uint64_t*>(segment_->small(src, parity));
+    for (int dst = 0; dst < size_; ++dst) {
+      const auto* received = reinterpret_cast<const std::uint64_t*>(segment_->small(dst, parity)) + size_;
+      if (sent[dst] == received[src]) continue;
+      throw Error(ErrorCode::mismatch, members_[index_ == src ? dst : src],
+                  "rank " + std::to_string(members_[src]) + " sends " + std::to_string(sent[dst]) +
+                      " elements to rank " + std::to_string(members_[dst]) + ", which expects " +
+                      std::to_string(received[src]));
+    }
+  }
+}
+
+void ShmTransport::find_inputs(const Collective& collective) {
+  inputs_.are_borrowed = false;
+  inputs_.are_complete = inputs_.are_symmetric = true;
+  if (is_uneven(collective)) return check_counts();
+
+  const unsigned parity = sequence_ & 1;
+  const int root = has_root(collective.op) ? index_of_[collective.root] : -1;
+  for (int peer = 0; peer < size_; ++peer) {
+    const std::size_t nbytes = input_nbytes(collective, size_, peer == root);
+    const unsigned char* payload = segment_->header(peer, parity).payload;
+    const unsigned char*& input = inputs_.of_rank[peer];
+    if (nbytes <= HeaderSlot::kInlineNbytes) {
+      input = payload;
+      inputs_.are_symmetric = false;
+      continue;
+    }
+    SymmetricOffsets offsets;
+    std::memcpy(&offsets, payload, sizeof offsets);
+    inputs_.are_symmetric &= offsets.in != 0 && offsets.out != 0;
+    if (offsets.in != 0) {
+      input = segment_->symmetric_pointer(offsets.in);
+      inputs_.symmetric_output_of_rank[peer] = segment_->symmetric_pointer(offsets.out);
+      inputs_.are_borrowed = true;
+    } else if (nbytes <= segment_->layout().small_nbytes) {
+      input = segment_->small(peer, parity);
+    } else {
+      input = nullptr;
+      inputs_.are_complete &= size_ == 1;
+    }
+  }
+  inputs_.of_rank[index_] = static_cast<const unsigned char*>(collective.in);
+}
+
+void ShmTransport::fence(Call& call) {
+  publish_header(Collective{});
+  await_headers(call);
+}
+
+// ---- Waiting ---------------------------------------------------------------
+
+template <class Ready>
+void ShmTransport::await(Call& call, int peer, Ready ready) {
+  for (int i = 0; i < SpinPolicy::kBriefPauses; ++i) {
+    if (ready()) return;
+    pause_briefly();
+  }
+  await_slowly(call, peer, ready);
+}
+
+template <class Ready>
+__attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, Ready ready) {
+  call.begin_blocking();
+  for (int i = 0; i < spin_.pauses; ++i) {
+    if (ready()) return;
+    pause_briefly();
+  }
+  for (int i = 0; i < spin_.yields; ++i) {
+    if (ready()) return;
+    sched_yield();
+  }
+  std::atomic<std::uint32_t>& word = segment_->collective_sleeper(index_);
+  while (!ready()) {
+    if (is_lost(peer)) {
+      if (ready()) return;  // what a peer published before it departed counts
+      throw_lost(peer);
+    }
+    check_caller(call, peer);
+    word.store(static_cast<std::uint32_t>(peer) + 1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (!ready() && !is_lost(peer)) {
+      const double slice = std::chrono::duration<double>(kWaitSlice).count();
+      futex_wait(word, static_cast<std::uint32_t>(peer) + 1, std::max(0.0, std::min(slice, call.remaining_s())));
+    }
+    word.store(kAwake, std::memory_order_relaxed);
+  }
+}
+
+bool ShmTransport::is_lost(int peer) const {
+  return aborted().code != ErrorCode::none ||
+         segment_->control(peer).has_departed.load(std::memory_order_acquire) != 0;
+}
+
+void ShmTransport::throw_lost(int peer) const {
+  const AbortReason reason = aborted();
+  if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
+  throw Error(ErrorCode::channel_closed, members_[peer]);
+}
+
+void ShmTransport::check_caller(Call& call, int peer) const {
+  call.check_interrupt();
+  if (remote_check_) remote_check_(call);
+  if (!call.is_expired()) return;
+  Error error(ErrorCode::timeout, members_[peer]);
+  error.missing = {members_[peer]};
+  throw error;
+}
+
+// Follows a sequentially consistent store: the publisher's fence of parking.hpp.
+// Reads a line for every 16 ranks, which changes only when somebody sleeps.
+void ShmTransport::wake_sleepers() {
+  for (int peer = 0; peer < size_; ++peer) {
+    std::atomic<std::uint32_t>& word = segment_->collective_sleeper(peer);
+    if (is_parked_for(word.load(std::memory_order_seq_cst), index_)) unpark(word);
+  }
+}
+
+void ShmTransport::await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::*counter,
+                                 std::uint64_t value) {
+  const std::atomic<std::uint64_t>& word = segment_->control(peer).*counter;
+  await(call, peer, [&word, value] { return word.load(std::memory_order_acquire) >= value; });
+}
+
+void ShmTransport::advance(std::atomic<std::uint64_t> RankControl::*counter, std::uint64_t value) {
+  (segment_->control(index_).*counter).store(value, std::memory_order_seq_cst);
+  wake_sleepers();
+}
+
+}  // namespace ferro

@@ -1,0 +1,124 @@
+// Collectives of the ranks of one host, over memory that they share.
+// ALGORITHMS.md gives the steps and costs; segment.hpp who writes what.
+#ifndef FERRO_SHM_TRANSPORT_HPP
+#define FERRO_SHM_TRANSPORT_HPP
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "ferro/fingerprint.hpp"
+#include "ferro/parking.hpp"
+#include "ferro/segment.hpp"
+#include "ferro/transport.hpp"
+#include "ferro/watchdog.hpp"
+
+namespace ferro {
+
+class ShmTransport final : public Transport {
+ public:
+  // `index` is this rank's place in the segment, `members` the group's rank at
+  // every place. Ranks that are processes of their own are watched for death;
+  // `num_cores` is what all of them may use together.
+  ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members, int num_cores,
+               bool are_processes);
+  ~ShmTransport() override;
+
+  void run(Call& call, const Collective& collective) override;
+  void abort(AbortReason reason) noexcept override;
+  AbortReason aborted() const noexcept override;
+
+  // Tells the peers that this rank publishes nothing more. Idempotent.
+  void depart() noexcept;
+
+  // Called in the slow part of every wait, for a group that spans hosts: throws
+  // if a rank elsewhere is lost.
+  void set_remote_check(std::function<void(Call&)> check) { remote_check_ = std::move(check); }
+
+ private:
+  // ---- Headers (shm_transport.cpp) ----
+  void publish_header(const Collective& collective);
+  void publish_counts(const Collective& collective);
+  void publish_input(const Collective& collective, HeaderSlot& slot);
+  void await_headers(Call& call);
+  void check_fingerprints() const;
+  void check_counts() const;
+  void find_inputs(const Collective& collective);
+  // A second exchange of headers, without a payload: no rank leaves it before all have entered.
+  void fence(Call& call);
+
+  // ---- Waiting (shm_transport.cpp) ----
+  template <class Ready>
+  void await(Call& call, int peer, Ready ready);
+  template <class Ready>
+  void await_slowly(Call& call, int peer, Ready ready);
+  bool is_lost(int peer) const;
+  [[noreturn]] void throw_lost(int peer) const;
+  void check_caller(Call& call, int peer) const;
+  void wake_sleepers();
+  void await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::*counter, std::uint64_t value);
+  void advance(std::atomic<std::uint64_t> RankControl::*counter, std::uint64_t value);
+
+  // ---- Collectives (shm_collectives.cpp) ----
+  // True if it read the symmetric arrays of peers, who must not leave before that is over.
+  bool dispatch(Call& call, const Collective& collective);
+  bool allreduce(Call& call, const Collective& collective);
+  bool broadcast(Call& call, const Collective& collective);
+  bool reduce(Call& call, const Collective& collective);
+  bool all_gather(Call& call, const Collective& collective);
+  bool reduce_scatter(Call& call, const Collective& collective);
+  bool all_to_all(Call& call, const Collective& collective);
+  bool all_to_all_uneven(Call& call, const Collective& collective);
+  bool gather(Call& call, const Collective& collective);
+  bool scatter(Call& call, const Collective& collective);
+
+  void allreduce_symmetric(const Collective& collective);
+  void allreduce_one_shot(Call& call, const Collective& collective);
+  // The first half alone, with only the root collecting results, is reduce.
+  void reduce_two_shot(Call& call, const Collective& collective, int sole_collector);
+  void all_to_all_rounds(Call& call, const Collective& collective, const std::size_t* send_counts,
+                         const std::size_t* recv_counts, std::size_t most);
+  void reduce_inputs(const Collective& collective, void* dst, std::size_t first, std::size_t count) const;
+
+  // What one round of a collective asks of this rank.
+  struct Roles {
+    static constexpr int kEverybody = -1;
+    int producer = kEverybody;  // who stages
+    int consumer = kEverybody;  // who reads what was staged
+  };
+  // Runs `num_rounds` rounds: `stage(round, slot)` fills this rank's slot of the
+  // window, `consume(round)` reads the peers', found in inputs_.
+  template <class Stage, class Consume>
+  void run_rounds(Call& call, std::uint64_t num_rounds, std::uint64_t num_slots, Roles roles, Stage stage,
+                  Consume consume);
+  void await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots, int sole_consumer);
+
+  bool is_root(const Collective& collective) const { return members_[index_] == collective.root; }
+
+  // Where the input of every rank can be read, once all headers have arrived.
+  struct Inputs {
+    std::vector<const unsigned char*> of_rank;
+    std::vector<unsigned char*> symmetric_output_of_rank;
+    bool are_complete = true;   // none is null: no rounds are needed
+    bool are_borrowed = false;  // some are the peers' own symmetric arrays
+    bool are_symmetric = true;  // all are, and so are all outputs
+  };
+
+  std::shared_ptr<Segment> segment_;
+  const int index_;
+  const int size_;
+  const std::vector<int> members_;
+  const SpinPolicy spin_;
+  std::vector<int> index_of_;  // by rank of the group
+  std::function<void(Call&)> remote_check_;
+  std::uint32_t sequence_ = 0;
+  std::uint64_t round_ = 0;  // rounds of all collectives before this one
+  std::uint64_t own_flag_ = 0;
+  Inputs inputs_;
+  mutable std::vector<const void*> sources_;  // scratch of reduce_inputs
+  std::unique_ptr<Watchdog> watchdog_;
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_SHM_TRANSPORT_HPP

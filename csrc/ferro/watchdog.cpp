@@ -1,0 +1,102 @@
+#include "ferro/watchdog.hpp"
+
+#include <sched.h>
+#include <signal.h>
+
+#include "ferro/parking.hpp"
+
+namespace ferro {
+namespace {
+
+// A word is looked at again this often even if nobody wakes us; every event has a
+// wake of its own, so this bounds nothing but the damage of a lost one.
+constexpr double kRecheckSeconds = 1.0;
+
+// Signals are for the threads that know what to do with them.
+class BlockedSignals {
+ public:
+  BlockedSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &previous_);
+  }
+  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &previous_, nullptr); }
+
+ private:
+  sigset_t previous_;
+};
+
+}  // namespace
+
+Watchdog::Watchdog(std::shared_ptr<Segment> segment, int index, std::vector<int> members)
+    : segment_(std::move(segment)), index_(index), members_(std::move(members)) {
+  const BlockedSignals blocked;  // inherited by the thread
+  thread_ = std::thread([this] { watch(); });
+  while (!is_registered_.load(std::memory_order_acquire)) sched_yield();
+}
+
+Watchdog::~Watchdog() {
+  is_stopping_.store(true, std::memory_order_seq_cst);
+  // The thread may be between its look at is_stopping_ and its sleep: wake until it has gone.
+  while (!has_stopped_.load(std::memory_order_acquire)) {
+    const int target = watched_.load(std::memory_order_acquire);
+    if (target >= 0) futex_wake_all(segment_->control(target).liveness);
+    sched_yield();
+  }
+  thread_.join();
+}
+
+void Watchdog::watch() noexcept {
+  register_thread();
+  int target = next_to_watch();
+  while (!is_stopping_.load(std::memory_order_seq_cst)) {
+    if (await_change(target)) {
+      segment_->abort({ErrorCode::peer_lost, members_[target], members_[index_], 0});
+      break;  // one death ends the group: there is nothing left to watch
+    }
+    target = next_to_watch();
+  }
+  unregister_thread();
+  has_stopped_.store(true, std::memory_order_release);
+}
+
+bool Watchdog::await_change(int target) {
+  RankControl& control = segment_->control(target);
+  watched_.store(target, std::memory_order_seq_cst);
+  const std::uint32_t word = control.liveness.load(std::memory_order_acquire);
+  if (word & FUTEX_OWNER_DIED) return true;
+  if (!is_stopping_.load(std::memory_order_seq_cst)) futex_wait(control.liveness, word, kRecheckSeconds);
+  return (control.liveness.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
+}
+
+int Watchdog::next_to_watch() const {
+  for (int step = 1; step < segment_->size(); ++step) {
+    const int candidate = (index_ + step) % segment_->size();
+    if (!segment_->control(candidate).has_departed.load(std::memory_order_acquire)) return candidate;
+  }
+  return index_;
+}
+
+// Replaces this thread's list of robust futexes, which is empty: the C library
+// keeps one per thread for its own robust mutexes, and this thread takes none.
+void Watchdog::register_thread() {
+  std::atomic<std::uint32_t>& word = segment_->control(index_).liveness;
+  robust_entry_.next = &robust_list_.list;
+  robust_list_.list.next = &robust_entry_;
+  robust_list_.futex_offset = reinterpret_cast<char*>(&word) - reinterpret_cast<char*>(&robust_entry_);
+  robust_list_.list_op_pending = nullptr;
+  syscall(SYS_set_robust_list, &robust_list_, sizeof robust_list_);
+  // FUTEX_WAITERS always: it is what makes the kernel wake somebody.
+  word.store(static_cast<std::uint32_t>(syscall(SYS_gettid)) | FUTEX_WAITERS, std::memory_order_seq_cst);
+  futex_wake_all(word);
+  is_registered_.store(true, std::memory_order_release);
+}
+
+void Watchdog::unregister_thread() {
+  std::atomic<std::uint32_t>& word = segment_->control(index_).liveness;
+  word.store(0, std::memory_order_seq_cst);
+  robust_list_.list.next = &robust_list_.list;
+  futex_wake_all(word);
+}
+
+}  // namespace ferro
