@@ -1,6 +1,9 @@
 # The border between arrays of any library and raw memory: what host.pyx and
 # nccl.pyx read of an array.
 
+from ferro_dist._native.dlpack cimport DLManagedTensor, DLManagedTensorVersioned
+
+
 cdef class BufferView:
     cdef readonly object owner          # keeps the memory alive
     cdef void* data                     # null only where count is 0
@@ -9,10 +12,20 @@ cdef class BufferView:
     cdef readonly int itemsize
     cdef readonly int dtype             # a value of ferro::DType
     cdef readonly int device_type       # DLPack's number: 1 CPU, 2 CUDA
-    cdef readonly int device_id
+    cdef readonly int device_id         # -1 where a CUDA array does not tell
     cdef readonly bint is_readonly
     cdef readonly bint is_contiguous    # C order, no gaps
 
+    # What must be given back when the view goes; at most one of the three is set.
+    cdef Py_buffer* _buffer
+    cdef DLManagedTensor* _capsule
+    cdef DLManagedTensorVersioned* _versioned
 
-# Raises InvalidArray or UnsupportedOp for what cannot be moved; never copies.
+
+# An array to read from. Raises InvalidArray for what cannot be moved; never copies.
+# An array with gaps is described, not refused: look at is_contiguous.
 cdef BufferView view_of(object array)
+
+# An array to write into. Raises InvalidArray also for one that is read-only, has
+# gaps, or whose autograd history a write would falsify.
+cdef BufferView output_view_of(object array)
