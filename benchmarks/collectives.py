@@ -1,0 +1,268 @@
+"""Collectives of ferro_dist beside torch Gloo, Open MPI and MPICH, interleaved in one run.
+
+    python benchmarks/collectives.py --quick
+    python benchmarks/collectives.py --ranks 2,4 --memory plain,symmetric
+    python benchmarks/collectives.py --transport tcp
+
+Every system runs under its own launcher and stays alive for the whole run, asleep in a
+read. For each collective and size the systems take turns in short bursts, so that
+whatever the machine does to one it does to all. Around each burst the cache-line round
+trip between the first two cores is taken: virtual cores move, and results are compared
+only where the cores were equally far apart.
+
+The time of a collective is that of its slowest rank. Calls shorter than 30 µs are timed
+many at a time, back to back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import measure
+import report
+from cases import COLLECTIVES, DTYPES, Case
+from group import CaseRefused, Group, SystemFailed, scratch_directory
+from peers import System, systems
+
+SIZES = "4,1K,16K,256K,4M,64M"
+QUICK_SIZES = "4,1K,16K,256K,4M"
+MEMORIES = ("plain", "symmetric", "torch")
+BATCH_NS = 30_000
+MAX_SAMPLES = 400
+QUICK_SECONDS = 30.0
+
+
+def main() -> int:
+    options = parse_arguments()
+    run = measure.describe_run()
+    results: list[report.Result] = []
+    for ranks in options.ranks:
+        results += compare(ranks, options)
+    path = measure.output_path(options.output, f"collectives-{options.transport}")
+    measure.write_json_lines(path, ({**result.to_json(), **run} for result in results))
+    measure.say(f"\nwrote {path}")
+    plot = report.plot(results, path.with_suffix(".png"))
+    measure.say(f"wrote {plot}" if plot else "no plot: matplotlib is not installed")
+    return 0 if results else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure, and for how long."""
+
+    ranks: list[int]
+    collectives: list[str]
+    sizes: list[int]
+    memories: list[str]
+    dtype: str
+    transport: str
+    output: str | None
+    is_quick: bool
+    rounds: int
+    burst_ns: float
+    far_ns: float
+    seconds_per_case: float
+    only: list[str]
+
+
+def parse_arguments() -> Options:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="under a minute: fewer sizes, rounds and peers")
+    add("--ranks", default="2", help="for example 2,4")
+    add("--collectives", default=",".join(COLLECTIVES))
+    add("--sizes", help=f"bytes; default {SIZES}")
+    add("--memory", default="plain,symmetric", help=f"any of {','.join(MEMORIES)}")
+    add("--dtype", default="float32", choices=DTYPES)
+    add("--transport", default="host", choices=("host", "tcp"))
+    add("--rounds", type=int, help="how often each system gets its turn")
+    add("--burst-ms", type=float, help="about how long a turn lasts")
+    add("--far-ns", type=float, default=350.0, help="round trip from which cores count as far")
+    add("--only", default="", help="systems, for example ferro_dist,openmpi/ucx")
+    add("--output", help="file for the JSON lines; the plot stands beside it")
+    given = parser.parse_args()
+    sizes = (given.sizes or (QUICK_SIZES if given.quick else SIZES)).split(",")
+    cases = len(sizes) * len(given.collectives.split(",")) * len(given.ranks.split(","))
+    options = Options(
+        ranks=[int(ranks) for ranks in given.ranks.split(",")],
+        collectives=given.collectives.split(","),
+        sizes=[measure.parse_size(size) for size in sizes],
+        memories=["plain"] if given.transport == "tcp" else given.memory.split(","),
+        dtype=given.dtype,
+        transport=given.transport,
+        output=given.output,
+        is_quick=given.quick,
+        rounds=given.rounds or (5 if given.quick else 20),
+        burst_ns=(given.burst_ms or (4 if given.quick else 15)) * 1e6,
+        far_ns=given.far_ns,
+        seconds_per_case=QUICK_SECONDS / cases if given.quick else math.inf,
+        only=[name for name in given.only.split(",") if name],
+    )
+    for given_names, known in ((options.collectives, COLLECTIVES), (options.memories, MEMORIES)):
+        unknown = sorted(set(given_names) - set(known))
+        if unknown:
+            parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
+    return options
+
+
+def compare(ranks: int, options: Options) -> list[report.Result]:
+    """Run every case with one number of ranks, printing each table as it is complete."""
+    with scratch_directory() as directory, contextlib.ExitStack() as stack:
+        groups = list(start_all(ranks, options, directory, stack))
+        distance = start_distance(directory, options, stack)
+        results: list[report.Result] = []
+        for collective in options.collectives:
+            found: list[report.Result] = []
+            for size in [0] if collective == "barrier" else options.sizes:
+                case = Case(collective, size, ranks, options.dtype)
+                found += Contest(case, groups, distance, options).run()
+            report.print_table(found)
+            results += found
+        return results
+
+
+def start_all(
+    ranks: int, options: Options, directory: Path, stack: contextlib.ExitStack
+) -> Iterator[Group]:
+    for system in systems(ranks, options.transport, quick=options.is_quick):
+        if options.only and not {system.name, system.family} & set(options.only):
+            continue
+        if system.missing:
+            measure.say(f"missing: {system.name}: {system.missing}")
+            continue
+        group = start_one(system, ranks, options.transport, directory, stack)
+        if group is not None:
+            yield group
+
+
+def start_one(
+    system: System, ranks: int, transport: str, directory: Path, stack: contextlib.ExitStack
+) -> Group | None:
+    group = Group(system, ranks, transport, directory)
+    stack.callback(group.close)
+    try:
+        group.start()
+    except SystemFailed as error:
+        measure.say(f"missing: {error}")
+        return None
+    measure.say(f"{system.name}: {group.about}")
+    return group
+
+
+def start_distance(directory: Path, options: Options, stack: contextlib.ExitStack) -> Group | None:
+    if measure.describe_machine()["cores"] < 2:
+        return None
+    system = System("distance", "two_cores", "Distance")
+    return start_one(system, 2, options.transport, directory, stack)
+
+
+@dataclasses.dataclass
+class Contestant:
+    """One system with one kind of memory in one case."""
+
+    group: Group
+    case: Case
+    times: int = 1
+    samples: int = 1
+    bursts: list[report.Burst] = dataclasses.field(default_factory=list)
+
+
+class Contest:
+    """All systems in turn on one case."""
+
+    def __init__(
+        self, case: Case, groups: list[Group], distance: Group | None, options: Options
+    ) -> None:
+        self._case = case
+        self._groups = [group for group in groups if group.is_alive]
+        self._distance = distance
+        self._options = options
+
+    def run(self) -> list[report.Result]:
+        """Prepare, measure in rounds, release; one result for each contestant."""
+        contestants = [Contestant(group, case) for group, case in self._entries()]
+        contestants = [contestant for contestant in contestants if self._calibrate(contestant)]
+        deadline = time.monotonic() + self._options.seconds_per_case
+        for turn in range(self._options.rounds):
+            if turn >= 2 and time.monotonic() > deadline:
+                break
+            # Another one begins each round: none is always behind the same neighbour.
+            first = turn % max(1, len(contestants))
+            for contestant in contestants[first:] + contestants[:first]:
+                self._burst(contestant)
+        for group in self._groups:
+            if group.is_alive:
+                group.order(do="release")
+        return [
+            report.Result(contestant.group.system, contestant.case, contestant.bursts)
+            for contestant in contestants
+            if contestant.bursts
+        ]
+
+    def _entries(self) -> Iterator[tuple[Group, Case]]:
+        for group in self._groups:
+            memories = self._options.memories if group.system.is_ours else ["plain"]
+            if self._case.collective == "barrier":
+                memories = ["plain"]
+            for memory in memories:
+                yield group, dataclasses.replace(self._case, memory=memory)
+
+    def _calibrate(self, contestant: Contestant) -> bool:
+        """Check the result once, and find out how many calls make a burst."""
+        try:
+            self._prepare(contestant)
+            pilot = self._sample(contestant, samples=3, times=1)
+            if statistics.median(pilot) < BATCH_NS:
+                pilot = self._sample(contestant, samples=5, times=20)
+        except (CaseRefused, SystemFailed) as error:
+            name, case = contestant.group.system.name, contestant.case
+            measure.say(f"without {name}, {case.collective} of {case.nbytes} bytes: {error}")
+            return False
+        estimate_ns = max(50.0, statistics.median(pilot))
+        contestant.times = max(1, math.ceil(BATCH_NS / estimate_ns))
+        wanted = self._options.burst_ns / (estimate_ns * contestant.times)
+        contestant.samples = max(2, min(MAX_SAMPLES, math.ceil(wanted)))
+        return True
+
+    def _prepare(self, contestant: Contestant) -> None:
+        contestant.group.order(do="prepare", case=contestant.case.to_json())
+
+    def _burst(self, contestant: Contestant) -> None:
+        group = contestant.group
+        if not group.is_alive:
+            return
+        try:
+            before = self._round_trip_ns()
+            times = self._sample(contestant, contestant.samples, contestant.times)
+            after = self._round_trip_ns()
+        except (CaseRefused, SystemFailed) as error:
+            measure.say(f"without {group.system.name}: {error}")
+            return
+        contestant.bursts.append(
+            report.Burst(times, contestant.times, before, after, self._options.far_ns)
+        )
+
+    def _sample(self, contestant: Contestant, samples: int, times: int) -> list[float]:
+        order = {"memory": contestant.case.memory, "samples": samples, "times": times}
+        times_by_rank = contestant.group.order(do="sample", **order)
+        per_call = 1 / self._case.calls_per_statement
+        return [time * per_call for time in measure.slowest_rank(times_by_rank)]
+
+    def _round_trip_ns(self) -> float | None:
+        if self._distance is None or not self._distance.is_alive:
+            return None
+        return float(max(self._distance.order(do="measure")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

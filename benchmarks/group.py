@@ -1,0 +1,188 @@
+"""A system under measurement as its parent sees it: processes that obey over sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from peers import WORKER, System
+
+START_TIMEOUT_S = 60.0
+ORDER_TIMEOUT_S = 120.0
+EXIT_TIMEOUT_S = 5.0
+
+
+class SystemFailed(Exception):
+    """A system could not be started, or died, or stopped answering."""
+
+
+class CaseRefused(Exception):
+    """A system answered that it cannot run a case; the others of its group go on."""
+
+
+class Group:
+    """The ranks of one system, asleep except while they carry out an order."""
+
+    def __init__(self, system: System, ranks: int, transport: str, directory: Path) -> None:
+        self.system = system
+        self.about = ""
+        self.is_alive = True
+        self._ranks = ranks
+        self._log = directory / f"{system.name.replace('/', '-')}.log"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[_Channel] = []
+        # A path of its own and short: the kernel allows a socket's 107 bytes.
+        self._socket_path = directory / f"{system.name.replace('/', '-')}.socket"
+        self._environment = {
+            **os.environ,
+            **system.environment,
+            "BENCHMARK_ADAPTER": system.adapter,
+            "BENCHMARK_NAME": system.name,
+            "BENCHMARK_TRANSPORT": transport,
+            "BENCHMARK_DIRECTORY": str(directory),
+            "BENCHMARK_ID": system.name.replace("/", "-"),
+            "BENCHMARK_SOCKET": str(self._socket_path),
+        }
+
+    def start(self) -> None:
+        """Launch all ranks and wait until each has joined its group."""
+        with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
+            listener.bind(str(self._socket_path))
+            listener.listen(self._ranks)
+            listener.settimeout(0.2)
+            self._launch(log)
+            channels = self._accept_all(listener)
+        self._channels = [channels[rank] for rank in range(self._ranks)]
+
+    def order(self, **order: Any) -> list[Any]:
+        """Have every rank do the same thing; their answers, by rank."""
+        try:
+            for channel in self._channels:
+                channel.send(order)
+            answers = [channel.receive() for channel in self._channels]
+        except OSError as error:
+            self.kill()
+            raise SystemFailed(
+                f"{self.system.name}: {error or 'no answer'}{self._said()}"
+            ) from None
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            raise CaseRefused(errors[0])
+        return [answer["value"] for answer in answers]
+
+    def close(self) -> None:
+        """End all ranks in good order, those that do not obey by force."""
+        with contextlib.suppress(OSError):
+            for channel in self._channels:
+                channel.send({"do": "exit"})
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End every process of the system that is left."""
+        self.is_alive = False
+        for channel in self._channels:
+            channel.close()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._processes:
+                _end(process, number)
+
+    def _launch(self, log: IO[bytes]) -> None:
+        if self.system.command:
+            self._spawn(self.system.command, {}, log)
+            return
+        for rank in range(self._ranks):
+            own = {"RANK": str(rank), "WORLD_SIZE": str(self._ranks)}
+            self._spawn((sys.executable, WORKER), own, log)
+
+    def _spawn(self, command: tuple[str, ...], more: Mapping[str, str], log: IO[bytes]) -> None:
+        process = subprocess.Popen(
+            command,
+            env={**self._environment, **more},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+
+    def _accept_all(self, listener: socket.socket) -> dict[int, _Channel]:
+        channels: dict[int, _Channel] = {}
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while len(channels) < self._ranks:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                self._check_started(deadline)
+                continue
+            channel = _Channel(connection)
+            hello = channel.receive()
+            self.about = hello["about"]
+            channels[hello["rank"]] = channel
+        return channels
+
+    def _check_started(self, deadline: float) -> None:
+        ended = [process for process in self._processes if process.poll() is not None]
+        if not ended and time.monotonic() < deadline:
+            return
+        what = f"exit code {ended[0].returncode}" if ended else "not ready in time"
+        self.kill()
+        raise SystemFailed(f"{self.system.name}: {what}{self._said()}")
+
+    def _said(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = [line.strip() for line in lines if line.strip()]
+        return f": {last[-1]}" if last else ""
+
+
+class _Channel:
+    """Lines of JSON to and from one rank."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(ORDER_TIMEOUT_S)
+        self._connection = connection
+        self._lines = connection.makefile("r", encoding="utf-8")
+
+    def send(self, value: dict[str, Any]) -> None:
+        self._connection.sendall(json.dumps(value).encode() + b"\n")
+
+    def receive(self) -> dict[str, Any]:
+        line = self._lines.readline()
+        if not line:
+            raise ConnectionError("a rank ended")
+        value: dict[str, Any] = json.loads(line)
+        return value
+
+    def close(self) -> None:
+        self._lines.close()
+        self._connection.close()
+
+
+def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        # Each launcher leads a session of its own: its ranks are in it.
+        os.killpg(process.pid, number)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1.0)
+
+
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """Make a directory for sockets and logs, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ferro-bench-") as name:
+        yield Path(name)
