@@ -13,25 +13,36 @@ namespace ferro {
 //
 // Evaluated from source 0 upwards whatever the processor, so every rank and
 // every machine gets the same bits. 16-bit floats are summed in float32 and
-// rounded once, to nearest even. MIN and MAX propagate NaN, as NumPy does.
+// rounded once, to nearest even. Integers wrap. MIN and MAX propagate NaN, as
+// NumPy does, and keep the first of two zeros of different sign. A NaN that
+// SUM, MEAN or PROD makes is always the positive quiet one: what processors
+// put into its sign and payload differs.
 // `divisor` is 1 except for MEAN. dst may be one of the sources, or overlap none;
-// pointers may be unaligned.
+// pointers may be unaligned; n is at least 1.
 using ReduceKernel = void (*)(void* dst, const void* const* srcs, int n, std::size_t count, int divisor);
+
+// From this size on an output would only push the staging window out of the
+// caches, so it is written past them.
+constexpr std::size_t kStreamingNbytes = std::size_t{32} << 20;
 
 // Null where the reduction is not defined: MIN and MAX of complex numbers, MEAN
 // of integers, anything but MIN and MAX of booleans, any of the 8-bit floats.
-ReduceKernel reduce_kernel(DType dtype, ReduceOp op);
+//
+// `output_nbytes` is the size of the whole output of which the kernel will
+// write one segment a call: from kStreamingNbytes on, the kernel that comes
+// back writes past the caches, same bits. Keep 0 where a peer reads dst next.
+ReduceKernel reduce_kernel(DType dtype, ReduceOp op, std::size_t output_nbytes = 0);
 
 // Copy into memory that a peer will read soon, without first reading the
 // destination's cache lines from it.
 void copy_to_peer(void* dst, const void* src, std::size_t nbytes);
 
-// Copy to the user's memory. From kStreamingNbytes on, past the caches: such an
-// output would only push the staging window out of them.
+// Copy to the user's memory, past the caches if the whole output, of which this
+// is one segment, has kStreamingNbytes or more.
 void copy_to_user(void* dst, const void* src, std::size_t nbytes, std::size_t total_nbytes);
-constexpr std::size_t kStreamingNbytes = std::size_t{32} << 20;
 
-// The name of the instruction set in use: "avx512", "avx2", "sse2", "neon".
+// The name of the instruction set in use: "avx512bf16", "avx512", "avx2",
+// "sse2", "neon", or "generic" on other processors.
 const char* kernel_isa();
 
 }  // namespace ferro

@@ -1,0 +1,58 @@
+// Reductions for AVX2 and F16C. No FMA: fusing would change results.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ferro/kernels_isa.hpp"
+
+// Set after the headers, so that no inline function of theirs is compiled for
+// it, and to the end of the file, where GCC instantiates templates.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,f16c")
+#endif
+
+namespace ferro {
+namespace {
+
+constexpr std::size_t kVectorNbytes = 32;
+
+#include "ferro/kernels_reduce.inc"
+
+struct Float16 {
+  static constexpr std::size_t kBlockNbytes = 16;
+  static constexpr std::size_t kItemNbytes = 2;
+
+  template <std::size_t N>
+  [[gnu::always_inline]] static auto load(const Byte* from) {
+    const auto halves = bits_as<__m128i>(load_vector<std::uint16_t, N>(from));
+    if constexpr (N == 16)
+      return bits_as<Vector<float, 32>>(_mm256_cvtph_ps(halves));
+    else
+      return bits_as<Vector<float, 16>>(_mm_cvtph_ps(halves));
+  }
+  template <std::size_t N, class V>
+  [[gnu::always_inline]] static void store(Byte* to, V sum) {
+    const V quiet = with_canonical_nan<float>(sum);
+    if constexpr (N == 16)
+      store_vector<N>(to, _mm256_cvtps_ph(bits_as<__m256>(quiet), _MM_FROUND_TO_NEAREST_INT));
+    else
+      store_vector<N>(to, _mm_cvtps_ph(bits_as<__m128>(quiet), _MM_FROUND_TO_NEAREST_INT));
+  }
+};
+
+}  // namespace
+
+constexpr KernelSet kAvx2Kernels = make_kernel_set<Float16>("avx2");
+
+}  // namespace ferro
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif  // __x86_64__
