@@ -1,0 +1,1 @@
+"""What users train with, on top of the collectives."""

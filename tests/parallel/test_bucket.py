@@ -1,0 +1,168 @@
+"""The assignment of parameters to buckets, and the layout of a bucket."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from ferro_dist.parallel.bucket import (
+    ALIGNMENT_NBYTES,
+    Bucket,
+    BucketLayout,
+    ParameterSpec,
+    assign_buckets,
+)
+
+DTYPES = [np.dtype(t) for t in ("float16", "float32", "float64", "complex128", ml_dtypes.bfloat16)]
+
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=30).map(
+    lambda rows: [ParameterSpec(f"p{i}", shape, dtype) for i, (shape, dtype) in enumerate(rows)]
+)
+limits = st.integers(1, 1 << 20)
+
+
+def spec(name: str, count: int, dtype: str = "float32") -> ParameterSpec:
+    return ParameterSpec(name, (count,), np.dtype(dtype))
+
+
+def names(buckets: Sequence[Sequence[ParameterSpec]]) -> list[list[str]]:
+    return [[p.name for p in bucket] for bucket in buckets]
+
+
+def make_bucket(specs: Sequence[ParameterSpec]) -> Bucket:
+    layout = BucketLayout(specs)
+    return Bucket(layout, np.full(layout.count, np.nan, layout.dtype))
+
+
+@given(parameter_lists, limits, limits)
+def test_every_parameter_is_in_one_bucket(
+    parameters: list[ParameterSpec], limit: int, first: int
+) -> None:
+    buckets = assign_buckets(parameters, limit, first)
+    assert sorted(p.name for b in buckets for p in b) == sorted(p.name for p in parameters)
+    assert all(buckets)
+
+
+@given(parameter_lists, limits, limits)
+def test_a_bucket_has_one_dtype(parameters: list[ParameterSpec], limit: int, first: int) -> None:
+    for bucket in assign_buckets(parameters, limit, first):
+        assert len({p.dtype for p in bucket}) == 1
+
+
+@given(parameter_lists, limits, limits)
+def test_a_bucket_of_several_parameters_keeps_the_limit(
+    parameters: list[ParameterSpec], limit: int, first: int
+) -> None:
+    for bucket in assign_buckets(parameters, limit, first):
+        opened_first = parameters[0] in bucket
+        nbytes = sum(p.padded_nbytes for p in bucket)
+        assert len(bucket) == 1 or nbytes <= (first if opened_first else limit)
+
+
+@given(parameter_lists, limits, limits)
+def test_buckets_and_their_parameters_are_in_the_order_of_readiness(
+    parameters: list[ParameterSpec], limit: int, first: int
+) -> None:
+    position = {p.name: i for i, p in enumerate(parameters)}
+    buckets = [[position[p.name] for p in b] for b in assign_buckets(parameters, limit, first)]
+    assert all(b == sorted(b) for b in buckets)
+    assert [b[-1] for b in buckets] == sorted(b[-1] for b in buckets)
+
+
+@given(parameter_lists, limits)
+def test_a_bucket_is_closed_only_by_a_parameter_that_does_not_fit(
+    parameters: list[ParameterSpec], limit: int
+) -> None:
+    buckets = assign_buckets(parameters, limit, limit)
+    for dtype in DTYPES:
+        same = [b for b in buckets if b[0].dtype == dtype]
+        for bucket, following in itertools.pairwise(same):
+            assert sum(p.padded_nbytes for p in [*bucket, following[0]]) > limit
+
+
+def test_the_first_bucket_is_small() -> None:
+    parameters = [spec(name, 16) for name in "abcdef"]
+    buckets = assign_buckets(parameters, bucket_nbytes=4 * 64, first_bucket_nbytes=2 * 64)
+    assert names(buckets) == [["a", "b"], ["c", "d", "e", "f"]]
+
+
+def test_a_parameter_larger_than_the_limit_has_its_own_bucket() -> None:
+    parameters = [spec("a", 16), spec("huge", 10_000), spec("b", 16)]
+    assert names(assign_buckets(parameters, 128, 128)) == [["a"], ["huge"], ["b"]]
+
+
+def test_dtypes_that_alternate_do_not_split_buckets() -> None:
+    parameters = [spec(f"{i}", 4, ("float32", "float64")[i % 2]) for i in range(6)]
+    assert names(assign_buckets(parameters, 1 << 20, 1 << 20)) == [["0", "2", "4"], ["1", "3", "5"]]
+
+
+def test_no_parameters_need_no_bucket() -> None:
+    assert assign_buckets([], 1, 1) == []
+
+
+@given(st.lists(shapes, min_size=1, max_size=10), st.sampled_from(DTYPES))
+def test_gradients_are_aligned_and_share_no_element(
+    rows: list[tuple[int, ...]], dtype: np.dtype[np.generic]
+) -> None:
+    layout = BucketLayout([ParameterSpec(f"p{i}", shape, dtype) for i, shape in enumerate(rows)])
+    elements: list[int] = []
+    for offset, parameter in zip(layout.offsets, layout.specs, strict=True):
+        assert offset * dtype.itemsize % ALIGNMENT_NBYTES == 0
+        elements += range(offset, offset + parameter.count)
+    elements += range(layout.lanes_offset, layout.count)
+    assert len(elements) == len(set(elements))
+    assert max(elements) == layout.count - 1
+
+
+def test_gradients_are_views_of_the_buffer() -> None:
+    bucket = make_bucket([ParameterSpec("w", (2, 3), np.dtype("float32")), spec("b", 3)])
+    bucket.gradients["w"][1, 2] = 5
+    bucket.gradients["b"][0] = 7
+    assert bucket.buffer[5] == 5
+    assert bucket.buffer[16] == 7
+
+
+def test_pack_copies_gradients_that_lie_elsewhere() -> None:
+    bucket = make_bucket([spec("a", 3), spec("b", 2)])
+    bucket.pack({"a": np.arange(1, 4, dtype="f4"), "b": np.arange(4, 6, dtype="f4")})
+    assert_array_equal(bucket.gradients["a"], [1, 2, 3])
+    assert_array_equal(bucket.gradients["b"], [4, 5])
+    assert bucket.contributed() == ["a", "b"]
+
+
+def test_pack_leaves_views_of_the_bucket_alone() -> None:
+    bucket = make_bucket([spec("a", 3), spec("b", 2)])
+    bucket.gradients["a"][:] = [1, 2, 3]
+    bucket.pack({"a": bucket.buffer[:3], "b": bucket.gradients["b"]})
+    assert_array_equal(bucket.gradients["a"], [1, 2, 3])
+
+
+def test_pack_copies_a_transposed_view_of_the_bucket() -> None:
+    bucket = make_bucket([ParameterSpec("w", (2, 2), np.dtype("float32"))])
+    bucket.gradients["w"][:] = [[1, 2], [3, 4]]
+    bucket.pack({"w": bucket.gradients["w"].T})
+    assert_array_equal(bucket.gradients["w"], [[1, 3], [2, 4]])
+
+
+def test_an_absent_gradient_contributes_zeros_and_is_known() -> None:
+    bucket = make_bucket([spec("a", 3), spec("b", 2)])
+    bucket.buffer.fill(9)
+    bucket.pack({"b": bucket.gradients["b"]})
+    assert_array_equal(bucket.gradients["a"], 0)
+    assert bucket.contributed() == ["b"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_padding_is_zero_whatever_the_memory_held(dtype: np.dtype[np.generic]) -> None:
+    bucket = make_bucket([ParameterSpec("a", (), dtype), ParameterSpec("empty", (0, 4), dtype)])
+    assert_array_equal(bucket.buffer, np.zeros_like(bucket.buffer))
+    assert bucket.gradients["a"].shape == ()
+    assert bucket.gradients["empty"].shape == (0, 4)
