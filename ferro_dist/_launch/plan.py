@@ -1,0 +1,142 @@
+"""What each rank is started with. Pure: --dry-run shows it, the supervisor runs it."""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ferro_dist._launch.command_line import Options
+
+# What an outer launcher said of us; it is not true of our ranks.
+FOREIGN_IDENTITY = (
+    "FERRO_LISTEN_FD",
+    "MPI_LOCALNRANKS",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+)
+FOREIGN_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "TORCHELASTIC_")
+
+
+class Rendezvous:
+    """Where the ranks meet, and the secret by which they know each other."""
+
+    def __init__(
+        self, addr: str, master_addr: str, master_port: str, token: str, listen_fd: str | None
+    ) -> None:
+        self.addr = addr
+        self.master_addr = master_addr
+        self.master_port = master_port
+        self.token = token
+        self.listen_fd = listen_fd
+
+    @classmethod
+    def placeholder(cls, options: Options) -> Rendezvous:
+        """Return what --dry-run shows: nothing is bound, and no secret is printed."""
+        if options.endpoint is None:
+            return cls("127.0.0.1:<port>", "127.0.0.1", "<port>", "<secret>", "<fd>")
+        host, port = options.endpoint
+        fd = "<fd>" if options.node_rank == 0 else None
+        return cls(join_host_port(host, port), host, str(port + 1), "<secret>", fd)
+
+
+class RankCommand:
+    """One rank: its command, and how its environment differs from the launcher's."""
+
+    def __init__(
+        self,
+        rank: int,
+        argv: list[str],
+        env: dict[str, str],
+        unset: list[str],
+        core: int | None,
+    ) -> None:
+        self.rank = rank
+        self.argv = argv
+        self.env = env
+        self.unset = unset
+        self.core = core
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the whole environment of the rank."""
+        kept = {key: value for key, value in environ.items() if key not in self.unset}
+        return kept | self.env
+
+
+def plan(options: Options, rendezvous: Rendezvous, environ: Mapping[str, str]) -> list[RankCommand]:
+    """Return the commands of this host's ranks, in order of rank."""
+    python = [sys.executable] if options.is_python else []
+    argv = [*python, *(["-m"] if options.is_module else []), *options.command]
+    unset = sorted(key for key in environ if _is_foreign(key))
+    return [
+        RankCommand(
+            options.node_rank * options.nproc + local_rank,
+            argv,
+            _rank_env(options, rendezvous, environ, local_rank),
+            unset,
+            _core(options, local_rank),
+        )
+        for local_rank in range(options.nproc)
+    ]
+
+
+def _rank_env(
+    options: Options, rendezvous: Rendezvous, environ: Mapping[str, str], local_rank: int
+) -> dict[str, str]:
+    rank = options.node_rank * options.nproc + local_rank
+    # The torchrun variables are for programs that know nothing of ferro_dist.
+    identity = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(options.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(options.nproc),
+    }
+    env = {f"FERRO_{key}": value for key, value in identity.items()} | identity
+    env["FERRO_ADDR"] = rendezvous.addr
+    # Several hosts restart together, and whatever restarts them may count the attempts.
+    inherited_epoch = environ.get("FERRO_DIST_EPOCH", "0")
+    env["FERRO_DIST_EPOCH"] = inherited_epoch if options.nnodes > 1 else "0"
+    env["FERRO_DIST_TOKEN"] = rendezvous.token
+    env["MASTER_ADDR"] = rendezvous.master_addr
+    env["MASTER_PORT"] = rendezvous.master_port
+    if rank == 0 and rendezvous.listen_fd is not None:
+        env["FERRO_LISTEN_FD"] = rendezvous.listen_fd
+    if "OMP_NUM_THREADS" not in environ:
+        cores = 1 if options.is_bound_to_core else len(options.cores) // options.nproc
+        env["OMP_NUM_THREADS"] = str(max(1, cores))
+    if "PYTHONUNBUFFERED" not in environ:
+        env["PYTHONUNBUFFERED"] = "1"
+    return env | options.env
+
+
+def _is_foreign(key: str) -> bool:
+    return key in FOREIGN_IDENTITY or key.startswith(FOREIGN_PREFIXES)
+
+
+def _core(options: Options, local_rank: int) -> int | None:
+    if not options.is_bound_to_core:
+        return None
+    return options.cores[local_rank % len(options.cores)]
+
+
+def describe(commands: Iterable[RankCommand]) -> str:
+    """Return the commands as lines that a shell accepts, for --dry-run."""
+    import shlex
+
+    lines = []
+    for command in commands:
+        place = "" if command.core is None else f", bound to core {command.core}"
+        lines.append(f"# rank {command.rank}{place}")
+        unset = [word for key in command.unset for word in ("-u", key)]
+        pairs = [f"{key}={value}" for key, value in command.env.items()]
+        lines.append(shlex.join(["env", *unset, *pairs, *command.argv]))
+    return "\n".join(lines)
+
+
+def join_host_port(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,61 @@
+"""The job's ports, taken before a rank exists so that no other process can take them."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from ferro_dist._launch.command_line import LaunchError
+from ferro_dist._launch.plan import Rendezvous, join_host_port
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ferro_dist._launch.command_line import Options
+
+EXIT_CANNOT_LISTEN = 1
+
+
+def listen(options: Options) -> tuple[Rendezvous, list[socket.socket]]:
+    """Take the job's ports.
+
+    Rank 0 inherits the listening socket. MASTER_PORT is for torch, which insists on
+    binding it itself: a bound socket that does not listen keeps the kernel from
+    giving the port to others, and SO_REUSEADDR lets torch have it nevertheless.
+
+    Returns
+    -------
+    rendezvous : Rendezvous
+    sockets : list of socket
+        The listening socket first, if this host has rank 0; keep the rest open for
+        as long as the job runs.
+    """
+    token = options.token or os.urandom(32).hex()
+    if options.endpoint is None:
+        listener, master = _bind("127.0.0.1", 0), _bind("127.0.0.1", 0)
+        listener.listen(socket.SOMAXCONN)
+        addr = join_host_port("127.0.0.1", listener.getsockname()[1])
+        master_port, fd = str(master.getsockname()[1]), str(listener.fileno())
+        return Rendezvous(addr, "127.0.0.1", master_port, token, fd), [listener, master]
+    host, port = options.endpoint
+    addr, master_port = join_host_port(host, port), str(port + 1)
+    if options.node_rank > 0:
+        return Rendezvous(addr, host, master_port, token, None), []
+    listener = _bind(host, port)
+    listener.listen(socket.SOMAXCONN)
+    return Rendezvous(addr, host, master_port, token, str(listener.fileno())), [listener]
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen on {join_host_port(host, port)}: {error.strerror}. "
+            "Host 0 needs an address of its own and a free port there.",
+            EXIT_CANNOT_LISTEN,
+        ) from None
+    return bound

@@ -1,0 +1,133 @@
+"""The ranks as processes: how they are forked, signalled and remembered."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+from ferro_dist._launch.kernel import PR_SET_PDEATHSIG, exit_with, prctl
+from ferro_dist._launch.output import Log, Stream
+from ferro_dist._launch.signals import EXIT_SIGNALLED, InheritedSignals
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+
+    from ferro_dist._launch.plan import RankCommand
+
+EXIT_CANNOT_RUN = 126
+LAST_LINE_LENGTH = 300
+
+
+class Rank:
+    """A rank that was started."""
+
+    def __init__(
+        self, command: RankCommand, pid: int, streams: list[Stream], error_fd: int, has_group: bool
+    ) -> None:
+        self.command = command
+        self.pid = pid
+        self.streams = streams  # standard output, standard error
+        self.has_group = has_group
+        self.status = 0  # once it has ended: its exit code, or minus the signal
+        self._error_fd = error_fd
+
+    def start_error(self) -> int:
+        """Wait until the command runs; return the errno if it cannot, else 0."""
+        message = os.read(self._error_fd, 16)
+        os.close(self._error_fd)
+        return int(message or b"0")
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the rank and to what it started in its process group."""
+        try:
+            if self.has_group:
+                os.killpg(self.pid, signum)
+            else:
+                os.kill(self.pid, signum)
+        except ProcessLookupError:
+            pass
+
+    def last_words(self) -> str:
+        """Return ``": "`` and the last line of standard error, or nothing if there is none."""
+        import re
+
+        line = self.streams[1].last_line[-4 * LAST_LINE_LENGTH :].decode(errors="replace")
+        line = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", line)
+        line = "".join(c for c in line if c.isprintable()).strip()
+        return f": {line[:LAST_LINE_LENGTH]}" if line else ""
+
+
+class Spawner:
+    """Forks the ranks. Only the main thread may: PR_SET_PDEATHSIG looks at the thread."""
+
+    def __init__(
+        self,
+        signals: InheritedSignals,
+        terminal_group: int | None,
+        sockets: list[socket.socket],
+    ) -> None:
+        self._signals = signals
+        self._terminal_group = terminal_group
+        self._sockets = sockets
+        self._supervisor = os.getpid()
+        self._devnull = os.open(os.devnull, os.O_RDONLY)
+
+    def start(self, command: RankCommand, log: Log | None) -> Rank:
+        """Fork one rank; `Rank.start_error` tells whether its command could be run."""
+        has_stdin = command.rank == 0
+        group = self._terminal_group if has_stdin else None
+        out_read, out_write = os.pipe()
+        err_read, err_write = os.pipe()
+        error_read, error_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            stdin = 0 if has_stdin else self._devnull
+            exit_with(
+                lambda: self._become(command, group, (stdin, out_write, err_write), error_write)
+            )
+        _set_group(pid, group)
+        for fd in (out_write, err_write, error_write):
+            os.close(fd)
+        streams = [
+            Stream(out_read, 1, command.rank, log),
+            Stream(err_read, 2, command.rank, log),
+        ]
+        return Rank(command, pid, streams, error_read, has_group=group is None)
+
+    def release(self) -> None:
+        """Close what is now the ranks' alone; MASTER_PORT stays taken."""
+        for listener in self._sockets[:1]:
+            listener.close()
+        os.dup2(self._devnull, 0)
+
+    def _become(
+        self, command: RankCommand, group: int | None, stdio: tuple[int, int, int], error_fd: int
+    ) -> int:
+        """Turn this forked process into the rank; return only if that fails."""
+        try:
+            _set_group(0, group)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._supervisor:
+                return EXIT_SIGNALLED + signal.SIGKILL  # It died before the prctl.
+            for target, fd in enumerate(stdio):
+                os.dup2(fd, target)
+            if "FERRO_LISTEN_FD" in command.env:
+                os.set_inheritable(int(command.env["FERRO_LISTEN_FD"]), True)
+            if command.core is not None:
+                os.sched_setaffinity(0, {command.core})
+            self._signals.restore_in_rank()
+            os.execvpe(command.argv[0], command.argv, command.environment(os.environ))
+        except OSError as error:
+            os.write(error_fd, b"%d" % (error.errno or errno.EIO))
+        return EXIT_CANNOT_RUN
+
+
+def _set_group(pid: int, group: int | None) -> None:
+    # Called by parent and child alike, so that the group exists for whichever is first.
+    try:
+        os.setpgid(pid, group or 0)
+    except (PermissionError, ProcessLookupError):
+        if pid == 0:
+            raise

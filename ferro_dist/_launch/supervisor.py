@@ -1,0 +1,338 @@
+"""The parent of the ranks: starts them, copies their output, reaps them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import time
+
+from ferro_dist._launch.command_line import EXIT_NOT_FOUND, LaunchError, Options
+from ferro_dist._launch.kernel import PR_SET_CHILD_SUBREAPER, complain, descendants, kill_all, prctl
+from ferro_dist._launch.output import (
+    EXIT_CANNOT_WRITE,
+    PIPE_NBYTES,
+    READ_NBYTES,
+    Log,
+    Output,
+    Stream,
+    open_logs,
+)
+from ferro_dist._launch.plan import RankCommand, plan
+from ferro_dist._launch.ports import listen
+from ferro_dist._launch.ranks import EXIT_CANNOT_RUN, Rank, Spawner
+from ferro_dist._launch.signals import (
+    EXIT_SIGNALLED,
+    FROM_TERMINAL,
+    STOPPING,
+    InheritedSignals,
+    name_of,
+)
+
+# SIGTERM to SIGKILL. With the kill itself, stragglers are gone within 5 s.
+GRACE_S = 4.0
+# SIGKILL to giving up on a process that the kernel does not let die (state D).
+UNKILLABLE_S = 2.0
+# A terminal shows an unfinished line (a prompt, a progress bar) after this long.
+PARTIAL_LINE_S = 0.1
+
+
+def supervise(
+    options: Options,
+    signals: InheritedSignals,
+    control: int,
+    terminal_group: int | None,
+) -> int:
+    """Run the job in the supervisor's process; return its exit code."""
+    signals.shield_supervisor()
+    os.setpgid(0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    output = Output(os.environ)
+    try:
+        rendezvous, sockets = listen(options)
+        logs = open_logs(options)
+    except LaunchError as error:
+        complain(str(error))
+        return error.exit_code
+    commands = plan(options, rendezvous, os.environ)
+    spawner = Spawner(signals, terminal_group, sockets)
+    return Job(commands, spawner, output, logs, control).run()
+
+
+class Job:
+    """The running job: a single loop over output, signals and ends of processes."""
+
+    def __init__(
+        self,
+        commands: list[RankCommand],
+        spawner: Spawner,
+        output: Output,
+        logs: list[Log] | None,
+        control: int,
+    ) -> None:
+        self._commands = commands
+        self._spawner = spawner
+        self._output = output
+        self._logs = logs
+        self._control: int | None = control
+        self._wakeup = _wake_on_sigchld()
+        self._ranks: dict[int, Rank] = {}  # the living, by process id
+        self._streams: dict[int, Stream] = {}  # the open ones, by descriptor
+        self._exit_code: int | None = None  # settled by the first thing that goes wrong
+        self._reason = ""
+        self._culprit: Rank | None = None
+        self._interrupts = 0
+        self._was_told_to_stop = False
+        self._is_killing = False
+        self._deadline: float | None = None  # of the step that is under way
+        self._is_finished = False
+
+    def run(self) -> int:
+        """Start the ranks, see the job through to its end, and return its exit code."""
+        self._start()
+        while not (self._is_finished and self._output.blocked_fd is None):
+            self._step()
+        return self._exit_code or 0
+
+    # Start and end.
+
+    def _start(self) -> None:
+        try:
+            for index, command in enumerate(self._commands):
+                rank = self._spawner.start(command, self._logs[index] if self._logs else None)
+                self._ranks[rank.pid] = rank
+                self._streams.update((stream.fd, stream) for stream in rank.streams)
+        except OSError as error:
+            number = len(self._ranks) + self._commands[0].rank
+            self._settle(EXIT_CANNOT_RUN, f"cannot start rank {number}: {error.strerror}")
+            self._kill()
+        self._spawner.release()
+        for rank in self._ranks.values():
+            self._check_started(rank)
+        self._reap()
+
+    def _check_started(self, rank: Rank) -> None:
+        error = rank.start_error()
+        if not error:
+            return
+        name = rank.command.argv[0]
+        if error == errno.ENOENT:
+            self._settle(EXIT_NOT_FOUND, f"cannot find {name}")
+        else:
+            self._settle(EXIT_CANNOT_RUN, f"cannot run {name}: {os.strerror(error)}")
+        self._kill()
+
+    def _settle(self, exit_code: int, reason: str, culprit: Rank | None = None) -> None:
+        """Decide how the job ends, unless that is decided already."""
+        if self._exit_code is None:
+            self._exit_code, self._reason, self._culprit = exit_code, reason, culprit
+
+    def _finish(self) -> None:
+        """Show the rest of the output, and last of all why the job ended."""
+        for stream in list(self._streams.values()):
+            # A process beyond our reach may hold the other end: do not wait for it.
+            while self._read(stream):
+                pass
+            self._close(stream)
+        self._output.end_line()
+        if self._reason:
+            words = self._culprit.last_words() if self._culprit else ""
+            self._output.say(self._reason + words)
+        self._deadline = None
+        self._is_finished = True
+
+    # The loop.
+
+    def _step(self) -> None:
+        ready = self._wait()
+        for fd in [fd for fd in self._streams if fd in ready]:
+            self._read(self._streams[fd])
+        if not ready:
+            self._show_partial_lines()
+        if self._control in ready:
+            self._obey()
+        if self._wakeup in ready:
+            os.read(self._wakeup, READ_NBYTES)
+            self._reap()
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._expire()
+        self._output.flush()
+        if self._output.error is not None:
+            self._lose_output(self._output.error)
+
+    def _wait(self) -> set[int]:
+        poller = select.poll()
+        poller.register(self._wakeup, select.POLLIN)
+        if self._control is not None:
+            poller.register(self._control, select.POLLIN)
+        for fd in () if self._output.is_full else self._streams:
+            poller.register(fd, select.POLLIN)
+        if self._output.blocked_fd is not None:
+            poller.register(self._output.blocked_fd, select.POLLOUT)
+        return {fd for fd, _ in poller.poll(self._timeout_ms())}
+
+    def _timeout_ms(self) -> float | None:
+        timeouts = [] if self._deadline is None else [self._deadline - time.monotonic()]
+        if any(self._waits_to_be_shown(stream) for stream in self._streams.values()):
+            timeouts.append(PARTIAL_LINE_S)
+        return max(0.0, min(timeouts) * 1e3) if timeouts else None
+
+    # Output.
+
+    def _read(self, stream: Stream) -> bool:
+        """Take in what the stream has now; return whether there may be more."""
+        data = stream.read()
+        if data == b"":
+            self._close(stream)
+        elif data:
+            self._emit(stream, stream.feed(data))
+        return bool(data)
+
+    def _emit(self, stream: Stream, text: bytes) -> None:
+        if not text:
+            return
+        self._output.write(stream, text)
+        failure = stream.log.write(text) if stream.log else None
+        if failure:
+            self._output.say(failure)
+
+    def _close(self, stream: Stream) -> None:
+        if self._streams.pop(stream.fd, None) is None:
+            return
+        os.close(stream.fd)
+        if stream.has_partial:
+            self._emit(stream, stream.take_partial() + b"\n")
+
+    def _waits_to_be_shown(self, stream: Stream) -> bool:
+        return stream.has_partial and self._output.shows_partial_lines(stream)
+
+    def _show_partial_lines(self) -> None:
+        for stream in self._streams.values():
+            if self._waits_to_be_shown(stream):
+                self._emit(stream, stream.take_partial())
+
+    def _lose_output(self, error: OSError) -> None:
+        """Stop the job: nobody reads its output any more, or there is no room for it."""
+        self._output.error = None
+        if error.errno == errno.EPIPE:
+            self._settle(EXIT_SIGNALLED + signal.SIGPIPE, "")
+        else:
+            self._settle(EXIT_CANNOT_WRITE, f"cannot write the ranks' output: {error.strerror}")
+        self._stop()
+
+    # Signals.
+
+    def _obey(self) -> None:
+        """Do what the front says, or what its end means."""
+        assert self._control is not None
+        orders = os.read(self._control, PIPE_NBYTES)
+        for order in orders:
+            self._forward(signal.Signals(order & ~FROM_TERMINAL), bool(order & FROM_TERMINAL))
+        if not orders:
+            self._control = None
+            self._settle(EXIT_SIGNALLED + signal.SIGKILL, "")
+            self._output.drop()
+            self._kill()
+
+    def _forward(self, signum: signal.Signals, is_from_terminal: bool) -> None:
+        self._was_told_to_stop |= signum in STOPPING
+        self._interrupts += signum == signal.SIGINT
+        for rank in self._ranks.values():
+            # The terminal has told its foreground group itself.
+            if rank.has_group or not is_from_terminal:
+                rank.signal(signum)
+        if self._interrupts > 1:
+            self._settle(EXIT_SIGNALLED + signal.SIGINT, "interrupted twice: killed all ranks")
+            self._kill()
+        if self._is_finished and signum in STOPPING:
+            self._settle(EXIT_SIGNALLED + signum, "")
+            self._output.drop()  # It only waited for a reader.
+
+    # Ends of processes.
+
+    def _reap(self) -> None:
+        """Collect every process that has ended, ours and those left to us."""
+        ended = []
+        has_children = True
+        while has_children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                has_children = False
+                break
+            if pid == 0:
+                break
+            if pid in self._ranks:
+                rank = self._ranks.pop(pid)
+                rank.status = os.waitstatus_to_exitcode(status)
+                ended.append(rank)
+        self._judge(ended)
+        if has_children:
+            self._stop_leftovers()
+        elif not self._is_finished:
+            self._finish()
+
+    def _judge(self, ended: list[Rank]) -> None:
+        # The kernel does not tell which of them was first. One that crashed is likelier
+        # the cause than one that reports an error, or aborts because it lost its peer.
+        ended.sort(key=lambda rank: rank.status >= 0 or rank.status == -signal.SIGABRT)
+        for rank in ended:
+            if rank.status:
+                self._settle(*_verdict(rank), culprit=rank)
+                self._stop()
+
+    def _stop_leftovers(self) -> None:
+        if self._is_killing:
+            self._kill_descendants()
+        elif not self._ranks and not self._is_finished:
+            kill_all(descendants(os.getpid()), signal.SIGTERM)
+            self._deadline = self._deadline or time.monotonic() + GRACE_S
+
+    def _stop(self) -> None:
+        """Ask the ranks to end, and see to it that they do."""
+        if self._deadline is not None or self._is_finished:
+            return
+        self._deadline = time.monotonic() + GRACE_S
+        # After a Ctrl-C the ranks are ending already; do not disturb their clean-up.
+        if not self._was_told_to_stop:
+            for rank in self._ranks.values():
+                rank.signal(signal.SIGTERM)
+
+    def _expire(self) -> None:
+        if not self._is_killing:
+            self._kill()
+            return
+        pids = ", ".join(str(pid) for pid in descendants(os.getpid()))
+        self._output.say(f"the kernel does not end these processes: {pids}")
+        self._finish()
+
+    def _kill(self) -> None:
+        if not self._is_killing:
+            self._is_killing = True
+            self._deadline = time.monotonic() + UNKILLABLE_S
+        for rank in self._ranks.values():
+            rank.signal(signal.SIGKILL)
+        self._kill_descendants()
+
+    def _kill_descendants(self) -> None:
+        # One forked after the list was made becomes our child when its parent dies,
+        # and is found when that death is reaped.
+        kill_all(descendants(os.getpid()), signal.SIGKILL)
+
+
+def _verdict(rank: Rank) -> tuple[int, str]:
+    number = rank.command.rank
+    if rank.status > 0:
+        return rank.status, f"rank {number} exited with code {rank.status}"
+    return EXIT_SIGNALLED - rank.status, f"rank {number} was killed by {name_of(-rank.status)}"
+
+
+def _wake_on_sigchld() -> int:
+    """Return a descriptor that becomes readable when a child has ended."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    os.set_blocking(write_fd, False)
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    return read_fd
