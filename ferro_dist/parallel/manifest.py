@@ -1,0 +1,118 @@
+"""Find out whether all ranks mean the same thing, before they act on it.
+
+A manifest is a list of lines, one for each thing that must be equal on all ranks. It is
+compared in three small all_gathers at most:
+
+1. A digest of the whole. Equal on all ranks: done.
+2. A digest of each line, which tells the first line that differs.
+3. That line, so that the error can quote what each rank has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferro_dist.collective import all_gather
+from ferro_dist.errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["agree_on_manifest"]
+
+NumpyArray = np.ndarray[Any, Any]
+
+HEADER = np.dtype([("digest", "S32"), ("length", "u4"), ("number", "u4")])
+QUOTE_NBYTES = 512
+"""How much of a line travels to be quoted."""
+
+
+def agree_on_manifest(lines: Sequence[str], backend: Backend, op: str) -> int:
+    """Raise on every rank alike if the manifests of the ranks differ.
+
+    Parameters
+    ----------
+    lines : sequence of str
+        What this rank has.
+    backend : Backend
+    op : str
+        Who asks, for the error: ``"DDP"``.
+
+    Returns
+    -------
+    int
+        A number below 2**31 that rank 0 drew by lot, equal on all ranks: it tells those
+        who agreed here from any others in the same group.
+
+    Raises
+    ------
+    CollectiveMismatch
+        Names the first line that differs and what each rank has in its place. The
+        group stays usable.
+    """
+    digests = np.array([_digest(line) for line in lines], np.uint64)
+    digest = hashlib.sha256(digests.tobytes()).digest()
+    header = np.array([(digest, len(lines), secrets.randbits(31))], HEADER)
+    headers = _gather_rows(header.view(np.uint8), backend).view(HEADER)
+    if (headers["digest"] == headers["digest"][0]).all():
+        return int(headers["number"][0, 0])
+    index = _first_difference(digests, int(headers["length"].max()), backend)
+    line = lines[index] if index < len(lines) else "nothing"
+    raise _mismatch(_gather_quotes(line, backend), backend, op)
+
+
+def _first_difference(digests: NumpyArray, length: int, backend: Backend) -> int:
+    """Index of the first line that is not the same on all ranks."""
+    padded = np.zeros(length, np.uint64)
+    padded[: digests.size] = digests
+    of_ranks = _gather_rows(padded, backend)
+    return int((of_ranks != of_ranks[0]).any(axis=0).argmax())
+
+
+def _gather_quotes(line: str, backend: Backend) -> list[str]:
+    quote = line.encode()
+    if len(quote) > QUOTE_NBYTES:
+        # The digest keeps lines apart that differ only in what is cut off.
+        quote = quote[: QUOTE_NBYTES - 30] + f"... (digest {_digest(line):x})".encode()
+    rows = _gather_rows(np.frombuffer(quote.ljust(QUOTE_NBYTES, b"\0"), np.uint8), backend)
+    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def _mismatch(quotes: Sequence[str], backend: Backend, op: str) -> CollectiveMismatch:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, quote in enumerate(quotes):
+        ranks_of.setdefault(quote, []).append(rank)
+    sides = "; ".join(f"{quote} on {_name(ranks)}" for quote, ranks in ranks_of.items())
+    return CollectiveMismatch(
+        f"{op}: the ranks disagree. First difference: {sides}.\n"
+        "Build the same, in the same order, on every rank.",
+        op=op,
+        rank=backend.rank,
+        peer=_odd_one_out(list(ranks_of.values())),
+    )
+
+
+def _odd_one_out(sides: Sequence[Sequence[int]]) -> int | None:
+    """Return the rank that stands alone against several who agree, if there is one."""
+    if len(sides) != 2:
+        return None
+    minority, majority = sorted(sides, key=len)
+    return minority[0] if len(minority) == 1 < len(majority) else None
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _digest(line: str) -> int:
+    return int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest(), "little")
+
+
+def _gather_rows(row: NumpyArray, backend: Backend) -> NumpyArray:
+    """Array of the rows of all ranks, by rank."""
+    return np.asarray(all_gather(row, backend)).reshape(backend.world_size, *row.shape)
