@@ -39,7 +39,9 @@ class Call {
   // The clock starts with begin_blocking: what came before is at most a
   // microsecond, and reading the clock would cost a tiny call a third of its time.
   bool is_expired() const { return is_blocking_ && elapsed_s() >= timeout_s_; }
-  double elapsed_s() const { return std::chrono::duration<double>(Clock::now() - started_).count(); }
+  double elapsed_s() const {
+    return is_blocking_ ? std::chrono::duration<double>(Clock::now() - started_).count() : 0.0;
+  }
   double remaining_s() const { return timeout_s_ - elapsed_s(); }
   double timeout_s() const { return timeout_s_; }
 

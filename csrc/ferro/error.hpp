@@ -40,6 +40,7 @@ struct Error : std::exception {
   std::uint64_t sequence = 0;  // its number in this group and
   int rank = -1;               // the rank that raises
   int peer = -1;               // the culprit, -1 if there is none
+  int reporter = -1;           // the rank that ended the group, if it was another
   std::vector<int> missing;    // timeout: every rank that was waited for
   double elapsed_s = 0;        // timeout: how long
   std::string detail;

@@ -65,9 +65,9 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vec
   if (are_processes && size_ > 1) watchdog_ = std::make_unique<Watchdog>(segment_, index_, members_);
 }
 
-ShmTransport::~ShmTransport() { depart(); }
+ShmTransport::~ShmTransport() { close(); }
 
-void ShmTransport::depart() noexcept {
+void ShmTransport::close() noexcept {
   if (segment_->control(index_).has_departed.exchange(1, std::memory_order_seq_cst) != 0) return;
   watchdog_.reset();
   for (int peer = 0; peer < size_; ++peer) {

@@ -28,8 +28,7 @@ class ShmTransport final : public Transport {
   void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override;
 
-  // Tells the peers that this rank publishes nothing more. Idempotent.
-  void depart() noexcept;
+  void close() noexcept override;
 
   // Called in the slow part of every wait, for a group that spans hosts: throws
   // if a rank elsewhere is lost.

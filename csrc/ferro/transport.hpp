@@ -30,6 +30,10 @@ class Transport {
   virtual void abort(AbortReason reason) noexcept = 0;
   // The reason that won; code none while the group is well.
   virtual AbortReason aborted() const noexcept = 0;
+
+  // Says goodbye: this rank sends nothing more, and peers that wait for it shall
+  // not wait any longer. Nothing else is called afterwards.
+  virtual void close() noexcept = 0;
 };
 
 }  // namespace ferro

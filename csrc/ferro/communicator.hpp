@@ -1,0 +1,111 @@
+// One rank's side of a group: the engine's public face.
+#ifndef FERRO_COMMUNICATOR_HPP
+#define FERRO_COMMUNICATOR_HPP
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "ferro/call.hpp"
+#include "ferro/gate.hpp"
+#include "ferro/heap.hpp"
+#include "ferro/messenger.hpp"
+#include "ferro/task.hpp"
+#include "ferro/task_queue.hpp"
+#include "ferro/transport.hpp"
+
+namespace ferro {
+
+// How the ranks of a group reach each other. Connected, authenticated and
+// verified by whoever makes it; the engine parses nothing that a stranger sent.
+struct Wiring {
+  int rank = 0;
+  int world_size = 1;
+  std::vector<int> local_ranks;                // of this host, ascending, this rank included
+  int segment_fd = -1;                         // shared by local_ranks, if there are several; stays the caller's
+  std::vector<int> collective_sockets;         // by rank, -1 for local ones; owned by the Communicator,
+  std::vector<int> message_sockets;            // also if its construction throws
+  std::vector<std::vector<int>> hosts;         // all ranks, by host
+  int num_cores = 1;                           // that local_ranks may use together
+};
+
+class Communicator {
+ public:
+  static std::shared_ptr<Communicator> connect(const Wiring& wiring);
+  // All ranks of a group as threads of this process.
+  static std::vector<std::shared_ptr<Communicator>> create_group(int world_size, int num_cores);
+
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+
+  // Runs a call to its end. On the caller's thread, unless earlier calls still
+  // wait for the progress thread. Errors have op, sequence and rank filled in.
+  void run(Call& call, const Collective& collective);
+  void exchange(Call& call, Op op, const std::vector<PointToPoint>& messages);
+
+  // The same without waiting. Collectives run in the order in which they were
+  // submitted; messages to or from one peer likewise, independent of collectives.
+  std::shared_ptr<Task> submit(const Collective& collective, double timeout_s);
+  std::shared_ptr<Task> submit(Op op, const std::vector<PointToPoint>& messages, double timeout_s);
+
+  // Ends the group on every rank. From any thread, also while another is inside a call.
+  void abort(ErrorCode code) noexcept;
+  // Leaves the group. Calls under way, on this rank, raise Error{closed}. Idempotent.
+  void close() noexcept;
+  bool is_closed() const { return is_closed_.load(std::memory_order_acquire); }
+  AbortReason aborted() const noexcept { return transport_->aborted(); }
+
+  // Symmetric memory of this rank; null where the group shares none.
+  const std::shared_ptr<Heap>& heap() const { return heap_; }
+
+ private:
+  struct Parts {
+    std::unique_ptr<Transport> transport;
+    std::unique_ptr<Messenger> messenger;
+    std::shared_ptr<Heap> heap;
+  };
+  Communicator(int rank, int world_size, Parts parts);
+  static std::shared_ptr<Communicator> over_memory(int rank, const std::vector<int>& ranks,
+                                                   const std::shared_ptr<Segment>& segment, int num_cores,
+                                                   bool are_processes);
+
+  void run_now(Call& call, const Collective& collective);
+  // Notes what failed and, if the group cannot go on, tells the others.
+  Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
+  void await(Call& call, Task& task);
+  void check_open() const;
+
+  struct UnderWay {  // a task of the message thread
+    std::shared_ptr<Task> task;
+    std::uint64_t sequence;
+    Call call;
+  };
+  void run_collectives() noexcept;
+  void run_messages() noexcept;
+  void start(std::vector<UnderWay>& under_way, std::shared_ptr<Task> task);
+  void retire_done(std::vector<UnderWay>& under_way);
+  void await_messages(std::vector<UnderWay>& under_way, int idle);
+  void fail_all(std::vector<UnderWay>& under_way, const Error& error);
+
+  const int rank_;
+  const int world_size_;
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Messenger> messenger_;  // refers to transport_
+  std::shared_ptr<Heap> heap_;
+
+  Gate collective_gate_;               // held by whoever runs a collective
+  Gate message_gate_;                  // held by whoever uses messenger_
+  std::uint64_t num_collectives_ = 0;  // guarded by collective_gate_
+  std::uint64_t num_exchanges_ = 0;    // guarded by message_gate_
+  TaskQueue collective_queue_;
+  TaskQueue message_queue_;
+  std::atomic<bool> is_closed_{false};
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_COMMUNICATOR_HPP

@@ -1,0 +1,65 @@
+// Lets one thread at a time into a group: a lock that obeys the caller's deadline,
+// lets go of the caller's interpreter while it waits, and costs two atomic
+// instructions when nobody does.
+//
+// The states are those of Drepper, "Futexes Are Tricky", mutex 2.
+#ifndef FERRO_GATE_HPP
+#define FERRO_GATE_HPP
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+
+#include "ferro/call.hpp"
+#include "ferro/parking.hpp"
+
+namespace ferro {
+
+class Gate {
+ public:
+  class Pass {
+   public:
+    Pass(Gate& gate, Call& call) : gate_(gate) { gate_.enter(call); }
+    ~Pass() { gate_.leave(); }
+    Pass(const Pass&) = delete;
+    Pass& operator=(const Pass&) = delete;
+
+   private:
+    Gate& gate_;
+  };
+
+  // For the few who cannot use a Pass.
+  bool try_enter() {
+    std::uint32_t state = kFree;
+    return state_.compare_exchange_strong(state, kTaken, std::memory_order_acquire);
+  }
+
+  void leave() {
+    if (state_.exchange(kFree, std::memory_order_release) == kAwaited) futex_wake_all(state_);
+  }
+
+ private:
+  static constexpr std::uint32_t kFree = 0, kTaken = 1, kAwaited = 2;
+
+  void enter(Call& call) {
+    if (!try_enter()) enter_slowly(call);
+  }
+  __attribute__((noinline)) void enter_slowly(Call& call) {
+    call.begin_blocking();
+    while (state_.exchange(kAwaited, std::memory_order_acquire) != kFree) {
+      if (call.is_expired()) {
+        futex_wake_all(state_);  // we marked it awaited; whoever else waits must not depend on us
+        throw Error(ErrorCode::timeout, -1, "another thread of this rank is inside a call of the same group");
+      }
+      call.check_interrupt();
+      const double slice = std::chrono::duration<double>(kWaitSlice).count();
+      futex_wait(state_, kAwaited, std::max(0.0, std::min(slice, call.remaining_s())));
+    }
+  }
+
+  std::atomic<std::uint32_t> state_{kFree};
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_GATE_HPP

@@ -1,0 +1,69 @@
+#include "ferro/heap.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace ferro {
+namespace {
+
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+Heap::Heap(std::shared_ptr<Segment> segment, int index)
+    : segment_(std::move(segment)), base_(segment_->heap(index)), free_{{0, segment_->layout().heap_nbytes}} {}
+
+void* Heap::allocate(std::size_t nbytes) {
+  const std::size_t alignment = nbytes >= kHugePage ? kHugePage : kLinePair;
+  const std::size_t size = round_up(std::max<std::size_t>(nbytes, 1), kLinePair);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto block = free_.begin(); block != free_.end(); ++block) {
+    const std::size_t begin = block->first, end = begin + block->second;
+    const std::size_t at = round_up(begin, alignment);
+    if (at + size > end || at + size < at) continue;
+    back_until(at + size);
+    free_.erase(block);
+    if (at > begin) free_.emplace(begin, at - begin);
+    if (at + size < end) free_.emplace(at + size, end - at - size);
+    used_.emplace(at, size);
+    return base_ + at;
+  }
+  throw Error(ErrorCode::out_of_memory, -1, "no room for " + std::to_string(nbytes) + " bytes of symmetric memory");
+}
+
+void Heap::free(void* data) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto used = used_.find(static_cast<std::size_t>(static_cast<unsigned char*>(data) - base_));
+  auto block = free_.emplace(used->first, used->second).first;
+  used_.erase(used);
+  const auto next = std::next(block);
+  if (next != free_.end() && block->first + block->second == next->first) {
+    block->second += next->second;
+    free_.erase(next);
+  }
+  if (block == free_.begin()) return;
+  const auto previous = std::prev(block);
+  if (previous->first + previous->second != block->first) return;
+  previous->second += block->second;
+  free_.erase(block);
+}
+
+void Heap::back_until(std::size_t end) {
+  if (end <= backed_nbytes_) return;
+  const std::size_t wanted = std::min(round_up(end, kHugePage), segment_->layout().heap_nbytes);
+  if (madvise(base_ + backed_nbytes_, wanted - backed_nbytes_, kPopulateWrite) != 0 && errno != EINVAL)
+    throw Error(ErrorCode::out_of_memory, -1,
+                "backing symmetric memory: " + std::generic_category().message(errno));
+  backed_nbytes_ = wanted;
+}
+
+}  // namespace ferro

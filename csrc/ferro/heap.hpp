@@ -1,0 +1,42 @@
+// Symmetric memory: arrays in the segment, which every rank of the host can read
+// and write where they stand.
+#ifndef FERRO_HEAP_HPP
+#define FERRO_HEAP_HPP
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "ferro/segment.hpp"
+
+namespace ferro {
+
+// One rank's part of the segment's heaps. Allocating concerns this rank alone: the
+// others find an array by its offset. First fit over address-ordered free blocks;
+// freed memory stays backed, since touching a page for the first time is what costs.
+class Heap {
+ public:
+  Heap(std::shared_ptr<Segment> segment, int index);
+
+  // Cache-line aligned, and huge-page aligned from a huge page on. Never null.
+  // Throws Error{out_of_memory} where there is no memory to back it.
+  void* allocate(std::size_t nbytes);
+  void free(void* data);
+
+ private:
+  // Backs [0, end) of the heap with memory, beforehand: otherwise a machine short of
+  // memory would kill the process at the first touch.
+  void back_until(std::size_t end);
+
+  const std::shared_ptr<Segment> segment_;  // the arrays outlive the group
+  unsigned char* const base_;
+  std::mutex mutex_;  // all below
+  std::map<std::size_t, std::size_t> free_;  // offset → size, neighbours merged
+  std::map<std::size_t, std::size_t> used_;
+  std::size_t backed_nbytes_ = 0;
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_HEAP_HPP

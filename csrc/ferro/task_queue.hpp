@@ -1,0 +1,77 @@
+// Tasks on their way to a progress thread.
+#ifndef FERRO_TASK_QUEUE_HPP
+#define FERRO_TASK_QUEUE_HPP
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "ferro/task.hpp"
+
+namespace ferro {
+
+class TaskQueue {
+ public:
+  // Tasks pushed and not yet retired. A call may run on its caller's thread only at zero.
+  int num_pending() const { return num_pending_.load(std::memory_order_acquire); }
+
+  // Starts `progress` as the queue's thread with the first task.
+  template <class Progress>
+  void push(std::shared_ptr<Task> task, Progress progress) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_stopped_.load(std::memory_order_relaxed)) throw Error(ErrorCode::closed);
+    if (!thread_.joinable()) thread_ = std::thread(std::move(progress));
+    num_pending_.fetch_add(1, std::memory_order_acq_rel);
+    tasks_.push_back(std::move(task));
+    has_changed_.notify_one();
+  }
+
+  // The next task, waiting for one if `may_wait`; null if there is none, or the queue was stopped.
+  std::shared_ptr<Task> pop(bool may_wait) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (may_wait) has_changed_.wait(lock, [this] { return is_stopped() || !tasks_.empty(); });
+    if (is_stopped() || tasks_.empty()) return nullptr;
+    std::shared_ptr<Task> task = std::move(tasks_.front());
+    tasks_.pop_front();
+    return task;
+  }
+
+  // Reports a task done. It stops counting first: its waiter's next call may run at once.
+  void retire(Task& task, std::unique_ptr<Error> error) {
+    num_pending_.fetch_sub(1, std::memory_order_acq_rel);
+    task.finish(std::move(error));
+  }
+
+  bool is_stopped() const { return is_stopped_.load(std::memory_order_acquire); }
+
+  // Takes no more tasks, and ends the waits of pop().
+  void stop() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_stopped_.store(true, std::memory_order_release);
+    has_changed_.notify_all();
+  }
+
+  // Once stopped: waits for the thread to end, and fails what it left.
+  void join() {
+    if (thread_.joinable()) thread_.join();
+    for (const std::shared_ptr<Task>& task : tasks_)
+      retire(*task, std::make_unique<Error>(ErrorCode::closed));
+    tasks_.clear();
+  }
+
+ private:
+  std::mutex mutex_;  // tasks_, thread_
+  std::condition_variable has_changed_;
+  std::deque<std::shared_ptr<Task>> tasks_;
+  std::thread thread_;
+  std::atomic<int> num_pending_{0};
+  std::atomic<bool> is_stopped_{false};
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_TASK_QUEUE_HPP

@@ -1,0 +1,318 @@
+// The engine over shared memory, ranks as threads: every collective against a
+// plain loop, messages, asynchrony and the ends of groups. Run under
+// ThreadSanitizer and AddressSanitizer by tests/csrc/run.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ferro/communicator.hpp"
+
+using namespace ferro;
+
+namespace {
+
+#define CHECK(condition)                                                             \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);   \
+      std::abort();                                                                  \
+    }                                                                                \
+  } while (false)
+
+using Group = std::vector<std::shared_ptr<Communicator>>;
+using Values = std::vector<std::int32_t>;
+
+constexpr double kTimeout = 60;
+
+void on_each_rank(const Group& group, const std::function<void(Communicator&, int)>& body) {
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < group.size(); ++rank)
+    threads.emplace_back([&, rank] { body(*group[rank], static_cast<int>(rank)); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::int32_t value(int rank, std::size_t i) {
+  return static_cast<std::int32_t>((static_cast<std::size_t>(rank) + 1) * 1000003 + i * 7);
+}
+
+Values values(int rank, std::size_t count, std::size_t first = 0) {
+  Values result(count);
+  for (std::size_t i = 0; i < count; ++i) result[i] = value(rank, first + i);
+  return result;
+}
+
+std::int32_t sum_at(int size, std::size_t i) {
+  std::uint32_t sum = 0;
+  for (int rank = 0; rank < size; ++rank) sum += static_cast<std::uint32_t>(value(rank, i));
+  return static_cast<std::int32_t>(sum);
+}
+
+Collective make(Op op, std::size_t count, const void* in, void* out, int root = 0) {
+  Collective c;
+  c.op = op;
+  c.dtype = DType::int32;
+  c.count = count;
+  c.in = in;
+  c.out = out;
+  c.root = root;
+  return c;
+}
+
+void run(Communicator& comm, const Collective& c) {
+  Call call(kTimeout);
+  comm.run(call, c);
+}
+
+// An array in symmetric or ordinary memory.
+class Array {
+ public:
+  Array(Communicator& comm, bool is_symmetric, const Values& initial) : heap_(comm.heap()), size_(initial.size()) {
+    data_ = static_cast<std::int32_t*>(is_symmetric ? heap_->allocate(size_ * 4)
+                                                    : std::malloc(std::max<std::size_t>(1, size_ * 4)));
+    if (!is_symmetric) heap_.reset();
+    std::copy(initial.begin(), initial.end(), data_);
+  }
+  ~Array() { heap_ ? heap_->free(data_) : std::free(data_); }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  std::int32_t* data() { return data_; }
+  std::int32_t operator[](std::size_t i) const { return data_[i]; }
+
+ private:
+  std::shared_ptr<Heap> heap_;
+  std::int32_t* data_;
+  std::size_t size_;
+};
+
+void check_collectives(Communicator& comm, int rank, int size, std::size_t n, bool is_symmetric) {
+  const auto p = static_cast<std::size_t>(size);
+  const int root = size - 1;
+  {
+    Array x(comm, is_symmetric, values(rank, n)), out(comm, is_symmetric, Values(n));
+    run(comm, make(Op::allreduce, n, x.data(), out.data()));
+    for (std::size_t i = 0; i < n; ++i) CHECK(out[i] == sum_at(size, i) && x[i] == value(rank, i));
+    run(comm, make(Op::allreduce, n, x.data(), x.data()));
+    for (std::size_t i = 0; i < n; ++i) CHECK(x[i] == sum_at(size, i));
+  }
+  {
+    Array x(comm, is_symmetric, values(rank, n)), out(comm, is_symmetric, Values(n));
+    run(comm, make(Op::broadcast, n, x.data(), out.data(), root));
+    for (std::size_t i = 0; i < n; ++i) CHECK(out[i] == value(root, i));
+    run(comm, make(Op::reduce, n, x.data(), rank == root ? x.data() : nullptr, root));
+    for (std::size_t i = 0; i < n; ++i) CHECK(x[i] == (rank == root ? sum_at(size, i) : value(rank, i)));
+  }
+  {
+    Array x(comm, is_symmetric, values(rank, n)), out(comm, is_symmetric, Values(n * p));
+    run(comm, make(Op::all_gather, n, x.data(), out.data()));
+    for (std::size_t i = 0; i < n * p; ++i) CHECK(out[i] == value(static_cast<int>(i / n), i % n));
+    run(comm, make(Op::gather, n, x.data(), rank == root ? out.data() : nullptr, root));
+    if (rank == root)
+      for (std::size_t i = 0; i < n * p; ++i) CHECK(out[i] == value(static_cast<int>(i / n), i % n));
+  }
+  {
+    Array x(comm, is_symmetric, values(rank, n * p)), out(comm, is_symmetric, Values(n * p));
+    const auto r = static_cast<std::size_t>(rank);
+    run(comm, make(Op::reduce_scatter, n, x.data(), out.data()));
+    for (std::size_t i = 0; i < n; ++i) CHECK(out[i] == sum_at(size, r * n + i));
+    run(comm, make(Op::scatter, n, rank == root ? x.data() : nullptr, out.data(), root));
+    for (std::size_t i = 0; i < n; ++i) CHECK(out[i] == value(root, r * n + i));
+    run(comm, make(Op::all_to_all, n, x.data(), out.data()));
+    for (std::size_t i = 0; i < n * p; ++i) CHECK(out[i] == value(static_cast<int>(i / n), r * n + i % n));
+    run(comm, make(Op::all_to_all, n, x.data(), x.data()));
+    for (std::size_t i = 0; i < n * p; ++i) CHECK(x[i] == value(static_cast<int>(i / n), r * n + i % n));
+  }
+}
+
+void check_uneven(Communicator& comm, int rank, int size, std::size_t unit) {
+  // Rank s sends unit * (s + 2 d) elements to rank d.
+  const auto sent = [&](int src, int dst) { return unit * static_cast<std::size_t>(src + 2 * dst); };
+  std::vector<std::size_t> send(static_cast<std::size_t>(size)), recv(send);
+  Values x, expected;
+  for (int peer = 0; peer < size; ++peer) {
+    send[static_cast<std::size_t>(peer)] = sent(rank, peer);
+    recv[static_cast<std::size_t>(peer)] = sent(peer, rank);
+    for (std::size_t i = 0; i < sent(rank, peer); ++i) x.push_back(value(rank * size + peer, i));
+    for (std::size_t i = 0; i < sent(peer, rank); ++i) expected.push_back(value(peer * size + rank, i));
+  }
+  Values out(expected.size());
+  Collective c = make(Op::all_to_all, 0, x.data(), out.data());
+  c.send_counts = send.data();
+  c.recv_counts = recv.data();
+  run(comm, c);
+  CHECK(out == expected);
+}
+
+void test_collectives(int size, int num_cores) {
+  const Group group = Communicator::create_group(size, num_cores);
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    for (const std::size_t n : {0u, 1u, 14u, 15u, 1000u, 5000u, 16384u, 16385u, 100003u, 700001u})
+      for (const bool is_symmetric : {false, true}) check_collectives(comm, rank, size, n, is_symmetric);
+    for (const std::size_t unit : {0u, 1u, 40000u}) check_uneven(comm, rank, size, unit);
+    for (int i = 0; i < 1000; ++i) run(comm, make(Op::barrier, 0, nullptr, nullptr));
+  });
+}
+
+void test_mismatch_leaves_group_usable(int size) {
+  const Group group = Communicator::create_group(size, 2);
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    Values x = values(rank, 8), out(8);
+    bool has_thrown = false;
+    try {
+      run(comm, make(Op::allreduce, rank == 1 ? 7 : 8, x.data(), out.data()));
+    } catch (const Error& error) {
+      has_thrown = error.code == ErrorCode::mismatch && error.sequence == 0 && error.rank == rank;
+      CHECK(error.detail.find("count 7") != std::string::npos && error.detail.find("count 8") != std::string::npos);
+    }
+    CHECK(has_thrown && out == Values(8));
+    run(comm, make(Op::allreduce, 8, x.data(), out.data()));
+    CHECK(out[3] == sum_at(size, 3));
+  });
+}
+
+void test_messages(int size) {
+  const Group group = Communicator::create_group(size, 2);
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
+    for (const std::size_t n : {0u, 1u, 10u, 11u, 1000u, 300000u, 1000000u}) {
+      Values x = values(rank, n), out(n);
+      Call call(kTimeout);
+      comm.exchange(call, Op::sendrecv,
+                    {{true, next, x.data(), n, DType::int32, 0}, {false, previous, out.data(), n, DType::int32, 0}});
+      CHECK(out == values(previous, n));
+    }
+    // Many at once, more than there are cells.
+    Values x(200), out(200);
+    std::vector<PointToPoint> batch;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      x[i] = value(rank, i);
+      batch.push_back({true, next, &x[i], 1, DType::int32, 0});
+      batch.push_back({false, previous, &out[i], 1, DType::int32, 0});
+    }
+    Call call(kTimeout);
+    comm.exchange(call, Op::batch, batch);
+    CHECK(out == values(previous, 200));
+  });
+}
+
+void test_message_that_does_not_fit_is_dropped() {
+  const Group group = Communicator::create_group(2, 2);
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    Values x = values(0, 100000), out(100000);
+    Call call(kTimeout);
+    if (rank == 0) {
+      comm.exchange(call, Op::send, {{true, 1, x.data(), x.size(), DType::int32, 0}});
+      comm.exchange(call, Op::send, {{true, 1, x.data(), 5, DType::int32, 0}});
+      return;
+    }
+    bool has_thrown = false;
+    try {
+      comm.exchange(call, Op::recv, {{false, 0, out.data(), 3, DType::int32, 0}});
+    } catch (const Error& error) {
+      has_thrown = error.code == ErrorCode::size_mismatch && error.peer == 0;
+    }
+    CHECK(has_thrown && out[0] == 0);
+    comm.exchange(call, Op::recv, {{false, 0, out.data(), 5, DType::int32, 0}});
+    CHECK(out[4] == value(0, 4));
+  });
+}
+
+void test_tasks(int size) {
+  const Group group = Communicator::create_group(size, 2);
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    constexpr std::size_t kTasks = 30, kCount = 5000;
+    std::vector<Values> arrays;
+    std::vector<std::shared_ptr<Task>> tasks;
+    for (std::size_t i = 0; i < kTasks; ++i) arrays.push_back(values(rank, kCount, i));
+    const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
+    Values received(kCount), sent = values(rank, kCount);
+    tasks.push_back(comm.submit(Op::recv, {{false, previous, received.data(), kCount, DType::int32, 0}}, kTimeout));
+    for (Values& x : arrays) tasks.push_back(comm.submit(make(Op::allreduce, kCount, x.data(), x.data()), kTimeout));
+    tasks.push_back(comm.submit(Op::send, {{true, next, sent.data(), kCount, DType::int32, 0}}, kTimeout));
+    Values x = values(rank, 3);
+    run(comm, make(Op::allreduce, 3, x.data(), x.data()));  // queues behind the others
+    CHECK(x[2] == sum_at(size, 2));
+    for (const auto& task : tasks) {
+      Call call(kTimeout);
+      CHECK(task->wait(call));
+      task->rethrow();
+    }
+    for (std::size_t i = 0; i < kTasks; ++i) CHECK(arrays[i][7] == sum_at(size, i + 7));
+    CHECK(received == values(previous, kCount));
+  });
+}
+
+void test_closing_rank_is_named() {
+  const Group group = Communicator::create_group(3, 2);
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    if (rank == 2) return comm.close();
+    Values x(5000);
+    bool has_thrown = false;
+    try {
+      run(comm, make(Op::allreduce, x.size(), x.data(), x.data()));
+    } catch (const Error& error) {
+      has_thrown = error.code == ErrorCode::channel_closed && error.peer == 2;
+    }
+    CHECK(has_thrown);
+  });
+}
+
+void test_timeout_names_the_missing() {
+  const Group group = Communicator::create_group(4, 2);
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    if (rank >= 2) return;
+    Call call(0.2);
+    bool has_thrown = false;
+    try {
+      comm.run(call, make(Op::barrier, 0, nullptr, nullptr));
+    } catch (const Error& error) {
+      has_thrown = error.code == ErrorCode::timeout && error.peer == 2;
+    }
+    CHECK(has_thrown);
+  });
+}
+
+// Every thread of the group ends its call, whatever another one does meanwhile.
+void test_close_during_calls() {
+  for (int round = 0; round < 20; ++round) {
+    const Group group = Communicator::create_group(2, 2);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&group, rank] {
+        Values x(20000);
+        std::shared_ptr<Task> receive;
+        try {
+          receive = group[rank]->submit(Op::recv, {{false, 1 - rank, x.data(), 10, DType::int32, 0}}, kTimeout);
+          for (;;) run(*group[rank], make(Op::allreduce, x.size(), x.data(), x.data()));
+        } catch (const Error& error) {
+          CHECK(error.code == ErrorCode::closed || error.code == ErrorCode::channel_closed);
+        }
+        Call call(kTimeout);
+        if (receive) CHECK(receive->wait(call));
+      });
+    }
+    threads.emplace_back([&group] { group[0]->close(); });
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (int size = 1; size <= 4; ++size) {
+    test_collectives(size, 2);
+    if (size > 1) test_mismatch_leaves_group_usable(size);
+    if (size > 1) test_messages(size);
+    if (size > 1) test_tasks(size);
+  }
+  test_collectives(5, 8);
+  test_message_that_does_not_fit_is_dropped();
+  test_closing_rank_is_named();
+  test_timeout_names_the_missing();
+  test_close_during_calls();
+  std::puts("engine_test: 9 tests passed");
+}
