@@ -20,12 +20,21 @@ namespace ferro {
 namespace {
 
 constexpr std::size_t kVectorNbytes = 32;
+constexpr bool kCanTestForNan = true;
+
+template <class V>
+[[gnu::always_inline]] inline __m256i unordered(V a, V b) {
+  return _mm256_castps_si256(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q));
+}
+[[gnu::always_inline]] inline bool is_any(__m256i mask) { return _mm256_movemask_epi8(mask) != 0; }
 
 #include "ferro/kernels_reduce.inc"
 
 struct Float16 {
   static constexpr std::size_t kBlockNbytes = 16;
   static constexpr std::size_t kItemNbytes = 2;
+  static constexpr int kBatchBlocks = 4;
+  static constexpr bool kIsFasterOrdered = true;
 
   template <std::size_t N>
   [[gnu::always_inline]] static auto load(const Byte* from) {
@@ -37,11 +46,14 @@ struct Float16 {
   }
   template <std::size_t N, class V>
   [[gnu::always_inline]] static void store(Byte* to, V sum) {
-    const V quiet = with_canonical_nan<float>(sum);
+    store_ordered<N>(to, with_canonical_nan<float>(sum));
+  }
+  template <std::size_t N, class V>
+  [[gnu::always_inline]] static void store_ordered(Byte* to, V sum) {
     if constexpr (N == 16)
-      store_vector<N>(to, _mm256_cvtps_ph(bits_as<__m256>(quiet), _MM_FROUND_TO_NEAREST_INT));
+      store_vector<N>(to, _mm256_cvtps_ph(bits_as<__m256>(sum), _MM_FROUND_TO_NEAREST_INT));
     else
-      store_vector<N>(to, _mm_cvtps_ph(bits_as<__m128>(quiet), _MM_FROUND_TO_NEAREST_INT));
+      store_vector<N>(to, _mm_cvtps_ph(bits_as<__m128>(sum), _MM_FROUND_TO_NEAREST_INT));
   }
 };
 

@@ -20,12 +20,21 @@ namespace ferro {
 namespace {
 
 constexpr std::size_t kVectorNbytes = 64;
+constexpr bool kCanTestForNan = true;
+
+template <class V>
+[[gnu::always_inline]] inline __mmask16 unordered(V a, V b) {
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q);
+}
+[[gnu::always_inline]] inline bool is_any(unsigned mask) { return mask != 0; }
 
 #include "ferro/kernels_reduce.inc"
 
 struct Float16 {
   static constexpr std::size_t kBlockNbytes = 32;
   static constexpr std::size_t kItemNbytes = 2;
+  static constexpr int kBatchBlocks = 4;
+  static constexpr bool kIsFasterOrdered = true;
   // The forms without a mask read an uninitialized vector in GCC's headers, and warn of it.
   static constexpr __mmask16 kAllLanes = 0xffff;
 
@@ -41,13 +50,16 @@ struct Float16 {
   }
   template <std::size_t N, class V>
   [[gnu::always_inline]] static void store(Byte* to, V sum) {
-    const V quiet = with_canonical_nan<float>(sum);
+    store_ordered<N>(to, with_canonical_nan<float>(sum));
+  }
+  template <std::size_t N, class V>
+  [[gnu::always_inline]] static void store_ordered(Byte* to, V sum) {
     if constexpr (N == 32)
-      store_vector<N>(to, _mm512_maskz_cvtps_ph(kAllLanes, bits_as<__m512>(quiet), _MM_FROUND_TO_NEAREST_INT));
+      store_vector<N>(to, _mm512_maskz_cvtps_ph(kAllLanes, bits_as<__m512>(sum), _MM_FROUND_TO_NEAREST_INT));
     else if constexpr (N == 16)
-      store_vector<N>(to, _mm256_cvtps_ph(bits_as<__m256>(quiet), _MM_FROUND_TO_NEAREST_INT));
+      store_vector<N>(to, _mm256_cvtps_ph(bits_as<__m256>(sum), _MM_FROUND_TO_NEAREST_INT));
     else
-      store_vector<N>(to, _mm_cvtps_ph(bits_as<__m128>(quiet), _MM_FROUND_TO_NEAREST_INT));
+      store_vector<N>(to, _mm_cvtps_ph(bits_as<__m128>(sum), _MM_FROUND_TO_NEAREST_INT));
   }
 };
 

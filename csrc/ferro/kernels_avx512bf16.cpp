@@ -24,6 +24,7 @@ namespace ferro {
 namespace {
 
 constexpr std::size_t kVectorNbytes = 64;
+constexpr bool kCanTestForNan = false;  // done below, together with the test for denormals
 
 #include "ferro/kernels_reduce.inc"
 
@@ -33,19 +34,23 @@ struct FastBFloat16 : BFloat16 {
   template <std::size_t N, class V>
   [[gnu::always_inline]] static void store(Byte* to, EvenOdd<V> sums) {
     if constexpr (N == kBlockNbytes) {
-      const __m512 even = bits_as<__m512>(sums.even);
-      const __m512 odd = bits_as<__m512>(sums.odd);
-      constexpr int kQuietNan = 0x01, kDenormal = 0x20, kSignalingNan = 0x80;
-      constexpr int kSpecial = kQuietNan | kDenormal | kSignalingNan;
-      const unsigned special = _mm512_fpclass_ps_mask(even, kSpecial) | _mm512_fpclass_ps_mask(odd, kSpecial);
-      if (__builtin_expect(special == 0, true)) {
-        store_vector<N>(to, interleaved(bits_as<__m512i>(_mm512_cvtne2ps_pbh(odd, even))));
-        return;
-      }
+      const __m512 even = bits_as<__m512>(sums.even), odd = bits_as<__m512>(sums.odd);
+      if (__builtin_expect(special_lanes(even) | special_lanes(odd), 0) != 0)
+        return store_special(to, even, odd);
+      store_vector<N>(to, interleaved(bits_as<__m512i>(_mm512_cvtne2ps_pbh(odd, even))));
+    } else {
+      BFloat16::store<N>(to, sums);
     }
-    BFloat16::store<N>(to, sums);
   }
 
+  [[gnu::always_inline]] static unsigned special_lanes(__m512 sums) {
+    constexpr int kQuietNan = 0x01, kDenormal = 0x20, kSignalingNan = 0x80;
+    return _mm512_fpclass_ps_mask(sums, kQuietNan | kDenormal | kSignalingNan);
+  }
+  [[gnu::noinline, gnu::cold]] static void store_special(Byte* to, __m512 even, __m512 odd) {
+    BFloat16::store<kBlockNbytes>(to, EvenOdd<Floats<kVectorNbytes>>{bits_as<Floats<kVectorNbytes>>(even),
+                                                                     bits_as<Floats<kVectorNbytes>>(odd)});
+  }
   // The lower half's words become the even ones, the upper half's the odd ones.
   [[gnu::always_inline]] static __m512i interleaved(__m512i halves) {
     using Indices = Vector<std::uint16_t, kVectorNbytes>;

@@ -6,6 +6,8 @@
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__x86_64__)
+#include <emmintrin.h>
 #endif
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "EvenOdd and partial vectors assume it");
@@ -15,6 +17,18 @@ namespace {
 
 constexpr std::size_t kVectorNbytes = 16;
 
+#if defined(__x86_64__)
+constexpr bool kCanTestForNan = true;
+
+template <class V>
+[[gnu::always_inline]] inline __m128i unordered(V a, V b) {
+  return _mm_castps_si128(_mm_cmpunord_ps((__m128)a, (__m128)b));
+}
+[[gnu::always_inline]] inline bool is_any(__m128i mask) { return _mm_movemask_epi8(mask) != 0; }
+#else
+constexpr bool kCanTestForNan = false;  // a mask is slow to reach a branch
+#endif
+
 #include "ferro/kernels_reduce.inc"
 
 #if defined(__aarch64__)
@@ -23,6 +37,8 @@ constexpr const char* kIsa = "neon";
 struct Float16 {
   static constexpr std::size_t kBlockNbytes = 8;
   static constexpr std::size_t kItemNbytes = 2;
+  static constexpr int kBatchBlocks = 4;
+  static constexpr bool kIsFasterOrdered = false;
 
   template <std::size_t N>
   [[gnu::always_inline]] static Vector<float, 16> load(const Byte* from) {
