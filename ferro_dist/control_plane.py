@@ -1,0 +1,505 @@
+"""How the ranks of a group that is being made exchange what they must know of each other.
+
+Over a star with rank 0 in its middle, or over the collectives of a group that
+exists. In either case a rank that fails tells the others why.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from ferro_dist.address import Address, Target
+from ferro_dist.authentication import AuthenticationFailed, Claim, Role, introduce
+from ferro_dist.errors import (
+    DistributedError,
+    InvalidRank,
+    InvalidWorldSize,
+    Io,
+    NoConnection,
+    PeerLostError,
+    Timeout,
+)
+from ferro_dist.event_loop import Acceptor, Dialler, EventLoop, Stream
+from ferro_dist.frame import (
+    MAX_CONTRIBUTION_NBYTES,
+    Conversation,
+    FrameKind,
+    ProtocolError,
+    decode_error,
+    encode_error,
+    encode_frame,
+    max_gathered_nbytes,
+    pack_list,
+    read_frame,
+    unpack_list,
+)
+
+__all__ = ["Coordinator", "Deadline", "Exchange", "ParentExchange", "Participant"]
+
+# Whoever failed waits this long for the others to have read why.
+FAREWELL_S = 0.3
+# A rank whose time is up waits this long for rank 0 to say who was missing.
+VERDICT_S = 0.5
+# A restarted rank 0 may find its predecessor's listener, with another token, for a moment.
+AUTHENTICATION_GRACE_S = 3.0
+
+
+class Deadline:
+    """The moment at which a rendezvous must have ended."""
+
+    def __init__(self, timeout: float) -> None:
+        self.seconds = timeout
+        self.at = time.monotonic() + timeout if math.isfinite(timeout) else math.inf
+
+    def __str__(self) -> str:
+        return f"within {self.seconds:.1f} s"
+
+
+class Exchange(abc.ABC):
+    """What the wiring of a group needs of the ranks' connection to each other."""
+
+    def __init__(self, loop: EventLoop, rank: int, world_size: int, deadline: Deadline) -> None:
+        self.loop = loop
+        self.rank = rank
+        self.world_size = world_size
+        self.deadline = deadline
+
+    @abc.abstractmethod
+    def all_gather(self, part: bytes) -> list[bytes]:
+        """Give every rank the parts of all. Raises what any rank has failed with."""
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """Return once all ranks have come here: the group is made on all of them."""
+
+    @abc.abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one gives up. Never raises."""
+
+    def wait(
+        self,
+        is_done: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        hint: Callable[[], str] = str,
+    ) -> None:
+        """Serve the loop until `is_done`; a Timeout names the ranks that are `missing`."""
+        if not self.loop.run_until(is_done, self.deadline.at):
+            raise self.timeout(missing(), hint())
+
+    def timeout(self, missing: Sequence[int], hint: str = "") -> Timeout:
+        """Return the error of ranks that did not come in time."""
+        return Timeout(
+            f"rendezvous: {describe_ranks(missing)} of {self.world_size} did not come "
+            f"{self.deadline}.{hint} Check that they were started, with the same address and "
+            "token; pass a larger timeout if they are only slow.",
+            op="init",
+            rank=self.rank,
+            peer=missing[0] if len(missing) == 1 else None,
+            missing=missing,
+            seconds=self.deadline.seconds,
+        )
+
+
+class Coordinator(Exchange):
+    """Rank 0's end of the star.
+
+    Parameters
+    ----------
+    listener : socket
+        Owned from here on.
+    claim : Claim
+        Rank 0's own; the others must claim the same world size and group.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        listener: socket.socket,
+        token: bytes,
+        claim: Claim,
+        deadline: Deadline,
+    ) -> None:
+        super().__init__(loop, 0, claim.world_size, deadline)
+        self._streams: dict[int, Stream] = {}
+        self._parts: dict[int, deque[bytes]] = {r: deque() for r in range(claim.world_size)}
+        self._outcasts: list[Stream] = []
+        self._failure: DistributedError | None = None
+        self._is_over = False
+        self._acceptor = Acceptor(
+            loop, listener, token, 0, claim.group, self._on_accepted, claim.world_size
+        )
+
+    def all_gather(self, part: bytes) -> list[bytes]:
+        parts = self._gather(part)
+        self._send_to_all(parts)
+        return parts
+
+    def commit(self) -> None:
+        parts = self._gather(b"")
+        # From here on ranks may leave: they have all they need.
+        self._is_over = True
+        self._send_to_all(parts)
+
+    def _gather(self, part: bytes) -> list[bytes]:
+        self._parts[0].append(part)
+        self.wait(lambda: all(self._parts.values()), self._missing)
+        return [parts.popleft() for parts in self._parts.values()]
+
+    def _send_to_all(self, parts: Sequence[bytes]) -> None:
+        frame = encode_frame(FrameKind.GATHERED, pack_list(parts))
+        for stream in self._streams.values():
+            stream.write(frame)
+        self.wait(lambda: not self._unflushed(), self._unflushed)
+
+    def timeout(self, missing: Sequence[int], hint: str = "") -> Timeout:
+        return super().timeout(missing, hint + self._acceptor.describe_strangers())
+
+    def fail(self, error: BaseException) -> None:
+        self._is_over = True
+        streams = [s for s in (*self._streams.values(), *self._outcasts) if s.is_open]
+        farewell(self.loop, streams, as_distributed(error, 0))
+
+    def _missing(self) -> list[int]:
+        return [rank for rank, parts in self._parts.items() if not parts]
+
+    def _unflushed(self) -> list[int]:
+        return [rank for rank, s in self._streams.items() if s.is_open and not s.is_flushed]
+
+    def _on_accepted(self, sock: socket.socket, claim: Claim) -> None:
+        if claim.role is not Role.CONTROL:
+            sock.close()
+            return
+        stream = Stream(
+            self.loop,
+            sock,
+            self._hear(claim.rank),
+            lambda sock, result: None,
+            lambda error: self._on_lost(claim.rank, stream, error),
+            lambda: self._raise_failure(claim.rank),
+        )
+        if claim.world_size != self.world_size or claim.rank == 0 or claim.rank in self._streams:
+            self._outcasts.append(stream)
+        if not self._is_over:
+            self._check(claim, sock)
+        self._streams.setdefault(claim.rank, stream)
+        stream.start()
+
+    def _check(self, claim: Claim, sock: socket.socket) -> None:
+        if claim.world_size != self.world_size:
+            raise InvalidWorldSize(
+                f"rendezvous: rank {claim.rank} ({describe_peer(sock)}) was started with world "
+                f"size {claim.world_size}, rank 0 with {self.world_size}",
+                op="init",
+                rank=0,
+                peer=claim.rank,
+            )
+        if claim.rank == 0 or claim.rank in self._streams:
+            first = self._streams.get(claim.rank)
+            who = describe_peer(first.socket) if first else f"process {os.getpid()}"
+            raise InvalidRank(
+                f"rendezvous: rank {claim.rank} was started twice: {who} and {describe_peer(sock)}",
+                op="init",
+                rank=0,
+                peer=claim.rank,
+            )
+
+    def _hear(self, rank: int) -> Conversation:
+        while True:
+            kind, body = yield from read_frame(MAX_CONTRIBUTION_NBYTES)
+            if kind is FrameKind.CONTRIBUTION:
+                self._parts[rank].append(body)
+            elif kind is FrameKind.FAILURE:
+                self._failure = decode_error(body, 0)
+            else:
+                raise ProtocolError(f"rank {rank} sent a frame that only rank 0 may send")
+
+    def _raise_failure(self, rank: int) -> None:
+        failure, self._failure = self._failure, None
+        if failure is None or self._is_over:
+            return
+        if isinstance(failure, Timeout) and not failure.missing:
+            # That rank's time is up before ours; who is missing is known only here.
+            failure = self.timeout(self._missing(), f" Rank {rank} waits no longer.")
+        raise failure
+
+    def _on_lost(self, rank: int, stream: Stream, error: Exception) -> None:
+        self._raise_failure(rank)
+        if self._is_over or self._streams.get(rank) is not stream:
+            return
+        raise PeerLostError(
+            f"rendezvous: rank {rank} ended while the group was being made ({error})",
+            op="init",
+            rank=0,
+            peer=rank,
+        )
+
+
+class Participant(Exchange):
+    """The end of the star at any other rank.
+
+    Parameters
+    ----------
+    addresses : sequence of Address
+        Where rank 0 may be; it is where somebody proves to be rank 0 of this group.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        addresses: Sequence[Address],
+        token: bytes,
+        claim: Claim,
+        deadline: Deadline,
+    ) -> None:
+        super().__init__(loop, claim.rank, claim.world_size, deadline)
+        self._addresses = addresses
+        self._token = token
+        self._claim = claim
+        self._stream: Stream | None = None
+        self._diallers: list[Dialler] = []
+        self._winner: Dialler | None = None
+        self._first_mismatch_at: float | None = None
+        self._parts: deque[list[bytes]] = deque()
+        self._failure: DistributedError | None = None
+        self._is_committing = False
+        self._is_over = False
+
+    @property
+    def connection(self) -> socket.socket:
+        """The connection to rank 0, whose two addresses are the ones by which hosts are reached."""
+        assert self._stream is not None
+        return self._stream.socket
+
+    def join(self, targets: Sequence[Target]) -> None:
+        """Connect to rank 0, however late it comes.
+
+        Raises
+        ------
+        NoConnection
+            Who listens there is not rank 0 of this group.
+        Timeout
+            Nobody listened there.
+        """
+        self._diallers = [self._dialler(target) for target in targets]
+        for dialler in self._diallers:
+            dialler.dial()
+        if not self.loop.run_until(lambda: self._stream is not None, self.deadline.at):
+            self._raise_unreached()
+
+    def commit(self) -> None:
+        self._is_committing = True
+        self.all_gather(b"")
+        self._is_over = True
+
+    def all_gather(self, part: bytes) -> list[bytes]:
+        assert self._stream is not None
+        self._stream.write(encode_frame(FrameKind.CONTRIBUTION, part))
+        if not self.loop.run_until(lambda: bool(self._parts), self.deadline.at):
+            self._ask_who_is_missing()
+        return self._parts.popleft()
+
+    def fail(self, error: BaseException) -> None:
+        was_told = error is self._failure
+        self._is_over = True
+        if self._stream is not None and self._stream.is_open and not was_told:
+            farewell(self.loop, [self._stream], as_distributed(error, self.rank))
+
+    def _dialler(self, target: Target) -> Dialler:
+        dialler = Dialler(
+            self.loop,
+            target,
+            lambda commit: introduce(
+                self._token, self._claim, 0, lambda: self._choose(dialler, commit)
+            ),
+            lambda sock: self._on_connected(sock),
+            lambda error: self._on_failed(dialler, error),
+        )
+        return dialler
+
+    def _choose(self, dialler: Dialler, commit: Callable[[], None]) -> None:
+        # A listener on every interface answers at several addresses: one of them is enough.
+        if self._winner is not None:
+            raise ProtocolError("rank 0 has answered at another of its addresses")
+        self._winner = dialler
+        commit()
+
+    def _on_failed(self, dialler: Dialler, error: Exception) -> None:
+        if dialler is self._winner:
+            self._winner = None
+        if not isinstance(error, AuthenticationFailed):
+            return
+        now = time.monotonic()
+        self._first_mismatch_at = self._first_mismatch_at or now
+        is_lasting = now - self._first_mismatch_at >= AUTHENTICATION_GRACE_S
+        if is_lasting and len(self._addresses) == 1:
+            self._raise_unreached()
+
+    def _on_connected(self, sock: socket.socket) -> None:
+        for dialler in self._diallers:
+            dialler.close()
+        self._stream = Stream(
+            self.loop,
+            sock,
+            self._hear(),
+            lambda sock, result: None,
+            self._on_lost,
+            self._raise_failure,
+        )
+        self._stream.start()
+
+    def _hear(self) -> Conversation:
+        while True:
+            kind, body = yield from read_frame(max_gathered_nbytes(self.world_size))
+            if kind is FrameKind.GATHERED:
+                self._parts.append(unpack_list(body, self.world_size))
+            elif kind is FrameKind.FAILURE:
+                self._failure = decode_error(body, self.rank)
+            else:
+                raise ProtocolError("rank 0 sent a frame that it may not send")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None and not self._is_over:
+            raise self._failure
+
+    def _on_lost(self, error: Exception) -> None:
+        if self._is_over or self._failure is not None:
+            return
+        if self._is_committing and self._parts:
+            # Rank 0 has said its last word, and left.
+            return
+        raise PeerLostError(
+            f"rendezvous: rank 0 ended while the group was being made ({error})",
+            op="init",
+            rank=self.rank,
+            peer=0,
+        )
+
+    def _ask_who_is_missing(self) -> NoReturn:
+        assert self._stream is not None
+        own = self.timeout([])
+        self._stream.write(encode_frame(FrameKind.FAILURE, encode_error(own)))
+        self.loop.run_until(lambda: False, time.monotonic() + VERDICT_S)
+        self._failure = self.timeout([0], " Rank 0 has let this rank in and says nothing more.")
+        raise self._failure
+
+    def _raise_unreached(self) -> NoReturn:
+        where = " or ".join(address.text for address in self._addresses)
+        tried = "; ".join(f"{d.target}: {d.describe_failure()}" for d in self._diallers)
+        message = f"rendezvous: rank {self.rank} could not reach rank 0 at {where} "
+        answered = [d for d in self._diallers if d.has_been_accepted]
+        facts: dict[str, Any] = {"op": "init", "rank": self.rank, "peer": 0}
+        if answered:
+            waited = "" if time.monotonic() < self.deadline.at else f"{self.deadline} "
+            raise NoConnection(
+                f"{message}{waited}({tried}). Something listens there that could not prove to be "
+                "of this group: check the address, and that all ranks have the same token",
+                **facts,
+            )
+        raise Timeout(
+            f"{message}{self.deadline} ({tried}). Check that rank 0 runs and that this host can "
+            "reach it; pass a larger timeout if it is only slow",
+            missing=[0],
+            seconds=self.deadline.seconds,
+            **facts,
+        )
+
+
+class ParentExchange(Exchange):
+    """The collectives of a group that exists already.
+
+    Parameters
+    ----------
+    all_gather : callable
+        Gathers byte strings of any length from the ranks of the new group.
+    """
+
+    WELL, FAILED = b"\x00", b"\x01"
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        all_gather: Callable[[bytes], Sequence[bytes]],
+        rank: int,
+        world_size: int,
+        deadline: Deadline,
+    ) -> None:
+        super().__init__(loop, rank, world_size, deadline)
+        self._all_gather = all_gather
+        self._is_agreed = False
+
+    def all_gather(self, part: bytes) -> list[bytes]:
+        # If the parent itself fails, there is nobody left to tell.
+        self._is_agreed = True
+        parts = [bytes(part) for part in self._all_gather(self.WELL + part)]
+        if len(parts) != self.world_size:
+            raise ValueError(f"all_gather gave {len(parts)} parts to a group of {self.world_size}")
+        for theirs in parts:
+            if theirs[:1] != self.WELL:
+                raise decode_error(theirs[1:], self.rank)
+        self._is_agreed = False
+        return [theirs[1:] for theirs in parts]
+
+    def commit(self) -> None:
+        self.all_gather(b"")
+
+    def fail(self, error: BaseException) -> None:
+        # The others are on their way to the next all_gather: be there, and say why.
+        if self._is_agreed or not isinstance(error, Exception):
+            return
+        with contextlib.suppress(Exception):
+            self._all_gather(self.FAILED + encode_error(as_distributed(error, self.rank)))
+
+
+def as_distributed(error: BaseException, rank: int) -> DistributedError:
+    """Return an error of this rank in the form that the other ranks raise."""
+    if isinstance(error, DistributedError):
+        return error
+    if not isinstance(error, Exception):
+        return PeerLostError(
+            f"rendezvous: rank {rank} was interrupted ({type(error).__name__})",
+            op="init",
+            peer=rank,
+        )
+    return Io(
+        f"rendezvous: rank {rank} failed: {type(error).__name__}: {error}", op="init", peer=rank
+    )
+
+
+def farewell(loop: EventLoop, streams: Sequence[Stream], error: DistributedError) -> None:
+    """Send an error, and wait a little until it has been read: closing at once could lose it."""
+    frame = encode_frame(FrameKind.FAILURE, encode_error(error))
+    with contextlib.suppress(Exception):
+        for stream in streams:
+            stream.write(frame)
+        until = time.monotonic() + FAREWELL_S
+        loop.run_until(lambda: all(s.is_flushed or not s.is_open for s in streams), until)
+        for stream in streams:
+            if stream.is_open:
+                stream.socket.shutdown(socket.SHUT_WR)
+        loop.run_until(lambda: not any(stream.is_open for stream in streams), until)
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Write ``rank 3`` or ``ranks 1, 2, 5``."""
+    shown = ", ".join(map(str, ranks[:16])) + (" and more" if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def describe_peer(sock: socket.socket) -> str:
+    """Say who is at the other end of a connection."""
+    with contextlib.suppress(OSError):
+        if sock.family == socket.AF_UNIX:
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            return f"process {struct.unpack('3i', credentials)[0]}"
+        host, port = sock.getpeername()[:2]
+        return f"at {host} port {port}"
+    return "gone already"

@@ -1,0 +1,364 @@
+"""Ranks that know no more than an address become a group whose members are connected.
+
+1. Rank 0 listens; the others dial until it comes. Every connection, these and all
+   that follow, begins with the proof that both ends know the token (`authentication`).
+2. to 5. They tell each other who they are, and connect to each other (`wiring`).
+
+A rank that fails anywhere on the way tells the others why, and all raise within
+the timeout. Nothing listens any more when the group stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ferro_dist import machine
+from ferro_dist.address import (
+    Address,
+    Target,
+    is_loopback,
+    is_taken,
+    is_wildcard,
+    listen,
+    parse_addresses,
+    resolve,
+    wildcard_target,
+)
+from ferro_dist.authentication import HOW_TO_SET_A_TOKEN, Claim, Role, find_token, group_digest
+from ferro_dist.control_plane import Coordinator, Deadline, Exchange, ParentExchange, Participant
+from ferro_dist.errors import InvalidRank, InvalidWorldSize, NoConnection, Timeout
+from ferro_dist.event_loop import EventLoop
+from ferro_dist.wiring import Member, Place, Segment, Wiring, wire
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "check_place", "connect", "connect_through"]
+
+DEFAULT_TIMEOUT_S = 300.0
+MAX_WORLD_SIZE = 1 << 16
+# Who finds rank 0's address taken asks there whether it is rank 0 a second time.
+DUPLICATE_CHECK_S = 0.5
+
+
+def connect(
+    rank: int,
+    world_size: int,
+    addr: str | None,
+    *,
+    create_segment: Segment,
+    token: bytes | str | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    shared_memory: bool = True,
+    listener: socket.socket | None = None,
+    group: str = "world",
+    epoch: str = "",
+    environ: Mapping[str, str] = os.environ,
+) -> Wiring:
+    """Connect the ranks of a group to each other.
+
+    Parameters
+    ----------
+    rank, world_size : int
+    addr : str or None
+        Where rank 0 listens: ``"host:port"``, ``"unix:@name"`` (one host), or several
+        separated by commas. None for a world of one.
+    create_segment : callable
+        Makes shared memory for so many ranks and returns its descriptor. Called on
+        the lowest rank of each host that has several.
+    token : bytes, optional
+        The group's secret. Default: ``FERRO_DIST_TOKEN``, the descriptor
+        ``FERRO_DIST_TOKEN_FD``, else, on this machine alone, a file of this user.
+    timeout : float, optional
+        Seconds from here until all ranks are connected.
+    shared_memory : bool, optional
+        False: sockets also between ranks of one host.
+    listener : socket, optional
+        On rank 0: a socket that listens at `addr` already. It is closed.
+    group, epoch : str, optional
+        Tell groups of one token apart; the same on all ranks.
+
+    Raises
+    ------
+    InvalidRank, InvalidWorldSize
+        They are no place in a group; a rank was started twice; world sizes differ.
+    NoConnection
+        The address is taken, or who listens there does not know the token.
+    Timeout
+        Not all ranks came; the error names the missing ones, on every rank that did.
+    PeerLostError
+        A rank ended while the group was being made.
+    """
+    with contextlib.ExitStack() as stack:
+        if listener is not None:
+            stack.callback(listener.close)
+        rank, world_size = check_place(rank, world_size)
+        deadline = Deadline(_check_timeout(timeout))
+        if world_size == 1:
+            return _world_of_one()
+        entrance = _Entrance(rank, world_size, addr, listener, deadline, token, environ)
+        claim = Claim(Role.CONTROL, rank, world_size, group_digest(group, epoch))
+        loop = EventLoop()
+        stack.callback(loop.close)
+        exchange = entrance.open(loop, claim)
+        return wire(exchange, entrance.token, create_segment, shared_memory, entrance)
+
+
+def connect_through(
+    all_gather: Callable[[bytes], Sequence[bytes]],
+    rank: int,
+    world_size: int,
+    *,
+    create_segment: Segment,
+    token: bytes | str | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    shared_memory: bool = True,
+    addresses: Sequence[str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Wiring:
+    """Connect the ranks of a group by means of a group that exists already.
+
+    Parameters
+    ----------
+    all_gather : callable
+        Gives every rank of the new group the byte strings of all, in rank order.
+    rank, world_size : int
+        Of the new group.
+    addresses : sequence of str, optional
+        Where this rank reaches each rank of the new group: the parent's
+        ``Wiring.addresses``. Default: all on this machine.
+    create_segment, token, timeout, shared_memory
+        As for `connect`.
+
+    Raises
+    ------
+    NoConnection, Timeout, PeerLostError
+        As for `connect`.
+    """
+    rank, world_size = check_place(rank, world_size)
+    deadline = Deadline(_check_timeout(timeout))
+    if world_size == 1:
+        return _world_of_one()
+    views = None if addresses is None else tuple(map(str, addresses))
+    if views is not None and len(views) != world_size:
+        raise InvalidWorldSize(f"{len(views)} addresses for {world_size} ranks", op="split")
+    secret, is_shared = find_token(token, environ)
+    if not is_shared and views and not all(map(is_loopback, views)):
+        raise NoConnection(f"this group spans hosts: {HOW_TO_SET_A_TOKEN}", op="split", rank=rank)
+    loop = EventLoop()
+    with contextlib.closing(loop):
+        exchange = ParentExchange(loop, all_gather, rank, world_size, deadline)
+        place = _KnownPlace(views)
+        return wire(exchange, secret, create_segment, shared_memory, place)
+
+
+def check_place(rank: int, world_size: int) -> tuple[int, int]:
+    """Return rank and world size as ints, if they are a place in a group."""
+    try:
+        size = operator.index(world_size)
+    except TypeError:
+        raise InvalidWorldSize(f"world_size must be an int, got {world_size!r}") from None
+    try:
+        number = operator.index(rank)
+    except TypeError:
+        raise InvalidRank(f"rank must be an int, got {rank!r}") from None
+    if not 1 <= size <= MAX_WORLD_SIZE:
+        raise InvalidWorldSize(f"world_size must be 1 to {MAX_WORLD_SIZE}, got {size}")
+    if not 0 <= number < size:
+        raise InvalidRank(f"rank must be 0 to {size - 1} in a world of {size}, got {number}")
+    return number, size
+
+
+def _check_timeout(timeout: float) -> float:
+    if not isinstance(timeout, (int, float)) or math.isnan(timeout) or timeout <= 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    return float(timeout)
+
+
+def _world_of_one() -> Wiring:
+    cores = machine.usable([machine.affinity_mask()], [machine.cpu_limit()])
+    return Wiring(0, 1, ((0,),), num_cores=cores, addresses=("127.0.0.1",))
+
+
+# Where the ranks are
+
+
+class _KnownPlace(Place):
+    """The parent group knows the addresses."""
+
+    def __init__(self, views: tuple[str, ...] | None) -> None:
+        self._views = views
+
+    def views(self, rank: int, members: Sequence[Member]) -> tuple[str, ...]:
+        if self._views is not None:
+            return self._views
+        strangers = [r for r, m in enumerate(members) if m.network != members[rank].network]
+        if strangers:
+            raise NoConnection(
+                f"rank {strangers[0]} is on another host than rank {rank}: the addresses of the "
+                "ranks are needed",
+                op="split",
+                rank=rank,
+                peer=strangers[0],
+            )
+        return (self.loopback,) * len(members)
+
+
+class _Entrance(Place):
+    """Where rank 0 listens and the others dial; tells the interface that peers reach us by.
+
+    That is the one by which this rank reaches rank 0. What the hostname resolves
+    to may be another interface, or the loopback.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        addr: str | None,
+        listener: socket.socket | None,
+        deadline: Deadline,
+        token: bytes | str | None,
+        environ: Mapping[str, str],
+    ) -> None:
+        if addr is None and (listener is None or rank > 0):
+            raise NoConnection(
+                f"rank {rank} of {world_size} knows no address of rank 0: pass addr='host:port'",
+                op="init",
+                rank=rank,
+            )
+        self._rank = rank
+        self._addresses = parse_addresses(addr) if addr is not None else ()
+        self._listener = listener
+        self._deadline = deadline
+        self.token, self._is_shared = find_token(token, environ)
+        self._reached = ""
+        self._scope = ""
+
+    def open(self, loop: EventLoop, claim: Claim) -> Exchange:
+        """Listen, or dial until rank 0 answers."""
+        if self._rank > 0:
+            return self._dial(loop, claim)
+        listener = self._listener.dup() if self._listener else self._listen(claim)
+        with contextlib.ExitStack() as stack:
+            stack.callback(listener.close)
+            self._learn_from_listener(listener)
+            stack.pop_all()
+        return Coordinator(loop, listener, self.token, claim, self._deadline)
+
+    def _dial(self, loop: EventLoop, claim: Claim) -> Participant:
+        targets = [target for address in self._addresses for target in self._targets(address)]
+        exchange = Participant(loop, self._addresses, self.token, claim, self._deadline)
+        exchange.join(targets)
+        self._learn_from_connection(exchange.connection)
+        return exchange
+
+    def _targets(self, address: Address) -> list[Target]:
+        targets = resolve(address, self.token, self._deadline.at)
+        if not self._is_shared and not any(target.is_local for target in targets):
+            raise self._refuse(address.text)
+        return [target for target in targets if self._is_shared or target.is_local]
+
+    def _refuse(self, where: str) -> NoConnection:
+        return NoConnection(
+            f"rank 0 at {where} can be reached from other machines, and there is no token that "
+            f"proves who belongs to the group: {HOW_TO_SET_A_TOKEN}",
+            op="init",
+            rank=self._rank,
+        )
+
+    def _listen(self, claim: Claim) -> socket.socket:
+        failures = []
+        for address in self._addresses:
+            sock, failure = self._listen_at(address, claim)
+            if sock is not None:
+                return sock
+            failures.append(f"{address.text}: {failure}")
+        raise NoConnection(
+            f"rank 0 cannot listen at {'; '.join(failures)}. Another program, or rank 0 of "
+            "another group, may be there: choose another address",
+            op="init",
+            rank=0,
+        )
+
+    def _listen_at(self, address: Address, claim: Claim) -> tuple[socket.socket | None, str]:
+        """Listen at the first of an address's targets that can be had, or say why at none."""
+        failure = ""
+        for target in self._bindable(address):
+            result = _try_to_listen(target)
+            if isinstance(result, socket.socket):
+                return result, ""
+            failure = (result.strerror or str(result)).lower()
+            if is_taken(result):
+                self._check_duplicate(address, target, claim)
+                break
+        return None, failure
+
+    def _bindable(self, address: Address) -> list[Target]:
+        targets = self._targets(address)
+        # Debian's /etc/hosts gives the machine's own name a loopback address, which would shut
+        # the other hosts out.
+        if address.is_named and self._is_shared and all(target.is_local for target in targets):
+            return [wildcard_target(address.port)]
+        return targets
+
+    def _check_duplicate(self, address: Address, target: Target, claim: Claim) -> None:
+        """Raise InvalidRank if who holds our address is rank 0 of our own group."""
+        deadline = Deadline(min(DUPLICATE_CHECK_S, self._deadline.at - time.monotonic()))
+        with contextlib.closing(EventLoop()) as loop:
+            twin = Participant(loop, [address], self.token, claim, deadline)
+            try:
+                twin.join([target])
+                twin.all_gather(b"")
+            except (NoConnection, Timeout):
+                return
+
+    def _learn_from_listener(self, listener: socket.socket) -> None:
+        if listener.family == socket.AF_UNIX:
+            return
+        host = _host_of(listener.getsockname())
+        if not (self._is_shared or is_loopback(host)):
+            raise self._refuse(host)
+        if listener.family == socket.AF_INET6 and not is_wildcard(host):
+            self.loopback = "::1"
+        self._set_own_address(host)
+
+    def _learn_from_connection(self, sock: socket.socket) -> None:
+        if sock.family == socket.AF_UNIX:
+            return
+        self._set_own_address(_host_of(sock.getsockname()))
+        peer = _host_of(sock.getpeername())
+        self._reached = "" if is_loopback(peer) else peer
+
+    def _set_own_address(self, host: str) -> None:
+        is_known = not (is_loopback(host) or is_wildcard(host))
+        self.own_address, _, self._scope = (host if is_known else "").partition("%")
+
+    def views(self, rank: int, members: Sequence[Member]) -> tuple[str, ...]:
+        near = self._reached or members[0].loopback
+        views = [self._with_scope(member.address) if member.address else near for member in members]
+        if not members[rank].address:
+            views[rank] = members[0].loopback
+        return tuple(views)
+
+    def _with_scope(self, host: str) -> str:
+        # A link-local address means something only together with our own interface.
+        is_link_local = host.lower().startswith(("fe8", "fe9", "fea", "feb"))
+        return f"{host}%{self._scope}" if is_link_local and self._scope else host
+
+
+def _try_to_listen(target: Target) -> socket.socket | OSError:
+    try:
+        return listen(target)
+    except OSError as error:
+        return error
+
+
+def _host_of(sockaddr: Any) -> str:
+    host = str(sockaddr[0]).partition("%")[0]
+    host = host.removeprefix("::ffff:") if "." in host else host
+    return f"{host}%{sockaddr[3]}" if len(sockaddr) == 4 and sockaddr[3] else host

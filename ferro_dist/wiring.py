@@ -1,0 +1,497 @@
+"""Ranks that can exchange byte strings connect to each other, each pair as it can best.
+
+These are the steps of a rendezvous that follow once an `Exchange` stands:
+
+2. All tell all who they are: host, address, cores.
+3. Ranks of one host connect to the lowest of them, which makes a segment of shared
+   memory and passes its descriptor on.
+4. Ranks that share no memory connect two sockets per pair, the higher to the lower rank.
+5. All confirm. Nothing listens any more.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+from ferro_dist import machine
+from ferro_dist.address import Target, is_loopback, listen, target_of, wildcard_target
+from ferro_dist.authentication import Claim, Role, group_digest, introduce
+from ferro_dist.control_plane import Exchange
+from ferro_dist.errors import CollectiveMismatch, Io
+from ferro_dist.event_loop import READ, Acceptor, Dialler
+from ferro_dist.frame import Conversation, ProtocolError, decode_json
+
+__all__ = ["Member", "Place", "Segment", "Wiring", "wire"]
+
+SEGMENT_MESSAGE = struct.Struct("!QQ")  # device and inode of the segment
+UCRED = struct.Struct("3i")  # process, user and group id
+PORT = struct.Struct("!H")
+SOCKET_ROLES = (Role.COLLECTIVE, Role.POINT_TO_POINT)
+
+Segment = Callable[[int], int]
+"""Makes shared memory for so many ranks and returns its descriptor."""
+
+
+@dataclass
+class Wiring:
+    """A group's connections, ready for the engine. Whoever takes a descriptor over owns it.
+
+    Attributes
+    ----------
+    rank, world_size : int
+    hosts : tuple of tuple of int
+        The ranks, by the memory they share; each host ascending, hosts by lowest rank.
+    segment_fd : int or None
+        Shared memory of this host's ranks; None for a rank that shares with nobody.
+    sockets : dict of int to tuple of int
+        For each peer that shares no memory: sockets for collectives and for
+        point-to-point messages. Non-blocking, TCP_NODELAY, not inherited.
+    num_cores : int
+        Cores that the ranks of this host may use together.
+    addresses : tuple of str
+        Where this rank reaches each rank's host; for `connect_through`.
+    token : bytes
+        The secret that the group was made with; for `connect_through`.
+    """
+
+    rank: int
+    world_size: int
+    hosts: tuple[tuple[int, ...], ...]
+    segment_fd: int | None = None
+    sockets: dict[int, tuple[int, int]] = field(default_factory=dict)
+    num_cores: int = 1
+    addresses: tuple[str, ...] = ()
+    token: bytes = field(default=b"", repr=False)
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks that share memory with this one, itself included."""
+        return next(host for host in self.hosts if self.rank in host)
+
+    def close(self) -> None:
+        """Close every descriptor that is still here. Idempotent."""
+        fds = [fd for pair in self.sockets.values() for fd in pair]
+        if self.segment_fd is not None:
+            fds.append(self.segment_fd)
+        self.sockets, self.segment_fd = {}, None
+        for fd in fds:
+            os.close(fd)
+
+
+class Place(abc.ABC):
+    """How this rank and the others find each other over the network.
+
+    Attributes
+    ----------
+    own_address : str
+        Where other hosts reach this rank; "" if it only knows that it is on rank 0's
+        machine, because it reached rank 0 without leaving the machine.
+    loopback : str
+        The loopback address of the IP version in use.
+    """
+
+    own_address: str = ""
+    loopback: str = "127.0.0.1"
+
+    @abc.abstractmethod
+    def views(self, rank: int, members: Sequence[Member]) -> tuple[str, ...]:
+        """Return where this rank reaches each rank's host."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a rank tells the others of itself.
+
+    Attributes
+    ----------
+    host, network : str
+        See `machine.host_identity`, `machine.network_identity`.
+    address, loopback : str
+        See `Place`.
+    cores : str
+        Affinity mask, hexadecimal.
+    cgroup, millicores
+        See `machine.CpuLimit`.
+    socket : str
+        Names the abstract socket at which it would serve its host's ranks.
+    nonce : str
+        Rank 0's tells this attempt to connect the group from every other.
+    """
+
+    pid: int
+    host: str
+    network: str
+    address: str
+    loopback: str
+    cores: str
+    cgroup: str
+    millicores: int
+    shared_memory: bool
+    socket: str
+    nonce: str
+
+    @classmethod
+    def own(cls, shared_memory: bool, place: Place) -> Member:
+        """Describe this process."""
+        limit = machine.cpu_limit()
+        return cls(
+            pid=os.getpid(),
+            host=machine.host_identity(),
+            network=machine.network_identity(),
+            address=place.own_address,
+            loopback=place.loopback,
+            cores=f"{machine.affinity_mask():x}",
+            cgroup=limit.cgroup[:256],
+            millicores=limit.millicores,
+            shared_memory=bool(shared_memory),
+            socket=os.urandom(16).hex(),
+            nonce=os.urandom(16).hex(),
+        )
+
+    def encode(self) -> bytes:
+        """Return the member for `decode`."""
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Member:
+        """Parse what another rank has sent; raises ProtocolError."""
+        facts = decode_json(body)
+        kinds = {item.name: KINDS[str(item.type)] for item in fields(cls)}
+        if facts.keys() != kinds.keys():
+            raise ProtocolError("a member with other fields")
+        if any(type(facts[name]) is not kind for name, kind in kinds.items()):
+            raise ProtocolError("a member with a field of another type")
+        member = cls(**facts)
+        member._check()
+        return member
+
+    def _check(self) -> None:
+        try:
+            names = bytes.fromhex(self.socket), bytes.fromhex(self.nonce)
+            is_sensible = int(self.cores, 16) > 0 <= self.millicores and all(map(len, names))
+            for host in filter(None, (self.address, self.loopback)):
+                target_of(host, 1)
+        except (ValueError, OSError):
+            is_sensible = False
+        if not is_sensible or not self.loopback:
+            raise ProtocolError("a member that says nothing sensible")
+
+    @property
+    def socket_name(self) -> str:
+        """Name of the abstract socket at which it would serve its host's ranks."""
+        return f"\0ferro-{self.socket}"
+
+
+KINDS: dict[str, type] = {"int": int, "str": str, "bool": bool}
+
+
+def wire(
+    exchange: Exchange, token: bytes, create_segment: Segment, shared_memory: bool, place: Place
+) -> Wiring:
+    """Connect this rank to all others; if it cannot, tell them why."""
+    try:
+        return _Wirer(exchange, token, create_segment, place).wire(shared_memory)
+    except ProtocolError as error:
+        failure = Io(f"rendezvous: another rank sent {error}", op="init", rank=exchange.rank)
+        exchange.fail(failure)
+        raise failure from error
+    except BaseException as error:
+        exchange.fail(error)
+        raise
+
+
+class _Wirer:
+    """The steps on one rank."""
+
+    def __init__(
+        self, exchange: Exchange, token: bytes, create_segment: Segment, place: Place
+    ) -> None:
+        self._exchange = exchange
+        self._loop = exchange.loop
+        self._rank = exchange.rank
+        self._token = token
+        self._create_segment = create_segment
+        self._place = place
+        self._members: list[Member] = []
+        self._group = b""
+
+    def wire(self, shared_memory: bool) -> Wiring:
+        own = Member.own(shared_memory, self._place)
+        # It listens before anybody can know its name.
+        with listen(Target(socket.AF_UNIX, own.socket_name)) as server:
+            parts = self._exchange.all_gather(own.encode())
+            self._members = [Member.decode(part) for part in parts]
+            self._group = group_digest("wiring", self._members[0].nonce)
+            self._check_agreement()
+            wiring = self._plan()
+            try:
+                self._share_segment(wiring, server)
+                self._connect_sockets(wiring)
+                self._exchange.commit()
+            except BaseException:
+                wiring.close()
+                raise
+        return wiring
+
+    def _check_agreement(self) -> None:
+        wanted = [member.shared_memory for member in self._members]
+        if len(set(wanted)) > 1:
+            other = wanted.index(not wanted[0])
+            raise CollectiveMismatch(
+                f"rendezvous: rank 0 was started with shared_memory={wanted[0]}, rank {other} "
+                f"with shared_memory={wanted[other]}",
+                op="init",
+                rank=self._rank,
+                peer=other,
+            )
+
+    def _plan(self) -> Wiring:
+        return Wiring(
+            self._rank,
+            self._exchange.world_size,
+            self._agree_on_hosts(),
+            num_cores=self._count_cores(),
+            addresses=self._place.views(self._rank, self._members),
+            token=self._token,
+        )
+
+    def _count_cores(self) -> int:
+        # Ranks of one machine compete for its cores, whether or not they share memory.
+        host = self._members[self._rank].host
+        here = [member for member in self._members if member.host == host]
+        return machine.usable(
+            [int(member.cores, 16) for member in here],
+            [machine.CpuLimit(member.cgroup, member.millicores) for member in here],
+        )
+
+    # Step 3: shared memory
+
+    def _agree_on_hosts(self) -> tuple[tuple[int, ...], ...]:
+        """Group the ranks by memory: who says the same host, and can reach its lowest rank."""
+        hosts = _group_by_host(self._members)
+        if all(len(host) == 1 for host in hosts):
+            return hosts
+        leader = next(host for host in hosts if self._rank in host)[0]
+        can_reach = leader == self._rank or _can_reach(self._members[leader])
+        answers = self._exchange.all_gather(b"\x01" if can_reach else b"\x00")
+        apart = {rank for rank, answer in enumerate(answers) if answer != b"\x01"}
+        together = (tuple(rank for rank in host if rank not in apart) for host in hosts)
+        return tuple(sorted([*together, *((rank,) for rank in apart)]))
+
+    def _share_segment(self, wiring: Wiring, server: socket.socket) -> None:
+        leader, *others = wiring.local_ranks
+        if not others:
+            return
+        if leader == self._rank:
+            wiring.segment_fd = _checked_fd(self._create_segment(1 + len(others)))
+            self._serve_segment(wiring.segment_fd, others, server)
+        else:
+            wiring.segment_fd = self._receive_segment(leader)
+
+    def _serve_segment(self, fd: int, ranks: Sequence[int], server: socket.socket) -> None:
+        status = os.fstat(fd)
+        message = SEGMENT_MESSAGE.pack(status.st_dev, status.st_ino)
+        unserved = set(ranks)
+
+        def serve(sock: socket.socket, claim: Claim) -> None:
+            with sock:
+                if claim.role is Role.SEGMENT and claim.rank in unserved:
+                    socket.send_fds(sock, [message], [fd])
+                    unserved.remove(claim.rank)
+
+        with self._accept(server, serve, len(ranks)):
+            self._exchange.wait(lambda: not unserved, lambda: sorted(unserved))
+
+    def _receive_segment(self, leader: int) -> int:
+        target = Target(socket.AF_UNIX, self._members[leader].socket_name)
+        sockets: list[socket.socket] = []
+        is_ready: list[int] = []
+
+        def await_segment(sock: socket.socket) -> None:
+            sockets.append(sock)
+            self._loop.watch(sock, READ, is_ready.append)
+
+        with self._dial(target, Role.SEGMENT, leader, await_segment):
+            self._exchange.wait(lambda: bool(is_ready), lambda: [leader])
+        self._loop.unwatch(sockets[0])
+        with sockets[0] as sock:
+            return _receive_fd(sock, self._rank, leader)
+
+    # Step 4: sockets
+
+    def _connect_sockets(self, wiring: Wiring) -> None:
+        if len(wiring.hosts) == 1:
+            return
+        with contextlib.ExitStack() as stack:
+            listener = listen(self._interface(wiring.addresses))
+            mesh = _Mesh(wiring)
+            stack.callback(mesh.close)
+            stack.enter_context(self._accept(listener, mesh.take, 2 * wiring.world_size))
+            ports = self._exchange_ports(listener.getsockname()[1])
+            for peer, role in mesh.to_dial():
+                target = target_of(wiring.addresses[peer], ports[peer])
+                dialler = self._dial(target, role, peer, mesh.taker(peer, role))
+                mesh.diallers[peer] = stack.enter_context(dialler)
+            self._exchange.wait(mesh.is_complete, mesh.missing, mesh.describe_failures)
+            mesh.hand_over()
+
+    def _interface(self, addresses: Sequence[str]) -> Target:
+        own = addresses[self._rank]
+        if is_loopback(own) and not all(map(is_loopback, addresses)):
+            # Other hosts reach this one by an address that it does not know.
+            return wildcard_target(0)
+        return target_of(own, 0)
+
+    def _exchange_ports(self, port: int) -> list[int]:
+        parts = self._exchange.all_gather(PORT.pack(port))
+        if any(len(part) != PORT.size for part in parts):
+            raise ProtocolError("a port that is none")
+        return [int.from_bytes(part, "big") for part in parts]
+
+    # Connections of the group
+
+    def _accept(
+        self,
+        listener: socket.socket,
+        on_accepted: Callable[[socket.socket, Claim], None],
+        num_ranks: int,
+    ) -> contextlib.AbstractContextManager[Acceptor]:
+        return contextlib.closing(
+            Acceptor(
+                self._loop, listener, self._token, self._rank, self._group, on_accepted, num_ranks
+            )
+        )
+
+    def _dial(
+        self,
+        target: Target,
+        role: Role,
+        peer: int,
+        on_connected: Callable[[socket.socket], None],
+    ) -> contextlib.AbstractContextManager[Dialler]:
+        claim = Claim(role, self._rank, self._exchange.world_size, self._group)
+
+        def conversation(commit: Callable[[], None]) -> Conversation:
+            return introduce(self._token, claim, peer, commit)
+
+        dialler = Dialler(self._loop, target, conversation, on_connected)
+        dialler.dial()
+        return contextlib.closing(dialler)
+
+
+class _Mesh:
+    """The sockets between this rank and those with which it shares no memory."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.diallers: dict[int, Dialler] = {}
+        self._wiring = wiring
+        self._peers = sorted(set(range(wiring.world_size)) - set(wiring.local_ranks))
+        self._sockets: dict[tuple[int, Role], socket.socket] = {}
+
+    def to_dial(self) -> list[tuple[int, Role]]:
+        """List the connections that this rank begins."""
+        lower = (peer for peer in self._peers if peer < self._wiring.rank)
+        return [(peer, role) for peer in lower for role in SOCKET_ROLES]
+
+    def take(self, sock: socket.socket, claim: Claim) -> None:
+        """Keep a connection that another rank has begun."""
+        is_expected = claim.rank in self._peers and claim.role in SOCKET_ROLES
+        if is_expected and claim.rank > self._wiring.rank:
+            self._keep(claim.rank, claim.role, sock)
+        else:
+            sock.close()
+
+    def taker(self, peer: int, role: Role) -> Callable[[socket.socket], None]:
+        """Return what keeps a connection that this rank has begun."""
+        return lambda sock: self._keep(peer, role, sock)
+
+    def _keep(self, peer: int, role: Role, sock: socket.socket) -> None:
+        # A rank that comes again has lost the connection before.
+        former = self._sockets.pop((peer, role), None)
+        if former is not None:
+            former.close()
+        self._sockets[peer, role] = sock
+
+    def is_complete(self) -> bool:
+        """Whether every connection stands."""
+        return len(self._sockets) == len(self._peers) * len(SOCKET_ROLES)
+
+    def missing(self) -> list[int]:
+        """List the peers to which a connection is missing."""
+        return [
+            peer
+            for peer in self._peers
+            if not all((peer, role) in self._sockets for role in SOCKET_ROLES)
+        ]
+
+    def describe_failures(self) -> str:
+        """Say why the connections that this rank has begun do not stand."""
+        failed = [self.diallers[peer] for peer in self.missing() if peer in self.diallers]
+        return "".join(f" {d.target}: {d.describe_failure()}." for d in failed[:3])
+
+    def hand_over(self) -> None:
+        """Give the descriptors to the wiring."""
+        for peer in self._peers:
+            collective, point_to_point = (self._sockets.pop((peer, r)) for r in SOCKET_ROLES)
+            self._wiring.sockets[peer] = (collective.detach(), point_to_point.detach())
+
+    def close(self) -> None:
+        """Close what has not been handed over."""
+        for sock in self._sockets.values():
+            sock.close()
+        self._sockets.clear()
+
+
+def _group_by_host(members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:
+    hosts: dict[object, list[int]] = {}
+    for rank, member in enumerate(members):
+        hosts.setdefault(member.host if member.shared_memory else rank, []).append(rank)
+    return tuple(map(tuple, hosts.values()))
+
+
+def _can_reach(leader: Member) -> bool:
+    """Whether a descriptor could be passed: the socket is there, and it is the leader's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(leader.socket_name)
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+        except OSError:
+            return False
+    pid, uid, _ = UCRED.unpack(credentials)
+    return bool((pid, uid) == (leader.pid, os.geteuid()))
+
+
+def _checked_fd(fd: int) -> int:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise Io(f"rendezvous: descriptor {fd} is no shared memory", op="init")
+    return fd
+
+
+def _receive_fd(sock: socket.socket, rank: int, leader: int) -> int:
+    """Take the segment's descriptor from a socket that is ready."""
+    flags = socket.MSG_CMSG_CLOEXEC
+    message, fds, result_flags, _ = socket.recv_fds(sock, SEGMENT_MESSAGE.size, 1, flags)
+    is_whole = len(fds) == 1 and not result_flags & socket.MSG_CTRUNC
+    if is_whole and len(message) == SEGMENT_MESSAGE.size:
+        status = os.fstat(fds[0])
+        if SEGMENT_MESSAGE.unpack(message) == (status.st_dev, status.st_ino):
+            return fds[0]
+    for fd in fds:
+        os.close(fd)
+    raise Io(
+        f"rendezvous: rank {leader} could not pass its shared memory to rank {rank}. The limit of "
+        "open files may be reached ('ulimit -n'), or a security module may forbid it; "
+        "TcpBackend needs no shared memory",
+        op="init",
+        rank=rank,
+        peer=leader,
+    )
