@@ -43,6 +43,8 @@ def run_job(options: Options) -> int:
         os.close(control_write)
         exit_with(lambda: supervise(options, signals, control_read, terminal_group))
     os.close(control_read)
+    # Whoever writes to rank 0 must notice when it has stopped reading.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     status = _relay_signals(supervisor, control_write, signals.forwarded)
     _bury_descendants()
     if status >= 0:

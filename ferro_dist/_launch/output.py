@@ -129,12 +129,18 @@ class Output:
         self._has_colour = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self._unfinished: Stream | None = None  # whose line the terminal's cursor is in
         self._broken: set[int] = set()
+        self._is_dropping = False
         self.error: OSError | None = None
 
     @property
     def blocked_fd(self) -> int | None:
         """Where the queue's head is to go, None if the queue is empty."""
         return self._queue[0][0] if self._queue else None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all was written that is going to be."""
+        return self._is_dropping or not self._queue
 
     @property
     def is_full(self) -> bool:
@@ -147,17 +153,19 @@ class Output:
 
     def write(self, stream: Stream, text: bytes) -> None:
         """Show lines of a rank, each with its mark; the last one may be unfinished."""
+        if self._is_dropping:
+            return
         mark = self._mark(stream)
         is_continued = self._unfinished is stream
         self.end_line(unless=stream)
-        ends_here = text.endswith(b"\n")
-        body = text[:-1] if ends_here else text
+        end = b"\n" if text.endswith(b"\n") else b""
+        body = text[:-1] if end else text
         body = body.replace(b"\n", b"\n" + mark)
         if stream.target in self._terminals:
             # What a progress bar overwrites includes the mark.
             body = body.replace(b"\r", b"\r" + mark)
-        self._put(stream.target, b"".join((b"" if is_continued else mark, body, text[len(body) :])))
-        self._unfinished = None if ends_here else stream
+        self._put(stream.target, b"".join((b"" if is_continued else mark, body, end)))
+        self._unfinished = None if end else stream
 
     def end_line(self, unless: Stream | None = None) -> None:
         """Finish the line that the cursor is in, if it is another stream's."""
@@ -184,8 +192,8 @@ class Output:
                 self._queue.appendleft((fd, data[written:]))
 
     def drop(self) -> None:
-        """Forget what has not been written, and all that would follow."""
-        self._broken = {1, 2}
+        """Forget what has not been written, and wait for no reader from now on."""
+        self._is_dropping = True
         self._queue.clear()
         self._queued_nbytes = 0
 

@@ -78,10 +78,16 @@ class Spawner:
         """Fork one rank; `Rank.start_error` tells whether its command could be run."""
         has_stdin = command.rank == 0
         group = self._terminal_group if has_stdin else None
-        out_read, out_write = os.pipe()
-        err_read, err_write = os.pipe()
-        error_read, error_write = os.pipe()
-        pid = os.fork()
+        pipes: list[int] = []
+        try:
+            for _ in range(3):
+                pipes += os.pipe()
+            pid = os.fork()
+        except OSError:
+            for fd in pipes:
+                os.close(fd)
+            raise
+        out_read, out_write, err_read, err_write, error_read, error_write = pipes
         if pid == 0:
             stdin = 0 if has_stdin else self._devnull
             exit_with(

@@ -34,6 +34,8 @@ from ferro_dist._launch.signals import (
 GRACE_S = 4.0
 # SIGKILL to giving up on a process that the kernel does not let die (state D).
 UNKILLABLE_S = 2.0
+# A signalled job waits for a reader of its last output no longer than this.
+READER_S = 1.0
 # A terminal shows an unfinished line (a prompt, a progress bar) after this long.
 PARTIAL_LINE_S = 0.1
 
@@ -91,7 +93,7 @@ class Job:
     def run(self) -> int:
         """Start the ranks, see the job through to its end, and return its exit code."""
         self._start()
-        while not (self._is_finished and self._output.blocked_fd is None):
+        while not (self._is_finished and self._output.is_settled):
             self._step()
         return self._exit_code or 0
 
@@ -106,10 +108,11 @@ class Job:
         except OSError as error:
             number = len(self._ranks) + self._commands[0].rank
             self._settle(EXIT_CANNOT_RUN, f"cannot start rank {number}: {error.strerror}")
-            self._kill()
         self._spawner.release()
         for rank in self._ranks.values():
             self._check_started(rank)
+        if self._exit_code is not None:
+            self._kill()
         self._reap()
 
     def _check_started(self, rank: Rank) -> None:
@@ -121,7 +124,6 @@ class Job:
             self._settle(EXIT_NOT_FOUND, f"cannot find {name}")
         else:
             self._settle(EXIT_CANNOT_RUN, f"cannot run {name}: {os.strerror(error)}")
-        self._kill()
 
     def _settle(self, exit_code: int, reason: str, culprit: Rank | None = None) -> None:
         """Decide how the job ends, unless that is decided already."""
@@ -139,7 +141,8 @@ class Job:
         if self._reason:
             words = self._culprit.last_words() if self._culprit else ""
             self._output.say(self._reason + words)
-        self._deadline = None
+        # Only output is left to write. Who stopped the job may not be there to read it.
+        self._deadline = time.monotonic() + READER_S if self._was_told_to_stop else None
         self._is_finished = True
 
     # The loop.
@@ -244,6 +247,7 @@ class Job:
                 rank.signal(signum)
         if self._interrupts > 1:
             self._settle(EXIT_SIGNALLED + signal.SIGINT, "interrupted twice: killed all ranks")
+            self._output.drop()
             self._kill()
         if self._is_finished and signum in STOPPING:
             self._settle(EXIT_SIGNALLED + signum, "")
@@ -298,8 +302,12 @@ class Job:
         if not self._was_told_to_stop:
             for rank in self._ranks.values():
                 rank.signal(signal.SIGTERM)
+                rank.signal(signal.SIGCONT)  # It cannot clean up while it is stopped.
 
     def _expire(self) -> None:
+        if self._is_finished:
+            self._output.drop()
+            return
         if not self._is_killing:
             self._kill()
             return
