@@ -45,13 +45,14 @@ bool runs_avx512() {
 // For each reduction the best set that has it.
 KernelSet merged_kernels() {
   const KernelSets runnable = runnable_kernel_sets();
-  KernelSet merged{runnable.sets[0]->isa, {}};
+  KernelSet merged{runnable.sets[0]->isa, {}, {}};
   for (int set = kMaxKernelSets; set >= 0; --set) {
     if (runnable.sets[set] == nullptr) continue;
     for (int dtype = 0; dtype < kDTypeCount; ++dtype)
       for (int op = 0; op < kReduceOpCount; ++op) {
-        const ReduceKernel kernel = runnable.sets[set]->table[dtype][op];
-        if (kernel != nullptr) merged.table[dtype][op] = kernel;
+        if (runnable.sets[set]->table[dtype][op] == nullptr) continue;
+        merged.table[dtype][op] = runnable.sets[set]->table[dtype][op];
+        merged.streaming[dtype][op] = runnable.sets[set]->streaming[dtype][op];
       }
   }
   return merged;
@@ -100,83 +101,6 @@ void copy_past_caches(void* dst, const void* src, std::size_t nbytes) {
   _mm_sfence();
 }
 
-// ---- reductions that write past the caches ----------------------------------
-
-constexpr std::size_t kPieceNbytes = 4096;  // stays in the first-level cache with its sources
-constexpr int kMaxStreamedSources = 64;     // more share the memory's bandwidth anyway
-
-// The sources of a piece at a time, so that any kernel can be fed by pieces.
-class SourceCursor {
- public:
-  SourceCursor(const void* const* srcs, int n) : n_(n) {
-    for (int i = 0; i < n; ++i) at_[i] = srcs[i];
-  }
-  const void* const* get() const { return at_; }
-  void advance(std::size_t nbytes) {
-    for (int i = 0; i < n_; ++i) at_[i] = static_cast<const unsigned char*>(at_[i]) + nbytes;
-  }
-
- private:
-  int n_;
-  const void* at_[kMaxStreamedSources];
-};
-
-// Streaming pays only for whole lines that no source has brought into a cache.
-bool can_stream(const void* dst, const void* const* srcs, int n, std::size_t count, std::size_t item_nbytes) {
-  if (n > kMaxStreamedSources || count * item_nbytes < 2 * kPieceNbytes) return false;
-  if (distance_to_cache_line(dst) % item_nbytes != 0) return false;
-  for (int i = 0; i < n; ++i)
-    if (srcs[i] == dst) return false;
-  return true;
-}
-
-// Reduces pieces into a buffer in the cache and streams that: the buffer costs
-// less than a second copy of every kernel, for memory is the limit here.
-void reduce_past_caches(ReduceKernel kernel, std::size_t item_nbytes, void* dst, const void* const* srcs, int n,
-                        std::size_t count, int divisor) {
-  if (!can_stream(dst, srcs, n, count, item_nbytes)) return kernel(dst, srcs, n, count, divisor);
-  alignas(kCacheLineNbytes) unsigned char piece[kPieceNbytes];
-  auto* to = static_cast<unsigned char*>(dst);
-  const unsigned char* const end = to + count * item_nbytes;
-  SourceCursor from(srcs, n);
-
-  const std::size_t head = distance_to_cache_line(to);
-  kernel(to, from.get(), n, head / item_nbytes, divisor);
-  from.advance(head);
-  to += head;
-  for (; static_cast<std::size_t>(end - to) >= kPieceNbytes; to += kPieceNbytes) {
-    kernel(piece, from.get(), n, kPieceNbytes / item_nbytes, divisor);
-    stream_lines(to, piece, kPieceNbytes);
-    from.advance(kPieceNbytes);
-  }
-  kernel(to, from.get(), n, static_cast<std::size_t>(end - to) / item_nbytes, divisor);
-  _mm_sfence();
-}
-
-template <int kDType, int kOp>
-void streaming_kernel(void* dst, const void* const* srcs, int n, std::size_t count, int divisor) {
-  constexpr auto dtype = static_cast<DType>(kDType);
-  reduce_past_caches(best_kernels().table[kDType][kOp], item_size(dtype), dst, srcs, n, count, divisor);
-}
-
-struct StreamingTable {
-  ReduceKernel kernels[kDTypeCount][kReduceOpCount];
-};
-
-template <int kDType = 0>
-constexpr StreamingTable make_streaming_table(StreamingTable table = {}) {
-  static_assert(kReduceOpCount == 5, "one kernel each");
-  table.kernels[kDType][0] = streaming_kernel<kDType, 0>;
-  table.kernels[kDType][1] = streaming_kernel<kDType, 1>;
-  table.kernels[kDType][2] = streaming_kernel<kDType, 2>;
-  table.kernels[kDType][3] = streaming_kernel<kDType, 3>;
-  table.kernels[kDType][4] = streaming_kernel<kDType, 4>;
-  if constexpr (kDType + 1 < kDTypeCount) return make_streaming_table<kDType + 1>(table);
-  return table;
-}
-
-constexpr StreamingTable kStreamingTable = make_streaming_table();
-
 // ---- copies into a peer's caches --------------------------------------------
 
 // Below this the microcode's start-up costs more than the lines it need not read.
@@ -203,14 +127,11 @@ KernelSets runnable_kernel_sets() {
 }
 
 ReduceKernel reduce_kernel(DType dtype, ReduceOp op, std::size_t output_nbytes) {
-  const ReduceKernel kernel = best_kernels().table[static_cast<int>(dtype)][static_cast<int>(op)];
-#if defined(__x86_64__)
-  if (output_nbytes >= kStreamingNbytes && kernel != nullptr)
-    return kStreamingTable.kernels[static_cast<int>(dtype)][static_cast<int>(op)];
-#else
-  (void)output_nbytes;
-#endif
-  return kernel;
+  const KernelSet& best = best_kernels();
+  const int row = static_cast<int>(dtype), column = static_cast<int>(op);
+  if (output_nbytes >= kStreamingNbytes && best.streaming[row][column] != nullptr)
+    return best.streaming[row][column];
+  return best.table[row][column];
 }
 
 void copy_to_peer(void* dst, const void* src, std::size_t nbytes) {

@@ -28,6 +28,17 @@ template <class V>
 }
 [[gnu::always_inline]] inline bool is_any(__m256i mask) { return _mm256_movemask_epi8(mask) != 0; }
 
+constexpr bool kCanStream = true;
+
+template <class V>
+[[gnu::always_inline]] inline void stream_vector(unsigned char* to, V vector) {
+  if constexpr (sizeof(V) == 32)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)vector);
+  else
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)vector);
+}
+[[gnu::always_inline]] inline void stream_fence() { _mm_sfence(); }
+
 #include "ferro/kernels_reduce.inc"
 
 struct Float16 {
@@ -44,12 +55,12 @@ struct Float16 {
     else
       return bits_as<Vector<float, 16>>(_mm_cvtph_ps(halves));
   }
-  template <std::size_t N, class V>
-  [[gnu::always_inline]] static void store(Byte* to, V sum) {
+  template <std::size_t N, class To, class V>
+  [[gnu::always_inline]] static void store(To to, V sum) {
     store_ordered<N>(to, with_canonical_nan<float>(sum));
   }
-  template <std::size_t N, class V>
-  [[gnu::always_inline]] static void store_ordered(Byte* to, V sum) {
+  template <std::size_t N, class To, class V>
+  [[gnu::always_inline]] static void store_ordered(To to, V sum) {
     if constexpr (N == 16)
       store_vector<N>(to, _mm256_cvtps_ph(bits_as<__m256>(sum), _MM_FROUND_TO_NEAREST_INT));
     else

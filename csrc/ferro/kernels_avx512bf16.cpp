@@ -26,13 +26,21 @@ namespace {
 constexpr std::size_t kVectorNbytes = 64;
 constexpr bool kCanTestForNan = false;  // done below, together with the test for denormals
 
+constexpr bool kCanStream = true;
+
+template <class V>
+[[gnu::always_inline]] inline void stream_vector(unsigned char* to, V vector) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)vector);
+}
+[[gnu::always_inline]] inline void stream_fence() { _mm_sfence(); }
+
 #include "ferro/kernels_reduce.inc"
 
 // vcvtne2ps2bf16 takes denormals for zero and keeps a NaN's payload; a block that
 // holds either is rounded as on other processors.
 struct FastBFloat16 : BFloat16 {
-  template <std::size_t N, class V>
-  [[gnu::always_inline]] static void store(Byte* to, EvenOdd<V> sums) {
+  template <std::size_t N, class To, class V>
+  [[gnu::always_inline]] static void store(To to, EvenOdd<V> sums) {
     if constexpr (N == kBlockNbytes) {
       const __m512 even = bits_as<__m512>(sums.even), odd = bits_as<__m512>(sums.odd);
       if (__builtin_expect(special_lanes(even) | special_lanes(odd), 0) != 0)
@@ -47,7 +55,8 @@ struct FastBFloat16 : BFloat16 {
     constexpr int kQuietNan = 0x01, kDenormal = 0x20, kSignalingNan = 0x80;
     return _mm512_fpclass_ps_mask(sums, kQuietNan | kDenormal | kSignalingNan);
   }
-  [[gnu::noinline, gnu::cold]] static void store_special(Byte* to, __m512 even, __m512 odd) {
+  template <class To>
+  [[gnu::noinline, gnu::cold]] static void store_special(To to, __m512 even, __m512 odd) {
     BFloat16::store<kBlockNbytes>(to, EvenOdd<Floats<kVectorNbytes>>{bits_as<Floats<kVectorNbytes>>(even),
                                                                      bits_as<Floats<kVectorNbytes>>(odd)});
   }
@@ -61,7 +70,7 @@ struct FastBFloat16 : BFloat16 {
 };
 
 constexpr KernelSet make_bfloat16_set() {
-  KernelSet set{"avx512bf16", {}};
+  KernelSet set{"avx512bf16", {}, {}};
   add_16_bit_floats<FastBFloat16>(set, DType::bfloat16);
   return set;
 }
@@ -80,7 +89,7 @@ constexpr KernelSet kAvx512Bf16Kernels = make_bfloat16_set();
 
 namespace ferro {
 
-constexpr KernelSet kAvx512Bf16Kernels = {"avx512bf16", {}};
+constexpr KernelSet kAvx512Bf16Kernels = {"avx512bf16", {}, {}};
 
 }  // namespace ferro
 

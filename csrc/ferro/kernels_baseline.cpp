@@ -25,8 +25,17 @@ template <class V>
   return _mm_castps_si128(_mm_cmpunord_ps((__m128)a, (__m128)b));
 }
 [[gnu::always_inline]] inline bool is_any(__m128i mask) { return _mm_movemask_epi8(mask) != 0; }
+
+constexpr bool kCanStream = true;
+
+template <class V>
+[[gnu::always_inline]] inline void stream_vector(unsigned char* to, V vector) {
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)vector);
+}
+[[gnu::always_inline]] inline void stream_fence() { _mm_sfence(); }
 #else
 constexpr bool kCanTestForNan = false;  // a mask is slow to reach a branch
+constexpr bool kCanStream = false;      // no instruction that GCC would write
 #endif
 
 #include "ferro/kernels_reduce.inc"
@@ -45,8 +54,8 @@ struct Float16 {
     const auto halves = bits_as<float16x8_t>(load_vector<std::uint16_t, N>(from));
     return bits_as<Vector<float, 16>>(vcvt_f32_f16(vget_low_f16(halves)));
   }
-  template <std::size_t N, class V>
-  [[gnu::always_inline]] static void store(Byte* to, V sum) {
+  template <std::size_t N, class To, class V>
+  [[gnu::always_inline]] static void store(To to, V sum) {
     const auto halves = vcvt_f16_f32(bits_as<float32x4_t>(with_canonical_nan<float>(sum)));
     store_vector<N>(to, vcombine_f16(halves, halves));
   }

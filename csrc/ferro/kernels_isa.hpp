@@ -9,7 +9,8 @@ namespace ferro {
 
 struct KernelSet {
   const char* isa;
-  ReduceKernel table[kDTypeCount][kReduceOpCount];  // null where not defined
+  ReduceKernel table[kDTypeCount][kReduceOpCount];      // null where not defined
+  ReduceKernel streaming[kDTypeCount][kReduceOpCount];  // null where `table` serves
 };
 
 // What the compiler may use everywhere for this architecture: SSE2, NEON.
