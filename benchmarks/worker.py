@@ -309,10 +309,9 @@ class Mpi(CollectiveAdapter):
         mpi_type = types.get(case.dtype, self._mpi.UINT16_T)
         if case.dtype.endswith("float16"):
             x, y = x.view("u2"), y.view("u2")
-        # Alltoall counts per rank, the others per buffer.
-        count_x = case.chunk if case.collective == "all_to_all" else x.size
-        count_y = case.chunk if case.collective in ("all_to_all", "all_gather") else y.size
-        return {"sx": [x, count_x, mpi_type], "sy": [y, count_y, mpi_type]}
+        # Where a buffer holds one chunk for each rank, MPI counts one of them.
+        count = case.chunk if case.is_split else case.total
+        return {"sx": [x, count, mpi_type], "sy": [y, count, mpi_type]}
 
 
 class Gloo(CollectiveAdapter):

@@ -23,10 +23,10 @@ __all__ = [
     "check_reduction",
     "check_root",
     "check_size",
-    "check_writable",
     "is_reducible",
     "per_rank_count",
     "raise_missing_array",
+    "shape_of",
     "uneven_counts",
 ]
 
@@ -154,21 +154,10 @@ def check_reduction(op: str, dtype: str, reduce_op: ReduceOp, *, rank: int) -> N
     raise UnsupportedOp(f"{op}: {name} of {dtype} does not exist: {remedy}.", op=op, rank=rank)
 
 
-def check_writable(op: str, *, is_readonly: bool, is_contiguous: bool, rank: int) -> None:
-    """Raise InvalidArray for an `out` that cannot be written in one piece."""
-    if is_readonly:
-        raise InvalidArray(
-            f"{op}: out is read-only. Pass a writable array, or leave out away to get a new one.",
-            op=op,
-            rank=rank,
-        )
-    if not is_contiguous:
-        raise InvalidArray(
-            f"{op}: out is not C-contiguous, and a result is written in one piece. "
-            "Pass a contiguous array, or leave out away to get a new one.",
-            op=op,
-            rank=rank,
-        )
+def shape_of(x: Any) -> tuple[int, ...]:
+    """Return the shape of an array, or of anything with the buffer protocol."""
+    shape = getattr(x, "shape", None)
+    return tuple(memoryview(x).shape or () if shape is None else shape)
 
 
 def check_out_dtype(op: str, x_dtype: str, out_dtype: str, *, rank: int) -> None:

@@ -1,0 +1,54 @@
+"""The MPI library behind mpi4py: found, loaded, and its communicators duplicated."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ferro_dist.errors import BackendUnavailable, InvalidArray, Timeout
+
+__all__ = ["duplicate", "intracomm", "load_mpi"]
+
+
+def load_mpi() -> Any:
+    """Import mpi4py, which initialises MPI: only once somebody wants it."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise BackendUnavailable(
+            "MpiBackend needs mpi4py: pip install mpi4py, and an MPI library, "
+            "for example: pip install mpich"
+        ) from error
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one, for "
+            "example: pip install mpich; or name it in the variable MPI4PY_LIBMPI."
+        ) from error
+    return MPI
+
+
+def intracomm(mpi: Any, comm: Any) -> Any:
+    """Return `comm` if it is what a group can be made of."""
+    if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+        raise InvalidArray(f"comm must be an mpi4py.MPI.Intracomm, not {comm!r}")
+    return comm
+
+
+def duplicate(parent: Any, timeout: float, copies: int) -> list[Any]:
+    """Duplicate a communicator, giving up after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    made = []
+    for _ in range(copies):
+        comm, request = parent.Idup()
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise Timeout(
+                    f"init failed on rank {parent.rank}: not all {parent.size} ranks of the "
+                    f"communicator made their MpiBackend within {timeout:.1f} s.",
+                    seconds=timeout,
+                    op="init",
+                    rank=parent.rank,
+                )
+            time.sleep(0.0001)
+        made.append(comm)
+    return made

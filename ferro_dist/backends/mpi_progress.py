@@ -1,0 +1,332 @@
+"""Calls under way in an MPI group: who moves them on, how long, and what becomes of failures.
+
+A call is a generator that starts its MPI requests and yields while they are not
+complete. MPI makes progress only inside its own functions, so whoever waits for any
+call moves all of them. Calls of one lane run one after the other: the collectives of a
+group, because every rank must start them in the same order; the messages of each
+direction to each peer, because they must match in the order of the program.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Hashable
+from typing import Any
+
+from ferro_dist.errors import ChannelClosed, DistributedError, LockPoisoned, SizeMismatch, Timeout
+from ferro_dist.work import Work
+
+__all__ = ["BatchWork", "Call", "MpiWork", "Progress", "Steps", "mpi_lock"]
+
+Steps = Generator[None, None, Any]
+"""Yields while it waits for MPI; what it returns is the call's result."""
+
+# MPI may have been initialised for one thread at a time. Held for a step, never for a wait.
+mpi_lock = threading.RLock()
+
+_abandoned: list[Steps | None] = []
+
+# After this long without success a waiting thread sleeps between two looks, a little
+# behind the fastest that MPI could be, so that it leaves the core to others.
+_EAGER_S = 0.5
+_NAP_S = 0.0005
+
+
+class Call:
+    """One collective or message, from its submission to its end.
+
+    Parameters
+    ----------
+    op : str
+        Public name, for errors.
+    steps : generator
+        Does the work; see `Steps`.
+    awaited : callable
+        The ranks that are known to be late, asked on a timeout.
+    timeout_s : float
+        From the moment that somebody waits for it and it is its lane's turn.
+    sequence : int or None
+        The number of a collective in its group.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        steps: Steps,
+        awaited: Callable[[], list[int]],
+        timeout_s: float,
+        sequence: int | None = None,
+    ) -> None:
+        self.op = op
+        self.sequence = sequence
+        self.timeout_s = timeout_s
+        self.awaited = awaited
+        self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.waited_since: float | None = None
+        self._steps: Steps | None = steps
+
+    @property
+    def label(self) -> str:
+        return self.op if self.sequence is None else f"{self.op} #{self.sequence}"
+
+    def advance(self) -> None:
+        """Do what can be done without waiting."""
+        assert self._steps is not None
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self._finish(end.value, None)
+        except Exception as error:
+            self._finish(None, error)
+        except BaseException as error:  # Ctrl-C: the generator is dead all the same
+            self._abandon(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with this error, in the middle of what it does."""
+        if not self.is_done:
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException) -> None:
+        # MPI cannot be told to forget its requests and may still write into their
+        # arrays: those stay for as long as the process does.
+        _abandoned.append(self._steps)
+        self._finish(None, error)
+
+    def _finish(self, result: Any, error: BaseException | None) -> None:
+        self.result, self.error = result, error
+        self.is_done = True
+        self._steps = None  # lets go of the arrays
+
+    def value(self) -> Any:
+        """Return the result of a call that has ended, or raise its error."""
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class Progress:
+    """All calls of one group, and the error that ended it, if one did."""
+
+    def __init__(
+        self, rank: int, translate: Callable[[Call, BaseException], DistributedError]
+    ) -> None:
+        self._rank = rank
+        self._translate = translate
+        self._lanes: dict[Hashable, deque[Call]] = {}
+        self._pid = os.getpid()
+        self.first_error: BaseException | None = None
+
+    def submit(self, lane: Hashable, call: Call) -> None:
+        """Queue a call and do its first step if nothing is before it."""
+        self.check_usable(call.op)
+        with mpi_lock:
+            self._lanes.setdefault(lane, deque()).append(call)
+            self._advance_lane(lane)
+
+    def check_usable(self, op: str) -> None:
+        """Raise what every call on an unusable group raises."""
+        if os.getpid() != self._pid:
+            raise ChannelClosed(
+                f"{op}: this group belongs to process {self._pid}, which forked this one. "
+                "Make a group in the process that uses it.",
+                op=op,
+                rank=self._rank,
+            )
+        if self.first_error is not None:
+            raise LockPoisoned(
+                f"{op}: the group ended with an earlier error: {self.first_error} "
+                "Make a new group.",
+                op=op,
+                rank=self._rank,
+            ) from self.first_error
+
+    def advance(self) -> None:
+        """Do one step of every lane's first call."""
+        with mpi_lock:
+            for lane in list(self._lanes):
+                self._advance_lane(lane)
+
+    def wait(self, lane: Hashable, call: Call, timeout_s: float | None) -> bool:
+        """Move everything on until `call` has ended; False once `timeout_s` is over."""
+        started = time.monotonic()
+        while True:
+            self.advance()
+            if call.is_done:
+                return True
+            now = time.monotonic()
+            if timeout_s is not None and now - started >= timeout_s:
+                return False
+            self._check_expired(lane, now)
+            _pause(now - started)
+
+    def poison(self, error: BaseException) -> None:
+        """End the group: every call under way and every later one fails."""
+        with mpi_lock:
+            if self.first_error is None:
+                self.first_error = error
+            for calls in self._lanes.values():
+                for call in calls:
+                    call.fail(error)
+            self._lanes.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way."""
+        return not self._lanes
+
+    def _advance_lane(self, lane: Hashable) -> None:
+        calls = self._lanes.get(lane)
+        while calls:
+            call = calls[0]
+            if not call.is_done:
+                call.advance()
+            if not call.is_done:
+                return
+            calls.popleft()
+            self._judge(call)
+        self._lanes.pop(lane, None)
+
+    def _judge(self, call: Call) -> None:
+        """Decide whether the group survives the way in which a call ended."""
+        if call.error is None:
+            return
+        if not isinstance(call.error, DistributedError):
+            call.error = self._translate(call, call.error)
+        # Sizes that do not fit are found before anything moves, or after all has moved.
+        if not isinstance(call.error, SizeMismatch):
+            self.poison(call.error)
+
+    def _check_expired(self, lane: Hashable, now: float) -> None:
+        with mpi_lock:
+            calls = self._lanes.get(lane)
+            if not calls:
+                return
+            first = calls[0]
+            if first.waited_since is None:
+                first.waited_since = now
+            elapsed_s = now - first.waited_since
+            if elapsed_s >= first.timeout_s:
+                self.poison(_timeout(first, self._rank, elapsed_s))
+
+
+class MpiWork(Work):
+    """A call of an MPI group that runs while the caller goes on.
+
+    MPI makes progress only while some call of its group is waited for, or asked
+    whether it is complete.
+    """
+
+    def __init__(self, progress: Progress, lane: Hashable, call: Call) -> None:
+        self._progress = progress
+        self._lane = lane
+        self._call = call
+
+    @property
+    def op(self) -> str:
+        """Public name of the call."""
+        return self._call.op
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._progress.wait(self._lane, self._call, timeout):
+            raise _still_running(self._call, timeout or 0.0)
+        self._call.value()
+
+    def is_completed(self) -> bool:
+        if not self._call.is_done:
+            self._progress.advance()
+        return self._call.is_done
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.wait(timeout)
+        return self._call.value()
+
+
+class BatchWork(Work):
+    """Several calls that are waited for together."""
+
+    def __init__(self, works: list[MpiWork]) -> None:
+        self._works = works
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        errors: list[DistributedError] = []
+        for work in self._works:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                work.wait(left)
+            except DistributedError as error:
+                # A message that does not fit spoils nothing for the others, which must
+                # have left their arrays before the caller may use them again.
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def is_completed(self) -> bool:
+        # Every one is asked: asking is what moves them on.
+        completed = [work.is_completed() for work in self._works]
+        return all(completed)
+
+    def result(self, timeout: float | None = None) -> None:
+        self.wait(timeout)
+
+
+def _pause(waited_s: float) -> None:
+    if waited_s < _EAGER_S:
+        os.sched_yield()
+    else:
+        time.sleep(_NAP_S)
+
+
+def _timeout(call: Call, rank: int, elapsed_s: float) -> Timeout:
+    missing = call.awaited()
+    return Timeout(
+        f"{call.label} failed on rank {rank}: {_who(missing)} for {elapsed_s:.1f} s. "
+        f"{_remedy(missing)}",
+        missing=missing,
+        seconds=elapsed_s,
+        op=call.op,
+        rank=rank,
+        peer=missing[0] if len(missing) == 1 else None,
+        sequence=call.sequence,
+    )
+
+
+def _who(missing: list[int]) -> str:
+    if not missing:
+        return "all ranks arrived, but MPI has not moved all data"
+    return f"nothing from {_ranks(missing)}"
+
+
+def _remedy(missing: list[int]) -> str:
+    if not missing:
+        return (
+            "Check that every rank is still running; pass a larger timeout if they are only slow."
+        )
+    subject = "it is" if len(missing) == 1 else "they are"
+    return (
+        f"Check that {_ranks(missing)} made the same call; "
+        f"pass a larger timeout if {subject} only slow."
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def _still_running(call: Call, seconds: float) -> Timeout:
+    missing = [] if call.is_done else call.awaited()
+    return Timeout(
+        f"{call.label} is still under way after {seconds:.1f} s. It goes on: wait again.",
+        missing=missing,
+        seconds=seconds,
+        op=call.op,
+        sequence=call.sequence,
+    )

@@ -1,0 +1,123 @@
+"""How MPI reduces each dtype so that all ranks end with the same bits.
+
+MPI requires identical results on all ranks for its own operations, and implementations
+keep to it where a ∘ b and b ∘ a are the same bits. That leaves three cases to take care of:
+
+- float16 and bfloat16, which MPI does not know: widened to float32, reduced, rounded once.
+- MIN and MAX of floats: MPI compares with ``<``, by which the order of the operands
+  decides what becomes of NaN and of signed zeros. Done by NumPy, in rank order.
+- PROD of complex numbers: the two products of the imaginary part may be fused with the
+  sum in one order only. Done by NumPy, in rank order.
+
+The sign and the payload of a NaN that a SUM or PROD of NaNs gives are not specified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ferro_dist.backends.arguments import DTYPE_NAMES
+from ferro_dist.reduce_op import ReduceOp
+
+__all__ = ["Reduction", "numpy_dtype", "reduction_of"]
+
+Array = np.ndarray[Any, Any]
+
+_NARROW_FLOATS = frozenset({"float16", "bfloat16"})
+_ORDERED_UFUNCS = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PROD: np.multiply}
+
+# MPI lends out few slots for operations of one's own: made once for the whole process.
+_ordered_ops: dict[tuple[ReduceOp, str], Any] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """One reduction of one dtype, ready to be handed to MPI.
+
+    Attributes
+    ----------
+    mpi_op : MPI.Op
+    mpi_type : MPI.Datatype
+        Of `working_dtype`.
+    working_dtype : dtype
+        What MPI adds up; wider than the array's where MPI does not have that.
+    is_mean : bool
+        Whether the sum is to be divided by the number of ranks.
+    """
+
+    mpi_op: Any
+    mpi_type: Any
+    working_dtype: np.dtype[Any]
+    is_mean: bool
+
+    def is_direct(self, dtype: np.dtype[Any]) -> bool:
+        """Whether MPI can work on arrays of this dtype as they are."""
+        return self.working_dtype == dtype
+
+    def finish(self, total: Array, world_size: int) -> None:
+        """Turn what MPI left in `total` into the result."""
+        if self.is_mean:
+            np.divide(total, world_size, out=total)
+
+
+def numpy_dtype(code: int) -> np.dtype[Any]:
+    """NumPy's dtype for a value of ``ferro::DType``."""
+    name = DTYPE_NAMES[code]
+    return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+def reduction_of(mpi: Any, name: str, reduce_op: ReduceOp) -> Reduction:
+    """Find how MPI does this; `name` has this reduction."""
+    working = "float32" if name in _NARROW_FLOATS else name
+    return Reduction(
+        mpi_op=_operation(mpi, working, reduce_op),
+        mpi_type=_datatype(mpi, working),
+        working_dtype=np.dtype(working),
+        is_mean=reduce_op is ReduceOp.MEAN,
+    )
+
+
+def _operation(mpi: Any, working: str, reduce_op: ReduceOp) -> Any:
+    if working == "bool":
+        return mpi.LAND if reduce_op is ReduceOp.MIN else mpi.LOR
+    if reduce_op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return mpi.SUM
+    is_float, is_complex = working.startswith("float"), working.startswith("complex")
+    if is_complex or (is_float and reduce_op is not ReduceOp.PROD):
+        return _ordered_op(mpi, working, reduce_op)
+    return {ReduceOp.PROD: mpi.PROD, ReduceOp.MIN: mpi.MIN, ReduceOp.MAX: mpi.MAX}[reduce_op]
+
+
+def _datatype(mpi: Any, working: str) -> Any:
+    named = {
+        "bool": mpi.C_BOOL,
+        "float32": mpi.FLOAT,
+        "float64": mpi.DOUBLE,
+        "complex64": mpi.C_FLOAT_COMPLEX,
+        "complex128": mpi.C_DOUBLE_COMPLEX,
+    }
+    return named.get(working) or getattr(mpi, f"{working.upper()}_T")
+
+
+def _ordered_op(mpi: Any, working: str, reduce_op: ReduceOp) -> Any:
+    """Make an operation that MPI applies in rank order and therefore alike on all ranks."""
+    key = reduce_op, working
+    if key not in _ordered_ops:
+        function = _in_place(_ORDERED_UFUNCS[reduce_op], np.dtype(working))
+        _ordered_ops[key] = mpi.Op.Create(function, commute=False)
+    return _ordered_ops[key]
+
+
+def _in_place(ufunc: np.ufunc, dtype: np.dtype[Any]) -> Callable[[Any, Any, Any], None]:
+    def apply(lower: Any, higher: Any, datatype: Any) -> None:
+        # MPI leaves the result of (lower ranks) ∘ (higher ranks) in the second buffer.
+        first, second = np.frombuffer(lower, dtype), np.frombuffer(higher, dtype)
+        with np.errstate(all="ignore"):
+            ufunc(first, second, out=second)
+
+    return apply
