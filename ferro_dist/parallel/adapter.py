@@ -164,8 +164,10 @@ def _fitting_view(kind: str, spec: ParameterSpec, array: Any) -> NumpyArray:
 
 def _host_view(kind: str, name: str, array: Any) -> NumpyArray:
     """NumPy's view of a writable array in host memory, without a copy."""
-    if isinstance(array, np.ndarray):
+    if type(array) is np.ndarray:
         view = array
+    elif isinstance(array, np.ma.MaskedArray):
+        raise InvalidArray(f"DDP: {kind} {name!r} is masked, and would lose its mask", op="DDP")
     elif hasattr(array, "__dlpack__") and hasattr(array, "__array__"):
         view = np.asarray(array)
     else:

@@ -217,6 +217,19 @@ def test_gradients_of_any_layout_are_averaged(on_ranks: OnRanks) -> None:
         assert_array_equal(gradient, np.arange(12).reshape(3, 4))
 
 
+def test_torch_tensors_are_averaged_in_place(on_ranks: OnRanks) -> None:
+    torch = pytest.importorskip("torch")
+
+    def body(backend: Any) -> tuple[Any, Any]:
+        weight, gradient = torch.full((2, 2), 1.0 + backend.rank), torch.full((2, 2), 4.0)
+        fd.DDP({"w": weight}, backend).sync_gradients({"w": gradient.mul_(backend.rank)})
+        return weight, gradient
+
+    for weight, gradient in on_ranks(2, body):
+        assert weight.tolist() == [[1, 1], [1, 1]]
+        assert gradient.tolist() == [[2, 2], [2, 2]]
+
+
 def test_one_gradient_under_two_names_is_summed_once(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Array:
         tied = np.zeros(3)
@@ -486,9 +499,21 @@ def read_only(array: Array) -> Array:
         ({"a": np.zeros(1, int)}, fd.InvalidArray, "parameter 'a' is int64"),
         ({"a": np.zeros(1, ">f4")}, fd.InvalidArray, "'a' is not in native byte order"),
         ({"a": read_only(np.zeros(1))}, fd.InvalidArray, "'a' is read-only"),
+        ({"a": np.ma.masked_less(np.zeros(1), 1)}, fd.InvalidArray, "'a' is masked"),
         (np.zeros(3), TypeError, "ndarray has no method parameters"),
     ],
-    ids=["object", "None", "empty", "list", "int name", "int", "byte order", "read-only", "array"],
+    ids=[
+        "object",
+        "None",
+        "empty",
+        "list",
+        "int name",
+        "int",
+        "byte order",
+        "read-only",
+        "masked",
+        "array",
+    ],
 )
 def test_a_module_that_cannot_be_wrapped(
     on_ranks: OnRanks, module: Any, error: type[Exception], message: str
