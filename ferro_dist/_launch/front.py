@@ -75,10 +75,10 @@ def _bury_descendants() -> None:
     """Kill what a killed supervisor left behind; its children have become ours."""
     deadline = time.monotonic() + UNKILLABLE_S
     while time.monotonic() < deadline:
-        kill_all(descendants(os.getpid()), signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
+        kill_all(descendants(os.getpid()), signal.SIGKILL)
         signal.sigtimedwait({signal.SIGCHLD}, 0.1)

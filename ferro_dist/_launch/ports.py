@@ -10,9 +10,12 @@ from ferro_dist._launch.plan import Rendezvous, join_host_port
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from ferro_dist._launch.command_line import Options
 
 EXIT_CANNOT_LISTEN = 1
+LOOPBACK = "127.0.0.1"
 
 
 def listen(options: Options) -> tuple[Rendezvous, list[socket.socket]]:
@@ -31,11 +34,11 @@ def listen(options: Options) -> tuple[Rendezvous, list[socket.socket]]:
     """
     token = options.token or os.urandom(32).hex()
     if options.endpoint is None:
-        listener, master = _bind("127.0.0.1", 0), _bind("127.0.0.1", 0)
+        listener, master = _bind(LOOPBACK, 0), _bind(LOOPBACK, 0)
         listener.listen(socket.SOMAXCONN)
-        addr = join_host_port("127.0.0.1", listener.getsockname()[1])
+        addr = join_host_port(LOOPBACK, listener.getsockname()[1])
         master_port, fd = str(master.getsockname()[1]), str(listener.fileno())
-        return Rendezvous(addr, "127.0.0.1", master_port, token, fd), [listener, master]
+        return Rendezvous(addr, LOOPBACK, master_port, token, fd), [listener, master]
     host, port = options.endpoint
     addr, master_port = join_host_port(host, port), str(port + 1)
     if options.node_rank > 0:
@@ -45,11 +48,19 @@ def listen(options: Options) -> tuple[Rendezvous, list[socket.socket]]:
     return Rendezvous(addr, host, master_port, token, str(listener.fileno())), [listener]
 
 
+def _resolve(host: str, port: int) -> tuple[int, Any]:
+    if host == LOOPBACK:
+        # getaddrinfo would load Python's IDNA tables: 10 ms.
+        return socket.AF_INET, (host, port)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    return family, address
+
+
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        bound = socket.socket(family, kind, protocol)
+        family, address = _resolve(host, port)
+        bound = socket.socket(family, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
