@@ -8,13 +8,13 @@ import sys
 
 cimport cython
 from cpython.buffer cimport (
-    PyBUF_FULL_RO, PyBUF_SIMPLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
+    PyBUF_FULL_RO, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject, PyObject_TypeCheck, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
 from cpython.ref cimport Py_INCREF
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uintptr_t
 
 from ferro_dist._native.dlpack cimport (
     BFLOAT, BOOL, COMPLEX, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDataType, DLExchangeApi,
@@ -154,12 +154,18 @@ cdef BufferView output_view_of(object array):
             f"cannot write into this {_name(array)}: it is not C-contiguous. Pass a contiguous "
             "array as `out` and copy from it."
         )
-    if (<PyObject*> array).ob_type != ndarray_type and getattr(array, "requires_grad", False) is True:
+    if _requires_grad(array):
         raise InvalidArray(
             f"cannot write into this {_name(array)}: it requires grad, and autograd would not "
             "know of the write. Pass its .detach(), which shares its memory."
         )
     return view
+
+
+cdef inline bint _requires_grad(object array):
+    if (<PyObject*> array).ob_type == ndarray_type:
+        return False
+    return getattr(array, "requires_grad", False) is True
 
 
 cdef inline BufferView _new_view(object owner):
@@ -203,7 +209,7 @@ cdef object _foreign_byte_order(object array, object dtype):
     )
 
 
-# --- NumPy -------------------------------------------------------------------------------------
+# --- NumPy ------------------------------------------------------------------------------
 
 cdef PyTypeObject* ndarray_type = <PyTypeObject*> <PyObject*> numpy.ndarray
 cdef char FOREIGN_BYTE_ORDER = b">" if sys.byteorder == "little" else b"<"
@@ -302,7 +308,7 @@ cdef int _check_numpy_abi() except -1:
 _check_numpy_abi()
 
 
-# --- DLPack's C exchange table ------------------------------------------------------------------
+# --- DLPack's C exchange table ----------------------------------------------------------
 
 # By exact type, as the protocol has it: a subclass may bring its own table. Few types ever
 # have one (torch: Tensor, Parameter, Buffer), so a walk beats a dict. Guarded by the GIL.
@@ -388,7 +394,7 @@ cdef inline bint _has_dense_strides(const DLTensor* tensor) noexcept:
     return tensor.ndim > 0
 
 
-# --- DLPack tensors ------------------------------------------------------------------------------
+# --- DLPack tensors ---------------------------------------------------------------------
 
 cdef BufferView _view_of_dltensor(object array, const DLTensor* tensor):
     cdef int dtype = _dtype_of_dlpack(tensor.dtype)
@@ -491,7 +497,7 @@ cdef inline int _set_device(BufferView view, int device_type, int device_id) exc
     return 0
 
 
-# --- All other arrays ----------------------------------------------------------------------------
+# --- All other arrays -------------------------------------------------------------------
 
 cdef BufferView _view_of_any(object array):
     cdef DLExchangeApi* api = _find_exchange_api(array)
@@ -536,12 +542,12 @@ cdef str _remedy(object array):
     return "Pass a dense tensor on the CPU or a CUDA device."
 
 
-# --- The buffer protocol ---------------------------------------------------------------------------
+# --- The buffer protocol ----------------------------------------------------------------
 
 cdef BufferView _view_through_buffer(object array):
-    """Describe through the buffer protocol; None if the array has it by type but not for its dtype.
+    """Describe through the buffer protocol; None if the type has it but this array has not.
 
-    JAX is so for bfloat16 and for arrays on a GPU.
+    JAX's bfloat16 arrays and those on a GPU are so.
     """
     cdef BufferView view = _new_view(array)
     cdef Py_buffer* buffer = <Py_buffer*> PyMem_Malloc(sizeof(Py_buffer))
@@ -604,7 +610,7 @@ cdef int _check_suboffsets(object array, const Py_buffer* buffer) except -1:
     return 0
 
 
-# --- __cuda_array_interface__ -------------------------------------------------------------------------
+# --- __cuda_array_interface__ -----------------------------------------------------------
 
 cdef BufferView _view_through_cuda_array_interface(object array):
     """Describe a CuPy or Numba array; None where there is no such interface."""
@@ -673,7 +679,7 @@ cdef int _cuda_device_of(object array) except? -1:
     return -1 if number is None else number
 
 
-# --- DLPack capsules ------------------------------------------------------------------------------------
+# --- DLPack capsules --------------------------------------------------------------------
 
 cdef BufferView _view_through_capsule(object array):
     """Describe through ``__dlpack__``; None where there is none. Never copies, never waits."""
@@ -704,7 +710,7 @@ cdef object _readable(object array):
     """Let pending work of JAX finish, and autograd of an old torch permit the export."""
     if hasattr(array, "block_until_ready"):
         array.block_until_ready()
-    return array.detach() if getattr(array, "requires_grad", False) is True else array
+    return array.detach() if _requires_grad(array) else array
 
 
 cdef BufferView _adopt_versioned(object array, object capsule):
@@ -712,10 +718,13 @@ cdef BufferView _adopt_versioned(object array, object capsule):
         capsule, "dltensor_versioned"
     )
     PyCapsule_SetName(capsule, "used_dltensor_versioned")
-    if managed.version.major != DLPACK_MAJOR:
+    cdef uint32_t major = managed.version.major
+    if major != DLPACK_MAJOR:
         if managed.deleter != NULL:
             managed.deleter(managed)
-        raise InvalidArray(f"cannot move this {_name(array)}: its DLPack is of another major version")
+        raise InvalidArray(
+            f"cannot move this {_name(array)}: its DLPack is of version {major}, not {DLPACK_MAJOR}"
+        )
     cdef BufferView view
     try:
         view = _view_of_dltensor(array, &managed.tensor)

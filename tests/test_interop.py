@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.extra import numpy as hnp
+from numpy.testing import assert_array_equal
+
+from ferro_dist.errors import InvalidArray
+from ferro_dist.interop import (
+    DTYPE_NAMES,
+    allocate,
+    as_output,
+    as_view,
+    contiguous,
+    deliver,
+    dtype_code,
+    dtype_name,
+    numpy_dtype,
+    shape_of,
+)
+
+NumpyArray = np.ndarray[Any, Any]
+
+CODES = range(len(DTYPE_NAMES))
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.fixture(scope="module")
+def jnp() -> Any:
+    return pytest.importorskip("jax.numpy", reason="jax is not installed")
+
+
+def test_importing_it_loads_no_array_library_but_numpy() -> None:
+    code = (
+        "import sys, ferro_dist.interop; print(sorted({'torch', 'jax', 'cupy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+# dtypes
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_names_codes_and_numpy_dtypes_agree(code: int) -> None:
+    assert dtype_code(dtype_name(code)) == code
+    assert dtype_code(numpy_dtype(code)) == code
+    assert dtype_code(numpy_dtype(code).type) == code
+    assert as_view(np.zeros(1, numpy_dtype(code))).dtype == code
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_torch_shares_the_names(torch: Any, code: int) -> None:
+    dtype = getattr(torch, dtype_name(code))
+    assert dtype_code(dtype) == code
+    assert as_view(torch.zeros(2, dtype=dtype)).dtype == code
+
+
+@pytest.mark.parametrize("spelling", [float, "<f8", "d", np.float64, ml_dtypes.finfo("f8").dtype])
+def test_other_spellings_are_understood(spelling: Any) -> None:
+    assert dtype_name(dtype_code(spelling)) == "float64"
+
+
+@pytest.mark.parametrize("spelling", [object, ">f8", "float80", "M8[s]", None.__class__, 3, "U2"])
+def test_unknown_dtypes_are_refused(spelling: Any) -> None:
+    with pytest.raises(InvalidArray, match="there is no dtype"):
+        dtype_code(spelling)
+
+
+# NumPy
+
+
+@given(hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)))
+def test_contiguous_keeps_values_and_shape(x: NumpyArray) -> None:
+    turned = x.T
+    made = contiguous(turned)
+    assert as_view(made).is_contiguous
+    assert made.shape == turned.shape
+    assert_array_equal(made, turned)
+
+
+def test_contiguous_copies_only_what_has_gaps() -> None:
+    x = np.ones((3, 4))
+    assert contiguous(x) is x
+    assert not np.shares_memory(contiguous(x.T), x)
+
+
+def test_allocate_is_contiguous_whatever_the_input() -> None:
+    made = allocate(np.ones((3, 4), np.int16).T)
+    assert made.shape == (4, 3)
+    assert made.dtype == np.int16
+    assert as_output(made).is_contiguous
+    assert allocate(made, (2, 4, 3)).shape == (2, 4, 3)
+    assert deliver(made, made) is made
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_results_of_subclasses_are_plain_arrays() -> None:
+    assert type(allocate(np.matrix([[1.0]]))) is np.ndarray
+
+
+# torch
+
+
+def test_torch_tensors_are_described(torch: Any) -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    view = as_view(x)
+    assert (view.address, view.count, view.nbytes) == (x.data_ptr(), 6, 24)
+    assert view.is_contiguous
+    assert not view.is_readonly
+    assert as_view(x[:, 1:]).address == x.data_ptr() + 4
+    assert not as_view(x.T).is_contiguous
+    assert as_view(torch.tensor(1.0)).count == 1
+    assert as_view(torch.zeros(0, 3)).count == 0
+    assert not as_view(torch.ones(1).expand(4)).is_contiguous
+
+
+def test_torch_results_are_tensors_of_the_same_kind(torch: Any) -> None:
+    x = torch.ones(3, 4, dtype=torch.bfloat16).T
+    made = allocate(x)
+    assert type(made) is torch.Tensor
+    assert (made.shape, made.dtype, made.device) == (x.shape, x.dtype, x.device)
+    assert made.is_contiguous()
+    assert allocate(x, (2, 5)).shape == (2, 5)
+    assert deliver(x, made) is made
+    assert shape_of(x) == (4, 3)
+    assert torch.equal(contiguous(x), x)
+    assert contiguous(made) is not None
+    assert contiguous(made).data_ptr() == made.data_ptr()
+
+
+def test_a_channels_last_tensor_is_not_contiguous(torch: Any) -> None:
+    x = torch.arange(36.0).reshape(1, 3, 3, 4).to(memory_format=torch.channels_last)
+    assert not as_view(x).is_contiguous
+    assert as_view(contiguous(x)).is_contiguous
+    assert torch.equal(contiguous(x), x)
+    assert as_output(allocate(x)).is_contiguous
+
+
+def test_a_parameter_can_be_read_but_not_written(torch: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert as_view(parameter).address == parameter.data_ptr()
+    with pytest.raises(InvalidArray, match=r"\.detach\(\)"):
+        as_output(parameter)
+    assert as_output(parameter.detach()).address == parameter.data_ptr()
+    assert not allocate(parameter).requires_grad
+    assert not contiguous(parameter).requires_grad
+
+
+def test_frozen_parameters_can_be_written(torch: Any) -> None:
+    assert as_output(torch.nn.Parameter(torch.ones(3), requires_grad=False)).count == 3
+
+
+def test_a_subclass_of_a_tensor_is_a_tensor(torch: Any) -> None:
+    class Sub(torch.Tensor):  # type: ignore[misc]
+        pass
+
+    x = torch.ones(3).as_subclass(Sub)
+    assert as_view(x).address == x.data_ptr()
+    assert isinstance(allocate(x), torch.Tensor)
+
+
+def test_pending_conjugation_is_refused(torch: Any) -> None:
+    x = torch.ones(3, dtype=torch.complex64)
+    with pytest.raises(InvalidArray, match="resolve_conj"):
+        as_view(x.conj())
+    assert as_view(x.conj().resolve_conj()).count == 3
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 1), (1, 3)])
+def test_pending_negation_is_refused(torch: Any, shape: tuple[int, ...]) -> None:
+    imaginary = torch.ones(shape, dtype=torch.complex64).conj().imag
+    with pytest.raises(InvalidArray, match="resolve_neg"):
+        as_view(imaginary)
+    assert as_view(imaginary.resolve_neg()).count == imaginary.numel()
+
+
+def test_tensors_without_memory_are_refused(torch: Any) -> None:
+    with pytest.raises(InvalidArray, match="no memory of its own"):
+        as_view(torch._efficientzerotensor(3))
+    with pytest.raises(InvalidArray, match="meta tensor has no data"):
+        as_view(torch.ones(3, device="meta"))
+
+
+def test_sparse_tensors_are_refused(torch: Any) -> None:
+    with pytest.raises(InvalidArray, match="to_dense"):
+        as_view(torch.ones(3).to_sparse())
+
+
+def test_float8_kinds_that_are_not_ours_are_named(torch: Any) -> None:
+    with pytest.raises(InvalidArray, match="float8_e4m3fnuz"):
+        as_view(torch.ones(3).to(torch.float8_e4m3fnuz))
+
+
+def test_messages_carry_no_stack_of_torch(torch: Any) -> None:
+    with pytest.raises(InvalidArray) as error:
+        as_view(torch.ones(3).to_sparse())
+    assert "\n" not in str(error.value)
+
+
+# JAX
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "bool", "complex64"])
+def test_jax_arrays_are_described_and_read_only(jnp: Any, dtype: str) -> None:
+    x = jnp.ones((2, 3), dtype)
+    view = as_view(x)
+    assert view.address == x.unsafe_buffer_pointer()
+    assert (view.count, dtype_name(view.dtype)) == (6, dtype)
+    assert view.is_readonly
+    assert view.is_contiguous
+    with pytest.raises(InvalidArray, match="read-only"):
+        as_output(x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (4, 3)])
+def test_jax_results_are_new_jax_arrays(jnp: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    x = jnp.zeros(7, dtype)
+    written = allocate(x, shape)
+    assert as_output(written).is_contiguous
+    written[...] = 3
+    result = deliver(x, written)
+    assert type(result) is type(x)
+    assert (result.shape, result.dtype, result.devices()) == (shape, x.dtype, x.devices())
+    assert_array_equal(np.asarray(result), np.full(shape, 3, x.dtype))
+
+
+def test_jax_takes_the_result_over_without_a_copy(jnp: Any) -> None:
+    x = jnp.zeros(1000)
+    written = allocate(x)
+    address = as_view(written).address
+    assert deliver(x, written).unsafe_buffer_pointer() == address
+
+
+def test_traced_jax_values_are_refused(jnp: Any) -> None:
+    import jax
+
+    with pytest.raises(InvalidArray, match="Tracer"):
+        jax.jit(as_view)(jnp.ones(3))
+
+
+# Other buffers
+
+
+def test_results_of_raw_buffers_are_numpy_arrays() -> None:
+    made = allocate(b"abc")
+    assert (made.dtype, made.shape) == (np.uint8, (3,))
+    assert deliver(b"abc", made) is made
+    assert shape_of(b"abc") == (3,)
+    assert_array_equal(contiguous(memoryview(b"abcd")[::2]), [97, 99])
+
+
+def test_what_is_no_array_has_no_shape() -> None:
+    with pytest.raises(InvalidArray, match=r"numpy\.asarray"):
+        shape_of([1, 2])
+
+
+def test_a_device_array_of_an_unknown_library_needs_an_out() -> None:
+    class DeviceArray:
+        shape = (2,)
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": (2,),
+            "typestr": "<f4",
+            "data": (4096, False),
+            "version": 3,
+        }
+
+    with pytest.raises(InvalidArray, match="Pass `out`"):
+        allocate(DeviceArray())
