@@ -37,6 +37,7 @@ __all__ = [
 DERIVED_PORTS = range(15000, 32000)
 DERIVED_COUNT = 4
 RESOLVE_PAUSE_S = 0.25
+RESOLVER_THREAD = "ferro-resolver"
 BACKLOG = 4096
 
 
@@ -197,7 +198,9 @@ def _look_up(address: Address, deadline: float) -> list[Target] | OSError:
         return _getaddrinfo(address)
     # The resolver can neither be interrupted nor given a deadline: leave it to a thread.
     answers: list[list[Target] | OSError] = []
-    thread = threading.Thread(target=lambda: answers.append(_getaddrinfo(address)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: answers.append(_getaddrinfo(address)), name=RESOLVER_THREAD, daemon=True
+    )
     thread.start()
     thread.join(max(0.0, deadline - time.monotonic()))
     return answers[0] if answers else TimeoutError("the name service does not answer")

@@ -13,8 +13,8 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from ferro_dist.address import (
     derived_addr,
@@ -88,7 +88,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Source:
-    """What one launcher says. `name_of` gives the variable that said it, for messages."""
+    """What one launcher says, and which variables said it."""
 
     launcher: str
     rank_variable: str
@@ -110,9 +110,13 @@ class _Source:
         """Whether all ranks are known to be on this host."""
         return self.num_hosts == 1
 
+    def is_at_place_of(self, other: _Source) -> bool:
+        """Whether rank and world size are the same."""
+        return (self.rank, self.world_size) == (other.rank, other.world_size)
+
     def agrees_with(self, other: _Source) -> bool:
         """Whether both mean the same place, or `other` only started this one's launcher."""
-        if (self.rank, self.world_size) == (other.rank, other.world_size):
+        if self.is_at_place_of(other):
             return True
         if self.num_hosts is None:
             return False
@@ -152,17 +156,18 @@ def placement(
         The ranks are several, and nothing says where rank 0 is.
     """
     if rank is not None and world_size is not None:
-        source: _Source | None = _from_arguments(rank, world_size)
+        sources = [_from_arguments(rank, world_size)]
     else:
-        source = _from_environment(environ)
-        _check_argument(source, rank, world_size)
-    if source is None:
+        sources = _from_environment(environ)
+        _check_argument(sources[0] if sources else None, rank, world_size)
+    if not sources:
         return Placement(0, 1, None, 0, 1, "none", token_source(environ), "")
+    source = _complete(sources)
     is_alone = source.world_size == 1
     return Placement(
         rank=source.rank,
         world_size=source.world_size,
-        addr=None if is_alone else _find_addr(source, addr, environ),
+        addr=None if is_alone else _find_addr(sources, addr, environ),
         local_rank=0 if is_alone else source.local_rank,
         local_world_size=1 if is_alone else source.local_world_size,
         launcher=source.launcher,
@@ -197,7 +202,8 @@ def _check_argument(source: _Source | None, rank: int | None, world_size: int | 
         )
 
 
-def _from_environment(environ: Environ) -> _Source | None:
+def _from_environment(environ: Environ) -> list[_Source]:
+    """Return all that say the same place, the one to believe first."""
     sources = [source for find in _FINDERS if (source := find(environ)) is not None]
     for other in sources[1:]:
         if not sources[0].agrees_with(other):
@@ -206,7 +212,21 @@ def _from_environment(environ: Environ) -> _Source | None:
                 f"{sources[0]}, {other}. Unset the variables that are left from something else, "
                 "or give rank and world_size as arguments"
             )
-    return sources[0] if sources else None
+    return [source for source in sources if source.is_at_place_of(sources[0])]
+
+
+def _complete(sources: list[_Source]) -> _Source:
+    """Return the first source, with what it leaves open from the others."""
+    return replace(
+        sources[0],
+        local_rank=_first(source.local_rank for source in sources),
+        local_world_size=_first(source.local_world_size for source in sources),
+        num_hosts=_first(source.num_hosts for source in sources),
+    )
+
+
+def _first(values: Iterable[int | None]) -> int | None:
+    return next((value for value in values if value is not None), None)
 
 
 def _differ_in_size(one: _Source, other: _Source) -> bool:
@@ -254,12 +274,25 @@ def _from_slurm(environ: Environ) -> _Source | None:
         return None
     if "SLURM_PROCID" not in environ:
         return None
-    return _read(
+    found = _read(
         environ,
         "slurm",
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "FERRO_NO_VARIABLE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
         "SLURM_STEP_NUM_NODES",
     )
+    return found and replace(found, local_world_size=_tasks_on_this_node(environ))
+
+
+def _tasks_on_this_node(environ: Environ) -> int | None:
+    """Read ``SLURM_STEP_TASKS_PER_NODE``, such as ``"2(x3),1"``: three nodes with 2, one with 1."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _integer(environ, "SLURM_NODEID")
+    return counts[node] if node is not None and node < len(counts) else None
 
 
 _FINDERS: tuple[Callable[[Environ], _Source | None], ...] = (
@@ -342,14 +375,15 @@ def _integer(environ: Environ, variable: str) -> int | None:
 # Where rank 0 is
 
 
-def _find_addr(source: _Source, addr: str | None, environ: Environ) -> str:
+def _find_addr(sources: list[_Source], addr: str | None, environ: Environ) -> str:
     given = addr if addr is not None else environ.get("FERRO_ADDR")
     if given is None:
-        given = _derive_addr(source, environ)
+        derived = (_derive_addr(source, environ) for source in sources)
+        given = next((addr for addr in derived if addr is not None), None)
     if given is None:
         raise NoConnection(
-            f"{source}, and nothing says where rank 0 listens: set FERRO_ADDR=host:port on every "
-            "rank, host being where rank 0 runs, or pass addr"
+            f"{sources[0]}, and nothing says where rank 0 listens: set FERRO_ADDR=host:port on "
+            "every rank, host being where rank 0 runs, or pass addr"
         )
     parse_addresses(given)
     return given

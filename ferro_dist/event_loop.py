@@ -291,7 +291,7 @@ class Acceptor:
         self._loop = loop
         self._listener = listener
         self._group = group
-        self._conversation = lambda: answer(token, rank, group)
+        self._conversation: Callable[[], Conversation] = lambda: answer(token, rank, group)
         self._on_accepted = on_accepted
         self._max_pending = MAX_STRANGERS + 2 * num_ranks
         self._pending: dict[Stream, Timer] = {}
@@ -329,7 +329,7 @@ class Acceptor:
         set_options(sock)
         if len(self._pending) >= self._max_pending:
             self._drop(next(iter(self._pending)), "too many connections at once")
-        stream: Stream = Stream(
+        stream = Stream(
             self._loop,
             sock,
             self._conversation(),

@@ -16,7 +16,7 @@ import operator
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ferro_dist import machine
@@ -33,7 +33,14 @@ from ferro_dist.address import (
 )
 from ferro_dist.authentication import HOW_TO_SET_A_TOKEN, Claim, Role, find_token, group_digest
 from ferro_dist.control_plane import Coordinator, Deadline, Exchange, ParentExchange, Participant
-from ferro_dist.errors import InvalidRank, InvalidWorldSize, NoConnection, Timeout
+from ferro_dist.errors import (
+    DistributedError,
+    InvalidRank,
+    InvalidWorldSize,
+    Io,
+    NoConnection,
+    Timeout,
+)
 from ferro_dist.event_loop import EventLoop
 from ferro_dist.wiring import Member, Place, Segment, Wiring, wire
 
@@ -92,8 +99,11 @@ def connect(
         Not all ranks came; the error names the missing ones, on every rank that did.
     PeerLostError
         A rank ended while the group was being made.
+    Io
+        A system call failed on some rank; the error says which.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_system_errors(rank))
         if listener is not None:
             stack.callback(listener.close)
         rank, world_size = check_place(rank, world_size)
@@ -149,8 +159,7 @@ def connect_through(
     secret, is_shared = find_token(token, environ)
     if not is_shared and views and not all(map(is_loopback, views)):
         raise NoConnection(f"this group spans hosts: {HOW_TO_SET_A_TOKEN}", op="split", rank=rank)
-    loop = EventLoop()
-    with contextlib.closing(loop):
+    with _system_errors(rank), contextlib.closing(EventLoop()) as loop:
         exchange = ParentExchange(loop, all_gather, rank, world_size, deadline)
         place = _KnownPlace(views)
         return wire(exchange, secret, create_segment, shared_memory, place)
@@ -171,6 +180,16 @@ def check_place(rank: int, world_size: int) -> tuple[int, int]:
     if not 0 <= number < size:
         raise InvalidRank(f"rank must be 0 to {size - 1} in a world of {size}, got {number}")
     return number, size
+
+
+@contextlib.contextmanager
+def _system_errors(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, DistributedError):
+            raise
+        raise Io(f"rendezvous: rank {rank} failed: {error}", op="init", rank=rank) from error
 
 
 def _check_timeout(timeout: float) -> float:

@@ -12,6 +12,7 @@ These are the steps of a rendezvous that follow once an `Exchange` stands:
 from __future__ import annotations
 
 import abc
+import array
 import contextlib
 import json
 import os
@@ -233,13 +234,27 @@ class _Wirer:
             self._check_agreement()
             wiring = self._plan()
             try:
-                self._share_segment(wiring, server)
-                self._connect_sockets(wiring)
+                self._connect(wiring, server)
                 self._exchange.commit()
             except BaseException:
                 wiring.close()
                 raise
         return wiring
+
+    def _connect(self, wiring: Wiring, server: socket.socket) -> None:
+        leader, *others = wiring.local_ranks
+        if others and leader == self._rank:
+            wiring.segment_fd = _checked_fd(self._create_segment(len(wiring.local_ranks)))
+        with contextlib.ExitStack() as stack:
+            listener = None
+            if len(wiring.hosts) > 1:
+                listener = stack.enter_context(listen(self._interface(wiring.addresses)))
+            # What can fail on one rank alone has been done: those who wait from here on know
+            # that the others are on their way to them.
+            ports = self._exchange_ports(listener.getsockname()[1] if listener else 0)
+            self._share_segment(wiring, server)
+            if listener is not None:
+                self._connect_sockets(wiring, listener, ports)
 
     def _check_agreement(self) -> None:
         wanted = [member.shared_memory for member in self._members]
@@ -290,8 +305,7 @@ class _Wirer:
         leader, *others = wiring.local_ranks
         if not others:
             return
-        if leader == self._rank:
-            wiring.segment_fd = _checked_fd(self._create_segment(1 + len(others)))
+        if wiring.segment_fd is not None:
             self._serve_segment(wiring.segment_fd, others, server)
         else:
             wiring.segment_fd = self._receive_segment(leader)
@@ -327,15 +341,13 @@ class _Wirer:
 
     # Step 4: sockets
 
-    def _connect_sockets(self, wiring: Wiring) -> None:
-        if len(wiring.hosts) == 1:
-            return
+    def _connect_sockets(
+        self, wiring: Wiring, listener: socket.socket, ports: Sequence[int]
+    ) -> None:
         with contextlib.ExitStack() as stack:
-            listener = listen(self._interface(wiring.addresses))
             mesh = _Mesh(wiring)
             stack.callback(mesh.close)
             stack.enter_context(self._accept(listener, mesh.take, 2 * wiring.world_size))
-            ports = self._exchange_ports(listener.getsockname()[1])
             for peer, role in mesh.to_dial():
                 target = target_of(wiring.addresses[peer], ports[peer])
                 dialler = self._dial(target, role, peer, mesh.taker(peer, role))
@@ -478,9 +490,16 @@ def _checked_fd(fd: int) -> int:
 
 def _receive_fd(sock: socket.socket, rank: int, leader: int) -> int:
     """Take the segment's descriptor from a socket that is ready."""
-    flags = socket.MSG_CMSG_CLOEXEC
-    message, fds, result_flags, _ = socket.recv_fds(sock, SEGMENT_MESSAGE.size, 1, flags)
-    is_whole = len(fds) == 1 and not result_flags & socket.MSG_CTRUNC
+    # Not socket.recv_fds: it drops the flag, and a fork in another thread would inherit them.
+    space = socket.CMSG_SPACE(array.array("i", [0]).itemsize)
+    message, ancillary, flags, _ = sock.recvmsg(
+        SEGMENT_MESSAGE.size, space, socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    is_whole = len(fds) == 1 and not flags & socket.MSG_CTRUNC
     if is_whole and len(message) == SEGMENT_MESSAGE.size:
         status = os.fstat(fds[0])
         if SEGMENT_MESSAGE.unpack(message) == (status.st_dev, status.st_ino):
