@@ -63,7 +63,7 @@ Several hosts; run ferrorun once on each, with the same -n and FERRO_DIST_TOKEN:
 
 exit code: the first failing rank's (128 + number for a signal); 2 for a bad option;
 127 for a command that cannot be found, 126 for one that cannot be run; 141 when
-nobody reads the output any more.
+nobody reads the output any more; 1 when a port or file cannot be had.
 """
 
 

@@ -493,7 +493,12 @@ def test_too_few_descriptors_stop_the_start(launch: Launch) -> None:
 
 
 def test_starting_ferrorun_imports_nothing_heavy() -> None:
-    listing = "import sys, ferro_dist.launch; print(*sys.modules)"
+    listing = """
+import sys
+before = set(sys.modules)
+import ferro_dist.launch
+print(*set(sys.modules) - before)
+"""
     out = subprocess.run([sys.executable, "-c", listing], capture_output=True, check=True).stdout
     heavy = {
         "numpy",

@@ -184,12 +184,16 @@ class Output:
             fd, data = self._queue.popleft()
             try:
                 written = os.write(fd, data[:PIPE_NBYTES])
+            except BlockingIOError:
+                written = 0  # Somebody else set the descriptor non-blocking, and was faster.
             except OSError as error:
                 self._break(fd, error)
                 return
             self._queued_nbytes -= written
             if written < len(data):
                 self._queue.appendleft((fd, data[written:]))
+            if not written:
+                return
 
     def drop(self) -> None:
         """Forget what has not been written, and wait for no reader from now on."""

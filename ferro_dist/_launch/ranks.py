@@ -12,7 +12,7 @@ from ferro_dist._launch.signals import EXIT_SIGNALLED, InheritedSignals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import socket
+    import _socket as socket
 
     from ferro_dist._launch.plan import RankCommand
 
