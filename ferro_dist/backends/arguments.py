@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ferro_dist.errors import InvalidArray, InvalidRank, SelfSend, SizeMismatch, UnsupportedOp
+from ferro_dist.interop import DTYPE_NAMES
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [
@@ -23,33 +24,12 @@ __all__ = [
     "check_reduction",
     "check_root",
     "check_size",
+    "check_timeout",
     "is_reducible",
     "per_rank_count",
     "raise_missing_array",
-    "shape_of",
     "uneven_counts",
 ]
-
-DTYPE_NAMES = (
-    "bool",
-    "int8",
-    "uint8",
-    "int16",
-    "uint16",
-    "int32",
-    "uint32",
-    "int64",
-    "uint64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e5m2",
-)
-"""Names in NumPy's (with ml_dtypes) spelling, at the index that ``ferro::DType`` gives them."""
 
 _INTEGERS = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 _REAL_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -154,12 +134,6 @@ def check_reduction(op: str, dtype: str, reduce_op: ReduceOp, *, rank: int) -> N
     raise UnsupportedOp(f"{op}: {name} of {dtype} does not exist: {remedy}.", op=op, rank=rank)
 
 
-def shape_of(x: Any) -> tuple[int, ...]:
-    """Return the shape of an array, or of anything with the buffer protocol."""
-    shape = getattr(x, "shape", None)
-    return tuple(memoryview(x).shape or () if shape is None else shape)
-
-
 def check_out_dtype(op: str, x_dtype: str, out_dtype: str, *, rank: int) -> None:
     """Raise InvalidArray unless input and output hold the same kind of element."""
     if x_dtype != out_dtype:
@@ -173,6 +147,14 @@ def check_out_dtype(op: str, x_dtype: str, out_dtype: str, *, rank: int) -> None
 def raise_missing_array(op: str, name: str, why: str, *, rank: int) -> NoReturn:
     """Raise InvalidArray for an array that this rank had to give."""
     raise InvalidArray(f"{op}: {name} is None, but {why}.", op=op, rank=rank)
+
+
+def check_timeout(seconds: float) -> float:
+    """Return the timeout as a float; raise ValueError unless it is positive."""
+    value = float(seconds)
+    if not value > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {seconds!r}.")
+    return value
 
 
 # Sizes

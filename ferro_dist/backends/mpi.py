@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ferro_dist.backends import arguments
-from ferro_dist.backends.arguments import DTYPE_NAMES, UnevenCounts
+from ferro_dist.backends.arguments import UnevenCounts
 from ferro_dist.backends.base import Array, Backend, P2POp
 from ferro_dist.backends.mpi_agreement import Agreement, Fingerprint
 from ferro_dist.backends.mpi_library import duplicate, intracomm, load_mpi
@@ -25,7 +26,7 @@ from ferro_dist.backends.mpi_memory import (
     pieces,
 )
 from ferro_dist.backends.mpi_progress import BatchWork, Call, MpiWork, Progress, Steps, mpi_lock
-from ferro_dist.backends.mpi_reduction import Reduction, numpy_dtype, reduction_of
+from ferro_dist.backends.mpi_reduction import Reduction, reduction_of
 from ferro_dist.errors import (
     ChannelClosed,
     DistributedError,
@@ -34,7 +35,17 @@ from ferro_dist.errors import (
     SizeMismatch,
     UnsupportedOp,
 )
-from ferro_dist.interop import BufferView, allocate, as_output, as_view, contiguous
+from ferro_dist.interop import (
+    BufferView,
+    allocate,
+    as_output,
+    as_view,
+    contiguous,
+    dtype_code,
+    dtype_name,
+    numpy_dtype,
+    shape_of,
+)
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.work import Work
 
@@ -77,7 +88,7 @@ class MpiBackend(Backend):
     def __init__(self, comm: Any = None, *, timeout: float = 300.0) -> None:
         mpi = load_mpi()
         parent = mpi.COMM_WORLD if comm is None else intracomm(mpi, comm)
-        _check_timeout(timeout)
+        timeout = arguments.check_timeout(timeout)
         comm, messages = duplicate(parent, timeout, copies=2)
         self._join(mpi, comm, messages, timeout)
 
@@ -89,7 +100,7 @@ class MpiBackend(Backend):
         self._messages = messages  # sends and receives, apart from the fingerprints
         self._rank: int = comm.rank
         self._world_size: int = comm.size
-        self._timeout = float(timeout)
+        self._timeout = timeout
         self._is_closed = False
         self._sequence = 0
         self._agreement = Agreement(mpi, comm)
@@ -328,11 +339,7 @@ class MpiBackend(Backend):
         tag: int,
     ) -> Array | Work:
         self._check_root("scatter", root)
-        if out is None:
-            why = "every rank must say where its chunk is to be left"
-            arguments.raise_missing_array("scatter", "out", why, rank=self._rank)
-        target = Target(out, self._output_view("scatter", out), None)
-        source = self._scatter_source(x, target) if self._rank == root else None
+        source, target = self._scatter_operands(x, out, root)
         fingerprint = _fingerprint("scatter", target.view, root=root, tag=tag)
 
         def steps() -> Steps:
@@ -344,16 +351,21 @@ class MpiBackend(Backend):
 
         return self._collective("scatter", steps(), async_op, timeout)
 
-    def _scatter_source(self, x: Array | None, target: Target) -> Source:
+    def _scatter_operands(
+        self, x: Array | None, out: Array | None, root: int
+    ) -> tuple[Source | None, Target]:
+        if self._rank != root:
+            if out is None:
+                why = "only the root knows the shape of a chunk"
+                arguments.raise_missing_array("scatter", "out", why, rank=self._rank)
+            return None, Target(out, self._output_view("scatter", out), None)
         if x is None:
-            why = f"rank {self._rank} is the root, whose array is scattered"
+            why = f"rank {root} is the root, whose array is scattered"
             arguments.raise_missing_array("scatter", "x", why, rank=self._rank)
         source = self._source("scatter", x)
-        dtypes = DTYPE_NAMES[source.view.dtype], DTYPE_NAMES[target.view.dtype]
-        arguments.check_out_dtype("scatter", *dtypes, rank=self._rank)
         chunk = self._chunk("scatter", "x", source.view.count)
-        arguments.check_size("scatter", "out", target.view.count, chunk, rank=self._rank)
-        return source
+        shape = None if out is not None else self._scattered_shape("scatter", x)
+        return source, self._target("scatter", x, source, out, chunk, shape)
 
     def all_to_all(
         self,
@@ -397,7 +409,7 @@ class MpiBackend(Backend):
         self, x: Array, source: Source, out: Array | None, counts: UnevenCounts, tag: int
     ) -> Steps:
         received = sum(counts.recv)
-        target = self._target("all_to_all", x, source, out, received, (received,))
+        target = self._target("all_to_all", x, source, out, received, _rows(x, received))
         fingerprint = Fingerprint.of_uneven(source.view.dtype, tag)
         itemsize = source.view.itemsize
 
@@ -438,20 +450,38 @@ class MpiBackend(Backend):
     ) -> Array | Work:
         return self._finish(self._post(self._message("recv", out, src, timeout, tag)), async_op)
 
+    def sendrecv(
+        self,
+        x: Array,
+        out: Array,
+        dst: int,
+        src: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work:
+        # Both are checked before either is posted.
+        sent = self._message("send", x, dst, timeout, tag)
+        received = self._message("recv", out, src, timeout, tag)
+        return self._finish_all("sendrecv", [sent, received], out, async_op)
+
     def batch(
         self, ops: Sequence[P2POp], async_op: bool, timeout: float | None, tag: int
     ) -> Work | None:
-        # All are checked before any is posted.
         messages = [
             self._message("send" if op.is_send else "recv", op.array, op.peer, timeout, tag)
             for op in ops
         ]
-        work = BatchWork([self._post(message) for message in messages])
+        done: Work | None = self._finish_all("batch", messages, None, async_op)
+        return done
+
+    def _finish_all(self, op: str, messages: list[_Message], result: Any, async_op: bool) -> Any:
+        self._check_open(op)
+        work = BatchWork([self._post(message) for message in messages], result)
         if async_op:
             return work
-        with self._poisoned_by_interrupt("batch"):
-            work.wait()
-        return None
+        with self._poisoned_by_interrupt(op):
+            return work.result()
 
     def _message(
         self, op: str, array: Array, peer: int, timeout: float | None, tag: int
@@ -494,8 +524,8 @@ class MpiBackend(Backend):
         itemsize = numpy_dtype(sent).itemsize
         if (sent, nbytes) != (expected, view.nbytes):
             difference = (
-                f"rank {peer} sent {nbytes // itemsize} {DTYPE_NAMES[sent]}, "
-                f"rank {self._rank} expected {view.count} {DTYPE_NAMES[expected]}"
+                f"rank {peer} sent {nbytes // itemsize} {dtype_name(sent)}, "
+                f"rank {self._rank} expected {view.count} {dtype_name(expected)}"
             )
         else:
             difference = f"ranks {peer} and {self._rank} gave different tags"
@@ -514,10 +544,7 @@ class MpiBackend(Backend):
     # The group
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        import ml_dtypes
-
-        name = dtype if isinstance(dtype, str) else None
-        return np.empty(shape, getattr(ml_dtypes, name, dtype) if name else dtype)
+        return np.empty(shape, numpy_dtype(dtype_code(dtype)))
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> MpiBackend | None:
         chosen = arguments.check_members(members, rank=self._rank, world_size=self._world_size)
@@ -592,8 +619,7 @@ class MpiBackend(Backend):
     def _limit(self, timeout: float | None) -> float:
         if timeout is None:
             return self._timeout
-        _check_timeout(timeout)
-        return float(timeout)
+        return arguments.check_timeout(timeout)
 
     def _translate(self, call: Call, error: BaseException) -> DistributedError:
         """Put into our words what ended a call."""
@@ -648,13 +674,13 @@ class MpiBackend(Backend):
             made = allocate(x, shape)
             return Target(made, as_output(made), x)
         view = self._output_view(op, out)
-        dtypes = DTYPE_NAMES[source.view.dtype], DTYPE_NAMES[view.dtype]
+        dtypes = dtype_name(source.view.dtype), dtype_name(view.dtype)
         arguments.check_out_dtype(op, *dtypes, rank=self._rank)
         arguments.check_size(op, "out", view.count, count, rank=self._rank)
         return Target(out, view, None)
 
     def _reduction(self, op: str, source: Source, reduce_op: ReduceOp) -> Reduction:
-        name = DTYPE_NAMES[source.view.dtype]
+        name = dtype_name(source.view.dtype)
         arguments.check_reduction(op, name, reduce_op, rank=self._rank)
         return reduction_of(self._mpi, name, reduce_op)
 
@@ -668,11 +694,11 @@ class MpiBackend(Backend):
             )
 
     def _gathered_shape(self, x: Array) -> tuple[int, ...]:
-        shape = arguments.shape_of(x)
+        shape = shape_of(x)
         return (self._world_size * (shape[0] if shape else 1), *shape[1:])
 
     def _scattered_shape(self, op: str, x: Array) -> tuple[int, ...]:
-        shape = arguments.shape_of(x)
+        shape = shape_of(x)
         rows = self._chunk(op, "the first axis of x", shape[0] if shape else 1)
         return (rows, *shape[1:])
 
@@ -689,6 +715,13 @@ def _until(request: Any) -> Iterator[None]:
         yield
 
 
+def _rows(x: Array, count: int) -> tuple[int, ...]:
+    """Return the shape of `count` elements: rows like those of `x`, or flat where they break."""
+    row = shape_of(x)[1:]
+    size = math.prod(row)
+    return (count // size, *row) if size and count % size == 0 else (count,)
+
+
 def _fingerprint(
     name: str, view: BufferView, *, op: ReduceOp | None = None, root: int = -1, tag: int = 0
 ) -> Fingerprint:
@@ -698,8 +731,3 @@ def _fingerprint(
 
 def _message_tag(view: BufferView, tag: int) -> int:
     return view.dtype << _TAG_BITS | tag % (1 << _TAG_BITS)
-
-
-def _check_timeout(timeout: float) -> None:
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ferro_dist.backends.arguments import DTYPE_NAMES, UnevenCounts
+from ferro_dist.backends.arguments import UnevenCounts
 from ferro_dist.errors import CollectiveMismatch
+from ferro_dist.interop import dtype_name
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["Agreement", "Fingerprint"]
@@ -78,7 +79,7 @@ class Fingerprint:
         if self.reduce_op != _NONE:
             yield ReduceOp(self.reduce_op).name.lower()
         if self.dtype != _NONE:
-            yield DTYPE_NAMES[self.dtype]
+            yield dtype_name(self.dtype)
         if self.count != _NONE:
             yield "uneven counts" if self.count == _UNEVEN else f"count {self.count}"
         if self.root != _NONE:

@@ -14,8 +14,7 @@ import numpy as np
 
 from ferro_dist.backends.base import Array
 from ferro_dist.backends.mpi_library import load_mpi
-from ferro_dist.backends.mpi_reduction import numpy_dtype
-from ferro_dist.interop import BufferView, as_view, deliver
+from ferro_dist.interop import BufferView, as_view, deliver, numpy_dtype
 
 __all__ = [
     "Numbers",

@@ -248,10 +248,11 @@ class MpiWork(Work):
 
 
 class BatchWork(Work):
-    """Several calls that are waited for together."""
+    """Several calls that are waited for together, and what they are together the result of."""
 
-    def __init__(self, works: list[MpiWork]) -> None:
+    def __init__(self, works: list[MpiWork], result: Any = None) -> None:
         self._works = works
+        self._result = result
 
     def wait(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -272,8 +273,9 @@ class BatchWork(Work):
         completed = [work.is_completed() for work in self._works]
         return all(completed)
 
-    def result(self, timeout: float | None = None) -> None:
+    def result(self, timeout: float | None = None) -> Any:
         self.wait(timeout)
+        return self._result
 
 
 def _pause(waited_s: float) -> None:

@@ -18,13 +18,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from ferro_dist.backends.arguments import DTYPE_NAMES
 from ferro_dist.reduce_op import ReduceOp
 
-__all__ = ["Reduction", "numpy_dtype", "reduction_of"]
+__all__ = ["Reduction", "reduction_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -63,12 +61,6 @@ class Reduction:
         """Turn what MPI left in `total` into the result."""
         if self.is_mean:
             np.divide(total, world_size, out=total)
-
-
-def numpy_dtype(code: int) -> np.dtype[Any]:
-    """NumPy's dtype for a value of ``ferro::DType``."""
-    name = DTYPE_NAMES[code]
-    return np.dtype(getattr(ml_dtypes, name, None) or name)
 
 
 def reduction_of(mpi: Any, name: str, reduce_op: ReduceOp) -> Reduction:
