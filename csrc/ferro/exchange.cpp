@@ -1,0 +1,246 @@
+#include "ferro/exchange.hpp"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+
+#include "ferro/parking.hpp"
+
+namespace ferro {
+namespace {
+
+// How long a rank with a core of its own looks before it sleeps: a few round
+// trips of a fast network. Waking from poll() alone costs as much.
+constexpr std::chrono::microseconds kSpin{40};
+constexpr std::chrono::milliseconds kCheckInterval{50};
+// A clock reading for each of these passes that moved something.
+constexpr unsigned kPassesPerCheck = 16;
+// Pieces that one system call gathers: a header, its payload, and what follows.
+constexpr int kMaxPieces = 4;
+
+}  // namespace
+
+Exchange::Exchange(TcpMesh& mesh, Call& call) : mesh_(mesh), call_(call) { call.begin_blocking(); }
+
+Exchange::~Exchange() {
+  // What an error left queued must not be taken for part of the next exchange.
+  for (Lane* lane : mesh_.active_) {
+    lane->sends.clear();
+    lane->receives.clear();
+    lane->num_sent = lane->num_received = 0;
+    lane->is_active = false;
+    release_frame(*lane);
+  }
+  mesh_.active_.clear();
+}
+
+Exchange::Lane& Exchange::activate(int peer) {
+  Lane& lane = mesh_.lane(peer);
+  if (!lane.is_active) {
+    lane.is_active = true;
+    mesh_.active_.push_back(&lane);
+  }
+  return lane;
+}
+
+void Exchange::send(int peer, const void* data, std::size_t nbytes) {
+  if (nbytes == 0) return;
+  activate(peer).sends.push({static_cast<char*>(const_cast<void*>(data)), nbytes, false});
+  ++num_pending_;
+}
+
+void Exchange::receive(int peer, void* data, std::size_t nbytes) {
+  if (nbytes == 0) return;
+  Lane& lane = activate(peer);
+  release_frame(lane);
+  lane.receives.push({static_cast<char*>(data), nbytes, false});
+  ++num_pending_;
+}
+
+void Exchange::send_frame(int peer, const Frame& frame, const void* payload) {
+  Lane& lane = activate(peer);
+  lane.outgoing = frame;
+  lane.sends.push({reinterpret_cast<char*>(&lane.outgoing), sizeof frame, true});
+  ++num_pending_;
+  send(peer, payload, frame.payload_nbytes);
+}
+
+void Exchange::receive_frame(int peer) {
+  Lane& lane = activate(peer);
+  release_frame(lane);
+  lane.receives.push({nullptr, 0, true});
+  ++num_pending_;
+}
+
+Frame Exchange::frame(int peer) const {
+  Frame frame;
+  std::memcpy(&frame, mesh_.lane(peer).stream.buffered(), sizeof frame);
+  return frame;
+}
+
+const void* Exchange::payload(int peer) const { return mesh_.lane(peer).stream.buffered() + sizeof(Frame); }
+
+void Exchange::release_frame(Lane& lane) {
+  lane.stream.consume(lane.frame_nbytes);
+  lane.frame_nbytes = 0;
+}
+
+void Exchange::wait() {
+  if (progress()) {
+    if (++num_passes_ % kPassesPerCheck == 0) check_caller(false);
+    return;
+  }
+  if (mesh_.may_spin() && spin()) return;
+  do sleep();
+  while (!progress());
+}
+
+bool Exchange::spin() {
+  const Clock::time_point end = Clock::now() + kSpin;
+  do {
+    pause_briefly();
+    if (progress()) return true;
+  } while (Clock::now() < end);
+  return false;
+}
+
+// One attempt at everything that is queued. True if anything moved.
+bool Exchange::progress() {
+  const std::lock_guard<std::mutex> lock(mesh_.streams_mutex_);
+  mesh_.throw_if_aborted();
+  bool has_moved = false;
+  // Sends first: a small message is on its way before we look for others'.
+  for (Lane* lane : mesh_.active_)
+    if (!lane->sends.empty()) has_moved |= send_some(*lane);
+  for (Lane* lane : mesh_.active_)
+    if (!lane->receives.empty()) has_moved |= receive_some(*lane);
+  return has_moved;
+}
+
+bool Exchange::send_some(Lane& lane) {
+  iovec pieces[kMaxPieces];
+  int num_pieces = 0;
+  std::size_t room = kCallNbytes;
+  for (std::size_t i = 0; i < lane.sends.size() && num_pieces < kMaxPieces && room > 0; ++i) {
+    const std::size_t nbytes = std::min(lane.sends[i].nbytes, room);
+    pieces[num_pieces++] = {lane.sends[i].data, nbytes};
+    room -= nbytes;
+  }
+  const TcpStream::Moved moved = lane.stream.send(pieces, num_pieces);
+  if (moved.has_ended || lane.said_goodbye) throw mesh_.verdict_on(lane);
+  for (std::size_t left = moved.nbytes; left > 0;) {
+    TcpMesh::Transfer& transfer = lane.sends.front();
+    const std::size_t nbytes = std::min(left, transfer.nbytes);
+    transfer.data += nbytes;
+    transfer.nbytes -= nbytes;
+    left -= nbytes;
+    if (!transfer.is_frame) lane.num_sent += nbytes;
+    if (transfer.nbytes > 0) break;
+    lane.sends.pop();
+    --num_pending_;
+  }
+  return moved.nbytes > 0;
+}
+
+bool Exchange::receive_some(Lane& lane) {
+  bool has_moved = false;
+  for (std::size_t room = kCallNbytes; room > 0 && !lane.receives.empty();) {
+    if (lane.receives.front().is_frame) return receive_frame_some(lane) || has_moved;
+    TcpMesh::Transfer& transfer = lane.receives.front();
+    const std::size_t wanted = std::min(transfer.nbytes, room);
+    const TcpStream::Moved moved = lane.stream.receive(transfer.data, wanted);
+    if (moved.has_ended) throw mesh_.verdict_on(lane);
+    if (moved.nbytes == 0) break;
+    has_moved = true;
+    transfer.data += moved.nbytes;
+    transfer.nbytes -= moved.nbytes;
+    lane.num_received += moved.nbytes;
+    room -= moved.nbytes;
+    if (transfer.nbytes > 0 && lane.stream.buffered_nbytes() == 0 && moved.nbytes < wanted) break;
+    if (transfer.nbytes > 0) continue;
+    lane.receives.pop();
+    --num_pending_;
+  }
+  return has_moved;
+}
+
+bool Exchange::receive_frame_some(Lane& lane) {
+  bool has_moved = false;
+  for (;;) {
+    if (lane.stream.buffered_nbytes() >= sizeof(Frame)) {
+      Frame frame;
+      std::memcpy(&frame, lane.stream.buffered(), sizeof frame);
+      check_frame(lane, frame);
+      if (lane.stream.buffered_nbytes() >= sizeof frame + frame.payload_nbytes) {
+        lane.frame_nbytes = sizeof frame + frame.payload_nbytes;
+        lane.receives.pop();
+        --num_pending_;
+        return true;
+      }
+    }
+    const TcpStream::Moved moved = lane.stream.fill();
+    if (moved.has_ended) throw mesh_.verdict_on(lane);
+    if (moved.nbytes == 0) return has_moved;
+    has_moved = true;
+  }
+}
+
+void Exchange::check_frame(Lane& lane, const Frame& frame) {
+  if (is_farewell(frame)) throw mesh_.verdict_of(lane, frame);
+  if (frame.magic != kFrameMagic || frame.kind != FrameKind::collective ||
+      frame.payload_nbytes > kMaxInlineNbytes || frame.state > Agreement::State::unpaired)
+    throw Error(ErrorCode::io, lane.stream.peer(), "bytes that are no frame of this protocol version");
+}
+
+void Exchange::sleep() {
+  check_caller(false);
+  std::vector<pollfd>& entries = mesh_.poll_entries_;
+  entries.clear();
+  for (Lane& lane : mesh_.lanes_) {
+    short events = lane.said_goodbye ? 0 : POLLRDHUP;
+    if (!lane.sends.empty()) events |= POLLOUT;
+    if (!lane.receives.empty()) events |= POLLIN;
+    // poll() reports a hang-up even if not asked: a peer that left in order, and
+    // of whom nothing is expected, must not be listed at all.
+    if (events != 0) entries.push_back({lane.stream.fd(), events, 0});
+  }
+  entries.push_back({mesh_.wake_fd_.get(), POLLIN, 0});
+  const double slice_s = std::chrono::duration<double>(kWaitSlice).count();
+  const double timeout_s = std::min(slice_s, std::max(call_.remaining_s(), 0.0));
+  const int num_ready = poll(entries.data(), entries.size(), static_cast<int>(timeout_s * 1e3) + 1);
+  if (num_ready <= 0) return check_caller(num_ready < 0 && errno == EINTR);
+  const bool has_hangup = std::any_of(entries.begin(), entries.end(), [](const pollfd& entry) {
+    return (entry.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+  });
+  if (!has_hangup) return;
+  const std::lock_guard<std::mutex> lock(mesh_.streams_mutex_);
+  mesh_.examine_hangups();
+}
+
+// Lets signals and the deadline end the call.
+void Exchange::check_caller(bool was_signalled) {
+  const Clock::time_point now = Clock::now();
+  if (was_signalled || now - last_check_ >= kCheckInterval) {
+    last_check_ = now;
+    call_.check_interrupt();
+  }
+  if (call_.is_expired()) throw timeout_error();
+}
+
+Error Exchange::timeout_error() const {
+  Error error(ErrorCode::timeout);
+  for (const Lane* lane : mesh_.active_)
+    if (!lane->receives.empty()) error.missing.push_back(lane->stream.peer());
+  if (error.missing.empty())
+    for (const Lane* lane : mesh_.active_)
+      if (!lane->sends.empty()) error.missing.push_back(lane->stream.peer());
+  std::sort(error.missing.begin(), error.missing.end());
+  error.peer = error.missing.empty() ? -1 : error.missing.front();
+  error.elapsed_s = call_.elapsed_s();
+  return error;
+}
+
+}  // namespace ferro

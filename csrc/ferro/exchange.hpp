@@ -1,0 +1,76 @@
+// Transfers between one rank and any number of peers, all progressed together.
+#ifndef FERRO_EXCHANGE_HPP
+#define FERRO_EXCHANGE_HPP
+
+#include <cstddef>
+#include <vector>
+
+#include "ferro/call.hpp"
+#include "ferro/frame.hpp"
+#include "ferro/tcp_mesh.hpp"
+
+namespace ferro {
+
+// Sends and receives are queued, per peer and direction in the order of the
+// stream, and move while wait() or finish() runs; more may be queued between two
+// waits, for what an arrival made possible. One exchange at a time on a mesh.
+//
+// What was queued must stay in place until it has moved. wait() and finish()
+// throw Error{timeout} naming the peers from whom data is missing, the Error of
+// whatever ended the group, or Error{io} on bytes that are not of our protocol.
+class Exchange {
+ public:
+  Exchange(TcpMesh& mesh, Call& call);
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+  void send(int peer, const void* data, std::size_t nbytes);
+  void receive(int peer, void* data, std::size_t nbytes);
+
+  // A frame and the `frame.payload_nbytes` that belong to it, of which at most one
+  // may be under way to each peer.
+  void send_frame(int peer, const Frame& frame, const void* payload);
+  void receive_frame(int peer);
+  // A frame that has arrived; it stays until the next receive from this peer is queued.
+  Frame frame(int peer) const;
+  const void* payload(int peer) const;
+
+  // Payload bytes since the exchange began, frames aside.
+  std::size_t num_sent(int peer) const { return mesh_.lane(peer).num_sent; }
+  std::size_t num_received(int peer) const { return mesh_.lane(peer).num_received; }
+
+  bool is_done() const { return num_pending_ == 0; }
+  // Returns once something has moved.
+  void wait();
+  // Returns once everything has moved.
+  void finish() {
+    while (!is_done()) wait();
+  }
+
+ private:
+  using Clock = Call::Clock;
+  using Lane = TcpMesh::Lane;
+
+  Lane& activate(int peer);
+  void release_frame(Lane& lane);
+  bool progress();
+  bool send_some(Lane& lane);
+  bool receive_some(Lane& lane);
+  bool receive_frame_some(Lane& lane);
+  void check_frame(Lane& lane, const Frame& frame);
+  bool spin();
+  void sleep();
+  void check_caller(bool was_signalled);
+  Error timeout_error() const;
+
+  TcpMesh& mesh_;
+  Call& call_;
+  std::size_t num_pending_ = 0;
+  unsigned num_passes_ = 0;
+  Clock::time_point last_check_{};
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_EXCHANGE_HPP

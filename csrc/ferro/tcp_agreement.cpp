@@ -1,0 +1,146 @@
+#include "ferro/tcp_agreement.hpp"
+
+#include <cstring>
+
+#include "ferro/cost_model.hpp"
+
+namespace ferro {
+namespace {
+
+// One round's worth of frames to some peers, and what came back.
+class Round {
+ public:
+  Round(Exchange& exchange, const TcpCollectives& group, Agreement& verdict, Rider* rider)
+      : exchange_(exchange), group_(group), verdict_(verdict), rider_(rider) {}
+
+  void send(int peer_index) {
+    Frame frame = frame_of(verdict_);
+    const void* const data = is_riding() ? rider_->data() : nullptr;
+    frame.payload_nbytes = data != nullptr ? static_cast<std::uint32_t>(rider_->nbytes()) : 0;
+    exchange_.send_frame(group_.member(peer_index), frame, data);
+  }
+  void receive(int peer_index) { exchange_.receive_frame(group_.member(peer_index)); }
+
+  // `indices` in rising order; this rank's own stands for what it has itself.
+  void combine(const std::vector<int>& indices) {
+    for (const int i : indices)
+      if (i != group_.index()) verdict_.merge(agreement_of(exchange_.frame(group_.member(i))));
+    // Frames of ranks that called something else may carry a payload of another size.
+    if (!is_riding()) return;
+    std::vector<const void*> sources;
+    for (const int i : indices) sources.push_back(i == group_.index() ? rider_->data() : payload_of(i));
+    rider_->combine(sources);
+  }
+
+ private:
+  bool is_riding() const { return rider_ != nullptr && verdict_.state == Agreement::State::agreed; }
+  const void* payload_of(int i) const {
+    const int peer = group_.member(i);
+    const std::size_t nbytes = exchange_.frame(peer).payload_nbytes;
+    if (nbytes == 0) return nullptr;
+    if (nbytes != rider_->nbytes()) throw Error(ErrorCode::io, peer, "a payload of unexpected size");
+    return exchange_.payload(peer);
+  }
+
+  Exchange& exchange_;
+  const TcpCollectives& group_;
+  Agreement& verdict_;
+  Rider* rider_;
+};
+
+void agree_directly(Exchange& exchange, const TcpCollectives& group, Round& round) {
+  std::vector<int> indices;
+  for (int i = 0; i < group.size(); ++i) indices.push_back(i);
+  for (const int i : indices)
+    if (i != group.index()) round.send(i);
+  for (const int i : indices)
+    if (i != group.index()) round.receive(i);
+  exchange.finish();
+  round.combine(indices);
+}
+
+// The steps of TcpCollectives::allreduce_doubling.
+void agree_by_doubling(Exchange& exchange, const TcpCollectives& group, Round& round) {
+  const int index = group.index();
+  const int steps = steps_of(group.size() + 1) - 1;
+  const int extra = group.size() - (1 << steps);
+  const bool is_paired = index < 2 * extra, is_idle = is_paired && index % 2 == 0;
+  if (is_idle) round.send(index + 1);
+  if (is_paired && !is_idle) {
+    round.receive(index - 1);
+    exchange.finish();
+    round.combine({index - 1, index});
+  }
+  const int place = is_paired ? index / 2 : index - extra;
+  for (int step = 0; step < steps && !is_idle; ++step) {
+    const int other = place ^ 1 << step;
+    const int peer = other < extra ? 2 * other + 1 : other + extra;
+    round.send(peer);
+    round.receive(peer);
+    exchange.finish();
+    round.combine(peer < index ? std::vector<int>{peer, index} : std::vector<int>{index, peer});
+  }
+  if (is_paired && !is_idle) round.send(index - 1);
+  if (is_idle) round.receive(index + 1);
+  exchange.finish();
+  if (is_idle) round.combine({index + 1});
+}
+
+}  // namespace
+
+ReductionRider::ReductionRider(void* accumulator, DType partial, ReduceOp op, std::size_t count)
+    : accumulator_(accumulator),
+      partial_(partial),
+      count_(count),
+      kernel_(TcpCollectives::kernel_for(partial, op == ReduceOp::mean ? ReduceOp::sum : op)) {}
+
+void ReductionRider::combine(const std::vector<const void*>& sources) {
+  if (count_ > 0) kernel_(accumulator_, sources.data(), static_cast<int>(sources.size()), count_, 1);
+}
+
+void BroadcastRider::combine(const std::vector<const void*>& sources) {
+  if (is_known_) return;
+  for (const void* source : sources) {
+    if (source == nullptr) continue;
+    std::memcpy(array_, source, nbytes_);
+    is_known_ = true;
+    return;
+  }
+}
+
+Agreement agree(Exchange& exchange, const TcpCollectives& group, Agreement own, Rider* rider) {
+  Round round(exchange, group, own, rider);
+  if (group.size() <= kDirectRanks)
+    agree_directly(exchange, group, round);
+  else
+    agree_by_doubling(exchange, group, round);
+  return own;
+}
+
+Agreement agree_on_counts(Exchange& exchange, const TcpCollectives& group, const Agreement& agreed,
+                          const Collective& collective) {
+  const auto count_of = [](const std::size_t* counts, std::size_t count, int i) -> std::uint64_t {
+    return counts != nullptr ? counts[i] : count;
+  };
+  const int own = group.index();
+  for (int i = 0; i < group.size(); ++i) {
+    if (i == own) continue;
+    Frame frame = frame_of(agreed);
+    frame.second.count = count_of(collective.send_counts, collective.count, i);
+    exchange.send_frame(group.member(i), frame, nullptr);
+  }
+  for (int i = 0; i < group.size(); ++i)
+    if (i != own) exchange.receive_frame(group.member(i));
+  exchange.finish();
+  Agreement verdict = agreed;
+  for (int i = 0; i < group.size(); ++i) {
+    const std::uint64_t sent = i == own ? count_of(collective.send_counts, collective.count, own)
+                                        : exchange.frame(group.member(i)).second.count;
+    const std::uint64_t expected = count_of(collective.recv_counts, collective.count, i);
+    if (sent != expected)
+      verdict.merge(Agreement::unpaired(agreed.first, group.member(i), sent, group.member(own), expected));
+  }
+  return verdict;
+}
+
+}  // namespace ferro

@@ -1,0 +1,116 @@
+#include "ferro/tcp_channel.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace ferro {
+namespace {
+
+constexpr std::size_t kDropNbytes = std::size_t{64} << 10;
+
+Frame header_of(const PointToPoint& op) {
+  Frame header;
+  header.kind = FrameKind::message;
+  header.first.dtype = op.dtype;
+  header.first.count = op.count;
+  header.first.tag = op.tag;
+  header.second.count = op.nbytes();
+  return header;
+}
+
+// Whether the lengths in a header are ones that a sender can have meant.
+bool is_message(const Frame& header) {
+  if (header.magic != kFrameMagic || header.kind != FrameKind::message) return false;
+  if (static_cast<int>(header.first.dtype) >= kDTypeCount) return false;
+  const std::size_t item = item_size(header.first.dtype);
+  return header.first.count <= SIZE_MAX / item && header.second.count == header.first.count * item;
+}
+
+}  // namespace
+
+TcpChannel::TcpChannel(int peer, int fd, std::shared_ptr<TcpMesh> mesh)
+    : stream_(peer, UniqueFd(fd)), mesh_(std::move(mesh)) {}
+
+TcpChannel::~TcpChannel() {
+  Frame words = farewell(FrameKind::goodbye);
+  const iovec piece{&words, sizeof words};
+  try {
+    // If there is no room the peer has not been reading, and gets the end alone.
+    stream_.send(&piece, 1);
+  } catch (const Error&) {
+    // The socket is unusable: the peer will notice, too.
+  }
+  stream_.shut_down();
+  stream_.discard_unread();
+}
+
+bool TcpChannel::try_send(Message& message) {
+  if (!message.is_started) {
+    outgoing_ = header_of(message.op);
+    outgoing_nbytes_ = 0;
+    message.is_started = true;
+  }
+  const std::size_t nbytes = message.op.nbytes();
+  while (outgoing_nbytes_ < sizeof outgoing_ || message.done < nbytes) {
+    const std::size_t header_left = sizeof outgoing_ - outgoing_nbytes_;
+    const iovec pieces[2] = {
+        {reinterpret_cast<char*>(&outgoing_) + outgoing_nbytes_, header_left},
+        {static_cast<char*>(message.op.data) + message.done, std::min(nbytes - message.done, kCallNbytes)}};
+    const TcpStream::Moved moved = header_left > 0 ? stream_.send(pieces, 2) : stream_.send(pieces + 1, 1);
+    if (moved.has_ended) throw verdict();
+    if (moved.nbytes == 0) return false;
+    const std::size_t of_header = std::min(header_left, moved.nbytes);
+    outgoing_nbytes_ += of_header;
+    message.done += moved.nbytes - of_header;
+  }
+  return true;
+}
+
+bool TcpChannel::try_recv(Message& message) {
+  if (!message.is_started && !try_recv_header(message)) return false;
+  while (message.done < message.incoming_nbytes) {
+    const std::size_t wanted =
+        std::min(message.incoming_nbytes - message.done, message.is_discarding ? kDropNbytes : kCallNbytes);
+    char* const place = message.is_discarding ? dropped_.reserve(kDropNbytes)
+                                              : static_cast<char*>(message.op.data) + message.done;
+    const TcpStream::Moved moved = stream_.receive(place, wanted);
+    if (moved.has_ended) throw verdict();
+    if (moved.nbytes == 0) return false;
+    message.done += moved.nbytes;
+  }
+  if (message.is_discarding) throw Error(ErrorCode::size_mismatch, stream_.peer(), message.mismatch);
+  return true;
+}
+
+bool TcpChannel::try_recv_header(Message& message) {
+  while (stream_.buffered_nbytes() < sizeof(Frame)) {
+    const TcpStream::Moved moved = stream_.fill();
+    if (moved.has_ended) throw verdict();
+    if (moved.nbytes == 0) return false;
+  }
+  Frame header;
+  std::memcpy(&header, stream_.buffered(), sizeof header);
+  if (is_farewell(header)) throw verdict();
+  begin_payload(message, header);
+  stream_.consume(sizeof header);
+  return true;
+}
+
+void TcpChannel::begin_payload(Message& message, const Frame& header) {
+  if (!is_message(header))
+    throw Error(ErrorCode::io, stream_.peer(), "bytes that are no message of this protocol version");
+  message.is_started = true;
+  message.incoming_nbytes = header.second.count;
+  message.check_fits(header.first.dtype, header.first.count, header.first.tag, stream_.peer());
+}
+
+Error TcpChannel::verdict() const {
+  if (mesh_ != nullptr) {
+    const AbortReason reason = mesh_->look();
+    if (reason.code != ErrorCode::none) return mesh_->error_of(reason);
+  }
+  return Error(stream_.last_words() ? ErrorCode::channel_closed : ErrorCode::peer_lost, stream_.peer());
+}
+
+}  // namespace ferro

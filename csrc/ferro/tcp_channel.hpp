@@ -1,0 +1,42 @@
+// Messages between two ranks over a socket of their own.
+#ifndef FERRO_TCP_CHANNEL_HPP
+#define FERRO_TCP_CHANNEL_HPP
+
+#include <cstddef>
+#include <memory>
+
+#include "ferro/channel.hpp"
+#include "ferro/frame.hpp"
+#include "ferro/scratch.hpp"
+#include "ferro/tcp_mesh.hpp"
+#include "ferro/tcp_stream.hpp"
+
+namespace ferro {
+
+class TcpChannel final : public Channel {
+ public:
+  // Takes the connected socket over, also if it throws. `mesh`, if the group has
+  // one, is asked why when the stream ends: the peer may have left because of another.
+  TcpChannel(int peer, int fd, std::shared_ptr<TcpMesh> mesh = nullptr);
+  // Says goodbye.
+  ~TcpChannel() override;
+
+  bool try_send(Message& message) override;
+  bool try_recv(Message& message) override;
+  int poll_fd() const noexcept override { return stream_.fd(); }
+
+ private:
+  bool try_recv_header(Message& message);
+  void begin_payload(Message& message, const Frame& header);
+  Error verdict() const;
+
+  TcpStream stream_;
+  std::shared_ptr<TcpMesh> mesh_;
+  Frame outgoing_;                   // header of the message that is being sent
+  std::size_t outgoing_nbytes_ = 0;  // of it, sent
+  Scratch dropped_;                  // where payloads go that do not fit
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_TCP_CHANNEL_HPP

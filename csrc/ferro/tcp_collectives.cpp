@@ -1,0 +1,583 @@
+#include "ferro/tcp_collectives.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+
+#include "ferro/cost_model.hpp"
+#include "ferro/fingerprint.hpp"
+#include "ferro/wide_float.hpp"
+
+namespace ferro {
+namespace {
+
+char* bytes(void* data) { return static_cast<char*>(data); }
+// The engine never writes through what came from `in`; pieces go both ways.
+char* bytes(const void* data) { return static_cast<char*>(const_cast<void*>(data)); }
+
+void copy(void* dst, const void* src, std::size_t nbytes) {
+  if (dst != src && nbytes > 0) std::memmove(dst, src, nbytes);
+}
+
+bool overlap(const void* a, std::size_t a_nbytes, const void* b, std::size_t b_nbytes) {
+  const std::less<const char*> before;
+  return before(bytes(a), bytes(b) + b_nbytes) && before(bytes(b), bytes(a) + a_nbytes);
+}
+
+std::size_t sum_of_first(const std::size_t* counts, int n) {
+  std::size_t sum = 0;
+  for (int i = 0; i < n; ++i) sum += counts[i];
+  return sum;
+}
+
+// Of an array packed in rank order, uneven where counts are given.
+Piece packed_piece(const void* base, const std::size_t* counts, std::size_t count, int i, std::size_t item) {
+  const std::size_t begin = counts != nullptr ? sum_of_first(counts, i) : count * static_cast<std::size_t>(i);
+  return {bytes(base) + begin * item, (counts != nullptr ? counts[i] : count) * item};
+}
+
+Piece whole(const void* base, std::size_t nbytes) { return {bytes(base), nbytes}; }
+
+}  // namespace
+
+Range chunk_range(std::size_t count, int parts, int i) {
+  const std::size_t n = static_cast<std::size_t>(parts), k = static_cast<std::size_t>(i);
+  const std::size_t base = count / n, larger = count % n;
+  return {k * base + std::min(k, larger), base + (k < larger ? 1 : 0)};
+}
+
+Piece outgoing_piece(const Collective& collective, int index, int root_index, int peer_index) {
+  const std::size_t item = item_size(collective.dtype), nbytes = collective.count * item;
+  const bool is_from_root = index == root_index, is_to_root = peer_index == root_index;
+  switch (collective.op) {
+    case Op::allreduce:
+    case Op::all_gather:
+      return whole(collective.in, nbytes);
+    case Op::broadcast:
+      return is_from_root ? whole(collective.in, nbytes) : Piece{};
+    case Op::reduce:
+    case Op::gather:
+      return is_to_root ? whole(collective.in, nbytes) : Piece{};
+    case Op::scatter:
+      if (!is_from_root) return {};
+      return packed_piece(collective.in, nullptr, collective.count, peer_index, item);
+    case Op::reduce_scatter:
+      return packed_piece(collective.in, nullptr, collective.count, peer_index, item);
+    case Op::all_to_all:
+      return packed_piece(collective.in, collective.send_counts, collective.count, peer_index, item);
+    default:
+      return {};
+  }
+}
+
+Piece incoming_piece(const Collective& collective, int index, int root_index, int peer_index) {
+  const std::size_t item = item_size(collective.dtype), nbytes = collective.count * item;
+  const bool is_root = index == root_index, is_from_root = peer_index == root_index;
+  switch (collective.op) {
+    case Op::broadcast:
+    case Op::scatter:
+      return is_from_root ? whole(collective.out, nbytes) : Piece{};
+    case Op::gather:
+      if (!is_root) return {};
+      return packed_piece(collective.out, nullptr, collective.count, peer_index, item);
+    case Op::all_gather:
+      return packed_piece(collective.out, nullptr, collective.count, peer_index, item);
+    case Op::all_to_all:
+      return packed_piece(collective.out, collective.recv_counts, collective.count, peer_index, item);
+    // Inputs of a reduction: no place of their own.
+    case Op::allreduce:
+    case Op::reduce_scatter:
+      return {nullptr, nbytes};
+    case Op::reduce:
+      return {nullptr, is_root ? nbytes : 0};
+    default:
+      return {};
+  }
+}
+
+// Receives one array from every peer and reduces it with this rank's own, segment
+// by segment, as soon as a segment of all of them is there: a window of slots
+// per peer, so that one is received while another is reduced and the whole stays
+// in the cache. The sources are reduced in the members' order by one call of the
+// kernel, so timing cannot change a bit of the result.
+class TcpCollectives::ReduceRing {
+ public:
+  ReduceRing(TcpCollectives& group, Exchange& exchange, const void* own, void* out, std::size_t count,
+             DType dtype, ReduceOp op)
+      : group_(group),
+        exchange_(exchange),
+        own_(bytes(own)),
+        out_(bytes(out)),
+        nbytes_(count * item_size(dtype)),
+        item_(item_size(dtype)),
+        kernel_(kernel_for(dtype, op)),
+        divisor_(op == ReduceOp::mean ? group.size() : 1),
+        // A multiple of every item size, so that no element is split.
+        segment_nbytes_(reduce_segment_nbytes(group.size()) / 64 * 64),
+        slot_nbytes_(std::min(segment_nbytes_, nbytes_)),
+        slots_(group.scratch_.reserve(slot_nbytes_ * kReduceSlots * static_cast<std::size_t>(group.size()))),
+        sources_(static_cast<std::size_t>(group.size())) {}
+
+  bool is_done() const { return reduced_ == nbytes_; }
+  bool is_posted() const { return posted_ == nbytes_; }
+  std::size_t reduced_nbytes() const { return reduced_; }
+
+  // Queues receives into all free slots.
+  void post() {
+    while (posted_ < nbytes_ &&
+           posted_ - reduced_ / segment_nbytes_ * segment_nbytes_ < kReduceSlots * segment_nbytes_) {
+      const std::size_t nbytes = std::min(segment_nbytes_, nbytes_ - posted_);
+      for (int step = 1; step < group_.size(); ++step) {
+        const int peer = group_.peer_at(step);
+        exchange_.receive(group_.member(peer), slot(peer, posted_), nbytes);
+      }
+      posted_ += nbytes;
+    }
+  }
+
+  // Reduces the segments that are complete, up to `limit` bytes. True if there were any.
+  bool reduce_arrived(std::size_t limit) {
+    const std::size_t before = reduced_;
+    const std::size_t ready = std::min(limit, arrived());
+    while (reduced_ < nbytes_) {
+      const std::size_t nbytes = std::min(segment_nbytes_, nbytes_ - reduced_);
+      if (reduced_ + nbytes > ready) break;
+      for (int i = 0; i < group_.size(); ++i)
+        sources_[static_cast<std::size_t>(i)] = i == group_.index() ? own_ + reduced_ : slot(i, reduced_);
+      kernel_(out_ + reduced_, sources_.data(), group_.size(), nbytes / item_, divisor_);
+      reduced_ += nbytes;
+    }
+    return reduced_ > before;
+  }
+  bool reduce_arrived() { return reduce_arrived(nbytes_); }
+
+ private:
+  std::size_t arrived() const {
+    std::size_t least = nbytes_;
+    for (int step = 1; step < group_.size(); ++step)
+      least = std::min(least, exchange_.num_received(group_.member(group_.peer_at(step))));
+    return least;
+  }
+  char* slot(int peer, std::size_t offset) const {
+    const std::size_t turn = offset / segment_nbytes_ % kReduceSlots;
+    return slots_ + (static_cast<std::size_t>(peer) * kReduceSlots + turn) * slot_nbytes_;
+  }
+
+  TcpCollectives& group_;
+  Exchange& exchange_;
+  char* own_;
+  char* out_;
+  std::size_t nbytes_, item_;
+  ReduceKernel kernel_;
+  int divisor_;
+  std::size_t segment_nbytes_, slot_nbytes_;
+  char* slots_;
+  std::vector<const void*> sources_;
+  std::size_t posted_ = 0, reduced_ = 0;
+};
+
+TcpCollectives::TcpCollectives(TcpMesh& mesh, std::vector<int> members)
+    : mesh_(mesh), members_(std::move(members)), index_(index_of(mesh.own_rank())) {}
+
+int TcpCollectives::index_of(int rank) const {
+  const auto found = std::find(members_.begin(), members_.end(), rank);
+  if (found == members_.end())
+    throw Error(ErrorCode::io, rank, "rank " + std::to_string(rank) + " is not in this group");
+  return static_cast<int>(found - members_.begin());
+}
+
+ReduceKernel TcpCollectives::kernel_for(DType dtype, ReduceOp op) {
+  const ReduceKernel kernel = reduce_kernel(dtype, op);
+  if (kernel == nullptr)
+    throw Error(ErrorCode::unsupported, -1, std::string(name_of(op)) + " of " + name_of(dtype));
+  return kernel;
+}
+
+void TcpCollectives::divide(void* data, DType dtype, std::size_t count, int divisor) {
+  const void* source = data;
+  kernel_for(dtype, ReduceOp::mean)(data, &source, 1, count, divisor);
+}
+
+void TcpCollectives::run(Call& call, const Collective& collective) {
+  switch (collective.op) {
+    case Op::allreduce:
+      return allreduce(call, collective);
+    case Op::broadcast:
+      return broadcast(call, collective);
+    case Op::reduce:
+      return reduce(call, collective);
+    case Op::reduce_scatter:
+      return reduce_scatter(call, collective);
+    case Op::all_gather:
+      return all_gather(call, collective);
+    case Op::all_to_all:
+    case Op::gather:
+    case Op::scatter:
+      return exchange_pieces(call, collective);
+    default:
+      throw Error(ErrorCode::unsupported, -1, std::string(name_of(collective.op)) + " moves nothing");
+  }
+}
+
+// One rank's share of a whole array that all have.
+Piece TcpCollectives::chunk_of(const Collective& collective, const void* base, int i) const {
+  const std::size_t item = item_size(collective.dtype);
+  const Range range = chunk_range(collective.count, size(), i);
+  return {bytes(base) + range.begin * item, range.count * item};
+}
+
+void TcpCollectives::allreduce(Call& call, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t partial_nbytes =
+      collective.count * item_size(partial_dtype(collective.dtype, collective.reduce_op));
+  if (size() == 1) return copy(collective.out, collective.in, nbytes);
+  switch (choose_allreduce(size(), static_cast<double>(nbytes), static_cast<double>(partial_nbytes))) {
+    case AllreduceAlgorithm::one_shot:
+      return allreduce_one_shot(call, collective);
+    case AllreduceAlgorithm::recursive_doubling:
+      return allreduce_doubling(call, collective);
+    case AllreduceAlgorithm::reduce_scatter_all_gather:
+      return allreduce_two_shot(call, collective);
+  }
+}
+
+// Each rank sends its whole array to all and reduces all.
+void TcpCollectives::allreduce_one_shot(Call& call, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  Exchange exchange(mesh_, call);
+  for (int step = 1; step < size(); ++step) exchange.send(member(peer_at(step)), collective.in, nbytes);
+  ReduceRing ring(*this, exchange, collective.in, collective.out, collective.count, collective.dtype,
+                  collective.reduce_op);
+  // In place, a result may not replace what some peer has yet to be sent. The
+  // rank that is furthest behind is sent to by all, so this blocks no circle.
+  const bool is_in_place = collective.in == collective.out;
+  while (!ring.is_done()) {
+    ring.post();
+    std::size_t limit = nbytes;
+    for (int step = 1; is_in_place && step < size(); ++step)
+      limit = std::min(limit, exchange.num_sent(member(peer_at(step))));
+    if (!ring.reduce_arrived(limit)) exchange.wait();
+  }
+  exchange.finish();
+}
+
+// log2 steps, in each of which pairs of ranks exchange what they have reduced so
+// far. Ranks beyond a power of two first hand theirs to a neighbour. The lower
+// block is always the first operand, so both of a pair compute the same bits.
+void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective) {
+  const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
+  const bool is_mean = collective.reduce_op == ReduceOp::mean;
+  const ReduceKernel kernel = kernel_for(partial, is_mean ? ReduceOp::sum : collective.reduce_op);
+  const std::size_t nbytes = collective.count * item_size(partial);
+  char* const own = scratch_.reserve(2 * nbytes);
+  char* const theirs = own + nbytes;
+  to_partial(own, partial, collective.in, collective.dtype, collective.count);
+
+  const auto swap_with = [&](int peer_index, bool sends, bool receives) {
+    Exchange exchange(mesh_, call);
+    if (sends) exchange.send(member(peer_index), own, nbytes);
+    if (receives) exchange.receive(member(peer_index), sends ? theirs : own, nbytes);
+    exchange.finish();
+  };
+  const auto combine_with = [&](int peer_index) {
+    const void* sources[2] = {own, theirs};
+    if (peer_index < index_) std::swap(sources[0], sources[1]);
+    kernel(own, sources, 2, collective.count, 1);
+  };
+
+  const int steps = steps_of(size() + 1) - 1;  // of the largest power of two that fits
+  const int extra = size() - (1 << steps);
+  const bool is_paired = index_ < 2 * extra;
+  if (is_paired && index_ % 2 == 0) {
+    swap_with(index_ + 1, true, false);
+  } else {
+    if (is_paired) {
+      Exchange exchange(mesh_, call);
+      exchange.receive(member(index_ - 1), theirs, nbytes);
+      exchange.finish();
+      combine_with(index_ - 1);
+    }
+    const int place = is_paired ? index_ / 2 : index_ - extra;
+    for (int step = 0; step < steps; ++step) {
+      const int other = place ^ 1 << step;
+      const int peer_index = other < extra ? 2 * other + 1 : other + extra;
+      swap_with(peer_index, true, true);
+      combine_with(peer_index);
+    }
+  }
+  if (is_paired) swap_with(index_ ^ 1, index_ % 2 == 1, index_ % 2 == 0);
+  if (is_mean) divide(own, partial, collective.count, size());
+  from_partial(collective.out, collective.dtype, own, partial, collective.count);
+}
+
+// Each rank reduces one chunk of all arrays and sends it to all. The two halves
+// overlap: a segment goes out as soon as it is reduced.
+void TcpCollectives::allreduce_two_shot(Call& call, const Collective& collective) {
+  const std::size_t item = item_size(collective.dtype);
+  const Piece own_in = chunk_of(collective, collective.in, index_),
+              own_out = chunk_of(collective, collective.out, index_);
+  Exchange exchange(mesh_, call);
+  for (int step = 1; step < size(); ++step) {
+    const Piece chunk = chunk_of(collective, collective.in, peer_at(step));
+    exchange.send(member(peer_at(step)), chunk.data, chunk.nbytes);
+  }
+  ReduceRing ring(*this, exchange, own_in.data, own_out.data, own_in.nbytes / item, collective.dtype,
+                  collective.reduce_op);
+  bool is_gathering = false;
+  while (!ring.is_done() || !is_gathering || !exchange.is_done()) {
+    ring.post();
+    if (ring.is_posted() && !is_gathering) {
+      is_gathering = true;
+      // In place this overwrites a chunk of the input, but its owner sends a
+      // segment only after it has received ours.
+      for (int step = 1; step < size(); ++step) {
+        const Piece chunk = chunk_of(collective, collective.out, peer_at(step));
+        exchange.receive(member(peer_at(step)), chunk.data, chunk.nbytes);
+      }
+    }
+    const std::size_t before = ring.reduced_nbytes();
+    if (ring.reduce_arrived()) {
+      for (int step = 1; step < size(); ++step)
+        exchange.send(member(peer_at(step)), own_out.data + before, ring.reduced_nbytes() - before);
+    } else if (!exchange.is_done()) {
+      exchange.wait();
+    }
+  }
+}
+
+void TcpCollectives::broadcast(Call& call, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  if (member(index_) == collective.root) copy(collective.out, collective.in, collective.out ? nbytes : 0);
+  if (size() == 1) return;
+  switch (choose_broadcast(size(), static_cast<double>(nbytes))) {
+    case BroadcastAlgorithm::binomial:
+      return broadcast_binomial(call, collective);
+    case BroadcastAlgorithm::chain:
+      return broadcast_chain(call, collective);
+    case BroadcastAlgorithm::scatter_all_gather:
+      return broadcast_scatter(call, collective);
+  }
+}
+
+// Who has the data sends it to who is half as far from the root, and so on.
+void TcpCollectives::broadcast_binomial(Call& call, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const int root = index_of(collective.root);
+  const int distance = (index_ - root + size()) % size();
+  const auto at_distance = [&](int d) { return member((root + d) % size()); };
+  const void* const data = distance == 0 ? collective.in : collective.out;
+  int reach = 1;  // my subtree: ranks up to this far from me
+  while (reach < size() && (distance & reach) == 0) reach *= 2;
+  Exchange exchange(mesh_, call);
+  if (distance != 0) {
+    exchange.receive(at_distance(distance - reach), collective.out, nbytes);
+    exchange.finish();
+  }
+  for (int step = reach / 2; step > 0; step /= 2)
+    if (distance + step < size()) exchange.send(at_distance(distance + step), data, nbytes);
+  exchange.finish();
+}
+
+// Each rank passes on what it gets to the next, in segments.
+void TcpCollectives::broadcast_chain(Call& call, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const int root = index_of(collective.root);
+  const int distance = (index_ - root + size()) % size();
+  const int next = distance + 1 < size() ? member((index_ + 1) % size()) : -1;
+  Exchange exchange(mesh_, call);
+  if (distance == 0) {
+    exchange.send(next, collective.in, nbytes);
+    return exchange.finish();
+  }
+  const int previous = member((index_ - 1 + size()) % size());
+  exchange.receive(previous, collective.out, nbytes);
+  std::size_t passed = 0;
+  while (passed < nbytes || !exchange.is_done()) {
+    const std::size_t arrived = exchange.num_received(previous);
+    if (arrived == nbytes || arrived - passed >= kChainSegmentNbytes) {
+      if (next >= 0) exchange.send(next, bytes(collective.out) + passed, arrived - passed);
+      passed = arrived;
+    }
+    if (!exchange.is_done()) exchange.wait();
+  }
+}
+
+// The root gives each rank one chunk; then all give theirs to all.
+void TcpCollectives::broadcast_scatter(Call& call, const Collective& collective) {
+  const int root = index_of(collective.root);
+  const bool is_root = index_ == root;
+  Exchange exchange(mesh_, call);
+  const Piece own = chunk_of(collective, is_root ? collective.in : collective.out, index_);
+  if (!is_root) {
+    exchange.receive(collective.root, own.data, own.nbytes);
+    for (int step = 1; step < size(); ++step) {
+      const Piece chunk = chunk_of(collective, collective.out, peer_at(step));
+      exchange.receive(member(peer_at(step)), chunk.data, chunk.nbytes);
+    }
+    while (exchange.num_received(collective.root) < own.nbytes) exchange.wait();
+  }
+  for (int step = 1; step < size(); ++step) {
+    const int peer = peer_at(step);
+    const Piece chunk = chunk_of(collective, collective.in, peer);
+    if (is_root) exchange.send(member(peer), chunk.data, chunk.nbytes);
+  }
+  for (int step = 1; step < size(); ++step)
+    if (peer_at(step) != root) exchange.send(member(peer_at(step)), own.data, own.nbytes);
+  exchange.finish();
+}
+
+void TcpCollectives::reduce(Call& call, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  if (size() == 1) return copy(collective.out, collective.in, nbytes);
+  if (is_reduce_direct(size(), static_cast<double>(nbytes))) return reduce_direct(call, collective);
+  reduce_scattered(call, collective);
+}
+
+// The root takes and reduces everything.
+void TcpCollectives::reduce_direct(Call& call, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  Exchange exchange(mesh_, call);
+  if (member(index_) != collective.root) {
+    exchange.send(collective.root, collective.in, nbytes);
+    return exchange.finish();
+  }
+  ReduceRing ring(*this, exchange, collective.in, collective.out, collective.count, collective.dtype,
+                  collective.reduce_op);
+  while (!ring.is_done()) {
+    ring.post();
+    if (!ring.reduce_arrived()) exchange.wait();
+  }
+}
+
+// Each rank reduces one chunk and sends it to the root.
+void TcpCollectives::reduce_scattered(Call& call, const Collective& collective) {
+  const std::size_t item = item_size(collective.dtype);
+  const int root = index_of(collective.root);
+  const bool is_root = index_ == root;
+  const Piece own_in = chunk_of(collective, collective.in, index_);
+  Exchange exchange(mesh_, call);
+  for (int step = 1; step < size(); ++step) {
+    const Piece chunk = chunk_of(collective, collective.in, peer_at(step));
+    exchange.send(member(peer_at(step)), chunk.data, chunk.nbytes);
+  }
+  // The others have no output; their reduced chunk needs a place of its own.
+  char* const reduced =
+      is_root ? chunk_of(collective, collective.out, index_).data : reduced_.reserve(own_in.nbytes);
+  ReduceRing ring(*this, exchange, own_in.data, reduced, own_in.nbytes / item, collective.dtype,
+                  collective.reduce_op);
+  bool is_gathering = !is_root;
+  while (!ring.is_done() || !is_gathering || !exchange.is_done()) {
+    ring.post();
+    if (ring.is_posted() && !is_gathering) {
+      is_gathering = true;
+      for (int step = 1; step < size(); ++step) {
+        const Piece chunk = chunk_of(collective, collective.out, peer_at(step));
+        exchange.receive(member(peer_at(step)), chunk.data, chunk.nbytes);
+      }
+    }
+    const std::size_t before = ring.reduced_nbytes();
+    if (ring.reduce_arrived()) {
+      if (!is_root) exchange.send(collective.root, reduced + before, ring.reduced_nbytes() - before);
+    } else if (!exchange.is_done()) {
+      exchange.wait();
+    }
+  }
+}
+
+// The first half of allreduce_two_shot, with chunks of equal size.
+void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const auto chunk_of = [&](int i) { return bytes(collective.in) + static_cast<std::size_t>(i) * nbytes; };
+  if (size() == 1) return copy(collective.out, collective.in, nbytes);
+  // A result written over chunks that are still to be sent must wait elsewhere.
+  const bool is_over_input = collective.out != chunk_of(index_) &&
+                             overlap(collective.out, nbytes, collective.in, nbytes * members_.size());
+  void* const out = is_over_input ? reduced_.reserve(nbytes) : collective.out;
+  Exchange exchange(mesh_, call);
+  for (int step = 1; step < size(); ++step)
+    exchange.send(member(peer_at(step)), chunk_of(peer_at(step)), nbytes);
+  ReduceRing ring(*this, exchange, chunk_of(index_), out, collective.count, collective.dtype,
+                  collective.reduce_op);
+  while (!ring.is_done()) {
+    ring.post();
+    if (!ring.reduce_arrived()) exchange.wait();
+  }
+  exchange.finish();
+  copy(collective.out, out, nbytes);
+}
+
+void TcpCollectives::all_gather(Call& call, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  // From here on the input is not looked at: it may be a part of the output that
+  // is about to be received.
+  char* const own = bytes(collective.out) + static_cast<std::size_t>(index_) * nbytes;
+  copy(own, collective.in, nbytes);
+  if (size() > 2 && is_all_gather_doubling(size(), static_cast<double>(nbytes)))
+    return all_gather_bruck(call, collective);
+  Exchange exchange(mesh_, call);
+  for (int step = 1; step < size(); ++step) exchange.send(member(peer_at(step)), own, nbytes);
+  for (int step = 1; step < size(); ++step) {
+    const int peer = peer_at(step);
+    exchange.receive(member(peer), bytes(collective.out) + static_cast<std::size_t>(peer) * nbytes, nbytes);
+  }
+  exchange.finish();
+}
+
+// In step k each rank sends what it has, its own chunk first, to the rank 2^k
+// before it, and so doubles it.
+void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  char* const blocks = scratch_.reserve(nbytes * members_.size());
+  std::memcpy(blocks, bytes(collective.out) + static_cast<std::size_t>(index_) * nbytes, nbytes);
+  for (int have = 1; have < size(); have *= 2) {
+    const int num_moved = std::min(have, size() - have);
+    const std::size_t moved_nbytes = nbytes * static_cast<std::size_t>(num_moved);
+    Exchange exchange(mesh_, call);
+    exchange.send(member((index_ - have + size()) % size()), blocks, moved_nbytes);
+    exchange.receive(member((index_ + have) % size()), blocks + static_cast<std::size_t>(have) * nbytes,
+                     moved_nbytes);
+    exchange.finish();
+  }
+  for (int i = 0; i < size(); ++i)
+    std::memcpy(bytes(collective.out) + static_cast<std::size_t>(peer_at(i)) * nbytes,
+                blocks + static_cast<std::size_t>(i) * nbytes, nbytes);
+}
+
+// gather, scatter, all_to_all: what goes to each rank is its own affair, so all
+// pieces travel at once, straight to where they belong.
+void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
+  Collective collective = original;
+  const int root = has_root(collective.op) ? index_of(collective.root) : -1;
+  if (collective.op == Op::all_to_all) {
+    const Piece end_in = outgoing_piece(collective, index_, root, size() - 1);
+    const Piece end_out = incoming_piece(collective, index_, root, size() - 1);
+    const std::size_t in_nbytes =
+        static_cast<std::size_t>(end_in.data + end_in.nbytes - bytes(collective.in));
+    const std::size_t out_nbytes =
+        static_cast<std::size_t>(end_out.data + end_out.nbytes - bytes(collective.out));
+    if (overlap(collective.in, in_nbytes, collective.out, out_nbytes)) {
+      char* const input = scratch_.reserve(in_nbytes);
+      std::memcpy(input, collective.in, in_nbytes);
+      collective.in = input;
+    }
+  }
+  const Piece own_in = outgoing_piece(collective, index_, root, index_);
+  const Piece own_out = incoming_piece(collective, index_, root, index_);
+  const auto keep_own = [&] { copy(own_out.data, own_in.data, std::min(own_in.nbytes, own_out.nbytes)); };
+  // In place, the own piece of a gather may lie where another's belongs, and that
+  // of a scatter belongs where another's lies until it is sent.
+  if (collective.op != Op::scatter) keep_own();
+  Exchange exchange(mesh_, call);
+  for (int step = 1; step < size(); ++step) {
+    const Piece piece = outgoing_piece(collective, index_, root, peer_at(step));
+    exchange.send(member(peer_at(step)), piece.data, piece.nbytes);
+  }
+  for (int step = 1; step < size(); ++step) {
+    const Piece piece = incoming_piece(collective, index_, root, peer_at(step));
+    exchange.receive(member(peer_at(step)), piece.data, piece.nbytes);
+  }
+  exchange.finish();
+  if (collective.op == Op::scatter) keep_own();
+}
+
+}  // namespace ferro

@@ -1,0 +1,89 @@
+// The steps of each collective among some ranks of a mesh, once it is known that
+// all of them want the same. ALGORITHMS.md, section TCP.
+#ifndef FERRO_TCP_COLLECTIVES_HPP
+#define FERRO_TCP_COLLECTIVES_HPP
+
+#include <cstddef>
+#include <vector>
+
+#include "ferro/call.hpp"
+#include "ferro/exchange.hpp"
+#include "ferro/kernels.hpp"
+#include "ferro/scratch.hpp"
+#include "ferro/types.hpp"
+
+namespace ferro {
+
+// Elements [begin, begin + count) of an array.
+struct Range {
+  std::size_t begin;
+  std::size_t count;
+};
+// The i-th of `parts` nearly equal parts; the first ones are the larger.
+Range chunk_range(std::size_t count, int parts, int i);
+
+// Where a collective takes what goes to a member, or puts what comes from it.
+struct Piece {
+  char* data;
+  std::size_t nbytes;
+};
+// Of the direct algorithm, in which each rank sends to each what that one needs.
+// An operation between others gives an empty piece.
+Piece outgoing_piece(const Collective& collective, int index, int root_index, int peer_index);
+Piece incoming_piece(const Collective& collective, int index, int root_index, int peer_index);
+
+class TcpCollectives {
+ public:
+  // `members` are ranks of the mesh, own rank among them, in the order of their chunks.
+  TcpCollectives(TcpMesh& mesh, std::vector<int> members);
+
+  int size() const { return static_cast<int>(members_.size()); }
+  int index() const { return index_; }
+  int member(int index) const { return members_[static_cast<std::size_t>(index)]; }
+  const std::vector<int>& members() const { return members_; }
+  // Throws Error{io} if the rank is no member.
+  int index_of(int rank) const;
+
+  // Any of the operations of types.hpp but barrier. Roots are ranks, as everywhere.
+  void run(Call& call, const Collective& collective);
+
+  // Throws Error{unsupported} where the reduction is not defined.
+  static ReduceKernel kernel_for(DType dtype, ReduceOp op);
+  // What is left to do of a MEAN whose sum is known.
+  static void divide(void* data, DType dtype, std::size_t count, int divisor);
+
+ private:
+  class ReduceRing;
+
+  void allreduce(Call& call, const Collective& collective);
+  void allreduce_one_shot(Call& call, const Collective& collective);
+  void allreduce_doubling(Call& call, const Collective& collective);
+  void allreduce_two_shot(Call& call, const Collective& collective);
+  void broadcast(Call& call, const Collective& collective);
+  void broadcast_binomial(Call& call, const Collective& collective);
+  void broadcast_chain(Call& call, const Collective& collective);
+  void broadcast_scatter(Call& call, const Collective& collective);
+  void reduce(Call& call, const Collective& collective);
+  void reduce_direct(Call& call, const Collective& collective);
+  void reduce_scattered(Call& call, const Collective& collective);
+  void reduce_scatter(Call& call, const Collective& collective);
+  void all_gather(Call& call, const Collective& collective);
+  void all_gather_bruck(Call& call, const Collective& collective);
+  void exchange_pieces(Call& call, const Collective& collective);
+
+  Piece chunk_of(const Collective& collective, const void* base, int i) const;
+
+  // Peers in the order in which this rank addresses them: each rank begins with
+  // its successor, so that not all write to the same one first.
+  int peer_at(int step) const { return (index_ + step) % size(); }
+
+  TcpMesh& mesh_;
+  std::vector<int> members_;
+  int index_;
+  Scratch scratch_;  // what is received
+  Scratch reduced_;  // what has no place in an output
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_TCP_COLLECTIVES_HPP

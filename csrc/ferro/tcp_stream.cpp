@@ -1,0 +1,125 @@
+#include "ferro/tcp_stream.hpp"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+namespace ferro {
+namespace {
+
+TcpStream::Moved moved_or_ended(ssize_t result, int peer, const char* call) {
+  if (result > 0) return {static_cast<std::size_t>(result), false};
+  if (result == 0) return {0, true};
+  switch (errno) {
+    case EAGAIN:
+    case EINTR:
+    case ENOBUFS:
+    case ENOMEM:
+      return {};
+    case EBADF:
+    case EFAULT:
+    case EINVAL:
+    case ENOTSOCK:
+      throw Error(ErrorCode::io, peer, std::string(call) + ": " + std::strerror(errno));
+    default:  // reset, broken pipe, host or route gone
+      return {0, true};
+  }
+}
+
+void set_option(int fd, int level, int option, int value) {
+  // Fails on sockets that are not TCP, which have no need of it.
+  setsockopt(fd, level, option, &value, sizeof value);
+}
+
+}  // namespace
+
+TcpStream::TcpStream(int peer, UniqueFd fd) : peer_(peer), fd_(std::move(fd)) {
+  const int flags = fcntl(fd_.get(), F_GETFL);
+  if (flags < 0 || fcntl(fd_.get(), F_SETFL, flags | O_NONBLOCK) < 0)
+    throw Error(ErrorCode::io, peer, std::string("fcntl: ") + std::strerror(errno));
+  set_option(fd_.get(), IPPROTO_TCP, TCP_NODELAY, 1);
+  // A host that lost power or its cable sends no end of stream: ask for signs of
+  // life after 5 s of silence, give it up after 5 more.
+  set_option(fd_.get(), SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPIDLE, 5);
+  set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPINTVL, 1);
+  set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPCNT, 5);
+}
+
+TcpStream::Moved TcpStream::send(const iovec* pieces, int num_pieces) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(pieces);
+  message.msg_iovlen = static_cast<std::size_t>(num_pieces);
+  return moved_or_ended(sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT), peer_, "sendmsg");
+}
+
+TcpStream::Moved TcpStream::receive(void* data, std::size_t nbytes) {
+  const std::size_t ahead = std::min(nbytes, buffered_nbytes());
+  if (ahead == 0) return receive_directly(data, nbytes);
+  std::memcpy(data, buffered(), ahead);
+  consume(ahead);
+  return {ahead, false};
+}
+
+TcpStream::Moved TcpStream::fill() {
+  if (buffer_ == nullptr) buffer_ = std::make_unique<char[]>(kBufferNbytes);
+  if (begin_ != 0) {
+    std::memmove(buffer_.get(), buffered(), buffered_nbytes());
+    end_ -= begin_;
+    begin_ = 0;
+  }
+  const Moved moved = receive_directly(buffer_.get() + end_, kBufferNbytes - end_);
+  end_ += moved.nbytes;
+  return moved;
+}
+
+TcpStream::Moved TcpStream::receive_directly(void* data, std::size_t nbytes) {
+  const Moved moved = moved_or_ended(recv(fd_.get(), data, nbytes, MSG_DONTWAIT), peer_, "recv");
+  if (moved.nbytes > 0) remember_tail(static_cast<const char*>(data), moved.nbytes);
+  return moved;
+}
+
+void TcpStream::remember_tail(const char* data, std::size_t nbytes) {
+  const std::size_t added = std::min(nbytes, tail_.size());
+  std::memmove(tail_.data(), tail_.data() + added, tail_.size() - added);
+  std::memcpy(tail_.data() + tail_.size() - added, data + nbytes - added, added);
+}
+
+bool TcpStream::has_hung_up() const {
+  pollfd entry{fd_.get(), POLLRDHUP, 0};
+  return poll(&entry, 1, 0) > 0;
+}
+
+// Reads without taking: after the end of the stream is known to have arrived,
+// nothing follows what is unread now.
+std::optional<Frame> TcpStream::last_words() const {
+  int unread = 0;
+  if (ioctl(fd_.get(), FIONREAD, &unread) < 0) unread = 0;
+  std::vector<char> bytes(tail_.begin(), tail_.end());
+  bytes.resize(tail_.size() + static_cast<std::size_t>(unread));
+  const ssize_t peeked =
+      recv(fd_.get(), bytes.data() + tail_.size(), bytes.size() - tail_.size(), MSG_PEEK | MSG_DONTWAIT);
+  bytes.resize(tail_.size() + static_cast<std::size_t>(std::max<ssize_t>(peeked, 0)));
+  Frame frame;
+  std::memcpy(&frame, bytes.data() + bytes.size() - sizeof frame, sizeof frame);
+  return is_farewell(frame) ? std::optional<Frame>(frame) : std::nullopt;
+}
+
+void TcpStream::shut_down() noexcept { shutdown(fd_.get(), SHUT_WR); }
+
+void TcpStream::discard_unread() noexcept {
+  constexpr int kMaxCalls = 64;
+  char scratch[16384];
+  for (int i = 0; i < kMaxCalls && recv(fd_.get(), scratch, sizeof scratch, MSG_DONTWAIT) > 0; ++i) {
+  }
+}
+
+}  // namespace ferro

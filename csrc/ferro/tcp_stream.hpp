@@ -1,0 +1,74 @@
+// One connected stream to a peer: bytes in both directions, never waiting.
+#ifndef FERRO_TCP_STREAM_HPP
+#define FERRO_TCP_STREAM_HPP
+
+#include <sys/uio.h>
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <optional>
+
+#include "ferro/frame.hpp"
+#include "ferro/unique_fd.hpp"
+
+namespace ferro {
+
+// The most that one system call moves: enough to make the call's own cost
+// vanish, little enough that the other direction is not starved.
+constexpr std::size_t kCallNbytes = std::size_t{512} << 10;
+
+class TcpStream {
+ public:
+  // What a call moved. `has_ended`: the peer shut its side, or the connection broke.
+  struct Moved {
+    std::size_t nbytes = 0;
+    bool has_ended = false;
+  };
+
+  // Makes the socket non-blocking. Throws Error{io} if that is not possible.
+  TcpStream(int peer, UniqueFd fd);
+
+  int peer() const { return peer_; }
+  int fd() const { return fd_.get(); }
+
+  Moved send(const iovec* pieces, int num_pieces);
+  Moved receive(void* data, std::size_t nbytes);
+
+  // Bytes taken off the socket ahead of their receiver, so that a header and the
+  // small payload after it cost one system call. receive() gives them out first.
+  const char* buffered() const { return buffer_.get() + begin_; }
+  std::size_t buffered_nbytes() const { return end_ - begin_; }
+  // Adds what has arrived, up to a frame of the largest size.
+  Moved fill();
+  void consume(std::size_t nbytes) { begin_ += nbytes; }
+
+  // Whether the peer's side is shut, be there unread bytes before its end or not.
+  bool has_hung_up() const;
+  // The peer's last words, once it has hung up; nothing if it died without any.
+  std::optional<Frame> last_words() const;
+
+  // Ends this side, after which the peer reads what was sent, then the end.
+  void shut_down() noexcept;
+  // Throws away what has arrived: closing with unread bytes resets the
+  // connection, and a reset may overtake our last words.
+  void discard_unread() noexcept;
+
+ private:
+  static constexpr std::size_t kBufferNbytes = sizeof(Frame) + kMaxInlineNbytes;
+
+  Moved receive_directly(void* data, std::size_t nbytes);
+  void remember_tail(const char* data, std::size_t nbytes);
+
+  int peer_;
+  UniqueFd fd_;
+  std::unique_ptr<char[]> buffer_;  // of kBufferNbytes; allocated when first needed
+  std::size_t begin_ = 0;
+  std::size_t end_ = 0;
+  // The last bytes received: last words may be taken for payload.
+  std::array<char, sizeof(Frame)> tail_{};
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_TCP_STREAM_HPP

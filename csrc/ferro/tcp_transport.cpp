@@ -1,0 +1,156 @@
+#include "ferro/tcp_transport.hpp"
+
+#include <cstring>
+#include <new>
+
+#include "ferro/cost_model.hpp"
+#include "ferro/wide_float.hpp"
+
+namespace ferro {
+namespace {
+
+AbortReason reason_of(const Error& error, int own_rank, std::uint32_t sequence) {
+  return {error.code, error.peer >= 0 ? error.peer : own_rank, own_rank, sequence};
+}
+
+}  // namespace
+
+void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const std::function<void(AbortReason)>& abort,
+                  const std::function<void()>& body) {
+  const auto end_group = [&](const Error& error) {
+    const AbortReason reason = reason_of(error, mesh.own_rank(), sequence);
+    abort(reason);
+    const AbortReason winner = mesh.aborted();
+    if (winner.code != reason.code || winner.culprit != reason.culprit) throw mesh.error_of(winner);
+  };
+  try {
+    body();
+  } catch (const Error& error) {
+    if (error.code != ErrorCode::mismatch) end_group(error);
+    throw;
+  } catch (const std::bad_alloc&) {
+    const Error error(ErrorCode::out_of_memory);
+    end_group(error);
+    throw error;
+  }
+}
+
+TcpTransport::TcpTransport(std::shared_ptr<TcpMesh> mesh, std::vector<int> members)
+    : mesh_(std::move(mesh)), group_(*mesh_, std::move(members)) {}
+
+void TcpTransport::run(Call& call, const Collective& collective) {
+  // Before anything is sent: ranks that ask for the impossible all find out alone.
+  if (has_reduce_op(collective.op)) TcpCollectives::kernel_for(collective.dtype, collective.reduce_op);
+  const std::uint32_t sequence = sequence_++;
+  mesh_->set_sequence(sequence);
+  run_or_abort(
+      *mesh_, sequence, [this](AbortReason reason) { mesh_->abort(reason); },
+      [&] { run_agreed(call, collective, sequence); });
+}
+
+void TcpTransport::run_agreed(Call& call, const Collective& collective, std::uint32_t sequence) {
+  const Agreement own = Agreement::of(mesh_->own_rank(), fingerprint_of(collective, sequence));
+  {
+    Exchange exchange(*mesh_, call);
+    if (is_inline(collective) && group_.size() <= kDirectRanks) return run_inline(exchange, collective, own);
+    if (is_inline(collective)) return run_riding(exchange, collective, own);
+    const Agreement agreed = agree(exchange, group_, own, nullptr);
+    agreed.check(mesh_->own_rank());
+    if (is_uneven(collective)) {
+      const Agreement paired = agree_on_counts(exchange, group_, agreed, collective);
+      agree(exchange, group_, paired, nullptr).check(mesh_->own_rank());
+    }
+  }
+  if (collective.op != Op::barrier) group_.run(call, collective);
+}
+
+// Whether agreeing and moving are one: decided by what must be the same on all ranks.
+bool TcpTransport::is_inline(const Collective& collective) const {
+  if (group_.size() == 1 || collective.op == Op::barrier || is_uneven(collective)) return false;
+  const std::size_t limit = inline_limit(group_.size());
+  if (group_.size() <= kDirectRanks) return collective.count <= limit / item_size(collective.dtype);
+  const bool is_one_array =
+      collective.op == Op::allreduce || collective.op == Op::reduce || collective.op == Op::broadcast;
+  return is_one_array &&
+         collective.count <= limit / item_size(partial_dtype(collective.dtype, collective.reduce_op));
+}
+
+// Few ranks: each sends to each what that one needs, behind its header.
+void TcpTransport::run_inline(Exchange& exchange, const Collective& collective, const Agreement& own) {
+  const int size = group_.size(), index = group_.index();
+  const int root = has_root(collective.op) ? group_.index_of(collective.root) : -1;
+  for (int step = 1; step < size; ++step) {
+    const int peer = (index + step) % size;
+    const Piece piece = outgoing_piece(collective, index, root, peer);
+    Frame frame = frame_of(own);
+    frame.payload_nbytes = static_cast<std::uint32_t>(piece.nbytes);
+    exchange.send_frame(group_.member(peer), frame, piece.data);
+    exchange.receive_frame(group_.member(peer));
+  }
+  exchange.finish();
+  Agreement verdict = own;
+  for (int i = 0; i < size; ++i)
+    if (i != index) verdict.merge(agreement_of(exchange.frame(group_.member(i))));
+  verdict.check(mesh_->own_rank());
+  check_inline_sizes(exchange, collective, root);
+  deliver_inline(exchange, collective, root);
+}
+
+void TcpTransport::check_inline_sizes(const Exchange& exchange, const Collective& collective,
+                                      int root) const {
+  for (int i = 0; i < group_.size(); ++i) {
+    if (i == group_.index()) continue;
+    const std::size_t expected = incoming_piece(collective, group_.index(), root, i).nbytes;
+    if (exchange.frame(group_.member(i)).payload_nbytes != expected)
+      throw Error(ErrorCode::io, group_.member(i), "a payload of unexpected size");
+  }
+}
+
+void TcpTransport::deliver_inline(const Exchange& exchange, const Collective& collective, int root) {
+  const int size = group_.size(), index = group_.index();
+  const Piece own = outgoing_piece(collective, index, root, index);
+  if (has_reduce_op(collective.op)) {
+    if (collective.op == Op::reduce && index != root) return;
+    std::vector<const void*> sources;
+    for (int i = 0; i < size; ++i)
+      sources.push_back(i == index ? own.data : exchange.payload(group_.member(i)));
+    const int divisor = collective.reduce_op == ReduceOp::mean ? size : 1;
+    TcpCollectives::kernel_for(collective.dtype, collective.reduce_op)(collective.out, sources.data(), size,
+                                                                       collective.count, divisor);
+    return;
+  }
+  // Everything is sent; only the own piece may still lie where another's belongs.
+  const Piece place = incoming_piece(collective, index, root, index);
+  if (place.data != nullptr && place.nbytes > 0) std::memmove(place.data, own.data, own.nbytes);
+  for (int i = 0; i < size; ++i) {
+    const Piece piece = incoming_piece(collective, index, root, i);
+    if (i != index && piece.nbytes > 0)
+      std::memcpy(piece.data, exchange.payload(group_.member(i)), piece.nbytes);
+  }
+}
+
+// Many ranks: one array is combined on its way through the agreement.
+void TcpTransport::run_riding(Exchange& exchange, const Collective& collective, const Agreement& own) {
+  const int own_rank = mesh_->own_rank();
+  if (collective.op == Op::broadcast) {
+    const std::size_t nbytes = collective.count * item_size(collective.dtype);
+    char* const array = riding_.reserve(nbytes);
+    const bool is_root = own_rank == collective.root;
+    if (is_root && nbytes > 0) std::memcpy(array, collective.in, nbytes);
+    BroadcastRider rider(array, nbytes, is_root);
+    agree(exchange, group_, own, &rider).check(own_rank);
+    if (collective.out != nullptr && nbytes > 0) std::memcpy(collective.out, array, nbytes);
+    return;
+  }
+  const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
+  char* const array = riding_.reserve(collective.count * item_size(partial));
+  to_partial(array, partial, collective.in, collective.dtype, collective.count);
+  ReductionRider rider(array, partial, collective.reduce_op, collective.count);
+  agree(exchange, group_, own, &rider).check(own_rank);
+  if (collective.op == Op::reduce && own_rank != collective.root) return;
+  if (collective.reduce_op == ReduceOp::mean)
+    TcpCollectives::divide(array, partial, collective.count, group_.size());
+  from_partial(collective.out, collective.dtype, array, partial, collective.count);
+}
+
+}  // namespace ferro

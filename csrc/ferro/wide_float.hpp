@@ -1,0 +1,27 @@
+// 16-bit floats kept as float32 where a reduction passes through several ranks:
+// rounding at each of them would add up.
+#ifndef FERRO_WIDE_FLOAT_HPP
+#define FERRO_WIDE_FLOAT_HPP
+
+#include <cstddef>
+
+#include "ferro/types.hpp"
+
+namespace ferro {
+
+// The type in which partial results of this reduction travel: float32 for sums
+// and products of 16-bit floats, else the type itself.
+constexpr DType partial_dtype(DType dtype, ReduceOp op) {
+  const bool is_short = dtype == DType::float16 || dtype == DType::bfloat16;
+  const bool is_exact = op == ReduceOp::min || op == ReduceOp::max;
+  return is_short && !is_exact ? DType::float32 : dtype;
+}
+
+// Copies `count` elements of `dtype` as elements of `partial`, its partial_dtype().
+void to_partial(void* dst, DType partial, const void* src, DType dtype, std::size_t count);
+// And back; rounds to nearest even. Every NaN becomes the positive quiet one. dst may be src.
+void from_partial(void* dst, DType dtype, const void* src, DType partial, std::size_t count);
+
+}  // namespace ferro
+
+#endif  // FERRO_WIDE_FLOAT_HPP

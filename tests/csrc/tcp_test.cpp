@@ -1,0 +1,440 @@
+// The engine over TCP, ranks as threads: every collective against a plain loop,
+// disagreement, deaths, aborts, and the framing of messages.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "ferro/cost_model.hpp"
+#include "ferro/tcp_channel.hpp"
+#include "ferro/tcp_transport.hpp"
+#include "ferro/wide_float.hpp"
+#include "loopback.hpp"
+
+using namespace ferro;
+using namespace ferro::test;
+
+namespace {
+
+using Transports = std::vector<std::unique_ptr<TcpTransport>>;
+
+std::vector<int> ranks_below(int size) {
+  std::vector<int> ranks(static_cast<std::size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+Transports make_group(int size) {
+  Transports group;
+  for (const auto& mesh : make_meshes(size))
+    group.push_back(std::make_unique<TcpTransport>(mesh, ranks_below(size)));
+  return group;
+}
+
+Collective sum_of(std::vector<float>& array) {
+  return make(Op::allreduce, DType::float32, array.size(), array.data(), array.data());
+}
+
+void all_collectives_match_a_loop() {
+  for (const int size : {1, 2, 3, 4, 5, 9, 12}) {
+    Transports group = make_group(size);
+    on_each_rank(size, [&](int rank) {
+      for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{7}, std::size_t{1023},
+                                      std::size_t{20011}, std::size_t{300007}}) {
+        if (size > 5 && count > 30000) continue;
+        EveryCollective(*group[rank], rank, size, count, static_cast<int>(count) % size).check();
+      }
+    });
+  }
+}
+
+// Sizes at which the ways of one operation hand over to each other.
+void every_algorithm_gives_the_same_sums() {
+  const int size = 4;
+  Transports group = make_group(size);
+  for (const std::size_t count : {3000u, 8192u, 16384u, 40000u, 600000u})
+    on_each_rank(size, [&](int rank) {
+      Values array = values(rank, count);
+      run(*group[rank], make(Op::allreduce, DType::int32, count, array.data(), array.data()));
+      expect(array == sums(size, count), "allreduce of " + std::to_string(count));
+    });
+}
+
+void short_floats_are_rounded_once() {
+  for (const int size : {2, 3, 5, 11})
+    for (const std::size_t count : {5u, 6000u, 20000u, 400000u}) {
+      Transports group = make_group(size);
+      std::vector<std::vector<std::uint16_t>> results(static_cast<std::size_t>(size));
+      on_each_rank(size, [&](int rank) {
+        // 1 + size * 2^-8 cannot be reached by adding 2^-8 one at a time in bfloat16.
+        const float mine = rank == 0 ? 1.0f : 0x1p-8f;
+        std::vector<float> wide(count, mine);
+        std::vector<std::uint16_t> array(count);
+        from_partial(array.data(), DType::bfloat16, wide.data(), DType::float32, count);
+        run(*group[rank], make(Op::allreduce, DType::bfloat16, count, array.data(), array.data()));
+        results[rank] = array;
+      });
+      const float exact = 1.0f + static_cast<float>(size - 1) * 0x1p-8f;
+      std::uint16_t rounded;
+      from_partial(&rounded, DType::bfloat16, &exact, DType::float32, 1);
+      for (const auto& result : results)
+        expect(result == std::vector<std::uint16_t>(count, rounded),
+               "bfloat16 sum of " + std::to_string(size));
+    }
+}
+
+void mean_divides_by_the_number_of_ranks() {
+  for (const int size : {2, 3, 10})
+    for (const std::size_t count : {3u, 50000u}) {
+      Transports group = make_group(size);
+      on_each_rank(size, [&](int rank) {
+        std::vector<float> array(count, static_cast<float>(rank));
+        Collective mean = sum_of(array);
+        mean.reduce_op = ReduceOp::mean;
+        run(*group[rank], mean);
+        expect(array == std::vector<float>(count, static_cast<float>(size - 1) / 2), "mean");
+      });
+    }
+}
+
+void halves_survive_widening() {
+  for (const DType dtype : {DType::float16, DType::bfloat16})
+    for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
+      const std::uint16_t narrow = static_cast<std::uint16_t>(bits);
+      float wide;
+      std::uint16_t back;
+      to_partial(&wide, DType::float32, &narrow, dtype, 1);
+      from_partial(&back, dtype, &wide, DType::float32, 1);
+      expect(back == narrow || std::isnan(wide), "16-bit float " + std::to_string(bits));
+    }
+}
+
+void disagreement_is_named_and_survived() {
+  for (const int size : {2, 4, 5, 11}) {
+    Transports group = make_group(size);
+    on_each_rank(size, [&](int rank) {
+      for (const std::size_t count : {std::size_t{5}, std::size_t{100000}}) {
+        std::vector<float> array(count, 1.0f);
+        const bool is_odd_one = rank == size - 1;
+        Collective mine = sum_of(array);
+        if (is_odd_one) mine.op = Op::broadcast;
+        const Error error = error_of([&] { run(*group[rank], mine); });
+        expect(error.code == ErrorCode::mismatch, "mismatch");
+        const std::string last = std::to_string(size - 1), n = std::to_string(count);
+        expect(error.detail == "rank 0 called allreduce(sum, float32, count " + n + "), rank " + last +
+                                   " called broadcast(float32, count " + n + ", root 0)",
+               error.detail);
+        expect(error.peer == (is_odd_one ? 0 : size - 1), "culprit of a mismatch");
+        expect(array == std::vector<float>(count, 1.0f), "buffers after a mismatch");
+        run(*group[rank], sum_of(array));
+        expect(array == std::vector<float>(count, static_cast<float>(size)), "the group after a mismatch");
+      }
+    });
+  }
+}
+
+void unpaired_counts_name_the_pair() {
+  for (const int size : {3, 10}) {
+    Transports group = make_group(size);
+    on_each_rank(size, [&](int rank) {
+      std::vector<std::size_t> send_counts(static_cast<std::size_t>(size), 2), recv_counts = send_counts;
+      if (rank == 2) recv_counts[1] = 3;
+      const Values in(static_cast<std::size_t>(2 * size), 1);
+      Values out(static_cast<std::size_t>(2 * size + 1), -1);
+      Collective collective = make(Op::all_to_all, DType::int32, 0, in.data(), out.data());
+      collective.send_counts = send_counts.data();
+      collective.recv_counts = recv_counts.data();
+      const Error error = error_of([&] { run(*group[rank], collective); });
+      expect(error.code == ErrorCode::mismatch, "mismatch of counts");
+      expect(error.detail ==
+                 "rank 1 called all_to_all(int32) with 2 elements for rank 2, rank 2 called "
+                 "all_to_all(int32) with 3 elements from rank 1",
+             error.detail);
+      expect(out == Values(out.size(), -1), "buffers after a mismatch of counts");
+      run(*group[rank], make(Op::barrier, DType::uint8, 0, nullptr, nullptr));
+    });
+  }
+}
+
+void undefined_reductions_send_nothing() {
+  Transports group = make_group(2);
+  Values array(4);
+  Collective mean = make(Op::allreduce, DType::int32, 4, array.data(), array.data());
+  mean.reduce_op = ReduceOp::mean;
+  expect(error_of([&] { run(*group[0], mean); }).code == ErrorCode::unsupported, "mean of integers");
+  on_each_rank(2, [&](int rank) { EveryCollective(*group[rank], rank, 2, 3, 0).check(); });
+}
+
+// A process that dies says nothing: its kernel closes its sockets.
+void die(const TcpMesh::Socket& socket) { close(socket.fd); }
+
+// Sockets of `size` ranks; the last one's are returned raw, for it to die with.
+struct Mortal {
+  Meshes meshes;
+  std::vector<TcpMesh::Socket> last;
+};
+Mortal make_mortal_group(int size) {
+  std::vector<std::vector<TcpMesh::Socket>> sockets(static_cast<std::size_t>(size));
+  for (int a = 0; a < size; ++a)
+    for (int b = a + 1; b < size; ++b) {
+      const auto [first, second] = connected_sockets();
+      sockets[a].push_back({b, first});
+      sockets[b].push_back({a, second});
+    }
+  Mortal group;
+  for (int rank = 0; rank + 1 < size; ++rank)
+    group.meshes.push_back(std::make_shared<TcpMesh>(rank, sockets[rank], false));
+  group.last = sockets.back();
+  return group;
+}
+
+void every_survivor_names_the_dead_rank() {
+  for (const int size : {2, 4, 10})
+    for (const std::size_t count : {1u, 500000u}) {
+      Mortal group = make_mortal_group(size);
+      std::thread victim([&] {
+        for (const TcpMesh::Socket& socket : group.last) die(socket);
+      });
+      on_each_rank(size - 1, [&](int rank) {
+        TcpTransport transport(group.meshes[rank], ranks_below(size));
+        std::vector<float> array(count, 1.0f);
+        const Error error = error_of([&] { run(transport, sum_of(array)); });
+        expect(error.code == ErrorCode::peer_lost && error.peer == size - 1,
+               "culprit is " + std::to_string(error.peer) + ", code " +
+                   std::to_string(static_cast<int>(error.code)));
+        expect(transport.aborted().culprit == size - 1, "the reason names the dead rank");
+        const Error again = error_of([&] { run(transport, sum_of(array)); });
+        expect(again.code == ErrorCode::peer_lost && again.peer == size - 1, "later calls name it too");
+      });
+      victim.join();
+    }
+}
+
+// Rank 0 has no stream to the dead rank: it hears of the death from rank 1 alone,
+// in the middle of a payload that rank 1 owes it.
+void the_messenger_is_not_blamed() {
+  Meshes meshes = make_meshes(2);
+  std::thread messenger([&] {
+    std::vector<char> half(3 << 20);
+    Call call(kTimeout);
+    {
+      Exchange exchange(*meshes[1], call);
+      exchange.send(0, half.data(), half.size());
+      exchange.finish();
+    }
+    meshes[1]->abort({ErrorCode::peer_lost, 7, 1, 42});
+  });
+  std::vector<char> whole(8 << 20);
+  const Error error = error_of([&] {
+    Call call(kTimeout);
+    Exchange exchange(*meshes[0], call);
+    exchange.receive(1, whole.data(), whole.size());
+    exchange.finish();
+  });
+  messenger.join();
+  expect(error.code == ErrorCode::peer_lost && error.peer == 7, "the messenger's reason is believed");
+  expect(error.reporter == 1 && error.sequence == 42, "who told, and when it happened");
+}
+
+void goodbye_is_no_death() {
+  Meshes meshes = make_meshes(3);
+  Transports group;
+  for (const auto& mesh : meshes) group.push_back(std::make_unique<TcpTransport>(mesh, ranks_below(3)));
+  std::atomic<int> num_done{0};
+  on_each_rank(3, [&](int rank) {
+    run(*group[rank], make(Op::barrier, DType::uint8, 0, nullptr, nullptr));
+    if (rank == 2) return group[rank]->close();
+    // Those who go on among themselves are not disturbed.
+    TcpTransport pair(meshes[rank], {0, 1});
+    std::vector<float> array(200000, 1.0f);
+    run(pair, sum_of(array));
+    // The first to fail tells the other, who must not be inside the call before.
+    for (++num_done; num_done != 2;) std::this_thread::yield();
+    const Error error = error_of([&] { run(*group[rank], sum_of(array)); });
+    expect(error.code == ErrorCode::channel_closed && error.peer == 2, "a closed peer is named");
+  });
+  expect(error_of([&] { run(*group[2], make(Op::barrier, DType::uint8, 0, nullptr, nullptr)); }).code ==
+             ErrorCode::closed,
+         "use after close");
+}
+
+void abort_from_another_thread_wakes_all() {
+  Transports group = make_group(3);
+  std::thread aborter([&] { group[0]->abort({ErrorCode::interrupted, 0, 0, 3}); });
+  on_each_rank(2, [&](int rank) {
+    const Error error =
+        error_of([&] { run(*group[rank], make(Op::barrier, DType::uint8, 0, nullptr, nullptr)); });
+    expect(error.code == ErrorCode::interrupted && error.peer == 0, "abort reaches every rank");
+  });
+  aborter.join();
+  // Rank 2 was in no call; it need not be in one to find out.
+  AbortReason reason;
+  while (reason.code == ErrorCode::none) reason = group[2]->aborted();
+  expect(reason.code == ErrorCode::interrupted && reason.culprit == 0, "idle ranks find out as well");
+}
+
+void timeout_names_the_missing_ranks() {
+  Transports group = make_group(4);
+  on_each_rank(2, [&](int rank) {
+    // Rank 1 has patience: what it raises is what it is told.
+    const Error error = error_of([&] {
+      run(*group[rank], make(Op::barrier, DType::uint8, 0, nullptr, nullptr), rank == 0 ? 0.05 : 60);
+    });
+    expect(error.code == ErrorCode::timeout, "timeout");
+    if (rank == 0) {
+      expect((error.missing == std::vector<int>{2, 3}), "both missing ranks are named");
+      expect(error.elapsed_s >= 0.05, "the time waited");
+    }
+    expect(error.peer == 2, "the first missing rank is the culprit for all");
+  });
+}
+
+void signals_end_a_wait() {
+  Meshes meshes = make_meshes(2);
+  TcpTransport transport(meshes[0], {0, 1});
+  Hooks hooks;
+  hooks.interrupted = [](void*) noexcept { return true; };
+  const Error error = error_of([&] {
+    Call call(kTimeout, hooks);
+    transport.run(call, make(Op::barrier, DType::uint8, 0, nullptr, nullptr));
+  });
+  expect(error.code == ErrorCode::interrupted, "interrupted");
+}
+
+void garbage_is_refused() {
+  const auto [ours, theirs] = connected_sockets();
+  auto mesh = std::make_shared<TcpMesh>(0, std::vector<TcpMesh::Socket>{{1, ours}}, false);
+  TcpTransport transport(mesh, {0, 1});
+  const std::vector<char> garbage(4096, 'x');
+  expect(write(theirs, garbage.data(), garbage.size()) == 4096, "write");
+  const Error error = error_of([&] { run(transport, make(Op::barrier, DType::uint8, 0, nullptr, nullptr)); });
+  expect(error.code == ErrorCode::io && error.peer == 1, "garbage on a stream");
+  close(theirs);
+}
+
+// ---- Messages ------------------------------------------------------------------
+
+PointToPoint message_of(bool is_send, Values& values, std::uint32_t tag = 0) {
+  PointToPoint op;
+  op.is_send = is_send;
+  op.data = values.data();
+  op.count = values.size();
+  op.dtype = DType::int32;
+  op.tag = tag;
+  return op;
+}
+
+void complete(Channel& channel, const PointToPoint& op) {
+  Message message(op);
+  while (!(op.is_send ? channel.try_send(message) : channel.try_recv(message))) std::this_thread::yield();
+}
+
+void messages_arrive_in_order() {
+  const auto [first, second] = connected_sockets();
+  TcpChannel a(1, first), b(0, second);
+  std::thread sender([&a = a] {
+    for (const std::size_t count : {0u, 1u, 17u, 1000003u, 2u}) {
+      Values sent = values(3, count);
+      complete(a, message_of(true, sent));
+    }
+  });
+  for (const std::size_t count : {0u, 1u, 17u, 1000003u, 2u}) {
+    Values got(count);
+    complete(b, message_of(false, got));
+    expect(got == values(3, count), "a message of " + std::to_string(count));
+  }
+  sender.join();
+}
+
+void messages_that_do_not_fit_are_dropped_whole() {
+  const auto [first, second] = connected_sockets();
+  TcpChannel a(1, first), b(0, second);
+  std::thread sender([&a = a] {
+    Values large = values(1, 300000), tagged = values(2, 4), good = values(3, 4);
+    complete(a, message_of(true, large));
+    complete(a, message_of(true, tagged, 9));
+    complete(a, message_of(true, good));
+  });
+  Values got(4, -1);
+  const Error wrong_count = error_of([&] { complete(b, message_of(false, got)); });
+  expect(wrong_count.code == ErrorCode::size_mismatch && wrong_count.peer == 0, "a message of another size");
+  expect(wrong_count.detail.find("300000") != std::string::npos, wrong_count.detail);
+  const Error wrong_tag = error_of([&] { complete(b, message_of(false, got)); });
+  expect(wrong_tag.code == ErrorCode::size_mismatch, "a message with another tag");
+  expect(got == Values(4, -1), "the receiver's array after a mismatch");
+  complete(b, message_of(false, got));
+  expect(got == values(3, 4), "the message after those");
+  sender.join();
+}
+
+void lengths_are_checked_before_they_are_believed() {
+  const auto [ours, theirs] = connected_sockets();
+  TcpChannel channel(1, ours);
+  Frame header;
+  header.kind = FrameKind::message;
+  header.first.dtype = DType::float64;
+  header.first.count = SIZE_MAX / 4;
+  header.second.count = header.first.count * 8;
+  expect(write(theirs, &header, sizeof header) == sizeof header, "write");
+  Values got(4);
+  const Error error = error_of([&] { complete(channel, message_of(false, got)); });
+  expect(error.code == ErrorCode::io && error.peer == 1, "a length that overflows");
+  close(theirs);
+}
+
+void ends_of_channels_are_told_apart() {
+  {
+    const auto [first, second] = connected_sockets();
+    TcpChannel channel(1, first);
+    {
+      const TcpChannel leaves(0, second);
+    }
+    Values got(1);
+    expect(error_of([&] { complete(channel, message_of(false, got)); }).code == ErrorCode::channel_closed,
+           "goodbye on a channel");
+  }
+  const auto [first, second] = connected_sockets();
+  TcpChannel channel(1, first);
+  close(second);
+  Values got(1);
+  const Error error = error_of([&] { complete(channel, message_of(false, got)); });
+  expect(error.code == ErrorCode::peer_lost && error.peer == 1, "death on a channel");
+}
+
+void a_channel_asks_the_mesh_for_the_culprit() {
+  Meshes meshes = make_meshes(2);
+  const auto [first, second] = connected_sockets();
+  TcpChannel channel(1, first, meshes[0]);
+  meshes[1]->abort({ErrorCode::peer_lost, 5, 1, 0});
+  close(second);
+  Values got(1);
+  const Error error = error_of([&] { complete(channel, message_of(false, got)); });
+  expect(error.code == ErrorCode::peer_lost && error.peer == 5, "the culprit, not the messenger");
+}
+
+}  // namespace
+
+int main() {
+  all_collectives_match_a_loop();
+  every_algorithm_gives_the_same_sums();
+  short_floats_are_rounded_once();
+  mean_divides_by_the_number_of_ranks();
+  halves_survive_widening();
+  disagreement_is_named_and_survived();
+  unpaired_counts_name_the_pair();
+  undefined_reductions_send_nothing();
+  every_survivor_names_the_dead_rank();
+  the_messenger_is_not_blamed();
+  goodbye_is_no_death();
+  abort_from_another_thread_wakes_all();
+  timeout_names_the_missing_ranks();
+  signals_end_a_wait();
+  garbage_is_refused();
+  messages_arrive_in_order();
+  messages_that_do_not_fit_are_dropped_whole();
+  lengths_are_checked_before_they_are_believed();
+  ends_of_channels_are_told_apart();
+  a_channel_asks_the_mesh_for_the_culprit();
+  return 0;
+}
