@@ -11,10 +11,12 @@ import resource
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -302,14 +304,16 @@ def process_body(rank: int, size: int, addr: str, report: Any) -> None:
 
 
 @contextlib.contextmanager
-def spawned(ranks: Sequence[int], size: int, addr: str) -> Iterator[list[Any]]:
+def spawned(
+    ranks: Sequence[int], size: int, addr: str, body: Callable[..., None]
+) -> Iterator[list[Any]]:
     """Start ranks as processes; give each process and the pipe on which it reports."""
     context = multiprocessing.get_context("spawn")
     started = []
     try:
         for rank in ranks:
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=process_body, args=(rank, size, addr, sender))
+            process = context.Process(target=body, args=(rank, size, addr, sender))
             process.start()
             sender.close()
             started.append((process, receiver))
@@ -324,7 +328,7 @@ def spawned(ranks: Sequence[int], size: int, addr: str) -> Iterator[list[Any]]:
 
 
 def test_processes_share_a_segment() -> None:
-    with spawned(range(3), 3, unix_addr()) as started:
+    with spawned(range(3), 3, unix_addr(), process_body) as started:
         reports = [report.recv() for _, report in started if report.poll(PATIENCE_S)]
     assert len(reports) == 3
     assert len(set(reports)) == 1
@@ -333,44 +337,52 @@ def test_processes_share_a_segment() -> None:
     assert hosts == ((0, 1, 2),)
 
 
-def test_a_killed_process_is_named_to_the_others() -> None:
-    addr = unix_addr()
-    # Rank 3 never comes: the others are still waiting when rank 2 is killed.
-    with spawned([2], 4, addr) as [(victim, _)]:
-        joined = threading.Event()
+def joining_body(rank: int, size: int, addr: str, report: Any) -> None:
+    """Report once this rank has joined."""
 
-        def body(rank: int) -> Wiring:
-            if rank == 1:
-                joined.set()
-            return join(rank, 4, addr)
+    def watch() -> None:
+        wait_until_joined(1)
+        report.send("joined")
+
+    threading.Thread(target=watch, daemon=True).start()
+    join(rank, size, addr)
+
+
+def wait_until_joined(count: int) -> None:
+    """Return once so many threads of this process have begun to exchange who they are."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        frames = sys._current_frames().values()
+        if sum(is_in_call(frame, "all_gather") for frame in frames) == count:
+            return
+        time.sleep(0.001)
+    raise AssertionError("the ranks never joined")
+
+
+def is_in_call(frame: FrameType | None, name: str) -> bool:
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_process_is_named_to_the_others(victim: int) -> None:
+    addr = unix_addr()
+    survivors = [rank for rank in range(3) if rank != victim]
+    # Rank 3 never comes: the others are still waiting when one of them is killed.
+    with spawned([victim], 4, addr, joining_body) as [(process, report)]:
 
         def kill() -> None:
-            joined.wait(PATIENCE_S)
-            wait_until_connected(victim.pid)
-            os.kill(victim.pid, signal.SIGKILL)
+            assert report.poll(PATIENCE_S)
+            wait_until_joined(2)
+            os.kill(process.pid, signal.SIGKILL)
 
         killer = threading.Thread(target=kill)
         killer.start()
-        outcomes = run_threads(2, body)
+        outcomes = run_threads(2, lambda index: join(survivors[index], 4, addr))
         killer.join()
-    for outcome in outcomes:
-        assert isinstance(outcome, PeerLostError), outcome
-        assert outcome.peer == 2
-
-
-def wait_until_connected(pid: int) -> None:
-    """Return once a process holds a connected unix socket: it has reached rank 0."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            table = os.listdir(f"/proc/{pid}/fd")
-            inodes = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in table}
-            with open("/proc/net/unix", encoding="ascii", errors="replace") as file:
-                rows = [line.split() for line in file][1:]
-            connected = {f"socket:[{row[6]}]" for row in rows if row[5] == "03"}
-            if inodes & connected:
-                return
-    raise AssertionError("the process never connected")
+    assert_all(outcomes, PeerLostError, f"rank {victim} ended")
+    assert all(outcome.peer == victim for outcome in outcomes)
 
 
 # What goes wrong
