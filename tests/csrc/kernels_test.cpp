@@ -26,8 +26,9 @@ void check(bool holds, const std::string& claim) {
 }
 
 const char* const kDTypeNames[kDTypeCount] = {
-    "bool",    "int8",     "uint8",   "int16",   "uint16",    "int32",      "uint32",      "int64",      "uint64",
-    "float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3", "float8_e5m2"};
+    "bool",    "int8",      "uint8",      "int16",       "uint16",     "int32",
+    "uint32",  "int64",     "uint64",     "float16",     "bfloat16",   "float32",
+    "float64", "complex64", "complex128", "float8_e4m3", "float8_e5m2"};
 const char* const kOpNames[kReduceOpCount] = {"sum", "mean", "prod", "min", "max"};
 
 // ---- 16-bit floats by arithmetic, not by bits -------------------------------
@@ -49,7 +50,8 @@ float widen(F value) {
   const float sign = value.bits >> 15 ? -1.0f : 1.0f;
   if (exponent == exponent_mask)
     return mantissa ? std::numeric_limits<float>::quiet_NaN() : sign * std::numeric_limits<float>::infinity();
-  if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), F::kMinExponent - F::kMantissaBits);
+  if (exponent == 0)
+    return sign * std::ldexp(static_cast<float>(mantissa), F::kMinExponent - F::kMantissaBits);
   const int scale = exponent - 1 + F::kMinExponent - F::kMantissaBits;
   return sign * std::ldexp(static_cast<float>(mantissa | 1 << F::kMantissaBits), scale);
 }
@@ -175,21 +177,36 @@ void reference_reduce(DType dtype, unsigned char* dst, const Sources& srcs, std:
                       int divisor) {
   switch (dtype) {
     case DType::boolean:
-    case DType::uint8: return reduce_as<std::uint8_t>(dst, srcs, count, op, divisor);
-    case DType::int8: return reduce_as<std::int8_t>(dst, srcs, count, op, divisor);
-    case DType::int16: return reduce_as<std::int16_t>(dst, srcs, count, op, divisor);
-    case DType::uint16: return reduce_as<std::uint16_t>(dst, srcs, count, op, divisor);
-    case DType::int32: return reduce_as<std::int32_t>(dst, srcs, count, op, divisor);
-    case DType::uint32: return reduce_as<std::uint32_t>(dst, srcs, count, op, divisor);
-    case DType::int64: return reduce_as<std::int64_t>(dst, srcs, count, op, divisor);
-    case DType::uint64: return reduce_as<std::uint64_t>(dst, srcs, count, op, divisor);
-    case DType::float16: return reduce_as<Half>(dst, srcs, count, op, divisor);
-    case DType::bfloat16: return reduce_as<Brain>(dst, srcs, count, op, divisor);
-    case DType::float32: return reduce_as<float>(dst, srcs, count, op, divisor);
-    case DType::float64: return reduce_as<double>(dst, srcs, count, op, divisor);
-    case DType::complex64: return reduce_as<Complex<float>>(dst, srcs, count, op, divisor);
-    case DType::complex128: return reduce_as<Complex<double>>(dst, srcs, count, op, divisor);
-    default: return;
+    case DType::uint8:
+      return reduce_as<std::uint8_t>(dst, srcs, count, op, divisor);
+    case DType::int8:
+      return reduce_as<std::int8_t>(dst, srcs, count, op, divisor);
+    case DType::int16:
+      return reduce_as<std::int16_t>(dst, srcs, count, op, divisor);
+    case DType::uint16:
+      return reduce_as<std::uint16_t>(dst, srcs, count, op, divisor);
+    case DType::int32:
+      return reduce_as<std::int32_t>(dst, srcs, count, op, divisor);
+    case DType::uint32:
+      return reduce_as<std::uint32_t>(dst, srcs, count, op, divisor);
+    case DType::int64:
+      return reduce_as<std::int64_t>(dst, srcs, count, op, divisor);
+    case DType::uint64:
+      return reduce_as<std::uint64_t>(dst, srcs, count, op, divisor);
+    case DType::float16:
+      return reduce_as<Half>(dst, srcs, count, op, divisor);
+    case DType::bfloat16:
+      return reduce_as<Brain>(dst, srcs, count, op, divisor);
+    case DType::float32:
+      return reduce_as<float>(dst, srcs, count, op, divisor);
+    case DType::float64:
+      return reduce_as<double>(dst, srcs, count, op, divisor);
+    case DType::complex64:
+      return reduce_as<Complex<float>>(dst, srcs, count, op, divisor);
+    case DType::complex128:
+      return reduce_as<Complex<double>>(dst, srcs, count, op, divisor);
+    default:
+      return;
   }
 }
 
@@ -216,11 +233,15 @@ struct Layout {
 };
 Layout layout_of(DType dtype) {
   switch (dtype) {
-    case DType::float16: return {2, 10};
-    case DType::bfloat16: return {2, 7};
+    case DType::float16:
+      return {2, 10};
+    case DType::bfloat16:
+      return {2, 7};
     case DType::float32:
-    case DType::complex64: return {4, 23};
-    default: return {8, 52};
+    case DType::complex64:
+      return {4, 23};
+    default:
+      return {8, 52};
   }
 }
 
@@ -232,17 +253,28 @@ std::uint64_t random_float_bits(Layout layout) {
   const std::uint64_t quiet = std::uint64_t{1} << (layout.mantissa_bits - 1);
   const auto made_of = [&](std::uint64_t e, std::uint64_t m) { return sign | e << layout.mantissa_bits | m; };
   switch (random_below(24)) {
-    case 0: return made_of(top, 0);                                // inf
-    case 1: return made_of(top, mantissa | quiet);                 // quiet NaN
-    case 2: return made_of(top, (mantissa & ~quiet) | 1);          // signaling NaN
-    case 3: return made_of(0, 0);                                  // zeros of both signs
-    case 4: return made_of(0, mantissa);                           // denormal
-    case 5: return made_of(0, 1);                                  // the smallest
-    case 6: return made_of(1, 0);                                  // the smallest normal
-    case 7: return made_of(top - 1, (quiet << 1) - 1);             // the largest
-    case 8: return made_of(random_below(top + 1), mantissa);       // any
-    case 9: return made_of(bias + random_below(3), 0);             // 1, 2, 4: ties
-    default: return made_of(bias - 4 + random_below(8), mantissa);  // ordinary
+    case 0:
+      return made_of(top, 0);  // inf
+    case 1:
+      return made_of(top, mantissa | quiet);  // quiet NaN
+    case 2:
+      return made_of(top, (mantissa & ~quiet) | 1);  // signaling NaN
+    case 3:
+      return made_of(0, 0);  // zeros of both signs
+    case 4:
+      return made_of(0, mantissa);  // denormal
+    case 5:
+      return made_of(0, 1);  // the smallest
+    case 6:
+      return made_of(1, 0);  // the smallest normal
+    case 7:
+      return made_of(top - 1, (quiet << 1) - 1);  // the largest
+    case 8:
+      return made_of(random_below(top + 1), mantissa);  // any
+    case 9:
+      return made_of(bias + random_below(3), 0);  // 1, 2, 4: ties
+    default:
+      return made_of(bias - 4 + random_below(8), mantissa);  // ordinary
   }
 }
 
@@ -342,7 +374,8 @@ void check_kernel(const char* isa, ReduceKernel kernel, DType dtype, ReduceOp op
         const std::size_t item = item_size(dtype);
         const bool is_odd_address = random_below(4) == 0;
         const std::size_t dst_offset = is_odd_address ? 1 + random_below(15) : item * random_below(64 / item);
-        const int divisor = op == ReduceOp::mean ? (random_below(2) ? n : 3 + static_cast<int>(random_below(30))) : 1;
+        const int divisor =
+            op == ReduceOp::mean ? (random_below(2) ? n : 3 + static_cast<int>(random_below(30))) : 1;
         check_reduction(isa, kernel, {dtype, op, n, count, divisor, dst_offset, random_below(64), alias});
       }
 }
@@ -373,7 +406,8 @@ void test_every_streaming_kernel_matches_the_reference() {
       if (kernel == nullptr) return;
       const std::size_t item = item_size(dtype), least = 4096 / item;
       const std::string name = std::string(runnable.sets[i]->isa) + " streaming";
-      check_kernel(name.c_str(), kernel, dtype, op, {0, 1, least - 1, least, least + 1, least + 77, 3 * least});
+      check_kernel(name.c_str(), kernel, dtype, op,
+                   {0, 1, least - 1, least, least + 1, least + 77, 3 * least});
     });
 }
 
@@ -417,7 +451,8 @@ void test_16_bit_floats_exhaustively(DType dtype) {
         if (kernel == nullptr) continue;
         kernel(output.data(), srcs.data(), 2, kPatterns, 1);
         check(output == expected, std::string(runnable.sets[i]->isa) + " all patterns of " +
-                                      kDTypeNames[static_cast<int>(dtype)] + " " + kOpNames[static_cast<int>(op)]);
+                                      kDTypeNames[static_cast<int>(dtype)] + " " +
+                                      kOpNames[static_cast<int>(op)]);
       }
     }
   }
