@@ -28,7 +28,7 @@ import sys
 
 from ferro_dist._launch.command_line import LaunchError, parse, usable_cores
 from ferro_dist._launch.front import run_job
-from ferro_dist._launch.kernel import complain, open_standard_fds
+from ferro_dist._launch.kernel import complain, open_standard_fds, show
 from ferro_dist._launch.plan import Rendezvous, describe, plan
 
 TYPE_CHECKING = False
@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv, os.environ, usable_cores())
         if options.wants_help:
-            print(USAGE, end="")
+            show(USAGE)
             return 0
         if options.is_dry_run:
-            print(describe(plan(options, Rendezvous.placeholder(options), os.environ)))
+            show(describe(plan(options, Rendezvous.placeholder(options), os.environ)))
             return 0
     except LaunchError as error:
         complain(str(error))

@@ -315,6 +315,27 @@ def test_dry_run_prints_commands_for_a_shell_and_no_secret(tmp_path: Path) -> No
     assert "hush" not in out
 
 
+def test_a_closed_reader_of_a_dry_run_does_no_harm() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [*FERRORUN, "-n", "2", "--dry-run", "-m", "this"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        timeout=DEADLINE_S,
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_no_warning_is_raised_in_development_mode() -> None:
+    command = [sys.executable, "-X", "dev", "-W", "error", "-m", "ferro_dist.launch"]
+    done = subprocess.run(
+        [*command, "-n2", "--no-python", "true"], capture_output=True, timeout=DEADLINE_S
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_describe_names_the_core() -> None:
     options = parsed("-n", "1", "--bind-to", "core", "-m", "x")
     assert describe(plan(options, SINGLE, {})).startswith("# rank 0, bound to core 0\n")

@@ -31,6 +31,14 @@ def _is_open(fd: int) -> bool:
     return True
 
 
+def show(text: str) -> None:
+    """Write text that was asked for to standard output, for as long as somebody reads."""
+    data = text.encode(errors="surrogateescape")
+    with contextlib.suppress(BrokenPipeError):
+        while data:
+            data = data[os.write(1, data) :]
+
+
 def complain(message: str) -> None:
     """Write a line of the launcher's own to standard error, past sys.stderr: it may be None."""
     with contextlib.suppress(OSError):

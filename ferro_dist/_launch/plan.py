@@ -134,7 +134,7 @@ def describe(commands: Iterable[RankCommand]) -> str:
         unset = [word for key in command.unset for word in ("-u", key)]
         pairs = [f"{key}={value}" for key, value in command.env.items()]
         lines.append(shlex.join(["env", *unset, *pairs, *command.argv]))
-    return "\n".join(lines)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -19,7 +19,7 @@ EXIT_CANNOT_LISTEN = 1
 LOOPBACK = "127.0.0.1"
 
 
-def listen(options: Options) -> tuple[Rendezvous, list[socket.socket]]:
+def listen(options: Options) -> tuple[Rendezvous, list[int]]:
     """Take the job's ports.
 
     Rank 0 inherits the listening socket. MASTER_PORT is for torch, which insists on
@@ -29,24 +29,29 @@ def listen(options: Options) -> tuple[Rendezvous, list[socket.socket]]:
     Returns
     -------
     rendezvous : Rendezvous
-    sockets : list of socket
-        The listening socket first, if this host has rank 0; keep the rest open for
-        as long as the job runs.
+    sockets : list of int
+        Descriptors: the listening socket first, if this host has rank 0; keep the rest
+        open for as long as the job runs.
     """
     token = options.token or os.urandom(32).hex()
     if options.endpoint is None:
         listener, master = _bind(LOOPBACK, 0), _bind(LOOPBACK, 0)
-        listener.listen(socket.SOMAXCONN)
         addr = join_host_port(LOOPBACK, listener.getsockname()[1])
-        master_port, fd = str(master.getsockname()[1]), str(listener.fileno())
-        return Rendezvous(addr, LOOPBACK, master_port, token, fd), [listener, master]
+        master_port = str(master.getsockname()[1])
+        listening = _listen(listener)
+        rendezvous = Rendezvous(addr, LOOPBACK, master_port, token, str(listening))
+        return rendezvous, [listening, master.detach()]
     host, port = options.endpoint
     addr, master_port = join_host_port(host, port), str(port + 1)
     if options.node_rank > 0:
         return Rendezvous(addr, host, master_port, token, None), []
-    listener = _bind(host, port)
-    listener.listen(socket.SOMAXCONN)
-    return Rendezvous(addr, host, master_port, token, str(listener.fileno())), [listener]
+    listening = _listen(_bind(host, port))
+    return Rendezvous(addr, host, master_port, token, str(listening)), [listening]
+
+
+def _listen(bound: socket.socket) -> int:
+    bound.listen(socket.SOMAXCONN)
+    return bound.detach()
 
 
 def _resolve(host: str, port: int) -> tuple[int, Any]:

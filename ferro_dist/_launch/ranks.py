@@ -12,8 +12,6 @@ from ferro_dist._launch.signals import EXIT_SIGNALLED, InheritedSignals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import _socket as socket
-
     from ferro_dist._launch.plan import RankCommand
 
 EXIT_CANNOT_RUN = 126
@@ -66,7 +64,7 @@ class Spawner:
         self,
         signals: InheritedSignals,
         terminal_group: int | None,
-        sockets: list[socket.socket],
+        sockets: list[int],
     ) -> None:
         self._signals = signals
         self._terminal_group = terminal_group
@@ -105,7 +103,7 @@ class Spawner:
     def release(self) -> None:
         """Close what is now the ranks' alone; MASTER_PORT stays taken."""
         for listener in self._sockets[:1]:
-            listener.close()
+            os.close(listener)
         os.dup2(self._devnull, 0)
 
     def _become(
