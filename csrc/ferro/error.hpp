@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,7 +31,7 @@ enum class ErrorCode : std::uint8_t {
 };
 
 struct Error : std::exception {
-  explicit Error(ErrorCode error_code, int culprit = -1, std::string facts = {})
+  explicit Error(ErrorCode error_code = ErrorCode::none, int culprit = -1, std::string facts = {})
       : code(error_code), peer(culprit), detail(std::move(facts)) {}
 
   const char* what() const noexcept override { return detail.c_str(); }
@@ -45,6 +46,19 @@ struct Error : std::exception {
   double elapsed_s = 0;        // timeout: how long
   std::string detail;
 };
+
+// The exception being handled, whatever it is. For use in a catch block.
+inline Error current_error() noexcept {
+  try {
+    throw;
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::bad_alloc&) {
+    return Error(ErrorCode::out_of_memory, -1, "out of memory");
+  } catch (const std::exception& error) {
+    return Error(ErrorCode::io, -1, error.what());
+  }
+}
 
 // Why a group ended, small enough to be agreed on with one compare-and-swap
 // and to travel in a frame.

@@ -2,15 +2,6 @@
 
 namespace ferro {
 
-const char* name_of(Op op) {
-  static constexpr const char* names[] = {
-      "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
-      "barrier",   "send",      "recv",   "sendrecv",   "batch",          "init",       "close",
-  };
-  const auto index = static_cast<std::size_t>(op);
-  return index < sizeof names / sizeof *names ? names[index] : "unknown";
-}
-
 const char* name_of(ReduceOp reduce_op) {
   static constexpr const char* names[kReduceOpCount] = {"sum", "mean", "prod", "min", "max"};
   const auto index = static_cast<std::size_t>(reduce_op);

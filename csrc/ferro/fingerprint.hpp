@@ -75,7 +75,6 @@ inline std::uint32_t hash(const Fingerprint& fingerprint) {
   return static_cast<std::uint32_t>((h * 0xff51afd7ed558ccdu) >> 32);
 }
 
-const char* name_of(Op op);
 const char* name_of(ReduceOp reduce_op);
 const char* name_of(DType dtype);
 

@@ -106,7 +106,7 @@ bool ShmChannel::try_recv(Message& message) {
     if (message.done != message.incoming_nbytes) throw Error(ErrorCode::channel_closed, peer_rank_);
   }
   ++messages_received_;
-  incoming_.bytes_read.store(bytes_read_, std::memory_order_relaxed);
+  incoming_.bytes_read.store(bytes_read_, std::memory_order_release);
   incoming_.messages_read.store(messages_received_, std::memory_order_seq_cst);
   wake_peer();
   if (message.is_discarding) throw Error(ErrorCode::size_mismatch, peer_rank_, message.mismatch);

@@ -29,6 +29,16 @@ enum class Op : std::uint8_t {
   send, recv, sendrecv, batch, init, close,
 };
 
+// The public name of a call.
+inline const char* name_of(Op op) {
+  static constexpr const char* names[] = {
+      "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
+      "barrier",   "send",      "recv",   "sendrecv",   "batch",          "init",       "close",
+  };
+  const auto index = static_cast<std::size_t>(op);
+  return index < sizeof names / sizeof *names ? names[index] : "unknown";
+}
+
 // One collective as one rank calls it. Every field but the pointers (and, for
 // an uneven all_to_all, the counts) must be the same on every rank.
 struct Collective {

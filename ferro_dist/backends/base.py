@@ -173,6 +173,18 @@ class Backend(abc.ABC):
     ) -> Array | Work: ...
 
     @abc.abstractmethod
+    def sendrecv(
+        self,
+        x: Array,
+        out: Array,
+        dst: int,
+        src: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work: ...
+
+    @abc.abstractmethod
     def batch(
         self, ops: Sequence[P2POp], async_op: bool, timeout: float | None, tag: int
     ) -> Work | None: ...

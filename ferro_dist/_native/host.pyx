@@ -1,0 +1,546 @@
+# The host engine as Python sees it: check, convert, call once, translate.
+#
+# Every collective has the same shape: views of its arrays, the checks that need
+# no other rank, one call. The words of a failed check are in arguments.py.
+
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.stdint cimport uint32_t
+from libcpp.memory cimport shared_ptr
+from libcpp.utility cimport move
+from libcpp.vector cimport vector
+
+cimport cython
+from ferro_dist._native cimport libferro as ferro
+from ferro_dist._native.buffer_view cimport BufferView, output_view_of, view_of
+from ferro_dist._native.libferro cimport Collective, Engine, Heap, Op, PointToPoint, Segment, Task, Wiring
+
+import os
+from collections import deque
+
+from ferro_dist.backends import arguments
+from ferro_dist.errors import DistributedError, InvalidArray, LockPoisoned, SizeMismatch, Timeout, UnsupportedOp
+
+__all__ = ["Communicator", "HostWork", "SymmetricMemory", "create_segment", "kernel_isa"]
+
+cdef int CPU = 1  # DLPack's number
+cdef double UNLIMITED = 1e9  # seconds
+
+# How often this process has been forked from another, which must not use its groups.
+cdef int num_forks = 0
+
+
+def _count_fork():
+    global num_forks
+    num_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def create_segment(int size):
+    """Make the shared memory of `size` ranks of one host and return its file descriptor."""
+    return Segment.create_file(size)
+
+
+def kernel_isa():
+    """Name the instruction set that reductions use on this processor."""
+    return (<bytes> ferro.kernel_isa()).decode()
+
+
+@cython.final
+cdef class SymmetricMemory:
+    """Bytes that every rank of the host can reach; exports the buffer protocol."""
+
+    cdef shared_ptr[Heap] _heap
+    cdef void* _data
+    cdef Py_ssize_t _nbytes
+
+    def __dealloc__(self):
+        if self._data != NULL:
+            self._heap.get().free(self._data)
+
+    def __getbuffer__(self, Py_buffer* buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self._data, self._nbytes, False, flags)
+
+    def __len__(self):
+        return self._nbytes
+
+
+@cython.final
+cdef class HostWork:
+    """A call on a progress thread; see ferro_dist.work.Work."""
+
+    cdef shared_ptr[Task] _task
+    cdef Communicator _communicator
+    cdef object _views     # keep the arrays alive
+    cdef object _x
+    cdef object _written
+    cdef bint _is_new      # _written was allocated for x, and is delivered in x's library
+
+    def wait(self, timeout=None):
+        cdef double seconds = UNLIMITED if timeout is None else timeout
+        if not ferro.wait(self._task, seconds):
+            raise Timeout(
+                f"The call is still under way after {seconds:g} s. It goes on; wait again.",
+                rank=self._communicator.rank, seconds=seconds)
+        self._views = None
+        try:
+            self._task.get().rethrow()
+        except DistributedError as error:
+            self._communicator._note(error)
+            raise
+
+    def is_completed(self):
+        return self._task.get().is_done()
+
+    def result(self, timeout=None):
+        self.wait(timeout)
+        return self._communicator._deliver(self._x, self._written, self._is_new)
+
+
+@cython.final
+cdef class Communicator:
+    """One rank's side of a group. Methods take the arguments of `Backend`'s, in its order.
+
+    `arrays` has the functions contiguous, allocate and deliver of ferro_dist.interop.
+    """
+
+    cdef shared_ptr[Engine] _engine
+    cdef readonly int rank
+    cdef readonly int world_size
+    cdef public double timeout
+    cdef object _arrays
+    cdef object _first_error
+    cdef object _in_flight  # work whose arrays the engine may still use
+    cdef int _num_forks
+
+    @staticmethod
+    def create_group(int world_size, int num_cores, double timeout, arrays):
+        """All ranks of a group, for threads of this process."""
+        cdef vector[shared_ptr[Engine]] engines = Engine.create_group(world_size, num_cores)
+        cdef list group = []
+        cdef int rank
+        for rank in range(world_size):
+            group.append(_wrap(engines[rank], rank, world_size, timeout, arrays))
+        return group
+
+    @staticmethod
+    def connect(
+        int rank, int world_size, hosts, int segment_fd, collective_sockets, message_sockets,
+        int num_cores, double timeout, arrays,
+    ):
+        """One rank of processes. Takes the sockets over; the segment's descriptor stays the caller's."""
+        cdef Wiring wiring
+        wiring.rank = rank
+        wiring.world_size = world_size
+        wiring.segment_fd = segment_fd
+        wiring.num_cores = num_cores
+        wiring.collective_sockets = collective_sockets
+        wiring.message_sockets = message_sockets
+        wiring.hosts = hosts
+        for host in hosts:
+            if rank in host:
+                wiring.local_ranks = sorted(host)
+        cdef shared_ptr[Engine] engine
+        with nogil:
+            engine = Engine.connect(wiring)
+        return _wrap(engine, rank, world_size, timeout, arrays)
+
+    def __dealloc__(self):
+        if self._num_forks != num_forks:
+            # The parent's: its threads do not exist here, and cannot be joined.
+            new shared_ptr[Engine](move(self._engine))
+            return
+        # Without the GIL: a thread that ends may wait for one that needs it.
+        with nogil:
+            self._engine.reset()
+
+    @property
+    def is_closed(self):
+        return self._engine.get() == NULL or self._engine.get().is_closed()
+
+    def close(self):
+        if self._num_forks == num_forks:
+            ferro.close(self._engine)
+        self._in_flight.clear()
+
+    def allocate(self, Py_ssize_t nbytes):
+        """Symmetric memory, or None where the group shares none."""
+        self._check_usable()
+        cdef shared_ptr[Heap] heap = self._engine.get().heap()
+        if heap.get() == NULL:
+            return None
+        cdef SymmetricMemory memory = SymmetricMemory()
+        memory._heap = heap
+        memory._nbytes = nbytes
+        memory._data = heap.get().allocate(nbytes)
+        return memory
+
+    # ---- Collectives ----------------------------------------------------------
+
+    def allreduce(self, x, out, reduce_op, bint async_op, timeout, uint32_t tag):
+        cdef BufferView src = self._input(x, "allreduce")
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate(x) if is_new else out
+        cdef BufferView dst = output_view_of(written)
+        self._check_outputs("allreduce", src, dst, src.count, 0)
+        cdef Collective c
+        c.op = Op.allreduce
+        self._set_reduction(&c, "allreduce", src, reduce_op)
+        c.count = src.count
+        c.in_ = src.data
+        c.out = dst.data
+        c.tag = tag
+        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+
+    def broadcast(self, x, out, root, bint async_op, timeout, uint32_t tag):
+        cdef BufferView src = self._input(x, "broadcast")
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate(x) if is_new else out
+        cdef BufferView dst = output_view_of(written)
+        self._check_outputs("broadcast", src, dst, src.count, 0)
+        cdef Collective c
+        c.op = Op.broadcast
+        c.root = self._root("broadcast", root)
+        c.dtype = <ferro.DType> src.dtype
+        c.count = src.count
+        c.in_ = src.data
+        c.out = dst.data
+        c.tag = tag
+        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+
+    def reduce(self, x, out, reduce_op, root, bint async_op, timeout, uint32_t tag):
+        cdef BufferView src = self._input(x, "reduce")
+        cdef BufferView dst = None
+        cdef bint is_new = False
+        cdef object written = None
+        cdef Collective c
+        c.op = Op.reduce
+        c.root = self._root("reduce", root)
+        if c.root == self.rank:
+            is_new = out is None
+            written = self._arrays.allocate(x) if is_new else out
+            dst = output_view_of(written)
+            self._check_outputs("reduce", src, dst, src.count, 0)
+            c.out = dst.data
+        self._set_reduction(&c, "reduce", src, reduce_op)
+        c.count = src.count
+        c.in_ = src.data
+        c.tag = tag
+        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+
+    def all_gather(self, x, out, bint async_op, timeout, uint32_t tag):
+        cdef BufferView src = self._input(x, "all_gather")
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
+        cdef BufferView dst = output_view_of(written)
+        self._check_outputs("all_gather", src, dst, src.count * self.world_size, -self.rank * <Py_ssize_t> src.nbytes)
+        cdef Collective c
+        c.op = Op.all_gather
+        c.dtype = <ferro.DType> src.dtype
+        c.count = src.count
+        c.in_ = src.data
+        c.out = dst.data
+        c.tag = tag
+        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+
+    def reduce_scatter(self, x, out, reduce_op, bint async_op, timeout, uint32_t tag):
+        cdef BufferView src = self._input(x, "reduce_scatter")
+        cdef size_t count = self._chunk("reduce_scatter", "x", src)
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate_chunk(x, self.world_size) if is_new else out
+        cdef BufferView dst = output_view_of(written)
+        self._check_outputs("reduce_scatter", src, dst, count, self.rank * <Py_ssize_t> dst.nbytes)
+        cdef Collective c
+        c.op = Op.reduce_scatter
+        self._set_reduction(&c, "reduce_scatter", src, reduce_op)
+        c.count = count
+        c.in_ = src.data
+        c.out = dst.data
+        c.tag = tag
+        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+
+    def all_to_all(self, x, out, send_counts, recv_counts, bint async_op, timeout, uint32_t tag):
+        if send_counts is not None or recv_counts is not None:
+            return self._all_to_all_uneven(x, out, send_counts, recv_counts, async_op, timeout, tag)
+        cdef BufferView src = self._input(x, "all_to_all")
+        cdef size_t count = self._chunk("all_to_all", "x", src)
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate(x) if is_new else out
+        cdef BufferView dst = output_view_of(written)
+        self._check_outputs("all_to_all", src, dst, src.count, 0)
+        cdef Collective c
+        c.op = Op.all_to_all
+        c.dtype = <ferro.DType> src.dtype
+        c.count = count
+        c.in_ = src.data
+        c.out = dst.data
+        c.tag = tag
+        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+
+    def gather(self, x, out, root, bint async_op, timeout, uint32_t tag):
+        cdef BufferView src = self._input(x, "gather")
+        cdef BufferView dst = None
+        cdef bint is_new = False
+        cdef object written = None
+        cdef Collective c
+        c.op = Op.gather
+        c.root = self._root("gather", root)
+        if c.root == self.rank:
+            is_new = out is None
+            written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
+            dst = output_view_of(written)
+            self._check_outputs("gather", src, dst, src.count * self.world_size,
+                                -self.rank * <Py_ssize_t> src.nbytes)
+            c.out = dst.data
+        c.dtype = <ferro.DType> src.dtype
+        c.count = src.count
+        c.in_ = src.data
+        c.tag = tag
+        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+
+    def scatter(self, x, out, root, bint async_op, timeout, uint32_t tag):
+        cdef BufferView src = None
+        cdef BufferView dst
+        cdef bint is_new = False
+        cdef Collective c
+        c.op = Op.scatter
+        c.root = self._root("scatter", root)
+        if c.root == self.rank:
+            if x is None:
+                arguments.raise_missing_array("scatter", "x", "the root gives what is scattered", rank=self.rank)
+            src = self._input(x, "scatter")
+            c.count = self._chunk("scatter", "x", src)
+            c.in_ = src.data
+            if out is None:
+                is_new = True
+                out = self._arrays.allocate_chunk(x, self.world_size)
+        elif out is None:
+            arguments.raise_missing_array("scatter", "out", "only the root knows the shape otherwise", rank=self.rank)
+        dst = self._output(out, "scatter")
+        if src is not None:
+            self._check_outputs("scatter", src, dst, c.count, self.rank * <Py_ssize_t> dst.nbytes)
+        c.dtype = <ferro.DType> dst.dtype
+        c.count = dst.count
+        c.out = dst.data
+        c.tag = tag
+        return self._launch(&c, src, dst, x, out, is_new, async_op, timeout)
+
+    def barrier(self, bint async_op, timeout, uint32_t tag):
+        cdef Collective c
+        c.op = Op.barrier
+        c.tag = tag
+        return self._launch(&c, None, None, None, None, False, async_op, timeout)
+
+    def _all_to_all_uneven(self, x, out, send_counts, recv_counts, bint async_op, timeout, uint32_t tag):
+        cdef BufferView src = self._input(x, "all_to_all")
+        counts = arguments.uneven_counts(
+            send_counts, recv_counts, x_count=src.count, rank=self.rank, world_size=self.world_size)
+        cdef vector[size_t] send = counts.send
+        cdef vector[size_t] recv = counts.recv
+        cdef bint is_new = out is None
+        cdef size_t expected = sum(counts.recv)
+        cdef object written = self._arrays.allocate_rows(x, src.count, expected) if is_new else out
+        cdef BufferView dst = output_view_of(written)
+        self._check_outputs("all_to_all", src, dst, expected, 1)  # never in place
+        cdef Collective c
+        c.op = Op.all_to_all
+        c.dtype = <ferro.DType> src.dtype
+        c.in_ = src.data
+        c.out = dst.data
+        c.send_counts = send.data()
+        c.recv_counts = recv.data()
+        c.tag = tag
+        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+
+    # ---- Messages -------------------------------------------------------------
+
+    def send(self, x, dst, bint async_op, timeout, uint32_t tag):
+        cdef BufferView view = self._input(x, "send")
+        cdef vector[PointToPoint] messages
+        messages.push_back(self._message("send", True, dst, view, tag))
+        return self._exchange(Op.send, messages, view, None, async_op, timeout)
+
+    def recv(self, out, src, bint async_op, timeout, uint32_t tag):
+        cdef BufferView view = self._output(out, "recv")
+        cdef vector[PointToPoint] messages
+        messages.push_back(self._message("recv", False, src, view, tag))
+        return self._exchange(Op.recv, messages, view, out, async_op, timeout)
+
+    def sendrecv(self, x, out, dst, src, bint async_op, timeout, uint32_t tag):
+        cdef BufferView sent = self._input(x, "sendrecv")
+        cdef BufferView received = self._output(out, "sendrecv")
+        cdef vector[PointToPoint] messages
+        messages.push_back(self._message("sendrecv", True, dst, sent, tag))
+        messages.push_back(self._message("sendrecv", False, src, received, tag))
+        if _overlap(sent, received):
+            raise InvalidArray("sendrecv: x and out overlap.", op="sendrecv", rank=self.rank)
+        return self._exchange(Op.sendrecv, messages, (sent, received), out, async_op, timeout)
+
+    def batch(self, ops, bint async_op, timeout, uint32_t tag):
+        cdef vector[PointToPoint] messages
+        cdef list views = []
+        cdef BufferView view
+        for op in ops:
+            view = self._input(op.array, "batch") if op.is_send else self._output(op.array, "batch")
+            messages.push_back(self._message("batch", op.is_send, op.peer, view, tag))
+            views.append(view)
+        return self._exchange(Op.batch, messages, views, None, async_op, timeout)
+
+    # ---- Checks ---------------------------------------------------------------
+
+    cdef BufferView _input(self, object array, str op):
+        cdef BufferView view = view_of(array)
+        if view.device_type != CPU:
+            self._refuse_device(op)
+        if not view.is_contiguous:
+            view = view_of(self._arrays.contiguous(array))
+        return view
+
+    cdef BufferView _output(self, object array, str op):
+        cdef BufferView view = output_view_of(array)
+        if view.device_type != CPU:
+            self._refuse_device(op)
+        return view
+
+    cdef int _refuse_device(self, str op) except -1:
+        raise UnsupportedOp(
+            f"{op}: the array is on a GPU, which this backend does not reach. Use NcclBackend or "
+            "HybridBackend, or copy the array to the host.", op=op, rank=self.rank)
+
+    # `in_place` is how many bytes past the start of x an out that shares its memory begins.
+    cdef inline int _check_outputs(
+        self, str op, BufferView src, BufferView dst, size_t count, Py_ssize_t in_place
+    ) except -1:
+        if dst.device_type != CPU:
+            self._refuse_device(op)
+        if dst.dtype != src.dtype:
+            arguments.check_out_dtype(
+                op, arguments.DTYPE_NAMES[src.dtype], arguments.DTYPE_NAMES[dst.dtype], rank=self.rank)
+        if dst.count != count:
+            arguments.check_size(op, "out", dst.count, count, rank=self.rank)
+        if dst.data != <char*> src.data + in_place and _overlap(src, dst):
+            raise InvalidArray(
+                f"{op}: x and out overlap without being in place. Pass arrays that do not share memory.",
+                op=op, rank=self.rank)
+        return 0
+
+    cdef inline int _set_reduction(self, Collective* c, str op, BufferView src, reduce_op) except -1:
+        c.dtype = <ferro.DType> src.dtype
+        c.reduce_op = <ferro.ReduceOp> <int> reduce_op
+        if ferro.reduce_kernel(c.dtype, c.reduce_op) == NULL:
+            arguments.check_reduction(op, arguments.DTYPE_NAMES[src.dtype], reduce_op, rank=self.rank)
+        return 0
+
+    cdef inline int _root(self, str op, root) except -1:
+        if type(root) is not int or not 0 <= root < self.world_size:
+            arguments.check_root(op, root, rank=self.rank, world_size=self.world_size)
+        return root
+
+    cdef inline size_t _chunk(self, str op, str name, BufferView view) except? 0:
+        if view.count % self.world_size != 0:
+            arguments.per_rank_count(op, name, view.count, rank=self.rank, world_size=self.world_size)
+        return view.count // self.world_size
+
+    cdef PointToPoint _message(self, str op, bint is_send, peer, BufferView view, uint32_t tag) except *:
+        cdef PointToPoint message
+        if type(peer) is not int or not 0 <= peer < self.world_size or peer == self.rank:
+            arguments.check_peer(op, peer, rank=self.rank, world_size=self.world_size)
+        message.is_send = is_send
+        message.peer = peer
+        message.data = view.data
+        message.count = view.count
+        message.dtype = <ferro.DType> view.dtype
+        message.tag = tag
+        return message
+
+    cdef inline int _check_usable(self) except -1:
+        if self._first_error is not None or self._num_forks != num_forks:
+            self._refuse()
+        return 0
+
+    cdef int _refuse(self) except -1:
+        if self._num_forks != num_forks:
+            raise LockPoisoned(
+                "This group belongs to the parent process: a forked child cannot use it. "
+                "Start the child with the spawn method, and make a group there.", rank=self.rank)
+        raise LockPoisoned(
+            f"The group ended with an earlier error: {str(self._first_error).splitlines()[0]}",
+            rank=self.rank, op=self._first_error.op, peer=self._first_error.peer,
+            sequence=self._first_error.sequence) from self._first_error
+
+    # ---- Calls ----------------------------------------------------------------
+
+    cdef object _launch(
+        self, Collective* c, BufferView src, BufferView dst, object x, object written, bint is_new,
+        bint async_op, timeout,
+    ):
+        self._check_usable()
+        cdef double seconds = self.timeout if timeout is None else timeout
+        if async_op:
+            return self._track(self._engine.get().submit(c[0], seconds), (src, dst), x, written, is_new)
+        cdef shared_ptr[Engine] engine = self._engine
+        try:
+            ferro.run(engine, c[0], seconds)
+        except BaseException as error:
+            self._note(error)
+            raise
+        return self._deliver(x, written, is_new) if is_new else written
+
+    cdef object _exchange(
+        self, Op op, const vector[PointToPoint]& messages, object views, object result, bint async_op, timeout
+    ):
+        self._check_usable()
+        cdef double seconds = self.timeout if timeout is None else timeout
+        if async_op:
+            return self._track(self._engine.get().submit(op, messages, seconds), views, None, result, False)
+        cdef shared_ptr[Engine] engine = self._engine
+        try:
+            ferro.exchange(engine, op, messages, seconds)
+        except BaseException as error:
+            self._note(error)
+            raise
+        return result
+
+    cdef HostWork _track(self, shared_ptr[Task] task, object views, object x, object written, bint is_new):
+        cdef HostWork work = HostWork.__new__(HostWork)
+        work._task = task
+        work._communicator = self
+        work._views = views
+        work._x = x
+        work._written = written
+        work._is_new = is_new
+        while self._in_flight and self._in_flight[0].is_completed():
+            self._in_flight.popleft()
+        self._in_flight.append(work)
+        return work
+
+    cdef object _deliver(self, object x, object written, bint is_new):
+        return self._arrays.deliver(x, written) if is_new else written
+
+    cdef int _note(self, object error) except -1:
+        if self._first_error is not None or isinstance(error, SizeMismatch):
+            return 0
+        if isinstance(error, DistributedError):
+            self._first_error = error
+        elif not isinstance(error, MemoryError):  # raised by a signal handler: KeyboardInterrupt
+            self._first_error = DistributedError(
+                f"{type(error).__name__} inside a call of this group", rank=self.rank, peer=self.rank)
+        return 0
+
+
+cdef Communicator _wrap(shared_ptr[Engine] engine, int rank, int world_size, double timeout, object arrays):
+    cdef Communicator communicator = Communicator.__new__(Communicator)
+    communicator._engine = engine
+    communicator.rank = rank
+    communicator.world_size = world_size
+    communicator.timeout = timeout
+    communicator._arrays = arrays
+    communicator._in_flight = deque()
+    communicator._num_forks = num_forks
+    return communicator
+
+
+cdef inline bint _overlap(BufferView a, BufferView b) noexcept:
+    return (<char*> a.data < <char*> b.data + b.nbytes and <char*> b.data < <char*> a.data + a.nbytes
+            and a.nbytes != 0 and b.nbytes != 0)

@@ -1,0 +1,3 @@
+# For `except +raise_native`: turns the engine's error into Python's.
+
+cdef int raise_native() except -1

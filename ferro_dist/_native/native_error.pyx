@@ -1,0 +1,137 @@
+# The engine throws facts; this puts them into words. One function a kind of error,
+# each saying what happened, where, and what to do.
+
+from libc.stdint cimport uint64_t
+from libcpp.string cimport string
+from libcpp.vector cimport vector
+
+from ferro_dist.errors import (
+    ChannelClosed,
+    CollectiveMismatch,
+    DistributedError,
+    Io,
+    PeerLostError,
+    SizeMismatch,
+    Timeout,
+    UnsupportedOp,
+)
+
+
+cdef extern from "ferro/error.hpp" namespace "ferro" nogil:
+    cdef enum class ErrorCode(unsigned char):
+        none
+        timeout
+        peer_lost
+        channel_closed
+        mismatch
+        size_mismatch
+        interrupted
+        io
+        unsupported
+        closed
+        out_of_memory
+
+    cdef cppclass Error:
+        ErrorCode code
+        int op
+        uint64_t sequence
+        int rank
+        int peer
+        int reporter
+        vector[int] missing
+        double elapsed_s
+        string detail
+
+    Error current_error() noexcept
+
+
+cdef extern from "ferro/types.hpp" namespace "ferro" nogil:
+    cdef enum class Op(unsigned char):
+        pass
+    const char* name_of(Op op) noexcept
+
+
+cdef extern from "Python.h":
+    void* PyErr_Occurred() noexcept
+
+
+cdef int raise_native() except -1:
+    if PyErr_Occurred() != NULL:
+        return -1  # raised by a signal handler while the engine waited
+    cdef Error error = current_error()
+    raise _exception_of(error)
+
+
+cdef object _exception_of(const Error& error):
+    if error.code == ErrorCode.out_of_memory:
+        return MemoryError(_text(error.detail))
+    cdef dict facts = {
+        "op": (<bytes> name_of(<Op> error.op)).decode(),
+        "rank": error.rank if error.rank >= 0 else None,
+        "peer": error.peer if error.peer >= 0 else None,
+        "sequence": error.sequence if error.rank >= 0 else None,
+    }
+    cdef str where = _where(facts)
+    if error.code == ErrorCode.timeout:
+        return _timeout(error, where, facts)
+    if error.code == ErrorCode.peer_lost:
+        return PeerLostError(
+            f"{where}: rank {error.peer} died.\n"
+            f"Go on without it in the group that shrink() makes, or start a new one.", **facts)
+    if error.code == ErrorCode.channel_closed:
+        return ChannelClosed(f"{where}: rank {error.peer} left the group.{_reported_by(error)}", **facts)
+    if error.code == ErrorCode.interrupted:
+        return ChannelClosed(f"{where}: rank {error.peer} was interrupted inside a call of this group.", **facts)
+    if error.code == ErrorCode.closed:
+        return ChannelClosed("This rank has closed the group.", **facts)
+    if error.code == ErrorCode.mismatch:
+        return CollectiveMismatch(
+            f"{where}: the ranks disagree: {_text(error.detail)}.\nNothing was sent; the group is still usable.",
+            **facts)
+    if error.code == ErrorCode.size_mismatch:
+        return SizeMismatch(
+            f"{where}: {_text(error.detail)}.\nThe message was dropped; the group is still usable.", **facts)
+    if error.code == ErrorCode.unsupported:
+        return UnsupportedOp(f"{where}: {_text(error.detail)}.", **facts)
+    return Io(f"{where}: {_text(error.detail) or 'a system call failed'}.{_reported_by(error)}", **facts)
+
+
+cdef object _timeout(const Error& error, str where, dict facts):
+    cdef size_t i
+    cdef tuple missing = tuple([error.missing[i] for i in range(error.missing.size())])
+    if not missing and error.peer >= 0:
+        missing = (error.peer,)
+    cdef str names = _ranks(missing) if missing else "the group"
+    if error.reporter >= 0 and error.reporter != error.rank:
+        what = f"rank {error.reporter} gave up waiting for {names}"
+    else:
+        what = _text(error.detail) or f"no data from {names} for {error.elapsed_s:.1f} s"
+    verb = "is" if len(missing) == 1 else "are"
+    return Timeout(
+        f"{where}: {what}.\n"
+        f"Check that {names} {verb} running and make the same calls; pass a larger timeout if "
+        f"{'it is' if len(missing) == 1 else 'they are'} only slow.",
+        missing=missing, seconds=error.elapsed_s, **facts)
+
+
+cdef str _where(dict facts):
+    if facts["rank"] is None:
+        return "The group"
+    return f"{facts['op']} #{facts['sequence']} failed on rank {facts['rank']}"
+
+
+cdef str _reported_by(const Error& error):
+    if error.reporter < 0 or error.reporter == error.rank or error.reporter == error.peer:
+        return ""
+    return f" Reported by rank {error.reporter}."
+
+
+cdef str _ranks(tuple ranks):
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    *most, last = ranks
+    return f"ranks {', '.join([str(rank) for rank in most])} and {last}"
+
+
+cdef str _text(const string& text):
+    return text.c_str()[:text.size()].decode("utf-8", "replace")

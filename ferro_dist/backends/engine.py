@@ -1,0 +1,128 @@
+"""What the backends over the host engine share; see `host` and `simulated`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ferro_dist import interop
+from ferro_dist._native.host import Communicator
+from ferro_dist.backends import arguments
+from ferro_dist.backends.base import Backend
+from ferro_dist.errors import CollectiveMismatch
+
+__all__ = ["EngineBackend"]
+
+_CALLS = (
+    "all_gather",
+    "all_to_all",
+    "allreduce",
+    "barrier",
+    "batch",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "sendrecv",
+)
+
+
+def _call(self: Any, *args: Any) -> Any:
+    raise AssertionError("every instance has the engine's own method instead")
+
+
+class EngineBackend(Backend):
+    """A group run by the host engine.
+
+    The engine's methods take the very arguments of `Backend`'s. Instances get them
+    as they are: a method in between would cost a third of a small collective.
+    """
+
+    all_gather = all_to_all = allreduce = barrier = batch = broadcast = gather = _call
+    recv = reduce = reduce_scatter = scatter = send = sendrecv = _call
+
+    def __init__(self, communicator: Communicator, sockets: Sequence[int] = ()) -> None:
+        self._communicator = communicator
+        self._sockets = tuple(sockets)
+        self.__dict__.update({name: getattr(communicator, name) for name in _CALLS})
+        _open_backends.add(self)
+
+    @property
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._communicator.world_size
+
+    @property
+    def timeout(self) -> float:
+        return self._communicator.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._communicator.timeout = arguments.check_timeout(seconds)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._communicator.is_closed
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        resolved = interop.numpy_dtype(interop.dtype_code(dtype))
+        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        memory = self._communicator.allocate(math.prod(dims) * resolved.itemsize)
+        if memory is None:
+            return np.empty(dims, resolved)
+        return np.ndarray(dims, resolved, buffer=memory)
+
+    def close(self) -> None:
+        self._communicator.close()
+        _open_backends.discard(self)
+
+    def _check_members(self, members: Sequence[int], timeout: float | None) -> tuple[int, ...]:
+        """Return `members` once all ranks of this group have named the same ones."""
+        chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
+        digest = np.frombuffer(hashlib.sha256(repr(chosen).encode()).digest(), np.uint8)
+        digests = self.all_gather(digest, None, False, timeout, 0).reshape(self.world_size, -1)
+        for other, theirs in enumerate(digests):
+            if not np.array_equal(theirs, digests[0]):
+                raise CollectiveMismatch(
+                    f"split: rank {other} and rank 0 named different members; "
+                    f"rank {self.rank} named {list(chosen)}.",
+                    op="split",
+                    rank=self.rank,
+                    peer=other,
+                )
+        return chosen
+
+
+_open_backends: weakref.WeakSet[EngineBackend] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End calls still under way before the interpreter that they call back into is gone."""
+    for backend in list(_open_backends):
+        backend.close()
+
+
+def _release_sockets_in_child() -> None:
+    """Close a forked child's copies: peers would not see the parent die while they are open."""
+    for backend in list(_open_backends):
+        for fd in backend._sockets:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+os.register_at_fork(after_in_child=_release_sockets_in_child)

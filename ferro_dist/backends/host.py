@@ -1,0 +1,151 @@
+"""Groups of processes: shared memory inside a host, TCP between hosts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ferro_dist import rendezvous
+from ferro_dist._native.host import Communicator, create_segment
+from ferro_dist.backends import results
+from ferro_dist.backends.base import P2POp
+from ferro_dist.backends.engine import EngineBackend
+from ferro_dist.wiring import Wiring
+
+__all__ = ["HostBackend", "TcpBackend"]
+
+
+class HostBackend(EngineBackend):
+    """One rank of a group of processes.
+
+    Ranks of one host share memory, ranks of different hosts are connected by TCP; a
+    group may span hosts.
+
+    Parameters
+    ----------
+    rank, world_size : int
+    addr : str or None
+        ``"host:port"`` at which rank 0 listens while the group is made. None for a
+        world of one.
+    token : bytes or str, optional
+        The secret that all ranks prove to know. Default: ``FERRO_DIST_TOKEN``, else,
+        for ranks of one machine, a file that only this user can read.
+    timeout : float
+        Seconds after which making the group, and any blocking call that names no
+        timeout of its own, gives up.
+    listener : socket, optional
+        On rank 0: a socket that listens at `addr` already.
+    group, epoch : str, optional
+        Tell groups at one address apart; the same on all ranks.
+
+    Raises
+    ------
+    InvalidRank, InvalidWorldSize, NoConnection, Timeout, PeerLostError
+        See `ferro_dist.rendezvous.connect`.
+    """
+
+    name = "host"
+    _shares_memory = True
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        addr: str | None,
+        *,
+        token: bytes | str | None = None,
+        timeout: float = 300.0,
+        listener: socket.socket | None = None,
+        group: str = "world",
+        epoch: str = "",
+    ) -> None:
+        self._adopt(
+            rendezvous.connect(
+                rank,
+                world_size,
+                addr,
+                token=token,
+                timeout=timeout,
+                shared_memory=self._shares_memory,
+                create_segment=create_segment,
+                listener=listener,
+                group=group,
+                epoch=epoch,
+            ),
+            timeout,
+        )
+
+    def _adopt(self, wiring: Wiring, timeout: float) -> None:
+        collective_sockets, message_sockets = [-1] * wiring.world_size, [-1] * wiring.world_size
+        for peer, (collective, message) in wiring.sockets.items():
+            collective_sockets[peer], message_sockets[peer] = collective, message
+        wiring.sockets = {}  # the communicator's from here on
+        try:
+            communicator = Communicator.connect(
+                wiring.rank,
+                wiring.world_size,
+                wiring.hosts,
+                -1 if wiring.segment_fd is None else wiring.segment_fd,
+                collective_sockets,
+                message_sockets,
+                wiring.num_cores,
+                timeout,
+                results,
+            )
+        finally:
+            wiring.close()
+        super().__init__(
+            communicator, [fd for fd in (*collective_sockets, *message_sockets) if fd >= 0]
+        )
+        self._wiring = wiring
+
+    def split(self, members: Sequence[int], timeout: float | None = None) -> HostBackend | None:
+        chosen = self._check_members(members, timeout)
+        if self.rank not in chosen:
+            return None
+        seconds = self.timeout if timeout is None else timeout
+        wiring = rendezvous.connect_through(
+            lambda blob: self._gather_bytes(blob, chosen, seconds),
+            chosen.index(self.rank),
+            len(chosen),
+            token=self._wiring.token,
+            timeout=seconds,
+            shared_memory=self._shares_memory,
+            create_segment=create_segment,
+            addresses=[self._wiring.addresses[member] for member in chosen],
+        )
+        group = self.__class__.__new__(self.__class__)
+        group._adopt(wiring, self.timeout)
+        return group
+
+    def _gather_bytes(self, blob: bytes, members: Sequence[int], timeout: float) -> list[bytes]:
+        """Exchange byte strings among `members` alone, by messages: first sizes, then contents."""
+        sizes = self._exchange(np.array([len(blob)]), [np.empty(1, np.int64) for _ in members], members, timeout)
+        blobs = [np.empty(int(size[0]), np.uint8) for size in sizes]
+        received = self._exchange(np.frombuffer(blob, np.uint8), blobs, members, timeout)
+        return [array.tobytes() for array in received]
+
+    def _exchange(
+        self, own: Any, outs: list[Any], members: Sequence[int], timeout: float
+    ) -> list[Any]:
+        ops = []
+        for index, member in enumerate(members):
+            if member == self.rank:
+                outs[index] = own
+            else:
+                ops += [P2POp(True, own, member), P2POp(False, outs[index], member)]
+        self.batch(ops, False, timeout, 0)
+        return outs
+
+
+class TcpBackend(HostBackend):
+    """`HostBackend` without shared memory: every two ranks are connected by TCP.
+
+    For measuring, and for ranks of one machine that cannot share memory.
+    """
+
+    name = "tcp"
+    _shares_memory = False

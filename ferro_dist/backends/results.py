@@ -1,0 +1,51 @@
+"""Arrays for the results of collectives whose output has another shape than their input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ferro_dist.errors import SizeMismatch
+from ferro_dist.interop import allocate, contiguous, deliver, shape_of
+
+__all__ = [
+    "allocate",
+    "allocate_chunk",
+    "allocate_gathered",
+    "allocate_rows",
+    "contiguous",
+    "deliver",
+]
+
+
+def allocate_gathered(x: Any, world_size: int) -> Any:
+    """Make an array for `world_size` arrays like `x`, joined along the first axis."""
+    rows, *rest = shape_of(x) or (1,)
+    return allocate(x, (rows * world_size, *rest))
+
+
+def allocate_chunk(x: Any, world_size: int) -> Any:
+    """Make an array for one of `world_size` equal chunks of `x` along its first axis.
+
+    Raises
+    ------
+    SizeMismatch
+        The first axis does not divide; pass `out` to cut across it.
+    """
+    rows, *rest = shape_of(x) or (1,)
+    if rows % world_size:
+        raise SizeMismatch(
+            f"The first axis of x, of length {rows}, cannot be split evenly over {world_size} ranks."
+        )
+    return allocate(x, (rows // world_size, *rest))
+
+
+def allocate_rows(x: Any, count: int, new_count: int) -> Any:
+    """Make an array for `new_count` elements: in rows like those of `x` if that fits, else flat.
+
+    `count` is the number of elements of `x`.
+    """
+    shape = shape_of(x)
+    row = count // shape[0] if shape and shape[0] else 0
+    if len(shape) < 2 or not row or new_count % row:
+        return allocate(x, (new_count,))
+    return allocate(x, (new_count // row, *shape[1:]))

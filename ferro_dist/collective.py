@@ -1,0 +1,311 @@
+"""Operations that all ranks of a group take part in.
+
+Every rank calls the same functions in the same order, with arrays of the same
+dtype and size. Ranks that do not are told: `CollectiveMismatch`, on all of them,
+before anything is sent. After any other error the group is unusable.
+
+Parameters that all functions share:
+
+backend : Backend
+    The group.
+out : array, optional
+    Where the result is written: C-contiguous, writable, of the same dtype as the
+    input. It may be the input itself. Left away, a new array of the input's
+    library, dtype and device is returned.
+async_op : bool
+    Return a `Work` at once. The arrays must not be touched until it is done.
+timeout : float, optional
+    Seconds; default: the backend's. Ends the call with `Timeout`, naming the ranks
+    that did not come.
+tag : int
+    A mark of your own, from 0 to 2**32 - 1. Ranks whose tags differ have come from
+    different lines of a program, and mismatch.
+
+Arrays are of any library with the buffer protocol or DLPack: NumPy, torch, CuPy,
+JAX. Input that is not C-contiguous is copied first. Shapes are checked by the
+number of elements. Any rank's array may be empty or 0-dimensional if all are.
+
+Dtypes: booleans (MIN and MAX), integers (all but MEAN), floats (all), complex
+numbers (SUM, MEAN, PROD). 16-bit floats are summed in float32. All ranks get the
+same bits.
+
+Errors that all functions share: `InvalidArray`, `UnsupportedOp`, `SizeMismatch`,
+`InvalidRank` (this rank's arguments; nothing was sent), `CollectiveMismatch`
+(the group stays usable), `Timeout`, `PeerLostError`, `ChannelClosed`, `Io` (it
+does not), `LockPoisoned` (it did not before).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ferro_dist.backends.base import Array, Backend
+from ferro_dist.reduce_op import ReduceOp
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "empty",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+
+def allreduce(
+    x: Array,
+    backend: Backend,
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    out: Array | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Reduce over all ranks and give every rank the result.
+
+    Parameters
+    ----------
+    x : array, any shape
+        The same dtype and number of elements on every rank.
+    op : ReduceOp or str
+        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``.
+
+    Returns
+    -------
+    array, shape of `x`, or Work
+
+    Examples
+    --------
+    >>> import ferro_dist as fd, numpy as np
+    >>> with fd.init() as backend:
+    ...     fd.allreduce(np.ones(3), backend)
+    array([1., 1., 1.])
+    """
+    if op.__class__ is not ReduceOp:
+        op = ReduceOp(op)
+    return backend.allreduce(x, out, op, async_op, timeout, tag)  # type: ignore[arg-type]
+
+
+def broadcast(
+    x: Array,
+    backend: Backend,
+    root: int = 0,
+    *,
+    out: Array | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Give every rank the root's array.
+
+    Parameters
+    ----------
+    x : array, any shape
+        On the root, what is sent; elsewhere it tells dtype and size, and is not read.
+    root : int
+
+    Returns
+    -------
+    array, shape of `x`, or Work
+    """
+    return backend.broadcast(x, out, root, async_op, timeout, tag)
+
+
+def reduce(
+    x: Array,
+    backend: Backend,
+    op: ReduceOp | str = ReduceOp.SUM,
+    root: int = 0,
+    *,
+    out: Array | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Reduce over all ranks and give the root the result.
+
+    Parameters
+    ----------
+    x : array, any shape
+    op : ReduceOp or str
+    root : int
+    out : array, optional
+        Read on the root only.
+
+    Returns
+    -------
+    array, shape of `x`, on the root and None elsewhere, or Work
+    """
+    return backend.reduce(x, out, ReduceOp(op), root, async_op, timeout, tag)
+
+
+def all_gather(
+    x: Array,
+    backend: Backend,
+    *,
+    out: Array | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Give every rank the arrays of all, joined along the first axis in rank order.
+
+    Parameters
+    ----------
+    x : array, shape (n, ...)
+        0-dimensional arrays count as shape (1,).
+    out : array, optional
+        ``world_size`` times as many elements as `x`. In place if `x` is its own chunk of it.
+
+    Returns
+    -------
+    array, shape (world_size * n, ...), or Work
+    """
+    return backend.all_gather(x, out, async_op, timeout, tag)
+
+
+def reduce_scatter(
+    x: Array,
+    backend: Backend,
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    out: Array | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Reduce over all ranks and leave each rank with its own chunk.
+
+    Parameters
+    ----------
+    x : array, shape (world_size * n, ...)
+    op : ReduceOp or str
+    out : array, optional
+        ``n * ...`` elements. In place if it is the own chunk of `x`.
+
+    Returns
+    -------
+    array, shape (n, ...), or Work
+    """
+    return backend.reduce_scatter(x, out, ReduceOp(op), async_op, timeout, tag)
+
+
+def all_to_all(
+    x: Array,
+    backend: Backend,
+    *,
+    out: Array | None = None,
+    send_counts: Sequence[int] | None = None,
+    recv_counts: Sequence[int] | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Send chunk i of the array to rank i, and join the chunks received in rank order.
+
+    Parameters
+    ----------
+    x : array, shape (world_size * n, ...)
+        Any shape if the counts are given.
+    send_counts, recv_counts : sequence of int, optional
+        Elements (not rows) to and from each rank, packed without gaps. What a rank
+        sends to another must be what that one expects, else `CollectiveMismatch`.
+
+    Returns
+    -------
+    array or Work
+        Shape of `x`; with counts, rows of `x`'s shape if they come out whole, else flat.
+    """
+    return backend.all_to_all(x, out, send_counts, recv_counts, async_op, timeout, tag)
+
+
+def gather(
+    x: Array,
+    backend: Backend,
+    root: int = 0,
+    *,
+    out: Array | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Give the root the arrays of all, joined along the first axis in rank order.
+
+    Parameters
+    ----------
+    x : array, shape (n, ...)
+    root : int
+    out : array, optional
+        Read on the root only.
+
+    Returns
+    -------
+    array, shape (world_size * n, ...), on the root and None elsewhere, or Work
+    """
+    return backend.gather(x, out, root, async_op, timeout, tag)
+
+
+def scatter(
+    x: Array | None,
+    backend: Backend,
+    root: int = 0,
+    *,
+    out: Array | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Give each rank its own chunk of the root's array.
+
+    Parameters
+    ----------
+    x : array, shape (world_size * n, ...)
+        Read on the root only; None elsewhere.
+    root : int
+    out : array
+        ``n * ...`` elements. Only the root, which knows the shape, may leave it away.
+
+    Returns
+    -------
+    array or Work
+    """
+    return backend.scatter(x, out, root, async_op, timeout, tag)
+
+
+def barrier(
+    backend: Backend, *, async_op: bool = False, timeout: float | None = None, tag: int = 0
+) -> Any:
+    """Wait until every rank has called this.
+
+    Returns
+    -------
+    None or Work
+    """
+    return backend.barrier(async_op, timeout, tag)
+
+
+def empty(shape: int | Sequence[int], dtype: Any, backend: Backend) -> Any:
+    """Make an uninitialized array in the memory that suits `backend` best.
+
+    For a `HostBackend` that is memory which all ranks of the host can reach: collectives
+    whose arrays all stand there copy nothing that they need not. It is the calling
+    rank's own; no other rank need call this.
+
+    Parameters
+    ----------
+    shape : int or sequence of int
+    dtype : anything NumPy takes, "bfloat16" included
+
+    Returns
+    -------
+    numpy.ndarray
+        torch and JAX view it without a copy: ``torch.from_numpy(x)``. It stays valid
+        after the group is closed.
+    """
+    return backend.empty(shape, dtype)

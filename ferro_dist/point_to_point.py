@@ -1,0 +1,127 @@
+"""Messages from one rank to another.
+
+Messages between two ranks arrive in the order in which they were sent. They are
+independent of the group's collectives: a receive may be posted ahead with
+``async_op=True`` and outstay any number of them.
+
+A send returns when the array may be changed again, which may be before the peer
+has received it. Two ranks that both send something large before they receive
+wait for each other; `sendrecv` and `batch` progress both directions together.
+
+A message whose dtype, size or tag is not what the receive was posted for raises
+`SizeMismatch` there and is dropped. The group stays usable.
+
+`timeout`, `async_op`, `tag` and the other errors are as in `ferro_dist.collective`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ferro_dist.backends.base import Array, Backend, P2POp
+
+__all__ = ["P2POp", "batch", "recv", "send", "sendrecv"]
+
+
+def send(
+    x: Array,
+    backend: Backend,
+    dst: int,
+    *,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Send an array to rank `dst`.
+
+    Parameters
+    ----------
+    x : array, any shape
+    dst : int
+
+    Returns
+    -------
+    None or Work
+
+    Raises
+    ------
+    SelfSend
+        `dst` is this rank.
+    """
+    return backend.send(x, dst, async_op, timeout, tag)
+
+
+def recv(
+    out: Array,
+    backend: Backend,
+    src: int,
+    *,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Receive an array from rank `src` into `out`.
+
+    Parameters
+    ----------
+    out : array, C-contiguous and writable
+        The dtype and number of elements that were sent.
+    src : int
+
+    Returns
+    -------
+    `out` or Work
+
+    Raises
+    ------
+    SizeMismatch
+        Something else was sent; it was dropped.
+    """
+    return backend.recv(out, src, async_op, timeout, tag)
+
+
+def sendrecv(
+    x: Array,
+    out: Array,
+    backend: Backend,
+    dst: int,
+    src: int,
+    *,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Send `x` to rank `dst` while receiving `out` from rank `src`.
+
+    Returns
+    -------
+    `out` or Work
+    """
+    return backend.sendrecv(x, out, dst, src, async_op, timeout, tag)
+
+
+def batch(
+    ops: Sequence[P2POp],
+    backend: Backend,
+    *,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Progress many sends and receives together, and return when all are done.
+
+    Parameters
+    ----------
+    ops : sequence of P2POp
+        Those with the same peer and direction keep their order.
+
+    Returns
+    -------
+    None or Work
+
+    Examples
+    --------
+    >>> fd.batch([fd.P2POp(True, x, right), fd.P2POp(False, y, left)], backend)
+    """
+    return backend.batch(ops, async_op, timeout, tag)
