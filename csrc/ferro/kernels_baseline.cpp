@@ -36,6 +36,7 @@ template <class V>
 #else
 constexpr bool kCanTestForNan = false;  // a mask is slow to reach a branch
 constexpr bool kCanStream = false;      // no instruction that GCC would write
+inline void stream_fence() {}
 #endif
 
 #include "ferro/kernels_reduce.inc"
