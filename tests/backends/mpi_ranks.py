@@ -634,13 +634,26 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # MPI launchers may ignore it
     comm = MPI.COMM_WORLD
     while True:
-        name = comm.bcast(sys.stdin.readline().strip() if comm.rank == 0 else None)
+        name = next_name(comm)
         if name == "exit":
             return
         outcomes = comm.gather(outcome_of(globals()[name]))
         if outcomes is not None:
             sys.stdout.write(json.dumps(outcomes) + "\n")
             sys.stdout.flush()
+
+
+def next_name(comm: MPI.Intracomm) -> str:
+    """Return what rank 0 is told to run, on all ranks."""
+    words = np.zeros(100, np.uint8)
+    if comm.rank == 0:
+        name = sys.stdin.readline().strip().encode()
+        words[: len(name)] = list(name)
+    request = comm.Ibcast(words)
+    while not request.Test():
+        # A blocking call would spin, and jobs that have no test to run are many.
+        time.sleep(0.002)
+    return words.tobytes().rstrip(b"\0").decode()
 
 
 def outcome_of(body: Body) -> str | None:
