@@ -371,7 +371,11 @@ def test_a_stale_listener_descriptor_is_ignored() -> None:
             assert placement(environ=environ).listener() is None
 
 
-SHOW = "from ferro_dist.environment import placement as p; a = p(); print(a.rank, a.addr)"
+SHOW = (
+    "import os; from ferro_dist.environment import placement; place = placement(); "
+    # One write: the launcher mixes the ranks' lines by writes.
+    "os.write(1, f'{place.rank} {place.addr}\\n'.encode())"
+)
 
 
 def test_mpich_ranks_find_each_other() -> None:

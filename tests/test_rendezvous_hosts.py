@@ -1,0 +1,112 @@
+"""A group over two hosts: network namespaces joined by a cable."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+PORT = 29555  # the namespaces are this test's own: nobody else can be there
+PATIENCE_S = 60.0
+
+RANK = """
+import json, os, select, sys
+from ferro_dist.rendezvous import connect
+
+rank, addr = int(sys.argv[1]), sys.argv[2]
+segment = lambda num_ranks: os.memfd_create("segment")
+wiring = connect(rank, 4, addr, token=b"a secret", timeout=40, create_segment=segment)
+for pair in wiring.sockets.values():
+    for fd in pair:
+        os.write(fd, bytes([rank]))
+heard = {}
+for peer, pair in wiring.sockets.items():
+    for fd in pair:
+        select.select([fd], [], [], 10)
+    heard[peer] = [list(os.read(fd, 9)) for fd in pair]
+inode = os.fstat(wiring.segment_fd).st_ino
+print(json.dumps([wiring.hosts, wiring.addresses, inode, heard]), flush=True)
+sys.stdin.read()
+"""
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Two namespaces, 10.9.0.1 and 10.9.0.2."""
+    if shutil.which("ip") is None:
+        pytest.skip("the program ip (iproute2) is not installed")
+    names = (f"ferro{os.getpid()}a", f"ferro{os.getpid()}b")
+    try:
+        for name in names:
+            made = ip("netns", "add", name)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+        cable = ip(*f"link add v0 netns {names[0]} type veth peer name v0 netns {names[1]}".split())
+        if cable.returncode:
+            pytest.skip(f"no virtual network cable here: {cable.stderr.strip()}")
+        for number, name in enumerate(names, 1):
+            for words in (
+                f"addr add 10.9.0.{number}/24 dev v0",
+                "link set v0 up",
+                "link set lo up",
+            ):
+                assert ip("-n", name, *words.split()).returncode == 0
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def run_ranks(places: Sequence[tuple[str, str]]) -> list[Any]:
+    """Run a rank for each host and address; return what each reports."""
+    ranks = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", host, sys.executable, "-c", RANK, str(rank), addr],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, (host, addr) in enumerate(places)
+    ]
+    try:
+        # Nobody leaves before all have read: communicate() closes the input one by one.
+        return [json.loads(rank.stdout.readline() if rank.stdout else "") for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.communicate(timeout=PATIENCE_S)
+
+
+def check(reports: Sequence[Any]) -> None:
+    inodes = [inode for _, _, inode, _ in reports]
+    assert inodes[0] == inodes[1]
+    assert inodes[2] == inodes[3]
+    for rank, (hosts, _, _, heard) in enumerate(reports):
+        assert hosts == [[0, 1], [2, 3]]
+        others = [2, 3] if rank < 2 else [0, 1]
+        assert heard == {str(peer): [[peer], [peer]] for peer in others}
+
+
+def test_hosts_share_memory_inside_and_sockets_between(hosts: tuple[str, str]) -> None:
+    addr = f"10.9.0.1:{PORT}"
+    reports = run_ranks([(hosts[0], addr), (hosts[0], addr), (hosts[1], addr), (hosts[1], addr)])
+    check(reports)
+    for _, addresses, _, _ in reports:
+        assert addresses == ["10.9.0.1", "10.9.0.1", "10.9.0.2", "10.9.0.2"]
+
+
+def test_ranks_that_reach_rank_0_by_loopback_are_reached_from_elsewhere(
+    hosts: tuple[str, str],
+) -> None:
+    wildcard, loopback, addr = (f"{host}:{PORT}" for host in ("0.0.0.0", "127.0.0.1", "10.9.0.1"))
+    places = [(hosts[0], wildcard), (hosts[0], loopback), (hosts[1], addr), (hosts[1], addr)]
+    check(run_ranks(places))
