@@ -43,13 +43,14 @@ DIRECTIVES = {
 
 def extensions() -> list[Extension]:
     """One for each .pyx. `host` alone holds the engine; the others see its headers."""
-    headers = sorted(str(path) for path in [*ENGINE.glob("*.hpp"), *NATIVE.glob("*.pxd")])
+    included = [*ENGINE.glob("*.hpp"), *ENGINE.glob("*.inc"), *NATIVE.glob("*.hpp")]
+    headers = sorted(map(str, included))
     engine = sorted(str(path) for path in ENGINE.glob("*.cpp"))
     return [
         Extension(
             f"ferro_dist._native.{path.stem}",
             [str(path), *(engine if path.stem == "host" else [])],
-            include_dirs=["csrc"],
+            include_dirs=["csrc", str(NATIVE)],
             depends=headers,
             extra_compile_args=COMPILE_ARGS,
             extra_link_args=["-pthread"],
