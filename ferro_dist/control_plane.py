@@ -47,6 +47,8 @@ __all__ = ["Coordinator", "Deadline", "Exchange", "ParentExchange", "Participant
 
 # Whoever failed waits this long for the others to have read why.
 FAREWELL_S = 0.3
+# After a failure, rank 0 tells ranks that come this much later of it.
+LATECOMERS_S = 0.4
 # A rank whose time is up waits this long for rank 0 to say who was missing.
 VERDICT_S = 0.5
 # A restarted rank 0 may find its predecessor's listener, with another token, for a moment.
@@ -133,6 +135,7 @@ class Coordinator(Exchange):
         self._parts: dict[int, deque[bytes]] = {r: deque() for r in range(claim.world_size)}
         self._outcasts: list[Stream] = []
         self._failure: DistributedError | None = None
+        self._verdict: DistributedError | None = None
         self._is_over = False
         self._acceptor = Acceptor(
             loop, listener, token, 0, claim.group, self._on_accepted, claim.world_size
@@ -165,8 +168,20 @@ class Coordinator(Exchange):
 
     def fail(self, error: BaseException) -> None:
         self._is_over = True
-        streams = [s for s in (*self._streams.values(), *self._outcasts) if s.is_open]
-        farewell(self.loop, streams, as_distributed(error, 0))
+        self._verdict = as_distributed(error, 0)
+        streams = [*self._streams.values(), *self._outcasts]
+        farewell(self.loop, [stream for stream in streams if stream.is_open], self._verdict)
+        if isinstance(error, Exception) and not isinstance(error, Timeout):
+            self._tell_latecomers()
+
+    def _tell_latecomers(self) -> None:
+        """Let ranks in for a moment more: they would wait for a rank 0 that is gone."""
+        until = time.monotonic() + LATECOMERS_S
+        with contextlib.suppress(Exception):
+            self.loop.run_until(lambda: len(self._streams) == self.world_size - 1, until)
+        late = [s for s in (*self._streams.values(), *self._outcasts) if s.is_open]
+        assert self._verdict is not None
+        farewell(self.loop, late, self._verdict)
 
     def _missing(self) -> list[int]:
         return [rank for rank, parts in self._parts.items() if not parts]
@@ -192,6 +207,8 @@ class Coordinator(Exchange):
             self._check(claim, sock)
         self._streams.setdefault(claim.rank, stream)
         stream.start()
+        if self._verdict is not None:
+            stream.write(encode_frame(FrameKind.FAILURE, encode_error(self._verdict)))
 
     def _check(self, claim: Claim, sock: socket.socket) -> None:
         if claim.world_size != self.world_size:
@@ -395,7 +412,7 @@ class Participant(Exchange):
         where = " or ".join(address.text for address in self._addresses)
         tried = "; ".join(f"{d.target}: {d.describe_failure()}" for d in self._diallers)
         message = f"rendezvous: rank {self.rank} could not reach rank 0 at {where} "
-        answered = [d for d in self._diallers if d.has_been_accepted]
+        answered = [d for d in self._diallers if d.has_been_accepted or d.mismatch]
         facts: dict[str, Any] = {"op": "init", "rank": self.rank, "peer": 0}
         if answered:
             waited = "" if time.monotonic() < self.deadline.at else f"{self.deadline} "

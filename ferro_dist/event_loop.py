@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ferro_dist.address import Target
-from ferro_dist.authentication import Claim, answer
+from ferro_dist.authentication import AuthenticationFailed, Claim, answer
 from ferro_dist.errors import Io
 from ferro_dist.frame import Conversation, ProtocolError
 
@@ -386,6 +386,7 @@ class Dialler:
         self.num_attempts = 0
         self.has_been_accepted = False
         self.last_error: Exception | None = None
+        self.mismatch: AuthenticationFailed | None = None
         self._loop = loop
         self._conversation = conversation
         self._on_connected = on_connected
@@ -427,7 +428,10 @@ class Dialler:
 
     def describe_failure(self) -> str:
         """Say what became of the last attempt."""
-        return _describe(self.last_error) if self.last_error else "no answer"
+        text = _describe(self.last_error) if self.last_error else "no answer"
+        if self.mismatch is None or self.mismatch is self.last_error:
+            return text
+        return f"{text}; before that, {_describe(self.mismatch)}"
 
     def _on_reached(self) -> None:
         assert self._socket is not None
@@ -455,6 +459,8 @@ class Dialler:
         has_answered = self._stream is not None
         self.close()
         self.last_error = error
+        if isinstance(error, AuthenticationFailed):
+            self.mismatch = error
         self.has_been_accepted = has_answered
         waited = time.monotonic() - self._started_at
         pause = min(MAX_PAUSE_S, max(FIRST_PAUSE_S, waited * PAUSE_GROWTH))

@@ -454,6 +454,8 @@ def test_a_rank_started_twice_is_named_to_all() -> None:
 
     def body(index: int) -> Wiring:
         rank = (0, 1, 1)[index]
+        if index == 2:
+            wait_until_joined(2)
         return join(rank, 3, addr, listener=listener if index == 0 else None)
 
     outcomes = run_threads(3, body)
@@ -471,10 +473,28 @@ def test_world_sizes_that_differ_are_both_named() -> None:
     listener, addr = local_listener()
 
     def body(rank: int) -> Wiring:
+        if rank == 2:
+            wait_until_joined(2)
         return join(rank, (3, 3, 4)[rank], addr, listener=listener if rank == 0 else None)
 
     outcomes = run_threads(3, body)
     assert_all(outcomes, InvalidWorldSize, "world size 4", "rank 0 with 3", "rank 2")
+
+
+def test_a_rank_that_comes_after_the_failure_is_told() -> None:
+    listener, addr = local_listener()
+    has_failed = threading.Event()
+
+    def body(index: int) -> Wiring:
+        if index == 2:
+            has_failed.wait(PATIENCE_S)
+        try:
+            rank, size = ((0, 3), (1, 4), (2, 3))[index]
+            return join(rank, size, addr, listener=listener if index == 0 else None, timeout=5)
+        finally:
+            has_failed.set()
+
+    assert_all(run_threads(3, body), InvalidWorldSize, "world size 4")
 
 
 def test_a_taken_port_is_named() -> None:
