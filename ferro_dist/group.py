@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ferro_dist.backends.host import HostBackend
-from ferro_dist.environment import placement
+from ferro_dist.rendezvous.environment import placement
 
 __all__ = ["init"]
 

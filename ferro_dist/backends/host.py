@@ -13,7 +13,7 @@ from ferro_dist._native.host import Communicator, create_segment
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.engine import EngineBackend
-from ferro_dist.wiring import Wiring
+from ferro_dist.rendezvous.wiring import Wiring
 
 __all__ = ["HostBackend", "TcpBackend"]
 

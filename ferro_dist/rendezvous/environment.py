@@ -16,13 +16,13 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ferro_dist.address import (
+from ferro_dist.rendezvous.address import (
     derived_addr,
     derived_unix_addr,
     format_host_port,
     parse_addresses,
 )
-from ferro_dist.authentication import token_source
+from ferro_dist.rendezvous.authentication import token_source
 from ferro_dist.errors import InvalidRank, InvalidWorldSize, NoConnection
 
 __all__ = ["Placement", "first_host", "placement"]

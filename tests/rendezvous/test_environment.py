@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ferro_dist.address import DERIVED_PORTS, Address, derived_addr, parse_addresses
-from ferro_dist.environment import Placement, first_host, placement
+from ferro_dist.rendezvous.address import DERIVED_PORTS, Address, derived_addr, parse_addresses
+from ferro_dist.rendezvous.environment import Placement, first_host, placement
 from ferro_dist.errors import InvalidRank, InvalidWorldSize, NoConnection
 
 Environ = dict[str, str]
@@ -372,7 +372,7 @@ def test_a_stale_listener_descriptor_is_ignored() -> None:
 
 
 SHOW = (
-    "import os; from ferro_dist.environment import placement; place = placement(); "
+    "import os; from ferro_dist.rendezvous.environment import placement; place = placement(); "
     # One write: the launcher mixes the ranks' lines by writes.
     "os.write(1, f'{place.rank} {place.addr}\\n'.encode())"
 )

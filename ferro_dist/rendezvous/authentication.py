@@ -30,7 +30,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 from ferro_dist.errors import NoConnection
-from ferro_dist.frame import ProtocolError
+from ferro_dist.rendezvous.frame import ProtocolError
 
 __all__ = [
     "AuthenticationFailed",

@@ -23,10 +23,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferro_dist import authentication, frame, machine
-from ferro_dist.address import RESOLVER_THREAD, derived_unix_addr
-from ferro_dist.authentication import Claim, Role, find_token, group_digest
-from ferro_dist.control_plane import Deadline
+from ferro_dist.rendezvous import authentication, frame, machine
+from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr
+from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_digest
+from ferro_dist.rendezvous.control_plane import Deadline
 from ferro_dist.errors import (
     CollectiveMismatch,
     DistributedError,
@@ -38,7 +38,7 @@ from ferro_dist.errors import (
     Timeout,
 )
 from ferro_dist.rendezvous import Wiring, check_place, connect, connect_through
-from ferro_dist.wiring import Member
+from ferro_dist.rendezvous.wiring import Member
 
 TOKEN = b"a secret of these tests"
 # Ranks of these tests come within milliseconds; this bounds a test that fails.

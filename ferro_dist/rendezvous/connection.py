@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ferro_dist import machine
-from ferro_dist.address import (
+from ferro_dist.rendezvous import machine
+from ferro_dist.rendezvous.address import (
     Address,
     Target,
     is_loopback,
@@ -31,8 +31,8 @@ from ferro_dist.address import (
     resolve,
     wildcard_target,
 )
-from ferro_dist.authentication import HOW_TO_SET_A_TOKEN, Claim, Role, find_token, group_digest
-from ferro_dist.control_plane import Coordinator, Deadline, Exchange, ParentExchange, Participant
+from ferro_dist.rendezvous.authentication import HOW_TO_SET_A_TOKEN, Claim, Role, find_token, group_digest
+from ferro_dist.rendezvous.control_plane import Coordinator, Deadline, Exchange, ParentExchange, Participant
 from ferro_dist.errors import (
     DistributedError,
     InvalidRank,
@@ -41,8 +41,8 @@ from ferro_dist.errors import (
     NoConnection,
     Timeout,
 )
-from ferro_dist.event_loop import EventLoop
-from ferro_dist.wiring import Member, Place, Segment, Wiring, wire
+from ferro_dist.rendezvous.event_loop import EventLoop
+from ferro_dist.rendezvous.wiring import Member, Place, Segment, Wiring, wire
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "check_place", "connect", "connect_through"]
 
