@@ -127,9 +127,13 @@ void Segment::abort(AbortReason reason) noexcept {
   // The reason first, then the words: a rank that sets its word after this looks
   // at the reason before it sleeps.
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  // Whoever lost the exchange wakes all the same, and wakes ranks whose word is clear
+  // already: who should have woken them may have died just before it did.
   for (int rank = 0; rank < size(); ++rank) {
-    unpark(collective_sleeper(rank));
-    unpark(message_sleeper(rank));
+    for (std::atomic<std::uint32_t>* word : {&collective_sleeper(rank), &message_sleeper(rank)}) {
+      word->store(kAwake, std::memory_order_seq_cst);
+      futex_wake_all(*word);
+    }
   }
 }
 

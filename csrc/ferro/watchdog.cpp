@@ -72,7 +72,12 @@ bool Watchdog::await_change(int target) {
 int Watchdog::next_to_watch() const {
   for (int step = 1; step < segment_->size(); ++step) {
     const int candidate = (index_ + step) % segment_->size();
-    if (!segment_->control(candidate).has_departed.load(std::memory_order_acquire)) return candidate;
+    const RankControl& control = segment_->control(candidate);
+    // Departed and released: until then it may still be killed, and its own watchdog may
+    // sleep where we would, of whom the kernel wakes only one.
+    const bool has_left = control.has_departed.load(std::memory_order_acquire) != 0 &&
+                          control.liveness.load(std::memory_order_acquire) == 0;
+    if (!has_left) return candidate;
   }
   return index_;
 }
