@@ -1,0 +1,94 @@
+// A group's collectives where its ranks share memory inside hosts and have TCP
+// between them. ALGORITHMS.md, section Hosts.
+#ifndef FERRO_HOSTS_TRANSPORT_HPP
+#define FERRO_HOSTS_TRANSPORT_HPP
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "ferro/scratch.hpp"
+#include "ferro/tcp_agreement.hpp"
+#include "ferro/tcp_collectives.hpp"
+#include "ferro/tcp_mesh.hpp"
+#include "ferro/transport.hpp"
+
+namespace ferro {
+
+// Words used below: the ranks of a host have a place in it, from 0; place 0 is the
+// host's leader. A plane is the ranks of equal place on all hosts; there are as
+// many planes as the smallest host has ranks, and they work at the same time.
+class HostsTransport final : public Transport {
+ public:
+  // `local` joins the ranks of this host, and is null where it has but one; `mesh`
+  // reaches all ranks of other hosts. `hosts` lists the ranks of each host, ascending.
+  HostsTransport(std::unique_ptr<Transport> local, std::shared_ptr<TcpMesh> mesh,
+                 std::vector<std::vector<int>> hosts);
+
+  void run(Call& call, const Collective& collective) override;
+  void abort(AbortReason reason) noexcept override;
+  AbortReason aborted() const noexcept override;
+  void close() noexcept override;
+
+ private:
+  struct Watch;
+  // A part of an array: of `count` elements of `dtype`.
+  struct Part {
+    char* data;
+    std::size_t count;
+  };
+
+  void dispatch(Call& call, const Collective& collective, std::uint32_t sequence);
+
+  // What this host's ranks called, known to each of them.
+  Agreement agree_locally(Call& call, const Agreement& own);
+  Agreement agree(Call& call, const Agreement& own);
+  Agreement agree_on_pairs(Call& call, const Agreement& agreed, const Collective& collective);
+  bool is_riding(const Collective& collective) const;
+  void run_riding(Call& call, const Collective& collective, const Agreement& own);
+  void prepare_riding(Call& call, const Collective& collective, char* array);
+  void deliver_riding(const Collective& collective, char* array);
+
+  void reduce_all(Call& call, const Collective& collective);
+  void reduce_parts(Call& call, const Collective& collective, std::size_t begin, std::size_t count,
+                    int num_parts);
+  void broadcast(Call& call, const Collective& collective);
+  void all_gather(Call& call, const Collective& collective);
+  void reduce_scatter(Call& call, const Collective& collective);
+  void all_to_all(Call& call, const Collective& collective);
+  void gather(Call& call, const Collective& collective);
+  void scatter(Call& call, const Collective& collective);
+
+  // One operation among the ranks of this host.
+  void run_local(Call& call, Op op, DType dtype, std::size_t count, const void* in, void* out, int root,
+                 ReduceOp reduce_op = ReduceOp::sum);
+  void exchange_remote(Call& call, const Collective& collective, int root);
+
+  int num_hosts() const { return static_cast<int>(hosts_.size()); }
+  int num_local() const { return static_cast<int>(locals().size()); }
+  const std::vector<int>& locals() const { return hosts_[static_cast<std::size_t>(host_)]; }
+  int rank_at(int host, int place) const {
+    return hosts_[static_cast<std::size_t>(host)][static_cast<std::size_t>(place)];
+  }
+  int host_of(int rank) const { return host_of_[static_cast<std::size_t>(rank)]; }
+  // The place, on a host with `num_places` ranks, that handles what belongs to `place` of another.
+  static int counterpart(int place, int num_places) { return place % num_places; }
+  bool is_leader() const { return place_ == 0; }
+
+  std::unique_ptr<Transport> local_;
+  std::shared_ptr<TcpMesh> mesh_;
+  std::vector<std::vector<int>> hosts_;
+  std::vector<int> host_of_;  // by rank
+  int world_size_ = 0;
+  int rank_ = 0, host_ = 0, place_ = 0;
+  int num_planes_ = 0;
+  std::optional<TcpCollectives> plane_;  // where this rank's place is in every host
+  std::optional<TcpCollectives> reach_;  // this rank and all of other hosts
+  std::uint32_t sequence_ = 0;
+  Scratch message_, own_, part_, packed_, received_;
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_HOSTS_TRANSPORT_HPP

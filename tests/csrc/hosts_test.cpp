@@ -1,0 +1,234 @@
+// The engine over several hosts. Inside a host another TcpTransport stands in for
+// shared memory: to the transport under test one is as good as the other.
+#include <algorithm>
+#include <atomic>
+
+#include "ferro/hosts_transport.hpp"
+#include "ferro/tcp_transport.hpp"
+#include "ferro/wide_float.hpp"
+#include "loopback.hpp"
+
+using namespace ferro;
+using namespace ferro::test;
+
+namespace {
+
+using Hosts = std::vector<std::vector<int>>;
+
+struct Group {
+  std::vector<std::shared_ptr<TcpMesh>> local_meshes;
+  std::vector<std::shared_ptr<TcpMesh>> meshes;
+  std::vector<std::unique_ptr<HostsTransport>> ranks;
+  int size() const { return static_cast<int>(ranks.size()); }
+};
+
+Group make_group(const Hosts& hosts) {
+  std::vector<int> host_of;
+  for (std::size_t host = 0; host < hosts.size(); ++host)
+    for (const int rank : hosts[host]) {
+      host_of.resize(std::max(host_of.size(), static_cast<std::size_t>(rank) + 1));
+      host_of[rank] = static_cast<int>(host);
+    }
+  const int size = static_cast<int>(host_of.size());
+  Group group;
+  group.meshes = make_meshes(size, [&](int a, int b) { return host_of[a] != host_of[b]; });
+  group.local_meshes = make_meshes(size, [&](int a, int b) { return host_of[a] == host_of[b]; });
+  for (int rank = 0; rank < size; ++rank) {
+    const std::vector<int>& locals = hosts[host_of[rank]];
+    std::unique_ptr<Transport> local;
+    if (locals.size() > 1) local = std::make_unique<TcpTransport>(group.local_meshes[rank], locals);
+    group.ranks.push_back(std::make_unique<HostsTransport>(std::move(local), group.meshes[rank], hosts));
+  }
+  return group;
+}
+
+const std::vector<Hosts> kLayouts = {
+    {{0, 1}, {2, 3}}, {{0}, {1}}, {{0, 1, 2}, {3}}, {{0, 2}, {1, 3}}, {{0, 1, 4}, {2, 5}, {3}},
+};
+
+void all_collectives_match_a_loop() {
+  for (const Hosts& hosts : kLayouts) {
+    Group group = make_group(hosts);
+    on_each_rank(group.size(), [&](int rank) {
+      for (const std::size_t count : {0u, 1u, 7u, 1023u, 60013u})
+        EveryCollective(*group.ranks[rank], rank, group.size(), count, static_cast<int>(count) % group.size())
+            .check();
+    });
+  }
+}
+
+void short_floats_are_rounded_once() {
+  const Hosts hosts = {{0, 1, 2}, {3, 4, 5}};
+  for (const std::size_t count : {6u, 60000u}) {
+    Group group = make_group(hosts);
+    on_each_rank(6, [&](int rank) {
+      std::vector<float> wide(count, rank == 0 ? 1.0f : 0x1p-8f);
+      std::vector<std::uint16_t> array(count);
+      from_partial(array.data(), DType::bfloat16, wide.data(), DType::float32, count);
+      run(*group.ranks[rank], make(Op::allreduce, DType::bfloat16, count, array.data(), array.data()));
+      const float exact = 1.0f + 5 * 0x1p-8f;
+      std::uint16_t rounded;
+      from_partial(&rounded, DType::bfloat16, &exact, DType::float32, 1);
+      expect(array == std::vector<std::uint16_t>(count, rounded), "bfloat16 sum over hosts");
+    });
+  }
+}
+
+void mean_divides_by_the_number_of_ranks() {
+  Group group = make_group({{0, 1, 2}, {3}});
+  on_each_rank(4, [&](int rank) {
+    for (const std::size_t count : {3u, 50001u}) {
+      std::vector<float> array(count, static_cast<float>(rank));
+      Collective mean = make(Op::allreduce, DType::float32, count, array.data(), array.data());
+      mean.reduce_op = ReduceOp::mean;
+      run(*group.ranks[rank], mean);
+      expect(array == std::vector<float>(count, 1.5f), "mean over hosts");
+      std::vector<float> in(4 * count, static_cast<float>(rank)), out(count);
+      mean = make(Op::reduce_scatter, DType::float32, count, in.data(), out.data());
+      mean.reduce_op = ReduceOp::mean;
+      run(*group.ranks[rank], mean);
+      expect(out == std::vector<float>(count, 1.5f), "reduce_scatter mean over hosts");
+    }
+  });
+}
+
+// Wherever the odd one sits, and whatever the size.
+void disagreement_is_raised_on_all_hosts() {
+  for (const int odd : {1, 2, 3})
+    for (const std::size_t count : {5u, 100000u}) {
+      Group group = make_group({{0, 1}, {2, 3}});
+      on_each_rank(4, [&](int rank) {
+        std::vector<float> array(count, 1.0f);
+        Collective mine = make(Op::allreduce, DType::float32, count, array.data(), array.data());
+        if (rank == odd) mine.op = Op::all_to_all, mine.count = 1;
+        const Error error = error_of([&] { run(*group.ranks[rank], mine); });
+        expect(error.code == ErrorCode::mismatch, "mismatch over hosts");
+        expect(error.detail == "rank 0 called allreduce(sum, float32, count " + std::to_string(count) +
+                                   "), rank " + std::to_string(odd) + " called all_to_all(float32, count 1)",
+               error.detail);
+        expect(array == std::vector<float>(count, 1.0f), "buffers after a mismatch");
+        mine = make(Op::allreduce, DType::float32, count, array.data(), array.data());
+        run(*group.ranks[rank], mine);
+        expect(array == std::vector<float>(count, 4.0f), "the group after a mismatch");
+      });
+    }
+}
+
+void unpaired_counts_name_the_pair() {
+  // Once inside a host, once between two.
+  for (const int sender : {0, 3}) {
+    Group group = make_group({{0, 1}, {2, 3}});
+    on_each_rank(4, [&](int rank) {
+      std::vector<std::size_t> send_counts(4, 2), recv_counts(4, 2);
+      if (rank == 1) recv_counts[sender] = 1;
+      const Values in(8, 1);
+      Values out(8, -1);
+      Collective collective = make(Op::all_to_all, DType::int32, 0, in.data(), out.data());
+      collective.send_counts = send_counts.data();
+      collective.recv_counts = recv_counts.data();
+      const Error error = error_of([&] { run(*group.ranks[rank], collective); });
+      expect(error.code == ErrorCode::mismatch && out == Values(8, -1), "mismatch of counts");
+      const std::string name = std::to_string(sender);
+      expect(error.detail == "rank " + name +
+                                 " called all_to_all(int32) with 2 elements for rank 1, rank 1 called "
+                                 "all_to_all(int32) with 1 elements from rank " +
+                                 name,
+             error.detail);
+    });
+  }
+}
+
+// Rank 3 leaves its own host's peers and those of the other at once.
+void a_death_is_named_on_all_hosts() {
+  for (const std::size_t count : {1u, 300000u}) {
+    Group group = make_group({{0, 1}, {2, 3}});
+    on_each_rank(4, [&](int rank) {
+      if (rank == 3) {
+        group.meshes[3]->abort({ErrorCode::peer_lost, 3, 3, 0});
+        group.local_meshes[3]->abort({ErrorCode::peer_lost, 3, 3, 0});
+        return;
+      }
+      std::vector<float> array(count, 1.0f);
+      const Error error = error_of([&] {
+        run(*group.ranks[rank], make(Op::allreduce, DType::float32, count, array.data(), array.data()));
+      });
+      expect(error.code == ErrorCode::peer_lost && error.peer == 3, "the dead rank is named");
+      expect(group.ranks[rank]->aborted().culprit == 3, "the reason names it too");
+    });
+  }
+}
+
+// Rank 1 waits inside its host for rank 0, which never comes; the news that ends
+// the group comes from the other host.
+void a_remote_abort_ends_a_local_wait() {
+  Group group = make_group({{0, 1}, {2}});
+  on_each_rank(3, [&](int rank) {
+    if (rank == 0) return;
+    if (rank == 2) return group.ranks[2]->abort({ErrorCode::interrupted, 2, 2, 0});
+    const Error error =
+        error_of([&] { run(*group.ranks[1], make(Op::barrier, DType::uint8, 0, nullptr, nullptr)); });
+    expect(error.code == ErrorCode::interrupted && error.peer == 2,
+           "a remote abort is heard in a local wait");
+  });
+}
+
+// Rank 0 waits for the other host; its own host's rank 1 ends the group.
+void a_local_abort_ends_a_remote_wait() {
+  Group group = make_group({{0, 1}, {2}});
+  on_each_rank(3, [&](int rank) {
+    if (rank == 2) return;
+    if (rank == 1) {
+      // Takes the one step of the call that is local, and aborts while rank 0 waits for rank 2.
+      TcpTransport local(group.local_meshes[1], {0, 1});
+      const Frame header = frame_of(Agreement::of(1, Fingerprint{}));
+      Frame headers[2];
+      run(local, make(Op::all_gather, DType::uint8, sizeof header, &header, headers));
+      group.local_meshes[1]->abort({ErrorCode::interrupted, 1, 1, 0});
+      return;
+    }
+    const Error error =
+        error_of([&] { run(*group.ranks[0], make(Op::barrier, DType::uint8, 0, nullptr, nullptr)); });
+    expect(error.code == ErrorCode::interrupted && error.peer == 1, "a local abort is heard");
+  });
+  AbortReason reason;
+  while (reason.code == ErrorCode::none) reason = group.ranks[2]->aborted();
+  expect(reason.code == ErrorCode::interrupted && reason.culprit == 1, "and passed on to the other host");
+}
+
+void timeout_ends_the_wait_on_every_host() {
+  Group group = make_group({{0, 1}, {2, 3}});
+  on_each_rank(3, [&](int rank) {
+    const Error error = error_of([&] {
+      run(*group.ranks[rank], make(Op::barrier, DType::uint8, 0, nullptr, nullptr), rank == 2 ? 0.2 : 60);
+    });
+    expect(error.code == ErrorCode::timeout && error.peer == 3,
+           "rank 2 waits for rank 3, and tells the others");
+  });
+}
+
+void closing_says_goodbye() {
+  Group group = make_group({{0, 1}, {2, 3}});
+  on_each_rank(4, [&](int rank) {
+    run(*group.ranks[rank], make(Op::barrier, DType::uint8, 0, nullptr, nullptr));
+    group.ranks[rank]->close();
+    const Error error =
+        error_of([&] { run(*group.ranks[rank], make(Op::barrier, DType::uint8, 0, nullptr, nullptr)); });
+    expect(error.code == ErrorCode::closed, "use after close");
+  });
+}
+
+}  // namespace
+
+int main() {
+  all_collectives_match_a_loop();
+  short_floats_are_rounded_once();
+  mean_divides_by_the_number_of_ranks();
+  disagreement_is_raised_on_all_hosts();
+  unpaired_counts_name_the_pair();
+  a_death_is_named_on_all_hosts();
+  a_remote_abort_ends_a_local_wait();
+  a_local_abort_ends_a_remote_wait();
+  timeout_ends_the_wait_on_every_host();
+  closing_says_goodbye();
+  return 0;
+}
