@@ -154,7 +154,7 @@ class NoConnection(Io):
 class LockPoisoned(DistributedError):
     """The group ended with an earlier error, which is the ``__cause__``.
 
-    Make a new group, or leave the failed rank out with ``backend.shrink()``.
+    Make a new group.
     """
 
 

@@ -77,7 +77,7 @@ cdef object _exception_of(const Error& error):
     if error.code == ErrorCode.peer_lost:
         return PeerLostError(
             f"{where}: rank {error.peer} died.\n"
-            f"Go on without it in the group that shrink() makes, or start a new one.", **facts)
+            "The group is unusable from here on; make a new one.", **facts)
     if error.code == ErrorCode.channel_closed:
         return ChannelClosed(f"{where}: rank {error.peer} left the group.{_reported_by(error)}", **facts)
     if error.code == ErrorCode.interrupted:
