@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 import ferro_dist as fd
+from ferro_dist.testing import run_ranks
 
 OnRanks = Callable[..., list[Any]]
 Array = np.ndarray[Any, Any]
@@ -42,7 +43,8 @@ class Linear:
         return self.gradients
 
     def __call__(self, x: Array) -> Array:
-        return x @ self.weights["weight"] + self.weights["bias"]
+        y: Array = x @ self.weights["weight"] + self.weights["bias"]
+        return y
 
     def backward(self, x: Array, error: Array) -> None:
         np.matmul(x.T, error, out=self.gradients["weight"])
@@ -64,10 +66,6 @@ def data(rows: int) -> tuple[Array, Array]:
     return rng.normal(size=(rows, 5)), rng.normal(size=(rows, 3))
 
 
-def one_of(world_size: int, rank: int) -> slice:
-    return slice(rank, None, world_size)
-
-
 # Gradients
 
 
@@ -80,7 +78,8 @@ def test_gradients_become_their_mean(on_ranks: OnRanks, world_size: int) -> None
         model.gradients["weight"][:] = 10 * backend.rank
         ddp.sync_gradients()
         assert_array_equal(model.gradients["weight"], 10 * model.gradients["bias"][0])
-        return model.gradients["bias"]
+        bias: Array = model.gradients["bias"]
+        return bias
 
     mean = sum(range(world_size)) / world_size
     for bias in on_ranks(world_size, body):
@@ -131,14 +130,33 @@ def test_a_module_may_mix_dtypes(on_ranks: OnRanks) -> None:
 # Equality with one process
 
 
-def train_linear(model: Any, weights: dict[str, Array], rows: slice, sync: Any) -> None:
+def train_linear(model: Any, rows: slice, synchronize: Callable[[], object]) -> None:
     x, y = data(rows=50)
     for _ in range(20):
         error = model(x[rows]) - y[rows]
         model.backward(x[rows], error / len(x))
-        sync()
+        synchronize()
+        for name, weight in model.weights.items():
+            weight -= 0.1 * model.gradients[name]
+
+
+def train_replica(backend: Any, own_buffers: bool) -> dict[str, Array]:
+    ddp = fd.DDP(Linear(seed=backend.rank), backend, average="sum")
+    if own_buffers:
+        ddp.gradients = ddp.gradient_buffers()
+    # 50 rows: uneven shares on three ranks and on four.
+    train_linear(ddp, slice(backend.rank, None, backend.world_size), ddp.sync_gradients)
+    return ddp.into_inner().weights
+
+
+def assert_equal_to_training_alone(replicas: list[dict[str, Array]]) -> None:
+    alone = Linear()
+    train_linear(alone, slice(None), lambda: None)
+    for weights in replicas:
         for name, weight in weights.items():
-            weight -= 0.1 * model.grads()[name]
+            # float64 sums of 50 terms in another order, over 20 contracting steps.
+            assert_allclose(weight, alone.weights[name], rtol=1e-12, atol=1e-13)
+            assert_array_equal(weight, replicas[0][name])
 
 
 @pytest.mark.parametrize("own_buffers", [False, True], ids=["copied", "in buckets"])
@@ -146,22 +164,13 @@ def train_linear(model: Any, weights: dict[str, Array], rows: slice, sync: Any) 
 def test_twenty_steps_equal_one_process_on_the_whole_batch(
     on_ranks: OnRanks, world_size: int, own_buffers: bool
 ) -> None:
-    def body(backend: Any) -> dict[str, Array]:
-        ddp = fd.DDP(Linear(), backend, average="sum")
-        if own_buffers:
-            ddp.gradients = ddp.gradient_buffers()
-        rows = one_of(world_size, backend.rank)  # 50 rows: uneven on three ranks and on four
-        train_linear(ddp, ddp.weights, rows, ddp.sync_gradients)
-        return ddp.into_inner().weights
+    assert_equal_to_training_alone(on_ranks(world_size, train_replica, own_buffers))
 
-    alone = Linear()
-    train_linear(alone, alone.weights, slice(None), lambda: None)
-    replicas = on_ranks(world_size, body)
-    for weights in replicas:
-        for name, weight in weights.items():
-            # float64 sums of 50 terms in another order, over 20 contracting steps.
-            assert_allclose(weight, alone.weights[name], rtol=1e-12, atol=1e-13)
-            assert_array_equal(weight, replicas[0][name])
+
+@pytest.mark.parametrize("backend", ["host", "tcp"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_twenty_steps_of_processes_equal_one_process(world_size: int, backend: str) -> None:
+    assert_equal_to_training_alone(run_ranks(world_size, train_replica, True, backend=backend))
 
 
 @settings(
@@ -200,8 +209,8 @@ def test_gradients_in_buckets_are_not_copied(on_ranks: OnRanks) -> None:
         assert ddp.module.gradients is buffers
         assert all(view is buffers[name] for name, view in ddp.gradient_buffers().items())
         assert list(buffers) == list(ddp.parameters())
-        addresses = {view.base.ctypes.data for view in buffers.values()}
-        assert len(addresses) == 1
+        owners = {id(view.base) for view in buffers.values()}
+        assert len(owners) == 1, "both lie in one bucket"
 
     on_ranks(2, body)
 
@@ -352,7 +361,7 @@ def test_broadcast_parameters_overwrites_them_in_place(on_ranks: OnRanks) -> Non
 
 def test_the_module_is_reached_through_the_wrapper(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
-        model = Linear()
+        model: Any = Linear()
         ddp = fd.DDP(model, backend)
         assert ddp.module is model
         assert ddp.backend is backend
@@ -386,7 +395,7 @@ def test_a_module_that_defines_its_own_copying_does_not_speak_for_the_wrapper(
             return "the module's"
 
     def body(backend: Any) -> None:
-        ddp = fd.DDP(Copied(), backend)
+        ddp: Any = fd.DDP(Copied(), backend)
         assert copy.deepcopy(ddp.module) == "the module's"
         with pytest.raises(AttributeError):
             ddp.__deepcopy__  # noqa: B018
