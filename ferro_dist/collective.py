@@ -88,8 +88,8 @@ def allreduce(
     array([1., 1., 1.])
     """
     if op.__class__ is not ReduceOp:
-        op = ReduceOp(op)
-    return backend.allreduce(x, out, op, async_op, timeout, tag)  # type: ignore[arg-type]
+        op = ReduceOp.of(op)
+    return backend.allreduce(x, out, op, async_op, timeout, tag)
 
 
 def broadcast(
@@ -142,7 +142,7 @@ def reduce(
     -------
     array, shape of `x`, on the root and None elsewhere, or Work
     """
-    return backend.reduce(x, out, ReduceOp(op), root, async_op, timeout, tag)
+    return backend.reduce(x, out, ReduceOp.of(op), root, async_op, timeout, tag)
 
 
 def all_gather(
@@ -193,7 +193,7 @@ def reduce_scatter(
     -------
     array, shape (n, ...), or Work
     """
-    return backend.reduce_scatter(x, out, ReduceOp(op), async_op, timeout, tag)
+    return backend.reduce_scatter(x, out, ReduceOp.of(op), async_op, timeout, tag)
 
 
 def all_to_all(

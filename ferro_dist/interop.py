@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from ferro_dist._native.buffer_view import BufferView, as_output, as_view
+from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import InvalidArray
 
 __all__ = [
-    "DTYPE_NAMES",
     "BufferView",
     "allocate",
     "as_output",
@@ -44,27 +44,6 @@ __all__ = [
 ]
 
 Array = Any
-
-DTYPE_NAMES = (
-    "bool",
-    "int8",
-    "uint8",
-    "int16",
-    "uint16",
-    "int32",
-    "uint32",
-    "int64",
-    "uint64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e5m2",
-)
-"""Names in the spelling that NumPy, ml_dtypes, torch and JAX share, by ``ferro::DType``."""
 
 _CODES = {name: code for code, name in enumerate(DTYPE_NAMES)}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from ferro_dist.errors import UnsupportedOp
+
 __all__ = ["ReduceOp"]
 
 
@@ -22,7 +24,12 @@ class ReduceOp(enum.IntEnum):
     MAX = 4
 
     @classmethod
-    def _missing_(cls, value: object) -> ReduceOp | None:
-        if isinstance(value, str):
-            return cls.__members__.get(value.upper())
-        return None
+    def of(cls, op: ReduceOp | str) -> ReduceOp:
+        """Return the member that `op` is or names."""
+        if isinstance(op, cls):
+            return op
+        member = cls.__members__.get(op.upper()) if isinstance(op, str) else None
+        if member is None:
+            names = ", ".join(repr(name.lower()) for name in cls.__members__)
+            raise UnsupportedOp(f"There is no reduction {op!r}, but {names}.")
+        return member

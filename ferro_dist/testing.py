@@ -176,7 +176,8 @@ def _collect(run: _Run, deadline: float, may_die: set[int]) -> None:
 
 def _settle(rank: _Rank, may_die: set[int]) -> None:
     """Take a rank's outcome. It may have been sent just before the process ended."""
-    kind, value = "", None
+    kind: str = ""
+    value: Any = None
     with contextlib.suppress(EOFError):
         if rank.connection.poll():
             kind, value = rank.connection.recv()

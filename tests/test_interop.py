@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 from numpy.testing import assert_array_equal
 
+from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import InvalidArray
 from ferro_dist.interop import (
-    DTYPE_NAMES,
     allocate,
     as_output,
     as_view,

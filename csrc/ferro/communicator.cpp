@@ -137,7 +137,8 @@ std::shared_ptr<Task> Communicator::submit(const Collective& collective, double 
   return task;
 }
 
-std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint>& messages, double timeout_s) {
+std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint>& messages,
+                                           double timeout_s) {
   check_open();
   auto task = std::make_shared<Task>(op, messages, timeout_s);
   message_queue_.push(task, [this] { run_messages(); });

@@ -21,12 +21,12 @@ namespace ferro {
 struct Wiring {
   int rank = 0;
   int world_size = 1;
-  std::vector<int> local_ranks;                // of this host, ascending, this rank included
-  int segment_fd = -1;                         // shared by local_ranks, if there are several; stays the caller's
-  std::vector<int> collective_sockets;         // by rank, -1 for local ones; owned by the Communicator,
-  std::vector<int> message_sockets;            // also if its construction throws
-  std::vector<std::vector<int>> hosts;         // all ranks, by host
-  int num_cores = 1;                           // that local_ranks may use together
+  std::vector<int> local_ranks;         // of this host, ascending, this rank included
+  int segment_fd = -1;                  // shared by local_ranks, if there are several; stays the caller's
+  std::vector<int> collective_sockets;  // by rank, -1 for local ones; owned by the Communicator,
+  std::vector<int> message_sockets;     // also if its construction throws
+  std::vector<std::vector<int>> hosts;  // all ranks, by host
+  int num_cores = 1;                    // that local_ranks may use together
 };
 
 class Communicator {
@@ -69,9 +69,6 @@ class Communicator {
     std::shared_ptr<Heap> heap;
   };
   Communicator(int rank, int world_size, Parts parts);
-  static std::shared_ptr<Communicator> over_memory(int rank, const std::vector<int>& ranks,
-                                                   const std::shared_ptr<Segment>& segment, int num_cores,
-                                                   bool are_processes);
 
   void run_now(Call& call, const Collective& collective);
   // Notes what failed and, if the group cannot go on, tells the others.

@@ -20,7 +20,9 @@ std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple
 }  // namespace
 
 Heap::Heap(std::shared_ptr<Segment> segment, int index)
-    : segment_(std::move(segment)), base_(segment_->heap(index)), free_{{0, segment_->layout().heap_nbytes}} {}
+    : segment_(std::move(segment)),
+      base_(segment_->heap(index)),
+      free_{{0, segment_->layout().heap_nbytes}} {}
 
 void* Heap::allocate(std::size_t nbytes) {
   const std::size_t alignment = nbytes >= kHugePage ? kHugePage : kLinePair;
@@ -37,7 +39,8 @@ void* Heap::allocate(std::size_t nbytes) {
     used_.emplace(at, size);
     return base_ + at;
   }
-  throw Error(ErrorCode::out_of_memory, -1, "no room for " + std::to_string(nbytes) + " bytes of symmetric memory");
+  throw Error(ErrorCode::out_of_memory, -1,
+              "no room for " + std::to_string(nbytes) + " bytes of symmetric memory");
 }
 
 void Heap::free(void* data) {

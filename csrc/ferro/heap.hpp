@@ -31,7 +31,7 @@ class Heap {
 
   const std::shared_ptr<Segment> segment_;  // the arrays outlive the group
   unsigned char* const base_;
-  std::mutex mutex_;  // all below
+  std::mutex mutex_;                         // all below
   std::map<std::size_t, std::size_t> free_;  // offset → size, neighbours merged
   std::map<std::size_t, std::size_t> used_;
   std::size_t backed_nbytes_ = 0;

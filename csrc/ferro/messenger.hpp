@@ -20,7 +20,8 @@ namespace ferro {
 // Messages that complete together. Belongs to the caller until then.
 class Batch {
  public:
-  explicit Batch(const std::vector<PointToPoint>& ops) : messages_(ops.begin(), ops.end()), remaining_(ops.size()) {}
+  explicit Batch(const std::vector<PointToPoint>& ops)
+      : messages_(ops.begin(), ops.end()), remaining_(ops.size()) {}
 
   bool is_done() const { return remaining_ == 0; }
   // The first message that did not fit. The others have been delivered.

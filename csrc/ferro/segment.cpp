@@ -97,7 +97,8 @@ int Segment::create_file(int size) {
   FileDescriptor file{memfd_create("ferro_dist", MFD_CLOEXEC | MFD_ALLOW_SEALING)};
   if (file.fd < 0) throw_errno("memfd_create");
   const SegmentLayout layout(size);
-  if (ftruncate(file.fd, static_cast<off_t>(layout.total_nbytes())) != 0) throw_errno("ftruncate of shared memory");
+  if (ftruncate(file.fd, static_cast<off_t>(layout.total_nbytes())) != 0)
+    throw_errno("ftruncate of shared memory");
   back_with_memory(file.fd, layout.fixed_nbytes);
   if (fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) throw_errno("fcntl(F_ADD_SEALS)");
   return file.release();
@@ -109,7 +110,8 @@ std::shared_ptr<Segment> Segment::map_file(int fd, int size) {
   if (fstat(fd, &status) != 0) throw_errno("fstat of shared memory");
   if (static_cast<std::size_t>(status.st_size) != layout.total_nbytes())
     throw Error(ErrorCode::io, -1, "the shared segment is not one for " + std::to_string(size) + " ranks");
-  void* base = mmap(nullptr, layout.total_nbytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  void* base =
+      mmap(nullptr, layout.total_nbytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (base == MAP_FAILED) throw_errno("mmap of shared memory");
   // Best effort: without huge pages the first touch of each small one costs a fault.
   madvise(base, layout.total_nbytes(), MADV_HUGEPAGE);

@@ -75,10 +75,10 @@ struct SegmentLayout {
   std::size_t window_nbytes;   // staging of one rank
   std::size_t results_nbytes;  // what one rank reduced for the others: its share of every round
   std::size_t channel_nbytes;  // ring of bytes of one ordered pair
-  std::size_t sleepers_offset, headers_offset, controls_offset, smalls_offset, windows_offset,
-      results_offset, channels_offset;
-  std::size_t fixed_nbytes;    // all of the above; backed by memory from the start
-  std::size_t heap_nbytes;     // symmetric heap of one rank; address space, backed on demand
+  std::size_t sleepers_offset, headers_offset, controls_offset, smalls_offset, windows_offset, results_offset,
+      channels_offset;
+  std::size_t fixed_nbytes;  // all of the above; backed by memory from the start
+  std::size_t heap_nbytes;   // symmetric heap of one rank; address space, backed on demand
   std::size_t total_nbytes() const { return fixed_nbytes + heap_nbytes * size; }
   std::size_t channel_stride() const;
 };
@@ -120,9 +120,7 @@ class Segment {
   unsigned char* window(int rank) { return base_ + layout_.windows_offset + rank * layout_.window_nbytes; }
   unsigned char* results(int rank) { return base_ + layout_.results_offset + rank * layout_.results_nbytes; }
   ChannelControl& channel(int src, int dst) { return *at<ChannelControl>(channel_offset(src, dst)); }
-  Cell* cells(int src, int dst) {
-    return at<Cell>(channel_offset(src, dst) + sizeof(ChannelControl));
-  }
+  Cell* cells(int src, int dst) { return at<Cell>(channel_offset(src, dst) + sizeof(ChannelControl)); }
   unsigned char* ring(int src, int dst) {
     return base_ + channel_offset(src, dst) + sizeof(ChannelControl) + SegmentLayout::kCells * sizeof(Cell);
   }
@@ -130,8 +128,8 @@ class Segment {
 
   // Where in the symmetric heaps [data, data + nbytes) lies, plus one; 0 if outside.
   std::uint64_t symmetric_offset(const void* data, std::size_t nbytes) const {
-    const auto distance = static_cast<std::uint64_t>(static_cast<const unsigned char*>(data) -
-                                                     (base_ + layout_.fixed_nbytes));
+    const auto distance =
+        static_cast<std::uint64_t>(static_cast<const unsigned char*>(data) - (base_ + layout_.fixed_nbytes));
     const std::uint64_t heaps = layout_.heap_nbytes * layout_.size;
     return distance < heaps && nbytes <= heaps - distance ? distance + 1 : 0;
   }

@@ -24,6 +24,7 @@ class ShmChannel final : public Channel {
 
   bool try_send(Message& message) override;
   bool try_recv(Message& message) override;
+
  private:
   bool start_send(Message& message);
   bool start_recv(Message& message);

@@ -15,7 +15,7 @@
 namespace ferro {
 namespace {
 
-constexpr std::uint64_t kPairSlots = 8;   // rounds in flight where each peer gets a piece of its own
+constexpr std::uint64_t kPairSlots = 8;  // rounds in flight where each peer gets a piece of its own
 constexpr std::size_t kSymmetricBlock = std::size_t{32} << 10;  // stays in L1 between reduction and copies
 
 const unsigned char* bytes(const void* data) { return static_cast<const unsigned char*>(data); }
@@ -125,7 +125,8 @@ void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, std::uint64_
 
 // A slot is free once everybody consumed the round that was in it. Those of earlier
 // collectives are: a rank publishes a header only after consuming all before it.
-void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots, int sole_consumer) {
+void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots,
+                                   int sole_consumer) {
   if (round < num_slots) return;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == index_ || (sole_consumer != Roles::kEverybody && peer != sole_consumer)) continue;
@@ -192,9 +193,12 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
   const std::size_t piece_nbytes = slot_nbytes / size_ / kLinePair * kLinePair;
   const Rounds rounds(c.count, piece_nbytes * size_ / itemsize);
   const bool is_collector = sole_collector == Roles::kEverybody || sole_collector == index_;
-  const auto share = [&](std::uint64_t round, int rank) { return share_of(rounds[round], size_, rank, itemsize); };
+  const auto share = [&](std::uint64_t round, int rank) {
+    return share_of(rounds[round], size_, rank, itemsize);
+  };
   const auto staged_at = [&](int rank, std::uint64_t round, int share_owner) {
-    return segment_->window(rank) + round % SegmentLayout::kRoundSlots * slot_nbytes + share_owner * piece_nbytes;
+    return segment_->window(rank) + round % SegmentLayout::kRoundSlots * slot_nbytes +
+           share_owner * piece_nbytes;
   };
   const auto result_at = [&](int rank, std::uint64_t round) {
     return segment_->results(rank) + round % SegmentLayout::kRoundSlots * piece_nbytes;
@@ -205,7 +209,8 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
     for (int peer = 0; peer < size_; ++peer) {
       const Range range = share(round, peer);
       if (peer != index_)
-        copy_to_peer(staged_at(index_, round, peer), bytes(c.in) + range.first * itemsize, range.count * itemsize);
+        copy_to_peer(staged_at(index_, round, peer), bytes(c.in) + range.first * itemsize,
+                     range.count * itemsize);
     }
     advance(&RankControl::staged, round_ + round + 1);
   };
@@ -258,7 +263,8 @@ bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
     reduce_inputs(c, c.out, c.count * index_, c.count);
     return inputs_.are_borrowed;
   }
-  const std::size_t piece_nbytes = segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
+  const std::size_t piece_nbytes =
+      segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
   const Rounds rounds(c.count, piece_nbytes / itemsize);
   run_rounds(
       call, rounds.number(), kPairSlots, {},
@@ -296,7 +302,8 @@ bool ShmTransport::broadcast(Call& call, const Collective& c) {
       },
       [&](std::uint64_t round) {
         if (index_ != root)
-          copy_to_user(bytes(c.out) + rounds[round].first, inputs_.of_rank[root], rounds[round].count, nbytes);
+          copy_to_user(bytes(c.out) + rounds[round].first, inputs_.of_rank[root], rounds[round].count,
+                       nbytes);
       });
   return false;
 }
@@ -356,7 +363,8 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
     return inputs_.are_borrowed;
   }
   if (index_ == root) copy_block(c.out, bytes(c.in) + root * nbytes, nbytes);
-  const std::size_t piece_nbytes = segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
+  const std::size_t piece_nbytes =
+      segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
   const Rounds rounds(nbytes, piece_nbytes);
   run_rounds(
       call, rounds.number(), kPairSlots, Roles{root, Roles::kEverybody},
@@ -406,7 +414,8 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
     send_first[peer] = send_first[peer - 1] + send_counts[peer - 1];
     recv_first[peer] = recv_first[peer - 1] + recv_counts[peer - 1];
   }
-  const std::size_t piece_nbytes = segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
+  const std::size_t piece_nbytes =
+      segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
   const Rounds rounds(most, piece_nbytes / itemsize);
   const auto clip = [&](std::uint64_t round, std::size_t count) {
     const Range range = rounds[round];
@@ -421,8 +430,8 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
         for (int peer = 0; peer < size_; ++peer) {
           const Range range = clip(round, send_counts[peer]);
           if (peer != index_)
-            copy_to_peer(slot + peer * piece_nbytes, bytes(c.in) + (send_first[peer] + range.first) * itemsize,
-                         range.count * itemsize);
+            copy_to_peer(slot + peer * piece_nbytes,
+                         bytes(c.in) + (send_first[peer] + range.first) * itemsize, range.count * itemsize);
         }
       },
       [&](std::uint64_t round) {

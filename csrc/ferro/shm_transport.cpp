@@ -50,8 +50,8 @@ std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is
 
 }  // namespace
 
-ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members, int num_cores,
-                           bool are_processes)
+ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members,
+                           int num_cores, bool are_processes)
     : segment_(std::move(segment)),
       index_(index),
       size_(static_cast<int>(members.size())),
@@ -71,7 +71,8 @@ void ShmTransport::close() noexcept {
   if (segment_->control(index_).has_departed.exchange(1, std::memory_order_seq_cst) != 0) return;
   watchdog_.reset();
   for (int peer = 0; peer < size_; ++peer) {
-    for (std::atomic<std::uint32_t>* word : {&segment_->collective_sleeper(peer), &segment_->message_sleeper(peer)})
+    for (std::atomic<std::uint32_t>* word :
+         {&segment_->collective_sleeper(peer), &segment_->message_sleeper(peer)})
       if (is_parked_for(word->load(std::memory_order_seq_cst), index_)) unpark(*word);
   }
 }
@@ -255,7 +256,8 @@ __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, 
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!ready() && !is_lost(peer)) {
       const double slice = std::chrono::duration<double>(kWaitSlice).count();
-      futex_wait(word, static_cast<std::uint32_t>(peer) + 1, std::max(0.0, std::min(slice, call.remaining_s())));
+      futex_wait(word, static_cast<std::uint32_t>(peer) + 1,
+                 std::max(0.0, std::min(slice, call.remaining_s())));
     }
     word.store(kAwake, std::memory_order_relaxed);
   }
@@ -290,13 +292,13 @@ void ShmTransport::wake_sleepers() {
   }
 }
 
-void ShmTransport::await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::*counter,
+void ShmTransport::await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::* counter,
                                  std::uint64_t value) {
   const std::atomic<std::uint64_t>& word = segment_->control(peer).*counter;
   await(call, peer, [&word, value] { return word.load(std::memory_order_acquire) >= value; });
 }
 
-void ShmTransport::advance(std::atomic<std::uint64_t> RankControl::*counter, std::uint64_t value) {
+void ShmTransport::advance(std::atomic<std::uint64_t> RankControl::* counter, std::uint64_t value) {
   (segment_->control(index_).*counter).store(value, std::memory_order_seq_cst);
   wake_sleepers();
 }

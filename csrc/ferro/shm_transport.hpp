@@ -55,8 +55,9 @@ class ShmTransport final : public Transport {
   [[noreturn]] void throw_lost(int peer) const;
   void check_caller(Call& call, int peer) const;
   void wake_sleepers();
-  void await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::*counter, std::uint64_t value);
-  void advance(std::atomic<std::uint64_t> RankControl::*counter, std::uint64_t value);
+  void await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::* counter,
+                     std::uint64_t value);
+  void advance(std::atomic<std::uint64_t> RankControl::* counter, std::uint64_t value);
 
   // ---- Collectives (shm_collectives.cpp) ----
   // True if it read the symmetric arrays of peers, who must not leave before that is over.

@@ -58,7 +58,7 @@ class Task {
     futex_wake_all(state_);
   }
 
-  Collective collective;            // the op alone, if there are messages
+  Collective collective;  // the op alone, if there are messages
   std::unique_ptr<Batch> messages;
   const double timeout_s;
 

@@ -10,9 +10,23 @@ namespace ferro {
 
 // Values are part of the wire format and of _native/libferro.pxd: append only.
 enum class DType : std::uint8_t {
-  boolean, int8, uint8, int16, uint16, int32, uint32, int64, uint64,
-  float16, bfloat16, float32, float64, complex64, complex128,
-  float8_e4m3, float8_e5m2,  // moved, never reduced on a host
+  boolean,
+  int8,
+  uint8,
+  int16,
+  uint16,
+  int32,
+  uint32,
+  int64,
+  uint64,
+  float16,
+  bfloat16,
+  float32,
+  float64,
+  complex64,
+  complex128,
+  float8_e4m3,
+  float8_e5m2,  // moved, never reduced on a host
 };
 constexpr int kDTypeCount = 17;
 
@@ -25,8 +39,21 @@ enum class ReduceOp : std::uint8_t { sum, mean, prod, min, max };
 constexpr int kReduceOpCount = 5;
 
 enum class Op : std::uint8_t {
-  allreduce, broadcast, reduce, all_gather, reduce_scatter, all_to_all, gather, scatter, barrier,
-  send, recv, sendrecv, batch, init, close,
+  allreduce,
+  broadcast,
+  reduce,
+  all_gather,
+  reduce_scatter,
+  all_to_all,
+  gather,
+  scatter,
+  barrier,
+  send,
+  recv,
+  sendrecv,
+  batch,
+  init,
+  close,
 };
 
 // The public name of a call.

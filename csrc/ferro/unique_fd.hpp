@@ -19,6 +19,7 @@ class UniqueFd {
   }
 
   int get() const { return fd_; }
+  int release() noexcept { return std::exchange(fd_, -1); }
   void reset(int fd = -1) noexcept {
     if (fd_ >= 0) ::close(fd_);
     fd_ = fd;

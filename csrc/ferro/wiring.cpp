@@ -1,54 +1,102 @@
 // Builds a Communicator from what connects its ranks.
-#include <unistd.h>
-
 #include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <numeric>
 #include <utility>
+#include <vector>
 
 #include "ferro/communicator.hpp"
 #include "ferro/shm_channel.hpp"
 #include "ferro/shm_transport.hpp"
+#include "ferro/tcp_channel.hpp"
+#include "ferro/tcp_mesh.hpp"
+#include "ferro/tcp_transport.hpp"
+#include "ferro/unique_fd.hpp"
 
 namespace ferro {
 namespace {
+
+using Channels = std::vector<std::unique_ptr<Channel>>;
 
 int index_of(const std::vector<int>& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
-}  // namespace
-
-// A group of threads, or of processes that all share `segment`.
-std::shared_ptr<Communicator> Communicator::over_memory(int rank, const std::vector<int>& ranks,
-                                                        const std::shared_ptr<Segment>& segment, int num_cores,
-                                                        bool are_processes) {
-  const int index = index_of(ranks, rank);
-  const auto size = static_cast<int>(ranks.size());
-  Parts parts;
-  parts.transport = std::make_unique<ShmTransport>(segment, index, ranks, num_cores, are_processes);
-  std::vector<std::unique_ptr<Channel>> channels(ranks.size());
-  for (int peer = 0; peer < size; ++peer)
-    if (peer != index) channels[peer] = std::make_unique<ShmChannel>(segment, index, peer, ranks[peer]);
-  parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, index,
-                                                SpinPolicy::for_ranks(size, num_cores));
-  parts.heap = std::make_shared<Heap>(segment, index);
-  return std::shared_ptr<Communicator>(new Communicator(rank, size, std::move(parts)));
+std::vector<int> all_ranks(int world_size) {
+  std::vector<int> ranks(static_cast<std::size_t>(world_size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
 }
+
+// The peers that share `segment` with this rank, in the order of `local_ranks`.
+void connect_memory(Channels& channels, const std::shared_ptr<Segment>& segment,
+                    const std::vector<int>& local_ranks, int index) {
+  for (int peer = 0; peer < static_cast<int>(local_ranks.size()); ++peer)
+    if (peer != index)
+      channels[static_cast<std::size_t>(local_ranks[static_cast<std::size_t>(peer)])] =
+          std::make_unique<ShmChannel>(segment, index, peer, local_ranks[static_cast<std::size_t>(peer)]);
+}
+
+}  // namespace
 
 std::vector<std::shared_ptr<Communicator>> Communicator::create_group(int world_size, int num_cores) {
   const std::shared_ptr<Segment> segment = Segment::create(world_size);
-  std::vector<int> ranks(world_size);
-  for (int rank = 0; rank < world_size; ++rank) ranks[rank] = rank;
+  const std::vector<int> ranks = all_ranks(world_size);
   std::vector<std::shared_ptr<Communicator>> group;
-  for (int rank = 0; rank < world_size; ++rank)
-    group.push_back(over_memory(rank, ranks, segment, num_cores, false));
+  for (const int rank : ranks) {
+    Parts parts;
+    parts.transport = std::make_unique<ShmTransport>(segment, rank, ranks, num_cores, false);
+    Channels channels(ranks.size());
+    connect_memory(channels, segment, ranks, rank);
+    parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, rank,
+                                                  SpinPolicy::for_ranks(world_size, num_cores));
+    parts.heap = std::make_shared<Heap>(segment, rank);
+    group.push_back(std::shared_ptr<Communicator>(new Communicator(rank, world_size, std::move(parts))));
+  }
   return group;
 }
 
 std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
+  const int index = index_of(wiring.local_ranks, wiring.rank);
   const auto num_local = static_cast<int>(wiring.local_ranks.size());
-  const std::shared_ptr<Segment> segment =
-      num_local > 1 ? Segment::map_file(wiring.segment_fd, num_local) : Segment::create(1);
-  return over_memory(wiring.rank, wiring.local_ranks, segment, wiring.num_cores, true);
+  const bool has_remote = num_local < wiring.world_size;
+  const bool may_spin = num_local <= wiring.num_cores;
+
+  // Owned from the start, so that none is left open if something below throws.
+  std::vector<UniqueFd> message_sockets;
+  for (const int fd : wiring.message_sockets) message_sockets.emplace_back(fd);
+  std::vector<TcpMesh::Socket> sockets;
+  for (int peer = 0; peer < wiring.world_size; ++peer)
+    if (wiring.collective_sockets[peer] >= 0) sockets.push_back({peer, wiring.collective_sockets[peer]});
+  const auto mesh = has_remote ? std::make_shared<TcpMesh>(wiring.rank, sockets, may_spin) : nullptr;
+
+  Channels channels(static_cast<std::size_t>(wiring.world_size));
+  for (int peer = 0; peer < wiring.world_size; ++peer)
+    if (message_sockets[peer].get() >= 0)
+      channels[peer] = std::make_unique<TcpChannel>(peer, message_sockets[peer].release(), mesh);
+
+  std::shared_ptr<Segment> segment;
+  if (num_local > 1) segment = Segment::map_file(wiring.segment_fd, num_local);
+  if (wiring.world_size == 1) segment = Segment::create(1);
+  std::unique_ptr<ShmTransport> local;
+  if (segment) {
+    connect_memory(channels, segment, wiring.local_ranks, index);
+    local = std::make_unique<ShmTransport>(segment, index, wiring.local_ranks, wiring.num_cores, true);
+  }
+
+  Parts parts;
+  if (!has_remote) {
+    parts.transport = std::move(local);
+  } else if (static_cast<int>(wiring.hosts.size()) == wiring.world_size) {
+    parts.transport = std::make_unique<TcpTransport>(mesh, all_ranks(wiring.world_size));
+  } else {
+    throw Error(ErrorCode::unsupported, -1, "groups over hosts");
+  }
+  parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, index,
+                                                SpinPolicy::for_ranks(num_local, wiring.num_cores));
+  if (segment) parts.heap = std::make_shared<Heap>(segment, index);
+  return std::shared_ptr<Communicator>(new Communicator(wiring.rank, wiring.world_size, std::move(parts)));
 }
 
 }  // namespace ferro

@@ -1,0 +1,1 @@
+"""The compiled modules: one for each library that they are linked to."""

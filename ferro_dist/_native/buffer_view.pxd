@@ -29,3 +29,6 @@ cdef BufferView view_of(object array)
 # An array to write into. Raises InvalidArray also for one that is read-only, has
 # gaps, or whose autograd history a write would falsify.
 cdef BufferView output_view_of(object array)
+
+# Whether output_view_of would return this very view.
+cdef bint is_output(BufferView view)

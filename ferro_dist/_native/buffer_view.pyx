@@ -162,6 +162,10 @@ cdef BufferView output_view_of(object array):
     return view
 
 
+cdef bint is_output(BufferView view):
+    return not view.is_readonly and view.is_contiguous and not _requires_grad(view.owner)
+
+
 cdef inline bint _requires_grad(object array):
     if (<PyObject*> array).ob_type == ndarray_type:
         return False

@@ -11,13 +11,14 @@ from libcpp.vector cimport vector
 
 cimport cython
 from ferro_dist._native cimport libferro as ferro
-from ferro_dist._native.buffer_view cimport BufferView, output_view_of, view_of
+from ferro_dist._native.buffer_view cimport BufferView, is_output, output_view_of, view_of
 from ferro_dist._native.libferro cimport Collective, Engine, Heap, Op, PointToPoint, Segment, Task, Wiring
 
 import os
 from collections import deque
 
-from ferro_dist.backends import arguments
+from ferro_dist import arguments
+from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import DistributedError, InvalidArray, LockPoisoned, SizeMismatch, Timeout, UnsupportedOp
 
 __all__ = ["Communicator", "HostWork", "SymmetricMemory", "create_segment", "kernel_isa"]
@@ -182,7 +183,7 @@ cdef class Communicator:
         cdef BufferView src = self._input(x, "allreduce")
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate(x) if is_new else out
-        cdef BufferView dst = output_view_of(written)
+        cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("allreduce", src, dst, src.count, 0)
         cdef Collective c
         c.op = Op.allreduce
@@ -197,7 +198,7 @@ cdef class Communicator:
         cdef BufferView src = self._input(x, "broadcast")
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate(x) if is_new else out
-        cdef BufferView dst = output_view_of(written)
+        cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("broadcast", src, dst, src.count, 0)
         cdef Collective c
         c.op = Op.broadcast
@@ -220,7 +221,7 @@ cdef class Communicator:
         if c.root == self.rank:
             is_new = out is None
             written = self._arrays.allocate(x) if is_new else out
-            dst = output_view_of(written)
+            dst = _output_of(written, x, src)
             self._check_outputs("reduce", src, dst, src.count, 0)
             c.out = dst.data
         self._set_reduction(&c, "reduce", src, reduce_op)
@@ -233,7 +234,7 @@ cdef class Communicator:
         cdef BufferView src = self._input(x, "all_gather")
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
-        cdef BufferView dst = output_view_of(written)
+        cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("all_gather", src, dst, src.count * self.world_size, -self.rank * <Py_ssize_t> src.nbytes)
         cdef Collective c
         c.op = Op.all_gather
@@ -249,7 +250,7 @@ cdef class Communicator:
         cdef size_t count = self._chunk("reduce_scatter", "x", src)
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate_chunk(x, self.world_size) if is_new else out
-        cdef BufferView dst = output_view_of(written)
+        cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("reduce_scatter", src, dst, count, self.rank * <Py_ssize_t> dst.nbytes)
         cdef Collective c
         c.op = Op.reduce_scatter
@@ -267,7 +268,7 @@ cdef class Communicator:
         cdef size_t count = self._chunk("all_to_all", "x", src)
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate(x) if is_new else out
-        cdef BufferView dst = output_view_of(written)
+        cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("all_to_all", src, dst, src.count, 0)
         cdef Collective c
         c.op = Op.all_to_all
@@ -289,7 +290,7 @@ cdef class Communicator:
         if c.root == self.rank:
             is_new = out is None
             written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
-            dst = output_view_of(written)
+            dst = _output_of(written, x, src)
             self._check_outputs("gather", src, dst, src.count * self.world_size,
                                 -self.rank * <Py_ssize_t> src.nbytes)
             c.out = dst.data
@@ -341,7 +342,7 @@ cdef class Communicator:
         cdef bint is_new = out is None
         cdef size_t expected = sum(counts.recv)
         cdef object written = self._arrays.allocate_rows(x, src.count, expected) if is_new else out
-        cdef BufferView dst = output_view_of(written)
+        cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("all_to_all", src, dst, expected, 1)  # never in place
         cdef Collective c
         c.op = Op.all_to_all
@@ -416,7 +417,7 @@ cdef class Communicator:
             self._refuse_device(op)
         if dst.dtype != src.dtype:
             arguments.check_out_dtype(
-                op, arguments.DTYPE_NAMES[src.dtype], arguments.DTYPE_NAMES[dst.dtype], rank=self.rank)
+                op, DTYPE_NAMES[src.dtype], DTYPE_NAMES[dst.dtype], rank=self.rank)
         if dst.count != count:
             arguments.check_size(op, "out", dst.count, count, rank=self.rank)
         if dst.data != <char*> src.data + in_place and _overlap(src, dst):
@@ -429,7 +430,7 @@ cdef class Communicator:
         c.dtype = <ferro.DType> src.dtype
         c.reduce_op = <ferro.ReduceOp> <int> reduce_op
         if ferro.reduce_kernel(c.dtype, c.reduce_op) == NULL:
-            arguments.check_reduction(op, arguments.DTYPE_NAMES[src.dtype], reduce_op, rank=self.rank)
+            arguments.check_reduction(op, DTYPE_NAMES[src.dtype], reduce_op, rank=self.rank)
         return 0
 
     cdef inline int _root(self, str op, root) except -1:
@@ -479,9 +480,9 @@ cdef class Communicator:
         cdef double seconds = self.timeout if timeout is None else timeout
         if async_op:
             return self._track(self._engine.get().submit(c[0], seconds), (src, dst), x, written, is_new)
-        cdef shared_ptr[Engine] engine = self._engine
+        # No copy of the pointer: close() keeps it, and the caller keeps this object.
         try:
-            ferro.run(engine, c[0], seconds)
+            ferro.run(self._engine, c[0], seconds)
         except BaseException as error:
             self._note(error)
             raise
@@ -494,9 +495,8 @@ cdef class Communicator:
         cdef double seconds = self.timeout if timeout is None else timeout
         if async_op:
             return self._track(self._engine.get().submit(op, messages, seconds), views, None, result, False)
-        cdef shared_ptr[Engine] engine = self._engine
         try:
-            ferro.exchange(engine, op, messages, seconds)
+            ferro.exchange(self._engine, op, messages, seconds)
         except BaseException as error:
             self._note(error)
             raise
@@ -539,6 +539,13 @@ cdef Communicator _wrap(shared_ptr[Engine] engine, int rank, int world_size, dou
     communicator._in_flight = deque()
     communicator._num_forks = num_forks
     return communicator
+
+
+# In place needs one view, where the array may be written at all.
+cdef inline BufferView _output_of(object written, object x, BufferView src):
+    if written is x and src.owner is x and is_output(src):
+        return src
+    return output_view_of(written)
 
 
 cdef inline bint _overlap(BufferView a, BufferView b) noexcept:

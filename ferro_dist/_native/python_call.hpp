@@ -49,7 +49,8 @@ class PythonCall {
   PyObject* traceback_ = nullptr;
 };
 
-inline void run(const std::shared_ptr<Communicator>& communicator, const Collective& collective, double timeout_s) {
+inline void run(const std::shared_ptr<Communicator>& communicator, const Collective& collective,
+                double timeout_s) {
   PythonCall call(timeout_s);
   communicator->run(call.get(), collective);
 }

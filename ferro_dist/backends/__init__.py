@@ -1,0 +1,1 @@
+"""Groups: the contract, and what keeps it over threads, processes and MPI."""

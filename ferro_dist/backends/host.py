@@ -123,7 +123,9 @@ class HostBackend(EngineBackend):
 
     def _gather_bytes(self, blob: bytes, members: Sequence[int], timeout: float) -> list[bytes]:
         """Exchange byte strings among `members` alone, by messages: first sizes, then contents."""
-        sizes = self._exchange(np.array([len(blob)]), [np.empty(1, np.int64) for _ in members], members, timeout)
+        sizes = self._exchange(
+            np.array([len(blob)]), [np.empty(1, np.int64) for _ in members], members, timeout
+        )
         blobs = [np.empty(int(size[0]), np.uint8) for size in sizes]
         received = self._exchange(np.frombuffer(blob, np.uint8), blobs, members, timeout)
         return [array.tobytes() for array in received]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ferro_dist.backends import arguments
-from ferro_dist.backends.arguments import UnevenCounts
+from ferro_dist import arguments
+from ferro_dist.arguments import UnevenCounts
 from ferro_dist.backends.base import Array, Backend, P2POp
 from ferro_dist.backends.mpi_agreement import Agreement, Fingerprint
 from ferro_dist.backends.mpi_library import duplicate, intracomm, load_mpi

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ferro_dist.backends.arguments import UnevenCounts
+from ferro_dist.arguments import UnevenCounts
 from ferro_dist.errors import CollectiveMismatch
 from ferro_dist.interop import dtype_name
 from ferro_dist.reduce_op import ReduceOp

@@ -34,7 +34,8 @@ def allocate_chunk(x: Any, world_size: int) -> Any:
     rows, *rest = shape_of(x) or (1,)
     if rows % world_size:
         raise SizeMismatch(
-            f"The first axis of x, of length {rows}, cannot be split evenly over {world_size} ranks."
+            f"The first axis of x, of length {rows}, cannot be split evenly over "
+            f"{world_size} ranks. Pass out to cut across it."
         )
     return allocate(x, (rows // world_size, *rest))
 

@@ -19,6 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ferro_dist.errors import (
+    DistributedError,
+    InvalidRank,
+    InvalidWorldSize,
+    Io,
+    NoConnection,
+    Timeout,
+)
 from ferro_dist.rendezvous import machine
 from ferro_dist.rendezvous.address import (
     Address,
@@ -31,15 +39,19 @@ from ferro_dist.rendezvous.address import (
     resolve,
     wildcard_target,
 )
-from ferro_dist.rendezvous.authentication import HOW_TO_SET_A_TOKEN, Claim, Role, find_token, group_digest
-from ferro_dist.rendezvous.control_plane import Coordinator, Deadline, Exchange, ParentExchange, Participant
-from ferro_dist.errors import (
-    DistributedError,
-    InvalidRank,
-    InvalidWorldSize,
-    Io,
-    NoConnection,
-    Timeout,
+from ferro_dist.rendezvous.authentication import (
+    HOW_TO_SET_A_TOKEN,
+    Claim,
+    Role,
+    find_token,
+    group_digest,
+)
+from ferro_dist.rendezvous.control_plane import (
+    Coordinator,
+    Deadline,
+    Exchange,
+    ParentExchange,
+    Participant,
 )
 from ferro_dist.rendezvous.event_loop import EventLoop
 from ferro_dist.rendezvous.wiring import Member, Place, Segment, Wiring, wire

@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ferro_dist.rendezvous.address import Address, Target
-from ferro_dist.rendezvous.authentication import AuthenticationFailed, Claim, Role, introduce
 from ferro_dist.errors import (
     DistributedError,
     InvalidRank,
@@ -28,6 +26,8 @@ from ferro_dist.errors import (
     PeerLostError,
     Timeout,
 )
+from ferro_dist.rendezvous.address import Address, Target
+from ferro_dist.rendezvous.authentication import AuthenticationFailed, Claim, Role, introduce
 from ferro_dist.rendezvous.event_loop import Acceptor, Dialler, EventLoop, Stream
 from ferro_dist.rendezvous.frame import (
     MAX_CONTRIBUTION_NBYTES,

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ferro_dist.errors import InvalidRank, InvalidWorldSize, NoConnection
 from ferro_dist.rendezvous.address import (
     derived_addr,
     derived_unix_addr,
@@ -23,7 +24,6 @@ from ferro_dist.rendezvous.address import (
     parse_addresses,
 )
 from ferro_dist.rendezvous.authentication import token_source
-from ferro_dist.errors import InvalidRank, InvalidWorldSize, NoConnection
 
 __all__ = ["Placement", "first_host", "placement"]
 

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ferro_dist.errors import Io
 from ferro_dist.rendezvous.address import Target
 from ferro_dist.rendezvous.authentication import AuthenticationFailed, Claim, answer
-from ferro_dist.errors import Io
 from ferro_dist.rendezvous.frame import Conversation, ProtocolError
 
 __all__ = ["Acceptor", "Dialler", "EventLoop", "Stream"]

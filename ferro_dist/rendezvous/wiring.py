@@ -22,11 +22,11 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
+from ferro_dist.errors import CollectiveMismatch, Io
 from ferro_dist.rendezvous import machine
 from ferro_dist.rendezvous.address import Target, is_loopback, listen, target_of, wildcard_target
 from ferro_dist.rendezvous.authentication import Claim, Role, group_digest, introduce
 from ferro_dist.rendezvous.control_plane import Exchange
-from ferro_dist.errors import CollectiveMismatch, Io
 from ferro_dist.rendezvous.event_loop import READ, Acceptor, Dialler
 from ferro_dist.rendezvous.frame import Conversation, ProtocolError, decode_json
 

@@ -16,12 +16,12 @@ using namespace ferro;
 
 namespace {
 
-#define CHECK(condition)                                                             \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);   \
-      std::abort();                                                                  \
-    }                                                                                \
+#define CHECK(condition)                                                           \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                \
+    }                                                                              \
   } while (false)
 
 using Group = std::vector<std::shared_ptr<Communicator>>;
@@ -71,7 +71,8 @@ void run(Communicator& comm, const Collective& c) {
 // An array in symmetric or ordinary memory.
 class Array {
  public:
-  Array(Communicator& comm, bool is_symmetric, const Values& initial) : heap_(comm.heap()), size_(initial.size()) {
+  Array(Communicator& comm, bool is_symmetric, const Values& initial)
+      : heap_(comm.heap()), size_(initial.size()) {
     data_ = static_cast<std::int32_t*>(is_symmetric ? heap_->allocate(size_ * 4)
                                                     : std::malloc(std::max<std::size_t>(1, size_ * 4)));
     if (!is_symmetric) heap_.reset();
@@ -166,7 +167,8 @@ void test_mismatch_leaves_group_usable(int size) {
       run(comm, make(Op::allreduce, rank == 1 ? 7 : 8, x.data(), out.data()));
     } catch (const Error& error) {
       has_thrown = error.code == ErrorCode::mismatch && error.sequence == 0 && error.rank == rank;
-      CHECK(error.detail.find("count 7") != std::string::npos && error.detail.find("count 8") != std::string::npos);
+      CHECK(error.detail.find("count 7") != std::string::npos &&
+            error.detail.find("count 8") != std::string::npos);
     }
     CHECK(has_thrown && out == Values(8));
     run(comm, make(Op::allreduce, 8, x.data(), out.data()));
@@ -181,8 +183,9 @@ void test_messages(int size) {
     for (const std::size_t n : {0u, 1u, 10u, 11u, 1000u, 300000u, 1000000u}) {
       Values x = values(rank, n), out(n);
       Call call(kTimeout);
-      comm.exchange(call, Op::sendrecv,
-                    {{true, next, x.data(), n, DType::int32, 0}, {false, previous, out.data(), n, DType::int32, 0}});
+      comm.exchange(
+          call, Op::sendrecv,
+          {{true, next, x.data(), n, DType::int32, 0}, {false, previous, out.data(), n, DType::int32, 0}});
       CHECK(out == values(previous, n));
     }
     // Many at once, more than there are cells.
@@ -230,8 +233,10 @@ void test_tasks(int size) {
     for (std::size_t i = 0; i < kTasks; ++i) arrays.push_back(values(rank, kCount, i));
     const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
     Values received(kCount), sent = values(rank, kCount);
-    tasks.push_back(comm.submit(Op::recv, {{false, previous, received.data(), kCount, DType::int32, 0}}, kTimeout));
-    for (Values& x : arrays) tasks.push_back(comm.submit(make(Op::allreduce, kCount, x.data(), x.data()), kTimeout));
+    tasks.push_back(
+        comm.submit(Op::recv, {{false, previous, received.data(), kCount, DType::int32, 0}}, kTimeout));
+    for (Values& x : arrays)
+      tasks.push_back(comm.submit(make(Op::allreduce, kCount, x.data(), x.data()), kTimeout));
     tasks.push_back(comm.submit(Op::send, {{true, next, sent.data(), kCount, DType::int32, 0}}, kTimeout));
     Values x = values(rank, 3);
     run(comm, make(Op::allreduce, 3, x.data(), x.data()));  // queues behind the others
@@ -286,7 +291,8 @@ void test_close_during_calls() {
         Values x(20000);
         std::shared_ptr<Task> receive;
         try {
-          receive = group[rank]->submit(Op::recv, {{false, 1 - rank, x.data(), 10, DType::int32, 0}}, kTimeout);
+          receive =
+              group[rank]->submit(Op::recv, {{false, 1 - rank, x.data(), 10, DType::int32, 0}}, kTimeout);
           for (;;) run(*group[rank], make(Op::allreduce, x.size(), x.data(), x.data()));
         } catch (const Error& error) {
           CHECK(error.code == ErrorCode::closed || error.code == ErrorCode::channel_closed);

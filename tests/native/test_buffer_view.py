@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ferro_dist._native.buffer_view import BufferView, as_output, as_view
+from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import InvalidArray
-from ferro_dist.interop import DTYPE_NAMES, numpy_dtype
+from ferro_dist.interop import numpy_dtype
 
 DTYPES = [numpy_dtype(code) for code in range(len(DTYPE_NAMES))]
 

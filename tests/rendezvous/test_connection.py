@@ -23,10 +23,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferro_dist.rendezvous import authentication, frame, machine
-from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr
-from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_digest
-from ferro_dist.rendezvous.control_plane import Deadline
 from ferro_dist.errors import (
     CollectiveMismatch,
     DistributedError,
@@ -37,7 +33,18 @@ from ferro_dist.errors import (
     PeerLostError,
     Timeout,
 )
-from ferro_dist.rendezvous import Wiring, check_place, connect, connect_through
+from ferro_dist.rendezvous import (
+    Wiring,
+    authentication,
+    check_place,
+    connect,
+    connect_through,
+    frame,
+    machine,
+)
+from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr
+from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_digest
+from ferro_dist.rendezvous.control_plane import Deadline
 from ferro_dist.rendezvous.wiring import Member
 
 TOKEN = b"a secret of these tests"

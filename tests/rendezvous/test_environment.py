@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ferro_dist.errors import InvalidRank, InvalidWorldSize, NoConnection
 from ferro_dist.rendezvous.address import DERIVED_PORTS, Address, derived_addr, parse_addresses
 from ferro_dist.rendezvous.environment import Placement, first_host, placement
-from ferro_dist.errors import InvalidRank, InvalidWorldSize, NoConnection
 
 Environ = dict[str, str]
 

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ferro_dist.errors import InvalidArray, InvalidRank, SelfSend, SizeMismatch, UnsupportedOp
-from ferro_dist.interop import DTYPE_NAMES
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [
-    "DTYPE_NAMES",
     "UnevenCounts",
     "check_members",
     "check_out_dtype",

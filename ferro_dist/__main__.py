@@ -1,0 +1,226 @@
+"""Say what this machine offers: versions, transports, devices, and who started us.
+
+    python -m ferro_dist
+
+What is missing is named with the reason and the remedy. Nothing large is imported:
+versions of other packages are read from their metadata. Ends with 1 if the engine
+itself cannot be loaded, else with 0.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterable
+
+Row = tuple[str, str]
+
+# What to install for it, and under which names it is published.
+OPTIONAL_PACKAGES = (
+    ("torch", 'pip install "ferro_dist[torch]"', ("torch",)),
+    ("jax", 'pip install "ferro_dist[jax]"', ("jax",)),
+    ("cupy", "pip install cupy-cuda12x", ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")),
+)
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
+NVIDIA_DRIVER = "/proc/driver/nvidia/version"
+
+
+def main() -> int:
+    """Print the report and return the exit code."""
+    engine_problem = find_engine_problem()
+    sections: list[tuple[str, Iterable[Row]]] = [
+        ("versions", versions()),
+        ("engine", engine(engine_problem)),
+        ("transports", transports(engine_problem)),
+        ("devices", devices()),
+        ("launcher", launcher()),
+    ]
+    for title, rows in sections:
+        print(title)
+        for name, text in rows:
+            print(f"  {name:14} {text}")
+    return 0 if engine_problem is None else 1
+
+
+# Versions
+
+
+def versions() -> list[Row]:
+    """Return the versions of this package, of Python, and of the array libraries."""
+    rows = [
+        ("ferro_dist", version_of("ferro_dist") or "used from a source tree, not installed"),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("system", f"{platform.system()} {platform.release()} on {platform.machine()}"),
+        ("numpy", version_of("numpy") or "not installed: pip install numpy"),
+        ("ml_dtypes", version_of("ml_dtypes") or "not installed: pip install ml_dtypes"),
+    ]
+    for name, remedy, distributions in OPTIONAL_PACKAGES:
+        found = next(filter(None, map(version_of, distributions)), None)
+        rows.append((name, found or f"not installed (optional): {remedy}"))
+    return rows
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version that is installed, None if none is."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# The engine
+
+
+def find_engine_problem() -> str | None:
+    """Return why the compiled half cannot be loaded, None if it can."""
+    try:
+        importlib.import_module("ferro_dist._native.host")
+    except ImportError as error:
+        return f"cannot be loaded ({error}): pip install . in the source tree builds it"
+    return None
+
+
+def engine(problem: str | None) -> list[Row]:
+    """Return how reductions are computed, and on how many cores."""
+    return [("kernels", problem or kernels()), ("cores", cores())]
+
+
+def kernels() -> str:
+    """Name the instruction set of the reductions."""
+    from ferro_dist._native.host import kernel_isa
+
+    return kernel_isa()
+
+
+def cores() -> str:
+    """Count the cores that a rank started here may use, and say what limits them."""
+    from ferro_dist.rendezvous.machine import affinity_mask, cpu_limit, usable
+
+    mask, limit = affinity_mask(), cpu_limit()
+    text = f"{usable([mask], [limit])} usable of {os.cpu_count()}"
+    if limit.millicores:
+        text += f" (the cgroup grants {limit.millicores / 1000:g})"
+    return text
+
+
+# Transports
+
+
+def transports(engine_problem: str | None) -> list[Row]:
+    """Return what can carry arrays from rank to rank."""
+    return [
+        ("shared memory", "no: the engine is missing" if engine_problem else shared_memory()),
+        ("TCP", "no: the engine is missing" if engine_problem else tcp()),
+        ("MPI", mpi()),
+        ("NCCL", nccl()),
+    ]
+
+
+def shared_memory() -> str:
+    """Make the segment of a world of one, as a group would, and throw it away."""
+    from ferro_dist._native.host import create_segment
+
+    try:
+        os.close(create_segment(1))
+    except (OSError, MemoryError) as error:
+        return f"no: {error}"
+    return f"yes: sealed memfd, {huge_pages()}"
+
+
+def huge_pages() -> str:
+    """Say whether the kernel gives shared memory huge pages where it is asked to."""
+    # The chosen word is the one in brackets: "always within_size [advise] never".
+    chosen = read(HUGE_PAGES).partition("[")[2].partition("]")[0]
+    if chosen in ("always", "within_size", "advise", "force"):
+        return f"huge pages ({chosen})"
+    why = f"says {chosen!r}; root may write 'advise' to it" if chosen else "is missing"
+    return f"small pages ({HUGE_PAGES} {why})"
+
+
+def tcp() -> str:
+    """Listen on the loopback address for a moment."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            pass
+    except OSError as error:
+        return f"no: cannot listen at 127.0.0.1: {error}"
+    return f"yes: congestion control {read(CONGESTION_CONTROL) or 'unknown'}"
+
+
+def mpi() -> str:
+    """Name the MPI library that MpiBackend would use. It is loaded, and not initialised."""
+    if importlib.util.find_spec("mpi4py") is not None:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+    from ferro_dist.backends.mpi_library import load_mpi
+    from ferro_dist.errors import BackendUnavailable
+
+    try:
+        library = load_mpi().Get_library_version()
+    except BackendUnavailable as error:
+        return f"no: {error}"
+    # "Open MPI v5.0.11, package: ..." and "MPICH Version:      5.0.2", then many lines.
+    name = library.strip("\0 \n").splitlines()[0].split(",")[0].replace("Version:", "")
+    return f"yes: {' '.join(name.split())}, through mpi4py {version_of('mpi4py')}"
+
+
+def nccl() -> str:
+    """Say whether this build has the binding."""
+    if importlib.util.find_spec("ferro_dist._native.nccl") is None:
+        return "no: not built in this version; arrays in host memory only"
+    return "yes"
+
+
+# Devices
+
+
+def devices() -> list[Row]:
+    """Return the GPUs that the driver shows to this process."""
+    paths = sorted(glob.glob("/dev/nvidia[0-9]*"))
+    if not paths:
+        return [("GPU", "none: no /dev/nvidia* (no driver, or a container that was given none)")]
+    driver = read(NVIDIA_DRIVER).partition("\n")[0]
+    return [("GPU", f"{len(paths)} ({', '.join(paths)}); {driver or 'driver unknown'}")]
+
+
+# The launcher
+
+
+def launcher() -> list[Row]:
+    """Return what ``ferro_dist.init()`` would find in the environment of this process."""
+    from ferro_dist.errors import DistributedError
+    from ferro_dist.rendezvous.environment import placement
+
+    try:
+        place = placement()
+    except DistributedError as error:
+        return [("init()", f"would raise {type(error).__name__}: {error}")]
+    if place.launcher == "none":
+        return [("init()", "a world of one: no launcher's variables are set")]
+    rows = [("init()", f"rank {place.rank} of {place.world_size}, from {place.launcher}")]
+    if place.local_rank is not None and place.local_world_size is not None:
+        rows.append(("on this host", f"rank {place.local_rank} of {place.local_world_size}"))
+    if place.addr is not None:
+        rows.append(("rank 0 is at", place.addr))
+        rows.append(("token from", place.token_source))
+    return rows
+
+
+def read(path: str) -> str:
+    """Return the text of a small file of the kernel's, "" if it is not there."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(4096).strip()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
