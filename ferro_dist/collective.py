@@ -69,6 +69,8 @@ def allreduce(
 ) -> Any:
     """Reduce over all ranks and give every rank the result.
 
+    What is not listed here is common to all: see `ferro_dist.collective`.
+
     Parameters
     ----------
     x : array, any shape
@@ -104,6 +106,8 @@ def broadcast(
 ) -> Any:
     """Give every rank the root's array.
 
+    What is not listed here is common to all: see `ferro_dist.collective`.
+
     Parameters
     ----------
     x : array, any shape
@@ -129,6 +133,8 @@ def reduce(
     tag: int = 0,
 ) -> Any:
     """Reduce over all ranks and give the root the result.
+
+    What is not listed here is common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -156,6 +162,8 @@ def all_gather(
 ) -> Any:
     """Give every rank the arrays of all, joined along the first axis in rank order.
 
+    What is not listed here is common to all: see `ferro_dist.collective`.
+
     Parameters
     ----------
     x : array, shape (n, ...)
@@ -181,6 +189,8 @@ def reduce_scatter(
     tag: int = 0,
 ) -> Any:
     """Reduce over all ranks and leave each rank with its own chunk.
+
+    What is not listed here is common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -208,6 +218,8 @@ def all_to_all(
     tag: int = 0,
 ) -> Any:
     """Send chunk i of the array to rank i, and join the chunks received in rank order.
+
+    What is not listed here is common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -237,6 +249,8 @@ def gather(
 ) -> Any:
     """Give the root the arrays of all, joined along the first axis in rank order.
 
+    What is not listed here is common to all: see `ferro_dist.collective`.
+
     Parameters
     ----------
     x : array, shape (n, ...)
@@ -263,6 +277,8 @@ def scatter(
 ) -> Any:
     """Give each rank its own chunk of the root's array.
 
+    What is not listed here is common to all: see `ferro_dist.collective`.
+
     Parameters
     ----------
     x : array, shape (world_size * n, ...)
@@ -282,6 +298,8 @@ def barrier(
     backend: Backend, *, async_op: bool = False, timeout: float | None = None, tag: int = 0
 ) -> Any:
     """Wait until every rank has called this.
+
+    What is not listed here is common to all: see `ferro_dist.collective`.
 
     Returns
     -------

@@ -35,6 +35,8 @@ def send(
 ) -> Any:
     """Send an array to rank `dst`.
 
+    What is not listed here is common to all: see `ferro_dist.point_to_point`.
+
     Parameters
     ----------
     x : array, any shape
@@ -62,6 +64,8 @@ def recv(
     tag: int = 0,
 ) -> Any:
     """Receive an array from rank `src` into `out`.
+
+    What is not listed here is common to all: see `ferro_dist.point_to_point`.
 
     Parameters
     ----------
@@ -94,6 +98,8 @@ def sendrecv(
 ) -> Any:
     """Send `x` to rank `dst` while receiving `out` from rank `src`.
 
+    What is not listed here is common to all: see `ferro_dist.point_to_point`.
+
     Returns
     -------
     `out` or Work
@@ -110,6 +116,8 @@ def batch(
     tag: int = 0,
 ) -> Any:
     """Progress many sends and receives together, and return when all are done.
+
+    What is not listed here is common to all: see `ferro_dist.point_to_point`.
 
     Parameters
     ----------
