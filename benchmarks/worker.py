@@ -16,6 +16,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import measure
+
 _CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -100,7 +102,6 @@ class CollectiveAdapter(Adapter):
 
     def obey(self, order: dict[str, Any]) -> Any:
         import cases
-        import measure
 
         if order["do"] == "release":
             self._prepared.clear()
@@ -114,8 +115,6 @@ class CollectiveAdapter(Adapter):
             return self._sample(prepared, order["samples"], order["times"])
 
     def _prepare(self, case: Any) -> Prepared:
-        import measure
-
         statement = self.statement(case)
         names = {**self.names(), "x": self.array(case, case.input_count)}
         names["y"] = self.array(case, case.output_count) if case.output_count else names["x"]
@@ -143,8 +142,6 @@ class CollectiveAdapter(Adapter):
         prepared.barrier((None,))
 
     def _sample(self, prepared: Prepared, samples: int, times: int) -> list[float]:
-        import measure
-
         durations = []
         measure.time_ns(prepared.loop, min(times, 10))
         for _ in range(samples):
@@ -207,14 +204,22 @@ class FerroDist(CollectiveAdapter):
         import ferro_dist as fd
 
         self._fd = fd
-        if os.environ["BENCHMARK_TRANSPORT"] == "tcp":
-            self._backend = fd.init(transport="tcp")
-        else:
-            self._backend = fd.init()
+        is_tcp = os.environ["BENCHMARK_TRANSPORT"] == "tcp"
+        self._backend = self._tcp_backend() if is_tcp else fd.init()
         return self._backend.rank, self._backend.world_size
 
     def about(self) -> str:
-        return f"{self._fd.__version__}, {self._backend!r}"
+        version = measure.version_of("ferro_dist") or "(a source tree)"
+        return f"ferro_dist {version}, {self._backend.name} backend"
+
+    def _tcp_backend(self) -> Any:
+        from ferro_dist.rendezvous.environment import placement
+
+        place = placement()
+        listener = place.listener()
+        return self._fd.TcpBackend(
+            place.rank, place.world_size, place.addr, listener=listener, epoch=place.epoch
+        )
 
     def names(self) -> dict[str, Any]:
         functions = "allreduce broadcast all_gather reduce_scatter all_to_all send recv barrier"
