@@ -276,7 +276,6 @@ void ShmTransport::throw_lost(int peer) const {
 
 void ShmTransport::check_caller(Call& call, int peer) const {
   call.check_interrupt();
-  if (remote_check_) remote_check_(call);
   if (!call.is_expired()) return;
   Error error(ErrorCode::timeout, members_[peer]);
   error.missing = {members_[peer]};

@@ -3,7 +3,6 @@
 #ifndef FERRO_SHM_TRANSPORT_HPP
 #define FERRO_SHM_TRANSPORT_HPP
 
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -29,10 +28,6 @@ class ShmTransport final : public Transport {
   AbortReason aborted() const noexcept override;
 
   void close() noexcept override;
-
-  // Called in the slow part of every wait, for a group that spans hosts: throws
-  // if a rank elsewhere is lost.
-  void set_remote_check(std::function<void(Call&)> check) { remote_check_ = std::move(check); }
 
  private:
   // ---- Headers (shm_transport.cpp) ----
@@ -110,7 +105,6 @@ class ShmTransport final : public Transport {
   const std::vector<int> members_;
   const SpinPolicy spin_;
   std::vector<int> index_of_;  // by rank of the group
-  std::function<void(Call&)> remote_check_;
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;

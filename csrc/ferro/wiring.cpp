@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ferro/communicator.hpp"
+#include "ferro/hosts_transport.hpp"
 #include "ferro/shm_channel.hpp"
 #include "ferro/shm_transport.hpp"
 #include "ferro/tcp_channel.hpp"
@@ -91,7 +92,7 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   } else if (static_cast<int>(wiring.hosts.size()) == wiring.world_size) {
     parts.transport = std::make_unique<TcpTransport>(mesh, all_ranks(wiring.world_size));
   } else {
-    throw Error(ErrorCode::unsupported, -1, "groups over hosts");
+    parts.transport = std::make_unique<HostsTransport>(std::move(local), mesh, wiring.hosts);
   }
   parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, index,
                                                 SpinPolicy::for_ranks(num_local, wiring.num_cores));
