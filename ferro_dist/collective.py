@@ -69,7 +69,7 @@ def allreduce(
 ) -> Any:
     """Reduce over all ranks and give every rank the result.
 
-    What is not listed here is common to all: see `ferro_dist.collective`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def broadcast(
 ) -> Any:
     """Give every rank the root's array.
 
-    What is not listed here is common to all: see `ferro_dist.collective`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def reduce(
 ) -> Any:
     """Reduce over all ranks and give the root the result.
 
-    What is not listed here is common to all: see `ferro_dist.collective`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def all_gather(
 ) -> Any:
     """Give every rank the arrays of all, joined along the first axis in rank order.
 
-    What is not listed here is common to all: see `ferro_dist.collective`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ def reduce_scatter(
 ) -> Any:
     """Reduce over all ranks and leave each rank with its own chunk.
 
-    What is not listed here is common to all: see `ferro_dist.collective`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def all_to_all(
 ) -> Any:
     """Send chunk i of the array to rank i, and join the chunks received in rank order.
 
-    What is not listed here is common to all: see `ferro_dist.collective`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -249,7 +249,7 @@ def gather(
 ) -> Any:
     """Give the root the arrays of all, joined along the first axis in rank order.
 
-    What is not listed here is common to all: see `ferro_dist.collective`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -277,7 +277,7 @@ def scatter(
 ) -> Any:
     """Give each rank its own chunk of the root's array.
 
-    What is not listed here is common to all: see `ferro_dist.collective`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.collective`.
 
     Parameters
     ----------
@@ -299,7 +299,7 @@ def barrier(
 ) -> Any:
     """Wait until every rank has called this.
 
-    What is not listed here is common to all: see `ferro_dist.collective`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.collective`.
 
     Returns
     -------

@@ -35,7 +35,7 @@ def send(
 ) -> Any:
     """Send an array to rank `dst`.
 
-    What is not listed here is common to all: see `ferro_dist.point_to_point`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.point_to_point`.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def recv(
 ) -> Any:
     """Receive an array from rank `src` into `out`.
 
-    What is not listed here is common to all: see `ferro_dist.point_to_point`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.point_to_point`.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def sendrecv(
 ) -> Any:
     """Send `x` to rank `dst` while receiving `out` from rank `src`.
 
-    What is not listed here is common to all: see `ferro_dist.point_to_point`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.point_to_point`.
 
     Returns
     -------
@@ -117,7 +117,7 @@ def batch(
 ) -> Any:
     """Progress many sends and receives together, and return when all are done.
 
-    What is not listed here is common to all: see `ferro_dist.point_to_point`.
+    Parameters and errors not listed here are common to all: see `ferro_dist.point_to_point`.
 
     Parameters
     ----------
