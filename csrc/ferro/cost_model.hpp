@@ -99,9 +99,6 @@ constexpr std::size_t reduce_segment_nbytes(int num_ranks) {
   return std::max(share, std::size_t{16} << 10);
 }
 
-// Between hosts: up to here one rank of each host speaks for all.
-constexpr std::size_t kLeaderNbytes = std::size_t{64} << 10;
-
 }  // namespace ferro
 
 #endif  // FERRO_COST_MODEL_HPP

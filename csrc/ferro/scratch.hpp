@@ -11,15 +11,15 @@
 namespace ferro {
 
 // Grows to the largest size asked for and keeps it: fresh pages cost more than the
-// copy into them. Contents do not survive the next reserve().
+// copy into them. Never null, also for no bytes. Contents do not survive the next reserve().
 class Scratch {
  public:
   char* reserve(std::size_t nbytes) {
-    if (nbytes > capacity_) {
+    if (nbytes > capacity_ || bytes_ == nullptr) {
       bytes_.reset();
       capacity_ = 0;
       // Not make_unique: it would write zeros.
-      bytes_.reset(new (std::nothrow) char[nbytes]);
+      bytes_.reset(new (std::nothrow) char[nbytes > 0 ? nbytes : 1]);
       if (bytes_ == nullptr)
         throw Error(ErrorCode::out_of_memory, -1, std::to_string(nbytes) + " bytes of scratch memory");
       capacity_ = nbytes;
