@@ -2,6 +2,8 @@
 #ifndef FERRO_TASK_QUEUE_HPP
 #define FERRO_TASK_QUEUE_HPP
 
+#include <pthread.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -24,7 +26,10 @@ class TaskQueue {
   void push(std::shared_ptr<Task> task, Progress progress) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_stopped_.load(std::memory_order_relaxed)) throw Error(ErrorCode::closed);
-    if (!thread_.joinable()) thread_ = std::thread(std::move(progress));
+    if (!thread_.joinable()) {
+      thread_ = std::thread(std::move(progress));
+      pthread_setname_np(thread_.native_handle(), "ferro-progress");  // for debuggers and top
+    }
     num_pending_.fetch_add(1, std::memory_order_acq_rel);
     tasks_.push_back(std::move(task));
     has_changed_.notify_one();

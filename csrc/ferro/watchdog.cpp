@@ -1,5 +1,6 @@
 #include "ferro/watchdog.hpp"
 
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 
@@ -32,6 +33,7 @@ Watchdog::Watchdog(std::shared_ptr<Segment> segment, int index, std::vector<int>
     : segment_(std::move(segment)), index_(index), members_(std::move(members)) {
   const BlockedSignals blocked;  // inherited by the thread
   thread_ = std::thread([this] { watch(); });
+  pthread_setname_np(thread_.native_handle(), "ferro-watchdog");
   while (!is_registered_.load(std::memory_order_acquire)) sched_yield();
 }
 
