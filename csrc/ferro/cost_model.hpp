@@ -18,7 +18,7 @@ struct TcpCost {
   double step = 8;       // one message to a rank that waits for it (alpha)
   double message = 1.5;  // each further message of the same step: its system calls
   double byte = 2e-4;    // beta
-  double reduced_byte = 5e-5;
+  double reduced_byte = 2e-5;
 };
 constexpr TcpCost kTcpCost{};
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <string>
 #include <vector>
 
 namespace ferro {
@@ -39,6 +40,34 @@ void set_option(int fd, int level, int option, int value) {
   setsockopt(fd, level, option, &value, sizeof value);
 }
 
+// The address without the port.
+std::string host_part(const sockaddr_storage& address) {
+  if (address.ss_family == AF_INET) {
+    const auto& in = reinterpret_cast<const sockaddr_in&>(address).sin_addr;
+    return std::string(reinterpret_cast<const char*>(&in), sizeof in);
+  }
+  if (address.ss_family != AF_INET6) return {};
+  const auto& in6 = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+  return std::string(reinterpret_cast<const char*>(&in6), sizeof in6);
+}
+
+bool is_on_this_host(int fd) {
+  sockaddr_storage own{}, peer{};
+  socklen_t own_size = sizeof own, peer_size = sizeof peer;
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_size) < 0) return false;
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_size) < 0) return false;
+  return !host_part(own).empty() && host_part(own) == host_part(peer);
+}
+
+// Where there is no network there is nothing to pace: BBR, the default of some
+// distributions, carries megabytes over loopback 1.3 to 1.8 times slower. Between
+// hosts the administrator's choice stands. Reno needs no permission.
+void do_not_pace(int fd) {
+  for (const char* name : {"cubic", "reno"})
+    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, static_cast<socklen_t>(std::strlen(name))) == 0)
+      return;
+}
+
 }  // namespace
 
 TcpStream::TcpStream(int peer, UniqueFd fd) : peer_(peer), fd_(std::move(fd)) {
@@ -46,6 +75,7 @@ TcpStream::TcpStream(int peer, UniqueFd fd) : peer_(peer), fd_(std::move(fd)) {
   if (flags < 0 || fcntl(fd_.get(), F_SETFL, flags | O_NONBLOCK) < 0)
     throw Error(ErrorCode::io, peer, std::string("fcntl: ") + std::strerror(errno));
   set_option(fd_.get(), IPPROTO_TCP, TCP_NODELAY, 1);
+  if (is_on_this_host(fd_.get())) do_not_pace(fd_.get());
   // A host that lost power or its cable sends no end of stream: ask for signs of
   // life after 5 s of silence, give it up after 5 more.
   set_option(fd_.get(), SOL_SOCKET, SO_KEEPALIVE, 1);
