@@ -14,7 +14,7 @@ constexpr std::size_t kBriefNbytes = std::size_t{8} << 10;
 // in spite of the fence that must follow.
 constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 
-// Per byte and rank, one-shot costs w + (p - 1) r, two-shot 2 w / p + 2 (p - 1) / p r
+// Per byte and rank, one-shot costs w + (p - 1) r, two-shot w + 2 (p - 1) / p r
 // with one more wait a round: for two ranks the first is never dearer.
 constexpr std::size_t kOneShotNbytes = std::size_t{64} << 10;
 constexpr bool one_shot_wins(std::size_t nbytes, int num_ranks) {
