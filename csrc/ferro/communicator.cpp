@@ -18,6 +18,13 @@ bool is_fatal(ErrorCode code) {
   return code != ErrorCode::mismatch && code != ErrorCode::size_mismatch && code != ErrorCode::unsupported;
 }
 
+// Not fetch_add: only the holder of the gate writes it, and a locked instruction costs more.
+std::uint64_t next(std::atomic<std::uint64_t>& number) {
+  const std::uint64_t current = number.load(std::memory_order_relaxed);
+  number.store(current + 1, std::memory_order_relaxed);
+  return current;
+}
+
 // Signals are for the caller's threads, which know what to do with them.
 void block_signals() {
   sigset_t all;
@@ -57,26 +64,33 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
 }
 
 void Communicator::abort(ErrorCode code) noexcept {
-  transport_->abort({code, rank_, rank_, 0});
+  // Who gave up waiting is not to blame for it.
+  transport_->abort({code, code == ErrorCode::timeout ? -1 : rank_, rank_, 0});
   messenger_->notify();
 }
 
-void Communicator::close() noexcept {
+void Communicator::begin_close() noexcept {
   if (is_closed_.exchange(true, std::memory_order_acq_rel)) return;
   collective_queue_.stop();
   message_queue_.stop();
   const bool is_collective_idle = collective_gate_.try_enter();
   const bool is_message_idle = message_gate_.try_enter();
-  if (!is_collective_idle || !is_message_idle) abort(ErrorCode::channel_closed);
   // From here on every call under way fails soon, and leaves its gate.
-  Call unhurried(kUnlimited);
+  if (!is_collective_idle || !is_message_idle) abort(ErrorCode::channel_closed);
   if (is_collective_idle) collective_gate_.leave();
   if (is_message_idle) message_gate_.leave();
+}
+
+bool Communicator::close() noexcept {
+  begin_close();
+  if (has_left_.exchange(true, std::memory_order_acq_rel)) return false;
+  Call unhurried(kUnlimited);
   collective_queue_.join();
   message_queue_.join();
   const Gate::Pass collective_pass(collective_gate_, unhurried);
   const Gate::Pass message_pass(message_gate_, unhurried);
   transport_->close();
+  return true;
 }
 
 // ---- Calls on the caller's thread ----------------------------------------------
@@ -84,13 +98,13 @@ void Communicator::close() noexcept {
 void Communicator::run(Call& call, const Collective& collective) {
   check_open();
   if (collective_queue_.num_pending() != 0) return await(call, *submit(collective, call.timeout_s()));
-  const Gate::Pass pass(collective_gate_, call);
+  const Gate::Pass pass = enter(collective_gate_, call, collective.op, num_collectives_);
   check_open();
   run_now(call, collective);
 }
 
 void Communicator::run_now(Call& call, const Collective& collective) {
-  const std::uint64_t sequence = num_collectives_++;
+  const std::uint64_t sequence = next(num_collectives_);
   try {
     transport_->run(call, collective);
   } catch (const Error& error) {
@@ -101,14 +115,23 @@ void Communicator::run_now(Call& call, const Collective& collective) {
 void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& messages) {
   check_open();
   if (message_queue_.num_pending() != 0) return await(call, *submit(op, messages, call.timeout_s()));
-  const Gate::Pass pass(message_gate_, call);
+  const Gate::Pass pass = enter(message_gate_, call, op, num_exchanges_);
   check_open();
   Batch batch(messages);
-  const std::uint64_t sequence = num_exchanges_++;
+  const std::uint64_t sequence = next(num_exchanges_);
   try {
     messenger_->run(call, batch);
   } catch (const Error& error) {
     throw failure(error, op, sequence, call);
+  }
+}
+
+// A call that could not even start ends the group like one that failed: the peers make it, too.
+Gate::Pass Communicator::enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number) {
+  try {
+    return Gate::Pass(gate, call);
+  } catch (const Error& error) {
+    throw failure(error, op, number.load(std::memory_order_relaxed), call);
   }
 }
 
@@ -126,6 +149,8 @@ void Communicator::await(Call& call, Task& task) {
     task.wait(unhurried);
   }
   task.rethrow();
+  // It was done in the last moment, but the group has been told otherwise.
+  if (cause != ErrorCode::none) throw Error(cause, rank_);
 }
 
 // ---- Calls on the progress threads ----------------------------------------------
@@ -154,6 +179,8 @@ void Communicator::run_collectives() noexcept {
     std::unique_ptr<Error> error;
     try {
       const Gate::Pass pass(collective_gate_, call);
+      // close() found the gate free, and will not end what starts now.
+      if (collective_queue_.is_stopped()) throw Error(ErrorCode::closed);
       run_now(call, task->collective);
     } catch (const Error& caught) {
       error = std::make_unique<Error>(caught);
@@ -185,7 +212,7 @@ void Communicator::run_messages() noexcept {
 }
 
 void Communicator::start(std::vector<UnderWay>& under_way, std::shared_ptr<Task> task) {
-  under_way.push_back({task, num_exchanges_++, Call(task->timeout_s)});
+  under_way.push_back({task, next(num_exchanges_), Call(task->timeout_s)});
   under_way.back().call.begin_blocking();
   messenger_->post(*task->messages);
 }

@@ -54,8 +54,12 @@ class Communicator {
 
   // Ends the group on every rank. From any thread, also while another is inside a call.
   void abort(ErrorCode code) noexcept;
-  // Leaves the group. Calls under way, on this rank, raise Error{closed}. Idempotent.
-  void close() noexcept;
+  // Leaves the group. Calls under way, on this rank, raise Error{closed}. Idempotent:
+  // true only for the call that did it.
+  bool close() noexcept;
+  // As much of it as a signal handler may do that runs inside a call of this group:
+  // ends the calls without waiting for them. close() is still due.
+  void begin_close() noexcept;
   bool is_closed() const { return is_closed_.load(std::memory_order_acquire); }
   AbortReason aborted() const noexcept { return transport_->aborted(); }
 
@@ -71,6 +75,7 @@ class Communicator {
   Communicator(int rank, int world_size, Parts parts);
 
   void run_now(Call& call, const Collective& collective);
+  Gate::Pass enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number);
   // Notes what failed and, if the group cannot go on, tells the others.
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
   void await(Call& call, Task& task);
@@ -96,11 +101,12 @@ class Communicator {
 
   Gate collective_gate_;               // held by whoever runs a collective
   Gate message_gate_;                  // held by whoever uses messenger_
-  std::uint64_t num_collectives_ = 0;  // guarded by collective_gate_
-  std::uint64_t num_exchanges_ = 0;    // guarded by message_gate_
+  std::atomic<std::uint64_t> num_collectives_{0};  // written under collective_gate_
+  std::atomic<std::uint64_t> num_exchanges_{0};    // written under message_gate_
   TaskQueue collective_queue_;
   TaskQueue message_queue_;
-  std::atomic<bool> is_closed_{false};
+  std::atomic<bool> is_closed_{false};  // no call may start
+  std::atomic<bool> has_left_{false};   // close() has gone on to wait for those under way
 };
 
 }  // namespace ferro

@@ -15,8 +15,6 @@ from ferro_dist._native.buffer_view cimport BufferView, is_output, output_view_o
 from ferro_dist._native.libferro cimport Collective, Engine, Heap, Op, PointToPoint, Segment, Task, Wiring
 
 import os
-from collections import deque
-
 from ferro_dist import arguments
 from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import DistributedError, InvalidArray, LockPoisoned, SizeMismatch, Timeout, UnsupportedOp
@@ -55,9 +53,13 @@ cdef class SymmetricMemory:
     cdef shared_ptr[Heap] _heap
     cdef void* _data
     cdef Py_ssize_t _nbytes
+    cdef int _num_forks
 
     def __dealloc__(self):
-        if self._data != NULL:
+        if self._num_forks != num_forks:
+            # The parent's: a thread that does not exist here may hold the heap's lock.
+            new shared_ptr[Heap](move(self._heap))
+        elif self._data != NULL:
             self._heap.get().free(self._data)
 
     def __getbuffer__(self, Py_buffer* buffer, int flags):
@@ -80,6 +82,8 @@ cdef class HostWork:
 
     def wait(self, timeout=None):
         cdef double seconds = UNLIMITED if timeout is None else timeout
+        if self._communicator._num_forks != num_forks:
+            self._communicator._refuse()
         if not ferro.wait(self._task, seconds):
             raise Timeout(
                 f"The call is still under way after {seconds:g} s. It goes on; wait again.",
@@ -112,7 +116,8 @@ cdef class Communicator:
     cdef public double timeout
     cdef object _arrays
     cdef object _first_error
-    cdef object _in_flight  # work whose arrays the engine may still use
+    cdef set _in_flight    # work whose arrays the engine may still use
+    cdef size_t _sweep_at  # how much of it may gather before it is looked through
     cdef int _num_forks
 
     @staticmethod
@@ -161,9 +166,8 @@ cdef class Communicator:
         return self._engine.get() == NULL or self._engine.get().is_closed()
 
     def close(self):
-        if self._num_forks == num_forks:
-            ferro.close(self._engine)
-        self._in_flight.clear()
+        if self._num_forks != num_forks or ferro.close(self._engine):
+            self._in_flight.clear()
 
     def allocate(self, Py_ssize_t nbytes):
         """Symmetric memory, or None where the group shares none."""
@@ -172,6 +176,7 @@ cdef class Communicator:
         if heap.get() == NULL:
             return None
         cdef SymmetricMemory memory = SymmetricMemory()
+        memory._num_forks = num_forks
         memory._heap = heap
         memory._nbytes = nbytes
         memory._data = heap.get().allocate(nbytes)
@@ -510,16 +515,19 @@ cdef class Communicator:
         work._x = x
         work._written = written
         work._is_new = is_new
-        while self._in_flight and self._in_flight[0].is_completed():
-            self._in_flight.popleft()
-        self._in_flight.append(work)
+        if <size_t> len(self._in_flight) >= self._sweep_at:
+            for other in list(self._in_flight):
+                if other.is_completed():
+                    self._in_flight.discard(other)
+            self._sweep_at = max(16, 2 * len(self._in_flight))  # so that it costs little per call
+        self._in_flight.add(work)
         return work
 
     cdef object _deliver(self, object x, object written, bint is_new):
         return self._arrays.deliver(x, written) if is_new else written
 
     cdef int _note(self, object error) except -1:
-        if self._first_error is not None or isinstance(error, SizeMismatch):
+        if self._first_error is not None or isinstance(error, SizeMismatch) or self._engine.get().is_closed():
             return 0
         if isinstance(error, DistributedError):
             self._first_error = error
@@ -536,7 +544,8 @@ cdef Communicator _wrap(shared_ptr[Engine] engine, int rank, int world_size, dou
     communicator.world_size = world_size
     communicator.timeout = timeout
     communicator._arrays = arrays
-    communicator._in_flight = deque()
+    communicator._in_flight = set()
+    communicator._sweep_at = 16
     communicator._num_forks = num_forks
     return communicator
 

@@ -105,4 +105,4 @@ cdef extern from "python_call.hpp" namespace "ferro::python":
     void exchange(const shared_ptr[Engine]& engine, Op op, const vector[PointToPoint]& messages,
                   double timeout_s) except +raise_native
     cpp_bool wait(const shared_ptr[Task]& task, double timeout_s) except +raise_native
-    void close(const shared_ptr[Engine]& engine) noexcept
+    cpp_bool close(const shared_ptr[Engine]& engine) noexcept

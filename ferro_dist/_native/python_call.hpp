@@ -4,8 +4,11 @@
 #define FERRO_PYTHON_CALL_HPP
 
 #include <Python.h>
+#include <cxxabi.h>
+#include <unistd.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "ferro/communicator.hpp"
@@ -17,9 +20,10 @@ namespace ferro::python {
 // also on the way of an exception to the handler that turns it into Python's.
 class PythonCall {
  public:
-  explicit PythonCall(double timeout_s) : call_(timeout_s, {begin_blocking, interrupted, this}) {}
+  explicit PythonCall(double timeout_s, const Communicator* communicator = nullptr)
+      : call_(timeout_s, {begin_blocking, interrupted, this}), communicator_(communicator) {}
   ~PythonCall() {
-    if (released_ != nullptr) PyEval_RestoreThread(released_);
+    if (released_ != nullptr) take_lock(released_);
     if (type_ != nullptr) PyErr_Restore(type_, value_, traceback_);
   }
   PythonCall(const PythonCall&) = delete;
@@ -28,21 +32,44 @@ class PythonCall {
   Call& get() { return call_; }
   void release_lock() { call_.begin_blocking(); }
 
+  // Whether this thread runs a signal handler inside a call of `communicator`.
+  static bool is_inside(const Communicator* communicator) {
+    for (const PythonCall* call = innermost; call != nullptr; call = call->outer_)
+      if (call->communicator_ == communicator) return true;
+    return false;
+  }
+
  private:
+  // A daemon thread that comes back while the interpreter goes away is made to exit
+  // there and then, by unwinding its stack: through destructors and over arrays that
+  // others still use. It sleeps instead until the process ends, as later Pythons see to.
+  static void take_lock(PyThreadState* state) noexcept {
+    try {
+      PyEval_RestoreThread(state);
+    } catch (abi::__forced_unwind&) {
+      for (;;) pause();
+    }
+  }
   static void begin_blocking(void* self) noexcept {
     static_cast<PythonCall*>(self)->released_ = PyEval_SaveThread();
   }
   // Runs Python's signal handlers; true if one raised. The exception is kept until the call ends.
   static bool interrupted(void* self) noexcept {
     auto* call = static_cast<PythonCall*>(self);
-    PyEval_RestoreThread(call->released_);
+    take_lock(call->released_);
+    call->outer_ = std::exchange(innermost, call);
     const bool has_raised = PyErr_CheckSignals() != 0;
+    innermost = call->outer_;
     if (has_raised) PyErr_Fetch(&call->type_, &call->value_, &call->traceback_);
     call->released_ = PyEval_SaveThread();
     return has_raised;
   }
 
+  static inline thread_local PythonCall* innermost = nullptr;  // that runs signal handlers
+
   Call call_;
+  const Communicator* const communicator_;  // null if the call keeps nobody out of it
+  PythonCall* outer_ = nullptr;
   PyThreadState* released_ = nullptr;
   PyObject* type_ = nullptr;
   PyObject* value_ = nullptr;
@@ -51,13 +78,13 @@ class PythonCall {
 
 inline void run(const std::shared_ptr<Communicator>& communicator, const Collective& collective,
                 double timeout_s) {
-  PythonCall call(timeout_s);
+  PythonCall call(timeout_s, communicator.get());
   communicator->run(call.get(), collective);
 }
 
 inline void exchange(const std::shared_ptr<Communicator>& communicator, Op op,
                      const std::vector<PointToPoint>& messages, double timeout_s) {
-  PythonCall call(timeout_s);
+  PythonCall call(timeout_s, communicator.get());
   communicator->exchange(call.get(), op, messages);
 }
 
@@ -67,10 +94,13 @@ inline bool wait(const std::shared_ptr<Task>& task, double timeout_s) {
   return task->wait(call.get());
 }
 
-inline void close(const std::shared_ptr<Communicator>& communicator) {
+// True if this was what ended the last use of the caller's arrays.
+inline bool close(const std::shared_ptr<Communicator>& communicator) {
   PythonCall call(0);
   call.release_lock();  // other threads may need it to end their calls
-  communicator->close();
+  if (!PythonCall::is_inside(communicator.get())) return communicator->close();
+  communicator->begin_close();  // the rest would wait for the call that we are in
+  return false;
 }
 
 }  // namespace ferro::python

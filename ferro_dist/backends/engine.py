@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import math
@@ -64,7 +63,12 @@ class EngineBackend(Backend):
         self._sockets = tuple(sockets)
         for name in _CALLS:
             setattr(self, name, getattr(communicator, name))
-        _open_backends.add(self)
+        # Not left to the collector: it would free the arrays of work under way before it
+        # came to the engine that writes to them. Also called at exit, while there still is
+        # an interpreter for calls under way to come back to.
+        weakref.finalize(self, communicator.close)
+        if self._sockets:
+            _holders_of_sockets.add(self)
 
     @property
     def rank(self) -> int:
@@ -96,7 +100,7 @@ class EngineBackend(Backend):
 
     def close(self) -> None:
         self._communicator.close()
-        _open_backends.discard(self)
+        _holders_of_sockets.discard(self)
 
     def _check_members(self, members: Sequence[int], timeout: float | None) -> tuple[int, ...]:
         """Return `members` once all ranks of this group have named the same ones."""
@@ -115,22 +119,17 @@ class EngineBackend(Backend):
         return chosen
 
 
-_open_backends: weakref.WeakSet[EngineBackend] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """End calls still under way before the interpreter that they call back into is gone."""
-    for backend in list(_open_backends):
-        backend.close()
+_holders_of_sockets: weakref.WeakSet[EngineBackend] = weakref.WeakSet()
 
 
 def _release_sockets_in_child() -> None:
     """Close a forked child's copies: peers would not see the parent die while they are open."""
-    for backend in list(_open_backends):
+    for backend in list(_holders_of_sockets):
         for fd in backend._sockets:
             with contextlib.suppress(OSError):
                 os.close(fd)
+        backend._sockets = ()  # their numbers may soon be those of other files
+    _holders_of_sockets.clear()
 
 
 os.register_at_fork(after_in_child=_release_sockets_in_child)
