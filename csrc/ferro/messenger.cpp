@@ -73,7 +73,10 @@ bool Messenger::progress(Lane& lane) {
     try {
       is_complete = lane.is_outgoing ? lane.channel->try_send(*message) : lane.channel->try_recv(*message);
     } catch (const Error& error) {
-      if (error.code != ErrorCode::size_mismatch) throw;
+      if (error.code != ErrorCode::size_mismatch) {
+        check_group();  // a peer that left because the group had ended is not to blame
+        throw;
+      }
       if (batch->error_ == nullptr) batch->error_ = std::make_unique<Error>(error);
       is_complete = true;
     }
