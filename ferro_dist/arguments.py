@@ -18,14 +18,18 @@ __all__ = [
     "UnevenCounts",
     "check_members",
     "check_out_dtype",
+    "check_patience",
     "check_peer",
     "check_reduction",
     "check_root",
+    "check_shape",
     "check_size",
+    "check_tag",
     "check_timeout",
     "is_reducible",
     "per_rank_count",
     "raise_missing_array",
+    "raise_overlap",
     "uneven_counts",
 ]
 
@@ -142,6 +146,23 @@ def check_out_dtype(op: str, x_dtype: str, out_dtype: str, *, rank: int) -> None
         )
 
 
+def raise_overlap(op: str, *, rank: int) -> NoReturn:
+    """Raise InvalidArray for an `out` that shares memory with `x` and is not in place."""
+    raise InvalidArray(
+        f"{op}: x and out overlap without being in place. Pass arrays that do not share memory.",
+        op=op,
+        rank=rank,
+    )
+
+
+def check_tag(tag: int) -> int:
+    """Return the tag; raise OverflowError unless it has 32 bits, TypeError if it is no int."""
+    value = operator.index(tag)
+    if not 0 <= value < 1 << 32:
+        raise OverflowError(f"tag must be from 0 to 2**32 - 1, not {tag!r}.")
+    return value
+
+
 def raise_missing_array(op: str, name: str, why: str, *, rank: int) -> NoReturn:
     """Raise InvalidArray for an array that this rank had to give."""
     raise InvalidArray(f"{op}: {name} is None, but {why}.", op=op, rank=rank)
@@ -149,13 +170,30 @@ def raise_missing_array(op: str, name: str, why: str, *, rank: int) -> NoReturn:
 
 def check_timeout(seconds: float) -> float:
     """Return the timeout as a float; raise ValueError unless it is positive."""
-    value = float(seconds)
+    value = seconds + 0.0  # TypeError for what is no number; float("5") would be one
     if not value > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {seconds!r}.")
     return value
 
 
+def check_patience(seconds: float) -> float:
+    """Return how long to wait for work; raise ValueError for what is no time. 0 only looks."""
+    value = float(seconds)
+    if not value >= 0:
+        raise ValueError(f"timeout must be a number of seconds, not {seconds!r}.")
+    return value
+
+
 # Sizes
+
+
+def check_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a new array as a tuple; raise ValueError if it is negative."""
+    dims = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    lengths = tuple(operator.index(length) for length in dims)
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"shape must not be negative, and is {shape!r}.")
+    return lengths
 
 
 def check_size(op: str, name: str, count: int, expected: int, *, rank: int) -> None:

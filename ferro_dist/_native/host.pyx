@@ -17,7 +17,7 @@ from ferro_dist._native.libferro cimport Collective, Engine, Heap, Op, PointToPo
 import os
 from ferro_dist import arguments
 from ferro_dist.dtypes import DTYPE_NAMES
-from ferro_dist.errors import DistributedError, InvalidArray, LockPoisoned, SizeMismatch, Timeout, UnsupportedOp
+from ferro_dist.errors import ChannelClosed, DistributedError, InvalidArray, LockPoisoned, SizeMismatch, Timeout, UnsupportedOp
 
 __all__ = ["Communicator", "HostWork", "SymmetricMemory", "create_segment", "kernel_isa"]
 
@@ -82,6 +82,8 @@ cdef class HostWork:
 
     def wait(self, timeout=None):
         cdef double seconds = UNLIMITED if timeout is None else timeout
+        if not seconds >= 0:
+            arguments.check_patience(timeout)
         if self._communicator._num_forks != num_forks:
             self._communicator._refuse()
         if not ferro.wait(self._task, seconds):
@@ -89,6 +91,7 @@ cdef class HostWork:
                 f"The call is still under way after {seconds:g} s. It goes on; wait again.",
                 rank=self._communicator.rank, seconds=seconds)
         self._views = None
+        self._communicator._in_flight.discard(self)
         try:
             self._task.get().rethrow()
         except DistributedError as error:
@@ -166,12 +169,38 @@ cdef class Communicator:
         return self._engine.get() == NULL or self._engine.get().is_closed()
 
     def close(self):
-        if self._num_forks != num_forks or ferro.close(self._engine):
-            self._in_flight.clear()
+        """Leave the group; True if this was what ended the last use of arrays."""
+        if self._num_forks == num_forks and not ferro.close(self._engine):
+            return False
+        self._in_flight.clear()
+        return True
+
+    # ---- What its survivors must know to make a successor ---------------------
+
+    def lost_ranks(self):
+        """The ranks that are certain to take part no more, ascending."""
+        self._check_own()
+        return self._engine.get().lost_ranks()
+
+    def successor(self):
+        """The rank that decided who goes on in a successor of this group, -1 before."""
+        return self._engine.get().successor()
+
+    def claim_succession(self, int former, int decider):
+        """Make that rank `decider`, if it was `former`; whether it was."""
+        return self._engine.get().claim_succession(former, decider)
+
+    def supersede(self):
+        """End the group for ranks that are still in it; this one goes on in a successor."""
+        cdef shared_ptr[Engine] engine = self._engine
+        with nogil:
+            engine.get().supersede()
 
     def allocate(self, Py_ssize_t nbytes):
         """Symmetric memory, or None where the group shares none."""
         self._check_usable()
+        if self.is_closed:
+            raise ChannelClosed("This rank has closed the group.", rank=self.rank)
         cdef shared_ptr[Heap] heap = self._engine.get().heap()
         if heap.get() == NULL:
             return None
@@ -465,15 +494,28 @@ cdef class Communicator:
             self._refuse()
         return 0
 
-    cdef int _refuse(self) except -1:
+    cdef int _check_own(self) except -1:
         if self._num_forks != num_forks:
             raise LockPoisoned(
                 "This group belongs to the parent process: a forked child cannot use it. "
                 "Start the child with the spawn method, and make a group there.", rank=self.rank)
+        return 0
+
+    cdef int _refuse(self) except -1:
+        self._check_own()
         raise LockPoisoned(
-            f"The group ended with an earlier error: {str(self._first_error).splitlines()[0]}",
+            f"The group ended with an earlier error: {str(self._first_error).splitlines()[0]}\n"
+            "Go on in the group that shrink() makes, or make a new one.",
             rank=self.rank, op=self._first_error.op, peer=self._first_error.peer,
             sequence=self._first_error.sequence) from self._first_error
+
+    cdef inline double _seconds(self, timeout) except? -1:
+        if timeout is None:
+            return self.timeout
+        cdef double seconds = timeout
+        if not seconds > 0:
+            arguments.check_timeout(timeout)
+        return seconds
 
     # ---- Calls ----------------------------------------------------------------
 
@@ -482,7 +524,7 @@ cdef class Communicator:
         bint async_op, timeout,
     ):
         self._check_usable()
-        cdef double seconds = self.timeout if timeout is None else timeout
+        cdef double seconds = self._seconds(timeout)
         if async_op:
             return self._track(self._engine.get().submit(c[0], seconds), (src, dst), x, written, is_new)
         # No copy of the pointer: close() keeps it, and the caller keeps this object.
@@ -497,7 +539,7 @@ cdef class Communicator:
         self, Op op, const vector[PointToPoint]& messages, object views, object result, bint async_op, timeout
     ):
         self._check_usable()
-        cdef double seconds = self.timeout if timeout is None else timeout
+        cdef double seconds = self._seconds(timeout)
         if async_op:
             return self._track(self._engine.get().submit(op, messages, seconds), views, None, result, False)
         try:

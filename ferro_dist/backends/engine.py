@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from ferro_dist import arguments, interop
-from ferro_dist._native.host import Communicator
+from ferro_dist._native.host import Communicator, HostWork
 from ferro_dist.backends.base import Backend
 from ferro_dist.errors import CollectiveMismatch
+from ferro_dist.work import Work
 
 __all__ = ["EngineBackend"]
+
+Work.register(HostWork)
 
 _CALLS = (
     "all_gather",
@@ -66,7 +69,7 @@ class EngineBackend(Backend):
         # Not left to the collector: it would free the arrays of work under way before it
         # came to the engine that writes to them. Also called at exit, while there still is
         # an interpreter for calls under way to come back to.
-        weakref.finalize(self, communicator.close)
+        self._finalizer = weakref.finalize(self, communicator.close)
         if self._sockets:
             _holders_of_sockets.add(self)
 
@@ -92,14 +95,17 @@ class EngineBackend(Backend):
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         resolved = interop.numpy_dtype(interop.dtype_code(dtype))
-        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        dims = arguments.check_shape(shape)
         memory = self._communicator.allocate(math.prod(dims) * resolved.itemsize)
         if memory is None:
             return np.empty(dims, resolved)
         return np.ndarray(dims, resolved, buffer=memoryview(memory))
 
     def close(self) -> None:
-        self._communicator.close()
+        if self._communicator.close():
+            # It would keep the communicator for ever, and with it the traceback of the
+            # error that ended the group, in whose frames this very group is named.
+            self._finalizer.detach()
         _holders_of_sockets.discard(self)
 
     def _check_members(self, members: Sequence[int], timeout: float | None) -> tuple[int, ...]:
