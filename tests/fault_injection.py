@@ -1,0 +1,125 @@
+"""What the fault tests share: ranks that die at a chosen moment, and what the others say of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import ferro_dist as fd
+from ferro_dist import Backend
+from ferro_dist.errors import DistributedError
+
+# What must come well before a test's own deadline; nothing here takes a second.
+PATIENCE_S = 60.0
+
+COLLECTIVES = (
+    "all_gather",
+    "all_to_all",
+    "all_to_all_uneven",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+)
+MESSAGES = ("send_recv", "sendrecv", "batch")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an error says, in a form that travels between processes."""
+
+    kind: str
+    message: str
+    op: str | None
+    rank: int | None
+    peer: int | None
+    sequence: int | None
+    missing: tuple[int, ...]
+    cause: str
+
+
+def told(error: BaseException) -> Told:
+    return Told(
+        kind=type(error).__name__,
+        message=str(error),
+        op=getattr(error, "op", None),
+        rank=getattr(error, "rank", None),
+        peer=getattr(error, "peer", None),
+        sequence=getattr(error, "sequence", None),
+        missing=tuple(getattr(error, "missing", ())),
+        cause=type(error.__cause__).__name__,
+    )
+
+
+def error_of(call: Callable[[], Any]) -> Told:
+    """Return what `call` raised."""
+    try:
+        outcome = call()
+    except (DistributedError, KeyboardInterrupt) as error:
+        return told(error)
+    raise AssertionError(f"no error, but {outcome!r}")
+
+
+def call_of(op: str, backend: Backend, count: int) -> Callable[[], Any]:
+    """Return a call without arguments of the operation named, with `count` floats per rank."""
+    size, rank = backend.world_size, backend.rank
+    chunk = np.ones(count, np.float32)
+    chunks = np.ones(count * size, np.float32)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    out = np.empty_like(chunk)
+
+    def send_recv() -> None:
+        if rank % 2 == 0:
+            fd.send(chunk, backend, right)
+            fd.recv(out, backend, left)
+        else:
+            fd.recv(out, backend, left)
+            fd.send(chunk, backend, right)
+
+    def uneven() -> None:
+        sent = [count * (1 + (rank + peer) % 2) for peer in range(size)]
+        fd.all_to_all(np.ones(sum(sent), np.float32), backend, send_counts=sent, recv_counts=sent)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: fd.all_gather(chunk, backend),
+        "all_to_all": lambda: fd.all_to_all(chunks, backend),
+        "all_to_all_uneven": uneven,
+        "allreduce": lambda: fd.allreduce(chunk, backend),
+        "barrier": lambda: fd.barrier(backend),
+        "broadcast": lambda: fd.broadcast(chunk, backend, root=size - 1),
+        "gather": lambda: fd.gather(chunk, backend, root=0),
+        "reduce": lambda: fd.reduce(chunk, backend, root=0),
+        "reduce_scatter": lambda: fd.reduce_scatter(chunks, backend),
+        "scatter": lambda: fd.scatter(chunks if rank == 0 else None, backend, out=out),
+        "send_recv": send_recv,
+        "sendrecv": lambda: fd.sendrecv(chunk, out, backend, right, left),
+        "batch": lambda: fd.batch(
+            [fd.P2POp(True, chunk, right), fd.P2POp(False, out, left)], backend
+        ),
+    }
+    return calls[op]
+
+
+def public_name(op: str) -> str:
+    """Return the name by which errors know the operation."""
+    return "all_to_all" if op == "all_to_all_uneven" else op
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_within(seconds: float) -> None:
+    """Be killed in `seconds`, whatever this process does then."""
+    thread = threading.Timer(seconds, die)
+    thread.daemon = True
+    thread.start()
