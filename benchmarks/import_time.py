@@ -1,0 +1,116 @@
+"""What `import ferro_dist` and its first use cost, beside NumPy's own import.
+
+    python benchmarks/import_time.py
+    python benchmarks/import_time.py --quick --output import_time.jsonl
+
+Each sample is a new interpreter that times the statement inside it: what the interpreter
+itself takes to start is not counted. The statements take turns. The first use is an
+allreduce in a world of one, import included; it contains NumPy's import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import measure
+
+TIMEOUT_S = 60.0
+BASE = "import numpy"
+FIRST_USE = """\
+import ferro_dist, numpy
+with ferro_dist.init() as backend:
+    ferro_dist.allreduce(numpy.ones(3), backend)
+"""
+STATEMENTS = {
+    BASE: BASE,
+    "import ferro_dist": "import ferro_dist",
+    "import, first allreduce": FIRST_USE,
+    "import ferro_dist.launch": "import ferro_dist.launch",
+}
+TIMED = """\
+import time
+started = time.perf_counter()
+{statement}
+elapsed = time.perf_counter() - started
+print(elapsed)
+"""
+
+
+def main() -> int:
+    options = parse_arguments()
+    samples = compare(options.rounds)
+    show(samples)
+    path = measure.output_path(options.output, "import_time")
+    measure.write_json_lines(path, records(samples))
+    measure.say(f"\nwrote {path}")
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=40, help="samples of each statement")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--output", help="file for the JSON lines")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = 10
+    if options.rounds < 1:
+        parser.error("at least one round, please")
+    return options
+
+
+def compare(rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each sample. One round more goes first, to fill the page cache."""
+    samples: dict[str, list[float]] = {name: [] for name in STATEMENTS}
+    for number in range(rounds + 1):
+        for name, statement in STATEMENTS.items():
+            elapsed_s = time_in_new_interpreter(statement)
+            if number > 0:
+                samples[name].append(elapsed_s)
+    return samples
+
+
+def time_in_new_interpreter(statement: str) -> float:
+    ran = subprocess.run(
+        [sys.executable, "-c", TIMED.format(statement=statement)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    return float(ran.stdout)
+
+
+def show(samples: dict[str, list[float]]) -> None:
+    base_s = measure.percentile(samples[BASE], 50)
+    measure.say("milliseconds")
+    measure.say(f"{'':26}{'runs':>6}{'min':>9}{'p50':>9}{'p95':>9}{'to NumPy':>10}")
+    for name, times in samples.items():
+        low, middle, high = (measure.percentile(times, p) * 1e3 for p in (0, 50, 95))
+        ratio = middle / (base_s * 1e3)
+        measure.say(f"{name:26}{len(times):6}{low:9.1f}{middle:9.1f}{high:9.1f}{ratio:9.2f}x")
+
+
+def records(samples: dict[str, list[float]]) -> list[dict[str, object]]:
+    described = measure.describe_run()
+    base_s = measure.percentile(samples[BASE], 50)
+    return [
+        {
+            "statement": name,
+            "runs": len(times),
+            "min_s": min(times),
+            "p50_s": measure.percentile(times, 50),
+            "p95_s": measure.percentile(times, 95),
+            "p50_ratio_to_numpy": measure.percentile(times, 50) / base_s,
+            **described,
+        }
+        for name, times in samples.items()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What is loaded when: nothing large by the import, no torch and no CUDA by the first use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import ferro_dist as fd
+
+FIRST_USE = """
+import ferro_dist, numpy
+with ferro_dist.init(rank=0, world_size=1) as backend:
+    assert ferro_dist.allreduce(numpy.ones(3), backend).tolist() == [1, 1, 1]
+"""
+# Whatever an interpreter of this machine loads by itself, through .pth files for example.
+LOADED = """
+import sys
+before = set(sys.modules)
+{statement}
+print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
+"""
+LIBRARIES = """
+print(*sorted({line.split("/")[-1].strip() for line in open("/proc/self/maps") if ".so" in line}))
+"""
+
+
+def run(program: str) -> list[str]:
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    return ran.stdout.split()
+
+
+def test_import_alone_loads_no_other_package() -> None:
+    loaded = run(LOADED.format(statement="import ferro_dist"))
+    assert [name for name in loaded if name not in sys.stdlib_module_names] == ["ferro_dist"]
+
+
+def test_import_alone_loads_no_submodule() -> None:
+    program = "import sys, ferro_dist; print(*(m for m in sys.modules if 'ferro_dist.' in m))"
+    assert run(program) == []
+
+
+def test_first_allreduce_loads_numpy_and_ml_dtypes_alone() -> None:
+    loaded = run(LOADED.format(statement=FIRST_USE))
+    others = [name for name in loaded if name not in sys.stdlib_module_names]
+    assert set(others) - {"numpy", "ml_dtypes", "ferro_dist"} <= cython_runtime(others)
+
+
+def cython_runtime(names: list[str]) -> set[str]:
+    """Return the modules that every Cython extension registers: no packages."""
+    return {name for name in names if name.startswith(("_cython_", "cython_runtime"))}
+
+
+def test_first_allreduce_loads_no_library_of_cuda_or_mpi() -> None:
+    libraries = run(FIRST_USE + LIBRARIES)
+    unwanted = ("libcuda", "libcudart", "libnccl", "libnvidia", "libtorch", "libmpi")
+    assert [name for name in libraries if name.startswith(unwanted)] == []
+
+
+@pytest.mark.parametrize("name", fd.__all__)
+def test_every_public_name_loads_and_has_a_docstring(name: str) -> None:
+    assert getattr(fd, name).__doc__
+
+
+def test_public_names_are_listed() -> None:
+    assert set(fd.__all__) <= set(dir(fd))
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'all_reduce'"):
+        _ = fd.all_reduce

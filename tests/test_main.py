@@ -1,0 +1,186 @@
+"""``python -m ferro_dist``: what it finds, and what it says of what it does not find."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ferro_dist import __main__ as report
+from ferro_dist._native.host import kernel_isa
+
+LAUNCHER_PREFIXES = ("FERRO_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MPI_", "TORCHELASTIC_")
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+
+def rows(program: str = "", exit_code: int = 0, **environ: str) -> dict[str, str]:
+    """Run the report after `program` in a new process; return its lines by their names."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHER_PREFIXES) and name not in LAUNCHER_NAMES
+    }
+    code = f"import sys\n{program}\nfrom ferro_dist.__main__ import main\nsys.exit(main())"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**inherited, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == exit_code, ran.stderr
+    assert not ran.stderr
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("  ")]
+    return {line[2:17].strip(): line[17:].strip() for line in lines}
+
+
+def test_versions_are_those_installed() -> None:
+    found = rows()
+    assert found["python"].startswith(platform.python_version())
+    assert found["numpy"] == np.__version__
+    assert found["ml_dtypes"] == importlib.metadata.version("ml_dtypes")
+
+
+def test_it_runs_as_a_module() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "ferro_dist"], capture_output=True, timeout=60, check=True
+    )
+    assert ran.stdout.startswith(b"versions\n")
+
+
+def test_missing_packages_come_with_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nothing(distribution: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    found = dict(report.versions())
+    assert 'pip install "ferro_dist[torch]"' in found["torch"]
+    assert 'pip install "ferro_dist[jax]"' in found["jax"]
+    assert "pip install cupy" in found["cupy"]
+
+
+def test_no_array_library_but_numpy_is_imported() -> None:
+    program = "import atexit\natexit.register(lambda: print('  loaded         ', *sys.modules))"
+    loaded = rows(program)["loaded"].split()
+    assert not {"torch", "jax", "cupy"} & set(loaded)
+
+
+def test_engine_names_its_kernels_and_cores() -> None:
+    found = rows()
+    assert found["kernels"] == kernel_isa()
+    usable, total = re.findall(r"\d+", found["cores"])[:2]
+    assert 1 <= int(usable) <= int(total)
+
+
+def test_engine_that_cannot_be_loaded_is_said_and_fails() -> None:
+    found = rows("sys.modules['ferro_dist._native.host'] = None", exit_code=1)
+    assert "cannot be loaded" in found["kernels"]
+    assert "pip install ." in found["kernels"]
+    assert found["shared memory"] == "no: the engine is missing"
+
+
+def test_host_transports_are_there() -> None:
+    found = rows()
+    assert found["shared memory"].startswith("yes: sealed memfd, ")
+    assert found["TCP"].startswith("yes: ")
+
+
+def test_shared_memory_that_is_refused_comes_with_the_reason() -> None:
+    # Like a container that forbids large files: memfd_create works, its size does not.
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    ignored = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    found = rows(f"{limit}\n{ignored}")
+    assert found["shared memory"].startswith("no: ")
+    assert "File too large" in found["shared memory"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("always within_size [advise] never deny force", "huge pages (advise)"),
+        ("always within_size advise [never] deny force", "says 'never'"),
+        ("", "is missing"),
+    ],
+)
+def test_huge_pages_are_as_the_kernel_says(
+    text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "shmem_enabled"
+    if text:
+        path.write_text(text + "\n")
+    monkeypatch.setattr(report, "HUGE_PAGES", str(path))
+    assert expected in report.huge_pages()
+
+
+def test_missing_mpi4py_comes_with_the_command_that_installs_it() -> None:
+    found = rows("sys.modules['mpi4py'] = None")
+    assert found["MPI"].startswith("no: ")
+    assert "pip install mpi4py" in found["MPI"]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="mpi4py is not installed")
+def test_missing_mpi_library_is_named() -> None:
+    found = rows(MPI4PY_LIBMPI="/nonexistent/libmpi.so")
+    assert found["MPI"].startswith("no: mpi4py found no MPI library")
+    assert "pip install mpich" in found["MPI"]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="mpi4py is not installed")
+@pytest.mark.parametrize(
+    ("soname", "name"), [("libmpi.so.12", "MPICH "), ("libmpi.so.40", "Open MPI v")]
+)
+def test_mpi_library_is_named_and_not_initialised(soname: str, name: str) -> None:
+    library = Path(sys.prefix, "lib", soname)
+    if not library.exists():
+        pytest.skip(f"no wheel with {soname} is installed")
+    check = "import atexit\natexit.register(lambda: print('  initialised    ', "
+    check += "sys.modules['mpi4py.MPI'].Is_initialized()))"
+    found = rows(check, MPI4PY_LIBMPI=str(library))
+    assert found["MPI"].startswith(f"yes: {name}")
+    assert found["initialised"] == "False"
+
+
+def test_nccl_is_reported_as_it_is_built() -> None:
+    is_built = importlib.util.find_spec("ferro_dist._native.nccl") is not None
+    assert rows()["NCCL"].startswith("yes" if is_built else "no: not built in this version")
+
+
+def test_devices_are_those_of_the_driver() -> None:
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    assert rows()["GPU"].startswith("none" if not has_gpu else "")
+
+
+def test_no_launcher_is_a_world_of_one() -> None:
+    assert rows()["init()"].startswith("a world of one")
+
+
+def test_launcher_is_named_with_rank_and_address() -> None:
+    found = rows(
+        FERRO_RANK="1",
+        FERRO_WORLD_SIZE="2",
+        FERRO_LOCAL_RANK="1",
+        FERRO_LOCAL_WORLD_SIZE="2",
+        FERRO_ADDR="127.0.0.1:4711",
+        FERRO_DIST_TOKEN="not to be printed",
+    )
+    assert found["init()"] == "rank 1 of 2, from ferrorun"
+    assert found["on this host"] == "rank 1 of 2"
+    assert found["rank 0 is at"] == "127.0.0.1:4711"
+    assert found["token from"] == "FERRO_DIST_TOKEN"
+    assert "not to be printed" not in str(found)
+
+
+def test_contradictions_of_the_environment_are_shown() -> None:
+    found = rows(RANK="0")
+    assert found["init()"].startswith("would raise InvalidWorldSize: RANK='0' is set")
