@@ -31,7 +31,6 @@ CpuidLeaf cpuid_leaf(unsigned leaf, unsigned subleaf) {
 
 bool has_f16c() { return (cpuid_leaf(1, 0).ecx >> 29 & 1) != 0; }
 bool has_avx512bf16() { return (cpuid_leaf(7, 1).eax >> 5 & 1) != 0; }
-bool has_fast_rep_movsb() { return (cpuid_leaf(7, 0).ebx >> 9 & 1) != 0; }
 
 // __builtin_cpu_supports also knows whether the kernel saves the wide registers.
 bool runs_avx2() { return __builtin_cpu_supports("avx2") && has_f16c(); }
@@ -87,29 +86,6 @@ void stream_lines(unsigned char* dst, const unsigned char* src, std::size_t nbyt
   }
 }
 
-void copy_past_caches(void* dst, const void* src, std::size_t nbytes) {
-  if (nbytes == 0) return;
-  auto* to = static_cast<unsigned char*>(dst);
-  const auto* from = static_cast<const unsigned char*>(src);
-  std::size_t head = distance_to_cache_line(to);
-  if (head > nbytes) head = nbytes;
-  const std::size_t body = (nbytes - head) / kCacheLineNbytes * kCacheLineNbytes;
-  std::memcpy(to, from, head);
-  stream_lines(to + head, from + head, body);
-  std::memcpy(to + head + body, from + head + body, nbytes - head - body);
-  // The flag that hands the buffer on must not overtake these stores.
-  _mm_sfence();
-}
-
-// ---- copies into a peer's caches --------------------------------------------
-
-// Below this the microcode's start-up costs more than the lines it need not read.
-constexpr std::size_t kRepMovsbNbytes = 4096;
-
-void rep_movsb(void* dst, const void* src, std::size_t nbytes) {
-  __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(nbytes) : : "memory");
-}
-
 #endif
 
 }  // namespace
@@ -134,20 +110,26 @@ ReduceKernel reduce_kernel(DType dtype, ReduceOp op, std::size_t output_nbytes) 
   return best.table[row][column];
 }
 
-void copy_to_peer(void* dst, const void* src, std::size_t nbytes) {
+void copy_past_caches(void* dst, const void* src, std::size_t nbytes) {
+  if (nbytes == 0) return;  // an empty array may have no address
 #if defined(__x86_64__)
-  static const bool is_fast = has_fast_rep_movsb();
-  if (nbytes >= kRepMovsbNbytes && is_fast) return rep_movsb(dst, src, nbytes);
+  auto* to = static_cast<unsigned char*>(dst);
+  const auto* from = static_cast<const unsigned char*>(src);
+  std::size_t head = distance_to_cache_line(to);
+  if (head > nbytes) head = nbytes;
+  const std::size_t body = (nbytes - head) / kCacheLineNbytes * kCacheLineNbytes;
+  std::memcpy(to, from, head);
+  stream_lines(to + head, from + head, body);
+  std::memcpy(to + head + body, from + head + body, nbytes - head - body);
+  // The flag that hands the buffer on must not overtake these stores.
+  _mm_sfence();
+#else
+  std::memcpy(dst, src, nbytes);
 #endif
-  if (nbytes != 0) std::memcpy(dst, src, nbytes);  // an empty array may have no address
 }
 
 void copy_to_user(void* dst, const void* src, std::size_t nbytes, std::size_t total_nbytes) {
-#if defined(__x86_64__)
   if (total_nbytes >= kStreamingNbytes) return copy_past_caches(dst, src, nbytes);
-#else
-  (void)total_nbytes;
-#endif
   if (nbytes != 0) std::memcpy(dst, src, nbytes);  // an empty array may have no address
 }
 

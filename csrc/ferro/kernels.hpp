@@ -33,9 +33,9 @@ constexpr std::size_t kStreamingNbytes = std::size_t{32} << 20;
 // back writes past the caches, same bits. Keep 0 where a peer reads dst next.
 ReduceKernel reduce_kernel(DType dtype, ReduceOp op, std::size_t output_nbytes = 0);
 
-// Copy into memory that a peer will read soon, without first reading the
-// destination's cache lines from it.
-void copy_to_peer(void* dst, const void* src, std::size_t nbytes);
+// Copy without leaving the destination in this core's caches, nor reading it into
+// them first. Ordinary stores that follow do not overtake it.
+void copy_past_caches(void* dst, const void* src, std::size_t nbytes);
 
 // Copy to the user's memory, past the caches if the whole output, of which this
 // is one segment, has kStreamingNbytes or more.

@@ -14,6 +14,7 @@
 
 #include "ferro/channel.hpp"
 #include "ferro/segment.hpp"
+#include "ferro/staging.hpp"
 
 namespace ferro {
 
@@ -45,6 +46,7 @@ class ShmChannel final : public Channel {
   Cell* const incoming_cells_;
   unsigned char* const outgoing_ring_;
   unsigned char* const incoming_ring_;
+  StagingWriter staging_;
   // Only this rank moves these; the shared copies are for the peer.
   std::uint64_t messages_sent_ = 0;
   std::uint64_t messages_received_ = 0;

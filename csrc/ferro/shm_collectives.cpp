@@ -89,10 +89,12 @@ bool ShmTransport::dispatch(Call& call, const Collective& collective) {
 }
 
 // dst = elements [first, first + count) of every rank's input, reduced in rank order.
-void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t first, std::size_t count) const {
+// `output_nbytes` of an output that nobody reads soon tells its whole size.
+void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t first, std::size_t count,
+                                 std::size_t output_nbytes) const {
   const std::size_t offset = first * item_size(c.dtype);
   for (int peer = 0; peer < size_; ++peer) sources_[peer] = inputs_.of_rank[peer] + offset;
-  reduce_kernel(c.dtype, c.reduce_op)(dst, sources_.data(), size_, count, divisor_of(c, size_));
+  reduce_kernel(c.dtype, c.reduce_op, output_nbytes)(dst, sources_.data(), size_, count, divisor_of(c, size_));
 }
 
 template <class Stage, class Consume>
@@ -175,12 +177,12 @@ void ShmTransport::allreduce_one_shot(Call& call, const Collective& c) {
       call, rounds.number(), SegmentLayout::kChunkSlots, {},
       [&](std::uint64_t round, void* slot) {
         const Range range = rounds[round];
-        copy_to_peer(slot, bytes(c.in) + range.first * itemsize, range.count * itemsize);
+        staging_.copy(slot, bytes(c.in) + range.first * itemsize, range.count * itemsize);
       },
       [&](std::uint64_t round) {
         const Range range = rounds[round];
         inputs_.of_rank[index_] = bytes(c.in) + range.first * itemsize;
-        reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count);
+        reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count, c.count * itemsize);
       });
 }
 
@@ -209,7 +211,7 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
     for (int peer = 0; peer < size_; ++peer) {
       const Range range = share(round, peer);
       if (peer != index_)
-        copy_to_peer(staged_at(index_, round, peer), bytes(c.in) + range.first * itemsize,
+        staging_.copy(staged_at(index_, round, peer), bytes(c.in) + range.first * itemsize,
                      range.count * itemsize);
     }
     advance(&RankControl::staged, round_ + round + 1);
@@ -224,7 +226,7 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
     unsigned char* result = result_at(index_, round);
     unsigned char* reduced = is_collector ? bytes(c.out) + own.first * itemsize : result;
     reduce_inputs(c, reduced, 0, own.count);
-    if (reduced != result) copy_to_peer(result, reduced, own.count * itemsize);
+    if (reduced != result) staging_.copy(result, reduced, own.count * itemsize);
     advance(&RankControl::reduced, round_ + round + 1);
     if (!is_collector) advance(&RankControl::consumed, round_ + round + 1);
   };
@@ -272,14 +274,14 @@ bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
         const Range range = rounds[round];
         for (int peer = 0; peer < size_; ++peer)
           if (peer != index_)
-            copy_to_peer(slot + peer * piece_nbytes, bytes(c.in) + (peer * c.count + range.first) * itemsize,
+            staging_.copy(slot + peer * piece_nbytes, bytes(c.in) + (peer * c.count + range.first) * itemsize,
                          range.count * itemsize);
       },
       [&](std::uint64_t round) {
         const Range range = rounds[round];
         for (int peer = 0; peer < size_; ++peer) inputs_.of_rank[peer] += index_ * piece_nbytes;
         inputs_.of_rank[index_] = bytes(c.in) + (index_ * c.count + range.first) * itemsize;
-        reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count);
+        reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count, c.count * itemsize);
       });
   return false;
 }
@@ -298,7 +300,7 @@ bool ShmTransport::broadcast(Call& call, const Collective& c) {
   run_rounds(
       call, rounds.number(), SegmentLayout::kChunkSlots, Roles{root, Roles::kEverybody},
       [&](std::uint64_t round, void* slot) {
-        copy_to_peer(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
+        staging_.copy(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
       },
       [&](std::uint64_t round) {
         if (index_ != root)
@@ -320,7 +322,7 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
   run_rounds(
       call, rounds.number(), SegmentLayout::kChunkSlots, {},
       [&](std::uint64_t round, void* slot) {
-        copy_to_peer(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
+        staging_.copy(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
       },
       [&](std::uint64_t round) {
         for (int peer = 0; peer < size_; ++peer)
@@ -344,7 +346,7 @@ bool ShmTransport::gather(Call& call, const Collective& c) {
   run_rounds(
       call, rounds.number(), SegmentLayout::kChunkSlots, Roles{Roles::kEverybody, root},
       [&](std::uint64_t round, void* slot) {
-        if (index_ != root) copy_to_peer(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
+        if (index_ != root) staging_.copy(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
       },
       [&](std::uint64_t round) {
         for (int peer = 0; peer < size_; ++peer)
@@ -371,7 +373,7 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
       [&](std::uint64_t round, unsigned char* slot) {
         for (int peer = 0; peer < size_; ++peer)
           if (peer != root)
-            copy_to_peer(slot + peer * piece_nbytes, bytes(c.in) + peer * nbytes + rounds[round].first,
+            staging_.copy(slot + peer * piece_nbytes, bytes(c.in) + peer * nbytes + rounds[round].first,
                          rounds[round].count);
       },
       [&](std::uint64_t round) {
@@ -430,7 +432,7 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
         for (int peer = 0; peer < size_; ++peer) {
           const Range range = clip(round, send_counts[peer]);
           if (peer != index_)
-            copy_to_peer(slot + peer * piece_nbytes,
+            staging_.copy(slot + peer * piece_nbytes,
                          bytes(c.in) + (send_first[peer] + range.first) * itemsize, range.count * itemsize);
         }
       },

@@ -83,6 +83,26 @@ AbortReason ShmTransport::aborted() const noexcept {
   return AbortReason::unpack(segment_->abort_word().load(std::memory_order_acquire));
 }
 
+void ShmTransport::add_lost(std::vector<int>& ranks) {
+  for (int peer = 0; peer < size_; ++peer) {
+    const RankControl& control = segment_->control(peer);
+    const bool is_dead = (control.liveness.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
+    if (is_dead || control.has_departed.load(std::memory_order_acquire) != 0)
+      ranks.push_back(members_[peer]);
+  }
+}
+
+int ShmTransport::successor() const noexcept {
+  return static_cast<int>(segment_->successor_word().load(std::memory_order_acquire)) - 1;
+}
+
+bool ShmTransport::claim_succession(int former, int decider) noexcept {
+  auto expected = static_cast<std::uint32_t>(former + 1);
+  // The first to come decides; acq_rel: whoever loses sees what the winner did before.
+  return segment_->successor_word().compare_exchange_strong(expected, static_cast<std::uint32_t>(decider + 1),
+                                                            std::memory_order_acq_rel);
+}
+
 void ShmTransport::run(Call& call, const Collective& collective) {
   const AbortReason reason = aborted();
   if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
@@ -135,7 +155,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     offsets.out = segment_->symmetric_offset(collective.out, nbytes);
   }
   if (offsets.in == 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1)
-    copy_to_peer(segment_->small(index_, sequence_ & 1), collective.in, nbytes);
+    staging_.copy(segment_->small(index_, sequence_ & 1), collective.in, nbytes);
   std::memcpy(slot.payload, &offsets, sizeof offsets);
 }
 

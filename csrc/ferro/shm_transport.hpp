@@ -9,6 +9,7 @@
 #include "ferro/fingerprint.hpp"
 #include "ferro/parking.hpp"
 #include "ferro/segment.hpp"
+#include "ferro/staging.hpp"
 #include "ferro/transport.hpp"
 #include "ferro/watchdog.hpp"
 
@@ -26,6 +27,10 @@ class ShmTransport final : public Transport {
   void run(Call& call, const Collective& collective) override;
   void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override;
+
+  void add_lost(std::vector<int>& ranks) override;
+  int successor() const noexcept override;
+  bool claim_succession(int former, int decider) noexcept override;
 
   void close() noexcept override;
 
@@ -73,7 +78,8 @@ class ShmTransport final : public Transport {
   void reduce_two_shot(Call& call, const Collective& collective, int sole_collector);
   void all_to_all_rounds(Call& call, const Collective& collective, const std::size_t* send_counts,
                          const std::size_t* recv_counts, std::size_t most);
-  void reduce_inputs(const Collective& collective, void* dst, std::size_t first, std::size_t count) const;
+  void reduce_inputs(const Collective& collective, void* dst, std::size_t first, std::size_t count,
+                     std::size_t output_nbytes = 0) const;
 
   // What one round of a collective asks of this rank.
   struct Roles {
@@ -109,6 +115,7 @@ class ShmTransport final : public Transport {
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
   Inputs inputs_;
+  StagingWriter staging_;
   mutable std::vector<const void*> sources_;  // scratch of reduce_inputs
   std::unique_ptr<Watchdog> watchdog_;
 };

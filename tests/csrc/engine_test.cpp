@@ -254,7 +254,10 @@ void test_tasks(int size) {
 void test_closing_rank_is_named() {
   const Group group = Communicator::create_group(3, 2);
   on_each_rank(group, [&](Communicator& comm, int rank) {
-    if (rank == 2) return comm.close();
+    if (rank == 2) {
+      comm.close();
+      return;
+    }
     Values x(5000);
     bool has_thrown = false;
     try {

@@ -476,7 +476,7 @@ void check_copies(const char* name, Copy copy) {
 }
 
 void test_copies_are_exact() {
-  check_copies("copy_to_peer", copy_to_peer);
+  check_copies("copy_past_caches", copy_past_caches);
   check_copies("copy_to_user", [](void* dst, const void* src, std::size_t nbytes) {
     copy_to_user(dst, src, nbytes, nbytes);
   });
@@ -486,7 +486,7 @@ void test_copies_are_exact() {
 }
 
 void test_empty_copies_take_null_pointers() {
-  copy_to_peer(nullptr, nullptr, 0);
+  copy_past_caches(nullptr, nullptr, 0);
   copy_to_user(nullptr, nullptr, 0, 0);
   copy_to_user(nullptr, nullptr, 0, kStreamingNbytes);
 }
