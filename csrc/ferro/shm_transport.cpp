@@ -172,7 +172,9 @@ void ShmTransport::await_headers(Call& call) {
       error.missing.clear();
       for (int other = 0; other < size_; ++other)
         if (sequence_of(segment_->header(other, parity).flag.load(std::memory_order_acquire)) != sequence_)
-          error.missing.push_back(members_[other]);
+          error.missing.push_back(members_[culprit_behind(other)]);
+      std::sort(error.missing.begin(), error.missing.end());
+      error.missing.erase(std::unique(error.missing.begin(), error.missing.end()), error.missing.end());
       throw;
     }
     is_agreed &= flag.load(std::memory_order_relaxed) == own_flag_;
@@ -268,7 +270,7 @@ __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, 
   std::atomic<std::uint32_t>& word = segment_->collective_sleeper(index_);
   while (!ready()) {
     if (is_lost(peer)) {
-      if (ready()) return;  // what a peer published before it departed counts
+      if (ready()) break;  // what a peer published before it departed counts
       throw_lost(peer);
     }
     check_caller(call, peer);
@@ -279,8 +281,9 @@ __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, 
       futex_wait(word, static_cast<std::uint32_t>(peer) + 1,
                  std::max(0.0, std::min(slice, call.remaining_s())));
     }
-    word.store(kAwake, std::memory_order_relaxed);
   }
+  // Not before: while we wait, others read here for whom.
+  word.store(kAwake, std::memory_order_relaxed);
 }
 
 bool ShmTransport::is_lost(int peer) const {
@@ -297,9 +300,20 @@ void ShmTransport::throw_lost(int peer) const {
 void ShmTransport::check_caller(Call& call, int peer) const {
   call.check_interrupt();
   if (!call.is_expired()) return;
-  Error error(ErrorCode::timeout, members_[peer]);
-  error.missing = {members_[peer]};
+  Error error(ErrorCode::timeout, members_[culprit_behind(peer)]);
+  error.missing = {error.peer};
   throw error;
+}
+
+// A peer that sleeps waits for another one, which its word names: whoever keeps it
+// from coming keeps us, too.
+int ShmTransport::culprit_behind(int peer) const {
+  for (int step = 0; step < size_; ++step) {
+    const std::uint32_t word = segment_->collective_sleeper(peer).load(std::memory_order_relaxed);
+    if (word == kAwake || word > static_cast<std::uint32_t>(size_) || static_cast<int>(word) - 1 == index_) break;
+    peer = static_cast<int>(word) - 1;
+  }
+  return peer;
 }
 
 // Follows a sequentially consistent store: the publisher's fence of parking.hpp.

@@ -1,0 +1,229 @@
+"""A rank does not come, or calls something else: the others say which, in time, and how it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fault_injection import COLLECTIVES, MESSAGES, PATIENCE_S, Told, call_of, error_of, public_name
+
+import ferro_dist as fd
+from ferro_dist.testing import run_ranks
+
+LARGE = 3_000_000  # floats: no buffer takes that much ahead
+TIMEOUT_S = 0.3
+# The contract says 1 s. A machine that runs other things may keep a process from running longer.
+SLACK_S = 20.0
+
+
+def timed_error_of(call: Callable[[], Any]) -> tuple[Told, float]:
+    start = time.monotonic()
+    error = error_of(call)
+    return error, time.monotonic() - start
+
+
+def meet_over(backend: fd.Backend, fifo: str) -> int:
+    """Open `fifo`, to which rank 0 alone writes: its end is rank 0's."""
+    file = os.open(fifo, os.O_WRONLY if backend.rank == 0 else os.O_RDONLY)
+    fd.barrier(backend)
+    return file
+
+
+def wait_for_an_absent_rank(backend: fd.Backend, op: str, fifo: str) -> tuple[Told, float] | None:
+    file = meet_over(backend, fifo)
+    if backend.rank == 1:
+        assert os.read(file, 1) == b""
+        return None
+    backend.timeout = TIMEOUT_S
+    outcome = timed_error_of(call_of(op, backend, LARGE))
+    os.close(file)
+    return outcome
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+@pytest.mark.parametrize("op", [*COLLECTIVES, *MESSAGES])
+def test_every_call_ends_with_its_timeout_and_names_who_is_missing(
+    op: str, transport: str, fifo: str
+) -> None:
+    outcome, _ = run_ranks(2, wait_for_an_absent_rank, op, fifo, backend=transport)
+    error, elapsed_s = outcome
+    assert (error.kind, error.peer, error.missing) == ("Timeout", 1, (1,)), error
+    assert error.op == ("send" if op == "send_recv" else public_name(op))
+    assert TIMEOUT_S <= elapsed_s < TIMEOUT_S + SLACK_S
+
+
+def wait_for_absent_ranks(backend: fd.Backend) -> list[Told]:
+    fd.barrier(backend)
+    if backend.rank < 2:
+        call: Callable[[], Any] = call_of("allreduce", backend, 1)
+        backend.timeout = TIMEOUT_S
+    else:
+        # Elsewhere: waiting for a message that nobody sends.
+        call = lambda: fd.recv(np.empty(1), backend, 5 - backend.rank, timeout=PATIENCE_S)
+    return [error_of(call), error_of(lambda: fd.barrier(backend))]
+
+
+def test_all_missing_ranks_are_named_to_all() -> None:
+    outcomes = run_ranks(4, wait_for_absent_ranks)
+    for first, later in outcomes:
+        assert first.kind == "Timeout"
+        assert first.peer == 2
+        assert (later.kind, later.cause) == ("LockPoisoned", "Timeout")
+    for first, _ in outcomes[:2]:
+        assert first.missing == (2, 3), first
+
+
+def outlast_a_stopped_rank(backend: fd.Backend, op: str, count: int) -> tuple[Told, float]:
+    call = call_of(op, backend, count)
+    pids = fd.all_gather(np.array([os.getpid()]), backend)
+    victim = backend.world_size - 1
+    if backend.rank == victim:
+        # From another thread, at any moment of the calls that follow.
+        threading.Timer(0.02, os.kill, [os.getpid(), signal.SIGSTOP]).start()
+    else:
+        backend.timeout = TIMEOUT_S * 4
+
+    def repeat() -> None:
+        while True:
+            start_s[0] = time.monotonic()
+            call()
+
+    start_s = [0.0]
+    error = error_of(repeat)
+    elapsed_s = time.monotonic() - start_s[0]
+    if backend.rank == 0:
+        os.kill(int(pids[victim]), signal.SIGCONT)
+    return error, elapsed_s
+
+
+@pytest.mark.parametrize("count", [1, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("op", ["allreduce", "broadcast", "gather", "reduce_scatter", "all_to_all"])
+def test_a_stopped_rank_is_named(op: str, count: int) -> None:
+    outcomes = run_ranks(3, outlast_a_stopped_rank, op, count)
+    for error, elapsed_s in outcomes[:2]:
+        assert (error.kind, error.peer) == ("Timeout", 2), error
+        assert elapsed_s < TIMEOUT_S * 4 + SLACK_S
+    told_late, _ = outcomes[2]
+    assert told_late.kind == "Timeout", told_late
+    assert "gave up waiting" in told_late.message
+
+
+def queue_behind_a_long_wait(backend: fd.Backend, fifo: str) -> list[tuple[Told, float]]:
+    file = meet_over(backend, fifo)
+    if backend.rank == 1:
+        assert os.read(file, 1) == b""
+        return []
+    work = fd.barrier(backend, async_op=True)
+    in_time = timed_error_of(lambda: work.wait(TIMEOUT_S))
+    assert not work.is_completed(), "wait(timeout) must not cancel"
+    queued = timed_error_of(lambda: fd.allreduce(np.ones(1), backend, timeout=TIMEOUT_S))
+    behind = timed_error_of(work.wait)
+    os.close(file)
+    return [in_time, queued, behind]
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_a_call_behind_another_keeps_its_own_timeout(transport: str, fifo: str) -> None:
+    outcomes, _ = run_ranks(2, queue_behind_a_long_wait, fifo, backend=transport)
+    for error, elapsed_s in outcomes:
+        assert error.kind == "Timeout", error
+        assert elapsed_s < TIMEOUT_S + SLACK_S
+
+
+def wait_beside_another_thread(backend: fd.Backend, fifo: str) -> list[Told]:
+    file = meet_over(backend, fifo)
+    if backend.rank == 1:
+        assert os.read(file, 1) == b""
+        return []
+    errors: list[Told] = []
+    thread = threading.Thread(
+        target=lambda: errors.append(error_of(lambda: fd.barrier(backend, timeout=PATIENCE_S)))
+    )
+    thread.start()
+    # Whichever is first in, the other waits for it, and this one gives up.
+    errors.append(error_of(lambda: fd.barrier(backend, timeout=TIMEOUT_S)))
+    thread.join(PATIENCE_S)
+    os.close(file)
+    return errors
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_a_thread_that_never_got_its_turn_ends_the_group(transport: str, fifo: str) -> None:
+    errors, _ = run_ranks(2, wait_beside_another_thread, fifo, backend=transport)
+    assert len(errors) == 2
+    assert {error.kind for error in errors} <= {"Timeout", "LockPoisoned"}, errors
+
+
+# What two ranks call, where they should call the same.
+DISAGREEMENTS: dict[str, tuple[Callable[[fd.Backend], Any], Callable[[fd.Backend], Any]]] = {
+    "op": (lambda b: fd.allreduce(np.ones(4), b), lambda b: fd.broadcast(np.ones(4), b)),
+    "barrier": (lambda b: fd.barrier(b), lambda b: fd.allreduce(np.ones(4), b)),
+    "count": (lambda b: fd.allreduce(np.ones(4), b), lambda b: fd.allreduce(np.ones(5), b)),
+    "large count": (
+        lambda b: fd.allreduce(np.ones(LARGE), b),
+        lambda b: fd.allreduce(np.ones(LARGE + 1), b),
+    ),
+    "empty": (lambda b: fd.allreduce(np.ones(0), b), lambda b: fd.allreduce(np.ones(1), b)),
+    "dtype of one size": (
+        lambda b: fd.allreduce(np.ones(4, np.int64), b),
+        lambda b: fd.allreduce(np.ones(4), b),
+    ),
+    "dtype of one nbytes": (
+        lambda b: fd.broadcast(np.ones(4, np.float64), b),
+        lambda b: fd.broadcast(np.ones(8, np.float32), b),
+    ),
+    "reduce op": (
+        lambda b: fd.allreduce(np.ones(4), b, fd.ReduceOp.SUM),
+        lambda b: fd.allreduce(np.ones(4), b, fd.ReduceOp.MEAN),
+    ),
+    "root of broadcast": (
+        lambda b: fd.broadcast(np.ones(4), b, root=0),
+        lambda b: fd.broadcast(np.ones(4), b, root=1),
+    ),
+    "root of reduce": (
+        lambda b: fd.reduce(np.ones(4), b, root=0),
+        lambda b: fd.reduce(np.ones(4), b, root=1),
+    ),
+    "root of gather": (
+        lambda b: fd.gather(np.ones(4), b, root=1),
+        lambda b: fd.gather(np.ones(4), b, root=0),
+    ),
+    "order": (lambda b: fd.all_gather(np.ones(4), b), lambda b: fd.reduce_scatter(np.ones(8), b)),
+    "tag": (
+        lambda b: fd.allreduce(np.ones(4), b, tag=1),
+        lambda b: fd.allreduce(np.ones(4), b, tag=2),
+    ),
+    "even and uneven": (
+        lambda b: fd.all_to_all(np.ones(4), b),
+        lambda b: fd.all_to_all(np.ones(4), b, send_counts=[2, 2], recv_counts=[2, 2]),
+    ),
+    "uneven counts": (
+        lambda b: fd.all_to_all(np.ones(4), b, send_counts=[1, 3], recv_counts=[1, 2]),
+        lambda b: fd.all_to_all(np.ones(4), b, send_counts=[1, 3], recv_counts=[3, 3]),
+    ),
+}
+
+
+def disagree(backend: fd.Backend) -> list[Told]:
+    errors = []
+    for calls in DISAGREEMENTS.values():
+        errors.append(error_of(lambda call=calls[backend.rank]: call(backend)))  # type: ignore[misc]
+        assert fd.allreduce(np.ones(3), backend).tolist() == [2.0] * 3
+    return errors
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_every_disagreement_is_told_to_both_ranks_and_ends_nothing(transport: str) -> None:
+    outcomes = run_ranks(2, disagree, backend=transport)
+    for kind, left, right in zip(DISAGREEMENTS, *outcomes, strict=True):
+        assert (left.kind, right.kind) == ("CollectiveMismatch", "CollectiveMismatch"), kind
+        first_lines = [told.message.splitlines()[0].partition(": ")[2] for told in (left, right)]
+        assert "rank 0" in first_lines[0], kind
+        assert "rank 1" in first_lines[0], kind
+        assert first_lines[0] == first_lines[1], kind
