@@ -152,9 +152,9 @@ class NoConnection(Io):
 
 
 class LockPoisoned(DistributedError):
-    """The group ended with an earlier error, which is the ``__cause__``.
+    """The group ended with an earlier error, which is the ``__cause__``; or without this rank.
 
-    Make a new group.
+    Go on in the group that ``backend.shrink()`` makes, or make a new one.
     """
 
 

@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -67,6 +68,18 @@ void Communicator::abort(ErrorCode code) noexcept {
   // Who gave up waiting is not to blame for it.
   transport_->abort({code, code == ErrorCode::timeout ? -1 : rank_, rank_, 0});
   messenger_->notify();
+}
+
+std::vector<int> Communicator::lost_ranks() const {
+  std::vector<int> ranks;
+  transport_->add_lost(ranks);
+  const AbortReason reason = transport_->aborted();
+  if (reason.code == ErrorCode::peer_lost || reason.code == ErrorCode::channel_closed)
+    ranks.push_back(reason.culprit);
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  ranks.erase(std::remove(ranks.begin(), ranks.end(), rank_), ranks.end());
+  return ranks;
 }
 
 void Communicator::begin_close() noexcept {

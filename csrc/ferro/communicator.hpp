@@ -63,6 +63,16 @@ class Communicator {
   bool is_closed() const { return is_closed_.load(std::memory_order_acquire); }
   AbortReason aborted() const noexcept { return transport_->aborted(); }
 
+  // For the survivors of a group that make a successor: what this rank knows of the
+  // others. lost_ranks() are certain, ascending; see Transport for the other two.
+  std::vector<int> lost_ranks() const;
+  int successor() const noexcept { return transport_->successor(); }
+  bool claim_succession(int former, int decider) noexcept {
+    return transport_->claim_succession(former, decider);
+  }
+  // Ends the group for ranks that are still in it: this one goes on in a successor.
+  void supersede() noexcept { abort(ErrorCode::superseded); }
+
   // Symmetric memory of this rank; null where the group shares none.
   const std::shared_ptr<Heap>& heap() const { return heap_; }
 

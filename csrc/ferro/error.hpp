@@ -28,6 +28,7 @@ enum class ErrorCode : std::uint8_t {
   closed,          // this rank closed the group
   forked,          // a child process uses its parent's group
   out_of_memory,
+  superseded,  // `peer` went on in a successor of this group
 };
 
 struct Error : std::exception {

@@ -90,6 +90,17 @@ AbortReason HostsTransport::aborted() const noexcept {
   return remote.code != ErrorCode::none || local_ == nullptr ? remote : local_->aborted();
 }
 
+void HostsTransport::add_lost(std::vector<int>& ranks) {
+  mesh_->add_lost(ranks);
+  if (local_ != nullptr) local_->add_lost(ranks);
+}
+
+int HostsTransport::successor() const noexcept { return local_ == nullptr ? -1 : local_->successor(); }
+
+bool HostsTransport::claim_succession(int former, int decider) noexcept {
+  return local_ == nullptr || local_->claim_succession(former, decider);
+}
+
 void HostsTransport::close() noexcept {
   if (local_ != nullptr) local_->close();
   mesh_->close();

@@ -29,6 +29,9 @@ class HostsTransport final : public Transport {
   void run(Call& call, const Collective& collective) override;
   void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override;
+  void add_lost(std::vector<int>& ranks) override;
+  int successor() const noexcept override;
+  bool claim_succession(int former, int decider) noexcept override;
   void close() noexcept override;
 
  private:

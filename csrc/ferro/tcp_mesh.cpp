@@ -85,6 +85,19 @@ AbortReason TcpMesh::look() noexcept {
   return reason();
 }
 
+void TcpMesh::add_lost(std::vector<int>& ranks) noexcept {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  try {
+    for (const Lane& lane : lanes_) {
+      if (!lane.stream.has_hung_up()) continue;
+      const std::optional<Frame> words = lane.stream.last_words();
+      if (!words || words->kind == FrameKind::goodbye) ranks.push_back(lane.stream.peer());
+    }
+  } catch (const std::exception&) {
+    // Out of memory while reading last words: the next look may have it.
+  }
+}
+
 void TcpMesh::try_examine_hangups() noexcept {
   try {
     examine_hangups();

@@ -57,6 +57,10 @@ class TcpMesh {
   // The same, but looks now.
   AbortReason look() noexcept;
 
+  // Adds the peers that said goodbye or died. Those that told of the group's end
+  // and then died are not among them.
+  void add_lost(std::vector<int>& ranks) noexcept;
+
   // The collective in progress, for the reasons found from here on.
   void set_sequence(std::uint32_t sequence) { sequence_.store(sequence, std::memory_order_relaxed); }
 

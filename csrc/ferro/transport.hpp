@@ -4,6 +4,7 @@
 #define FERRO_TRANSPORT_HPP
 
 #include <cstdint>
+#include <vector>
 
 #include "ferro/call.hpp"
 #include "ferro/error.hpp"
@@ -30,6 +31,18 @@ class Transport {
   virtual void abort(AbortReason reason) noexcept = 0;
   // The reason that won; code none while the group is well.
   virtual AbortReason aborted() const noexcept = 0;
+
+  // Adds the ranks that are certain to take part no more, since they died or closed;
+  // some perhaps twice. Also after the end of the group; silence convicts nobody.
+  virtual void add_lost(std::vector<int>& ranks) = 0;
+
+  // The rank that decided which ranks go on in a successor of this group, -1 before.
+  // Each host knows it apart; ranks that share no memory do not learn it here.
+  virtual int successor() const noexcept { return -1; }
+  // Makes it `decider`, if it was `former` until now. True where no memory is shared.
+  virtual bool claim_succession([[maybe_unused]] int former, [[maybe_unused]] int decider) noexcept {
+    return true;
+  }
 
   // Says goodbye: this rank sends nothing more, and peers that wait for it shall
   // not wait any longer. Nothing else is called afterwards.

@@ -30,7 +30,7 @@ class BlockedSignals {
 }  // namespace
 
 Watchdog::Watchdog(std::shared_ptr<Segment> segment, int index, std::vector<int> members)
-    : segment_(std::move(segment)), index_(index), members_(std::move(members)) {
+    : segment_(std::move(segment)), index_(index), members_(std::move(members)), is_dead_(members_.size()) {
   const BlockedSignals blocked;  // inherited by the thread
   thread_ = std::thread([this] { watch(); });
   pthread_setname_np(thread_.native_handle(), "ferro-watchdog");
@@ -53,8 +53,9 @@ void Watchdog::watch() noexcept {
   int target = next_to_watch();
   while (!is_stopping_.load(std::memory_order_seq_cst)) {
     if (await_change(target)) {
+      is_dead_[static_cast<std::size_t>(target)] = true;
       segment_->abort({ErrorCode::peer_lost, members_[target], members_[index_], 0});
-      break;  // one death ends the group: there is nothing left to watch
+      // One death ends the group, but who makes its successor must see the next one too.
     }
     target = next_to_watch();
   }
@@ -79,7 +80,7 @@ int Watchdog::next_to_watch() const {
     // sleep where we would, of whom the kernel wakes only one.
     const bool has_left = control.has_departed.load(std::memory_order_acquire) != 0 &&
                           control.liveness.load(std::memory_order_acquire) == 0;
-    if (!has_left) return candidate;
+    if (!has_left && !is_dead_[static_cast<std::size_t>(candidate)]) return candidate;
   }
   return index_;
 }

@@ -5,7 +5,7 @@
 // ends for whatever reason. That happens before the memory of a dying process
 // is torn down, so it takes no longer for a rank with gigabytes resident, and a
 // forked child that holds the same descriptors does not delay it. The ranks
-// watch each other in a ring, each its next neighbour that has not departed.
+// watch each other in a ring, each its next neighbour that is neither dead nor departed.
 //
 // The kernel's side: Documentation/locking/robust-futex-ABI.rst.
 #ifndef FERRO_WATCHDOG_HPP
@@ -35,7 +35,8 @@ class Watchdog {
   void watch() noexcept;
   void register_thread();
   void unregister_thread();
-  // The next place in the ring that has not departed; index_ if there is none.
+  // The next place in the ring that has neither departed nor been reported dead;
+  // index_ if there is none.
   int next_to_watch() const;
   // Sleeps until something about `target` may have changed. True if it died.
   bool await_change(int target);
@@ -43,6 +44,7 @@ class Watchdog {
   std::shared_ptr<Segment> segment_;
   const int index_;
   const std::vector<int> members_;
+  std::vector<bool> is_dead_;  // reported by this watchdog, whose thread alone uses it
   robust_list_head robust_list_{};
   robust_list robust_entry_{};
   std::atomic<int> watched_{-1};

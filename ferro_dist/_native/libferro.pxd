@@ -94,6 +94,10 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
         @staticmethod
         vector[shared_ptr[Engine]] create_group(int world_size, int num_cores) except +raise_native
         cpp_bool is_closed() noexcept
+        vector[int] lost_ranks() except +raise_native
+        int successor() noexcept
+        cpp_bool claim_succession(int former, int decider) noexcept
+        void supersede() noexcept
         const shared_ptr[Heap]& heap() noexcept
         shared_ptr[Task] submit(const Collective& collective, double timeout_s) except +raise_native
         shared_ptr[Task] submit(Op op, const vector[PointToPoint]& messages, double timeout_s) except +raise_native

@@ -10,6 +10,7 @@ from ferro_dist.errors import (
     CollectiveMismatch,
     DistributedError,
     Io,
+    LockPoisoned,
     PeerLostError,
     SizeMismatch,
     Timeout,
@@ -30,6 +31,7 @@ cdef extern from "ferro/error.hpp" namespace "ferro" nogil:
         unsupported
         closed
         out_of_memory
+        superseded
 
     cdef cppclass Error:
         ErrorCode code
@@ -77,9 +79,13 @@ cdef object _exception_of(const Error& error):
     if error.code == ErrorCode.peer_lost:
         return PeerLostError(
             f"{where}: rank {error.peer} died.\n"
-            "The group is unusable from here on; make a new one.", **facts)
+            "Go on without it in the group that shrink() makes, or make a new one.", **facts)
     if error.code == ErrorCode.channel_closed:
         return ChannelClosed(f"{where}: rank {error.peer} left the group.{_reported_by(error)}", **facts)
+    if error.code == ErrorCode.superseded:
+        return LockPoisoned(
+            f"{where}: rank {error.peer} went on in the group that shrink() made, without this rank.\n"
+            "Make a new group.", **facts)
     if error.code == ErrorCode.interrupted:
         return ChannelClosed(f"{where}: rank {error.peer} was interrupted inside a call of this group.", **facts)
     if error.code == ErrorCode.closed:
