@@ -197,6 +197,54 @@ class Backend(abc.ABC):
     def split(self, members: Sequence[int], timeout: float | None = None) -> Backend | None:
         """Make a sub-group of these ranks; None on ranks outside it. Called by all ranks."""
 
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """Each rank's number in the group that `shrink` made this one from; else its own."""
+        return tuple(range(self.world_size))
+
+    @abc.abstractmethod
+    def shrink(self, timeout: float | None = None) -> Backend:
+        """Make a group of the ranks that are left, and close this one.
+
+        Called by every survivor once a call has failed with `PeerLostError`,
+        `ChannelClosed` or `Timeout`; by all ranks of a healthy group, it makes another of
+        the same ranks. The survivors keep their order, and are numbered anew from 0.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds until the new group must stand; None for the backend's own. Ranks that
+            died or closed the group are left out at once. Ranks that are silent, stopped
+            ones for instance, are left out when half of it has passed.
+
+        Returns
+        -------
+        Backend
+            Of the same kind. Its `survivors` are the members' ranks in this group, the
+            same on all of them.
+
+        Raises
+        ------
+        LockPoisoned
+            The others went on without this rank, which came too late.
+        Timeout
+            It cannot be decided who goes on: where ranks share no memory, those that came
+            must be more than half of those not known to be dead, or half of them with the
+            lowest, so that no two groups go on. Or a member was lost or silent at the last.
+        ChannelClosed
+            This rank has closed the group.
+        UnsupportedOp
+            The backend cannot lose a rank and go on (MPI).
+
+        Notes
+        -----
+        Results of calls that had not returned are lost, work under way ends with an error,
+        and memory from `empty` stays readable but is the old group's: ask the new one for
+        more.
+
+        If it raises, this group remains as it was, and can only be closed or shrunk again.
+        """
+
     @abc.abstractmethod
     def close(self) -> None:
         """Leave the group and free what it held. Idempotent."""

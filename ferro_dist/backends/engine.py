@@ -8,19 +8,21 @@ import math
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ferro_dist import arguments, interop
 from ferro_dist._native.host import Communicator, HostWork
 from ferro_dist.backends.base import Backend
-from ferro_dist.errors import CollectiveMismatch
+from ferro_dist.errors import ChannelClosed, CollectiveMismatch
 from ferro_dist.work import Work
 
 __all__ = ["EngineBackend"]
 
 Work.register(HostWork)
+
+_Group = TypeVar("_Group", bound="EngineBackend")
 
 _CALLS = (
     "all_gather",
@@ -63,6 +65,7 @@ class EngineBackend(Backend):
 
     def __init__(self, communicator: Communicator, sockets: Sequence[int] = ()) -> None:
         self._communicator = communicator
+        self._survivors: tuple[int, ...] = ()
         self._sockets = tuple(sockets)
         for name in _CALLS:
             setattr(self, name, getattr(communicator, name))
@@ -100,6 +103,26 @@ class EngineBackend(Backend):
         if memory is None:
             return np.empty(dims, resolved)
         return np.ndarray(dims, resolved, buffer=memoryview(memory))
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        return self._survivors or super().survivors
+
+    def _time_to_shrink(self, timeout: float | None) -> float:
+        """Return a timeout for `shrink`, if this rank may call it at all."""
+        seconds = self.timeout if timeout is None else arguments.check_timeout(timeout)
+        if self.is_closed:
+            raise ChannelClosed("This rank has closed the group.", op="shrink", rank=self.rank)
+        return seconds
+
+    def _succeeded_by(self, group: _Group, survivors: tuple[int, ...]) -> _Group:
+        """Leave the group for another one."""
+        group._survivors = survivors
+        # Not just closed: ranks that were left out, and only come now, must not take this
+        # for the end of a rank, and go on as if they were the only ones.
+        self._communicator.supersede()
+        self.close()
+        return group
 
     def close(self) -> None:
         if self._communicator.close():

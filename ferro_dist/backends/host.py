@@ -121,6 +121,19 @@ class HostBackend(EngineBackend):
         group._adopt(wiring, self.timeout)
         return group
 
+    def shrink(self, timeout: float | None = None) -> HostBackend:
+        seconds = self._time_to_shrink(timeout)
+        survivors, wiring = rendezvous.connect_survivors(
+            self._communicator,
+            self._wiring,
+            create_segment=create_segment,
+            timeout=seconds,
+            shared_memory=self._shares_memory,
+        )
+        group = self.__class__.__new__(self.__class__)
+        group._adopt(wiring, self.timeout)
+        return self._succeeded_by(group, survivors)
+
     def _gather_bytes(self, blob: bytes, members: Sequence[int], timeout: float) -> list[bytes]:
         """Exchange byte strings among `members` alone, by messages: first sizes, then contents."""
         sizes = self._exchange(

@@ -565,6 +565,14 @@ class MpiBackend(Backend):
         group._join(self._mpi, comm, messages, self._timeout)
         return group
 
+    def shrink(self, timeout: float | None = None) -> MpiBackend:
+        raise UnsupportedOp(
+            "shrink: MPI ends the whole job when a rank dies. Use HostBackend, whose groups "
+            "go on without it.",
+            op="shrink",
+            rank=self._rank,
+        )
+
     def close(self) -> None:
         if self._is_closed:
             return

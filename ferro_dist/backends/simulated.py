@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from ferro_dist._native.host import Communicator
 from ferro_dist.backends import results
 from ferro_dist.backends.engine import EngineBackend
-from ferro_dist.errors import InvalidWorldSize
+from ferro_dist.errors import InvalidWorldSize, LockPoisoned
 
 __all__ = ["SimulatedBackend"]
+
+# How often who waits for siblings looks whether one has left.
+LOOK_S = 0.01
 
 
 class SimulatedBackend(EngineBackend):
@@ -65,11 +69,22 @@ class SimulatedBackend(EngineBackend):
             return None
         return self._siblings.take(key, chosen.index(self.rank))
 
+    def shrink(self, timeout: float | None = None) -> SimulatedBackend:
+        seconds = self._time_to_shrink(timeout)
+        survivors, group = self._siblings.succession.await_group(
+            self.rank,
+            lambda: set(range(self.world_size)).difference(self._communicator.lost_ranks()),
+            lambda size: self.create_group(size, timeout=self.timeout),
+            time.monotonic() + seconds / 2,
+        )
+        return self._succeeded_by(group, survivors)
+
 
 class _Siblings:
-    """Groups that were split off and wait for their ranks."""
+    """Groups that were split off and wait for their ranks, and the group's own end."""
 
     def __init__(self) -> None:
+        self.succession = _Succession()
         self._lock = threading.Lock()
         self._groups: dict[int, dict[int, SimulatedBackend]] = {}
 
@@ -84,3 +99,63 @@ class _Siblings:
             if not group:
                 del self._groups[key]
             return backend
+
+
+class _Succession:
+    """Who goes on in a smaller group: those who have come when the first of them decides."""
+
+    def __init__(self) -> None:
+        # Guards the rest.
+        self._condition = threading.Condition()
+        self._present: set[int] = set()
+        self._members: tuple[int, ...] = ()
+        self._group: dict[int, SimulatedBackend] = {}
+
+    def await_group(
+        self,
+        rank: int,
+        expected: Callable[[], set[int]],
+        create_group: Callable[[int], list[SimulatedBackend]],
+        deadline: float,
+    ) -> tuple[tuple[int, ...], SimulatedBackend]:
+        """Return the members and this one's backend, once all of `expected` or `deadline` came."""
+        with self._condition:
+            self._check_undecided(rank)
+            self._present.add(rank)
+            self._condition.notify_all()
+            try:
+                self._await_decision(expected, deadline)
+                if not self._members:
+                    self._decide(create_group)
+            except BaseException:
+                self._withdraw(rank)
+                raise
+            return self._members, self._group.pop(rank)
+
+    def _check_undecided(self, rank: int) -> None:
+        if self._members:
+            raise LockPoisoned(
+                "shrink: this rank was left out: the others had decided who goes on before it "
+                "came.\nMake a new group, or call shrink() with a larger timeout on every rank.",
+                op="shrink",
+                rank=rank,
+            )
+
+    def _await_decision(self, expected: Callable[[], set[int]], deadline: float) -> None:
+        while not self._members and not expected() <= self._present:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            # A rank that closes meanwhile tells nobody here.
+            self._condition.wait(min(left, LOOK_S))
+
+    def _decide(self, create_group: Callable[[int], list[SimulatedBackend]]) -> None:
+        members = tuple(sorted(self._present))
+        self._group = dict(zip(members, create_group(len(members)), strict=True))
+        self._members = members
+        self._condition.notify_all()
+
+    def _withdraw(self, rank: int) -> None:
+        self._present.discard(rank)
+        if rank in self._group:
+            self._group.pop(rank).close()

@@ -1,14 +1,23 @@
 """How the ranks of a group find each other, prove who they are, and connect.
 
 Reading order: `environment` (which rank is this), `connection` (the entrance),
-`authentication`, `wiring` (who is connected to whom, and how); below them
-`control_plane`, `event_loop`, `frame`, `address` and `machine`.
+`authentication`, `wiring` (who is connected to whom, and how), `succession` (what
+survivors do); below them `control_plane`, `event_loop`, `frame`, `address` and `machine`.
 
 Standard library only. What it makes are descriptors; the engine gets them connected.
 """
 
 from ferro_dist.rendezvous.connection import check_place, connect, connect_through
 from ferro_dist.rendezvous.environment import Placement, placement
+from ferro_dist.rendezvous.succession import connect_survivors
 from ferro_dist.rendezvous.wiring import Wiring
 
-__all__ = ["Placement", "Wiring", "check_place", "connect", "connect_through", "placement"]
+__all__ = [
+    "Placement",
+    "Wiring",
+    "check_place",
+    "connect",
+    "connect_survivors",
+    "connect_through",
+    "placement",
+]

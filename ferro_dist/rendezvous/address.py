@@ -23,6 +23,7 @@ __all__ = [
     "Address",
     "Target",
     "derived_addr",
+    "derived_ports",
     "derived_unix_addr",
     "format_host_port",
     "is_loopback",
@@ -138,10 +139,15 @@ def derived_addr(host: str, *key: object) -> str:
     str
         Several addresses, for the case that somebody holds the first.
     """
-    digest = _digest_of(host, *key)
+    return ",".join(format_host_port(host, port) for port in derived_ports(host, *key))
+
+
+def derived_ports(*key: object) -> list[int]:
+    """Return the ports of `derived_addr`, for ranks that know a host by different names."""
+    digest = _digest_of(*key)
     draws = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 32, 4))
     ports = dict.fromkeys(DERIVED_PORTS[draw % len(DERIVED_PORTS)] for draw in draws)
-    return ",".join(format_host_port(host, port) for port in list(ports)[:DERIVED_COUNT])
+    return list(ports)[:DERIVED_COUNT]
 
 
 def derived_unix_addr(*key: object) -> str:

@@ -115,13 +115,13 @@ def connect(
         A system call failed on some rank; the error says which.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_system_errors(rank))
+        stack.enter_context(system_errors(rank))
         if listener is not None:
             stack.callback(listener.close)
         rank, world_size = check_place(rank, world_size)
-        deadline = Deadline(_check_timeout(timeout))
+        deadline = Deadline(check_timeout(timeout))
         if world_size == 1:
-            return _world_of_one()
+            return world_of_one()
         entrance = _Entrance(rank, world_size, addr, listener, deadline, token, environ)
         claim = Claim(Role.CONTROL, rank, world_size, group_digest(group, epoch))
         loop = EventLoop()
@@ -162,18 +162,18 @@ def connect_through(
         As for `connect`.
     """
     rank, world_size = check_place(rank, world_size)
-    deadline = Deadline(_check_timeout(timeout))
+    deadline = Deadline(check_timeout(timeout))
     if world_size == 1:
-        return _world_of_one()
+        return world_of_one()
     views = None if addresses is None else tuple(map(str, addresses))
     if views is not None and len(views) != world_size:
         raise InvalidWorldSize(f"{len(views)} addresses for {world_size} ranks", op="split")
     secret, is_shared = find_token(token, environ)
     if not is_shared and views and not all(map(is_loopback, views)):
         raise NoConnection(f"this group spans hosts: {HOW_TO_SET_A_TOKEN}", op="split", rank=rank)
-    with _system_errors(rank), contextlib.closing(EventLoop()) as loop:
+    with system_errors(rank), contextlib.closing(EventLoop()) as loop:
         exchange = ParentExchange(loop, all_gather, rank, world_size, deadline)
-        place = _KnownPlace(views)
+        place = KnownPlace(views)
         return wire(exchange, secret, create_segment, shared_memory, place)
 
 
@@ -195,7 +195,7 @@ def check_place(rank: int, world_size: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _system_errors(rank: int) -> Iterator[None]:
+def system_errors(rank: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -204,13 +204,13 @@ def _system_errors(rank: int) -> Iterator[None]:
         raise Io(f"rendezvous: rank {rank} failed: {error}", op="init", rank=rank) from error
 
 
-def _check_timeout(timeout: float) -> float:
+def check_timeout(timeout: float) -> float:
     if not isinstance(timeout, (int, float)) or math.isnan(timeout) or timeout <= 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     return float(timeout)
 
 
-def _world_of_one() -> Wiring:
+def world_of_one() -> Wiring:
     cores = machine.usable([machine.affinity_mask()], [machine.cpu_limit()])
     return Wiring(0, 1, ((0,),), num_cores=cores, addresses=("127.0.0.1",))
 
@@ -218,7 +218,7 @@ def _world_of_one() -> Wiring:
 # Where the ranks are
 
 
-class _KnownPlace(Place):
+class KnownPlace(Place):
     """The parent group knows the addresses."""
 
     def __init__(self, views: tuple[str, ...] | None) -> None:
@@ -320,7 +320,7 @@ class _Entrance(Place):
         """Listen at the first of an address's targets that can be had, or say why at none."""
         failure = ""
         for target in self._bindable(address):
-            result = _try_to_listen(target)
+            result = try_to_listen(target)
             if isinstance(result, socket.socket):
                 return result, ""
             failure = (result.strerror or str(result)).lower()
@@ -382,7 +382,7 @@ class _Entrance(Place):
         return f"{host}%{self._scope}" if is_link_local and self._scope else host
 
 
-def _try_to_listen(target: Target) -> socket.socket | OSError:
+def try_to_listen(target: Target) -> socket.socket | OSError:
     try:
         return listen(target)
     except OSError as error:

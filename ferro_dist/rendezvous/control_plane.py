@@ -116,8 +116,8 @@ class Coordinator(Exchange):
 
     Parameters
     ----------
-    listener : socket
-        Owned from here on.
+    listener : socket or None
+        Owned from here on. None if the ranks are given to `adopt`.
     claim : Claim
         Rank 0's own; the others must claim the same world size and group.
     """
@@ -125,7 +125,7 @@ class Coordinator(Exchange):
     def __init__(
         self,
         loop: EventLoop,
-        listener: socket.socket,
+        listener: socket.socket | None,
         token: bytes,
         claim: Claim,
         deadline: Deadline,
@@ -137,9 +137,18 @@ class Coordinator(Exchange):
         self._failure: DistributedError | None = None
         self._verdict: DistributedError | None = None
         self._is_over = False
-        self._acceptor = Acceptor(
-            loop, listener, token, 0, claim.group, self._on_accepted, claim.world_size
-        )
+        self._acceptor: Acceptor | None = None
+        if listener is not None:
+            self._acceptor = Acceptor(
+                loop, listener, token, 0, claim.group, self._on_accepted, claim.world_size
+            )
+
+    def adopt(self, rank: int, sock: socket.socket, greeting: bytes) -> None:
+        """Take the connection of a rank that has proved itself already, and greet it."""
+        stream = self._stream_of(rank, sock)
+        self._streams[rank] = stream
+        stream.start()
+        stream.write(greeting)
 
     def all_gather(self, part: bytes) -> list[bytes]:
         parts = self._gather(part)
@@ -164,7 +173,8 @@ class Coordinator(Exchange):
         self.wait(lambda: not self._unflushed(), self._unflushed)
 
     def timeout(self, missing: Sequence[int], hint: str = "") -> Timeout:
-        return super().timeout(missing, hint + self._acceptor.describe_strangers())
+        strangers = self._acceptor.describe_strangers() if self._acceptor is not None else ""
+        return super().timeout(missing, hint + strangers)
 
     def fail(self, error: BaseException) -> None:
         self._is_over = True
@@ -193,14 +203,7 @@ class Coordinator(Exchange):
         if claim.role is not Role.CONTROL:
             sock.close()
             return
-        stream = Stream(
-            self.loop,
-            sock,
-            self._hear(claim.rank),
-            lambda sock, result: None,
-            lambda error: self._on_lost(claim.rank, stream, error),
-            lambda: self._raise_failure(claim.rank),
-        )
+        stream = self._stream_of(claim.rank, sock)
         if claim.world_size != self.world_size or claim.rank == 0 or claim.rank in self._streams:
             self._outcasts.append(stream)
         if not self._is_over:
@@ -209,6 +212,17 @@ class Coordinator(Exchange):
         stream.start()
         if self._verdict is not None:
             stream.write(encode_frame(FrameKind.FAILURE, encode_error(self._verdict)))
+
+    def _stream_of(self, rank: int, sock: socket.socket) -> Stream:
+        stream = Stream(
+            self.loop,
+            sock,
+            self._hear(rank),
+            lambda sock, result: None,
+            lambda error: self._on_lost(rank, stream, error),
+            lambda: self._raise_failure(rank),
+        )
+        return stream
 
     def _check(self, claim: Claim, sock: socket.socket) -> None:
         if claim.world_size != self.world_size:
@@ -337,7 +351,7 @@ class Participant(Exchange):
             lambda commit: introduce(
                 self._token, self._claim, 0, lambda: self._choose(dialler, commit)
             ),
-            lambda sock: self._on_connected(sock),
+            lambda sock: self.adopt(sock),
             lambda error: self._on_failed(dialler, error),
         )
         return dialler
@@ -360,7 +374,8 @@ class Participant(Exchange):
         if is_lasting and len(self._addresses) == 1:
             self._raise_unreached()
 
-    def _on_connected(self, sock: socket.socket) -> None:
+    def adopt(self, sock: socket.socket) -> None:
+        """Take a connection to rank 0, where each has proved itself to the other."""
         for dialler in self._diallers:
             dialler.close()
         self._stream = Stream(

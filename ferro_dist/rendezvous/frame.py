@@ -49,6 +49,7 @@ class FrameKind(enum.IntEnum):
     CONTRIBUTION = 1  # one rank's part of an all_gather
     GATHERED = 2  # the parts of all ranks
     FAILURE = 3  # an error that ends the rendezvous
+    MEMBERS = 4  # which ranks of a group go on
 
 
 def encode_frame(kind: FrameKind, body: bytes) -> bytes:
@@ -114,6 +115,7 @@ ERRORS: dict[str, type[errors.DistributedError]] = {
         errors.InvalidRank,
         errors.InvalidWorldSize,
         errors.Io,
+        errors.LockPoisoned,
         errors.NoConnection,
         errors.PeerLostError,
         errors.Timeout,

@@ -61,6 +61,10 @@ class Wiring:
         Where this rank reaches each rank's host; for `connect_through`.
     token : bytes
         The secret that the group was made with; for `connect_through`.
+    identity : bytes
+        Tells the group from every other; known to nobody but its ranks.
+    spans_networks : bool
+        Whether some ranks cannot reach each other by the loopback.
     """
 
     rank: int
@@ -71,6 +75,13 @@ class Wiring:
     num_cores: int = 1
     addresses: tuple[str, ...] = ()
     token: bytes = field(default=b"", repr=False)
+    identity: bytes = field(default=b"", repr=False)
+    spans_networks: bool = False
+
+    @property
+    def spans_memories(self) -> bool:
+        """Whether some ranks share no memory."""
+        return len(self.hosts) > 1
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -276,6 +287,8 @@ class _Wirer:
             num_cores=self._count_cores(),
             addresses=self._place.views(self._rank, self._members),
             token=self._token,
+            identity=self._group,
+            spans_networks=len({member.network for member in self._members}) > 1,
         )
 
     def _count_cores(self) -> int:
