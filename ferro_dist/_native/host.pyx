@@ -219,13 +219,8 @@ cdef class Communicator:
         cdef object written = self._arrays.allocate(x) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("allreduce", src, dst, src.count, 0)
-        cdef Collective c
-        c.op = Op.allreduce
+        cdef Collective c = _collective(Op.allreduce, src, dst, src.count, tag)
         self._set_reduction(&c, "allreduce", src, reduce_op)
-        c.count = src.count
-        c.in_ = src.data
-        c.out = dst.data
-        c.tag = tag
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def broadcast(self, x, out, root, bint async_op, timeout, uint32_t tag):
@@ -234,34 +229,23 @@ cdef class Communicator:
         cdef object written = self._arrays.allocate(x) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("broadcast", src, dst, src.count, 0)
-        cdef Collective c
-        c.op = Op.broadcast
+        cdef Collective c = _collective(Op.broadcast, src, dst, src.count, tag)
         c.root = self._root("broadcast", root)
-        c.dtype = <ferro.DType> src.dtype
-        c.count = src.count
-        c.in_ = src.data
-        c.out = dst.data
-        c.tag = tag
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def reduce(self, x, out, reduce_op, root, bint async_op, timeout, uint32_t tag):
         cdef BufferView src = self._input(x, "reduce")
+        cdef int root_rank = self._root("reduce", root)
         cdef BufferView dst = None
-        cdef bint is_new = False
+        cdef bint is_new = out is None and root_rank == self.rank
         cdef object written = None
-        cdef Collective c
-        c.op = Op.reduce
-        c.root = self._root("reduce", root)
-        if c.root == self.rank:
-            is_new = out is None
+        if root_rank == self.rank:
             written = self._arrays.allocate(x) if is_new else out
             dst = _output_of(written, x, src)
             self._check_outputs("reduce", src, dst, src.count, 0)
-            c.out = dst.data
+        cdef Collective c = _collective(Op.reduce, src, dst, src.count, tag)
+        c.root = root_rank
         self._set_reduction(&c, "reduce", src, reduce_op)
-        c.count = src.count
-        c.in_ = src.data
-        c.tag = tag
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def all_gather(self, x, out, bint async_op, timeout, uint32_t tag):
@@ -270,13 +254,7 @@ cdef class Communicator:
         cdef object written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("all_gather", src, dst, src.count * self.world_size, -self.rank * <Py_ssize_t> src.nbytes)
-        cdef Collective c
-        c.op = Op.all_gather
-        c.dtype = <ferro.DType> src.dtype
-        c.count = src.count
-        c.in_ = src.data
-        c.out = dst.data
-        c.tag = tag
+        cdef Collective c = _collective(Op.all_gather, src, dst, src.count, tag)
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def reduce_scatter(self, x, out, reduce_op, bint async_op, timeout, uint32_t tag):
@@ -286,13 +264,8 @@ cdef class Communicator:
         cdef object written = self._arrays.allocate_chunk(x, self.world_size) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("reduce_scatter", src, dst, count, self.rank * <Py_ssize_t> dst.nbytes)
-        cdef Collective c
-        c.op = Op.reduce_scatter
+        cdef Collective c = _collective(Op.reduce_scatter, src, dst, count, tag)
         self._set_reduction(&c, "reduce_scatter", src, reduce_op)
-        c.count = count
-        c.in_ = src.data
-        c.out = dst.data
-        c.tag = tag
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def all_to_all(self, x, out, send_counts, recv_counts, bint async_op, timeout, uint32_t tag):
@@ -304,34 +277,22 @@ cdef class Communicator:
         cdef object written = self._arrays.allocate(x) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("all_to_all", src, dst, src.count, 0)
-        cdef Collective c
-        c.op = Op.all_to_all
-        c.dtype = <ferro.DType> src.dtype
-        c.count = count
-        c.in_ = src.data
-        c.out = dst.data
-        c.tag = tag
+        cdef Collective c = _collective(Op.all_to_all, src, dst, count, tag)
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def gather(self, x, out, root, bint async_op, timeout, uint32_t tag):
         cdef BufferView src = self._input(x, "gather")
+        cdef int root_rank = self._root("gather", root)
         cdef BufferView dst = None
-        cdef bint is_new = False
+        cdef bint is_new = out is None and root_rank == self.rank
         cdef object written = None
-        cdef Collective c
-        c.op = Op.gather
-        c.root = self._root("gather", root)
-        if c.root == self.rank:
-            is_new = out is None
+        if root_rank == self.rank:
             written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
             dst = _output_of(written, x, src)
             self._check_outputs("gather", src, dst, src.count * self.world_size,
                                 -self.rank * <Py_ssize_t> src.nbytes)
-            c.out = dst.data
-        c.dtype = <ferro.DType> src.dtype
-        c.count = src.count
-        c.in_ = src.data
-        c.tag = tag
+        cdef Collective c = _collective(Op.gather, src, dst, src.count, tag)
+        c.root = root_rank
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def scatter(self, x, out, root, bint async_op, timeout, uint32_t tag):
@@ -378,14 +339,9 @@ cdef class Communicator:
         cdef object written = self._arrays.allocate_rows(x, src.count, expected) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("all_to_all", src, dst, expected, 1)  # never in place
-        cdef Collective c
-        c.op = Op.all_to_all
-        c.dtype = <ferro.DType> src.dtype
-        c.in_ = src.data
-        c.out = dst.data
+        cdef Collective c = _collective(Op.all_to_all, src, dst, 0, tag)
         c.send_counts = send.data()
         c.recv_counts = recv.data()
-        c.tag = tag
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     # ---- Messages -------------------------------------------------------------
@@ -461,7 +417,6 @@ cdef class Communicator:
         return 0
 
     cdef inline int _set_reduction(self, Collective* c, str op, BufferView src, reduce_op) except -1:
-        c.dtype = <ferro.DType> src.dtype
         c.reduce_op = <ferro.ReduceOp> <int> reduce_op
         if ferro.reduce_kernel(c.dtype, c.reduce_op) == NULL:
             arguments.check_reduction(op, DTYPE_NAMES[src.dtype], reduce_op, rank=self.rank)
@@ -590,6 +545,17 @@ cdef Communicator _wrap(shared_ptr[Engine] engine, int rank, int world_size, dou
     communicator._sweep_at = 16
     communicator._num_forks = num_forks
     return communicator
+
+
+cdef inline Collective _collective(Op op, BufferView src, BufferView dst, size_t count, uint32_t tag) noexcept:
+    cdef Collective c
+    c.op = op
+    c.dtype = <ferro.DType> src.dtype
+    c.count = count
+    c.in_ = src.data
+    c.out = dst.data if dst is not None else NULL
+    c.tag = tag
+    return c
 
 
 # In place needs one view, where the array may be written at all.
