@@ -157,8 +157,8 @@ def test_nccl_is_reported_as_it_is_built() -> None:
 
 
 def test_devices_are_those_of_the_driver() -> None:
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
-    assert rows()["GPU"].startswith("none" if not has_gpu else "")
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    assert rows()["GPU"].startswith(f"{count} (" if count else "none: no /dev/nvidia*")
 
 
 def test_no_launcher_is_a_world_of_one() -> None:
