@@ -17,7 +17,15 @@ from ferro_dist._native.libferro cimport Collective, Engine, Heap, Op, PointToPo
 import os
 from ferro_dist import arguments
 from ferro_dist.dtypes import DTYPE_NAMES
-from ferro_dist.errors import ChannelClosed, DistributedError, InvalidArray, LockPoisoned, SizeMismatch, Timeout, UnsupportedOp
+from ferro_dist.errors import (
+    ChannelClosed,
+    DistributedError,
+    InvalidArray,
+    LockPoisoned,
+    SizeMismatch,
+    Timeout,
+    UnsupportedOp,
+)
 
 __all__ = ["Communicator", "HostWork", "SymmetricMemory", "create_segment", "kernel_isa"]
 
@@ -253,7 +261,8 @@ cdef class Communicator:
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
-        self._check_outputs("all_gather", src, dst, src.count * self.world_size, -self.rank * <Py_ssize_t> src.nbytes)
+        self._check_outputs("all_gather", src, dst, src.count * self.world_size,
+                            -self.rank * <Py_ssize_t> src.nbytes)
         cdef Collective c = _collective(Op.all_gather, src, dst, src.count, tag)
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
@@ -304,7 +313,8 @@ cdef class Communicator:
         c.root = self._root("scatter", root)
         if c.root == self.rank:
             if x is None:
-                arguments.raise_missing_array("scatter", "x", "the root gives what is scattered", rank=self.rank)
+                arguments.raise_missing_array(
+                    "scatter", "x", "the root gives what is scattered", rank=self.rank)
             src = self._input(x, "scatter")
             c.count = self._chunk("scatter", "x", src)
             c.in_ = src.data
@@ -312,7 +322,8 @@ cdef class Communicator:
                 is_new = True
                 out = self._arrays.allocate_chunk(x, self.world_size)
         elif out is None:
-            arguments.raise_missing_array("scatter", "out", "only the root knows the shape otherwise", rank=self.rank)
+            arguments.raise_missing_array(
+                "scatter", "out", "only the root knows the shape otherwise", rank=self.rank)
         dst = self._output(out, "scatter")
         if src is not None:
             self._check_outputs("scatter", src, dst, c.count, self.rank * <Py_ssize_t> dst.nbytes)

@@ -100,12 +100,14 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
         void supersede() noexcept
         const shared_ptr[Heap]& heap() noexcept
         shared_ptr[Task] submit(const Collective& collective, double timeout_s) except +raise_native
-        shared_ptr[Task] submit(Op op, const vector[PointToPoint]& messages, double timeout_s) except +raise_native
+        shared_ptr[Task] submit(Op op, const vector[PointToPoint]& messages,
+                                double timeout_s) except +raise_native
 
 
 # With the GIL held: these let go of it themselves.
 cdef extern from "python_call.hpp" namespace "ferro::python":
-    void run(const shared_ptr[Engine]& engine, const Collective& collective, double timeout_s) except +raise_native
+    void run(const shared_ptr[Engine]& engine, const Collective& collective,
+             double timeout_s) except +raise_native
     void exchange(const shared_ptr[Engine]& engine, Op op, const vector[PointToPoint]& messages,
                   double timeout_s) except +raise_native
     cpp_bool wait(const shared_ptr[Task]& task, double timeout_s) except +raise_native

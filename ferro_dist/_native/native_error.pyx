@@ -87,13 +87,14 @@ cdef object _exception_of(const Error& error):
             f"{where}: rank {error.peer} went on in the group that shrink() made, without this rank.\n"
             "Make a new group.", **facts)
     if error.code == ErrorCode.interrupted:
-        return ChannelClosed(f"{where}: rank {error.peer} was interrupted inside a call of this group.", **facts)
+        return ChannelClosed(
+            f"{where}: rank {error.peer} was interrupted inside a call of this group.", **facts)
     if error.code == ErrorCode.closed:
         return ChannelClosed("This rank has closed the group.", **facts)
     if error.code == ErrorCode.mismatch:
         return CollectiveMismatch(
-            f"{where}: the ranks disagree: {_text(error.detail)}.\nNothing was sent; the group is still usable.",
-            **facts)
+            f"{where}: the ranks disagree: {_text(error.detail)}.\n"
+            "Nothing was sent; the group is still usable.", **facts)
     if error.code == ErrorCode.size_mismatch:
         return SizeMismatch(
             f"{where}: {_text(error.detail)}.\nThe message was dropped; the group is still usable.", **facts)
