@@ -1,4 +1,4 @@
-"""Collectives for Python arrays: NCCL on GPUs, shared memory and TCP on CPUs.
+"""Collectives for Python arrays: shared memory inside a host, TCP between hosts, or MPI.
 
 The names below are loaded when they are first used: `ferrorun`, which uses none
 of them, starts in a third of the time.

@@ -21,8 +21,8 @@ tag : int
     A mark of your own, from 0 to 2**32 - 1. Ranks whose tags differ have come from
     different lines of a program, and mismatch.
 
-Arrays are of any library with the buffer protocol or DLPack: NumPy, torch, CuPy,
-JAX. Input that is not C-contiguous is copied first. Shapes are checked by the
+Arrays are in host memory, of any library with the buffer protocol or DLPack: NumPy,
+torch, JAX. Input that is not C-contiguous is copied first. Shapes are checked by the
 number of elements. Any rank's array may be empty or 0-dimensional if all are.
 
 Dtypes: booleans (MIN and MAX), integers (all but MEAN), floats (all), complex
@@ -40,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ferro_dist.arguments import reduce_op_of
 from ferro_dist.backends.base import Array, Backend
 from ferro_dist.reduce_op import ReduceOp
 
@@ -90,7 +91,7 @@ def allreduce(
     array([1., 1., 1.])
     """
     if op.__class__ is not ReduceOp:
-        op = ReduceOp.of(op)
+        op = reduce_op_of(op)
     return backend.allreduce(x, out, op, async_op, timeout, tag)
 
 
@@ -148,7 +149,7 @@ def reduce(
     -------
     array, shape of `x`, on the root and None elsewhere, or Work
     """
-    return backend.reduce(x, out, ReduceOp.of(op), root, async_op, timeout, tag)
+    return backend.reduce(x, out, reduce_op_of(op), root, async_op, timeout, tag)
 
 
 def all_gather(
@@ -203,7 +204,7 @@ def reduce_scatter(
     -------
     array, shape (n, ...), or Work
     """
-    return backend.reduce_scatter(x, out, ReduceOp.of(op), async_op, timeout, tag)
+    return backend.reduce_scatter(x, out, reduce_op_of(op), async_op, timeout, tag)
 
 
 def all_to_all(
