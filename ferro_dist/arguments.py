@@ -29,6 +29,7 @@ __all__ = [
     "is_reducible",
     "per_rank_count",
     "raise_missing_array",
+    "reduce_op_of",
     "raise_overlap",
     "uneven_counts",
 ]
@@ -113,6 +114,17 @@ def _ranks(world_size: int) -> str:
 
 
 # Arrays
+
+
+def reduce_op_of(op: ReduceOp | str) -> ReduceOp:
+    """Return the reduction that `op` is or names; raise UnsupportedOp if there is none."""
+    if isinstance(op, ReduceOp):
+        return op
+    member = ReduceOp.__members__.get(op.upper()) if isinstance(op, str) else None
+    if member is None:
+        names = ", ".join(repr(name.lower()) for name in ReduceOp.__members__)
+        raise UnsupportedOp(f"There is no reduction {op!r}, but {names}.")
+    return member
 
 
 def is_reducible(dtype: str, reduce_op: ReduceOp) -> bool:

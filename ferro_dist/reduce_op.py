@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-from ferro_dist.errors import UnsupportedOp
-
 __all__ = ["ReduceOp"]
 
 
@@ -22,14 +20,3 @@ class ReduceOp(enum.IntEnum):
     PROD = 2
     MIN = 3
     MAX = 4
-
-    @classmethod
-    def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """Return the member that `op` is or names."""
-        if isinstance(op, cls):
-            return op
-        member = cls.__members__.get(op.upper()) if isinstance(op, str) else None
-        if member is None:
-            names = ", ".join(repr(name.lower()) for name in cls.__members__)
-            raise UnsupportedOp(f"There is no reduction {op!r}, but {names}.")
-        return member

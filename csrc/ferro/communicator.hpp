@@ -109,8 +109,8 @@ class Communicator {
   std::unique_ptr<Messenger> messenger_;  // refers to transport_
   std::shared_ptr<Heap> heap_;
 
-  Gate collective_gate_;               // held by whoever runs a collective
-  Gate message_gate_;                  // held by whoever uses messenger_
+  Gate collective_gate_;                           // held by whoever runs a collective
+  Gate message_gate_;                              // held by whoever uses messenger_
   std::atomic<std::uint64_t> num_collectives_{0};  // written under collective_gate_
   std::atomic<std::uint64_t> num_exchanges_{0};    // written under message_gate_
   TaskQueue collective_queue_;

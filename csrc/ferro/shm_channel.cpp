@@ -85,7 +85,8 @@ std::size_t ShmChannel::write_piece(Message& message) {
   const std::size_t room = ring_nbytes_ - (bytes_written_ - peer_bytes_read_);
   const std::size_t at = bytes_written_ % ring_nbytes_;
   const std::size_t piece = std::min({room, wanted, ring_nbytes_ - at});
-  staging_.copy(outgoing_ring_ + at, static_cast<const unsigned char*>(message.op.data) + message.done, piece);
+  staging_.copy(outgoing_ring_ + at, static_cast<const unsigned char*>(message.op.data) + message.done,
+                piece);
   message.done += piece;
   bytes_written_ += piece;
   return piece;

@@ -87,8 +87,7 @@ void ShmTransport::add_lost(std::vector<int>& ranks) {
   for (int peer = 0; peer < size_; ++peer) {
     const RankControl& control = segment_->control(peer);
     const bool is_dead = (control.liveness.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
-    if (is_dead || control.has_departed.load(std::memory_order_acquire) != 0)
-      ranks.push_back(members_[peer]);
+    if (is_dead || control.has_departed.load(std::memory_order_acquire) != 0) ranks.push_back(members_[peer]);
   }
 }
 
@@ -168,7 +167,10 @@ void ShmTransport::await_headers(Call& call) {
       await(call, peer,
             [&flag, this] { return sequence_of(flag.load(std::memory_order_acquire)) == sequence_; });
     } catch (Error& error) {
-      if (error.code != ErrorCode::timeout) throw;
+      // Of a rank of another host, that its peers there gave up, nothing is known here.
+      const bool is_of_this_host =
+          error.peer < 0 || std::find(members_.begin(), members_.end(), error.peer) != members_.end();
+      if (error.code != ErrorCode::timeout || !is_of_this_host) throw;
       error.missing.clear();
       for (int other = 0; other < size_; ++other)
         if (sequence_of(segment_->header(other, parity).flag.load(std::memory_order_acquire)) != sequence_)
@@ -310,7 +312,8 @@ void ShmTransport::check_caller(Call& call, int peer) const {
 int ShmTransport::culprit_behind(int peer) const {
   for (int step = 0; step < size_; ++step) {
     const std::uint32_t word = segment_->collective_sleeper(peer).load(std::memory_order_relaxed);
-    if (word == kAwake || word > static_cast<std::uint32_t>(size_) || static_cast<int>(word) - 1 == index_) break;
+    if (word == kAwake || word > static_cast<std::uint32_t>(size_) || static_cast<int>(word) - 1 == index_)
+      break;
     peer = static_cast<int>(word) - 1;
   }
   return peer;

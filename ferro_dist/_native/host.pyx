@@ -558,7 +558,9 @@ cdef Communicator _wrap(shared_ptr[Engine] engine, int rank, int world_size, dou
     return communicator
 
 
-cdef inline Collective _collective(Op op, BufferView src, BufferView dst, size_t count, uint32_t tag) noexcept:
+cdef inline Collective _collective(
+    Op op, BufferView src, BufferView dst, size_t count, uint32_t tag
+) noexcept:
     cdef Collective c
     c.op = op
     c.dtype = <ferro.DType> src.dtype

@@ -89,10 +89,13 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
 
     # `Communicator` is the name of what Python sees; the engine's is this.
     cdef cppclass Engine "ferro::Communicator":
+
         @staticmethod
         shared_ptr[Engine] connect(const Wiring& wiring) except +raise_native
+
         @staticmethod
         vector[shared_ptr[Engine]] create_group(int world_size, int num_cores) except +raise_native
+
         cpp_bool is_closed() noexcept
         vector[int] lost_ranks() except +raise_native
         int successor() noexcept

@@ -8,7 +8,6 @@ from libcpp.vector cimport vector
 from ferro_dist.errors import (
     ChannelClosed,
     CollectiveMismatch,
-    DistributedError,
     Io,
     LockPoisoned,
     PeerLostError,
