@@ -103,6 +103,8 @@ def _gloo() -> Iterator[System]:
     missing = "" if _has("torch") else "torch is not installed: pip install torch"
     local = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     yield System("gloo", "default", "Gloo", (), local, missing)
+    # Each rank's threads hand work to each other: on one core, or on whichever is free.
+    yield System("gloo", "unbound", "Gloo", (), {**local, "BENCHMARK_UNBOUND": "1"}, missing)
     yield System("gloo", "keep_memory", "Gloo", (), {**local, **_KEEP_MEMORY}, missing)
 
 

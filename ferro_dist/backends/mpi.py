@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +14,13 @@ import numpy as np
 from ferro_dist import arguments
 from ferro_dist.arguments import UnevenCounts
 from ferro_dist.backends.base import Array, Backend, P2POp
-from ferro_dist.backends.mpi_agreement import Agreement, Fingerprint
+from ferro_dist.backends.mpi_agreement import Agreement, Failure, Fingerprint, left_error
+from ferro_dist.backends.mpi_farewell import (
+    GOODBYE_TAG,
+    Farewell,
+    close_at_exit,
+    free_left_groups,
+)
 from ferro_dist.backends.mpi_library import duplicate, intracomm, load_mpi
 from ferro_dist.backends.mpi_memory import (
     Numbers,
@@ -27,12 +35,14 @@ from ferro_dist.backends.mpi_memory import (
 )
 from ferro_dist.backends.mpi_progress import BatchWork, Call, MpiWork, Progress, Steps, mpi_lock
 from ferro_dist.backends.mpi_reduction import Reduction, reduction_of
+from ferro_dist.backends.results import allocate_chunk, allocate_gathered, allocate_rows
 from ferro_dist.errors import (
     ChannelClosed,
     DistributedError,
     Io,
     PeerLostError,
     SizeMismatch,
+    Timeout,
     UnsupportedOp,
 )
 from ferro_dist.interop import (
@@ -44,7 +54,6 @@ from ferro_dist.interop import (
     dtype_code,
     dtype_name,
     numpy_dtype,
-    shape_of,
 )
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.work import Work
@@ -54,9 +63,12 @@ __all__ = ["MpiBackend"]
 _CPU = 1
 _COLLECTIVES = "collectives"
 
-# A message's MPI tag tells its dtype and ten bits of the caller's tag: MPI promises
-# tags up to 32767.
+# A message's MPI tag tells its dtype and ten bits of a hash of the caller's tag: MPI
+# promises tags up to 32767.
 _TAG_BITS = 10
+_TAG_MULTIPLIER = 2654435761  # Knuth's: all bits of a tag have a say in the upper ten
+
+_ALIGNMENT = 64
 
 
 class MpiBackend(Backend):
@@ -103,8 +115,14 @@ class MpiBackend(Backend):
         self._timeout = timeout
         self._is_closed = False
         self._sequence = 0
+        self._current_sequence = 0
+        self._requests_under_way = 0
+        self._silent_peers: set[int] = set()  # whose goodbye was their last message
+        self._pid = os.getpid()
         self._agreement = Agreement(mpi, comm)
-        self._progress = Progress(self._rank, self._translate)
+        self._progress = Progress(self._rank, self._translate, self._listen, self._announce)
+        free_left_groups()
+        close_at_exit(self)
 
     @property
     def rank(self) -> int:
@@ -117,6 +135,10 @@ class MpiBackend(Backend):
     @property
     def timeout(self) -> float:
         return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._timeout = arguments.check_timeout(seconds)
 
     @property
     def is_closed(self) -> bool:
@@ -142,12 +164,11 @@ class MpiBackend(Backend):
             message = [numbers, numbers.size, reduction.mpi_type]
             return self._comm.Iallreduce(self._mpi.IN_PLACE, message, reduction.mpi_op)
 
-        def steps() -> Steps:
-            yield from self._agreement.reach(fingerprint)
+        def move() -> Steps:
             yield from self._reduce_in_place(start, source, target, reduction)
             return target.result()
 
-        return self._collective("allreduce", steps(), async_op, timeout)
+        return self._collective(fingerprint, move, async_op, timeout)
 
     def reduce(
         self,
@@ -175,12 +196,11 @@ class MpiBackend(Backend):
             buffers = (self._mpi.IN_PLACE, message) if is_root else (message, None)
             return self._comm.Ireduce(*buffers, reduction.mpi_op, root)
 
-        def steps() -> Steps:
-            yield from self._agreement.reach(fingerprint)
+        def move() -> Steps:
             yield from self._reduce_in_place(start, source, target, reduction)
             return target.result()
 
-        return self._collective("reduce", steps(), async_op, timeout)
+        return self._collective(fingerprint, move, async_op, timeout)
 
     def reduce_scatter(
         self,
@@ -193,17 +213,17 @@ class MpiBackend(Backend):
     ) -> Array | Work:
         source = self._source("reduce_scatter", x)
         chunk = self._chunk("reduce_scatter", "x", source.view.count)
-        shape = None if out is not None else self._scattered_shape("reduce_scatter", x)
-        target = self._target("reduce_scatter", x, source, out, chunk, shape)
+        made = None if out is not None else allocate_chunk(x, self._world_size)
+        own = self._rank * chunk * source.view.itemsize
+        target = self._target("reduce_scatter", x, source, out, chunk, made, in_place=own)
         reduction = self._reduction("reduce_scatter", source, op)
         fingerprint = _fingerprint("reduce_scatter", source.view, op=op, tag=tag)
 
-        def steps() -> Steps:
-            yield from self._agreement.reach(fingerprint)
+        def move() -> Steps:
             yield from self._reduce_and_scatter(source, target, chunk, reduction)
             return target.result()
 
-        return self._collective("reduce_scatter", steps(), async_op, timeout)
+        return self._collective(fingerprint, move, async_op, timeout)
 
     def _reduce_in_place(
         self,
@@ -223,7 +243,7 @@ class MpiBackend(Backend):
         else:
             total = source.numbers.astype(reduction.working_dtype)
         for piece in pieces(total):
-            yield from _until(start(piece))
+            yield from self._complete(start(piece))
         if target.is_wanted:
             reduction.finish(total, self._world_size)
             if total is not target.numbers:
@@ -250,7 +270,7 @@ class MpiBackend(Backend):
                 [piece, piece.size, reduction.mpi_type],
                 reduction.mpi_op,
             )
-            yield from _until(request)
+            yield from self._complete(request)
         reduction.finish(total, self._world_size)
         if not is_direct:
             target.numbers[:] = total
@@ -271,33 +291,32 @@ class MpiBackend(Backend):
         target = self._target("broadcast", x, source, out, source.view.count)
         fingerprint = _fingerprint("broadcast", source.view, root=root, tag=tag)
 
-        def steps() -> Steps:
-            yield from self._agreement.reach(fingerprint)
+        def move() -> Steps:
             if self._rank == root and not is_same_memory(source.view, target.view):
                 target.octets[:] = source.octets
             if self._world_size > 1:
                 for piece in pieces(target.octets):
-                    yield from _until(self._comm.Ibcast([piece, piece.size, self._mpi.BYTE], root))
+                    message = [piece, piece.size, self._mpi.BYTE]
+                    yield from self._complete(self._comm.Ibcast(message, root))
             return target.result()
 
-        return self._collective("broadcast", steps(), async_op, timeout)
+        return self._collective(fingerprint, move, async_op, timeout)
 
     def all_gather(
         self, x: Array, out: Array | None, async_op: bool, timeout: float | None, tag: int
     ) -> Array | Work:
         source = self._source("all_gather", x)
-        count = source.view.count * self._world_size
-        target = self._target("all_gather", x, source, out, count, self._gathered_shape(x))
+        target = self._gathering_target("all_gather", x, source, out)
         fingerprint = _fingerprint("all_gather", source.view, tag=tag)
 
-        def steps() -> Steps:
-            yield from self._agreement.reach(fingerprint)
+        def move() -> Steps:
             octets = source.apart_from(target)
             with block_of(octets.size) as block:
-                yield from _until(self._comm.Iallgather([octets, *block], [target.octets, *block]))
+                send, receive = [octets, *block], [target.octets, *block]
+                yield from self._complete(self._comm.Iallgather(send, receive))
             return target.result()
 
-        return self._collective("all_gather", steps(), async_op, timeout)
+        return self._collective(fingerprint, move, async_op, timeout)
 
     def gather(
         self,
@@ -310,24 +329,18 @@ class MpiBackend(Backend):
     ) -> Array | Work | None:
         self._check_root("gather", root)
         source = self._source("gather", x)
-        count = source.view.count * self._world_size
         is_root = self._rank == root
-        target = (
-            self._target("gather", x, source, out, count, self._gathered_shape(x))
-            if is_root
-            else None
-        )
+        target = self._gathering_target("gather", x, source, out) if is_root else None
         fingerprint = _fingerprint("gather", source.view, root=root, tag=tag)
 
-        def steps() -> Steps:
-            yield from self._agreement.reach(fingerprint)
+        def move() -> Steps:
             octets = source.octets if target is None else source.apart_from(target)
             with block_of(octets.size) as block:
                 receive = None if target is None else [target.octets, *block]
-                yield from _until(self._comm.Igather([octets, *block], receive, root))
+                yield from self._complete(self._comm.Igather([octets, *block], receive, root))
             return None if target is None else target.result()
 
-        return self._collective("gather", steps(), async_op, timeout)
+        return self._collective(fingerprint, move, async_op, timeout)
 
     def scatter(
         self,
@@ -342,14 +355,13 @@ class MpiBackend(Backend):
         source, target = self._scatter_operands(x, out, root)
         fingerprint = _fingerprint("scatter", target.view, root=root, tag=tag)
 
-        def steps() -> Steps:
-            yield from self._agreement.reach(fingerprint)
+        def move() -> Steps:
             with block_of(target.view.nbytes) as block:
                 send = None if source is None else [source.apart_from(target), *block]
-                yield from _until(self._comm.Iscatter(send, [target.octets, *block], root))
+                yield from self._complete(self._comm.Iscatter(send, [target.octets, *block], root))
             return target.result()
 
-        return self._collective("scatter", steps(), async_op, timeout)
+        return self._collective(fingerprint, move, async_op, timeout)
 
     def _scatter_operands(
         self, x: Array | None, out: Array | None, root: int
@@ -364,8 +376,9 @@ class MpiBackend(Backend):
             arguments.raise_missing_array("scatter", "x", why, rank=self._rank)
         source = self._source("scatter", x)
         chunk = self._chunk("scatter", "x", source.view.count)
-        shape = None if out is not None else self._scattered_shape("scatter", x)
-        return source, self._target("scatter", x, source, out, chunk, shape)
+        made = None if out is not None else allocate_chunk(x, self._world_size)
+        own = self._rank * chunk * source.view.itemsize
+        return source, self._target("scatter", x, source, out, chunk, made, in_place=own)
 
     def all_to_all(
         self,
@@ -386,54 +399,66 @@ class MpiBackend(Backend):
             world_size=self._world_size,
         )
         if counts is None:
-            steps = self._even_all_to_all(x, source, out, tag)
-        else:
-            steps = self._uneven_all_to_all(x, source, out, counts, tag)
-        return self._collective("all_to_all", steps, async_op, timeout)
+            return self._even_all_to_all(x, source, out, async_op, timeout, tag)
+        return self._uneven_all_to_all(x, source, out, counts, async_op, timeout, tag)
 
-    def _even_all_to_all(self, x: Array, source: Source, out: Array | None, tag: int) -> Steps:
+    def _even_all_to_all(
+        self,
+        x: Array,
+        source: Source,
+        out: Array | None,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Any:
         self._chunk("all_to_all", "x", source.view.count)
         target = self._target("all_to_all", x, source, out, source.view.count)
         fingerprint = _fingerprint("all_to_all", source.view, tag=tag)
 
-        def steps() -> Steps:
-            yield from self._agreement.reach(fingerprint)
+        def move() -> Steps:
             octets = source.apart_from(target)
             with block_of(octets.size // self._world_size) as block:
-                yield from _until(self._comm.Ialltoall([octets, *block], [target.octets, *block]))
+                send, receive = [octets, *block], [target.octets, *block]
+                yield from self._complete(self._comm.Ialltoall(send, receive))
             return target.result()
 
-        return steps()
+        return self._collective(fingerprint, move, async_op, timeout)
 
     def _uneven_all_to_all(
-        self, x: Array, source: Source, out: Array | None, counts: UnevenCounts, tag: int
-    ) -> Steps:
-        received = sum(counts.recv)
-        target = self._target("all_to_all", x, source, out, received, _rows(x, received))
-        fingerprint = Fingerprint.of_uneven(source.view.dtype, tag)
+        self,
+        x: Array,
+        source: Source,
+        out: Array | None,
+        counts: UnevenCounts,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Any:
+        count = sum(counts.recv)
+        made = None if out is not None else allocate_rows(x, source.view.count, count)
+        target = self._target("all_to_all", x, source, out, count, made, in_place=None)
+        fingerprint = Fingerprint.of_uneven(source.view.dtype, arguments.check_tag(tag))
         itemsize = source.view.itemsize
 
-        def steps() -> Steps:
-            yield from self._agreement.reach(fingerprint)
-            yield from self._agreement.reach_on_counts(counts)
-            octets = source.apart_from(target)
+        def move() -> Steps:
+            yield from self._agreement.reach_on_counts(counts, self._current_sequence)
             with (
                 chunks_of(counts.send, itemsize) as sent,
                 chunks_of(counts.recv, itemsize) as expected,
             ):
-                yield from _until(
-                    self._comm.Ialltoallw([octets, *sent], [target.octets, *expected])
-                )
+                send, receive = [source.octets, *sent], [target.octets, *expected]
+                yield from self._complete(self._comm.Ialltoallw(send, receive))
             return target.result()
 
-        return steps()
+        return self._collective(fingerprint, move, async_op, timeout)
 
     def barrier(self, async_op: bool, timeout: float | None, tag: int) -> Work | None:
-        def steps() -> Steps:
+        def move() -> Steps:
             # Nobody can have every fingerprint before everybody has come.
-            yield from self._agreement.reach(Fingerprint("barrier", tag=tag))
+            yield from ()
 
-        passed: Work | None = self._collective("barrier", steps(), async_op, timeout)
+        fingerprint = Fingerprint("barrier", tag=arguments.check_tag(tag))
+        passed: Work | None = self._collective(fingerprint, move, async_op, timeout)
         return passed
 
     # Messages
@@ -463,6 +488,8 @@ class MpiBackend(Backend):
         # Both are checked before either is posted.
         sent = self._message("send", x, dst, timeout, tag)
         received = self._message("recv", out, src, timeout, tag)
+        if overlap(as_view(x), as_view(out)):
+            arguments.raise_overlap("sendrecv", rank=self._rank)
         return self._finish_all("sendrecv", [sent, received], out, async_op)
 
     def batch(
@@ -472,6 +499,7 @@ class MpiBackend(Backend):
             self._message("send" if op.is_send else "recv", op.array, op.peer, timeout, tag)
             for op in ops
         ]
+        self._limit(timeout)
         done: Work | None = self._finish_all("batch", messages, None, async_op)
         return done
 
@@ -497,25 +525,32 @@ class MpiBackend(Backend):
         return _Message((op, peer), Call(op, steps, lambda: [peer], limit))
 
     def _send_steps(self, source: Source, peer: int, mpi_tag: int) -> Steps:
+        if self._agreement.has_left(peer):
+            raise left_error("send", self._rank, peer)
         with block_of(source.view.nbytes) as block:
-            yield from _until(self._messages.Isend([source.octets, *block], peer, mpi_tag))
+            yield from self._complete(self._messages.Isend([source.octets, *block], peer, mpi_tag))
 
     def _recv_steps(self, target: Target, peer: int, mpi_tag: int) -> Steps:
         status = self._mpi.Status()
         message = None
         while message is None:
+            if peer in self._silent_peers:
+                raise left_error("recv", self._rank, peer)
             # Any tag: the next message of this peer is the one that was meant.
             message = self._messages.Improbe(peer, self._mpi.ANY_TAG, status)
             if message is None:
                 yield
-        nbytes = status.Get_elements(self._mpi.BYTE)
-        if nbytes == target.view.nbytes and status.Get_tag() == mpi_tag:
-            with block_of(nbytes) as block:
-                yield from _until(message.Irecv([target.octets, *block]))
-            return target.result()
+        nbytes, sent_tag = status.Get_elements(self._mpi.BYTE), status.Get_tag()
+        fits = nbytes == target.view.nbytes and sent_tag == mpi_tag
+        octets = target.octets if fits else np.empty(nbytes, np.uint8)
         with block_of(nbytes) as block:
-            yield from _until(message.Irecv([np.empty(nbytes, np.uint8), *block]))
-        raise self._message_mismatch(peer, target.view, nbytes, status.Get_tag(), mpi_tag)
+            yield from self._complete(message.Irecv([octets, *block]))
+        if sent_tag == GOODBYE_TAG:
+            self._silent_peers.add(peer)
+            raise left_error("recv", self._rank, peer)
+        if not fits:
+            raise self._message_mismatch(peer, target.view, nbytes, sent_tag, mpi_tag)
+        return target.result()
 
     def _message_mismatch(
         self, peer: int, view: BufferView, nbytes: int, sent_tag: int, mpi_tag: int
@@ -544,15 +579,24 @@ class MpiBackend(Backend):
     # The group
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        return np.empty(shape, numpy_dtype(dtype_code(dtype)))
+        self._check_open("empty")
+        resolved = numpy_dtype(dtype_code(dtype))
+        dims = tuple(shape) if isinstance(shape, Sequence) else (operator.index(shape),)
+        if any(size < 0 for size in dims):
+            raise ValueError(f"a shape has no negative sizes: {shape!r}")
+        # On a cache line of its own, where vector instructions like it best.
+        nbytes = math.prod(dims) * resolved.itemsize
+        block = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        start = -block.ctypes.data % _ALIGNMENT
+        return block[start : start + nbytes].view(resolved).reshape(dims)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> MpiBackend | None:
         chosen = arguments.check_members(members, rank=self._rank, world_size=self._world_size)
 
-        def steps() -> Steps:
-            yield from self._agreement.reach(Fingerprint.of_members(chosen))
+        def move() -> Steps:
+            yield from ()
 
-        self._collective("split", steps(), False, timeout)
+        self._collective(Fingerprint.of_members(chosen), move, False, timeout)
         # Everybody is here or about to be: this blocks for moments only.
         is_member = self._rank in chosen
         colour = 0 if is_member else self._mpi.UNDEFINED
@@ -574,27 +618,46 @@ class MpiBackend(Backend):
         )
 
     def close(self) -> None:
-        if self._is_closed:
+        if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
-        is_sound = self._progress.first_error is None and self._progress.is_idle
-        closed = ChannelClosed("this rank closed the group", rank=self._rank)
-        self._progress.poison(closed)
+        error = ChannelClosed("This rank has closed the group.", rank=self._rank)
+        self._progress.poison(error, is_announced=True)
         if self._mpi.Is_finalized():
             return
         with mpi_lock:
-            self._agreement.close()
-            if is_sound:
-                # With requests under way MPI may wait in Free for peers that never come.
-                self._comm.Free()
-                self._messages.Free()
+            comms = [self._comm, self._messages]
+            is_sound = self._requests_under_way == 0
+            Farewell(self._mpi, self._agreement, comms, self._silent_peers, is_sound).begin()
 
-    def _collective(self, op: str, steps: Steps, async_op: bool, timeout: float | None) -> Any:
-        self._check_open(op)
-        call = Call(op, steps, self._agreement.awaited, self._limit(timeout), self._sequence)
+    def _collective(
+        self,
+        fingerprint: Fingerprint,
+        move: Callable[[], Steps],
+        async_op: bool,
+        timeout: float | None,
+    ) -> Any:
+        """Run `move` once all ranks have come with the same fingerprint."""
+        self._check_open(fingerprint.op)
+        sequence = self._sequence
+
+        def steps() -> Steps:
+            self._current_sequence = sequence
+            yield from self._agreement.reach(fingerprint, sequence)
+            return (yield from move())
+
+        limit = self._limit(timeout)
+        call = Call(fingerprint.op, steps(), self._agreement.awaited, limit, sequence)
         self._progress.submit(_COLLECTIVES, call)
         self._sequence += 1
         return self._finish(MpiWork(self._progress, _COLLECTIVES, call), async_op)
+
+    def _complete(self, request: Any) -> Iterator[None]:
+        """Wait for a request of MPI, which holds arrays until then."""
+        self._requests_under_way += 1
+        while not request.Test():
+            yield
+        self._requests_under_way -= 1
 
     def _finish(self, work: MpiWork, async_op: bool) -> Any:
         if async_op:
@@ -609,7 +672,7 @@ class MpiBackend(Backend):
         except (KeyboardInterrupt, SystemExit) as error:
             # The call goes on in MPI, but nobody would ever know its end.
             self._progress.poison(
-                DistributedError(
+                _Interrupted(
                     f"{op} was interrupted on rank {self._rank} by {type(error).__name__}.",
                     op=op,
                     rank=self._rank,
@@ -638,6 +701,36 @@ class MpiBackend(Backend):
             kind = PeerLostError if error.Get_error_class() in lost else Io
             reason = f"MPI says: {error.Get_error_string()}"
         return kind(f"{failed}: {reason}.", op=call.op, rank=self._rank, sequence=call.sequence)
+
+    def _listen(self) -> None:
+        """Hear what peers tell, and end the group if it failed on one of them."""
+        self._agreement.listen()
+        failure = self._agreement.failure
+        if failure is not None and self._progress.first_error is None:
+            self._progress.poison(self._reported(failure), is_announced=True)
+
+    def _reported(self, failure: Failure) -> DistributedError:
+        """Make the error of a group that failed on another rank."""
+        call = self._progress.first_call()
+        op, sequence = (None, None) if call is None else (call.op, call.sequence)
+        where = "The group failed" if call is None else f"{call.label} failed"
+        culprit = None if failure.culprit < 0 else failure.culprit
+        reason = f"{where} on rank {self._rank}: {failure}."
+        if failure.kind == "timeout":
+            missing = () if culprit is None else (culprit,)
+            return Timeout(
+                reason, missing=missing, op=op, rank=self._rank, peer=culprit, sequence=sequence
+            )
+        peer = culprit if failure.kind == "left" else failure.reporter
+        return ChannelClosed(reason, op=op, rank=self._rank, peer=peer, sequence=sequence)
+
+    def _announce(self, error: BaseException) -> None:
+        """Tell the peers why the group ended here."""
+        kinds = {Timeout: "timeout", ChannelClosed: "left", _Interrupted: "interrupted"}
+        culprit = getattr(error, "peer", None)
+        self._agreement.say_failure(
+            kinds.get(type(error), "error"), -1 if culprit is None else culprit
+        )
 
     @contextlib.contextmanager
     def _lock_for_blocking(self) -> Iterator[None]:
@@ -675,17 +768,32 @@ class MpiBackend(Backend):
         source: Source,
         out: Array | None,
         count: int,
-        shape: tuple[int, ...] | None = None,
+        made: Array | None = None,
+        *,
+        in_place: int | None = 0,
     ) -> Target:
-        """Check `out`, or make the array that will be the result."""
+        """Check `out`, or take what was made (by default: like `x`) for the result.
+
+        `in_place` is how many bytes past the start of `x` an `out` that shares its memory
+        begins; None if it may not.
+        """
         if out is None:
-            made = allocate(x, shape)
+            made = allocate(x) if made is None else made
             return Target(made, as_output(made), x)
         view = self._output_view(op, out)
         dtypes = dtype_name(source.view.dtype), dtype_name(view.dtype)
         arguments.check_out_dtype(op, *dtypes, rank=self._rank)
         arguments.check_size(op, "out", view.count, count, rank=self._rank)
+        is_in_place = in_place is not None and view.address == source.view.address + in_place
+        if not is_in_place and overlap(source.view, view):
+            arguments.raise_overlap(op, rank=self._rank)
         return Target(out, view, None)
+
+    def _gathering_target(self, op: str, x: Array, source: Source, out: Array | None) -> Target:
+        count = source.view.count * self._world_size
+        made = None if out is not None else allocate_gathered(x, self._world_size)
+        own = -self._rank * source.view.nbytes
+        return self._target(op, x, source, out, count, made, in_place=own)
 
     def _reduction(self, op: str, source: Source, reduce_op: ReduceOp) -> Reduction:
         name = dtype_name(source.view.dtype)
@@ -701,14 +809,9 @@ class MpiBackend(Backend):
                 rank=self._rank,
             )
 
-    def _gathered_shape(self, x: Array) -> tuple[int, ...]:
-        shape = shape_of(x)
-        return (self._world_size * (shape[0] if shape else 1), *shape[1:])
 
-    def _scattered_shape(self, op: str, x: Array) -> tuple[int, ...]:
-        shape = shape_of(x)
-        rows = self._chunk(op, "the first axis of x", shape[0] if shape else 1)
-        return (rows, *shape[1:])
+class _Interrupted(ChannelClosed):
+    """A call of this rank was ended by Ctrl-C."""
 
 
 class _Message(NamedTuple):
@@ -718,24 +821,13 @@ class _Message(NamedTuple):
     call: Call
 
 
-def _until(request: Any) -> Iterator[None]:
-    while not request.Test():
-        yield
-
-
-def _rows(x: Array, count: int) -> tuple[int, ...]:
-    """Return the shape of `count` elements: rows like those of `x`, or flat where they break."""
-    row = shape_of(x)[1:]
-    size = math.prod(row)
-    return (count // size, *row) if size and count % size == 0 else (count,)
-
-
 def _fingerprint(
     name: str, view: BufferView, *, op: ReduceOp | None = None, root: int = -1, tag: int = 0
 ) -> Fingerprint:
     reduce_op = -1 if op is None else int(op)
-    return Fingerprint(name, reduce_op, view.dtype, root, view.count, tag)
+    return Fingerprint(name, reduce_op, view.dtype, root, view.count, arguments.check_tag(tag))
 
 
 def _message_tag(view: BufferView, tag: int) -> int:
-    return view.dtype << _TAG_BITS | tag % (1 << _TAG_BITS)
+    mixed = arguments.check_tag(tag) * _TAG_MULTIPLIER % (1 << 32) >> (32 - _TAG_BITS)
+    return view.dtype << _TAG_BITS | mixed

@@ -4,23 +4,26 @@ Every rank sends 48 bytes to every other and compares what it gets. That costs
 world_size - 1 small messages a rank, and buys what MPI does not offer: a mismatch is
 an error with names instead of wrong data, and of a rank that never comes the number
 is known. All ranks see the same words, so all come to the same verdict.
+
+The same messages tell that a rank has left the group, or that the group failed on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ferro_dist.arguments import UnevenCounts
-from ferro_dist.errors import CollectiveMismatch
+from ferro_dist.errors import ChannelClosed, CollectiveMismatch
 from ferro_dist.interop import dtype_name
 from ferro_dist.reduce_op import ReduceOp
 
-__all__ = ["Agreement", "Fingerprint"]
+__all__ = ["Agreement", "Failure", "Fingerprint", "left_error"]
 
 # Numbers on the wire.
 _OPS = (
@@ -35,8 +38,10 @@ _OPS = (
     "barrier",
     "split",
 )
+_GOODBYE, _FAILURE = len(_OPS), len(_OPS) + 1
 _NONE = -1
 _UNEVEN = -2
+_TAG = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +96,43 @@ class Fingerprint:
 _WORDS = len(dataclasses.fields(Fingerprint))
 
 
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a group ended, as one rank tells the others.
+
+    Attributes
+    ----------
+    kind : str
+        ``"timeout"``, ``"left"``, ``"interrupted"`` or ``"error"``.
+    culprit : int
+        The rank at fault; -1 if none can be named.
+    reporter : int
+        The rank that tells.
+    """
+
+    kind: str
+    culprit: int
+    reporter: int
+
+    KINDS = ("timeout", "left", "interrupted", "error")
+
+    def to_words(self) -> tuple[int, ...]:
+        return _FAILURE, self.KINDS.index(self.kind), self.culprit, 0, 0, 0
+
+    @classmethod
+    def from_words(cls, words: Sequence[int], reporter: int) -> Failure:
+        return cls(cls.KINDS[words[1]], words[2], reporter)
+
+    def __str__(self) -> str:
+        who = "the group" if self.culprit < 0 else f"rank {self.culprit}"
+        return {
+            "timeout": f"rank {self.reporter} gave up waiting for {who}",
+            "left": f"{who} left the group while rank {self.reporter} still needed it",
+            "interrupted": f"rank {self.reporter} was interrupted inside a call of this group",
+            "error": f"a call of this group failed on rank {self.reporter}",
+        }[self.kind]
+
+
 class Agreement:
     """The exchange of fingerprints in one group; used for one collective at a time.
 
@@ -99,7 +141,7 @@ class Agreement:
     mpi : module
         ``mpi4py.MPI``.
     comm : MPI.Intracomm
-        Used for nothing else but collectives.
+        Its point-to-point messages are this class's alone.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -107,26 +149,57 @@ class Agreement:
         self._comm = comm
         self._rank: int = comm.rank
         self._world_size: int = comm.size
-        self._own = np.zeros(_WORDS, np.int64)
-        self._all = np.zeros((self._world_size, _WORDS), np.int64)
-        peers = [peer for peer in range(self._world_size) if peer != self._rank]
-        self._receives = {peer: comm.Recv_init(self._all[peer], source=peer) for peer in peers}
-        self._sends = [comm.Send_init(self._own, dest=peer) for peer in peers]
+        self._peers = [peer for peer in range(self._world_size) if peer != self._rank]
+        self._arriving = np.zeros((len(self._peers), _WORDS), np.int64)
+        self._receives = [
+            comm.Recv_init(words, source=peer, tag=_TAG)
+            for peer, words in zip(self._peers, self._arriving, strict=True)
+        ]
+        self._sends: list[tuple[Any, Any]] = []  # with what they send, until it is sent
+        self._heard: dict[int, deque[list[int]]] = {peer: deque() for peer in self._peers}
+        self._departed: set[int] = set()
         self._is_under_way = False
+        self._is_closed = False
+        self.failure: Failure | None = None
+        if self._receives:
+            mpi.Prequest.Startall(self._receives)
 
-    def reach(self, fingerprint: Fingerprint) -> Iterator[None]:
-        """Exchange fingerprints; raise CollectiveMismatch if they are not all the same."""
-        self._own[:] = self._all[self._rank] = fingerprint.to_words()
-        requests = [*self._receives.values(), *self._sends]
-        if requests:
-            self._mpi.Prequest.Startall(requests)
-            self._is_under_way = True
-            while not self._mpi.Request.Testall(requests):
-                yield
-            self._is_under_way = False
-        self._check(fingerprint)
+    def listen(self) -> None:
+        """Take what has arrived. Every rank always has a receive posted for each peer."""
+        if self._is_closed or not self._receives:
+            return
+        for index in self._mpi.Request.Testsome(self._receives) or ():
+            peer = self._peers[index]
+            self._take(peer, self._arriving[index].tolist())
+            if peer not in self._departed:
+                self._receives[index].Start()
 
-    def reach_on_counts(self, counts: UnevenCounts) -> Iterator[None]:
+    def _take(self, peer: int, words: list[int]) -> None:
+        if words[0] == _GOODBYE:
+            self._departed.add(peer)
+        elif words[0] == _FAILURE:
+            self.failure = self.failure or Failure.from_words(words, peer)
+        else:
+            self._heard[peer].append(words)
+
+    def reach(self, fingerprint: Fingerprint, sequence: int) -> Iterator[None]:
+        """Exchange fingerprints; raise CollectiveMismatch if they are not all the same.
+
+        Raises ChannelClosed if a rank has left.
+        """
+        self._post(fingerprint.to_words())
+        self._is_under_way = True
+        while missing := self._missing():
+            for peer in missing:
+                if self.has_left(peer):
+                    raise left_error(fingerprint.op, self._rank, peer, sequence)
+            yield
+        self._is_under_way = False
+        every = {peer: self._heard[peer].popleft() for peer in self._peers}
+        every[self._rank] = list(fingerprint.to_words())
+        self._check(fingerprint.op, every, sequence)
+
+    def reach_on_counts(self, counts: UnevenCounts, sequence: int) -> Iterator[None]:
         """Compare what each rank sends with what its peers expect; raise alike on all ranks."""
         sent_to_us = np.zeros(self._world_size, np.int64)
         request = self._comm.Ialltoall(np.array(counts.send, np.int64), sent_to_us)
@@ -139,52 +212,88 @@ class Agreement:
         request = self._comm.Iallgather(verdict, verdicts)
         while not request.Test():
             yield
-        self._check_verdicts(verdicts)
+        self._check_verdicts(verdicts, sequence)
 
     def awaited(self) -> list[int]:
         """Return the ranks that have not sent their fingerprint yet."""
-        if not self._is_under_way:
-            return []
-        return [peer for peer, receive in self._receives.items() if not receive.Test()]
+        return self._missing() if self._is_under_way else []
+
+    def has_left(self, peer: int) -> bool:
+        """Whether `peer` has said goodbye, and nothing of it is left to be heard."""
+        return peer in self._departed and not self._heard[peer]
+
+    @property
+    def have_all_left(self) -> bool:
+        """Whether nothing can arrive any more."""
+        return len(self._departed) == len(self._peers)
+
+    def say_goodbye(self) -> None:
+        """Tell all peers that this rank leaves the group."""
+        self._post((_GOODBYE, 0, 0, 0, 0, 0))
+
+    def say_failure(self, kind: str, culprit: int) -> None:
+        """Tell all peers that the group has ended here."""
+        self._post(Failure(kind, culprit, self._rank).to_words())
 
     def close(self) -> None:
         """Give back what MPI holds; also in the middle of an exchange."""
-        for receive in self._receives.values():
-            if self._is_under_way and not receive.Test():
+        if self._is_closed:
+            return
+        self.listen()
+        self._is_closed = True
+        for peer, receive in zip(self._peers, self._receives, strict=True):
+            if peer not in self._departed:
                 receive.Cancel()
                 receive.Wait()
             receive.Free()
-        for send in self._sends:
-            if not self._is_under_way or send.Test():
-                send.Free()
-        self._receives, self._sends, self._is_under_way = {}, [], False
 
-    def _check(self, own: Fingerprint) -> None:
-        differing = np.flatnonzero((self._all != self._all[0]).any(axis=1))
-        if not len(differing):
+    def _post(self, words: tuple[int, ...]) -> None:
+        self._sends = [(request, sent) for request, sent in self._sends if not request.Test()]
+        sent = np.array(words, np.int64)
+        for peer in self._peers:
+            self._sends.append((self._comm.Isend(sent, peer, _TAG), sent))
+
+    def _missing(self) -> list[int]:
+        return [peer for peer in self._peers if not self._heard[peer]]
+
+    def _check(self, op: str, every: dict[int, list[int]], sequence: int) -> None:
+        others = [rank for rank in range(self._world_size) if every[rank] != every[0]]
+        if not others:
             return
-        other = int(differing[0])
         sides = [
-            f"rank {rank} called {Fingerprint.from_words(self._all[rank].tolist())}"
-            for rank in (0, other)
+            f"rank {rank} called {Fingerprint.from_words(every[rank])}" for rank in (0, others[0])
         ]
-        raise CollectiveMismatch(
-            f"{', '.join(sides)}. All ranks must make the same calls in the same order; "
-            "no array was touched.",
-            op=own.op,
+        raise self._mismatch(op, sequence, ", ".join(sides), 0, others[0])
+
+    def _mismatch(
+        self, op: str, sequence: int, difference: str, first: int, second: int
+    ) -> CollectiveMismatch:
+        return CollectiveMismatch(
+            f"{op} #{sequence} failed on rank {self._rank}: the ranks disagree: {difference}.\n"
+            "Nothing was sent; the group is still usable.",
+            op=op,
             rank=self._rank,
-            peer=0 if self._rank == other else other,
+            peer=first if self._rank == second else second,
+            sequence=sequence,
         )
 
-    def _check_verdicts(self, verdicts: Any) -> None:
+    def _check_verdicts(self, verdicts: Any, sequence: int) -> None:
         for receiver, (sender, sent, expected) in enumerate(verdicts.tolist()):
             if sender == _NONE:
                 continue
-            raise CollectiveMismatch(
-                f"all_to_all: rank {sender} sends {sent} elements to rank {receiver}, which "
-                f"expects {expected}. send_counts[{receiver}] of rank {sender} must equal "
-                f"recv_counts[{sender}] of rank {receiver}; no array was touched.",
-                op="all_to_all",
-                rank=self._rank,
-                peer=receiver if self._rank == sender else sender,
+            difference = (
+                f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected}"
             )
+            raise self._mismatch("all_to_all", sequence, difference, sender, receiver)
+
+
+def left_error(op: str, rank: int, peer: int, sequence: int | None = None) -> ChannelClosed:
+    """Make the error of a call that needs a peer which has closed the group."""
+    label = op if sequence is None else f"{op} #{sequence}"
+    return ChannelClosed(
+        f"{label} failed on rank {rank}: rank {peer} left the group.",
+        op=op,
+        rank=rank,
+        peer=peer,
+        sequence=sequence,
+    )

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
-from ferro_dist.errors import ChannelClosed, DistributedError, LockPoisoned, SizeMismatch, Timeout
+from ferro_dist.errors import DistributedError, LockPoisoned, SizeMismatch, Timeout
 from ferro_dist.work import Work
 
 __all__ = ["BatchWork", "Call", "MpiWork", "Progress", "Steps", "mpi_lock"]
@@ -114,10 +114,16 @@ class Progress:
     """All calls of one group, and the error that ended it, if one did."""
 
     def __init__(
-        self, rank: int, translate: Callable[[Call, BaseException], DistributedError]
+        self,
+        rank: int,
+        translate: Callable[[Call, BaseException], DistributedError],
+        listen: Callable[[], None],
+        announce: Callable[[BaseException], None],
     ) -> None:
         self._rank = rank
         self._translate = translate
+        self._listen = listen
+        self._announce = announce
         self._lanes: dict[Hashable, deque[Call]] = {}
         self._pid = os.getpid()
         self.first_error: BaseException | None = None
@@ -132,9 +138,9 @@ class Progress:
     def check_usable(self, op: str) -> None:
         """Raise what every call on an unusable group raises."""
         if os.getpid() != self._pid:
-            raise ChannelClosed(
-                f"{op}: this group belongs to process {self._pid}, which forked this one. "
-                "Make a group in the process that uses it.",
+            raise LockPoisoned(
+                "This group belongs to the parent process: a forked child cannot use it. "
+                "Start the child with the spawn method, and make a group there.",
                 op=op,
                 rank=self._rank,
             )
@@ -149,11 +155,14 @@ class Progress:
     def advance(self) -> None:
         """Do one step of every lane's first call."""
         with mpi_lock:
+            self._listen()
             for lane in list(self._lanes):
                 self._advance_lane(lane)
 
     def wait(self, lane: Hashable, call: Call, timeout_s: float | None) -> bool:
         """Move everything on until `call` has ended; False once `timeout_s` is over."""
+        if timeout_s is not None and not timeout_s >= 0:
+            raise ValueError(f"timeout must be a number of seconds, not {timeout_s!r}.")
         started = time.monotonic()
         while True:
             self.advance()
@@ -165,20 +174,24 @@ class Progress:
             self._check_expired(lane, now)
             _pause(now - started)
 
-    def poison(self, error: BaseException) -> None:
-        """End the group: every call under way and every later one fails."""
+    def poison(self, error: BaseException, is_announced: bool = False) -> None:
+        """End the group: every call under way and every later one fails.
+
+        The peers are told, unless they know (`is_announced`).
+        """
         with mpi_lock:
             if self.first_error is None:
                 self.first_error = error
+                if not is_announced:
+                    self._announce(error)
             for calls in self._lanes.values():
                 for call in calls:
                     call.fail(error)
             self._lanes.clear()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no call is under way."""
-        return not self._lanes
+    def first_call(self) -> Call | None:
+        """Return the call that has been under way for longest; None if there is none."""
+        return next((calls[0] for calls in self._lanes.values() if calls), None)
 
     def _advance_lane(self, lane: Hashable) -> None:
         calls = self._lanes.get(lane)

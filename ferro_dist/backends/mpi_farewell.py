@@ -1,0 +1,134 @@
+"""Groups that this rank has left, and whose communicators its peers still need.
+
+MPI may give the number of a freed communicator to the next one, and messages of the old
+group that were never received would then arrive in the new one. So a rank that leaves
+says goodbye to every peer, on each of its channels, and frees its communicators only
+once it has heard the goodbyes of all: nothing can be under way then. It waits for
+nobody: whoever makes or closes a group looks whether others can be freed meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+
+from ferro_dist.backends.mpi_agreement import Agreement
+from ferro_dist.backends.mpi_memory import block_of
+from ferro_dist.backends.mpi_progress import mpi_lock
+
+__all__ = ["GOODBYE_TAG", "Farewell", "close_at_exit", "free_left_groups"]
+
+GOODBYE_TAG = 32767
+"""Of the last message of a rank to each peer."""
+
+# How long an interpreter that ends waits for the goodbyes of the other ranks.
+_EXIT_S = 1.0
+
+_leaving: list[Farewell] = []
+_open_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Farewell:
+    """What is left of a group until all its ranks have left.
+
+    Parameters
+    ----------
+    mpi : module
+    agreement : Agreement
+    comms : list of MPI.Intracomm
+        To be freed; the last is the one of messages.
+    departed : set of int
+        Peers whose goodbye has been received among the messages already.
+    is_sound : bool
+        Whether no request of the group is under way: with one, MPI may wait for it
+        in Free for ever.
+    """
+
+    def __init__(
+        self, mpi: Any, agreement: Agreement, comms: list[Any], departed: set[int], is_sound: bool
+    ) -> None:
+        self._mpi = mpi
+        self._agreement = agreement
+        self._comms = comms
+        self._messages = comms[-1]
+        rank, size = self._messages.rank, self._messages.size
+        self._awaited = {peer for peer in range(size) if peer not in (rank, *departed)}
+        self._dropping: dict[int, tuple[Any, Any]] = {}
+        self._is_sound = is_sound
+        agreement.say_goodbye()
+        peers = [peer for peer in range(size) if peer != rank]
+        self._sends = [self._messages.Isend(b"", peer, GOODBYE_TAG) for peer in peers]
+
+    def begin(self) -> None:
+        """Leave, now or whenever the others have."""
+        _leaving.append(self)
+        free_left_groups()
+
+    def is_over(self) -> bool:
+        """Drop what arrives; free the communicators after the last goodbye."""
+        if not self._is_sound:
+            return False
+        self._agreement.listen()
+        for peer in list(self._awaited):
+            self._drop_messages(peer)
+        self._sends = [request for request in self._sends if not request.Test()]
+        if self._awaited or self._sends or not self._agreement.have_all_left:
+            return False
+        self._agreement.close()
+        for comm in self._comms:
+            comm.Free()
+        return True
+
+    def _drop_messages(self, peer: int) -> None:
+        status = self._mpi.Status()
+        while self._is_idle(peer):
+            message = self._messages.Improbe(peer, self._mpi.ANY_TAG, status)
+            if message is None:
+                return
+            nbytes = status.Get_elements(self._mpi.BYTE)
+            dropped = np.empty(nbytes, np.uint8)
+            with block_of(nbytes) as block:
+                self._dropping[peer] = message.Irecv([dropped, *block]), dropped
+            if status.Get_tag() == GOODBYE_TAG:
+                self._awaited.discard(peer)
+                return
+
+    def _is_idle(self, peer: int) -> bool:
+        if peer in self._dropping and not self._dropping[peer][0].Test():
+            return False
+        self._dropping.pop(peer, None)
+        return True
+
+    def give_up(self) -> None:
+        """Withdraw the receives, so that MPI can be finalised."""
+        self._agreement.close()
+
+
+def free_left_groups() -> None:
+    """Free the communicators of groups that all their ranks have left."""
+    with mpi_lock:
+        _leaving[:] = [farewell for farewell in _leaving if not farewell.is_over()]
+
+
+def close_at_exit(group: Any) -> None:
+    """Have a group closed at exit at the latest: its receives must not outlive MPI."""
+    _open_groups.add(group)
+
+
+@atexit.register
+def _leave_all() -> None:
+    for group in list(_open_groups):
+        with contextlib.suppress(Exception):
+            group.close()
+    deadline = time.monotonic() + _EXIT_S
+    while _leaving and time.monotonic() < deadline:
+        free_left_groups()
+        time.sleep(0.001)
+    for farewell in _leaving:
+        with contextlib.suppress(Exception):
+            farewell.give_up()
