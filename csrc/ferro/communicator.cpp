@@ -58,6 +58,8 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   const AbortReason reason = transport_->aborted();
   if (reason.code != ErrorCode::none) {
     error.reporter = reason.reporter;
+  } else if (error.code == ErrorCode::closed) {
+    abort(ErrorCode::channel_closed);
   } else if (is_fatal(error.code)) {
     transport_->abort({error.code, error.peer, rank_, static_cast<std::uint32_t>(sequence)});
   }
@@ -88,8 +90,10 @@ void Communicator::begin_close() noexcept {
   message_queue_.stop();
   const bool is_collective_idle = collective_gate_.try_enter();
   const bool is_message_idle = message_gate_.try_enter();
-  // From here on every call under way fails soon, and leaves its gate.
-  if (!is_collective_idle || !is_message_idle) abort(ErrorCode::channel_closed);
+  // From here on every call under way fails soon, and leaves its gate. Work that has not
+  // begun counts: whether it has is chance, and must make no difference to the peers.
+  const bool has_work = collective_queue_.num_pending() != 0 || message_queue_.num_pending() != 0;
+  if (!is_collective_idle || !is_message_idle || has_work) abort(ErrorCode::channel_closed);
   if (is_collective_idle) collective_gate_.leave();
   if (is_message_idle) message_gate_.leave();
 }
@@ -200,6 +204,7 @@ void Communicator::run_collectives() noexcept {
     }
     collective_queue_.retire(*task, std::move(error));
   }
+  collective_queue_.abandon();
 }
 
 // From the first message submitted until none is left the thread keeps the gate.
@@ -222,6 +227,7 @@ void Communicator::run_messages() noexcept {
       fail_all(under_way, error);
     }
   }
+  message_queue_.abandon();
 }
 
 void Communicator::start(std::vector<UnderWay>& under_way, std::shared_ptr<Task> task) {

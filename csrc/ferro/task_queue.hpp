@@ -60,12 +60,19 @@ class TaskQueue {
     has_changed_.notify_all();
   }
 
-  // Once stopped: waits for the thread to end, and fails what it left.
+  // Once stopped, by the queue's thread as the last that it does: fails what nobody will run.
+  void abandon() {
+    std::deque<std::shared_ptr<Task>> left;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      left.swap(tasks_);
+    }
+    for (const std::shared_ptr<Task>& task : left) retire(*task, std::make_unique<Error>(ErrorCode::closed));
+  }
+
+  // Once stopped: waits for the thread to end.
   void join() {
     if (thread_.joinable()) thread_.join();
-    for (const std::shared_ptr<Task>& task : tasks_)
-      retire(*task, std::make_unique<Error>(ErrorCode::closed));
-    tasks_.clear();
   }
 
  private:
