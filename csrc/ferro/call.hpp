@@ -44,6 +44,7 @@ class Call {
   }
   double remaining_s() const { return timeout_s_ - elapsed_s(); }
   double timeout_s() const { return timeout_s_; }
+  void extend(double seconds) { timeout_s_ += seconds; }
 
   // Throws Error{interrupted} if a signal handler of the caller raised.
   void check_interrupt() {

@@ -10,6 +10,13 @@
 namespace ferro {
 namespace {
 
+// Whoever waits for a messenger waits that much longer than the messenger does, step
+// by step of a call: so the rank that knows who is missing is the first to give up,
+// and names it to the others. A call has seven such steps at most.
+constexpr double kStepPatienceSeconds = 0.08;
+
+void begin_step(Call& call) { call.extend(kStepPatienceSeconds); }
+
 char* bytes(const void* data) { return static_cast<char*>(const_cast<void*>(data)); }
 
 void copy(void* dst, const void* src, std::size_t nbytes) {
@@ -32,8 +39,7 @@ struct HostsTransport::Watch {
 
   static bool look(void* state) noexcept {
     auto& watch = *static_cast<Watch*>(state);
-    const AbortReason reason = watch.transport.aborted();
-    if (reason.code != ErrorCode::none) watch.transport.abort(reason);
+    watch.transport.aborted();
     try {
       watch.outer.check_interrupt();
     } catch (const Error&) {
@@ -80,14 +86,23 @@ void HostsTransport::run(Call& outer, const Collective& collective) {
 
 void HostsTransport::abort(AbortReason reason) noexcept {
   const AbortReason known = aborted();
-  const AbortReason first = known.code != ErrorCode::none ? known : reason;
-  mesh_->abort(first);
-  if (local_ != nullptr) local_->abort(first);
+  spread(known.code != ErrorCode::none ? known : reason);
 }
 
+// What one transport knows the other is told at once, before this rank can leave
+// because of it: who waits for this rank shall not take it for the culprit.
 AbortReason HostsTransport::aborted() const noexcept {
   const AbortReason remote = mesh_->aborted();
-  return remote.code != ErrorCode::none || local_ == nullptr ? remote : local_->aborted();
+  if (local_ == nullptr) return remote;
+  const AbortReason inside = local_->aborted();
+  const bool has_ended = remote.code != ErrorCode::none;
+  if (has_ended != (inside.code != ErrorCode::none)) spread(has_ended ? remote : inside);
+  return has_ended ? remote : inside;
+}
+
+void HostsTransport::spread(AbortReason reason) const noexcept {
+  if (local_ != nullptr) local_->abort(reason);
+  mesh_->abort(reason);
 }
 
 void HostsTransport::add_lost(std::vector<int>& ranks) {
@@ -102,6 +117,7 @@ bool HostsTransport::claim_succession(int former, int decider) noexcept {
 }
 
 void HostsTransport::close() noexcept {
+  aborted();  // may be the last chance to tell of a death
   if (local_ != nullptr) local_->close();
   mesh_->close();
 }
@@ -111,6 +127,7 @@ void HostsTransport::dispatch(Call& call, const Collective& collective, std::uin
   if (is_riding(collective)) return run_riding(call, collective, own);
   const Agreement agreed = agree(call, own);
   agreed.check(rank_);
+  begin_step(call);
   switch (collective.op) {
     case Op::allreduce:
     case Op::reduce:
@@ -166,10 +183,12 @@ Agreement HostsTransport::agree_locally(Call& call, const Agreement& own) {
 // The leaders tell each other what their hosts agreed on, and their hosts the result.
 Agreement HostsTransport::agree(Call& call, const Agreement& own) {
   Agreement verdict = agree_locally(call, own);
+  begin_step(call);
   if (is_leader()) {
     Exchange exchange(*mesh_, call);
     verdict = ferro::agree(exchange, *plane_, verdict, nullptr);
   }
+  begin_step(call);
   Frame frame = frame_of(verdict);
   run_local(call, Op::broadcast, DType::uint8, sizeof frame, &frame, &frame, locals().front());
   return agreement_of(frame);
@@ -192,6 +211,7 @@ Agreement HostsTransport::agree_on_pairs(Call& call, const Agreement& agreed, co
     verdict = agree_on_counts(exchange, *reach_, agreed, remote);
   }
   static_assert(sizeof(std::size_t) == 8, "counts travel as uint64");
+  begin_step(call);
   const std::vector<std::size_t> to_local = counts_with(collective.send_counts, locals());
   const std::vector<std::size_t> expected = counts_with(collective.recv_counts, locals());
   std::vector<std::size_t> sent(locals().size());
@@ -222,6 +242,7 @@ void HostsTransport::run_riding(Call& call, const Collective& collective, const 
   Agreement verdict = agree_locally(call, own);
   const bool has_array = verdict.state == Agreement::State::agreed;
   if (has_array) prepare_riding(call, collective, array);
+  begin_step(call);
   if (is_leader()) {
     Exchange exchange(*mesh_, call);
     std::unique_ptr<Rider> rider;
@@ -233,6 +254,7 @@ void HostsTransport::run_riding(Call& call, const Collective& collective, const 
     const Frame frame = frame_of(verdict);
     std::memcpy(message, &frame, sizeof frame);
   }
+  begin_step(call);
   const std::size_t message_nbytes = sizeof(Frame) + (has_array ? nbytes : 0);
   run_local(call, Op::broadcast, DType::uint8, message_nbytes, message, message, locals().front());
   Frame frame;
@@ -304,6 +326,7 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
               own + static_cast<std::size_t>(i) * part_count * partial_item, place_ == i ? part : nullptr,
               locals()[static_cast<std::size_t>(i)], op);
 
+  begin_step(call);
   if (has_part) {
     Collective over_plane;
     over_plane.op = collective.op;
@@ -318,6 +341,7 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
     from_partial(part, dtype, part, partial, part_count);
   }
   if (!is_everywhere && host_of(collective.root) != host_) return;
+  begin_step(call);
 
   // On the root's host all ranks take part in the sharing, but only the root has an output.
   const bool has_output = is_everywhere || rank_ == collective.root;
@@ -361,6 +385,7 @@ void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
   run_local(call, Op::reduce_scatter, partial, most * count, packed, reduced, -1,
             step_op(collective.reduce_op));
 
+  begin_step(call);
   char* const received = received_.reserve(static_cast<std::size_t>(num_hosts()) * nbytes);
   std::vector<const void*> sources;
   Exchange exchange(*mesh_, call);
@@ -393,6 +418,7 @@ void HostsTransport::broadcast(Call& call, const Collective& collective) {
     const Range range = chunk_range(collective.count, num_planes_, i);
     return Part{out + range.begin * item, range.count};
   };
+  begin_step(call);
   if (plane_) {
     Collective over_plane = collective;
     over_plane.root = rank_at(root_host, place_);
@@ -401,6 +427,7 @@ void HostsTransport::broadcast(Call& call, const Collective& collective) {
     plane_->run(call, over_plane);
   }
   if (host_ == root_host) return;
+  begin_step(call);
   for (int i = 0; i < num_planes_; ++i)
     run_local(call, Op::broadcast, collective.dtype, part_of(i).count, part_of(i).data, part_of(i).data,
               locals()[static_cast<std::size_t>(i)]);
@@ -428,6 +455,7 @@ void HostsTransport::all_gather(Call& call, const Collective& collective) {
   }
   exchange.finish();
   if (local_ == nullptr) return;
+  begin_step(call);
   for (int host = 0; host < num_hosts(); ++host)
     for (int i = 0; i < static_cast<int>(hosts_[static_cast<std::size_t>(host)].size()); ++i) {
       const int holder = host == host_ ? i : counterpart(i, num_local());
@@ -465,6 +493,7 @@ void HostsTransport::all_to_all(Call& call, const Collective& original) {
   copy(input, collective.in, in_nbytes);
   collective.in = input;
   exchange_remote(call, collective, -1);
+  begin_step(call);
 
   std::vector<std::size_t> send_counts, recv_counts;
   std::size_t send_nbytes = 0, recv_nbytes = 0;
@@ -514,6 +543,7 @@ void HostsTransport::gather(Call& call, const Collective& original) {
     collective.in = own;
   }
   exchange_remote(call, collective, root);
+  begin_step(call);
   if (host_of(root) != host_ || local_ == nullptr) return;
   char* const gathered = is_root ? received_.reserve(nbytes * locals().size()) : nullptr;
   run_local(call, Op::gather, collective.dtype, collective.count, collective.in, gathered, root);
@@ -526,6 +556,7 @@ void HostsTransport::scatter(Call& call, const Collective& collective) {
   const int root = root_of(collective);
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   exchange_remote(call, collective, root);
+  begin_step(call);
   if (host_of(root) != host_) return;
   char* const packed = rank_ == root ? packed_.reserve(nbytes * locals().size()) : nullptr;
   for (std::size_t i = 0; rank_ == root && i < locals().size(); ++i)

@@ -42,6 +42,7 @@ class HostsTransport final : public Transport {
     std::size_t count;
   };
 
+  void spread(AbortReason reason) const noexcept;
   void dispatch(Call& call, const Collective& collective, std::uint32_t sequence);
 
   // What this host's ranks called, known to each of them.

@@ -206,6 +206,19 @@ void timeout_ends_the_wait_on_every_host() {
   });
 }
 
+// All give up at the same time but for the patience with messengers: rank 0 waits
+// for rank 2, which waits for rank 3, and rank 1 for rank 0.
+void everybody_names_the_rank_that_is_missing() {
+  Group group = make_group({{0, 1}, {2, 3}});
+  on_each_rank(4, [&](int rank) {
+    const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
+    run(*group.ranks[rank], barrier);
+    if (rank == 3) return;
+    const Error error = error_of([&] { run(*group.ranks[rank], barrier, 0.2); });
+    expect(error.code == ErrorCode::timeout && error.peer == 3, "the missing rank is named");
+  });
+}
+
 void closing_says_goodbye() {
   Group group = make_group({{0, 1}, {2, 3}});
   on_each_rank(4, [&](int rank) {
@@ -229,6 +242,7 @@ int main() {
   a_remote_abort_ends_a_local_wait();
   a_local_abort_ends_a_remote_wait();
   timeout_ends_the_wait_on_every_host();
+  everybody_names_the_rank_that_is_missing();
   closing_says_goodbye();
   return 0;
 }
