@@ -1,0 +1,306 @@
+"""Groups: what they tell of themselves, how they are split, and how they end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from numpy.testing import assert_array_equal
+
+import ferro_dist as fd
+from backends.contract.case import Group, case, clone, raised
+from ferro_dist import ChannelClosed, CollectiveMismatch, DistributedError, LockPoisoned, P2POp, Timeout
+
+
+@case()
+def a_group_tells_of_itself(group: Group) -> None:
+    ranks = fd.all_gather(np.array([group.rank]), group)
+    assert_array_equal(ranks, np.arange(group.world_size))
+    assert group.name in ("host", "tcp", "simulated", "mpi")
+    assert group.timeout > 0
+    assert not group.is_closed
+    assert f"rank {group.rank} of {group.world_size}" in repr(group)
+
+
+# Splitting
+
+
+@case()
+def split_makes_a_group_in_the_given_order(group: Group) -> None:
+    members = list(range(group.world_size))[::-2]
+    part = group.split(members)
+    if group.rank not in members:
+        assert part is None
+        return
+    with part:
+        assert (part.rank, part.world_size) == (members.index(group.rank), len(members))
+        assert part.name == group.name
+        assert_array_equal(fd.all_gather(np.array([group.rank]), part), members)
+
+
+@case()
+def a_group_of_one_is_a_group(group: Group) -> None:
+    for member in range(group.world_size):
+        part = group.split([member])
+        assert (part is None) == (group.rank != member)
+        if part is not None:
+            with part:
+                assert (part.rank, part.world_size) == (0, 1)
+                assert fd.allreduce(np.array([5]), part)[0] == 5
+                fd.barrier(part)
+                work = fd.all_gather(np.ones((2, 3)), part, async_op=True)
+                assert work.result().shape == (2, 3)
+
+
+@case(min_ranks=2)
+def disjoint_groups_work_at_the_same_time(group: Group) -> None:
+    parts = [group.split(range(first, group.world_size, 2)) for first in (0, 1)]
+    own = parts[group.rank % 2]
+    assert parts[1 - group.rank % 2] is None
+    members = range(group.rank % 2, group.world_size, 2)
+    # The odd ranks do more, and other things: nothing couples the two groups.
+    with own:
+        for number in range(20 + 20 * (group.rank % 2)):
+            assert fd.allreduce(np.array([group.rank + number]), own)[0] == sum(members) + number * len(members)
+        if group.rank % 2:
+            fd.barrier(own)
+    assert fd.allreduce(np.ones(30_000), group)[0] == group.world_size
+
+
+@case()
+def groups_are_split_again(group: Group) -> None:
+    with clone(group) as outer, clone(outer) as inner:
+        reversed_ranks = list(range(group.world_size))[::-1]
+        with inner.split(reversed_ranks) as innermost:
+            assert innermost.rank == group.world_size - 1 - group.rank
+            for used in (innermost, group, inner, outer):
+                x = np.full(20_000, used.rank)
+                assert fd.allreduce(x, used, "max")[0] == group.world_size - 1
+
+
+@case()
+def a_group_outlives_the_one_it_was_split_from(group: Group) -> None:
+    parent = clone(group)
+    child = clone(parent)
+    parent.close()
+    assert parent.is_closed
+    assert not child.is_closed
+    assert (fd.allreduce(np.ones(20_000), child) == group.world_size).all()
+    child.close()
+
+
+@case()
+def a_group_inherits_the_timeout(group: Group) -> None:
+    with clone(group) as other:
+        other.timeout = 12.5
+        assert other.timeout == 12.5
+        with clone(other) as inner:
+            assert inner.timeout == 12.5
+        for bad in (0, -1.0, float("nan")):
+            raised(ValueError, setattr, other, "timeout", bad)
+        assert other.timeout == 12.5
+
+
+@case(min_ranks=2)
+def members_that_disagree_are_a_mismatch(group: Group) -> None:
+    members = [1, 0] if group.rank == group.world_size - 1 else [0, 1]
+    error = raised(CollectiveMismatch, group.split, members)
+    assert error.op == "split"
+    assert error.rank == group.rank
+    fd.barrier(group)
+
+
+# Ending
+
+
+def _every_call(group: Group) -> list[Any]:
+    x = np.ones(group.world_size)
+    other = 1 if group.rank == 0 else 0
+    calls: list[Any] = [
+        lambda: fd.allreduce(x, group),
+        lambda: fd.broadcast(x, group),
+        lambda: fd.reduce(x, group),
+        lambda: fd.all_gather(x, group),
+        lambda: fd.reduce_scatter(x, group),
+        lambda: fd.all_to_all(x, group),
+        lambda: fd.gather(x, group),
+        lambda: fd.scatter(x, group, out=np.empty(1)),
+        lambda: fd.barrier(group),
+        lambda: fd.allreduce(x, group, async_op=True),
+        lambda: fd.barrier(group, async_op=True),
+        lambda: fd.batch([], group),
+        lambda: group.split([0]),
+    ]
+    if group.world_size > 1:
+        calls += [
+            lambda: fd.send(x, group, other),
+            lambda: fd.recv(x, group, other),
+            lambda: fd.sendrecv(x, np.empty(1), group, other, other),
+            lambda: fd.batch([P2POp(True, x, other)], group),
+            lambda: fd.send(x, group, other, async_op=True),
+        ]
+    return calls
+
+
+@case()
+def a_closed_group_refuses_every_call(group: Group) -> None:
+    other = clone(group)
+    fd.allreduce(np.ones(1), other, async_op=True).wait()
+    other.close()
+    other.close()
+    assert other.is_closed
+    assert "closed" in repr(other)
+    assert (other.rank, other.world_size) == (group.rank, group.world_size)
+    for call in _every_call(other):
+        assert "closed" in str(raised(ChannelClosed, call))
+    raised(ChannelClosed, fd.empty, 3, "int8", other)
+
+
+@case()
+def a_group_is_closed_by_with(group: Group) -> None:
+    with clone(group) as other:
+        fd.barrier(other)
+    assert other.is_closed
+    other = clone(group)
+    try:
+        with other:
+            raise LookupError
+    except LookupError:
+        assert other.is_closed
+
+
+@case()
+def symmetric_arrays_outlive_their_group(group: Group) -> None:
+    with clone(group) as other:
+        x = fd.empty(10_000, "int32", other)
+        x[:] = 5
+    assert (x == 5).all()
+    x += 1
+    assert (fd.allreduce(x, group) == 6 * group.world_size).all()
+
+
+@case(min_ranks=2)
+def a_peer_that_left_in_order_is_named(group: Group) -> None:
+    other = clone(group, timeout=20)
+    if group.rank == 1:
+        other.close()
+    fd.barrier(group)
+    if group.rank == 0:
+        error = raised(ChannelClosed, fd.allreduce, np.ones(1), other)
+        assert (error.op, error.rank, error.peer) == ("allreduce", 0, 1)
+        poisoned = raised(LockPoisoned, fd.barrier, other)
+        assert poisoned.__cause__ is error
+    other.close()
+
+
+@case(min_ranks=2)
+def messages_of_a_peer_that_left_still_arrive(group: Group) -> None:
+    other = clone(group, timeout=20)
+    if group.rank == 1:
+        fd.send(np.arange(3), other, 0)
+        other.close()
+    fd.barrier(group)
+    if group.rank == 0:
+        assert_array_equal(fd.recv(np.empty(3, np.int64), other, 1), [0, 1, 2])
+        error = raised(ChannelClosed, fd.recv, np.empty(3, np.int64), other, 1)
+        assert (error.op, error.rank, error.peer) == ("recv", 0, 1)
+    other.close()
+
+
+@case(min_ranks=2)
+def closing_ends_calls_of_other_threads(group: Group) -> None:
+    other = clone(group, timeout=20)
+    if group.rank == 0:
+        errors: list[BaseException] = []
+        started = threading.Event()
+
+        def wait() -> None:
+            started.set()
+            errors.append(raised(DistributedError, fd.barrier, other))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        started.wait()
+        pending = fd.recv(np.empty(1), other, 1, async_op=True)
+        other.close()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert isinstance(errors[0], ChannelClosed)
+        raised(ChannelClosed, pending.wait)
+    fd.barrier(group)
+    other.close()
+
+
+@case(min_ranks=2)
+def closing_with_calls_queued_fails_them(group: Group) -> None:
+    other = clone(group, timeout=20)
+    if group.rank == 0:
+        works = [fd.allreduce(np.ones(10), other, async_op=True) for _ in range(5)]
+        other.close()
+        for work in works:
+            raised(ChannelClosed, work.wait)
+            assert work.is_completed()
+    fd.barrier(group)
+    other.close()
+
+
+@case(min_ranks=2)
+def a_rank_that_does_not_come_is_named_by_the_timeout(group: Group) -> None:
+    other = clone(group, timeout=20)
+    late = group.world_size - 1
+    if group.rank != late:
+        started = time.monotonic()
+        error = raised(Timeout, fd.allreduce, np.ones(1), other, timeout=0.1)
+        assert 0.05 <= time.monotonic() - started < 1.1
+        assert error.missing == (late,)
+        assert (error.op, error.rank, error.peer, error.sequence) == ("allreduce", group.rank, late, 0)
+        poisoned = raised(LockPoisoned, fd.barrier, other)
+        assert poisoned.__cause__ is error
+        assert isinstance(raised(LockPoisoned, fd.send, np.ones(1), other, late), DistributedError)
+    fd.barrier(group)
+    if group.rank == late:
+        error = raised(Timeout, fd.allreduce, np.ones(1), other)
+        assert error.rank == late
+    other.close()
+
+
+@case(min_ranks=2)
+def a_receive_times_out_and_names_its_peer(group: Group) -> None:
+    for is_async in (False, True):
+        other = clone(group, timeout=20)
+        if group.rank == 0:
+            error: Any
+            if is_async:
+                work = fd.recv(np.empty(1), other, 1, timeout=0.05, async_op=True)
+                error = raised(Timeout, work.wait)
+            else:
+                error = raised(Timeout, fd.recv, np.empty(1), other, 1, timeout=0.05)
+            assert (error.op, error.missing, error.peer) == ("recv", (1,), 1)
+        fd.barrier(group)
+        other.close()
+
+
+@case(min_ranks=2)
+def the_group_knows_its_own_timeout(group: Group) -> None:
+    other = clone(group, timeout=0.1)
+    if group.rank == 0:
+        started = time.monotonic()
+        error = raised(Timeout, fd.barrier, other)
+        assert time.monotonic() - started < 1.1
+        assert error.seconds >= 0.05
+    fd.barrier(group)
+    other.close()
+
+
+@case(min_ranks=2)
+def a_queued_call_times_out(group: Group) -> None:
+    other = clone(group, timeout=20)
+    if group.rank == 0:
+        first = fd.allreduce(np.ones(1), other, async_op=True, timeout=0.1)
+        second = fd.allreduce(np.ones(1), other, async_op=True)
+        assert raised(Timeout, first.wait).missing
+        raised(DistributedError, second.wait)
+    fd.barrier(group)
+    other.close()

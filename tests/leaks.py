@@ -1,0 +1,88 @@
+"""What a process holds of the system, to find what a test has left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Resources", "nothing_is_left"]
+
+# A thread that has been joined, or a process that has been waited for, may show in
+# /proc for some microseconds longer.
+_GRACE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Descriptors, threads, descendants and shared segments of this process."""
+
+    in_use: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Resources:
+        return cls(
+            frozenset([*_descriptors(), *_threads(), *_descendants("self"), *_segments()])
+        )
+
+    def beyond(self, earlier: Resources) -> list[str]:
+        """Name what has come since."""
+        return sorted(self.in_use - earlier.in_use)
+
+
+@contextlib.contextmanager
+def nothing_is_left() -> Iterator[None]:
+    """Raise AssertionError if the block leaves something behind; not if it raises itself."""
+    before = Resources.now()
+    yield
+    left = Resources.now().beyond(before)
+    if left:
+        gc.collect()  # a cycle is no leak
+    deadline = time.monotonic() + _GRACE_S
+    while (left := Resources.now().beyond(before)) and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert not left, f"left behind: {', '.join(left)}"
+
+
+def _descriptors() -> Iterator[str]:
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of this very listing
+            yield f"descriptor {entry} of {os.readlink(f'/proc/self/fd/{entry}')}"
+
+
+def _threads() -> Iterator[str]:
+    """Yield the threads of Python, and those of the engine, which has given them names."""
+    for thread in threading.enumerate():
+        yield f"thread {thread.name} ({thread.ident})"
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            name = (task / "comm").read_text().strip()
+            if name.startswith("ferro-"):
+                yield f"engine thread {name} ({task.name})"
+
+
+def _descendants(process: str) -> Iterator[str]:
+    """Yield children and theirs: the forkserver's are the ranks."""
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in task.read_text().split():
+                yield f"process {child} ({_command(child)})"
+                yield from _descendants(child)
+
+
+def _command(process: str) -> str:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ").strip()[:60]
+    return "gone"
+
+
+def _segments() -> Iterator[str]:
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if "memfd:ferro_dist" in line:
+                yield f"mapping {line.split()[0]}"
