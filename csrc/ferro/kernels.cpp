@@ -1,9 +1,11 @@
 // Chooses the kernels of this processor, and copies.
 #include "ferro/kernels.hpp"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "ferro/kernels_isa.hpp"
 
@@ -41,18 +43,25 @@ bool runs_avx512() {
 
 #endif
 
+bool is_power_of_two(int n) { return (n & (n - 1)) == 0; }
+
 // For each reduction the best set that has it.
 KernelSet merged_kernels() {
   const KernelSets runnable = runnable_kernel_sets();
-  KernelSet merged{runnable.sets[0]->isa, {}, {}};
+  KernelSet merged{runnable.sets[0]->isa, {}, {}, {}, {}};
   for (int set = kMaxKernelSets; set >= 0; --set) {
     if (runnable.sets[set] == nullptr) continue;
-    for (int dtype = 0; dtype < kDTypeCount; ++dtype)
+    for (int dtype = 0; dtype < kDTypeCount; ++dtype) {
+      if (runnable.sets[set]->pair_sums[dtype] != nullptr) {
+        merged.pair_sums[dtype] = runnable.sets[set]->pair_sums[dtype];
+        merged.streaming_pair_sums[dtype] = runnable.sets[set]->streaming_pair_sums[dtype];
+      }
       for (int op = 0; op < kReduceOpCount; ++op) {
         if (runnable.sets[set]->table[dtype][op] == nullptr) continue;
         merged.table[dtype][op] = runnable.sets[set]->table[dtype][op];
         merged.streaming[dtype][op] = runnable.sets[set]->streaming[dtype][op];
       }
+    }
   }
   return merged;
 }
@@ -88,6 +97,37 @@ void stream_lines(unsigned char* dst, const unsigned char* src, std::size_t nbyt
 
 #endif
 
+// Reading has brought an array that is reduced in place into the caches: nothing is saved.
+bool is_in_place(void* const* dsts, const void* const* srcs) {
+  return dsts[0] == srcs[0] || dsts[0] == srcs[1] || dsts[1] == srcs[0] || dsts[1] == srcs[1];
+}
+
+// Null where there is none: reduce_and_copy() must do.
+PairKernel pair_kernel(DType dtype, ReduceOp op, std::size_t count, int divisor, bool streams) {
+  if (op != ReduceOp::sum && op != ReduceOp::mean) return nullptr;
+  if (!is_power_of_two(divisor) || count * item_size(dtype) < kMinPairNbytes) return nullptr;
+  const KernelSet& best = best_kernels();
+  const PairKernel streaming = best.streaming_pair_sums[static_cast<int>(dtype)];
+  return streams && streaming != nullptr ? streaming : best.pair_sums[static_cast<int>(dtype)];
+}
+
+// By blocks that all stay in the nearest cache between the reduction and the copies.
+void reduce_and_copy(DType dtype, ReduceOp op, void* const* dsts, int num_dsts, const void* const* srcs,
+                     int n, std::size_t count, int divisor) {
+  constexpr std::size_t kBlockNbytes = 4096;
+  const ReduceKernel kernel = reduce_kernel(dtype, op);
+  const std::size_t item = item_size(dtype), block = kBlockNbytes / item;
+  std::vector<const void*> block_srcs(srcs, srcs + n);
+  for (std::size_t first = 0; first < count; first += block) {
+    const std::size_t block_count = std::min(block, count - first);
+    auto* const reduced = static_cast<unsigned char*>(dsts[0]) + first * item;
+    for (int i = 0; i < n; ++i) block_srcs[i] = static_cast<const unsigned char*>(srcs[i]) + first * item;
+    kernel(reduced, block_srcs.data(), n, block_count, divisor);
+    for (int i = 1; i < num_dsts; ++i)
+      std::memcpy(static_cast<unsigned char*>(dsts[i]) + first * item, reduced, block_count * item);
+  }
+}
+
 }  // namespace
 
 KernelSets runnable_kernel_sets() {
@@ -108,6 +148,16 @@ ReduceKernel reduce_kernel(DType dtype, ReduceOp op, std::size_t output_nbytes) 
   if (output_nbytes >= kStreamingNbytes && best.streaming[row][column] != nullptr)
     return best.streaming[row][column];
   return best.table[row][column];
+}
+
+void reduce_to_all(DType dtype, ReduceOp op, void* const* dsts, int num_dsts, const void* const* srcs, int n,
+                   std::size_t count, int divisor, std::size_t output_nbytes) {
+  if (num_dsts == 2 && n == 2) {
+    const bool streams = output_nbytes >= kStreamingNbytes && !is_in_place(dsts, srcs);
+    const PairKernel kernel = pair_kernel(dtype, op, count, divisor, streams);
+    if (kernel != nullptr) return kernel(dsts, srcs, count, divisor);
+  }
+  reduce_and_copy(dtype, op, dsts, num_dsts, srcs, n, count, divisor);
 }
 
 void copy_past_caches(void* dst, const void* src, std::size_t nbytes) {

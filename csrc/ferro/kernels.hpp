@@ -33,6 +33,13 @@ constexpr std::size_t kStreamingNbytes = std::size_t{32} << 20;
 // back writes past the caches, same bits. Keep 0 where a peer reads dst next.
 ReduceKernel reduce_kernel(DType dtype, ReduceOp op, std::size_t output_nbytes = 0);
 
+// The same reduction into each of `num_dsts` destinations, same bits: in one pass from two
+// sources to two destinations (SUM of floats, and MEAN by a power of two), by small blocks
+// and copies otherwise. A destination may be one of the sources, or overlap none;
+// destinations overlap none of the others. `output_nbytes` as in reduce_kernel().
+void reduce_to_all(DType dtype, ReduceOp op, void* const* dsts, int num_dsts, const void* const* srcs, int n,
+                   std::size_t count, int divisor, std::size_t output_nbytes = 0);
+
 // Copy without leaving the destination in this core's caches, nor reading it into
 // them first. Ordinary stores that follow do not overtake it.
 void copy_past_caches(void* dst, const void* src, std::size_t nbytes);

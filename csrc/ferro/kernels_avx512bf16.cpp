@@ -70,7 +70,7 @@ struct FastBFloat16 : BFloat16 {
 };
 
 constexpr KernelSet make_bfloat16_set() {
-  KernelSet set{"avx512bf16", {}, {}};
+  KernelSet set{"avx512bf16", {}, {}, {}, {}};
   add_16_bit_floats<FastBFloat16>(set, DType::bfloat16);
   return set;
 }
@@ -89,7 +89,7 @@ constexpr KernelSet kAvx512Bf16Kernels = make_bfloat16_set();
 
 namespace ferro {
 
-constexpr KernelSet kAvx512Bf16Kernels = {"avx512bf16", {}, {}};
+constexpr KernelSet kAvx512Bf16Kernels = {"avx512bf16", {}, {}, {}, {}};
 
 }  // namespace ferro
 

@@ -7,10 +7,18 @@
 
 namespace ferro {
 
+// dsts[0][i] = dsts[1][i] = (srcs[0][i] + srcs[1][i]) / divisor, a power of two, with the
+// same bits as a ReduceKernel. A destination may be one of the sources. For kMinPairNbytes at
+// least: shorter ones would take as much code again, and nobody asks for them.
+constexpr std::size_t kMinPairNbytes = 1024;
+using PairKernel = void (*)(void* const* dsts, const void* const* srcs, std::size_t count, int divisor);
+
 struct KernelSet {
   const char* isa;
   ReduceKernel table[kDTypeCount][kReduceOpCount];      // null where not defined
   ReduceKernel streaming[kDTypeCount][kReduceOpCount];  // null where `table` serves
+  PairKernel pair_sums[kDTypeCount];                    // null where a reduction and a copy serve
+  PairKernel streaming_pair_sums[kDTypeCount];          // null where `pair_sums` serves
 };
 
 // What the compiler may use everywhere for this architecture: SSE2, NEON.

@@ -16,7 +16,6 @@ namespace ferro {
 namespace {
 
 constexpr std::uint64_t kPairSlots = 8;  // rounds in flight where each peer gets a piece of its own
-constexpr std::size_t kSymmetricBlock = std::size_t{32} << 10;  // stays in L1 between reduction and copies
 
 const unsigned char* bytes(const void* data) { return static_cast<const unsigned char*>(data); }
 unsigned char* bytes(void* data) { return static_cast<unsigned char*>(data); }
@@ -94,7 +93,8 @@ void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t fir
                                  std::size_t output_nbytes) const {
   const std::size_t offset = first * item_size(c.dtype);
   for (int peer = 0; peer < size_; ++peer) sources_[peer] = inputs_.of_rank[peer] + offset;
-  reduce_kernel(c.dtype, c.reduce_op, output_nbytes)(dst, sources_.data(), size_, count, divisor_of(c, size_));
+  reduce_kernel(c.dtype, c.reduce_op, output_nbytes)(dst, sources_.data(), size_, count,
+                                                     divisor_of(c, size_));
 }
 
 template <class Stage, class Consume>
@@ -157,16 +157,13 @@ bool ShmTransport::allreduce(Call& call, const Collective& c) {
 void ShmTransport::allreduce_symmetric(const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
   const Range share = share_of({0, c.count}, size_, index_, itemsize);
-  const std::size_t block = kSymmetricBlock / itemsize;
-  for (std::size_t done = 0; done < share.count; done += block) {
-    const std::size_t first = share.first + done;
-    const std::size_t count = std::min(block, share.count - done);
-    unsigned char* reduced = bytes(c.out) + first * itemsize;
-    reduce_inputs(c, reduced, first, count);
-    for (int peer = 0; peer < size_; ++peer)
-      if (peer != index_)
-        std::memcpy(inputs_.symmetric_output_of_rank[peer] + first * itemsize, reduced, count * itemsize);
+  const std::size_t offset = share.first * itemsize;
+  for (int peer = 0; peer < size_; ++peer) {
+    sources_[peer] = inputs_.of_rank[peer] + offset;
+    outputs_[peer] = inputs_.symmetric_output_of_rank[peer] + offset;
   }
+  reduce_to_all(c.dtype, c.reduce_op, outputs_.data(), size_, sources_.data(), size_, share.count,
+                divisor_of(c, size_), c.count * itemsize);
 }
 
 // Each rank stages all of its input and reduces all of everybody's.
@@ -212,7 +209,7 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
       const Range range = share(round, peer);
       if (peer != index_)
         staging_.copy(staged_at(index_, round, peer), bytes(c.in) + range.first * itemsize,
-                     range.count * itemsize);
+                      range.count * itemsize);
     }
     advance(&RankControl::staged, round_ + round + 1);
   };
@@ -275,7 +272,7 @@ bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
         for (int peer = 0; peer < size_; ++peer)
           if (peer != index_)
             staging_.copy(slot + peer * piece_nbytes, bytes(c.in) + (peer * c.count + range.first) * itemsize,
-                         range.count * itemsize);
+                          range.count * itemsize);
       },
       [&](std::uint64_t round) {
         const Range range = rounds[round];
@@ -374,7 +371,7 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
         for (int peer = 0; peer < size_; ++peer)
           if (peer != root)
             staging_.copy(slot + peer * piece_nbytes, bytes(c.in) + peer * nbytes + rounds[round].first,
-                         rounds[round].count);
+                          rounds[round].count);
       },
       [&](std::uint64_t round) {
         if (index_ != root)
@@ -433,7 +430,7 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
           const Range range = clip(round, send_counts[peer]);
           if (peer != index_)
             staging_.copy(slot + peer * piece_nbytes,
-                         bytes(c.in) + (send_first[peer] + range.first) * itemsize, range.count * itemsize);
+                          bytes(c.in) + (send_first[peer] + range.first) * itemsize, range.count * itemsize);
         }
       },
       [&](std::uint64_t round) {

@@ -57,7 +57,8 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vec
       size_(static_cast<int>(members.size())),
       members_(std::move(members)),
       spin_(SpinPolicy::for_ranks(size_, num_cores)),
-      sources_(members_.size()) {
+      sources_(members_.size()),
+      outputs_(members_.size()) {
   inputs_.of_rank.resize(members_.size());
   inputs_.symmetric_output_of_rank.resize(members_.size());
   index_of_.assign(*std::max_element(members_.begin(), members_.end()) + 1, -1);

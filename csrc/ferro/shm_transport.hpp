@@ -117,7 +117,8 @@ class ShmTransport final : public Transport {
   std::uint64_t own_flag_ = 0;
   Inputs inputs_;
   StagingWriter staging_;
-  mutable std::vector<const void*> sources_;  // scratch of reduce_inputs
+  mutable std::vector<const void*> sources_;  // scratch of reductions
+  std::vector<void*> outputs_;                // the same
   std::unique_ptr<Watchdog> watchdog_;
 };
 

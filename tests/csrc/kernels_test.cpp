@@ -435,6 +435,98 @@ void test_kernel_of_a_large_output_gives_the_same_bits() {
   });
 }
 
+// ---- reductions to several destinations --------------------------------------
+
+// Which destination is which source.
+struct InPlace {
+  int source_of_dst[2];  // -1: none
+};
+
+struct Destinations {
+  std::vector<Guarded> memory;
+  std::vector<void*> pointers;
+};
+
+Destinations make_destinations(int num_dsts, std::size_t nbytes, std::size_t offset, std::size_t skew) {
+  Destinations dsts;
+  dsts.memory.reserve(static_cast<std::size_t>(num_dsts));
+  for (int d = 0; d < num_dsts; ++d) {
+    dsts.memory.emplace_back(nbytes, (offset + skew * static_cast<std::size_t>(d)) % 64);
+    dsts.pointers.push_back(dsts.memory.back().data());
+  }
+  return dsts;
+}
+
+template <class Reduce>
+void check_reduction_to_all(const Case& c, int num_dsts, std::size_t skew, InPlace in_place, Reduce reduce,
+                            const std::string& name) {
+  const std::size_t nbytes = c.count * item_size(c.dtype);
+  Destinations dsts = make_destinations(num_dsts, nbytes, c.dst_offset, skew);
+  std::vector<Guarded> inputs;
+  inputs.reserve(static_cast<std::size_t>(c.n));
+  Sources srcs;
+  for (int s = 0; s < c.n; ++s) {
+    inputs.emplace_back(nbytes, c.src_offset);
+    srcs.push_back(inputs.back().data());
+  }
+  for (int d = 0; d < 2 && d < num_dsts; ++d)
+    if (in_place.source_of_dst[d] >= 0)
+      srcs[static_cast<std::size_t>(in_place.source_of_dst[d])] = dsts.pointers[static_cast<std::size_t>(d)];
+  for (const void* src : srcs) fill(c.dtype, static_cast<unsigned char*>(const_cast<void*>(src)), nbytes);
+  std::vector<unsigned char> expected(nbytes + 1);
+  reference_reduce(c.dtype, expected.data(), srcs, c.count, c.op, c.divisor);
+  reduce(dsts.pointers.data(), srcs.data());
+  for (Guarded& dst : dsts.memory) {
+    check(nbytes == 0 || std::memcmp(dst.data(), expected.data(), nbytes) == 0, name + ": wrong result");
+    check(dst.is_intact(), name + ": wrote outside of a destination");
+  }
+}
+
+constexpr InPlace kAliases[] = {{{-1, -1}}, {{0, 1}}, {{1, 0}}, {{0, -1}}, {{-1, 0}}};
+
+void check_pair_kernel(const char* isa, PairKernel kernel, DType dtype) {
+  const std::size_t item = item_size(dtype), least = kMinPairNbytes / item;
+  for (const std::size_t count : {least, least + 1, least + 3, 2 * least - 1, 2 * least + 17, 5 * least + 40})
+    for (const InPlace in_place : kAliases)
+      for (const int divisor : {1, 2})
+        for (const std::size_t skew : {std::size_t{0}, item, std::size_t{1}}) {
+          const ReduceOp op = divisor == 1 ? ReduceOp::sum : ReduceOp::mean;
+          const Case c{dtype,      op, 2, count, divisor, item * random_below(64 / item), random_below(64),
+                       Alias::none};
+          check_reduction_to_all(
+              c, 2, skew, in_place,
+              [&](void* const* dsts, const void* const* srcs) { kernel(dsts, srcs, count, divisor); },
+              c.name(isa) + " to two, skew " + std::to_string(skew));
+        }
+}
+
+void test_every_pair_kernel_matches_the_reference() {
+  const KernelSets runnable = runnable_kernel_sets();
+  for (int i = 0; runnable.sets[i] != nullptr; ++i)
+    for (int dtype = 0; dtype < kDTypeCount; ++dtype)
+      for (const PairKernel kernel :
+           {runnable.sets[i]->pair_sums[dtype], runnable.sets[i]->streaming_pair_sums[dtype]})
+        if (kernel != nullptr) check_pair_kernel(runnable.sets[i]->isa, kernel, static_cast<DType>(dtype));
+}
+
+void test_reduce_to_all_matches_the_reference() {
+  for_each_reduction([](DType dtype, ReduceOp op) {
+    if (!is_defined(dtype, op)) return;
+    for (const std::size_t count : {0, 1, 100, 2500})
+      for (const int n : {1, 2, 3})
+        for (const std::size_t output_nbytes : {std::size_t{0}, kStreamingNbytes}) {
+          const Case c{dtype, op, n, count, op == ReduceOp::mean ? n : 1, 0, random_below(64), Alias::none};
+          const InPlace in_place = n == 1 ? InPlace{{0, -1}} : kAliases[random_below(5)];
+          check_reduction_to_all(
+              c, n, 64, in_place,
+              [&](void* const* dsts, const void* const* srcs) {
+                reduce_to_all(dtype, op, dsts, n, srcs, n, count, c.divisor, output_nbytes);
+              },
+              c.name("reduce_to_all"));
+        }
+  });
+}
+
 // All 16-bit patterns, each with a few partners, so that every rounding occurs.
 void test_16_bit_floats_exhaustively(DType dtype) {
   constexpr std::size_t kPatterns = 65536;
@@ -499,6 +591,8 @@ int main() {
   test_kernel_is_null_exactly_where_undefined();
   test_every_streaming_kernel_matches_the_reference();
   test_kernel_of_a_large_output_gives_the_same_bits();
+  test_every_pair_kernel_matches_the_reference();
+  test_reduce_to_all_matches_the_reference();
   test_16_bit_floats_exhaustively(DType::float16);
   test_16_bit_floats_exhaustively(DType::bfloat16);
   test_copies_are_exact();
