@@ -89,13 +89,15 @@ void Communicator::begin_close() noexcept {
   collective_queue_.stop();
   message_queue_.stop();
   const bool is_collective_idle = collective_gate_.try_enter();
-  const bool is_message_idle = message_gate_.try_enter();
+  const bool has_entered_messages = message_gate_.try_enter();
+  // With all its work done the message thread is on its way out, and keeps nobody waiting.
+  const bool is_message_idle = has_entered_messages || is_message_thread_inside_.load(std::memory_order_acquire);
   // From here on every call under way fails soon, and leaves its gate. Work that has not
   // begun counts: whether it has is chance, and must make no difference to the peers.
   const bool has_work = collective_queue_.num_pending() != 0 || message_queue_.num_pending() != 0;
   if (!is_collective_idle || !is_message_idle || has_work) abort(ErrorCode::channel_closed);
   if (is_collective_idle) collective_gate_.leave();
-  if (is_message_idle) message_gate_.leave();
+  if (has_entered_messages) message_gate_.leave();
 }
 
 bool Communicator::close() noexcept {
@@ -211,23 +213,29 @@ void Communicator::run_collectives() noexcept {
 void Communicator::run_messages() noexcept {
   block_signals();
   while (std::shared_ptr<Task> first = message_queue_.pop(true)) {
-    Call unhurried(kUnlimited);
-    const Gate::Pass pass(message_gate_, unhurried);
-    std::vector<UnderWay> under_way;
-    try {
-      start(under_way, std::move(first));
-      for (int idle = 0; !under_way.empty(); ++idle) {
-        while (std::shared_ptr<Task> next = message_queue_.pop(false)) start(under_way, std::move(next));
-        if (message_queue_.is_stopped()) throw Error(ErrorCode::closed);
-        if (messenger_->progress()) idle = 0;
-        retire_done(under_way);
-        if (idle != 0) await_messages(under_way, idle);
-      }
-    } catch (const Error& error) {
-      fail_all(under_way, error);
-    }
+    is_message_thread_inside_.store(true, std::memory_order_release);
+    run_messages_from(std::move(first));
+    is_message_thread_inside_.store(false, std::memory_order_release);
   }
   message_queue_.abandon();
+}
+
+void Communicator::run_messages_from(std::shared_ptr<Task> first) noexcept {
+  Call unhurried(kUnlimited);
+  const Gate::Pass pass(message_gate_, unhurried);
+  std::vector<UnderWay> under_way;
+  try {
+    start(under_way, std::move(first));
+    for (int idle = 0; !under_way.empty(); ++idle) {
+      while (std::shared_ptr<Task> next = message_queue_.pop(false)) start(under_way, std::move(next));
+      if (message_queue_.is_stopped()) throw Error(ErrorCode::closed);
+      if (messenger_->progress()) idle = 0;
+      retire_done(under_way);
+      if (idle != 0) await_messages(under_way, idle);
+    }
+  } catch (const Error& error) {
+    fail_all(under_way, error);
+  }
 }
 
 void Communicator::start(std::vector<UnderWay>& under_way, std::shared_ptr<Task> task) {

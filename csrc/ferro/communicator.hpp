@@ -66,9 +66,9 @@ class Communicator {
   // For the survivors of a group that make a successor: what this rank knows of the
   // others. lost_ranks() are certain, ascending; see Transport for the other two.
   std::vector<int> lost_ranks() const;
-  int successor() const noexcept { return transport_->successor(); }
-  bool claim_succession(int former, int decider) noexcept {
-    return transport_->claim_succession(former, decider);
+  std::uint32_t succession() const noexcept { return transport_->succession(); }
+  bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept {
+    return transport_->advance_succession(from, to);
   }
   // Ends the group for ranks that are still in it: this one goes on in a successor.
   void supersede() noexcept { abort(ErrorCode::superseded); }
@@ -98,6 +98,7 @@ class Communicator {
   };
   void run_collectives() noexcept;
   void run_messages() noexcept;
+  void run_messages_from(std::shared_ptr<Task> first) noexcept;
   void start(std::vector<UnderWay>& under_way, std::shared_ptr<Task> task);
   void retire_done(std::vector<UnderWay>& under_way);
   void await_messages(std::vector<UnderWay>& under_way, int idle);
@@ -115,6 +116,7 @@ class Communicator {
   std::atomic<std::uint64_t> num_exchanges_{0};    // written under message_gate_
   TaskQueue collective_queue_;
   TaskQueue message_queue_;
+  std::atomic<bool> is_message_thread_inside_{false};  // from before it takes message_gate_ until after
   std::atomic<bool> is_closed_{false};  // no call may start
   std::atomic<bool> has_left_{false};   // close() has gone on to wait for those under way
 };
