@@ -110,10 +110,12 @@ void HostsTransport::add_lost(std::vector<int>& ranks) {
   if (local_ != nullptr) local_->add_lost(ranks);
 }
 
-int HostsTransport::successor() const noexcept { return local_ == nullptr ? -1 : local_->successor(); }
+std::uint32_t HostsTransport::succession() const noexcept {
+  return local_ == nullptr ? 0 : local_->succession();
+}
 
-bool HostsTransport::claim_succession(int former, int decider) noexcept {
-  return local_ == nullptr || local_->claim_succession(former, decider);
+bool HostsTransport::advance_succession(std::uint32_t from, std::uint32_t to) noexcept {
+  return local_ == nullptr || local_->advance_succession(from, to);
 }
 
 void HostsTransport::close() noexcept {

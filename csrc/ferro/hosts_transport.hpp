@@ -30,8 +30,8 @@ class HostsTransport final : public Transport {
   void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override;
   void add_lost(std::vector<int>& ranks) override;
-  int successor() const noexcept override;
-  bool claim_succession(int former, int decider) noexcept override;
+  std::uint32_t succession() const noexcept override;
+  bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept override;
   void close() noexcept override;
 
  private:

@@ -102,8 +102,8 @@ class Segment {
 
   // AbortReason::pack() of the first reason; 0 while the group is well.
   std::atomic<std::uint64_t>& abort_word() { return *at<std::atomic<std::uint64_t>>(0); }
-  // 1 + the rank that decided who goes on in a smaller group (Transport::successor); 0 before.
-  std::atomic<std::uint32_t>& successor_word() { return at<std::atomic<std::uint32_t>>(0)[2]; }
+  // Who decided which ranks go on in a successor of this group: Transport::succession.
+  std::atomic<std::uint32_t>& succession_word() { return at<std::atomic<std::uint32_t>>(0)[2]; }
   // Ends the group for the first reason that anybody gives, and wakes every sleeper.
   void abort(AbortReason reason) noexcept;
   std::atomic<std::uint32_t>& collective_sleeper(int rank) {

@@ -92,15 +92,13 @@ void ShmTransport::add_lost(std::vector<int>& ranks) {
   }
 }
 
-int ShmTransport::successor() const noexcept {
-  return static_cast<int>(segment_->successor_word().load(std::memory_order_acquire)) - 1;
+std::uint32_t ShmTransport::succession() const noexcept {
+  return segment_->succession_word().load(std::memory_order_acquire);
 }
 
-bool ShmTransport::claim_succession(int former, int decider) noexcept {
-  auto expected = static_cast<std::uint32_t>(former + 1);
-  // The first to come decides; acq_rel: whoever loses sees what the winner did before.
-  return segment_->successor_word().compare_exchange_strong(expected, static_cast<std::uint32_t>(decider + 1),
-                                                            std::memory_order_acq_rel);
+bool ShmTransport::advance_succession(std::uint32_t from, std::uint32_t to) noexcept {
+  // acq_rel: whoever loses sees what the winner did before.
+  return segment_->succession_word().compare_exchange_strong(from, to, std::memory_order_acq_rel);
 }
 
 void ShmTransport::run(Call& call, const Collective& collective) {

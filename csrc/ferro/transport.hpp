@@ -36,11 +36,13 @@ class Transport {
   // some perhaps twice. Also after the end of the group; silence convicts nobody.
   virtual void add_lost(std::vector<int>& ranks) = 0;
 
-  // The rank that decided which ranks go on in a successor of this group, -1 before.
-  // Each host knows it apart; ranks that share no memory do not learn it here.
-  virtual int successor() const noexcept { return -1; }
-  // Makes it `decider`, if it was `former` until now. True where no memory is shared.
-  virtual bool claim_succession([[maybe_unused]] int former, [[maybe_unused]] int decider) noexcept {
+  // A word that ranks of one host share, to agree on who decides which ranks go on in
+  // a successor of this group. 0 at first; what else it means is up to them. Ranks
+  // that share no memory have none: it stays 0, and may be advanced by all of them.
+  virtual std::uint32_t succession() const noexcept { return 0; }
+  // Whether the word was `from`, in which case it is `to` now.
+  virtual bool advance_succession([[maybe_unused]] std::uint32_t from,
+                                  [[maybe_unused]] std::uint32_t to) noexcept {
     return true;
   }
 

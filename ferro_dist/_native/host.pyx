@@ -190,13 +190,13 @@ cdef class Communicator:
         self._check_own()
         return self._engine.get().lost_ranks()
 
-    def successor(self):
-        """The rank that decided who goes on in a successor of this group, -1 before."""
-        return self._engine.get().successor()
+    def succession(self):
+        """The word by which ranks of one host agree on who decides; 0 where none is shared."""
+        return self._engine.get().succession()
 
-    def claim_succession(self, int former, int decider):
-        """Make that rank `decider`, if it was `former`; whether it was."""
-        return self._engine.get().claim_succession(former, decider)
+    def advance_succession(self, uint32_t before, uint32_t after):
+        """Make the word `after` if it was `before`; whether it was. True where none is shared."""
+        return self._engine.get().advance_succession(before, after)
 
     def supersede(self):
         """End the group for ranks that are still in it; this one goes on in a successor."""

@@ -98,8 +98,8 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
 
         cpp_bool is_closed() noexcept
         vector[int] lost_ranks() except +raise_native
-        int successor() noexcept
-        cpp_bool claim_succession(int former, int decider) noexcept
+        uint32_t succession() noexcept
+        cpp_bool advance_succession(uint32_t before, uint32_t after) noexcept
         void supersede() noexcept
         const shared_ptr[Heap]& heap() noexcept
         shared_ptr[Task] submit(const Collective& collective, double timeout_s) except +raise_native

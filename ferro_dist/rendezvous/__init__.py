@@ -2,7 +2,8 @@
 
 Reading order: `environment` (which rank is this), `connection` (the entrance),
 `authentication`, `wiring` (who is connected to whom, and how), `succession` (what
-survivors do); below them `control_plane`, `event_loop`, `frame`, `address` and `machine`.
+survivors do); below them `control_plane`, `roll_call`, `event_loop`, `frame`, `address`
+and `machine`.
 
 Standard library only. What it makes are descriptors; the engine gets them connected.
 """

@@ -12,10 +12,11 @@
 A coordinator that is lost is followed by the next rank, one that is silent as well: the
 first has half of the timeout, the next half of what remains, and so on.
 
-There is never a second successor. Where all ranks share memory, a word in it takes the
-first decision and no other. Elsewhere the members must be more than half of the ranks
-that are not lost, or half of them with the lowest: a stopped rank that goes on, and
-finds nobody, is not a majority. Ranks once left out stay out.
+There is never a second successor. Where all ranks share memory, a word in it names the
+coordinator that decides; another may take its place only if that one is lost and no
+member has heard of its decision, or to carry on with the members that it decided on.
+Elsewhere the members must be more than half of the ranks that are not lost, or half of
+them with the lowest: a stopped rank that goes on, and finds nobody, is no majority.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ferro_dist.errors import (
     DistributedError,
@@ -45,7 +46,7 @@ from ferro_dist.rendezvous.address import (
     target_of,
     wildcard_target,
 )
-from ferro_dist.rendezvous.authentication import Claim, Role, group_digest, introduce
+from ferro_dist.rendezvous.authentication import Claim, Role, group_digest
 from ferro_dist.rendezvous.connection import (
     KnownPlace,
     check_timeout,
@@ -60,15 +61,14 @@ from ferro_dist.rendezvous.control_plane import (
     Participant,
     describe_ranks,
 )
-from ferro_dist.rendezvous.event_loop import READ, Acceptor, Dialler, EventLoop, Stream
-from ferro_dist.rendezvous.frame import (
-    Conversation,
-    FrameKind,
-    ProtocolError,
-    decode_error,
-    encode_error,
-    encode_frame,
-    read_frame,
+from ferro_dist.rendezvous.event_loop import Acceptor, EventLoop
+from ferro_dist.rendezvous.frame import FrameKind, ProtocolError, decode_error
+from ferro_dist.rendezvous.roll_call import (
+    Answer,
+    Roll,
+    encode_claim,
+    encode_members,
+    unpack_ranks,
 )
 from ferro_dist.rendezvous.wiring import Segment, Wiring, wire
 
@@ -78,8 +78,6 @@ __all__ = ["Predecessor", "connect_survivors"]
 FIRST_LOOK_S = 0.0005
 MAX_LOOK_S = 0.02
 LOOK_GROWTH = 0.05
-# A failure's text and numbers; see `frame.encode_error`.
-MAX_ANSWER_NBYTES = 16 * 1024
 
 
 class Predecessor(Protocol):
@@ -88,11 +86,25 @@ class Predecessor(Protocol):
     def lost_ranks(self) -> list[int]:
         """Return the ranks that are certain to take part no more."""
 
-    def successor(self) -> int:
-        """Return the rank that decided who goes on, or -1."""
+    def succession(self) -> int:
+        """Return the word by which ranks of one host agree on who decides."""
 
-    def claim_succession(self, former: int, decider: int) -> bool:
-        """Make that rank `decider` if it was `former`."""
+    def advance_succession(self, before: int, after: int) -> bool:
+        """Make the word `after` if it was `before`; return whether it was."""
+
+
+class _Word(NamedTuple):
+    """Whose decision is in force on this host, and whether a member knows of it."""
+
+    decider: int = -1
+    is_accepted: bool = False
+
+    def pack(self) -> int:
+        return 2 * (self.decider + 1) + self.is_accepted
+
+    @classmethod
+    def unpack(cls, word: int) -> _Word:
+        return cls(word // 2 - 1, bool(word % 2))
 
 
 def connect_survivors(
@@ -198,25 +210,33 @@ class _Succession:
         )
 
     def _begin_again(self, error: PeerLostError, members: tuple[int, ...]) -> None:
-        if error.peer is None or members[error.peer] in self._lost | {self._rank}:
+        if error.peer is None or members[error.peer] == self._rank:
             raise error
         self._lost.add(members[error.peer])
+        if time.monotonic() >= self._deadline.at:
+            raise self._timeout([members[error.peer]]) from error
 
     # What is known of the others
 
-    def _look(self) -> int:
-        """Take over what the old group knows, and return who has decided so far, or -1.
+    def _look(self) -> _Word:
+        """Take over what the old group knows, and return whose decision is in force.
 
-        Raises LockPoisoned if that rank has left this one out.
+        Raises LockPoisoned if that one has left this rank out.
         """
-        decider = self._predecessor.successor()
-        self._learn_lost(self._predecessor.lost_ranks())
-        if decider in (-1, self._rank, self._decider):
-            return decider
-        # It may have decided on this rank too, and died before it could say so.
-        if decider in self._lost and (self._was_heard or self._is_member):
-            return decider
-        raise _left_out(self._rank, decider)
+        word = _Word.unpack(self._predecessor.succession())
+        lost = self._predecessor.lost_ranks()
+        self._learn_lost(lost)
+        if word.decider in (-1, self._rank, self._decider):
+            return word
+        # Lost for certain, not only out of reach. If some member knows of its decision, this
+        # rank may be another: who knows will say so.
+        if word.decider in lost and (self._may_be_member or not word.is_accepted):
+            return word
+        raise _left_out(self._rank, word.decider)
+
+    @property
+    def _may_be_member(self) -> bool:
+        return self._was_heard or self._is_member
 
     def _learn_lost(self, ranks: Iterable[int]) -> None:
         self._lost.update(ranks)
@@ -254,7 +274,7 @@ class _Succession:
 
     def _coordinate(self, loop: EventLoop, rank: int) -> Exchange | None:
         """Wait for the others and decide; None if nobody else goes on."""
-        roll = _Roll(loop, rank, self._parent.world_size)
+        roll = Roll(loop, rank, self._parent.world_size)
         acceptor = Acceptor(
             loop,
             self._listen(rank),
@@ -277,13 +297,13 @@ class _Succession:
             return None
         claim = Claim(Role.CONTROL, 0, len(members), self._group)
         exchange = Coordinator(loop, None, self._parent.token, claim, self._deadline)
-        decision = encode_frame(FrameKind.MEMBERS, _pack(members, self._parent.world_size))
+        decision = encode_members(members, self._parent.world_size)
         for new_rank, member in enumerate(sorted(members)):
             if member != rank:
                 exchange.adopt(new_rank, roll.release(member), decision)
         return exchange
 
-    def _is_complete(self, roll: _Roll) -> bool:
+    def _is_complete(self, roll: Roll) -> bool:
         self._learn_lost(roll.lost)
         for candidates in roll.former_decisions:
             if self._rank not in candidates:
@@ -295,12 +315,16 @@ class _Succession:
         awaited = self._candidates - self._lost - self._silent - {self._rank}
         return awaited <= roll.present
 
-    def _decide(self, roll: _Roll) -> frozenset[int]:
+    def _decide(self, roll: Roll) -> frozenset[int]:
         members = (self._candidates & roll.present - self._lost) | {self._rank}
         if self._parent.spans_memories:
             self._check_majority(members)
-        if not self._predecessor.claim_succession(self._look(), self._rank):
-            raise _left_out(self._rank, self._predecessor.successor())
+        former = self._look()
+        is_bound = former.is_accepted and former.decider != self._rank
+        # Nobody else will ever hear of the decision of one that goes on alone.
+        own = _Word(self._rank, is_accepted=len(members) == 1)
+        if (is_bound and not self._is_member) or not self._advance(former, own):
+            raise _left_out(self._rank, former.decider)
         self._candidates, self._is_member, self._decider = members, True, self._rank
         return members
 
@@ -318,7 +342,7 @@ class _Succession:
 
     def _follow(self, loop: EventLoop, leader: int) -> Exchange | None:
         """Let the coordinator decide; None if it is lost or silent."""
-        answer = _Answer(loop, self._claim_frame())
+        answer = Answer(loop, self._claim_frame())
         claim = Claim(Role.CONTROL, self._rank, self._parent.world_size, self._group)
         answer.dial(self._targets(leader), self._parent.token, claim, leader)
 
@@ -343,7 +367,7 @@ class _Succession:
             raise
         return self._accept(loop, answer, leader)
 
-    def _accept(self, loop: EventLoop, answer: _Answer, leader: int) -> Exchange | None:
+    def _accept(self, loop: EventLoop, answer: Answer, leader: int) -> Exchange | None:
         if answer.kind is None:
             answer.close()
             self._lost.add(leader)
@@ -353,17 +377,32 @@ class _Succession:
         except BaseException:
             answer.socket.close()
             raise
+        if not self._is_in_force(leader):
+            answer.socket.close()
+            self._lost.add(leader)
+            return None
         self._candidates, self._is_member, self._decider = members, True, leader
-        # Ranks of this host that come too late find out here; the coordinator may be elsewhere.
-        self._predecessor.claim_succession(-1, leader)
         new_rank = sorted(members).index(self._rank)
         claim = Claim(Role.CONTROL, new_rank, len(members), self._group)
         exchange = Participant(loop, (), self._parent.token, claim, self._deadline)
         exchange.adopt(answer.socket)
         return exchange
 
-    def _members_of(self, answer: _Answer, leader: int) -> frozenset[int]:
-        members = _unpack(answer.body, self._parent.world_size)
+    def _is_in_force(self, leader: int) -> bool:
+        """Accept a coordinator's decision, unless another one has taken its place meanwhile."""
+        accepted = _Word(leader, is_accepted=True)
+        if self._parent.spans_memories:
+            # A majority is in force anyway; this tells ranks of this host that come too late.
+            self._advance(_Word.unpack(self._predecessor.succession()), accepted)
+            return True
+        is_first = self._advance(_Word(leader), accepted)
+        return is_first or self._predecessor.succession() == accepted.pack()
+
+    def _advance(self, before: _Word, after: _Word) -> bool:
+        return self._predecessor.advance_succession(before.pack(), after.pack())
+
+    def _members_of(self, answer: Answer, leader: int) -> frozenset[int]:
+        members = unpack_ranks(answer.body, self._parent.world_size)
         if answer.kind is FrameKind.MEMBERS and {leader, self._rank} <= members:
             return members
         failure: Exception = ProtocolError("a decision that says nothing sensible")
@@ -375,9 +414,8 @@ class _Succession:
         raise NoConnection(f"shrink: rank {leader} sent {failure}", peer=leader)
 
     def _claim_frame(self) -> bytes:
-        size = self._parent.world_size
-        former = self._candidates if self._is_member else frozenset[int]()
-        return encode_frame(FrameKind.CONTRIBUTION, _pack(self._lost, size) + _pack(former, size))
+        former = self._candidates if self._is_member else ()
+        return encode_claim(self._lost, former, self._parent.world_size)
 
     # Where
 
@@ -408,180 +446,6 @@ class _Succession:
             f"shrink: rank {rank} finds the ports {', '.join(map(str, ports))} taken, at which "
             "the others look for it. Make a new group"
         )
-
-
-class _Roll:
-    """Who has come to the coordinator.
-
-    Attributes
-    ----------
-    lost : set of int
-        Ranks that somebody knows to be lost, or that were here and ended.
-    withdrawn : set of int
-        Ranks that were here and gave up.
-    former_decisions : set of frozenset of int
-        Members that an earlier coordinator, lost since, had decided on.
-    """
-
-    def __init__(self, loop: EventLoop, rank: int, world_size: int) -> None:
-        self.lost: set[int] = set()
-        self.withdrawn: set[int] = set()
-        self.former_decisions: set[frozenset[int]] = set()
-        self._loop = loop
-        self._rank = rank
-        self._world_size = world_size
-        self._sockets: dict[int, socket.socket] = {}
-
-    @property
-    def present(self) -> frozenset[int]:
-        """The ranks that are here."""
-        return frozenset(self._sockets)
-
-    def take(self, sock: socket.socket, claim: Claim) -> None:
-        """Hear a rank that has proved itself."""
-        is_other = claim.rank != self._rank and claim.world_size == self._world_size
-        if claim.role is not Role.CONTROL or not is_other:
-            sock.close()
-            return
-        stream = Stream(
-            self._loop,
-            sock,
-            _read_claim(self._world_size),
-            lambda sock, said: self._keep(claim.rank, sock, *said),
-            lambda error: None,
-        )
-        stream.start()
-
-    def release(self, rank: int) -> socket.socket:
-        """Give away a rank's connection."""
-        sock = self._sockets.pop(rank)
-        self._loop.unwatch(sock)
-        return sock
-
-    def dismiss(self, ranks: Iterable[int], error: DistributedError) -> None:
-        """Tell ranks why they cannot go on."""
-        frame = encode_frame(FrameKind.FAILURE, encode_error(error))
-        for rank in ranks:
-            with self.release(rank) as sock, contextlib.suppress(OSError):
-                sock.send(frame)
-
-    def _keep(
-        self, rank: int, sock: socket.socket, lost: frozenset[int], former: frozenset[int]
-    ) -> None:
-        if rank in self._sockets:  # it has lost the connection before
-            self._loop.discard(self._sockets.pop(rank))
-        self._sockets[rank] = sock
-        self._loop.watch(sock, READ, lambda _: self._on_word(rank, sock))
-        self.lost |= lost
-        if former:
-            self.former_decisions.add(former)
-
-    def _on_word(self, rank: int, sock: socket.socket) -> None:
-        """Strike a rank off: all that one who waits may say is that it gives up."""
-        try:
-            has_ended = not sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return
-        except OSError:
-            has_ended = True
-        (self.lost if has_ended else self.withdrawn).add(rank)
-        self._loop.discard(self._sockets.pop(rank))
-
-
-class _Answer:
-    """A rank's connection to the coordinator, and what that one said.
-
-    Attributes
-    ----------
-    is_connected : bool
-        Each has proved itself to the other.
-    is_over : bool
-        The coordinator has answered, or ended.
-    kind, body
-        The answer; `kind` is None if it ended without.
-    socket : socket
-        Ours again once there is an answer.
-    """
-
-    def __init__(self, loop: EventLoop, claim_frame: bytes) -> None:
-        self.is_connected = False
-        self.is_over = False
-        self.kind: FrameKind | None = None
-        self.body = b""
-        self.socket: socket.socket
-        self._loop = loop
-        self._claim_frame = claim_frame
-        self._stream: Stream | None = None
-        self._diallers: list[Dialler] = []
-
-    def dial(self, targets: Iterable[Target], token: bytes, claim: Claim, leader: int) -> None:
-        """Connect, however late the coordinator comes."""
-        for target in targets:
-            dialler = Dialler(
-                self._loop,
-                target,
-                lambda commit: introduce(token, claim, leader, commit),
-                self._on_connected,
-            )
-            self._diallers.append(dialler)
-            dialler.dial()
-
-    def close(self) -> None:
-        """End the connection."""
-        for dialler in self._diallers:
-            dialler.close()
-        if self._stream is not None and self._stream.is_open:
-            self._stream.close()
-
-    def withdraw(self) -> None:
-        """Tell the coordinator not to count on this rank."""
-        if self._stream is not None and self._stream.is_open:
-            self._stream.write(encode_frame(FrameKind.FAILURE, b""))
-        self.close()
-
-    def _on_connected(self, sock: socket.socket) -> None:
-        for dialler in self._diallers:
-            dialler.close()
-        self.is_connected = True
-        self._stream = Stream(
-            self._loop, sock, _ask(self._claim_frame), self._on_answer, self._on_end
-        )
-        self._stream.start()
-
-    def _on_answer(self, sock: socket.socket, answer: tuple[FrameKind, bytes]) -> None:
-        self.socket = sock
-        self.kind, self.body = answer
-        self.is_over = True
-
-    def _on_end(self, _: Exception) -> None:
-        self.is_over = True
-
-
-def _ask(claim_frame: bytes) -> Conversation:
-    yield claim_frame
-    return (yield from read_frame(MAX_ANSWER_NBYTES))
-
-
-def _read_claim(world_size: int) -> Conversation:
-    nbytes = _packed_nbytes(world_size)
-    kind, body = yield from read_frame(2 * nbytes)
-    if kind is not FrameKind.CONTRIBUTION or len(body) != 2 * nbytes:
-        raise ProtocolError("no claim to a succession")
-    return _unpack(body[:nbytes], world_size), _unpack(body[nbytes:], world_size)
-
-
-def _packed_nbytes(world_size: int) -> int:
-    return (world_size + 7) // 8
-
-
-def _pack(ranks: Iterable[int], world_size: int) -> bytes:
-    """Return a set of ranks as one bit for each rank of the group."""
-    return sum(1 << rank for rank in ranks).to_bytes(_packed_nbytes(world_size), "little")
-
-
-def _unpack(body: bytes, world_size: int) -> frozenset[int]:
-    bits = int.from_bytes(body, "little")
-    return frozenset(rank for rank in range(world_size) if bits >> rank & 1)
 
 
 def _left_out(rank: int, decider: int) -> LockPoisoned:
