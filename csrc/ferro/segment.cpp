@@ -30,9 +30,8 @@ std::size_t power_of_two_at_least(std::size_t n) {
 }
 
 // No rank can fill more than the machine's memory, so no heap need be larger. One huge page is
-// added, for a distance that is no power of two: the same offset in two heaps would collide
-// in what processors keep of an address to look up their first cache (on Zen, a hash of
-// bits 12 to 27). Reading one array while writing the other took nine times as long.
+// added, for a distance that is no power of two: else equal offsets in two heaps collide in
+// the first cache of some processors. ALGORITHMS.md has what it cost.
 std::size_t heap_nbytes_for(int size) {
   const auto memory = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
   std::size_t heap = power_of_two_at_least(memory);
