@@ -169,7 +169,10 @@ def raise_overlap(op: str, *, rank: int) -> NoReturn:
 
 def check_tag(tag: int) -> int:
     """Return the tag; raise OverflowError unless it has 32 bits, TypeError if it is no int."""
-    value = operator.index(tag)
+    try:
+        value = operator.index(tag)
+    except TypeError:
+        raise TypeError(f"tag must be an integer, not {tag!r}.") from None
     if not 0 <= value < 1 << 32:
         raise OverflowError(f"tag must be from 0 to 2**32 - 1, not {tag!r}.")
     return value
@@ -182,7 +185,7 @@ def raise_missing_array(op: str, name: str, why: str, *, rank: int) -> NoReturn:
 
 def check_timeout(seconds: float) -> float:
     """Return the timeout as a float; raise ValueError unless it is positive."""
-    value = seconds + 0.0  # TypeError for what is no number; float("5") would be one
+    value = _as_float(seconds)
     if not value > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {seconds!r}.")
     return value
@@ -190,19 +193,29 @@ def check_timeout(seconds: float) -> float:
 
 def check_patience(seconds: float) -> float:
     """Return how long to wait for work; raise ValueError for what is no time. 0 only looks."""
-    value = float(seconds)
+    value = _as_float(seconds)
     if not value >= 0:
         raise ValueError(f"timeout must be a number of seconds, not {seconds!r}.")
     return value
+
+
+def _as_float(seconds: float) -> float:
+    try:
+        return float(seconds + 0.0)  # float("5") alone would be a number
+    except TypeError:
+        raise TypeError(f"timeout must be a number of seconds, not {seconds!r}.") from None
 
 
 # Sizes
 
 
 def check_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a new array as a tuple; raise ValueError if it is negative."""
+    """Return the shape of a new array; raise TypeError if it is none, ValueError if negative."""
     dims = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-    lengths = tuple(operator.index(length) for length in dims)
+    try:
+        lengths = tuple(operator.index(length) for length in dims)
+    except TypeError:
+        raise TypeError(f"shape must be an integer or a sequence of them, not {shape!r}.") from None
     if any(length < 0 for length in lengths):
         raise ValueError(f"shape must not be negative, and is {shape!r}.")
     return lengths

@@ -31,6 +31,8 @@ __all__ = ["Communicator", "HostWork", "SymmetricMemory", "create_segment", "ker
 
 cdef int CPU = 1  # DLPack's number
 cdef double UNLIMITED = 1e9  # seconds
+cdef enum:
+    MAX_TAG = 0xFFFFFFFF
 
 # How often this process has been forked from another, which must not use its groups.
 cdef int num_forks = 0
@@ -89,9 +91,7 @@ cdef class HostWork:
     cdef bint _is_new      # _written was allocated for x, and is delivered in x's library
 
     def wait(self, timeout=None):
-        cdef double seconds = UNLIMITED if timeout is None else timeout
-        if not seconds >= 0:
-            arguments.check_patience(timeout)
+        cdef double seconds = UNLIMITED if timeout is None else arguments.check_patience(timeout)
         if self._communicator._num_forks != num_forks:
             self._communicator._refuse()
         if not ferro.wait(self._task, seconds):
@@ -221,7 +221,7 @@ cdef class Communicator:
 
     # ---- Collectives ----------------------------------------------------------
 
-    def allreduce(self, x, out, reduce_op, bint async_op, timeout, uint32_t tag):
+    def allreduce(self, x, out, reduce_op, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "allreduce")
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate(x) if is_new else out
@@ -231,7 +231,7 @@ cdef class Communicator:
         self._set_reduction(&c, "allreduce", src, reduce_op)
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
-    def broadcast(self, x, out, root, bint async_op, timeout, uint32_t tag):
+    def broadcast(self, x, out, root, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "broadcast")
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate(x) if is_new else out
@@ -241,7 +241,7 @@ cdef class Communicator:
         c.root = self._root("broadcast", root)
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
-    def reduce(self, x, out, reduce_op, root, bint async_op, timeout, uint32_t tag):
+    def reduce(self, x, out, reduce_op, root, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "reduce")
         cdef int root_rank = self._root("reduce", root)
         cdef BufferView dst = None
@@ -256,7 +256,7 @@ cdef class Communicator:
         self._set_reduction(&c, "reduce", src, reduce_op)
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
-    def all_gather(self, x, out, bint async_op, timeout, uint32_t tag):
+    def all_gather(self, x, out, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "all_gather")
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
@@ -266,7 +266,7 @@ cdef class Communicator:
         cdef Collective c = _collective(Op.all_gather, src, dst, src.count, tag)
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
-    def reduce_scatter(self, x, out, reduce_op, bint async_op, timeout, uint32_t tag):
+    def reduce_scatter(self, x, out, reduce_op, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "reduce_scatter")
         cdef size_t count = self._chunk("reduce_scatter", "x", src)
         cdef bint is_new = out is None
@@ -277,7 +277,7 @@ cdef class Communicator:
         self._set_reduction(&c, "reduce_scatter", src, reduce_op)
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
-    def all_to_all(self, x, out, send_counts, recv_counts, bint async_op, timeout, uint32_t tag):
+    def all_to_all(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):
         if send_counts is not None or recv_counts is not None:
             return self._all_to_all_uneven(x, out, send_counts, recv_counts, async_op, timeout, tag)
         cdef BufferView src = self._input(x, "all_to_all")
@@ -289,7 +289,7 @@ cdef class Communicator:
         cdef Collective c = _collective(Op.all_to_all, src, dst, count, tag)
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
-    def gather(self, x, out, root, bint async_op, timeout, uint32_t tag):
+    def gather(self, x, out, root, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "gather")
         cdef int root_rank = self._root("gather", root)
         cdef BufferView dst = None
@@ -304,7 +304,7 @@ cdef class Communicator:
         c.root = root_rank
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
-    def scatter(self, x, out, root, bint async_op, timeout, uint32_t tag):
+    def scatter(self, x, out, root, bint async_op, timeout, tag):
         cdef BufferView src = None
         cdef BufferView dst
         cdef bint is_new = False
@@ -333,13 +333,13 @@ cdef class Communicator:
         c.tag = tag
         return self._launch(&c, src, dst, x, out, is_new, async_op, timeout)
 
-    def barrier(self, bint async_op, timeout, uint32_t tag):
+    def barrier(self, bint async_op, timeout, tag):
         cdef Collective c
         c.op = Op.barrier
-        c.tag = tag
+        c.tag = _tag(tag)
         return self._launch(&c, None, None, None, None, False, async_op, timeout)
 
-    def _all_to_all_uneven(self, x, out, send_counts, recv_counts, bint async_op, timeout, uint32_t tag):
+    def _all_to_all_uneven(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "all_to_all")
         counts = arguments.uneven_counts(
             send_counts, recv_counts, x_count=src.count, rank=self.rank, world_size=self.world_size)
@@ -357,19 +357,19 @@ cdef class Communicator:
 
     # ---- Messages -------------------------------------------------------------
 
-    def send(self, x, dst, bint async_op, timeout, uint32_t tag):
+    def send(self, x, dst, bint async_op, timeout, tag):
         cdef BufferView view = self._input(x, "send")
         cdef vector[PointToPoint] messages
         messages.push_back(self._message("send", True, dst, view, tag))
         return self._exchange(Op.send, messages, view, None, async_op, timeout)
 
-    def recv(self, out, src, bint async_op, timeout, uint32_t tag):
+    def recv(self, out, src, bint async_op, timeout, tag):
         cdef BufferView view = self._output(out, "recv")
         cdef vector[PointToPoint] messages
         messages.push_back(self._message("recv", False, src, view, tag))
         return self._exchange(Op.recv, messages, view, out, async_op, timeout)
 
-    def sendrecv(self, x, out, dst, src, bint async_op, timeout, uint32_t tag):
+    def sendrecv(self, x, out, dst, src, bint async_op, timeout, tag):
         cdef BufferView sent = self._input(x, "sendrecv")
         cdef BufferView received = self._output(out, "sendrecv")
         cdef vector[PointToPoint] messages
@@ -379,7 +379,7 @@ cdef class Communicator:
             raise InvalidArray("sendrecv: x and out overlap.", op="sendrecv", rank=self.rank)
         return self._exchange(Op.sendrecv, messages, (sent, received), out, async_op, timeout)
 
-    def batch(self, ops, bint async_op, timeout, uint32_t tag):
+    def batch(self, ops, bint async_op, timeout, tag):
         cdef vector[PointToPoint] messages
         cdef list views = []
         cdef BufferView view
@@ -443,7 +443,7 @@ cdef class Communicator:
             arguments.per_rank_count(op, name, view.count, rank=self.rank, world_size=self.world_size)
         return view.count // self.world_size
 
-    cdef PointToPoint _message(self, str op, bint is_send, peer, BufferView view, uint32_t tag) except *:
+    cdef PointToPoint _message(self, str op, bint is_send, peer, BufferView view, tag) except *:
         cdef PointToPoint message
         if type(peer) is not int or not 0 <= peer < self.world_size or peer == self.rank:
             arguments.check_peer(op, peer, rank=self.rank, world_size=self.world_size)
@@ -452,7 +452,7 @@ cdef class Communicator:
         message.data = view.data
         message.count = view.count
         message.dtype = <ferro.DType> view.dtype
-        message.tag = tag
+        message.tag = _tag(tag)
         return message
 
     cdef inline int _check_usable(self) except -1:
@@ -478,10 +478,9 @@ cdef class Communicator:
     cdef inline double _seconds(self, timeout) except? -1:
         if timeout is None:
             return self.timeout
-        cdef double seconds = timeout
-        if not seconds > 0:
-            arguments.check_timeout(timeout)
-        return seconds
+        if type(timeout) is float and timeout > 0:
+            return timeout
+        return arguments.check_timeout(timeout)
 
     # ---- Calls ----------------------------------------------------------------
 
@@ -559,16 +558,23 @@ cdef Communicator _wrap(shared_ptr[Engine] engine, int rank, int world_size, dou
 
 
 cdef inline Collective _collective(
-    Op op, BufferView src, BufferView dst, size_t count, uint32_t tag
-) noexcept:
+    Op op, BufferView src, BufferView dst, size_t count, tag
+) except *:
     cdef Collective c
     c.op = op
     c.dtype = <ferro.DType> src.dtype
     c.count = count
     c.in_ = src.data
     c.out = dst.data if dst is not None else NULL
-    c.tag = tag
+    c.tag = _tag(tag)
     return c
+
+
+# Not left to the conversion to uint32_t, which would take 1.5 for 1.
+cdef inline uint32_t _tag(tag) except? MAX_TAG:
+    if type(tag) is int and 0 <= tag <= MAX_TAG:
+        return tag
+    return arguments.check_tag(tag)
 
 
 # In place needs one view, where the array may be written at all.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.work import Work
@@ -30,11 +30,18 @@ class P2POp:
         What is sent, or what is received into.
     peer : int
         Destination or source.
+
+    Raises
+    ------
+    TypeError
+        `is_send` is no bool, but for instance a function, which would count as True.
     """
 
     __slots__ = ("array", "is_send", "peer")
 
     def __init__(self, is_send: bool, array: Array, peer: int) -> None:
+        if not isinstance(is_send, bool):
+            raise TypeError(f"is_send must be True or False, not {is_send!r}.")
         self.is_send = is_send
         self.array = array
         self.peer = peer
@@ -259,6 +266,12 @@ class Backend(abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"A {type(self).__name__} cannot be pickled or copied: it is this process's own place "
+            "in the group. Pass it on as it is, or let each process make its own."
+        )
 
     def __repr__(self) -> str:
         state = ", closed" if self.is_closed else ""

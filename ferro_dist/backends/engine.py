@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import math
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -99,7 +100,10 @@ class EngineBackend(Backend):
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         resolved = interop.numpy_dtype(interop.dtype_code(dtype))
         dims = arguments.check_shape(shape)
-        memory = self._communicator.allocate(math.prod(dims) * resolved.itemsize)
+        nbytes = math.prod(dims) * resolved.itemsize
+        if nbytes > sys.maxsize:
+            raise MemoryError(f"no room for {nbytes} bytes")
+        memory = self._communicator.allocate(nbytes)
         if memory is None:
             return np.empty(dims, resolved)
         return np.ndarray(dims, resolved, buffer=memoryview(memory))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from ferro_dist import arguments
 from ferro_dist._native.host import Communicator
 from ferro_dist.backends import results
 from ferro_dist.backends.engine import EngineBackend
@@ -49,6 +50,8 @@ class SimulatedBackend(EngineBackend):
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidWorldSize(f"world_size must be a positive integer, not {world_size!r}.")
+        timeout = arguments.check_timeout(timeout)
+        timeout = arguments.check_timeout(timeout)
         num_cores = len(os.sched_getaffinity(0))
         siblings = _Siblings()
         return [

@@ -1,0 +1,130 @@
+"""Arguments that are none: each is refused by a message that names it, and the group goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ferro_dist as fd
+from ferro_dist.backends.base import Backend
+
+
+# No fixture: pytest would hold its group, and with it the memory, until after the test.
+@contextlib.contextmanager
+def world_of_one() -> Iterator[Backend]:
+    (backend,) = fd.SimulatedBackend.create_group(1)
+    with backend:
+        yield backend
+        assert fd.allreduce(np.ones(1), backend) == 1  # whatever was refused
+
+
+def _barrier(backend: Backend, **options: Any) -> None:
+    fd.barrier(backend, **options)
+
+
+def _allreduce(backend: Backend, **options: Any) -> None:
+    fd.allreduce(np.ones(3), backend, **options)
+
+
+CALLS = pytest.mark.parametrize("call", [_barrier, _allreduce])
+
+
+@CALLS
+@pytest.mark.parametrize("tag", [1.0, 1.5, "1", None, [1]])
+def test_a_tag_that_is_no_integer_is_refused(call: Callable[..., None], tag: Any) -> None:
+    with world_of_one() as backend, pytest.raises(TypeError, match="tag must be an integer"):
+        call(backend, tag=tag)
+
+
+@CALLS
+@pytest.mark.parametrize("tag", [-1, 2**32, 2**70])
+def test_a_tag_that_does_not_fit_is_refused(call: Callable[..., None], tag: int) -> None:
+    with world_of_one() as backend, pytest.raises(OverflowError, match="tag must be from 0"):
+        call(backend, tag=tag)
+
+
+@CALLS
+@pytest.mark.parametrize("tag", [0, 2**32 - 1, np.int64(5), np.uint8(5)])
+def test_a_tag_may_be_any_integer_of_32_bits(call: Callable[..., None], tag: int) -> None:
+    with world_of_one() as backend:
+        call(backend, tag=tag)
+
+
+@CALLS
+@pytest.mark.parametrize("timeout", ["5", b"5", [5], 5j, timedelta(seconds=5)])
+def test_a_timeout_that_is_no_number_is_refused(call: Callable[..., None], timeout: Any) -> None:
+    with world_of_one() as backend:
+        work = fd.barrier(backend, async_op=True)
+        for use in (
+            lambda: call(backend, timeout=timeout),
+            lambda: setattr(backend, "timeout", timeout),
+            lambda: fd.SimulatedBackend.create_group(1, timeout=timeout),
+            lambda: work.wait(timeout),
+        ):
+            with pytest.raises(TypeError, match="timeout must be a number of seconds"):
+                use()
+
+
+@CALLS
+@pytest.mark.parametrize("timeout", [0, 0.0, -1, -1.0, float("nan")])
+def test_a_timeout_that_is_not_positive_is_refused(
+    call: Callable[..., None], timeout: float
+) -> None:
+    with world_of_one() as backend:
+        for use in (
+            lambda: call(backend, timeout=timeout),
+            lambda: setattr(backend, "timeout", timeout),
+            lambda: fd.SimulatedBackend.create_group(1, timeout=timeout),
+        ):
+            with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+                use()
+
+
+@CALLS
+@pytest.mark.parametrize("timeout", [1, 0.5, np.float32(1), np.int16(1), float("inf")])
+def test_a_timeout_may_be_any_positive_number(call: Callable[..., None], timeout: float) -> None:
+    with world_of_one() as backend:
+        call(backend, timeout=timeout)
+
+
+@pytest.mark.parametrize("shape", [2.5, "3", None, {2, 3}, (2, 3.0)])
+def test_a_shape_that_is_none_is_refused(shape: Any) -> None:
+    with (
+        world_of_one() as backend,
+        pytest.raises(TypeError, match="shape must be an integer or a sequence of them"),
+    ):
+        fd.empty(shape, "float32", backend)
+
+
+@pytest.mark.parametrize("shape", [2**61, 2**64, (2**32, 2**32)])
+def test_an_array_larger_than_any_memory_is_refused(shape: Any) -> None:
+    with world_of_one() as backend, pytest.raises(MemoryError, match="no room for"):
+        fd.empty(shape, "float32", backend)
+
+
+@pytest.mark.parametrize("world_size", [50_000, 2**31 - 1])
+def test_more_ranks_than_memory_has_room_for_are_refused(world_size: int) -> None:
+    with pytest.raises(MemoryError, match=f"{world_size} ranks"):
+        fd.SimulatedBackend.create_group(world_size)
+
+
+@pytest.mark.parametrize("use", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_backend_is_not_copied(use: Callable[[Backend], Any]) -> None:
+    with (
+        world_of_one() as backend,
+        pytest.raises(TypeError, match="SimulatedBackend cannot be pickled or copied"),
+    ):
+        use(backend)
+
+
+@pytest.mark.parametrize("is_send", [fd.send, fd.recv, 1, "send"])
+def test_a_message_of_a_batch_says_its_direction_by_a_bool(is_send: Any) -> None:
+    with pytest.raises(TypeError, match="is_send must be True or False"):
+        fd.P2POp(is_send, np.ones(1), 0)
