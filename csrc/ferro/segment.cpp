@@ -20,8 +20,14 @@ constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14; older ke
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // All heaps together stay well inside the 128 TiB that a process may address.
 constexpr std::size_t kMaxHeaps = std::size_t{16} << 40;
+// Far more than any machine has room for, and few enough that no size overflows.
+constexpr int kMaxRanks = 1 << 15;
 
 std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+std::size_t memory_of_machine() {
+  return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+}
 
 std::size_t power_of_two_at_least(std::size_t n) {
   std::size_t power = 1;
@@ -33,8 +39,7 @@ std::size_t power_of_two_at_least(std::size_t n) {
 // added, for a distance that is no power of two: else equal offsets in two heaps collide in
 // the first cache of some processors. ALGORITHMS.md has what it cost.
 std::size_t heap_nbytes_for(int size) {
-  const auto memory = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
-  std::size_t heap = power_of_two_at_least(memory);
+  std::size_t heap = power_of_two_at_least(memory_of_machine());
   while (heap * size > kMaxHeaps) heap /= 2;
   return heap + kHugePage;
 }
@@ -53,6 +58,14 @@ void back_with_memory(int fd, std::size_t nbytes) {
   madvise(base, nbytes, kPopulateWrite);
   munmap(base, nbytes);
   if (fallocate(fd, 0, 0, static_cast<off_t>(nbytes)) != 0) throw_errno("fallocate of shared memory");
+}
+
+// Sizes grow with the square of the ranks. Backing more than there is would end in the
+// kernel killing some process, not in an error.
+void check_that_ranks_fit(int size) {
+  if (size <= kMaxRanks && SegmentLayout(size).fixed_nbytes <= memory_of_machine() / 2) return;
+  throw Error(ErrorCode::out_of_memory, -1,
+              std::to_string(size) + " ranks on one host need more shared memory than half of its memory");
 }
 
 struct FileDescriptor {
@@ -96,6 +109,7 @@ std::size_t SegmentLayout::channel_stride() const {
 }
 
 int Segment::create_file(int size) {
+  check_that_ranks_fit(size);
   FileDescriptor file{memfd_create("ferro_dist", MFD_CLOEXEC | MFD_ALLOW_SEALING)};
   if (file.fd < 0) throw_errno("memfd_create");
   const SegmentLayout layout(size);
