@@ -692,11 +692,19 @@ cdef BufferView _view_through_capsule(object array):
     try:
         capsule = _export_capsule(array)
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as cause:
-        raise InvalidArray(f"cannot move this {_name(array)}: {_first_line(cause)}") from cause
+        raise InvalidArray(_why_no_capsule(array, cause)) from cause
     # Renamed, as the protocol has it: the capsule's own destructor now leaves the tensor to us.
     if PyCapsule_IsValid(capsule, "dltensor_versioned"):
         return _adopt_versioned(array, capsule)
     return _adopt_unversioned(array, capsule)
+
+
+cdef str _why_no_capsule(object array, object cause):
+    if "Tracer" in [cls.__name__ for cls in type(array).__mro__]:
+        why = "it has no value while JAX traces. Make the call outside of jit, grad and vmap."
+    else:
+        why = _first_line(cause)
+    return f"cannot move this {_name(array)}: {why}"
 
 
 cdef object _export_capsule(object array):
