@@ -26,13 +26,11 @@ class Resources:
 
     @classmethod
     def now(cls) -> Resources:
-        return cls(
-            frozenset([*_descriptors(), *_threads(), *_descendants("self"), *_segments()])
-        )
+        return cls(frozenset([*_descriptors(), *_threads(), *_descendants("self"), *_segments()]))
 
     def beyond(self, earlier: Resources) -> list[str]:
         """Name what has come since."""
-        return sorted(self.in_use - earlier.in_use)
+        return sorted(map(_with_command, self.in_use - earlier.in_use))
 
 
 @contextlib.contextmanager
@@ -71,14 +69,19 @@ def _descendants(process: str) -> Iterator[str]:
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for child in task.read_text().split():
-                yield f"process {child} ({_command(child)})"
+                # Not its command line, which changes while it starts.
+                yield f"process {child}"
                 yield from _descendants(child)
 
 
-def _command(process: str) -> str:
+def _with_command(name: str) -> str:
+    kind, _, process = name.partition(" ")
+    if kind != "process":
+        return name
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ").strip()[:60]
-    return "gone"
+        command = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+        return f"{name} ({command.strip()[:60]})"
+    return f"{name} (gone)"
 
 
 def _segments() -> Iterator[str]:

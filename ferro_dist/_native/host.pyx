@@ -14,7 +14,9 @@ from ferro_dist._native cimport libferro as ferro
 from ferro_dist._native.buffer_view cimport BufferView, is_output, output_view_of, view_of
 from ferro_dist._native.libferro cimport Collective, Engine, Heap, Op, PointToPoint, Segment, Task, Wiring
 
+import copy
 import os
+
 from ferro_dist import arguments
 from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import (
@@ -537,7 +539,8 @@ cdef class Communicator:
         if self._first_error is not None or isinstance(error, SizeMismatch) or self._engine.get().is_closed():
             return 0
         if isinstance(error, DistributedError):
-            self._first_error = error
+            # A copy has no traceback, whose frames would keep the caller's arrays alive, and us.
+            self._first_error = copy.copy(error)
         elif not isinstance(error, MemoryError):  # raised by a signal handler: KeyboardInterrupt
             self._first_error = DistributedError(
                 f"{type(error).__name__} inside a call of this group", rank=self.rank, peer=self.rank)

@@ -31,7 +31,9 @@ from ferro_dist.testing import RankDeath, run_ranks
 SMALL, LARGE = 1, 3_000_000  # floats: one cache line, and dozens of rounds of staging
 
 
-def repeat_until_error(backend: fd.Backend, op: str, count: int, victim: int, delay_s: float) -> Told:
+def repeat_until_error(
+    backend: fd.Backend, op: str, count: int, victim: int, delay_s: float
+) -> Told:
     call = call_of(op, backend, count)
     fd.barrier(backend)
     if backend.rank == victim:
@@ -137,7 +139,9 @@ def receive_from_the_dead_and_from_the_silent(backend: fd.Backend) -> Told:
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_a_receive_from_a_living_rank_ends_when_another_rank_dies(transport: str) -> None:
-    outcomes = run_ranks(3, receive_from_the_dead_and_from_the_silent, may_die=[2], backend=transport)
+    outcomes = run_ranks(
+        3, receive_from_the_dead_and_from_the_silent, may_die=[2], backend=transport
+    )
     check_survivors(outcomes, 2, "recv")
 
 

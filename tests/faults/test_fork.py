@@ -113,7 +113,9 @@ def fork_beside_calls(backend: fd.Backend) -> None:
     peer = 1 - backend.rank
     for _ in range(8):
         works = [fd.allreduce(np.ones(100_000), backend, async_op=True) for _ in range(3)]
-        works.append(fd.sendrecv(np.ones(50_000), np.empty(50_000), backend, peer, peer, async_op=True))
+        works.append(
+            fd.sendrecv(np.ones(50_000), np.empty(50_000), backend, peer, peer, async_op=True)
+        )
         assert exit_code_of(gc.collect) == 0
         for work in works:
             work.wait()

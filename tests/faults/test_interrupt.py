@@ -94,7 +94,9 @@ def be_interrupted(backend: fd.Backend, wait: str, fifo: str) -> tuple[Told, flo
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 @pytest.mark.parametrize("wait", WAITS)
-def test_ctrl_c_ends_the_wait_and_peers_are_told_whose(wait: str, transport: str, fifo: str) -> None:
+def test_ctrl_c_ends_the_wait_and_peers_are_told_whose(
+    wait: str, transport: str, fifo: str
+) -> None:
     outcomes = run_ranks(3, be_interrupted, wait, fifo, backend=transport)
     (error, raised_s, later), (_, sent_s, _) = outcomes[:2]
     assert error.kind == "KeyboardInterrupt"

@@ -1,4 +1,4 @@
-"""A rank does not come, or calls something else: the others say which, in time, and how it goes on."""
+"""A rank does not come, or calls something else: the others say which, and in time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def meet_over(backend: fd.Backend, fifo: str) -> int:
     return file
 
 
-def wait_for_an_absent_rank(backend: fd.Backend, op: str, fifo: str) -> tuple[Told, float] | None:
+def wait_for_an_absent_rank(
+    backend: fd.HostBackend, op: str, fifo: str
+) -> tuple[Told, float] | None:
     file = meet_over(backend, fifo)
     if backend.rank == 1:
         assert os.read(file, 1) == b""
@@ -61,12 +63,11 @@ def test_every_call_ends_with_its_timeout_and_names_who_is_missing(
 def wait_for_absent_ranks(backend: fd.Backend) -> list[Told]:
     fd.barrier(backend)
     if backend.rank < 2:
-        call: Callable[[], Any] = call_of("allreduce", backend, 1)
-        backend.timeout = TIMEOUT_S
+        first = error_of(lambda: fd.allreduce(np.ones(1), backend, timeout=TIMEOUT_S))
     else:
         # Elsewhere: waiting for a message that nobody sends.
-        call = lambda: fd.recv(np.empty(1), backend, 5 - backend.rank, timeout=PATIENCE_S)
-    return [error_of(call), error_of(lambda: fd.barrier(backend))]
+        first = error_of(lambda: fd.recv(np.empty(1), backend, 5 - backend.rank))
+    return [first, error_of(lambda: fd.barrier(backend))]
 
 
 def test_all_missing_ranks_are_named_to_all() -> None:
@@ -79,7 +80,7 @@ def test_all_missing_ranks_are_named_to_all() -> None:
         assert first.missing == (2, 3), first
 
 
-def outlast_a_stopped_rank(backend: fd.Backend, op: str, count: int) -> tuple[Told, float]:
+def outlast_a_stopped_rank(backend: fd.HostBackend, op: str, count: int) -> tuple[Told, float]:
     call = call_of(op, backend, count)
     pids = fd.all_gather(np.array([os.getpid()]), backend)
     victim = backend.world_size - 1
