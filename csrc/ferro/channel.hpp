@@ -40,6 +40,10 @@ class Channel {
   virtual bool try_send(Message& message) = 0;
   virtual bool try_recv(Message& message) = 0;
 
+  // Tells the peer that this rank has left, where it does not learn that from the
+  // group's memory. Nothing but the destructor is called afterwards.
+  virtual void close() noexcept {}
+
   // A descriptor to poll when nothing moves, or -1 for shared memory.
   virtual int poll_fd() const noexcept { return -1; }
 };

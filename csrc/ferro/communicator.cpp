@@ -108,7 +108,9 @@ bool Communicator::close() noexcept {
   message_queue_.join();
   const Gate::Pass collective_pass(collective_gate_, unhurried);
   const Gate::Pass message_pass(message_gate_, unhurried);
+  // In this order: a peer whose message never comes asks the transport for the reason.
   transport_->close();
+  messenger_->close();
   return true;
 }
 

@@ -38,7 +38,7 @@ Messenger::Messenger(const Transport& transport, std::vector<std::unique_ptr<Cha
 }
 
 Messenger::~Messenger() {
-  if (event_fd_ >= 0) close(event_fd_);
+  if (event_fd_ >= 0) ::close(event_fd_);
 }
 
 void Messenger::post(Batch& batch) {
@@ -91,6 +91,11 @@ bool Messenger::progress(Lane& lane) {
 void Messenger::clear() {
   for (Lane* lane : lanes_in_use_) lane->messages.clear();
   lanes_in_use_.clear();
+}
+
+void Messenger::close() noexcept {
+  for (const std::unique_ptr<Channel>& channel : channels_)
+    if (channel != nullptr) channel->close();
 }
 
 void Messenger::check_group() const {

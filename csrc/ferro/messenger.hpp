@@ -44,12 +44,15 @@ class Messenger {
             std::shared_ptr<Segment> segment, int index, SpinPolicy spin);
   ~Messenger();
 
-  // The three below are called by one thread at a time.
+  // The four below are called by one thread at a time.
   void post(Batch& batch);
   // Moves what can be moved. False if nothing could. Throws what ended a peer or the group.
   bool progress();
   // Drops all that was posted: the group has ended.
   void clear();
+
+  // Tells all peers that this rank has left. Nothing is posted afterwards.
+  void close() noexcept;
 
   // Progresses until `batch` is done.
   void run(Call& call, Batch& batch);

@@ -33,6 +33,13 @@ TcpChannel::TcpChannel(int peer, int fd, std::shared_ptr<TcpMesh> mesh)
     : stream_(peer, UniqueFd(fd)), mesh_(std::move(mesh)) {}
 
 TcpChannel::~TcpChannel() {
+  close();
+  stream_.discard_unread();
+}
+
+void TcpChannel::close() noexcept {
+  if (has_said_goodbye_) return;
+  has_said_goodbye_ = true;
   Frame words = farewell(FrameKind::goodbye);
   const iovec piece{&words, sizeof words};
   try {
@@ -42,7 +49,6 @@ TcpChannel::~TcpChannel() {
     // The socket is unusable: the peer will notice, too.
   }
   stream_.shut_down();
-  stream_.discard_unread();
 }
 
 bool TcpChannel::try_send(Message& message) {

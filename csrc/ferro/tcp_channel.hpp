@@ -18,11 +18,13 @@ class TcpChannel final : public Channel {
   // Takes the connected socket over, also if it throws. `mesh`, if the group has
   // one, is asked why when the stream ends: the peer may have left because of another.
   TcpChannel(int peer, int fd, std::shared_ptr<TcpMesh> mesh = nullptr);
-  // Says goodbye.
+  // Closes it if that was not done.
   ~TcpChannel() override;
 
   bool try_send(Message& message) override;
   bool try_recv(Message& message) override;
+  // Says goodbye. Idempotent.
+  void close() noexcept override;
   int poll_fd() const noexcept override { return stream_.fd(); }
 
  private:
@@ -31,6 +33,7 @@ class TcpChannel final : public Channel {
   Error verdict() const;
 
   TcpStream stream_;
+  bool has_said_goodbye_ = false;
   std::shared_ptr<TcpMesh> mesh_;
   Frame outgoing_;                   // header of the message that is being sent
   std::size_t outgoing_nbytes_ = 0;  // of it, sent
