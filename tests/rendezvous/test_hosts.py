@@ -1,16 +1,15 @@
-"""A group over two hosts: network namespaces joined by a cable."""
+"""A group over two hosts, which are network namespaces."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from namespaces import Host, cabled_hosts
 
 PORT = 29555  # the namespaces are this test's own: nobody else can be there
 PATIENCE_S = 60.0
@@ -36,42 +35,17 @@ sys.stdin.read()
 """
 
 
-def ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30, check=False)
-
-
 @pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    """Two namespaces, 10.9.0.1 and 10.9.0.2."""
-    if shutil.which("ip") is None:
-        pytest.skip("the program ip (iproute2) is not installed")
-    names = (f"ferro{os.getpid()}a", f"ferro{os.getpid()}b")
-    try:
-        for name in names:
-            made = ip("netns", "add", name)
-            if made.returncode:
-                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
-        cable = ip(*f"link add v0 netns {names[0]} type veth peer name v0 netns {names[1]}".split())
-        if cable.returncode:
-            pytest.skip(f"no virtual network cable here: {cable.stderr.strip()}")
-        for number, name in enumerate(names, 1):
-            for words in (
-                f"addr add 10.9.0.{number}/24 dev v0",
-                "link set v0 up",
-                "link set lo up",
-            ):
-                assert ip("-n", name, *words.split()).returncode == 0
-        yield names
-    finally:
-        for name in names:
-            ip("netns", "del", name)
+def hosts() -> Iterator[list[Host]]:
+    with cabled_hosts(2) as hosts:
+        yield hosts
 
 
-def run_ranks(places: Sequence[tuple[str, str]]) -> list[Any]:
+def run_ranks(places: Sequence[tuple[Host, str]]) -> list[Any]:
     """Run a rank for each host and address; return what each reports."""
     ranks = [
         subprocess.Popen(
-            ["ip", "netns", "exec", host, sys.executable, "-c", RANK, str(rank), addr],
+            host.command(sys.executable, "-c", RANK, str(rank), addr),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -96,17 +70,19 @@ def check(reports: Sequence[Any]) -> None:
         assert heard == {str(peer): [[peer], [peer]] for peer in others}
 
 
-def test_hosts_share_memory_inside_and_sockets_between(hosts: tuple[str, str]) -> None:
-    addr = f"10.9.0.1:{PORT}"
+def test_hosts_share_memory_inside_and_sockets_between(hosts: list[Host]) -> None:
+    addr = f"{hosts[0].address}:{PORT}"
     reports = run_ranks([(hosts[0], addr), (hosts[0], addr), (hosts[1], addr), (hosts[1], addr)])
     check(reports)
     for _, addresses, _, _ in reports:
-        assert addresses == ["10.9.0.1", "10.9.0.1", "10.9.0.2", "10.9.0.2"]
+        assert addresses == [hosts[0].address] * 2 + [hosts[1].address] * 2
 
 
 def test_ranks_that_reach_rank_0_by_loopback_are_reached_from_elsewhere(
-    hosts: tuple[str, str],
+    hosts: list[Host],
 ) -> None:
-    wildcard, loopback, addr = (f"{host}:{PORT}" for host in ("0.0.0.0", "127.0.0.1", "10.9.0.1"))
+    wildcard, loopback, addr = (
+        f"{address}:{PORT}" for address in ("0.0.0.0", "127.0.0.1", hosts[0].address)
+    )
     places = [(hosts[0], wildcard), (hosts[0], loopback), (hosts[1], addr), (hosts[1], addr)]
     check(run_ranks(places))
