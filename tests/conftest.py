@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from leaks import nothing_is_left
@@ -15,8 +15,8 @@ _has_failed = pytest.StashKey[bool]()
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[None | pytest.TestReport]:
-    report: pytest.TestReport = yield
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
     if report.failed:
         item.stash[_has_failed] = True
     return report

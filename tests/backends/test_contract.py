@@ -37,8 +37,6 @@ def ranks(kept: Kept) -> Iterator[rank_groups.Ranks]:
         kept.renew()
 
 
-
-
 def _is_worth_it(backend: str, world_size: int, name: str) -> bool:
     """Whether to run a case here: every process takes seconds to import torch or JAX."""
     return not CASES[name].library or backend == "simulated" or (backend, world_size) == ("host", 2)
@@ -52,7 +50,7 @@ CASES_BY_SIZE = [
 ]
 
 
-@pytest.mark.parametrize(("kept", "name"), CASES_BY_SIZE, indirect=["kept"], scope="session")
+@pytest.mark.parametrize(("kept", "name"), CASES_BY_SIZE, indirect=["kept"])
 def test_contract(ranks: rank_groups.Ranks, name: str) -> None:
     library = CASES[name].library
     if library:

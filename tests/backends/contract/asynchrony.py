@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from backends.contract.case import Group, case, clone, raised
+from backends.contract.reference import COLLECTIVES, call, expected, inputs
 from numpy.testing import assert_array_equal
 
 import ferro_dist as fd
-from backends.contract.case import Group, case, clone, raised
-from backends.contract.reference import COLLECTIVES, call, expected, inputs
 from ferro_dist import CollectiveMismatch, Timeout, Work
 
 

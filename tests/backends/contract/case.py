@@ -16,7 +16,7 @@ import numpy as np
 
 import ferro_dist as fd
 
-__all__ = ["Array", "Case", "Group", "assert_same_bits", "case", "clone", "cases", "raised"]
+__all__ = ["Array", "Case", "Group", "assert_same_bits", "case", "cases", "clone", "raised"]
 
 Array = Any
 Group = Any  # a Backend; that a result is no Work is known from the arguments
@@ -57,7 +57,8 @@ def case(
 
     def register(body: Body) -> Body:
         name = body.__name__
-        named = {f"{word}_{name}": (word,) for word in each} or {name: ()}
+        named: dict[str, tuple[str, ...]] = {f"{word}_{name}": (word,) for word in each}
+        named = named or {name: ()}
         for full_name, arguments in named.items():
             assert full_name not in cases, f"two cases are called {full_name}"
             cases[full_name] = Case(body, arguments, min_ranks, library)

@@ -7,11 +7,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from backends.contract.case import Group, case, raised
+from backends.contract.reference import COLLECTIVES, call, expected, inputs
 from numpy.testing import assert_array_equal
 
 import ferro_dist as fd
-from backends.contract.case import Group, case, raised
-from backends.contract.reference import COLLECTIVES, call, expected, inputs
 from ferro_dist import InvalidArray
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from backends.contract.case import Array, Group, case, raised
+from backends.contract.reference import DTYPES, data
 from numpy.testing import assert_array_equal
 
 import ferro_dist as fd
-from backends.contract.case import Array, Group, case, raised
-from backends.contract.reference import DTYPES, data
 from ferro_dist import P2POp, SizeMismatch, Work
 
 # About every size at which a message takes another way: a cell's 40 bytes, a piece of
@@ -115,7 +115,11 @@ def a_batch_moves_everything_at_once(group: Group) -> None:
     peers = [peer for peer in range(group.world_size) if peer != group.rank]
     for counts in ((4, 1, 0), (300_000, 2, 100_000)):
         outs = {peer: [np.empty(n, np.int64) for n in counts] for peer in peers}
-        sends = [P2POp(True, np.full(n, 10 * group.rank + i), p) for p in peers for i, n in enumerate(counts)]
+        sends = [
+            P2POp(True, np.full(n, 10 * group.rank + i), p)
+            for p in peers
+            for i, n in enumerate(counts)
+        ]
         recvs = [P2POp(False, out, peer) for peer in peers for out in outs[peer]]
         assert fd.batch([*sends, *recvs], group) is None
         for peer in peers:

@@ -8,9 +8,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from backends.contract.case import Array, Group
 
 import ferro_dist as fd
-from backends.contract.case import Array, Group
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [

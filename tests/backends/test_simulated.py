@@ -1,0 +1,186 @@
+"""SimulatedBackend: any shape, dtype and counts against NumPy, and what is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from backends.contract.reference import (
+    COLLECTIVES,
+    DTYPES,
+    REDUCING,
+    call,
+    data,
+    dtype_of,
+    expected,
+    has_reduction,
+    inputs,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+import ferro_dist as fd
+from ferro_dist import InvalidWorldSize
+from ferro_dist.reduce_op import ReduceOp
+
+Body = Callable[[fd.Backend], Any]
+Play = Callable[[int, Body], list[Any]]
+
+# An example takes a millisecond, and a hundred on a machine with other work.
+settings.register_profile("ranks", deadline=None, max_examples=60)
+ON_RANKS = settings.get_profile("ranks")
+
+shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+counts = st.one_of(st.integers(0, 40), st.integers(2040, 2060), st.integers(16_370, 16_400))
+
+
+@pytest.fixture(scope="module")
+def play() -> Iterator[Play]:
+    """Call a body on every rank of a group, which is kept from call to call."""
+    groups: dict[int, list[fd.SimulatedBackend]] = {}
+    with ThreadPoolExecutor(4) as threads:
+
+        def play(world_size: int, body: Body) -> list[Any]:
+            if world_size not in groups:
+                groups[world_size] = fd.SimulatedBackend.create_group(world_size, timeout=30)
+            return list(threads.map(body, groups[world_size]))
+
+        for size in (1, 2, 3, 4):
+            play(size, lambda group: group.barrier(False, None, 0))
+        yield play
+        for group in groups.values():
+            for rank in group:
+                rank.close()
+
+
+@given(
+    size=st.integers(1, 4),
+    op=st.sampled_from(COLLECTIVES),
+    shape=shapes,
+    name=st.sampled_from(DTYPES),
+    reduce_op=st.sampled_from(ReduceOp),
+    symmetric=st.booleans(),
+)
+@settings(ON_RANKS)
+def test_collectives_equal_numpy_for_any_shape(
+    play: Play,
+    size: int,
+    op: str,
+    shape: tuple[int, ...],
+    name: str,
+    reduce_op: ReduceOp,
+    symmetric: bool,
+) -> None:
+    if op in REDUCING and not has_reduction(name, reduce_op):
+        reduce_op = ReduceOp.MAX
+        name = "int16"
+
+    def body(group: Any) -> None:
+        arrays = inputs(op, group, shape, name)
+        x = arrays[group.rank]
+        if symmetric:
+            x = fd.empty(x.shape, name, group)
+            x[...] = arrays[group.rank]
+        y = call(op, group, x, reduce_op=reduce_op)
+        wanted = expected(op, arrays, group.rank, reduce_op=reduce_op)
+        assert (y is None) == (wanted is None)
+        if wanted is not None:
+            assert (y.shape, y.dtype) == (wanted.shape, wanted.dtype)
+            assert_array_equal(y, wanted)
+
+    play(size, body)
+
+
+@given(
+    size=st.integers(1, 4),
+    op=st.sampled_from(REDUCING),
+    count=counts,
+    name=st.sampled_from(["int8", "bfloat16", "float32", "complex128"]),
+)
+@settings(ON_RANKS)
+def test_reductions_equal_numpy_for_any_count(
+    play: Play, size: int, op: str, count: int, name: str
+) -> None:
+    def body(group: Any) -> None:
+        arrays = inputs(op, group, (count,), name)
+        y = call(op, group, arrays[group.rank])
+        if y is not None:
+            assert_array_equal(y, expected(op, arrays, group.rank))
+
+    play(size, body)
+
+
+@given(
+    table=st.integers(1, 4).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(0, 3000), min_size=n, max_size=n), min_size=n, max_size=n
+        )
+    )
+)
+@settings(ON_RANKS)
+def test_uneven_all_to_all_equals_numpy(play: Play, table: list[list[int]]) -> None:
+    ranks = range(len(table))
+
+    def body(group: Any) -> None:
+        own = group.rank
+        x = np.concatenate([data(10 * own + dst, (table[own][dst],), "int32") for dst in ranks])
+        recv = [table[src][own] for src in ranks]
+        y = fd.all_to_all(x, group, send_counts=table[own], recv_counts=recv)
+        assert_array_equal(
+            y, np.concatenate([data(10 * src + own, (recv[src],), "int32") for src in ranks])
+        )
+
+    play(len(table), body)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 100_000), min_size=1, max_size=12), name=st.sampled_from(DTYPES)
+)
+@settings(ON_RANKS)
+def test_messages_of_any_size_arrive_in_order(play: Play, sizes: list[int], name: str) -> None:
+    def body(group: Any) -> None:
+        if group.rank == 0:
+            for number, size in enumerate(sizes):
+                fd.send(data(number, (size,), name), group, 1)
+        else:
+            for number, size in enumerate(sizes):
+                out = fd.recv(np.empty(size, dtype_of(name)), group, 0)
+                assert_array_equal(out, data(number, (size,), name))
+
+    play(2, body)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.0, True, "2", None])
+def test_a_world_of_no_size_is_refused(world_size: Any) -> None:
+    with pytest.raises(InvalidWorldSize):
+        fd.SimulatedBackend.create_group(world_size)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout must be"):
+        fd.SimulatedBackend.create_group(2, timeout=timeout)
+
+
+def test_a_group_may_be_given_back_without_closing_it() -> None:
+    for group in fd.SimulatedBackend.create_group(3):
+        assert group.world_size == 3
+
+
+def test_counts_above_two_to_the_31_are_moved() -> None:
+    count = 2**31 + 5
+    first, second = fd.SimulatedBackend.create_group(2, timeout=100)
+    with first, second, ThreadPoolExecutor(1) as other:
+        x = np.zeros(count, np.uint8)
+        x[:: 2**20] = 7
+        x[-1] = 9
+        received = other.submit(fd.broadcast, np.empty(count, np.uint8), second)
+        fd.broadcast(x, first, out=x)
+        y = received.result()
+    assert y.size == count
+    assert np.array_equal(x[-(2**20) :], y[-(2**20) :])
+    assert np.array_equal(x[:: 2**20], y[:: 2**20])
