@@ -51,7 +51,6 @@ class SimulatedBackend(EngineBackend):
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidWorldSize(f"world_size must be a positive integer, not {world_size!r}.")
         timeout = arguments.check_timeout(timeout)
-        timeout = arguments.check_timeout(timeout)
         num_cores = len(os.sched_getaffinity(0))
         siblings = _Siblings()
         return [
