@@ -1,4 +1,5 @@
-/* The watchdog ring: no death goes unseen, nobody living is convicted.
+/* The watchdog ring: no death goes unseen, nobody living is convicted. Nor does a second
+ * one: survivors that make a smaller group must not wait for it.
  *
  * Each rank holds a liveness word and has a thread that sleeps on its successor's.
  * Up to DEATHS ranks are killed at any step; the kernel then marks the word and
@@ -57,9 +58,13 @@ proctype watchdog(byte r) {
     :: atomic {
          WORD_OF_WATCHED(r) == DIED && is_departed[watched[r]] -> watched[r] = NEXT(watched[r])
        }
-    :: WORD_OF_WATCHED(r) == DIED && !is_departed[watched[r]] -> abort_group(watched[r]); break
+    :: WORD_OF_WATCHED(r) == DIED && !is_departed[watched[r]] ->
+       abort_group(watched[r]); watched[r] = NEXT(watched[r])
+#elif defined(BUG_STOPS_AFTER_DEAD)
+       /* Its own word is released then, and its own death is marked by nobody. */
+    :: WORD_OF_WATCHED(r) == DIED -> abort_group(watched[r]); liveness[r] = RELEASED; break
 #else
-    :: WORD_OF_WATCHED(r) == DIED -> abort_group(watched[r]); break
+    :: WORD_OF_WATCHED(r) == DIED -> abort_group(watched[r]); watched[r] = NEXT(watched[r])
 #endif
        /* The word is read, and may change before futex_wait compares it again. */
     :: watched[r] != r && WORD_OF_WATCHED(r) == HELD ->
@@ -111,7 +116,11 @@ init {
   };
   timeout; /* nothing moves any more */
   d_step {
-    for (i : 0 .. RANKS - 1) { somebody_died = somebody_died || liveness[i] == DIED }
+    for (i : 0 .. RANKS - 1) {
+      somebody_died = somebody_died || liveness[i] == DIED;
+      /* Unless it had closed, a killed rank is marked. */
+      assert(!is_killed[i] || is_departed[i] || liveness[i] == DIED)
+    }
     assert(is_aborted || !somebody_died)
   }
 }
