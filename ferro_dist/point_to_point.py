@@ -8,6 +8,10 @@ A send returns when the array may be changed again, which may be before the peer
 has received it. Two ranks that both send something large before they receive
 wait for each other; `sendrecv` and `batch` progress both directions together.
 
+While a thread blocks in a call of this module, those of other threads on the same
+group wait for it. A thread that receives while others send uses ``async_op=True``: work
+under way holds up nobody.
+
 A message whose dtype, size or tag is not what the receive was posted for raises
 `SizeMismatch` there and is dropped. The group stays usable.
 
