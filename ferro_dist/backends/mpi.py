@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -581,9 +580,7 @@ class MpiBackend(Backend):
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         self._check_open("empty")
         resolved = numpy_dtype(dtype_code(dtype))
-        dims = tuple(shape) if isinstance(shape, Sequence) else (operator.index(shape),)
-        if any(size < 0 for size in dims):
-            raise ValueError(f"a shape has no negative sizes: {shape!r}")
+        dims = arguments.check_shape(shape)
         # On a cache line of its own, where vector instructions like it best.
         nbytes = math.prod(dims) * resolved.itemsize
         block = np.empty(nbytes + _ALIGNMENT, np.uint8)
