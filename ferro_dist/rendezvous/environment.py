@@ -72,7 +72,7 @@ class Placement:
         if self.rank > 0 or self.listen_fd is None or self.addr is None:
             return None
         with contextlib.suppress(OSError):
-            sock = socket.socket(fileno=os.dup(self.listen_fd))
+            sock = _socket_at(os.dup(self.listen_fd))
             if self._is_own(sock):
                 os.set_inheritable(sock.fileno(), False)
                 return sock
@@ -84,6 +84,15 @@ class Placement:
         name = sock.getsockname()
         ports = {address.port for address in parse_addresses(self.addr or "")}
         return bool(is_listening) and isinstance(name, tuple) and name[1] in ports
+
+
+def _socket_at(fd: int) -> socket.socket:
+    """Make a socket of a descriptor, which is closed if it is none."""
+    try:
+        return socket.socket(fileno=fd)
+    except OSError:
+        os.close(fd)
+        raise
 
 
 @dataclass(frozen=True)
