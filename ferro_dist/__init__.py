@@ -100,9 +100,12 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib import metadata
 
-        value: Any = version("ferro_dist")
+        try:
+            value: Any = metadata.version("ferro_dist")
+        except metadata.PackageNotFoundError:
+            value = "unknown"  # imported from a source tree that was never installed
     elif name in _MODULE_OF:
         module = importlib.import_module(f"ferro_dist.{_MODULE_OF[name]}")
         value = getattr(module, name)
@@ -113,4 +116,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__, "__version__"]
+    return sorted({*globals(), *__all__, "__version__"})

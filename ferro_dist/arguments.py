@@ -29,8 +29,8 @@ __all__ = [
     "is_reducible",
     "per_rank_count",
     "raise_missing_array",
-    "reduce_op_of",
     "raise_overlap",
+    "reduce_op_of",
     "uneven_counts",
 ]
 

@@ -14,7 +14,6 @@ __all__ = [
     "ChannelClosed",
     "CollectiveMismatch",
     "DistributedError",
-    "GpuFallbackWarning",
     "InvalidArray",
     "InvalidRank",
     "InvalidWorldSize",
@@ -156,7 +155,3 @@ class LockPoisoned(DistributedError):
 
     Go on in the group that ``backend.shrink()`` makes, or make a new one.
     """
-
-
-class GpuFallbackWarning(UserWarning):
-    """A collective on a GPU array went through host memory, because it was allowed to."""

@@ -67,6 +67,9 @@ cdef class SymmetricMemory:
     cdef Py_ssize_t _nbytes
     cdef int _num_forks
 
+    def __init__(self):
+        raise TypeError("SymmetricMemory is made by Communicator.allocate")
+
     def __dealloc__(self):
         if self._num_forks != num_forks:
             # The parent's: a thread that does not exist here may hold the heap's lock.
@@ -91,6 +94,9 @@ cdef class HostWork:
     cdef object _x
     cdef object _written
     cdef bint _is_new      # _written was allocated for x, and is delivered in x's library
+
+    def __init__(self):
+        raise TypeError("HostWork is made by a call with async_op")
 
     def wait(self, timeout=None):
         cdef double seconds = UNLIMITED if timeout is None else arguments.check_patience(timeout)
@@ -132,6 +138,9 @@ cdef class Communicator:
     cdef set _in_flight    # work whose arrays the engine may still use
     cdef size_t _sweep_at  # how much of it may gather before it is looked through
     cdef int _num_forks
+
+    def __init__(self):
+        raise TypeError("Communicator is made by create_group or connect")
 
     @staticmethod
     def create_group(int world_size, int num_cores, double timeout, arrays):
@@ -214,7 +223,7 @@ cdef class Communicator:
         cdef shared_ptr[Heap] heap = self._engine.get().heap()
         if heap.get() == NULL:
             return None
-        cdef SymmetricMemory memory = SymmetricMemory()
+        cdef SymmetricMemory memory = SymmetricMemory.__new__(SymmetricMemory)
         memory._num_forks = num_forks
         memory._heap = heap
         memory._nbytes = nbytes
@@ -409,8 +418,8 @@ cdef class Communicator:
 
     cdef int _refuse_device(self, str op) except -1:
         raise UnsupportedOp(
-            f"{op}: the array is on a GPU, which this backend does not reach. Use NcclBackend or "
-            "HybridBackend, or copy the array to the host.", op=op, rank=self.rank)
+            f"{op}: the array is on a GPU, which this backend does not reach. "
+            "Copy it to the host first.", op=op, rank=self.rank)
 
     # `in_place` is how many bytes past the start of x an out that shares its memory begins.
     cdef inline int _check_outputs(

@@ -16,6 +16,8 @@ from ferro_dist.errors import (
     UnsupportedOp,
 )
 
+__all__: list[str] = []
+
 
 cdef extern from "ferro/error.hpp" namespace "ferro" nogil:
     cdef enum class ErrorCode(unsigned char):

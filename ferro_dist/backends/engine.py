@@ -106,7 +106,8 @@ class EngineBackend(Backend):
         memory = self._communicator.allocate(nbytes)
         if memory is None:
             return np.empty(dims, resolved)
-        return np.ndarray(dims, resolved, buffer=memoryview(memory))
+        buffer: Any = memory  # has the buffer protocol, which a stub cannot say before Python 3.12
+        return np.ndarray(dims, resolved, buffer=buffer)
 
     @property
     def survivors(self) -> tuple[int, ...]:

@@ -801,7 +801,7 @@ class MpiBackend(Backend):
         if view.device_type != _CPU:
             raise UnsupportedOp(
                 f"{op}: the mpi backend moves arrays in host memory, and this one is on "
-                f"GPU {view.device_id}. Use NcclBackend or HybridBackend, or copy it first.",
+                f"GPU {view.device_id}. Copy it to the host first.",
                 op=op,
                 rank=self._rank,
             )
