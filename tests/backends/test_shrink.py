@@ -326,11 +326,6 @@ def test_shrinking_leaves_nothing_behind(transport: str) -> None:
     check_survivors(outcomes, (1,))
 
 
-def test_mpi_cannot_shrink() -> None:
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    assert fd.MpiBackend.shrink is not fd.Backend.shrink
-
-
 # Several hosts
 
 
