@@ -91,7 +91,8 @@ void Communicator::begin_close() noexcept {
   const bool is_collective_idle = collective_gate_.try_enter();
   const bool has_entered_messages = message_gate_.try_enter();
   // With all its work done the message thread is on its way out, and keeps nobody waiting.
-  const bool is_message_idle = has_entered_messages || is_message_thread_inside_.load(std::memory_order_acquire);
+  const bool is_message_idle =
+      has_entered_messages || is_message_thread_inside_.load(std::memory_order_acquire);
   // From here on every call under way fails soon, and leaves its gate. Work that has not
   // begun counts: whether it has is chance, and must make no difference to the peers.
   const bool has_work = collective_queue_.num_pending() != 0 || message_queue_.num_pending() != 0;

@@ -117,8 +117,8 @@ class Communicator {
   TaskQueue collective_queue_;
   TaskQueue message_queue_;
   std::atomic<bool> is_message_thread_inside_{false};  // from before it takes message_gate_ until after
-  std::atomic<bool> is_closed_{false};  // no call may start
-  std::atomic<bool> has_left_{false};   // close() has gone on to wait for those under way
+  std::atomic<bool> is_closed_{false};                 // no call may start
+  std::atomic<bool> has_left_{false};                  // close() has gone on to wait for those under way
 };
 
 }  // namespace ferro
