@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -47,16 +46,20 @@ class Job:
     """Ranks that run one test body after the other."""
 
     def __init__(self, implementation: str, ranks: int) -> None:
-        library, launcher = find_implementation(implementation)
+        library, launcher = library_and_launcher(implementation)
+        command = [str(launcher), *launcher_options(implementation), "-n", str(ranks)]
         self._process = subprocess.Popen(
-            [*launcher, "-n", str(ranks), sys.executable, "-X", "faulthandler", RANKS],
-            env={**os.environ, "MPI4PY_LIBMPI": library},
+            [*command, sys.executable, "-X", "faulthandler", RANKS],
+            env={**os.environ, "MPI4PY_LIBMPI": str(library)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
         self.is_usable = True
+
+    def await_start(self) -> None:
+        """Wait until all ranks are ready for a body."""
         self._await_answer("the start")
 
     def run(self, body: str) -> None:
@@ -104,65 +107,72 @@ class Job:
         self._process.stdout.close()
 
 
-def find_implementation(name: str) -> tuple[str, list[str]]:
-    """Library and launcher of a wheel; skips the test where the wheel is missing."""
-    # Both wheels install bin/mpiexec, over each other: these names are their own.
-    soname, program, options = {
-        "mpich": ("libmpi.so.12", "mpiexec.hydra", []),
-        "openmpi": (
-            "libmpi.so.40",
-            "prterun",
-            ["--personality", "ompi", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"],
-        ),
-    }[name]
-    library = Path(sys.prefix, "lib", soname)
-    launcher = shutil.which(program, path=sysconfig.get_path("scripts"))
-    if launcher is None or not library.exists():
-        pytest.skip(f"the {name} wheel is not installed in {sys.prefix}")
-    if name == "openmpi" and os.geteuid() == 0:
-        options = ["--allow-run-as-root", *options]
-    return str(library), [launcher, *options]
+# Both wheels install bin/mpiexec, over each other: these names are their own.
+LIBRARIES = {"mpich": "libmpi.so.12", "openmpi": "libmpi.so.40"}
+LAUNCHERS = {"mpich": "mpiexec.hydra", "openmpi": "prterun"}
 
 
-class Kept:
-    """The job of one implementation and size, started again after a body has failed."""
+def is_installed(implementation: str) -> bool:
+    library, launcher = library_and_launcher(implementation)
+    return library.exists() and launcher.exists()
 
-    def __init__(self, implementation: str, ranks: int) -> None:
-        self._what = implementation, ranks
-        self.job = Job(implementation, ranks)
 
-    def renew(self) -> None:
-        self.job.kill()
-        self.job = Job(*self._what)
+def library_and_launcher(implementation: str) -> tuple[Path, Path]:
+    """Return where the implementation's wheel would have put them."""
+    library = Path(sys.prefix, "lib", LIBRARIES[implementation])
+    return library, Path(sysconfig.get_path("scripts"), LAUNCHERS[implementation])
+
+
+def launcher_options(implementation: str) -> list[str]:
+    if implementation == "mpich":
+        return []
+    options = ["--personality", "ompi", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+    return ["--allow-run-as-root", *options] if os.geteuid() == 0 else options
+
+
+class Jobs:
+    """One job of each size, all of them started before the first test, which none may be in."""
+
+    def __init__(self) -> None:
+        self._jobs = {size: Job(*size) for size in SIZES if is_installed(size[0])}
+        for job in self._jobs.values():
+            job.await_start()
+
+    def get(self, size: tuple[str, int]) -> Job:
+        """Return the job of this implementation and size; a new one if a body failed in it."""
+        if size not in self._jobs:
+            pytest.skip(f"the {size[0]} wheel is not installed in {sys.prefix}")
+        if not self._jobs[size].is_usable:
+            self._jobs[size].kill()
+            self._jobs[size] = Job(*size)
+            self._jobs[size].await_start()
+        return self._jobs[size]
+
+    def close(self) -> None:
+        for job in self._jobs.values():
+            job.close()
 
 
 @pytest.fixture(scope="module")
-def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
-    kept = Kept(*request.param)
-    yield kept
-    kept.job.close()
-
-
-@pytest.fixture
-def job(kept: Kept) -> Iterator[Job]:
-    yield kept.job
-    if not kept.job.is_usable:
-        kept.renew()
+def jobs() -> Iterator[Jobs]:
+    jobs = Jobs()
+    yield jobs
+    jobs.close()
 
 
 BODIES = [
-    pytest.param((implementation, ranks), body, id=f"{implementation}-{ranks}-{body}")
-    for implementation, ranks in SIZES
-    for body in [*names_for(ranks), *OF_ANY_SIZE, *(BETWEEN_RANKS if ranks > 1 else [])]
+    pytest.param(size, body, id=f"{size[0]}-{size[1]}-{body}")
+    for size in SIZES
+    for body in [*names_for(size[1]), *OF_ANY_SIZE, *(BETWEEN_RANKS if size[1] > 1 else [])]
 ]
 
 
-@pytest.mark.parametrize(("kept", "body"), BODIES, indirect=["kept"], scope="module")
-def test_mpi(job: Job, body: str) -> None:
+@pytest.mark.parametrize(("size", "body"), BODIES)
+def test_mpi(jobs: Jobs, size: tuple[str, int], body: str) -> None:
     library = CASES[body].library if body in CASES else ""
     if library:
         pytest.importorskip(library)
-    job.run(body)
+    jobs.get(size).run(body)
 
 
 @pytest.fixture(params=["mpich", "openmpi"])
@@ -172,8 +182,11 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 
 def test_a_job_ends_well_after_a_timeout(implementation: str) -> None:
+    if not is_installed(implementation):
+        pytest.skip(f"the {implementation} wheel is not installed in {sys.prefix}")
     job = Job(implementation, 2)
     try:
+        job.await_start()
         job.run("a_late_rank_is_named_by_the_timeout")
         assert job.close() == 0
     finally:
