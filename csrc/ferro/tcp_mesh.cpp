@@ -187,9 +187,12 @@ void TcpMesh::tell(Lane& lane, const Frame& last_words, std::int64_t deadline_ns
     }
     lane.told_nbytes += moved.nbytes;
     const std::int64_t left_ms = (deadline_ns - now_ns()) / 1'000'000;
-    if (moved.has_ended || (moved.nbytes == 0 && left_ms <= 0)) return;
-    pollfd entry{lane.stream.fd(), POLLOUT, 0};
+    // A peer that has hung up knows of the end, or died.
+    if (moved.has_ended || (moved.nbytes == 0 && (left_ms <= 0 || lane.stream.has_hung_up()))) return;
+    pollfd entry{lane.stream.fd(), POLLOUT | POLLIN | POLLRDHUP, 0};
     if (moved.nbytes == 0 && poll(&entry, 1, static_cast<int>(left_ms)) <= 0) return;
+    // It may be telling us the same: nobody would read, and nobody have room.
+    if ((entry.revents & POLLIN) != 0) lane.stream.discard_unread();
   }
 }
 

@@ -109,7 +109,7 @@ class TcpMesh {
     std::size_t told_nbytes = 0;                 // of the last words
   };
 
-  static constexpr double kTellSeconds = 0.02;
+  static constexpr double kTellSeconds = 0.5;
 
   Lane& lane(int peer) { return lanes_[static_cast<std::size_t>(lane_of_[static_cast<std::size_t>(peer)])]; }
   AbortReason reason() const noexcept;

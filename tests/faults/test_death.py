@@ -20,6 +20,7 @@ from fault_injection import (
     die,
     die_within,
     error_of,
+    meet,
     public_name,
     told,
 )
@@ -35,7 +36,7 @@ def repeat_until_error(
     backend: fd.Backend, op: str, count: int, victim: int, delay_s: float
 ) -> Told:
     call = call_of(op, backend, count)
-    fd.barrier(backend)
+    meet(backend, victim)
     if backend.rank == victim:
         die_within(delay_s)
     return repeat(call)
@@ -113,7 +114,7 @@ def test_survivors_over_tcp_name_the_killed_rank(op: str, count: int) -> None:
 
 
 def wait_for_a_rank_that_dies_idle(backend: fd.Backend, op: str) -> Told:
-    fd.barrier(backend)
+    meet(backend, 1)
     if backend.rank == 1:
         # The others are in their call by then, or on their way to it.
         die_within(0.01)
@@ -129,7 +130,7 @@ def test_survivors_name_a_rank_killed_outside_the_group(op: str, transport: str)
 
 
 def receive_from_the_dead_and_from_the_silent(backend: fd.Backend) -> Told:
-    fd.barrier(backend)
+    meet(backend, 2)
     if backend.rank == 2:
         die_within(0.01)
         threading.Event().wait(PATIENCE_S)
@@ -148,7 +149,7 @@ def test_a_receive_from_a_living_rank_ends_when_another_rank_dies(transport: str
 def call_after_a_death(backend: fd.Backend, fifo: str) -> list[Told]:
     # Rank 0 alone writes to it, so that its end is seen as the end of the file.
     file = os.open(fifo, os.O_WRONLY if backend.rank == 0 else os.O_RDONLY)
-    fd.barrier(backend)
+    meet(backend, 0)
     if backend.rank == 0:
         die()
     assert os.read(file, 1) == b""
@@ -167,7 +168,7 @@ def test_the_first_call_after_a_death_tells_of_it_and_later_ones_refuse(
 
 
 def hold_works_over_a_death(backend: fd.Backend, victim: int) -> list[Told]:
-    fd.barrier(backend)
+    meet(backend, victim)
     peer = 1 - backend.rank if backend.rank < 2 else 0
     if backend.rank == victim:
         die_within(0.02)
@@ -198,7 +199,7 @@ def test_all_pending_work_ends_with_the_same_error_on_every_survivor(transport: 
 
 
 def outlive_a_parent(backend: fd.Backend, fifo: str) -> Told:
-    fd.barrier(backend)
+    meet(backend, 1)
     if backend.rank == 1:
         lifeline = os.open(fifo, os.O_RDONLY)
         if os.fork() == 0:
@@ -223,7 +224,7 @@ def outlive_a_rank_with_much_memory(backend: fd.Backend) -> Told:
     if backend.rank == 0:
         resident = np.ones(1 << 27, np.float32)  # 512 MiB, every page touched
         assert resident[-1] == 1
-    fd.barrier(backend)
+    meet(backend, 0)
     if backend.rank == 0:
         die_within(0.01)
     return repeat(call_of("allreduce", backend, SMALL))
@@ -236,7 +237,8 @@ def test_survivors_name_a_rank_killed_with_much_memory(transport: str) -> None:
 
 
 def outlive_two(backend: fd.Backend) -> Told:
-    fd.barrier(backend)
+    meet(backend, 1)
+    meet(backend, 2)
     if backend.rank in (1, 2):
         die_within(0.01)
     return repeat(call_of("allreduce", backend, LARGE))
@@ -254,6 +256,7 @@ def outlive_a_rank_of_two_groups(backend: fd.Backend) -> list[Told]:
     low, high = backend.split([0, 1]), backend.split([2, 3])
     pair = low or high
     assert pair is not None
+    meet(backend, 3)
     if backend.rank == 3:
         die_within(0.01)
     everybody = repeat(call_of("allreduce", backend, SMALL))
