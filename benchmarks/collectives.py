@@ -37,7 +37,7 @@ QUICK_SIZES = "4,1K,16K,256K,4M"
 MEMORIES = ("plain", "symmetric", "torch")
 BATCH_NS = 30_000
 MAX_SAMPLES = 400
-QUICK_SECONDS = 42.0  # with start and end, a minute
+QUICK_SECONDS = 35.0  # with start and end, a minute
 
 
 def main() -> int:
@@ -138,7 +138,7 @@ def count_cases(options: Options) -> int:
 def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]:
     """Run every case with one number of ranks, printing each table as it is complete."""
     with scratch_directory() as directory, contextlib.ExitStack() as stack:
-        groups = list(start_all(ranks, options, directory, stack))
+        groups = start_all(ranks, options, directory, stack)
         distance = start_distance(directory, options, stack)
         results: list[report.Result] = []
         said: set[str] = set()
@@ -149,42 +149,51 @@ def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]
                 found += Contest(case, groups, distance, options, said).run(budget.next_deadline())
             report.print_table(found)
             results += found
+        for group in groups:
+            group.dismiss()
         return results
 
 
 def start_all(
     ranks: int, options: Options, directory: Path, stack: contextlib.ExitStack
-) -> Iterator[Group]:
+) -> list[Group]:
+    groups = []
     for system in systems(ranks, options.transport, quick=options.is_quick):
         if options.only and not {system.name, system.family} & set(options.only):
             continue
         if system.missing:
             measure.say(f"missing: {system.name}: {system.missing}")
             continue
-        group = start_one(system, ranks, options.transport, directory, stack)
-        if group is not None:
-            yield group
+        groups.append(launch(system, ranks, options.transport, directory, stack))
+    return [group for group in groups if joins(group)]
 
 
-def start_one(
+def launch(
     system: System, ranks: int, transport: str, directory: Path, stack: contextlib.ExitStack
-) -> Group | None:
+) -> Group:
     group = Group(system, ranks, transport, directory)
     stack.callback(group.close)
+    group.launch()
+    return group
+
+
+def joins(group: Group) -> bool:
+    """Wait for a group that was launched; say so if it does not come."""
     try:
-        group.start()
+        group.join()
     except SystemFailed as error:
         measure.say(f"missing: {error}")
-        return None
-    measure.say(f"{system.name}: {group.about}")
-    return group
+        return False
+    measure.say(f"{group.system.name}: {group.about}")
+    return True
 
 
 def start_distance(directory: Path, options: Options, stack: contextlib.ExitStack) -> Group | None:
     if measure.describe_machine()["cores"] < 2:
         return None
     system = System("distance", "two_cores", "Distance")
-    return start_one(system, 2, options.transport, directory, stack)
+    group = launch(system, 2, options.transport, directory, stack)
+    return group if joins(group) else None
 
 
 @dataclasses.dataclass

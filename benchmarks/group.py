@@ -54,18 +54,24 @@ class Group:
             "BENCHMARK_SOCKET": str(self._socket_path),
         }
 
-    def start(self) -> None:
-        """Launch all ranks and wait until each has joined its group."""
-        with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
-            listener.bind(str(self._socket_path))
-            listener.listen(self._ranks)
-            listener.settimeout(0.2)
+    def launch(self) -> None:
+        """Start all ranks, and return before they are there."""
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._socket_path))
+        self._listener.listen(self._ranks)
+        self._listener.settimeout(0.2)
+        with self._log.open("wb") as log:
             self._launch(log)
-            try:
-                channels = self._accept_all(listener)
-            except OSError as error:
-                self.kill()
-                raise SystemFailed(f"{self.system.name}: {error}{self._said()}") from None
+
+    def join(self) -> None:
+        """Wait until every rank has joined its group."""
+        try:
+            channels = self._accept_all(self._listener)
+        except OSError as error:
+            self.kill()
+            raise SystemFailed(f"{self.system.name}: {error}{self._said()}") from None
+        finally:
+            self._listener.close()
         self._channels = [channels[rank] for rank in range(self._ranks)]
 
     def order(self, **order: Any) -> list[Any]:
@@ -84,11 +90,15 @@ class Group:
             raise CaseRefused(errors[0])
         return [answer["value"] for answer in answers]
 
-    def close(self) -> None:
-        """End all ranks in good order, those that do not obey by force."""
+    def dismiss(self) -> None:
+        """Tell all ranks to end, and return before they have."""
         with contextlib.suppress(OSError):
             for channel in self._channels:
                 channel.send({"do": "exit"})
+
+    def close(self) -> None:
+        """Wait for the end of all ranks; end those that do not obey by force."""
+        self.dismiss()
         deadline = time.monotonic() + EXIT_TIMEOUT_S
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -86,7 +86,7 @@ def systems(ranks: int, transport: str, *, quick: bool = False) -> list[System]:
     return found
 
 
-_SELDOM_BEST = frozenset({"gloo/keep_memory", "openmpi/coll_sm", "mpich/cma"})
+_SELDOM_BEST = frozenset({"gloo/unbound", "gloo/keep_memory", "openmpi/coll_sm", "mpich/cma"})
 
 
 def _ferro(ranks: int, transport: str) -> System:
