@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class HostBackend(EngineBackend):
         group: str = "world",
         epoch: str = "",
     ) -> None:
-        self._adopt(
+        with self._closed_on_failure():
             rendezvous.connect(
                 rank,
                 world_size,
@@ -74,9 +75,17 @@ class HostBackend(EngineBackend):
                 listener=listener,
                 group=group,
                 epoch=epoch,
-            ),
-            timeout,
-        )
+                adopt=lambda wiring: self._adopt(wiring, timeout),
+            )
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if hasattr(self, "_wiring"):
+                self.close()
+            raise
 
     def _adopt(self, wiring: Wiring, timeout: float) -> None:
         collective_sockets, message_sockets = [-1] * wiring.world_size, [-1] * wiring.world_size
@@ -107,18 +116,19 @@ class HostBackend(EngineBackend):
         if self.rank not in chosen:
             return None
         seconds = self.timeout if timeout is None else timeout
-        wiring = rendezvous.connect_through(
-            lambda blob: self._gather_bytes(blob, chosen, seconds),
-            chosen.index(self.rank),
-            len(chosen),
-            token=self._wiring.token,
-            timeout=seconds,
-            shared_memory=self._shares_memory,
-            create_segment=create_segment,
-            addresses=[self._wiring.addresses[member] for member in chosen],
-        )
         group = self.__class__.__new__(self.__class__)
-        group._adopt(wiring, self.timeout)
+        with group._closed_on_failure():
+            rendezvous.connect_through(
+                lambda blob: self._gather_bytes(blob, chosen, seconds),
+                chosen.index(self.rank),
+                len(chosen),
+                token=self._wiring.token,
+                timeout=seconds,
+                shared_memory=self._shares_memory,
+                create_segment=create_segment,
+                addresses=[self._wiring.addresses[member] for member in chosen],
+                adopt=lambda wiring: group._adopt(wiring, self.timeout),
+            )
         return group
 
     def shrink(self, timeout: float | None = None) -> HostBackend:

@@ -54,7 +54,7 @@ from ferro_dist.rendezvous.control_plane import (
     Participant,
 )
 from ferro_dist.rendezvous.event_loop import EventLoop
-from ferro_dist.rendezvous.wiring import Member, Place, Segment, Wiring, wire
+from ferro_dist.rendezvous.wiring import Adopt, Member, Place, Segment, Wiring, wire
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "check_place", "connect", "connect_through"]
 
@@ -77,6 +77,7 @@ def connect(
     group: str = "world",
     epoch: str = "",
     environ: Mapping[str, str] = os.environ,
+    adopt: Adopt | None = None,
 ) -> Wiring:
     """Connect the ranks of a group to each other.
 
@@ -100,6 +101,10 @@ def connect(
         On rank 0: a socket that listens at `addr` already. It is closed.
     group, epoch : str, optional
         Tell groups of one token apart; the same on all ranks.
+    adopt : callable, optional
+        Called with the wiring when this rank is connected, and before it is known that all
+        are: what it makes notices ranks that die from here on. It is the caller's to undo
+        if an error follows.
 
     Raises
     ------
@@ -121,13 +126,13 @@ def connect(
         rank, world_size = check_place(rank, world_size)
         deadline = Deadline(check_timeout(timeout))
         if world_size == 1:
-            return world_of_one()
+            return _adopted(world_of_one(), adopt)
         entrance = _Entrance(rank, world_size, addr, listener, deadline, token, environ)
         claim = Claim(Role.CONTROL, rank, world_size, group_digest(group, epoch))
         loop = EventLoop()
         stack.callback(loop.close)
         exchange = entrance.open(loop, claim)
-        return wire(exchange, entrance.token, create_segment, shared_memory, entrance)
+        return wire(exchange, entrance.token, create_segment, shared_memory, entrance, adopt)
 
 
 def connect_through(
@@ -141,6 +146,7 @@ def connect_through(
     shared_memory: bool = True,
     addresses: Sequence[str] | None = None,
     environ: Mapping[str, str] = os.environ,
+    adopt: Adopt | None = None,
 ) -> Wiring:
     """Connect the ranks of a group by means of a group that exists already.
 
@@ -153,7 +159,7 @@ def connect_through(
     addresses : sequence of str, optional
         Where this rank reaches each rank of the new group: the parent's
         ``Wiring.addresses``. Default: all on this machine.
-    create_segment, token, timeout, shared_memory
+    create_segment, token, timeout, shared_memory, adopt
         As for `connect`.
 
     Raises
@@ -164,7 +170,7 @@ def connect_through(
     rank, world_size = check_place(rank, world_size)
     deadline = Deadline(check_timeout(timeout))
     if world_size == 1:
-        return world_of_one()
+        return _adopted(world_of_one(), adopt)
     views = None if addresses is None else tuple(map(str, addresses))
     if views is not None and len(views) != world_size:
         raise InvalidWorldSize(f"{len(views)} addresses for {world_size} ranks", op="split")
@@ -174,7 +180,13 @@ def connect_through(
     with system_errors(rank), contextlib.closing(EventLoop()) as loop:
         exchange = ParentExchange(loop, all_gather, rank, world_size, deadline)
         place = KnownPlace(views)
-        return wire(exchange, secret, create_segment, shared_memory, place)
+        return wire(exchange, secret, create_segment, shared_memory, place, adopt)
+
+
+def _adopted(wiring: Wiring, adopt: Adopt | None) -> Wiring:
+    if adopt is not None:
+        adopt(wiring)
+    return wiring
 
 
 def check_place(rank: int, world_size: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from ferro_dist.rendezvous.control_plane import Exchange
 from ferro_dist.rendezvous.event_loop import READ, Acceptor, Dialler
 from ferro_dist.rendezvous.frame import Conversation, ProtocolError, decode_json
 
-__all__ = ["Member", "Place", "Segment", "Wiring", "wire"]
+__all__ = ["Adopt", "Member", "Place", "Segment", "Wiring", "wire"]
 
 SEGMENT_MESSAGE = struct.Struct("!QQ")  # device and inode of the segment
 UCRED = struct.Struct("3i")  # process, user and group id
@@ -39,6 +39,9 @@ SOCKET_ROLES = (Role.COLLECTIVE, Role.POINT_TO_POINT)
 
 Segment = Callable[[int], int]
 """Makes shared memory for so many ranks and returns its descriptor."""
+
+Adopt = Callable[["Wiring"], None]
+"""Takes over what this rank has been connected with, before it is known that all have been."""
 
 
 @dataclass
@@ -206,11 +209,16 @@ KINDS: dict[str, type] = {"int": int, "str": str, "bool": bool}
 
 
 def wire(
-    exchange: Exchange, token: bytes, create_segment: Segment, shared_memory: bool, place: Place
+    exchange: Exchange,
+    token: bytes,
+    create_segment: Segment,
+    shared_memory: bool,
+    place: Place,
+    adopt: Adopt | None = None,
 ) -> Wiring:
     """Connect this rank to all others; if it cannot, tell them why."""
     try:
-        return _Wirer(exchange, token, create_segment, place).wire(shared_memory)
+        return _Wirer(exchange, token, create_segment, place).wire(shared_memory, adopt)
     except ProtocolError as error:
         failure = Io(f"rendezvous: another rank sent {error}", op="init", rank=exchange.rank)
         exchange.fail(failure)
@@ -235,7 +243,7 @@ class _Wirer:
         self._members: list[Member] = []
         self._group = b""
 
-    def wire(self, shared_memory: bool) -> Wiring:
+    def wire(self, shared_memory: bool, adopt: Adopt | None) -> Wiring:
         own = Member.own(shared_memory, self._place)
         # It listens before anybody can know its name.
         with listen(Target(socket.AF_UNIX, own.socket_name)) as server:
@@ -246,6 +254,10 @@ class _Wirer:
             wiring = self._plan()
             try:
                 self._connect(wiring, server)
+                # Before the commit, which sees a rank die: once it is over, all of them
+                # must be in the care of whoever watches them from then on.
+                if adopt is not None:
+                    adopt(wiring)
                 self._exchange.commit()
             except BaseException:
                 wiring.close()

@@ -1,0 +1,39 @@
+"""What only groups of processes have: how they come to be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+import ferro_dist as fd
+from ferro_dist import rendezvous
+from ferro_dist._native.host import create_segment
+from ferro_dist.testing import RankDeath, run_ranks
+
+TIMEOUT_S = 60.0
+
+
+def die_while_joining(rank: int, world_size: int, addr: str) -> str:
+    """Be killed once all others may have registered with each other."""
+    if rank == 1:
+        rendezvous.connect(
+            rank,
+            world_size,
+            addr,
+            create_segment=create_segment,
+            adopt=lambda _: os.kill(os.getpid(), signal.SIGKILL),
+        )
+    started = time.monotonic()
+    with pytest.raises(fd.PeerLostError) as raised:
+        fd.HostBackend(rank, world_size, addr, timeout=TIMEOUT_S)
+    assert raised.value.peer == 1
+    return "in time" if time.monotonic() - started < TIMEOUT_S / 2 else "at the timeout"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_death_before_the_group_stands_is_told_to_all(world_size: int) -> None:
+    told = run_ranks(world_size, die_while_joining, backend="none", may_die=[1])
+    assert told == ["in time", RankDeath(-signal.SIGKILL), *["in time"] * (world_size - 2)]
