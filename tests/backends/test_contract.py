@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from backends import rank_groups
@@ -23,36 +24,44 @@ class Kept:
         self.ranks = rank_groups.start(*self._what)
 
 
-@pytest.fixture(scope="session")
-def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
-    kept = Kept(*request.param)
-    yield kept
-    kept.ranks.close()
-
-
-@pytest.fixture
-def ranks(kept: Kept) -> Iterator[rank_groups.Ranks]:
-    yield kept.ranks
-    if not kept.ranks.is_usable:
-        kept.renew()
-
-
 def _is_worth_it(backend: str, world_size: int, name: str) -> bool:
     """Whether to run a case here: every process takes seconds to import torch or JAX."""
     return not CASES[name].library or backend == "simulated" or (backend, world_size) == ("host", 2)
 
 
-CASES_BY_SIZE = [
-    pytest.param((backend, size), name, id=f"{backend}-{size}-{name}")
-    for backend, size in SIZES
-    for name in names_for(size)
-    if _is_worth_it(backend, size, name)
-]
+def _tests_of(backend: str, world_size: int) -> tuple[Any, Any]:
+    """Make the fixture that keeps a group, and the test of every case on it.
+
+    One fixture with groups for parameters would not do: pytest tears it down whenever
+    any other parameter of a test changes.
+    """
+    fixture_name = f"{backend}_{world_size}"
+
+    @pytest.fixture(scope="module", name=fixture_name)
+    def kept() -> Iterator[Kept]:
+        kept = Kept(backend, world_size)
+        yield kept
+        kept.ranks.close()
+
+    names = [name for name in names_for(world_size) if _is_worth_it(backend, world_size, name)]
+
+    @pytest.mark.usefixtures(fixture_name)
+    @pytest.mark.parametrize("name", names)
+    def test(request: pytest.FixtureRequest, name: str) -> None:
+        library = CASES[name].library
+        if library:
+            pytest.importorskip(library)
+        kept: Kept = request.getfixturevalue(fixture_name)
+        try:
+            kept.ranks.run(name)
+        finally:
+            if not kept.ranks.is_usable:
+                kept.renew()
+
+    return kept, test
 
 
-@pytest.mark.parametrize(("kept", "name"), CASES_BY_SIZE, indirect=["kept"])
-def test_contract(ranks: rank_groups.Ranks, name: str) -> None:
-    library = CASES[name].library
-    if library:
-        pytest.importorskip(library)
-    ranks.run(name)
+for _backend, _size in SIZES:
+    _kept, _test = _tests_of(_backend, _size)
+    globals()[f"{_backend}_{_size}"] = _kept
+    globals()[f"test_contract_on_{_backend}_{_size}"] = _test
