@@ -83,9 +83,10 @@ SegmentLayout::SegmentLayout(int num_ranks) : size(num_ranks) {
   // One header must be able to publish an uneven all_to_all's two rows of counts.
   small_nbytes = std::max(p <= 8 ? std::size_t{64} << 10 : std::size_t{16} << 10,
                           round_up(2 * sizeof(std::uint64_t) * p, kLinePair));
+  smalls_nbytes = small_nbytes * kSmallSlots;
   window_nbytes = kChunkNbytes * kChunkSlots;
   results_nbytes = round_up(window_nbytes / p, 4096);
-  channel_nbytes = std::max(std::size_t{16} << 10, power_of_two_at_least((std::size_t{1} << 20) / p));
+  channel_nbytes = std::max(std::size_t{16} << 10, power_of_two_at_least((std::size_t{2} << 20) / p));
 
   std::size_t end = kLinePair;  // the abort word and the succession word
   const auto place = [&end](std::size_t nbytes, std::size_t alignment) {
@@ -96,7 +97,7 @@ SegmentLayout::SegmentLayout(int num_ranks) : size(num_ranks) {
   sleepers_offset = place(2 * p * sizeof(std::uint32_t), kLinePair);
   headers_offset = place(2 * p * sizeof(HeaderSlot), kLinePair);
   controls_offset = place(p * sizeof(RankControl), kLinePair);
-  smalls_offset = place(2 * p * small_nbytes, 4096);
+  smalls_offset = place(p * smalls_nbytes, 4096);
   windows_offset = place(p * window_nbytes, 4096);
   results_offset = place(p * results_nbytes, 4096);
   channels_offset = place(p * p * channel_stride(), 4096);

@@ -67,11 +67,13 @@ struct SegmentLayout {
 
   static constexpr std::size_t kChunkNbytes = std::size_t{64} << 10;
   static constexpr int kChunkSlots = 16;  // one-shot rounds in flight
+  static constexpr int kSmallSlots = 16;  // small payloads of the largest size in the ring
   static constexpr int kRoundSlots = 4;   // two-shot rounds in flight: more than twice the lag of one
   static constexpr int kCells = 32;
 
   int size;
   std::size_t small_nbytes;    // largest payload that one header publishes
+  std::size_t smalls_nbytes;   // the ring in which one rank stages them
   std::size_t window_nbytes;   // staging of one rank
   std::size_t results_nbytes;  // what one rank reduced for the others: its share of every round
   std::size_t channel_nbytes;  // ring of bytes of one ordered pair
@@ -116,9 +118,7 @@ class Segment {
     return at<HeaderSlot>(layout_.headers_offset)[parity * layout_.size + rank];
   }
   RankControl& control(int rank) { return at<RankControl>(layout_.controls_offset)[rank]; }
-  unsigned char* small(int rank, unsigned parity) {
-    return base_ + layout_.smalls_offset + (parity * layout_.size + rank) * layout_.small_nbytes;
-  }
+  unsigned char* smalls(int rank) { return base_ + layout_.smalls_offset + rank * layout_.smalls_nbytes; }
   unsigned char* window(int rank) { return base_ + layout_.windows_offset + rank * layout_.window_nbytes; }
   unsigned char* results(int rank) { return base_ + layout_.results_offset + rank * layout_.results_nbytes; }
   ChannelControl& channel(int src, int dst) { return *at<ChannelControl>(channel_offset(src, dst)); }

@@ -104,7 +104,7 @@ void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, std::uint64_
   const bool is_consumer = roles.consumer == Roles::kEverybody || roles.consumer == index_;
   const std::size_t slot_nbytes = segment_->layout().window_nbytes / num_slots;
   const auto slot_of = [&](int rank, std::uint64_t round) {
-    return segment_->window(rank) + round % num_slots * slot_nbytes;
+    return segment_->window(rank) + (round_ + round) % num_slots * slot_nbytes;
   };
   // Staging runs one round ahead of consuming: peers work on it meanwhile.
   for (std::uint64_t round = 0; round <= num_rounds; ++round) {
@@ -196,11 +196,11 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
     return share_of(rounds[round], size_, rank, itemsize);
   };
   const auto staged_at = [&](int rank, std::uint64_t round, int share_owner) {
-    return segment_->window(rank) + round % SegmentLayout::kRoundSlots * slot_nbytes +
+    return segment_->window(rank) + (round_ + round) % SegmentLayout::kRoundSlots * slot_nbytes +
            share_owner * piece_nbytes;
   };
   const auto result_at = [&](int rank, std::uint64_t round) {
-    return segment_->results(rank) + round % SegmentLayout::kRoundSlots * piece_nbytes;
+    return segment_->results(rank) + (round_ + round) % SegmentLayout::kRoundSlots * piece_nbytes;
   };
 
   const auto stage = [&](std::uint64_t round) {
@@ -396,7 +396,7 @@ bool ShmTransport::all_to_all(Call& call, const Collective& c) {
 bool ShmTransport::all_to_all_uneven(Call& call, const Collective& c) {
   std::size_t most = 0;  // of any pair of ranks, so that all run equally many rounds
   for (int src = 0; src < size_; ++src) {
-    const auto* sent = reinterpret_cast<const std::uint64_t*>(segment_->small(src, sequence_ & 1));
+    const std::uint64_t* sent = counts_of(src);
     for (int dst = 0; dst < size_; ++dst)
       if (src != dst) most = std::max<std::size_t>(most, sent[dst]);
   }

@@ -14,13 +14,19 @@
 namespace ferro {
 namespace {
 
-// What a header carries when the input does not fit into it: where the arrays
-// stand in the symmetric heaps, plus one; 0 if they do not.
-struct SymmetricOffsets {
-  std::uint64_t in;
-  std::uint64_t out;
+// What a header carries when the input does not fit into it.
+struct Places {
+  std::uint64_t in;         // in the symmetric heaps, plus one; 0 if it is not there
+  std::uint64_t out;        // likewise
+  std::uint64_t staged_at;  // in the rank's ring of small payloads, if that is where it is
 };
-static_assert(sizeof(SymmetricOffsets) <= HeaderSlot::kInlineNbytes, "must travel in a header");
+static_assert(sizeof(Places) <= HeaderSlot::kInlineNbytes, "must travel in a header");
+
+Places places_of(const HeaderSlot& slot) {
+  Places places;
+  std::memcpy(&places, slot.payload, sizeof places);
+  return places;
+}
 
 constexpr std::uint64_t flag_of(std::uint32_t sequence, std::uint32_t hash) {
   return static_cast<std::uint64_t>(sequence) << 32 | hash;
@@ -118,7 +124,7 @@ void ShmTransport::publish_header(const Collective& collective) {
   const unsigned parity = ++sequence_ & 1;
   HeaderSlot& slot = segment_->header(index_, parity);
   if (is_uneven(collective)) {
-    publish_counts(collective);
+    publish_counts(collective, slot);
   } else {
     publish_input(collective, slot);
   }
@@ -130,9 +136,20 @@ void ShmTransport::publish_header(const Collective& collective) {
   wake_sleepers();
 }
 
+// The next place in the own ring. It comes round after at least kSmallSlots - 1 further
+// payloads; two would do, as with the headers. The longer way leads past the lines that
+// peers still hold in their caches, each of which would have to be taken back from them.
+std::size_t ShmTransport::next_small(std::size_t nbytes) {
+  const std::size_t at = next_small_ + nbytes <= segment_->layout().smalls_nbytes ? next_small_ : 0;
+  next_small_ = at + (nbytes + kLinePair - 1) / kLinePair * kLinePair;
+  return at;
+}
+
 // The rows of counts are all that the header of an uneven all_to_all carries.
-void ShmTransport::publish_counts(const Collective& collective) {
-  auto* counts = reinterpret_cast<std::uint64_t*>(segment_->small(index_, sequence_ & 1));
+void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot) {
+  const Places places{0, 0, next_small(2 * sizeof(std::uint64_t) * static_cast<std::size_t>(size_))};
+  std::memcpy(slot.payload, &places, sizeof places);
+  auto* counts = reinterpret_cast<std::uint64_t*>(segment_->smalls(index_) + places.staged_at);
   for (int peer = 0; peer < size_; ++peer) {
     counts[peer] = collective.send_counts[peer];
     counts[size_ + peer] = collective.recv_counts[peer];
@@ -145,16 +162,18 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
     return;
   }
-  SymmetricOffsets offsets{0, 0};
+  Places places{0, 0, 0};
   // An all_to_all in place overwrites what peers would still be reading.
   const bool is_readable_in_place = collective.op != Op::all_to_all || collective.in != collective.out;
   if (nbytes >= shm_cost::kSymmetricNbytes && is_readable_in_place) {
-    offsets.in = segment_->symmetric_offset(collective.in, nbytes);
-    offsets.out = segment_->symmetric_offset(collective.out, nbytes);
+    places.in = segment_->symmetric_offset(collective.in, nbytes);
+    places.out = segment_->symmetric_offset(collective.out, nbytes);
   }
-  if (offsets.in == 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1)
-    staging_.copy(segment_->small(index_, sequence_ & 1), collective.in, nbytes);
-  std::memcpy(slot.payload, &offsets, sizeof offsets);
+  if (places.in == 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1) {
+    places.staged_at = next_small(nbytes);
+    staging_.copy(segment_->smalls(index_) + places.staged_at, collective.in, nbytes);
+  }
+  std::memcpy(slot.payload, &places, sizeof places);
 }
 
 void ShmTransport::await_headers(Call& call) {
@@ -193,12 +212,17 @@ void ShmTransport::check_fingerprints() const {
   }
 }
 
+// The rows that a rank published: what it sends to each, then what it expects from each.
+const std::uint64_t* ShmTransport::counts_of(int index) const {
+  const Places places = places_of(segment_->header(index, sequence_ & 1));
+  return reinterpret_cast<const std::uint64_t*>(segment_->smalls(index) + places.staged_at);
+}
+
 void ShmTransport::check_counts() const {
-  const unsigned parity = sequence_ & 1;
   for (int src = 0; src < size_; ++src) {
-    const auto* sent = reinterpret_cast<const std::uint64_t*>(segment_->small(src, parity));
+    const std::uint64_t* sent = counts_of(src);
     for (int dst = 0; dst < size_; ++dst) {
-      const auto* received = reinterpret_cast<const std::uint64_t*>(segment_->small(dst, parity)) + size_;
+      const std::uint64_t* received = counts_of(dst) + size_;
       if (sent[dst] == received[src]) continue;
       throw Error(ErrorCode::mismatch, members_[index_ == src ? dst : src],
                   "rank " + std::to_string(members_[src]) + " sends " + std::to_string(sent[dst]) +
@@ -217,22 +241,21 @@ void ShmTransport::find_inputs(const Collective& collective) {
   const int root = has_root(collective.op) ? index_of_[collective.root] : -1;
   for (int peer = 0; peer < size_; ++peer) {
     const std::size_t nbytes = input_nbytes(collective, size_, peer == root);
-    const unsigned char* payload = segment_->header(peer, parity).payload;
+    const HeaderSlot& slot = segment_->header(peer, parity);
     const unsigned char*& input = inputs_.of_rank[peer];
     if (nbytes <= HeaderSlot::kInlineNbytes) {
-      input = payload;
+      input = slot.payload;
       inputs_.are_symmetric = false;
       continue;
     }
-    SymmetricOffsets offsets;
-    std::memcpy(&offsets, payload, sizeof offsets);
-    inputs_.are_symmetric &= offsets.in != 0 && offsets.out != 0;
-    if (offsets.in != 0) {
-      input = segment_->symmetric_pointer(offsets.in);
-      inputs_.symmetric_output_of_rank[peer] = segment_->symmetric_pointer(offsets.out);
+    const Places places = places_of(slot);
+    inputs_.are_symmetric &= places.in != 0 && places.out != 0;
+    if (places.in != 0) {
+      input = segment_->symmetric_pointer(places.in);
+      inputs_.symmetric_output_of_rank[peer] = segment_->symmetric_pointer(places.out);
       inputs_.are_borrowed = true;
     } else if (nbytes <= segment_->layout().small_nbytes) {
-      input = segment_->small(peer, parity);
+      input = segment_->smalls(peer) + places.staged_at;
     } else {
       input = nullptr;
       inputs_.are_complete &= size_ == 1;

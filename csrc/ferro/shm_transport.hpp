@@ -37,11 +37,13 @@ class ShmTransport final : public Transport {
  private:
   // ---- Headers (shm_transport.cpp) ----
   void publish_header(const Collective& collective);
-  void publish_counts(const Collective& collective);
+  void publish_counts(const Collective& collective, HeaderSlot& slot);
   void publish_input(const Collective& collective, HeaderSlot& slot);
   void await_headers(Call& call);
   void check_fingerprints() const;
   void check_counts() const;
+  const std::uint64_t* counts_of(int index) const;
+  std::size_t next_small(std::size_t nbytes);
   void find_inputs(const Collective& collective);
   // A second exchange of headers, without a payload: no rank leaves it before all have entered.
   void fence(Call& call);
@@ -115,6 +117,7 @@ class ShmTransport final : public Transport {
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
+  std::size_t next_small_ = 0;  // where the own ring goes on
   Inputs inputs_;
   StagingWriter staging_;
   mutable std::vector<const void*> sources_;  // scratch of reductions

@@ -35,6 +35,7 @@ cdef int CPU = 1  # DLPack's number
 cdef double UNLIMITED = 1e9  # seconds
 cdef enum:
     MAX_TAG = 0xFFFFFFFF
+cdef object NO_TAG = 0  # the interpreter has but one
 
 # How often this process has been forked from another, which must not use its groups.
 cdef int num_forks = 0
@@ -584,8 +585,8 @@ cdef inline Collective _collective(
 
 # Not left to the conversion to uint32_t, which would take 1.5 for 1.
 cdef inline uint32_t _tag(tag) except? MAX_TAG:
-    if type(tag) is int and 0 <= tag <= MAX_TAG:
-        return tag
+    if tag is NO_TAG:
+        return 0
     return arguments.check_tag(tag)
 
 
