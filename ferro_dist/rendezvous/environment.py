@@ -10,6 +10,7 @@ the launcher which started us (``srun torchrun ...``) contradicts nobody.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import re
 import socket
@@ -170,6 +171,7 @@ def placement(
         sources = _from_environment(environ)
         _check_argument(sources[0] if sources else None, rank, world_size)
     if not sources:
+        _check_unread(environ)
         return Placement(0, 1, None, 0, 1, "none", token_source(environ), "")
     source = _complete(sources)
     is_alone = source.world_size == 1
@@ -186,12 +188,35 @@ def placement(
     )
 
 
+def _check_unread(environ: Environ) -> None:
+    """Refuse to be a world of one where a launcher started several, and did not say how many.
+
+    Bare ``prterun`` does so; Open MPI's ``mpiexec`` says it in variables of its own.
+    """
+    if "PMIX_RANK" in environ:
+        raise InvalidWorldSize(
+            "PMIX_RANK is set, but nothing says how many ranks there are: start the job with "
+            "Open MPI's mpiexec (or prterun --personality ompi), or give rank and world_size."
+        )
+
+
 def _from_arguments(rank: int, world_size: int) -> _Source:
-    if type(world_size) is bool or not isinstance(world_size, int) or world_size < 1:
+    size, number = _index(world_size), _index(rank)
+    if size is None or size < 1:
         raise InvalidWorldSize(f"world_size must be a positive int, got {world_size!r}")
-    if type(rank) is bool or not isinstance(rank, int) or not 0 <= rank < world_size:
-        raise InvalidRank(f"rank must be an int from 0 to {world_size - 1}, got {rank!r}")
-    return _Source("arguments", "rank", "world_size", rank, world_size, None, None, None)
+    if number is None or not 0 <= number < size:
+        raise InvalidRank(f"rank must be an int from 0 to {size - 1}, got {rank!r}")
+    return _Source("arguments", "rank", "world_size", number, size, None, None, None)
+
+
+def _index(value: object) -> int | None:
+    """Return an int, or what stands for one, like NumPy's; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _check_argument(source: _Source | None, rank: int | None, world_size: int | None) -> None:

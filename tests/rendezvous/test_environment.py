@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -389,3 +390,13 @@ def test_mpich_ranks_find_each_other() -> None:
     assert sorted(ranks) == ["0", "1"]
     assert len(set(addrs)) == 1
     assert addrs[0].startswith("unix:@")
+
+
+def test_a_launcher_that_hides_the_world_size_is_refused() -> None:
+    with pytest.raises(InvalidWorldSize, match="PMIX_RANK"):
+        placement(environ={"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1"})
+
+
+def test_arguments_may_be_integers_of_any_kind() -> None:
+    place = placement(np.int64(1), np.int32(2), "127.0.0.1:1", environ={})
+    assert (place.rank, place.world_size) == (1, 2)
