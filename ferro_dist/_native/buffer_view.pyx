@@ -68,7 +68,7 @@ SUPPORTED = (
 
 @cython.final
 @cython.freelist(32)
-@cython.no_gc  # an array never refers to its views, so there are no cycles
+@cython.no_gc_clear  # the owner must outlive what __dealloc__ gives back
 cdef class BufferView:
     """Memory of an array, described; made by `as_view`.
 
