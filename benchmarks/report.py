@@ -63,7 +63,11 @@ class Result:
             "benchmark": "collectives",
             "system": self.system.family,
             "configuration": self.system.configuration,
-            "environment": dict(self.system.environment),
+            # Of a path the name: where a library lies on this machine tells nobody anything.
+            "environment": {
+                name: value.rpartition("/")[2] if value.startswith("/") else value
+                for name, value in self.system.environment.items()
+            },
             **self.case.to_json(),
             "nbytes": self.case.nbytes,
             **self._figures(None),
