@@ -9,15 +9,9 @@
 #include <system_error>
 #include <utility>
 
+#include "ferro/pages.hpp"
+
 namespace ferro {
-namespace {
-
-constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
-
-std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-}  // namespace
 
 Heap::Heap(std::shared_ptr<Segment> segment, int index)
     : segment_(std::move(segment)),

@@ -11,19 +11,16 @@
 #include <system_error>
 #include <utility>
 
+#include "ferro/pages.hpp"
 #include "ferro/parking.hpp"
 
 namespace ferro {
 namespace {
 
-constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14; older kernels refuse it harmlessly
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // All heaps together stay well inside the 128 TiB that a process may address.
 constexpr std::size_t kMaxHeaps = std::size_t{16} << 40;
 // Far more than any machine has room for, and few enough that no size overflows.
 constexpr int kMaxRanks = 1 << 15;
-
-std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 std::size_t memory_of_machine() {
   return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);

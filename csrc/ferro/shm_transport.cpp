@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "ferro/kernels.hpp"
+#include "ferro/pages.hpp"
 #include "ferro/shm_cost.hpp"
 
 namespace ferro {
@@ -141,7 +142,7 @@ void ShmTransport::publish_header(const Collective& collective) {
 // peers still hold in their caches, each of which would have to be taken back from them.
 std::size_t ShmTransport::next_small(std::size_t nbytes) {
   const std::size_t at = next_small_ + nbytes <= segment_->layout().smalls_nbytes ? next_small_ : 0;
-  next_small_ = at + (nbytes + kLinePair - 1) / kLinePair * kLinePair;
+  next_small_ = at + round_up(nbytes, kLinePair);
   return at;
 }
 
