@@ -15,6 +15,19 @@ namespace {
 constexpr SpinPolicy kBackgroundSpin{20, 10};
 constexpr double kUnlimited = 1e9;
 
+// How long a call that had to queue waits on for the message thread to say which rank did
+// not come, where it could itself only say that the time is up.
+constexpr double kGraceS = 0.5;
+
+// Messages that cost their sender less than waking a thread would.
+constexpr std::size_t kBriefBytes = 512 * 1024;
+
+bool is_brief(const std::vector<PointToPoint>& messages) {
+  std::size_t nbytes = 0;
+  for (const PointToPoint& message : messages) nbytes += message.nbytes();
+  return nbytes <= kBriefBytes;
+}
+
 bool is_fatal(ErrorCode code) {
   return code != ErrorCode::mismatch && code != ErrorCode::size_mismatch && code != ErrorCode::unsupported;
 }
@@ -49,7 +62,8 @@ void Communicator::check_open() const {
 }
 
 Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept {
-  if (error.code == ErrorCode::interrupted && error.peer < 0) error.peer = rank_;
+  const bool is_own_fault = error.code == ErrorCode::interrupted || error.code == ErrorCode::out_of_memory;
+  if (is_own_fault && error.peer < 0) error.peer = rank_;
   if (is_closed()) error.code = ErrorCode::closed;
   error.op = op;
   error.sequence = sequence;
@@ -58,12 +72,23 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   const AbortReason reason = transport_->aborted();
   if (reason.code != ErrorCode::none) {
     error.reporter = reason.reporter;
+    if (error.code == ErrorCode::timeout && error.missing.empty()) add_missing(error);
   } else if (error.code == ErrorCode::closed) {
     abort(ErrorCode::channel_closed);
   } else if (is_fatal(error.code)) {
     transport_->abort({error.code, error.peer, rank_, static_cast<std::uint32_t>(sequence)});
   }
   return error;
+}
+
+// For a call that was told of a timeout, and could see nothing of it itself.
+void Communicator::add_missing(Error& error) noexcept {
+  try {
+    error.missing = transport_->find_missing();
+    if (!error.missing.empty()) error.peer = error.missing.front();
+  } catch (const std::bad_alloc&) {
+    // Then the first accused is all that is told.
+  }
 }
 
 void Communicator::abort(ErrorCode code) noexcept {
@@ -89,16 +114,15 @@ void Communicator::begin_close() noexcept {
   collective_queue_.stop();
   message_queue_.stop();
   const bool is_collective_idle = collective_gate_.try_enter();
-  const bool has_entered_messages = message_gate_.try_enter();
-  // With all its work done the message thread is on its way out, and keeps nobody waiting.
-  const bool is_message_idle =
-      has_entered_messages || is_message_thread_inside_.load(std::memory_order_acquire);
+  const bool has_entered_messages = messenger_->gate().try_enter();
+  // Calls that sleep have left the gate, but not what they posted.
+  const bool is_message_idle = has_entered_messages && messenger_->is_idle();
   // From here on every call under way fails soon, and leaves its gate. Work that has not
   // begun counts: whether it has is chance, and must make no difference to the peers.
   const bool has_work = collective_queue_.num_pending() != 0 || message_queue_.num_pending() != 0;
   if (!is_collective_idle || !is_message_idle || has_work) abort(ErrorCode::channel_closed);
   if (is_collective_idle) collective_gate_.leave();
-  if (has_entered_messages) message_gate_.leave();
+  if (has_entered_messages) messenger_->gate().leave();
 }
 
 bool Communicator::close() noexcept {
@@ -108,7 +132,8 @@ bool Communicator::close() noexcept {
   collective_queue_.join();
   message_queue_.join();
   const Gate::Pass collective_pass(collective_gate_, unhurried);
-  const Gate::Pass message_pass(message_gate_, unhurried);
+  const Gate::Pass message_pass(messenger_->gate(), unhurried);
+  messenger_->end(Error(ErrorCode::closed));  // calls that sleep outside the gate touch no array from here on
   // In this order: a peer whose message never comes asks the transport for the reason.
   transport_->close();
   messenger_->close();
@@ -129,22 +154,32 @@ void Communicator::run_now(Call& call, const Collective& collective) {
   const std::uint64_t sequence = next(num_collectives_);
   try {
     transport_->run(call, collective);
-  } catch (const Error& error) {
-    throw failure(error, collective.op, sequence, call);
+  } catch (const std::exception&) {
+    throw failure(current_error(), collective.op, sequence, call);
   }
 }
 
 void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& messages) {
   check_open();
-  if (message_queue_.num_pending() != 0) return await(call, *submit(op, messages, call.timeout_s()));
-  const Gate::Pass pass = enter(message_gate_, call, op, num_exchanges_);
-  check_open();
   Batch batch(messages);
+  {
+    const Gate::Pass pass = enter(messenger_->gate(), call, op, num_exchanges_);
+    check_open();
+    if (message_queue_.num_waiting() == 0) return run_now(call, op, batch);
+  }
+  // Behind what this thread may have submitted, and has not been posted yet.
+  const std::shared_ptr<Task> task = submit(op, messages, call.timeout_s());
+  call.extend(kGraceS);
+  await(call, *task);
+}
+
+void Communicator::run_now(Call& call, Op op, Batch& batch) {
+  messenger_->post(batch);
   const std::uint64_t sequence = next(num_exchanges_);
   try {
     messenger_->run(call, batch);
-  } catch (const Error& error) {
-    throw failure(error, op, sequence, call);
+  } catch (const std::exception&) {
+    throw failure(current_error(), op, sequence, call);
   }
 }
 
@@ -188,9 +223,34 @@ std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint
                                            double timeout_s) {
   check_open();
   auto task = std::make_shared<Task>(op, messages, timeout_s);
+  if (is_brief(messages) && start_at_once(task)) return task;
   message_queue_.push(task, [this] { run_messages(); });
   messenger_->notify();
   return task;
+}
+
+// Posts messages and moves what can be moved now: what a peer's ring has room for, or what has
+// come already, is done before another thread could have woken. The rest is the progress
+// thread's. False, and nothing posted, if that has to come first.
+bool Communicator::start_at_once(const std::shared_ptr<Task>& task) {
+  if (!messenger_->gate().try_enter()) return false;
+  bool is_done;
+  {
+    const Gate::Pass pass(messenger_->gate(), std::adopt_lock);
+    if (is_closed() || has_ended() || message_queue_.num_waiting() != 0) return false;
+    messenger_->post(*task->messages);
+    task->sequence = next(num_exchanges_);
+    try {
+      messenger_->progress();
+      // With the gate held, that no other thread may close the group in between.
+      if (!task->messages->is_done()) message_queue_.push(task, [this] { run_messages(); });
+    } catch (const std::exception&) {
+      messenger_->end(current_error());
+    }
+    is_done = task->messages->is_done();
+  }
+  is_done ? task->finish(outcome(*task, Call(task->timeout_s))) : messenger_->notify();
+  return true;
 }
 
 void Communicator::run_collectives() noexcept {
@@ -204,87 +264,98 @@ void Communicator::run_collectives() noexcept {
       // close() found the gate free, and will not end what starts now.
       if (collective_queue_.is_stopped()) throw Error(ErrorCode::closed);
       run_now(call, task->collective);
-    } catch (const Error& caught) {
-      error = std::make_unique<Error>(caught);
+    } catch (const std::exception&) {
+      error = std::make_unique<Error>(current_error());
     }
     collective_queue_.retire(*task, std::move(error));
   }
   collective_queue_.abandon();
 }
 
-// From the first message submitted until none is left the thread keeps the gate.
 void Communicator::run_messages() noexcept {
   block_signals();
-  while (std::shared_ptr<Task> first = message_queue_.pop(true)) {
-    is_message_thread_inside_.store(true, std::memory_order_release);
-    run_messages_from(std::move(first));
-    is_message_thread_inside_.store(false, std::memory_order_release);
+  std::vector<UnderWay> under_way;
+  while (!under_way.empty() || message_queue_.await_task())
+    // Outside the gate: who hears that the last is done may close the group, and must find it idle.
+    for (const UnderWay& done : move_messages(under_way))
+      message_queue_.retire(*done.task, outcome(*done.task, done.call));
+  Call unhurried(kUnlimited);
+  {
+    const Gate::Pass pass(messenger_->gate(), unhurried);
+    messenger_->end(Error(ErrorCode::closed));  // what is abandoned may have been posted
   }
   message_queue_.abandon();
 }
 
-void Communicator::run_messages_from(std::shared_ptr<Task> first) noexcept {
+// Until something is done, which is returned.
+std::vector<Communicator::UnderWay> Communicator::move_messages(std::vector<UnderWay>& under_way) noexcept {
   Call unhurried(kUnlimited);
-  const Gate::Pass pass(message_gate_, unhurried);
-  std::vector<UnderWay> under_way;
+  const Gate::Pass pass(messenger_->gate(), unhurried);
+  const auto is_done = [](const UnderWay& candidate) { return candidate.task->messages->is_done(); };
   try {
-    start(under_way, std::move(first));
-    for (int idle = 0; !under_way.empty(); ++idle) {
-      while (std::shared_ptr<Task> next = message_queue_.pop(false)) start(under_way, std::move(next));
+    for (int idle = 0; std::none_of(under_way.begin(), under_way.end(), is_done); ++idle) {
+      const std::uint32_t heard = messenger_->news();
+      start_submitted(under_way);
       if (message_queue_.is_stopped()) throw Error(ErrorCode::closed);
+      if (under_way.empty()) return {};
       if (messenger_->progress()) idle = 0;
-      retire_done(under_way);
-      if (idle != 0) await_messages(under_way, idle);
+      if (idle != 0) await_messages(under_way, idle, heard);
     }
-  } catch (const Error& error) {
-    fail_all(under_way, error);
+  } catch (const std::exception&) {
+    messenger_->end(current_error());
   }
+  const auto left = std::stable_partition(under_way.begin(), under_way.end(), is_done);
+  std::vector<UnderWay> done(under_way.begin(), left);
+  under_way.erase(under_way.begin(), left);
+  if (under_way.empty()) messenger_->relieve();
+  return done;
 }
 
-void Communicator::start(std::vector<UnderWay>& under_way, std::shared_ptr<Task> task) {
-  under_way.push_back({task, next(num_exchanges_), Call(task->timeout_s)});
-  under_way.back().call.begin_blocking();
-  messenger_->post(*task->messages);
-}
-
-void Communicator::retire_done(std::vector<UnderWay>& under_way) {
-  for (std::size_t i = 0; i < under_way.size();) {
-    UnderWay& candidate = under_way[i];
-    if (!candidate.task->messages->is_done()) {
-      ++i;
-      continue;
-    }
-    std::unique_ptr<Error> error;
+void Communicator::start_submitted(std::vector<UnderWay>& under_way) {
+  while (std::shared_ptr<Task> task = message_queue_.pop(false)) {
     try {
-      candidate.task->messages->rethrow();
-    } catch (const Error& caught) {
-      error = std::make_unique<Error>(
-          failure(caught, candidate.task->collective.op, candidate.sequence, candidate.call));
+      start(under_way, task);
+    } catch (const std::bad_alloc&) {  // nothing of it was sent
+      message_queue_.retire(*task, std::make_unique<Error>(current_error()));
     }
-    message_queue_.retire(*candidate.task, std::move(error));
-    under_way.erase(under_way.begin() + static_cast<std::ptrdiff_t>(i));
   }
 }
 
-void Communicator::await_messages(std::vector<UnderWay>& under_way, int idle) {
-  if (idle < kBackgroundSpin.pauses) return pause_briefly();
-  if (idle < kBackgroundSpin.pauses + kBackgroundSpin.yields) {
+void Communicator::start(std::vector<UnderWay>& under_way, const std::shared_ptr<Task>& task) {
+  under_way.reserve(under_way.size() + 1);
+  if (!task->sequence) {
+    messenger_->post(*task->messages);
+    task->sequence = next(num_exchanges_);
+  }
+  under_way.push_back({task, Call(task->timeout_s)});
+  under_way.back().call.begin_blocking();
+}
+
+void Communicator::await_messages(std::vector<UnderWay>& under_way, int idle, std::uint32_t heard) {
+  const bool may_spin = !messenger_->gate().is_awaited();
+  if (may_spin && idle < kBackgroundSpin.pauses) return pause_briefly();
+  if (may_spin && idle < kBackgroundSpin.pauses + kBackgroundSpin.yields) {
     sched_yield();
     return;
   }
   const AbortReason reason = transport_->aborted();
   if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
   for (const UnderWay& candidate : under_way)
-    if (candidate.call.is_expired()) messenger_->throw_timeout();
-  messenger_->sleep();
+    if (candidate.call.is_expired()) messenger_->throw_timeout(*candidate.task->messages);
+  for (const UnderWay& candidate : under_way) Messenger::set_owner_away(*candidate.task->messages, true);
+  Call unhurried(kUnlimited);
+  messenger_->sleep(unhurried, heard);
+  for (const UnderWay& candidate : under_way) Messenger::set_owner_away(*candidate.task->messages, false);
 }
 
-void Communicator::fail_all(std::vector<UnderWay>& under_way, const Error& error) {
-  messenger_->clear();
-  for (UnderWay& failed : under_way)
-    message_queue_.retire(*failed.task, std::make_unique<Error>(failure(error, failed.task->collective.op,
-                                                                        failed.sequence, failed.call)));
-  under_way.clear();
+// What a task whose messages are done ends with.
+std::unique_ptr<Error> Communicator::outcome(const Task& task, const Call& call) noexcept {
+  try {
+    task.messages->rethrow();
+  } catch (const Error& error) {
+    return std::make_unique<Error>(failure(error, task.collective.op, *task.sequence, call));
+  }
+  return nullptr;
 }
 
 }  // namespace ferro

@@ -62,6 +62,7 @@ class Communicator {
   void begin_close() noexcept;
   bool is_closed() const { return is_closed_.load(std::memory_order_acquire); }
   AbortReason aborted() const noexcept { return transport_->aborted(); }
+  bool has_ended() const noexcept { return aborted().code != ErrorCode::none; }
 
   // For the survivors of a group that make a successor: what this rank knows of the
   // others. lost_ranks() are certain, ascending; see Transport for the other two.
@@ -72,6 +73,8 @@ class Communicator {
   }
   // Ends the group for ranks that are still in it: this one goes on in a successor.
   void supersede() noexcept { abort(ErrorCode::superseded); }
+  // The same where this rank was interrupted between calls that belong together.
+  void interrupt() noexcept { abort(ErrorCode::interrupted); }
 
   // Symmetric memory of this rank; null where the group shares none.
   const std::shared_ptr<Heap>& heap() const { return heap_; }
@@ -85,24 +88,26 @@ class Communicator {
   Communicator(int rank, int world_size, Parts parts);
 
   void run_now(Call& call, const Collective& collective);
+  void run_now(Call& call, Op op, Batch& batch);
   Gate::Pass enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number);
   // Notes what failed and, if the group cannot go on, tells the others.
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
+  void add_missing(Error& error) noexcept;
   void await(Call& call, Task& task);
   void check_open() const;
 
   struct UnderWay {  // a task of the message thread
     std::shared_ptr<Task> task;
-    std::uint64_t sequence;
     Call call;
   };
+  bool start_at_once(const std::shared_ptr<Task>& task);
   void run_collectives() noexcept;
   void run_messages() noexcept;
-  void run_messages_from(std::shared_ptr<Task> first) noexcept;
-  void start(std::vector<UnderWay>& under_way, std::shared_ptr<Task> task);
-  void retire_done(std::vector<UnderWay>& under_way);
-  void await_messages(std::vector<UnderWay>& under_way, int idle);
-  void fail_all(std::vector<UnderWay>& under_way, const Error& error);
+  std::vector<UnderWay> move_messages(std::vector<UnderWay>& under_way) noexcept;
+  void start_submitted(std::vector<UnderWay>& under_way);
+  void start(std::vector<UnderWay>& under_way, const std::shared_ptr<Task>& task);
+  void await_messages(std::vector<UnderWay>& under_way, int idle, std::uint32_t heard);
+  std::unique_ptr<Error> outcome(const Task& task, const Call& call) noexcept;
 
   const int rank_;
   const int world_size_;
@@ -111,14 +116,12 @@ class Communicator {
   std::shared_ptr<Heap> heap_;
 
   Gate collective_gate_;                           // held by whoever runs a collective
-  Gate message_gate_;                              // held by whoever uses messenger_
   std::atomic<std::uint64_t> num_collectives_{0};  // written under collective_gate_
-  std::atomic<std::uint64_t> num_exchanges_{0};    // written under message_gate_
+  std::atomic<std::uint64_t> num_exchanges_{0};    // written under the messenger's gate
   TaskQueue collective_queue_;
   TaskQueue message_queue_;
-  std::atomic<bool> is_message_thread_inside_{false};  // from before it takes message_gate_ until after
-  std::atomic<bool> is_closed_{false};                 // no call may start
-  std::atomic<bool> has_left_{false};                  // close() has gone on to wait for those under way
+  std::atomic<bool> is_closed_{false};  // no call may start
+  std::atomic<bool> has_left_{false};   // close() has gone on to wait for those under way
 };
 
 }  // namespace ferro

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "ferro/fingerprint.hpp"
 #include "ferro/frame.hpp"
 
 namespace ferro {
@@ -43,10 +44,26 @@ constexpr std::size_t inline_limit(int num_ranks) {
                                    : std::size_t{8} << 10;
 }
 
+// Between two ranks, an allreduce too large for its header but not for this sends its
+// input right behind it, before it is known what the peer called: copying takes the
+// time in which the peer's header arrives. Ranks that disagree read it and throw it
+// away, so it is bounded; and a head start of larger arrays would gain nothing.
+constexpr std::size_t kEagerNbytes = std::size_t{512} << 10;
+
+// What a rank that called this sends eagerly.
+inline std::size_t eager_nbytes(const Fingerprint& fingerprint, int num_ranks) {
+  if (num_ranks != 2 || fingerprint.op != Op::allreduce) return 0;
+  const std::size_t item = item_size(fingerprint.dtype), count = fingerprint.count;
+  return count > inline_limit(num_ranks) / item && count <= kEagerNbytes / item ? count * item : 0;
+}
+
 enum class AllreduceAlgorithm { one_shot, recursive_doubling, reduce_scatter_all_gather };
 
 // `nbytes` of one rank's input; `partial_nbytes` of the same as partial results.
 constexpr AllreduceAlgorithm choose_allreduce(int num_ranks, double nbytes, double partial_nbytes) {
+  // Both then move as many bytes. What two-shot saves in reductions it loses by
+  // reading its results from memory once more, to send them.
+  if (num_ranks == 2) return AllreduceAlgorithm::one_shot;
   const double others = num_ranks - 1;
   const double one_shot =
       direct_cost(num_ranks, others * nbytes) + num_ranks * nbytes * kTcpCost.reduced_byte;
@@ -94,9 +111,10 @@ constexpr bool is_all_gather_doubling(int num_ranks, double nbytes_per_rank) {
 // The ring of slots through which peers' data reaches the reduction: small enough
 // to stay in the cache, enough to receive one slot while another is reduced.
 constexpr std::size_t kReduceSlots = 4;
-constexpr std::size_t reduce_segment_nbytes(int num_ranks) {
-  const std::size_t share = (std::size_t{512} << 10) / static_cast<std::size_t>(std::max(num_ranks - 1, 1));
-  return std::max(share, std::size_t{16} << 10);
+// Short arrays are cut into a few segments, so that reducing begins early.
+constexpr std::size_t reduce_segment_nbytes(int num_ranks, std::size_t nbytes) {
+  const std::size_t whole = std::clamp(nbytes / 4, std::size_t{128} << 10, std::size_t{512} << 10);
+  return std::max(whole / static_cast<std::size_t>(std::max(num_ranks - 1, 1)), std::size_t{16} << 10);
 }
 
 }  // namespace ferro

@@ -68,10 +68,10 @@ void Exchange::send_frame(int peer, const Frame& frame, const void* payload) {
   send(peer, payload, frame.payload_nbytes);
 }
 
-void Exchange::receive_frame(int peer) {
+void Exchange::receive_frame(int peer, std::size_t payload_nbytes) {
   Lane& lane = activate(peer);
   release_frame(lane);
-  lane.receives.push({nullptr, 0, true});
+  lane.receives.push({nullptr, sizeof(Frame) + payload_nbytes, true});
   ++num_pending_;
 }
 
@@ -109,6 +109,15 @@ bool Exchange::spin() {
 
 // One attempt at everything that is queued. True if anything moved.
 bool Exchange::progress() {
+  try {
+    return try_progress();
+  } catch (const Error&) {
+    note_awaited();
+    throw;
+  }
+}
+
+bool Exchange::try_progress() {
   const std::lock_guard<std::mutex> lock(mesh_.streams_mutex_);
   mesh_.throw_if_aborted();
   bool has_moved = false;
@@ -169,19 +178,20 @@ bool Exchange::receive_some(Lane& lane) {
 
 bool Exchange::receive_frame_some(Lane& lane) {
   bool has_moved = false;
-  for (;;) {
+  for (std::size_t wanted = lane.receives.front().nbytes;;) {
     if (lane.stream.buffered_nbytes() >= sizeof(Frame)) {
       Frame frame;
       std::memcpy(&frame, lane.stream.buffered(), sizeof frame);
       check_frame(lane, frame);
-      if (lane.stream.buffered_nbytes() >= sizeof frame + frame.payload_nbytes) {
-        lane.frame_nbytes = sizeof frame + frame.payload_nbytes;
+      wanted = sizeof frame + frame.payload_nbytes;
+      if (lane.stream.buffered_nbytes() >= wanted) {
+        lane.frame_nbytes = wanted;
         lane.receives.pop();
         --num_pending_;
         return true;
       }
     }
-    const TcpStream::Moved moved = lane.stream.fill();
+    const TcpStream::Moved moved = lane.stream.fill(wanted);
     if (moved.has_ended) throw mesh_.verdict_on(lane);
     if (moved.nbytes == 0) return has_moved;
     has_moved = true;
@@ -191,7 +201,8 @@ bool Exchange::receive_frame_some(Lane& lane) {
 void Exchange::check_frame(Lane& lane, const Frame& frame) {
   if (is_farewell(frame)) throw mesh_.verdict_of(lane, frame);
   if (frame.magic != kFrameMagic || frame.kind != FrameKind::collective ||
-      frame.payload_nbytes > kMaxInlineNbytes || frame.state > Agreement::State::unpaired)
+      frame.payload_nbytes > kMaxInlineNbytes || frame.state > Agreement::State::unpaired ||
+      static_cast<int>(frame.first.dtype) >= kDTypeCount)
     throw Error(ErrorCode::io, lane.stream.peer(), "bytes that are no frame of this protocol version");
 }
 
@@ -211,11 +222,15 @@ void Exchange::sleep() {
   const double slice_s = std::chrono::duration<double>(kWaitSlice).count();
   const double timeout_s = std::min(slice_s, std::max(call_.remaining_s(), 0.0));
   const int num_ready = poll(entries.data(), entries.size(), static_cast<int>(timeout_s * 1e3) + 1);
-  if (num_ready <= 0) return check_caller(num_ready < 0 && errno == EINTR);
+  if (num_ready <= 0) {
+    note_awaited();
+    return check_caller(num_ready < 0 && errno == EINTR);
+  }
   const bool has_hangup = std::any_of(entries.begin(), entries.end(), [](const pollfd& entry) {
     return (entry.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
   });
   if (!has_hangup) return;
+  note_awaited();
   const std::lock_guard<std::mutex> lock(mesh_.streams_mutex_);
   mesh_.examine_hangups();
 }
@@ -230,14 +245,30 @@ void Exchange::check_caller(bool was_signalled) {
   if (call_.is_expired()) throw timeout_error();
 }
 
-Error Exchange::timeout_error() const {
-  Error error(ErrorCode::timeout);
+// The peers from whom data is missing or, if there are none, those that take none.
+std::vector<int> Exchange::awaited() const {
+  std::vector<int> peers;
   for (const Lane* lane : mesh_.active_)
-    if (!lane->receives.empty()) error.missing.push_back(lane->stream.peer());
-  if (error.missing.empty())
+    if (!lane->receives.empty()) peers.push_back(lane->stream.peer());
+  if (peers.empty())
     for (const Lane* lane : mesh_.active_)
-      if (!lane->sends.empty()) error.missing.push_back(lane->stream.peer());
-  std::sort(error.missing.begin(), error.missing.end());
+      if (!lane->sends.empty()) peers.push_back(lane->stream.peer());
+  std::sort(peers.begin(), peers.end());
+  return peers;
+}
+
+// What this rank will testify, should the group end now.
+void Exchange::note_awaited() {
+  if (call_.elapsed_s() < kPresenceSeconds) return;
+  RankSet set;
+  for (const int peer : awaited()) set.set(static_cast<std::size_t>(peer));
+  mesh_.set_awaited(set);
+}
+
+Error Exchange::timeout_error() {
+  note_awaited();
+  Error error(ErrorCode::timeout);
+  error.missing = awaited();
   error.peer = error.missing.empty() ? -1 : error.missing.front();
   error.elapsed_s = call_.elapsed_s();
   return error;

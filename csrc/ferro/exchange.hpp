@@ -31,7 +31,10 @@ class Exchange {
   // A frame and the `frame.payload_nbytes` that belong to it, of which at most one
   // may be under way to each peer.
   void send_frame(int peer, const Frame& frame, const void* payload);
-  void receive_frame(int peer);
+  // `payload_nbytes` is what should come with it; a frame that has another payload
+  // is received all the same.
+  void receive_frame(int peer, std::size_t payload_nbytes);
+  bool has_frame(int peer) const { return mesh_.lane(peer).frame_nbytes > 0; }
   // A frame that has arrived; it stays until the next receive from this peer is queued.
   Frame frame(int peer) const;
   const void* payload(int peer) const;
@@ -55,6 +58,7 @@ class Exchange {
   Lane& activate(int peer);
   void release_frame(Lane& lane);
   bool progress();
+  bool try_progress();
   bool send_some(Lane& lane);
   bool receive_some(Lane& lane);
   bool receive_frame_some(Lane& lane);
@@ -62,7 +66,9 @@ class Exchange {
   bool spin();
   void sleep();
   void check_caller(bool was_signalled);
-  Error timeout_error() const;
+  std::vector<int> awaited() const;
+  void note_awaited();
+  Error timeout_error();
 
   TcpMesh& mesh_;
   Call& call_;

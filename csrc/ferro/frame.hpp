@@ -38,6 +38,7 @@ static_assert(sizeof(Frame) == 64, "the wire format has no padding");
 
 // The most that one frame may carry: the bound of what a receiver must buffer.
 constexpr std::size_t kMaxInlineNbytes = std::size_t{32} << 10;
+constexpr std::size_t kMaxFrameNbytes = sizeof(Frame) + kMaxInlineNbytes;
 
 inline Frame frame_of(const Agreement& agreement) {
   Frame frame;
@@ -59,9 +60,11 @@ inline Agreement agreement_of(const Frame& frame) {
   return agreement;
 }
 
-// The last 64 bytes of a stream that ended on purpose. They may stand in the
+// Opens the last words of a stream that ended on purpose. They may stand in the
 // middle of a payload, where only their pattern tells them from data: 16 bytes
-// of it are fixed.
+// of it are fixed. What follows, to the end of the stream, is always of one size:
+// the testimony of a mesh's rank (testimony.hpp), a bit for each rank for which it
+// was waiting; nothing on the streams of messages.
 constexpr std::uint64_t kFarewellMark = 0x6c6c657765726166;  // "farewell"
 
 inline Frame farewell(FrameKind kind, AbortReason reason = {}) {
@@ -76,6 +79,8 @@ inline bool is_farewell(const Frame& frame) {
   return frame.magic == kFrameMagic && (frame.kind == FrameKind::abort || frame.kind == FrameKind::goodbye) &&
          frame.payload_nbytes == 0 && frame.second.count == kFarewellMark;
 }
+
+inline std::size_t testimony_nbytes(int world_size) { return (static_cast<std::size_t>(world_size) + 7) / 8; }
 
 }  // namespace ferro
 

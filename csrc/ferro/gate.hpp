@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <mutex>
 
 #include "ferro/call.hpp"
 #include "ferro/parking.hpp"
@@ -20,6 +21,7 @@ class Gate {
   class Pass {
    public:
     Pass(Gate& gate, Call& call) : gate_(gate) { gate_.enter(call); }
+    Pass(Gate& gate, std::adopt_lock_t) : gate_(gate) {}  // entered already
     ~Pass() { gate_.leave(); }
     Pass(const Pass&) = delete;
     Pass& operator=(const Pass&) = delete;
@@ -29,6 +31,9 @@ class Gate {
   };
 
   // For the few who cannot use a Pass.
+  void enter(Call& call) {
+    if (!try_enter()) enter_slowly(call);
+  }
   bool try_enter() {
     std::uint32_t state = kFree;
     return state_.compare_exchange_strong(state, kTaken, std::memory_order_acquire);
@@ -37,13 +42,12 @@ class Gate {
   void leave() {
     if (state_.exchange(kFree, std::memory_order_release) == kAwaited) futex_wake_all(state_);
   }
+  // For who is inside: whether another thread wants to be. Informs, orders nothing.
+  bool is_awaited() const { return state_.load(std::memory_order_relaxed) == kAwaited; }
 
  private:
   static constexpr std::uint32_t kFree = 0, kTaken = 1, kAwaited = 2;
 
-  void enter(Call& call) {
-    if (!try_enter()) enter_slowly(call);
-  }
   __attribute__((noinline)) void enter_slowly(Call& call) {
     call.begin_blocking();
     while (state_.exchange(kAwaited, std::memory_order_acquire) != kFree) {

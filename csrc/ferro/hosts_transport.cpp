@@ -13,7 +13,7 @@ namespace {
 // Whoever waits for a messenger waits that much longer than the messenger does, step
 // by step of a call: so the rank that knows who is missing is the first to give up,
 // and names it to the others. A call has seven such steps at most.
-constexpr double kStepPatienceSeconds = 0.08;
+constexpr double kStepPatienceSeconds = 0.05;
 
 void begin_step(Call& call) { call.extend(kStepPatienceSeconds); }
 
@@ -39,6 +39,7 @@ struct HostsTransport::Watch {
 
   static bool look(void* state) noexcept {
     auto& watch = *static_cast<Watch*>(state);
+    watch.transport.note_awaited(watch.outer);
     watch.transport.aborted();
     try {
       watch.outer.check_interrupt();
@@ -79,9 +80,10 @@ void HostsTransport::run(Call& outer, const Collective& collective) {
   outer.begin_blocking();
   Watch watch{*this, outer};
   Call call(outer.remaining_s(), Hooks{nullptr, &Watch::look, &watch});
-  run_or_abort(
-      *mesh_, sequence, [this](AbortReason reason) { abort(reason); },
-      [&] { dispatch(call, collective, sequence); });
+  run_or_abort(*mesh_, sequence,
+               {[this](AbortReason reason) { abort(reason); },
+                [this](Testimonies& testimonies) { add_testimonies(testimonies); }},
+               [&] { dispatch(call, collective, sequence); });
 }
 
 void HostsTransport::abort(AbortReason reason) noexcept {
@@ -101,8 +103,26 @@ AbortReason HostsTransport::aborted() const noexcept {
 }
 
 void HostsTransport::spread(AbortReason reason) const noexcept {
-  if (local_ != nullptr) local_->abort(reason);
+  if (local_ != nullptr) {
+    local_->testify(mesh_->awaited());
+    local_->abort(reason);
+  }
   mesh_->abort(reason);
+}
+
+std::vector<int> HostsTransport::find_missing() {
+  return mesh_->find_missing([this](Testimonies& testimonies) { add_testimonies(testimonies); });
+}
+
+void HostsTransport::add_testimonies(Testimonies& testimonies) {
+  if (local_ != nullptr) local_->add_testimonies(testimonies);
+}
+
+// What this rank testifies, should the group end while it waits inside its host.
+void HostsTransport::note_awaited(const Call& call) const {
+  RankSet ranks;
+  if (local_ != nullptr && call.elapsed_s() >= kPresenceSeconds) local_->add_awaited(ranks);
+  if (ranks.any()) mesh_->set_awaited(ranks);
 }
 
 void HostsTransport::add_lost(std::vector<int>& ranks) {
@@ -166,7 +186,16 @@ void HostsTransport::run_local(Call& call, Op op, DType dtype, std::size_t count
   collective.count = count;
   collective.in = in;
   collective.out = out;
-  local_->run(call, collective);
+  run_local(call, collective);
+}
+
+void HostsTransport::run_local(Call& call, const Collective& collective) {
+  try {
+    local_->run(call, collective);
+  } catch (const Error&) {
+    note_awaited(call);
+    throw;
+  }
 }
 
 // ---- Agreeing ------------------------------------------------------------------
@@ -522,7 +551,7 @@ void HostsTransport::all_to_all(Call& call, const Collective& original) {
     local.recv_counts = recv_counts.data();
   }
   if (local_ != nullptr)
-    local_->run(call, local);
+    run_local(call, local);
   else
     copy(incoming, outgoing, send_nbytes);
   const char* begin = incoming;

@@ -30,6 +30,10 @@ class HostsTransport final : public Transport {
   void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override;
   void add_lost(std::vector<int>& ranks) override;
+  std::vector<int> find_missing() override;
+  void add_awaited(RankSet& ranks) const override { ranks |= mesh_->awaited(); }
+  void testify(const RankSet& awaited) noexcept override { mesh_->set_awaited(awaited); }
+  void add_testimonies(Testimonies& testimonies) override;
   std::uint32_t succession() const noexcept override;
   bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept override;
   void close() noexcept override;
@@ -67,6 +71,8 @@ class HostsTransport final : public Transport {
   // One operation among the ranks of this host.
   void run_local(Call& call, Op op, DType dtype, std::size_t count, const void* in, void* out, int root,
                  ReduceOp reduce_op = ReduceOp::sum);
+  void run_local(Call& call, const Collective& collective);
+  void note_awaited(const Call& call) const;
   void exchange_remote(Call& call, const Collective& collective, int root);
 
   int num_hosts() const { return static_cast<int>(hosts_.size()); }

@@ -1,12 +1,12 @@
 #include "ferro/messenger.hpp"
 
-#include <poll.h>
 #include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <utility>
 
 namespace ferro {
@@ -15,6 +15,8 @@ namespace {
 // Where some peers are reached through memory and others through sockets, no one
 // system call waits for both: the sockets are polled, the memory looked at this often.
 constexpr int kMixedPollMs = 1;
+
+constexpr double kUnlimited = 1e9;  // seconds
 
 }  // namespace
 
@@ -25,7 +27,9 @@ Messenger::Messenger(const Transport& transport, std::vector<std::unique_ptr<Cha
       segment_(std::move(segment)),
       index_(index),
       spin_(spin),
-      lanes_(2 * channels_.size()) {
+      lanes_(2 * channels_.size()),
+      out_of_memory_(std::make_shared<const Error>(ErrorCode::out_of_memory)) {
+  lanes_in_use_.reserve(lanes_.size());
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
     lanes_[i].channel = channels_[i / 2].get();
     lanes_[i].peer = static_cast<int>(i / 2);
@@ -42,11 +46,28 @@ Messenger::~Messenger() {
 }
 
 void Messenger::post(Batch& batch) {
-  for (Message& message : batch.messages_) {
-    Lane& lane = lanes_[2 * message.op.peer + (message.op.is_send ? 1 : 0)];
-    if (lane.messages.empty()) lanes_in_use_.push_back(&lane);
-    lane.messages.emplace_back(&message, &batch);
+  try {
+    for (Message& message : batch.messages_) {
+      Lane& lane = lanes_[2 * message.op.peer + (message.op.is_send ? 1 : 0)];
+      if (lane.messages.empty()) {
+        lanes_in_use_.push_back(&lane);
+        has_unwatched_lane_ = true;
+      }
+      lane.messages.emplace_back(&message, &batch);
+    }
+  } catch (const std::bad_alloc&) {
+    withdraw(batch);
+    throw;
   }
+}
+
+// What was posted last, and of which nothing has moved.
+void Messenger::withdraw(const Batch& batch) {
+  for (Lane* lane : lanes_in_use_)
+    while (!lane->messages.empty() && lane->messages.back().second == &batch) lane->messages.pop_back();
+  lanes_in_use_.erase(std::remove_if(lanes_in_use_.begin(), lanes_in_use_.end(),
+                                     [](const Lane* lane) { return lane->messages.empty(); }),
+                      lanes_in_use_.end());
 }
 
 bool Messenger::progress() {
@@ -77,20 +98,33 @@ bool Messenger::progress(Lane& lane) {
         check_group();  // a peer that left because the group had ended is not to blame
         throw;
       }
-      if (batch->error_ == nullptr) batch->error_ = std::make_unique<Error>(error);
+      if (batch->error_ == nullptr) batch->error_ = std::make_shared<const Error>(error);
       is_complete = true;
     }
     has_moved |= is_complete || message->done != done_before || message->is_started != was_started;
     if (!is_complete) break;
-    --batch->remaining_;
+    if (--batch->remaining_ == 0 && batch->is_owner_away_) tell_others();
     lane.messages.pop_front();
   }
   return has_moved;
 }
 
-void Messenger::clear() {
-  for (Lane* lane : lanes_in_use_) lane->messages.clear();
+void Messenger::end(const Error& why) noexcept {
+  std::shared_ptr<const Error> error = out_of_memory_;
+  try {
+    error = std::make_shared<const Error>(why);
+  } catch (const std::bad_alloc&) {
+    // Then that is what they are told.
+  }
+  for (Lane* lane : lanes_in_use_) {
+    for (const auto& [message, batch] : lane->messages) {
+      batch->remaining_ = 0;
+      batch->error_ = error;
+    }
+    lane->messages.clear();
+  }
   lanes_in_use_.clear();
+  tell_others();
 }
 
 void Messenger::close() noexcept {
@@ -104,9 +138,8 @@ void Messenger::check_group() const {
 }
 
 void Messenger::run(Call& call, Batch& batch) {
-  check_group();
-  post(batch);
   try {
+    check_group();
     progress();
     for (int i = 0; i < SpinPolicy::kBriefPauses && !batch.is_done(); ++i) {
       pause_briefly();
@@ -116,60 +149,129 @@ void Messenger::run(Call& call, Batch& batch) {
     for (int idle = 0; !batch.is_done();) {
       idle = progress() ? 0 : idle + 1;
       if (idle == 0) continue;
-      if (idle < spin_.pauses) {
+      // Who waits at the gate may have something that moves.
+      const bool may_spin = !gate_.is_awaited();
+      if (may_spin && idle < spin_.pauses) {
         pause_briefly();
-      } else if (idle < spin_.pauses + spin_.yields) {
+      } else if (may_spin && idle < spin_.pauses + spin_.yields) {
         sched_yield();
       } else {
         check_group();
-        call.check_interrupt();
-        if (call.is_expired()) throw_timeout();
-        sleep();
+        if (call.is_expired()) throw_timeout(batch);
+        set_owner_away(batch, true);
+        sleep(call, news());
+        set_owner_away(batch, false);
       }
     }
-  } catch (const Error&) {
-    clear();
+  } catch (const std::exception&) {
+    end(current_error());
     throw;
   }
+  relieve();
   batch.rethrow();
 }
 
-void Messenger::throw_timeout() const {
+void Messenger::throw_timeout(const Batch& batch) const {
   Error error(ErrorCode::timeout);
-  for (const Lane* lane : lanes_in_use_) error.missing.push_back(lane->peer);
+  for (const Lane* lane : lanes_in_use_)
+    for (const auto& posted : lane->messages)
+      if (posted.second == &batch) error.missing.push_back(lane->peer);
   std::sort(error.missing.begin(), error.missing.end());
   error.missing.erase(std::unique(error.missing.begin(), error.missing.end()), error.missing.end());
   if (!error.missing.empty()) error.peer = error.missing.front();
   throw error;
 }
 
-void Messenger::sleep() {
+// ---- Sleeping, and waking those who sleep ----------------------------------------
+
+// The time that a thread spends outside the gate. Signal handlers run there: one may close
+// the group.
+class Messenger::Absence {
+ public:
+  Absence(Messenger& messenger, bool is_watch) : messenger_(messenger), is_watch_(is_watch) {
+    if (is_watch_) {
+      messenger_.is_watched_ = true;
+    } else {
+      messenger_.num_followers_.fetch_add(1, std::memory_order_seq_cst);
+    }
+    messenger_.gate_.leave();
+  }
+  ~Absence() {
+    Call unhurried(kUnlimited);
+    messenger_.gate_.enter(unhurried);
+    if (is_watch_) {
+      messenger_.is_watched_ = false;
+    } else {
+      messenger_.num_followers_.fetch_sub(1, std::memory_order_relaxed);
+    }
+  }
+  Absence(const Absence&) = delete;
+  Absence& operator=(const Absence&) = delete;
+
+ private:
+  Messenger& messenger_;
+  const bool is_watch_;
+};
+
+void Messenger::sleep(Call& call, std::uint32_t heard) {
+  const bool is_watch = !is_watched_;
+  if (is_watch) {
+    if (!begin_watch()) return;
+  } else if (has_sockets_ && has_unwatched_lane_) {
+    has_unwatched_lane_ = false;
+    notify();  // the watch polls without it
+    return;
+  }
+  const Absence absence(*this, is_watch);
+  call.check_interrupt();
+  is_watch ? watch() : follow(heard);
+}
+
+// False if there is a reason not to sleep. Looks once more after the word is set, with the
+// gate held: what moves now was published before the word could be seen, and what others
+// post from here on they look for themselves.
+bool Messenger::begin_watch() {
+  has_unwatched_lane_ = false;
   if (!has_sockets_) {
     std::atomic<std::uint32_t>& word = segment_->message_sleeper(index_);
     word.store(kAnyPeer, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    // What moves now was published before the word could be seen.
     if (!is_notified_.exchange(false, std::memory_order_seq_cst) && !progress() &&
         transport_.aborted().code == ErrorCode::none)
-      futex_wait(word, kAnyPeer, std::chrono::duration<double>(kWaitSlice).count());
+      return true;
+    word.store(kAwake, std::memory_order_relaxed);
+    return false;
+  }
+  poll_entries_.assign(1, {event_fd_, POLLIN, 0});
+  poll_ms_ = static_cast<int>(kWaitSlice.count());
+  for (const Lane* lane : lanes_in_use_) {
+    const int fd = lane->channel->poll_fd();
+    if (fd < 0) poll_ms_ = kMixedPollMs;
+    if (fd >= 0) poll_entries_.push_back({fd, static_cast<short>(lane->is_outgoing ? POLLOUT : POLLIN), 0});
+  }
+  return true;
+}
+
+void Messenger::watch() {
+  if (!has_sockets_) {
+    std::atomic<std::uint32_t>& word = segment_->message_sleeper(index_);
+    futex_wait(word, kAnyPeer, std::chrono::duration<double>(kWaitSlice).count());
     word.store(kAwake, std::memory_order_relaxed);
     return;
   }
-  std::vector<pollfd> entries{{event_fd_, POLLIN, 0}};
-  bool has_memory = false;
-  for (const Lane* lane : lanes_in_use_) {
-    const int fd = lane->channel->poll_fd();
-    has_memory |= fd < 0;
-    if (fd >= 0) entries.push_back({fd, static_cast<short>(lane->is_outgoing ? POLLOUT : POLLIN), 0});
-  }
-  poll(entries.data(), entries.size(), has_memory ? kMixedPollMs : static_cast<int>(kWaitSlice.count()));
-  if (entries.front().revents != 0) {
+  poll(poll_entries_.data(), poll_entries_.size(), poll_ms_);
+  if (poll_entries_.front().revents != 0) {
     std::uint64_t count;
     [[maybe_unused]] const ssize_t drained = read(event_fd_, &count, sizeof count);
   }
 }
 
+void Messenger::follow(std::uint32_t heard) {
+  futex_wait(news_, heard, std::chrono::duration<double>(kWaitSlice).count());
+}
+
 void Messenger::notify() {
+  call_followers();
   if (event_fd_ >= 0) {
     const std::uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = write(event_fd_, &one, sizeof one);
@@ -177,6 +279,19 @@ void Messenger::notify() {
     is_notified_.store(true, std::memory_order_seq_cst);
     unpark(segment_->message_sleeper(index_));
   }
+}
+
+// A follower counts itself, then the kernel compares the news with what it has heard; who
+// has news changes them, then looks at the count. One of the two sees the other.
+void Messenger::call_followers() {
+  news_.fetch_add(1, std::memory_order_seq_cst);
+  if (num_followers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(news_);
+}
+
+void Messenger::tell_others() { is_watched_ ? notify() : call_followers(); }
+
+void Messenger::relieve() {
+  if (!is_watched_ && num_followers_.load(std::memory_order_relaxed) != 0) call_followers();
 }
 
 }  // namespace ferro

@@ -3,8 +3,16 @@
 // Messages to one peer, and from one peer, keep their order; everything else
 // moves as it can. All that is posted is progressed together, so that a send
 // and a receive that wait for each other both get on.
+//
+// Several threads may be in calls at once. Whoever holds the gate moves what all of
+// them have posted; whoever has nothing left to move sleeps outside it, so that a
+// blocked receive keeps no other thread from sending. Of the sleepers one, the
+// watch, sleeps on what peers write to or wake; the others, its followers, sleep until it has
+// news for them, or goes and one of them must watch.
 #ifndef FERRO_MESSENGER_HPP
 #define FERRO_MESSENGER_HPP
+
+#include <poll.h>
 
 #include <atomic>
 #include <deque>
@@ -12,19 +20,21 @@
 #include <vector>
 
 #include "ferro/channel.hpp"
+#include "ferro/gate.hpp"
 #include "ferro/parking.hpp"
 #include "ferro/transport.hpp"
 
 namespace ferro {
 
-// Messages that complete together. Belongs to the caller until then.
+// Messages that complete together. Belongs to the caller until then; guarded by the
+// messenger's gate.
 class Batch {
  public:
   explicit Batch(const std::vector<PointToPoint>& ops)
       : messages_(ops.begin(), ops.end()), remaining_(ops.size()) {}
 
   bool is_done() const { return remaining_ == 0; }
-  // The first message that did not fit. The others have been delivered.
+  // What ended the group, or the first message that did not fit: the others have been delivered.
   void rethrow() const {
     if (error_ != nullptr) throw *error_;
   }
@@ -33,7 +43,8 @@ class Batch {
   friend class Messenger;
   std::vector<Message> messages_;
   std::size_t remaining_;
-  std::unique_ptr<Error> error_;
+  bool is_owner_away_ = false;  // asleep: must be told when it is done
+  std::shared_ptr<const Error> error_;
 };
 
 class Messenger {
@@ -44,26 +55,35 @@ class Messenger {
             std::shared_ptr<Segment> segment, int index, SpinPolicy spin);
   ~Messenger();
 
-  // The four below are called by one thread at a time.
+  // Held by whoever calls what follows, but for news() and notify().
+  Gate& gate() { return gate_; }
+
+  // All of it or, if it throws bad_alloc, nothing.
   void post(Batch& batch);
+  // Progresses until `batch`, which was posted, is done. Lets go of the gate while it sleeps.
+  void run(Call& call, Batch& batch);
   // Moves what can be moved. False if nothing could. Throws what ended a peer or the group.
   bool progress();
-  // Drops all that was posted: the group has ended.
-  void clear();
+  // Fails all that was posted, by whomever: the group has ended.
+  void end(const Error& why) noexcept;
+
+  // Lets go of the gate and sleeps until a peer may have made progress possible, another
+  // thread has completed a batch whose owner is away, notify() has been called since
+  // `heard` was the news, or a slice has passed. Throws if the caller is interrupted.
+  void sleep(Call& call, std::uint32_t heard);
+  static void set_owner_away(Batch& batch, bool is_away) { batch.is_owner_away_ = is_away; }
+  // Changes with all that ends a sleep without a peer's doing.
+  std::uint32_t news() const { return news_.load(std::memory_order_seq_cst); }
+  // Ends every sleep(), now or the next one. From any thread.
+  void notify();
+  // For who leaves for good: one of those who sleep must watch.
+  void relieve();
 
   // Tells all peers that this rank has left. Nothing is posted afterwards.
   void close() noexcept;
 
-  // Progresses until `batch` is done.
-  void run(Call& call, Batch& batch);
-  // Sleeps until a peer may have made progress possible, notify() is called, or a
-  // slice has passed.
-  void sleep();
-  // Ends a sleep(), now or the next one. From any thread.
-  void notify();
-
-  // Throws timeout, naming the peers that something is still due from or to.
-  [[noreturn]] void throw_timeout() const;
+  // Throws timeout, naming the peers that something of the batch is still due from or to.
+  [[noreturn]] void throw_timeout(const Batch& batch) const;
   bool is_idle() const { return lanes_in_use_.empty(); }
 
  private:
@@ -74,7 +94,14 @@ class Messenger {
     bool is_outgoing;
   };
   bool progress(Lane& lane);
+  void withdraw(const Batch& batch);
   void check_group() const;
+  class Absence;
+  bool begin_watch();
+  void watch();
+  void follow(std::uint32_t heard);
+  void tell_others();
+  void call_followers();
 
   const Transport& transport_;
   std::vector<std::unique_ptr<Channel>> channels_;
@@ -85,7 +112,18 @@ class Messenger {
   std::vector<Lane*> lanes_in_use_;
   bool has_sockets_ = false;
   int event_fd_ = -1;
-  std::atomic<bool> is_notified_{false};
+
+  Gate gate_;
+  // Guarded by the gate; while there is a watch, what it polls is its own.
+  bool is_watched_ = false;
+  bool has_unwatched_lane_ = false;  // came into use since the watch went to sleep
+  std::vector<pollfd> poll_entries_;
+  int poll_ms_ = 0;
+  const std::shared_ptr<const Error> out_of_memory_;  // made while there is some
+
+  std::atomic<bool> is_notified_{false};  // the watch shall not sleep
+  std::atomic<int> num_followers_{0};     // written under the gate
+  std::atomic<std::uint32_t> news_{0};    // the followers' futex
 };
 
 }  // namespace ferro

@@ -81,9 +81,10 @@ SegmentLayout::SegmentLayout(int num_ranks) : size(num_ranks) {
   small_nbytes = std::max(p <= 8 ? std::size_t{64} << 10 : std::size_t{16} << 10,
                           round_up(2 * sizeof(std::uint64_t) * p, kLinePair));
   smalls_nbytes = small_nbytes * kSmallSlots;
-  window_nbytes = kChunkNbytes * kChunkSlots;
+  // Larger than a second-level cache: see "Rings" in ALGORITHMS.md. Many ranks share theirs anyway.
+  window_nbytes = std::size_t{p <= 8 ? 2u : 1u} << 20;
   results_nbytes = round_up(window_nbytes / p, 4096);
-  channel_nbytes = std::max(std::size_t{16} << 10, power_of_two_at_least((std::size_t{2} << 20) / p));
+  channel_nbytes = std::max(std::size_t{16} << 10, power_of_two_at_least((std::size_t{4} << 20) / p));
 
   std::size_t end = kLinePair;  // the abort word and the succession word
   const auto place = [&end](std::size_t nbytes, std::size_t alignment) {
@@ -97,7 +98,7 @@ SegmentLayout::SegmentLayout(int num_ranks) : size(num_ranks) {
   smalls_offset = place(p * smalls_nbytes, 4096);
   windows_offset = place(p * window_nbytes, 4096);
   results_offset = place(p * results_nbytes, 4096);
-  channels_offset = place(p * p * channel_stride(), 4096);
+  channels_offset = place(p * (p - 1) * channel_stride(), 4096);
   fixed_nbytes = round_up(end, kHugePage);
   heap_nbytes = heap_nbytes_for(num_ranks);
 }

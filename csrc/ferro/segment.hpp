@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "ferro/fingerprint.hpp"
+#include "ferro/testimony.hpp"
 
 namespace ferro {
 
@@ -36,6 +37,11 @@ struct RankControl {
   // The thread id of its watchdog; marked and woken by the kernel when that dies.
   alignas(kLinePair) std::atomic<std::uint32_t> liveness;
   std::atomic<std::uint32_t> has_departed;  // closed its side, having published all it ever will
+  // For whom it was waiting when the group ended, if the group spans hosts. Written once,
+  // by whoever sets is_testifying; read once has_testified is set.
+  alignas(kLinePair) std::atomic<std::uint32_t> is_testifying;
+  std::atomic<std::uint32_t> has_testified;
+  RankSet awaited;
 };
 
 // A rank sleeps on one of two words: that of its collectives or that of its messages.
@@ -65,10 +71,8 @@ struct ChannelControl {
 struct SegmentLayout {
   explicit SegmentLayout(int num_ranks);
 
-  static constexpr std::size_t kChunkNbytes = std::size_t{64} << 10;
-  static constexpr int kChunkSlots = 16;  // one-shot rounds in flight
-  static constexpr int kSmallSlots = 16;  // small payloads of the largest size in the ring
-  static constexpr int kRoundSlots = 4;   // two-shot rounds in flight: more than twice the lag of one
+  static constexpr int kSmallSlots = 32;  // small payloads of the largest size in the ring
+  static constexpr int kRoundSlots = 8;   // two-shot rounds in flight: more than twice the lag of one
   static constexpr int kCells = 32;
 
   int size;
@@ -146,8 +150,10 @@ class Segment {
   T* at(std::size_t offset) {
     return reinterpret_cast<T*>(base_ + offset);
   }
+  // A rank has no channel to itself.
   std::size_t channel_offset(int src, int dst) const {
-    return layout_.channels_offset + (src * layout_.size + dst) * layout_.channel_stride();
+    const int index = src * (layout_.size - 1) + (dst < src ? dst : dst - 1);
+    return layout_.channels_offset + static_cast<std::size_t>(index) * layout_.channel_stride();
   }
 
   unsigned char* base_;

@@ -15,15 +15,17 @@
 namespace ferro {
 namespace {
 
-constexpr std::uint64_t kPairSlots = 8;  // rounds in flight where each peer gets a piece of its own
+// So many rounds are in flight at least, however many pieces a slot has.
+constexpr std::size_t kMinSlots = 8;
 
 const unsigned char* bytes(const void* data) { return static_cast<const unsigned char*>(data); }
 unsigned char* bytes(void* data) { return static_cast<unsigned char*>(data); }
 
-// A block may be copied onto itself where the collective is in place.
-void copy_block(void* dst, const void* src, std::size_t nbytes) {
-  if (nbytes != 0 && dst != src) copy_to_user(dst, src, nbytes, nbytes);
+// Part of an output of `output_nbytes`. It may be copied onto itself where the collective is in place.
+void copy_block(void* dst, const void* src, std::size_t nbytes, std::size_t output_nbytes) {
+  if (nbytes != 0 && dst != src) copy_to_user(dst, src, nbytes, output_nbytes);
 }
+void copy_block(void* dst, const void* src, std::size_t nbytes) { copy_block(dst, src, nbytes, nbytes); }
 
 std::size_t ceil_div(std::size_t n, std::size_t d) { return (n + d - 1) / d; }
 
@@ -97,19 +99,26 @@ void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t fir
                                                      divisor_of(c, size_));
 }
 
+ShmTransport::Slots ShmTransport::slots_for(std::size_t nbytes, int num_pieces) const {
+  const std::size_t window = segment_->layout().window_nbytes;
+  const auto pieces = static_cast<std::size_t>(std::max(1, num_pieces));
+  const std::size_t largest = window / kMinSlots / pieces / kLinePair * kLinePair;
+  const std::size_t piece = std::min(shm_cost::piece_nbytes(nbytes), largest);
+  return {piece, piece * pieces, window / (piece * pieces)};
+}
+
 template <class Stage, class Consume>
-void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, std::uint64_t num_slots, Roles roles,
+void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots& slots, Roles roles,
                               Stage stage, Consume consume) {
   const bool is_producer = roles.producer == Roles::kEverybody || roles.producer == index_;
   const bool is_consumer = roles.consumer == Roles::kEverybody || roles.consumer == index_;
-  const std::size_t slot_nbytes = segment_->layout().window_nbytes / num_slots;
   const auto slot_of = [&](int rank, std::uint64_t round) {
-    return segment_->window(rank) + (round_ + round) % num_slots * slot_nbytes;
+    return segment_->window(rank) + (round_ + round) % slots.number * slots.nbytes;
   };
   // Staging runs one round ahead of consuming: peers work on it meanwhile.
   for (std::uint64_t round = 0; round <= num_rounds; ++round) {
     if (is_producer && round < num_rounds) {
-      await_free_slot(call, round, num_slots, roles.consumer);
+      await_free_slot(call, round, slots.number, roles.consumer);
       stage(round, slot_of(index_, round));
       advance(&RankControl::staged, round_ + round + 1);
     }
@@ -169,9 +178,10 @@ void ShmTransport::allreduce_symmetric(const Collective& c) {
 // Each rank stages all of its input and reduces all of everybody's.
 void ShmTransport::allreduce_one_shot(Call& call, const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
-  const Rounds rounds(c.count, SegmentLayout::kChunkNbytes / itemsize);
+  const Slots slots = slots_for(c.count * itemsize, 1);
+  const Rounds rounds(c.count, slots.piece_nbytes / itemsize);
   run_rounds(
-      call, rounds.number(), SegmentLayout::kChunkSlots, {},
+      call, rounds.number(), slots, {},
       [&](std::uint64_t round, void* slot) {
         const Range range = rounds[round];
         staging_.copy(slot, bytes(c.in) + range.first * itemsize, range.count * itemsize);
@@ -262,21 +272,21 @@ bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
     reduce_inputs(c, c.out, c.count * index_, c.count);
     return inputs_.are_borrowed;
   }
-  const std::size_t piece_nbytes =
-      segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
-  const Rounds rounds(c.count, piece_nbytes / itemsize);
+  const Slots slots = slots_for(c.count * itemsize, size_ - 1);
+  const Rounds rounds(c.count, slots.piece_nbytes / itemsize);
   run_rounds(
-      call, rounds.number(), kPairSlots, {},
+      call, rounds.number(), slots, {},
       [&](std::uint64_t round, unsigned char* slot) {
         const Range range = rounds[round];
         for (int peer = 0; peer < size_; ++peer)
           if (peer != index_)
-            staging_.copy(slot + peer * piece_nbytes, bytes(c.in) + (peer * c.count + range.first) * itemsize,
-                          range.count * itemsize);
+            staging_.copy(slot + piece_offset(slots, index_, peer),
+                          bytes(c.in) + (peer * c.count + range.first) * itemsize, range.count * itemsize);
       },
       [&](std::uint64_t round) {
         const Range range = rounds[round];
-        for (int peer = 0; peer < size_; ++peer) inputs_.of_rank[peer] += index_ * piece_nbytes;
+        for (int peer = 0; peer < size_; ++peer)
+          if (peer != index_) inputs_.of_rank[peer] += piece_offset(slots, peer, index_);
         inputs_.of_rank[index_] = bytes(c.in) + (index_ * c.count + range.first) * itemsize;
         reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count, c.count * itemsize);
       });
@@ -292,12 +302,15 @@ bool ShmTransport::broadcast(Call& call, const Collective& c) {
     copy_block(c.out, inputs_.of_rank[root], nbytes);
     return inputs_.are_borrowed;
   }
-  if (is_root(c)) copy_block(c.out, c.in, nbytes);
-  const Rounds rounds(nbytes, SegmentLayout::kChunkNbytes);
+  const Slots slots = slots_for(nbytes, 1);
+  const Rounds rounds(nbytes, slots.piece_nbytes);
   run_rounds(
-      call, rounds.number(), SegmentLayout::kChunkSlots, Roles{root, Roles::kEverybody},
+      call, rounds.number(), slots, Roles{root, Roles::kEverybody},
       [&](std::uint64_t round, void* slot) {
-        staging_.copy(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
+        const Range range = rounds[round];
+        staging_.copy(slot, bytes(c.in) + range.first, range.count);
+        // Now, while it is in the cache.
+        copy_block(bytes(c.out) + range.first, bytes(c.in) + range.first, range.count, nbytes);
       },
       [&](std::uint64_t round) {
         if (index_ != root)
@@ -309,17 +322,21 @@ bool ShmTransport::broadcast(Call& call, const Collective& c) {
 
 bool ShmTransport::all_gather(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
-  copy_block(bytes(c.out) + index_ * nbytes, c.in, nbytes);
+  unsigned char* own = bytes(c.out) + index_ * nbytes;
   if (inputs_.are_complete) {
+    copy_block(own, c.in, nbytes);
     for (int peer = 0; peer < size_; ++peer)
       if (peer != index_) copy_block(bytes(c.out) + peer * nbytes, inputs_.of_rank[peer], nbytes);
     return inputs_.are_borrowed;
   }
-  const Rounds rounds(nbytes, SegmentLayout::kChunkNbytes);
+  const Slots slots = slots_for(nbytes, 1);
+  const Rounds rounds(nbytes, slots.piece_nbytes);
   run_rounds(
-      call, rounds.number(), SegmentLayout::kChunkSlots, {},
+      call, rounds.number(), slots, {},
       [&](std::uint64_t round, void* slot) {
-        staging_.copy(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
+        const Range range = rounds[round];
+        staging_.copy(slot, bytes(c.in) + range.first, range.count);
+        copy_block(own + range.first, bytes(c.in) + range.first, range.count, nbytes * size_);
       },
       [&](std::uint64_t round) {
         for (int peer = 0; peer < size_; ++peer)
@@ -339,9 +356,10 @@ bool ShmTransport::gather(Call& call, const Collective& c) {
       if (peer != root) copy_block(bytes(c.out) + peer * nbytes, inputs_.of_rank[peer], nbytes);
     return inputs_.are_borrowed;
   }
-  const Rounds rounds(nbytes, SegmentLayout::kChunkNbytes);
+  const Slots slots = slots_for(nbytes, 1);
+  const Rounds rounds(nbytes, slots.piece_nbytes);
   run_rounds(
-      call, rounds.number(), SegmentLayout::kChunkSlots, Roles{Roles::kEverybody, root},
+      call, rounds.number(), slots, Roles{Roles::kEverybody, root},
       [&](std::uint64_t round, void* slot) {
         if (index_ != root) staging_.copy(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
       },
@@ -362,21 +380,21 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
     return inputs_.are_borrowed;
   }
   if (index_ == root) copy_block(c.out, bytes(c.in) + root * nbytes, nbytes);
-  const std::size_t piece_nbytes =
-      segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
-  const Rounds rounds(nbytes, piece_nbytes);
+  const Slots slots = slots_for(nbytes, size_ - 1);
+  const Rounds rounds(nbytes, slots.piece_nbytes);
   run_rounds(
-      call, rounds.number(), kPairSlots, Roles{root, Roles::kEverybody},
+      call, rounds.number(), slots, Roles{root, Roles::kEverybody},
       [&](std::uint64_t round, unsigned char* slot) {
         for (int peer = 0; peer < size_; ++peer)
           if (peer != root)
-            staging_.copy(slot + peer * piece_nbytes, bytes(c.in) + peer * nbytes + rounds[round].first,
-                          rounds[round].count);
+            staging_.copy(slot + piece_offset(slots, root, peer),
+                          bytes(c.in) + peer * nbytes + rounds[round].first, rounds[round].count);
       },
       [&](std::uint64_t round) {
         if (index_ != root)
-          copy_to_user(bytes(c.out) + rounds[round].first, inputs_.of_rank[root] + index_ * piece_nbytes,
-                       rounds[round].count, nbytes);
+          copy_to_user(bytes(c.out) + rounds[round].first,
+                       inputs_.of_rank[root] + piece_offset(slots, root, index_), rounds[round].count,
+                       nbytes);
       });
   return false;
 }
@@ -413,9 +431,8 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
     send_first[peer] = send_first[peer - 1] + send_counts[peer - 1];
     recv_first[peer] = recv_first[peer - 1] + recv_counts[peer - 1];
   }
-  const std::size_t piece_nbytes =
-      segment_->layout().window_nbytes / kPairSlots / size_ / kLinePair * kLinePair;
-  const Rounds rounds(most, piece_nbytes / itemsize);
+  const Slots slots = slots_for(most * itemsize, size_ - 1);
+  const Rounds rounds(most, slots.piece_nbytes / itemsize);
   const auto clip = [&](std::uint64_t round, std::size_t count) {
     const Range range = rounds[round];
     const std::size_t first = std::min(range.first, count);
@@ -424,12 +441,12 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
   copy_block(bytes(c.out) + recv_first[index_] * itemsize, bytes(c.in) + send_first[index_] * itemsize,
              send_counts[index_] * itemsize);
   run_rounds(
-      call, rounds.number(), kPairSlots, {},
+      call, rounds.number(), slots, {},
       [&](std::uint64_t round, unsigned char* slot) {
         for (int peer = 0; peer < size_; ++peer) {
           const Range range = clip(round, send_counts[peer]);
           if (peer != index_)
-            staging_.copy(slot + peer * piece_nbytes,
+            staging_.copy(slot + piece_offset(slots, index_, peer),
                           bytes(c.in) + (send_first[peer] + range.first) * itemsize, range.count * itemsize);
         }
       },
@@ -438,7 +455,7 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
           const Range range = clip(round, recv_counts[peer]);
           if (peer != index_)
             copy_to_user(bytes(c.out) + (recv_first[peer] + range.first) * itemsize,
-                         inputs_.of_rank[peer] + index_ * piece_nbytes, range.count * itemsize,
+                         inputs_.of_rank[peer] + piece_offset(slots, peer, index_), range.count * itemsize,
                          range.count * itemsize);
         }
       });

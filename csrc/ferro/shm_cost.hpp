@@ -21,6 +21,13 @@ constexpr bool one_shot_wins(std::size_t nbytes, int num_ranks) {
   return num_ranks <= 2 || nbytes <= kOneShotNbytes;
 }
 
+// What a rank stages for one reader in one round, of `nbytes` in all. Small enough that
+// the first round comes soon, large enough that waiting for the last costs little.
+constexpr std::size_t piece_nbytes(std::size_t nbytes) {
+  constexpr std::size_t kMiB = std::size_t{1} << 20;
+  return nbytes < kMiB ? kMiB / 16 : nbytes < 2 * kMiB ? kMiB / 8 : kMiB / 4;
+}
+
 }  // namespace ferro::shm_cost
 
 #endif  // FERRO_SHM_COST_HPP

@@ -99,6 +99,34 @@ void ShmTransport::add_lost(std::vector<int>& ranks) {
   }
 }
 
+// While headers are missing, everybody whose own is; later, the one that is waited for.
+void ShmTransport::add_awaited(RankSet& ranks) const {
+  if (awaited_ < 0) return;
+  bool has_all_headers = true;
+  for (int peer = 0; peer < size_; ++peer) {
+    const HeaderSlot& slot = segment_->header(peer, sequence_ & 1);
+    if (sequence_of(slot.flag.load(std::memory_order_acquire)) == sequence_) continue;
+    has_all_headers = false;
+    ranks.set(static_cast<std::size_t>(members_[culprit_behind(peer)]));
+  }
+  if (has_all_headers) ranks.set(static_cast<std::size_t>(members_[awaited_]));
+}
+
+void ShmTransport::testify(const RankSet& awaited) noexcept {
+  RankControl& control = segment_->control(index_);
+  if (awaited.none() || control.is_testifying.exchange(1, std::memory_order_acq_rel) != 0) return;
+  control.awaited = awaited;
+  control.has_testified.store(1, std::memory_order_release);
+}
+
+void ShmTransport::add_testimonies(Testimonies& testimonies) {
+  for (int peer = 0; peer < size_; ++peer) {
+    const RankControl& control = segment_->control(peer);
+    if (control.has_testified.load(std::memory_order_acquire) != 0)
+      testimonies.add(members_[peer], control.awaited);
+  }
+}
+
 std::uint32_t ShmTransport::succession() const noexcept {
   return segment_->succession_word().load(std::memory_order_acquire);
 }
@@ -293,6 +321,7 @@ __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, 
     sched_yield();
   }
   std::atomic<std::uint32_t>& word = segment_->collective_sleeper(index_);
+  awaited_ = peer;
   while (!ready()) {
     if (is_lost(peer)) {
       if (ready()) break;  // what a peer published before it departed counts
@@ -309,6 +338,7 @@ __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, 
   }
   // Not before: while we wait, others read here for whom.
   word.store(kAwake, std::memory_order_relaxed);
+  awaited_ = -1;
 }
 
 bool ShmTransport::is_lost(int peer) const {

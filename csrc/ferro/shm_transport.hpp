@@ -29,6 +29,9 @@ class ShmTransport final : public Transport {
   AbortReason aborted() const noexcept override;
 
   void add_lost(std::vector<int>& ranks) override;
+  void add_awaited(RankSet& ranks) const override;
+  void testify(const RankSet& awaited) noexcept override;
+  void add_testimonies(Testimonies& testimonies) override;
   std::uint32_t succession() const noexcept override;
   bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept override;
 
@@ -90,10 +93,22 @@ class ShmTransport final : public Transport {
     int producer = kEverybody;  // who stages
     int consumer = kEverybody;  // who reads what was staged
   };
+  // How one collective divides the windows: a slot a round, in it a piece for each of
+  // some readers, or one for all of them.
+  struct Slots {
+    std::size_t piece_nbytes;
+    std::size_t nbytes;  // of one slot
+    std::uint64_t number;
+  };
+  Slots slots_for(std::size_t nbytes, int num_pieces) const;
+  // Where the piece for `reader` is in a slot of `writer`, which has none for itself.
+  static std::size_t piece_offset(const Slots& slots, int writer, int reader) {
+    return static_cast<std::size_t>(reader < writer ? reader : reader - 1) * slots.piece_nbytes;
+  }
   // Runs `num_rounds` rounds: `stage(round, slot)` fills this rank's slot of the
   // window, `consume(round)` reads the peers', found in inputs_.
   template <class Stage, class Consume>
-  void run_rounds(Call& call, std::uint64_t num_rounds, std::uint64_t num_slots, Roles roles, Stage stage,
+  void run_rounds(Call& call, std::uint64_t num_rounds, const Slots& slots, Roles roles, Stage stage,
                   Consume consume);
   void await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots, int sole_consumer);
 
@@ -117,6 +132,7 @@ class ShmTransport final : public Transport {
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
+  int awaited_ = -1;            // whom the call in progress waits for, in the slow part of a wait
   std::size_t next_small_ = 0;  // where the own ring goes on
   Inputs inputs_;
   StagingWriter staging_;

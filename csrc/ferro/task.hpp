@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -42,7 +43,9 @@ class Task {
       if (call.is_expired()) return false;
       call.check_interrupt();
       const double slice = std::chrono::duration<double>(kWaitSlice).count();
-      futex_wait(state_, kPending, std::max(0.0, std::min(slice, call.remaining_s())));
+      std::uint32_t state = kPending;
+      if (!state_.compare_exchange_strong(state, kAwaited) && state == kDone) break;
+      futex_wait(state_, kAwaited, std::max(0.0, std::min(slice, call.remaining_s())));
     }
     return true;
   }
@@ -54,16 +57,17 @@ class Task {
 
   void finish(std::unique_ptr<Error> error) {
     error_ = std::move(error);
-    state_.store(kDone, std::memory_order_seq_cst);
-    futex_wake_all(state_);
+    if (state_.exchange(kDone, std::memory_order_seq_cst) == kAwaited) futex_wake_all(state_);
   }
 
   Collective collective;  // the op alone, if there are messages
   std::unique_ptr<Batch> messages;
   const double timeout_s;
+  // Its place among the exchanges, if its messages have been posted by who submitted it.
+  std::optional<std::uint64_t> sequence;
 
  private:
-  static constexpr std::uint32_t kPending = 0, kDone = 1;
+  static constexpr std::uint32_t kPending = 0, kAwaited = 1, kDone = 2;
 
   std::vector<std::size_t> send_counts_, recv_counts_;
   std::unique_ptr<Error> error_;

@@ -30,9 +30,20 @@ class TaskQueue {
       thread_ = std::thread(std::move(progress));
       pthread_setname_np(thread_.native_handle(), "ferro-progress");  // for debuggers and top
     }
-    num_pending_.fetch_add(1, std::memory_order_acq_rel);
     tasks_.push_back(std::move(task));
+    num_pending_.fetch_add(1, std::memory_order_acq_rel);
+    num_waiting_.fetch_add(1, std::memory_order_acq_rel);
     has_changed_.notify_one();
+  }
+
+  // Tasks pushed and not yet popped.
+  int num_waiting() const { return num_waiting_.load(std::memory_order_acquire); }
+
+  // Waits until a task can be popped. False if the queue was stopped.
+  bool await_task() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    has_changed_.wait(lock, [this] { return is_stopped() || !tasks_.empty(); });
+    return !is_stopped();
   }
 
   // The next task, waiting for one if `may_wait`; null if there is none, or the queue was stopped.
@@ -42,6 +53,7 @@ class TaskQueue {
     if (is_stopped() || tasks_.empty()) return nullptr;
     std::shared_ptr<Task> task = std::move(tasks_.front());
     tasks_.pop_front();
+    num_waiting_.fetch_sub(1, std::memory_order_acq_rel);
     return task;
   }
 
@@ -81,6 +93,7 @@ class TaskQueue {
   std::deque<std::shared_ptr<Task>> tasks_;
   std::thread thread_;
   std::atomic<int> num_pending_{0};
+  std::atomic<int> num_waiting_{0};
   std::atomic<bool> is_stopped_{false};
 };
 

@@ -19,7 +19,9 @@ class Round {
     frame.payload_nbytes = data != nullptr ? static_cast<std::uint32_t>(rider_->nbytes()) : 0;
     exchange_.send_frame(group_.member(peer_index), frame, data);
   }
-  void receive(int peer_index) { exchange_.receive_frame(group_.member(peer_index)); }
+  void receive(int peer_index) {
+    exchange_.receive_frame(group_.member(peer_index), rider_ != nullptr ? rider_->nbytes() : 0);
+  }
 
   // `indices` in rising order; this rank's own stands for what it has itself.
   void combine(const std::vector<int>& indices) {
@@ -130,7 +132,7 @@ Agreement agree_on_counts(Exchange& exchange, const TcpCollectives& group, const
     exchange.send_frame(group.member(i), frame, nullptr);
   }
   for (int i = 0; i < group.size(); ++i)
-    if (i != own) exchange.receive_frame(group.member(i));
+    if (i != own) exchange.receive_frame(group.member(i), 0);
   exchange.finish();
   Agreement verdict = agreed;
   for (int i = 0; i < group.size(); ++i) {

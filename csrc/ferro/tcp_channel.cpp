@@ -1,6 +1,7 @@
 #include "ferro/tcp_channel.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 
@@ -8,6 +9,9 @@ namespace ferro {
 namespace {
 
 constexpr std::size_t kDropNbytes = std::size_t{64} << 10;
+
+// How long an end without last words waits for the mesh's before the peer counts as dead.
+constexpr std::chrono::milliseconds kMeshPatience{500};
 
 Frame header_of(const PointToPoint& op) {
   Frame header;
@@ -43,7 +47,8 @@ void TcpChannel::close() noexcept {
   Frame words = farewell(FrameKind::goodbye);
   const iovec piece{&words, sizeof words};
   try {
-    // If there is no room the peer has not been reading, and gets the end alone.
+    // If there is no room the peer has not been reading. It will find the end alone, and learn
+    // from the mesh that this was a goodbye: close() waits for nobody.
     stream_.send(&piece, 1);
   } catch (const Error&) {
     // The socket is unusable: the peer will notice, too.
@@ -64,7 +69,7 @@ bool TcpChannel::try_send(Message& message) {
         {reinterpret_cast<char*>(&outgoing_) + outgoing_nbytes_, header_left},
         {static_cast<char*>(message.op.data) + message.done, std::min(nbytes - message.done, kCallNbytes)}};
     const TcpStream::Moved moved = header_left > 0 ? stream_.send(pieces, 2) : stream_.send(pieces + 1, 1);
-    if (moved.has_ended) throw verdict();
+    if (moved.has_ended) throw_if_certain();
     if (moved.nbytes == 0) return false;
     const std::size_t of_header = std::min(header_left, moved.nbytes);
     outgoing_nbytes_ += of_header;
@@ -81,7 +86,7 @@ bool TcpChannel::try_recv(Message& message) {
     char* const place = message.is_discarding ? dropped_.reserve(kDropNbytes)
                                               : static_cast<char*>(message.op.data) + message.done;
     const TcpStream::Moved moved = stream_.receive(place, wanted);
-    if (moved.has_ended) throw verdict();
+    if (moved.has_ended) throw_if_certain();
     if (moved.nbytes == 0) return false;
     message.done += moved.nbytes;
   }
@@ -91,13 +96,16 @@ bool TcpChannel::try_recv(Message& message) {
 
 bool TcpChannel::try_recv_header(Message& message) {
   while (stream_.buffered_nbytes() < sizeof(Frame)) {
-    const TcpStream::Moved moved = stream_.fill();
-    if (moved.has_ended) throw verdict();
+    const TcpStream::Moved moved = stream_.fill(kMaxFrameNbytes);
+    if (moved.has_ended) throw_if_certain();
     if (moved.nbytes == 0) return false;
   }
   Frame header;
   std::memcpy(&header, stream_.buffered(), sizeof header);
-  if (is_farewell(header)) throw verdict();
+  if (is_farewell(header)) {
+    throw_if_certain();
+    return false;
+  }
   begin_payload(message, header);
   stream_.consume(sizeof header);
   return true;
@@ -111,12 +119,24 @@ void TcpChannel::begin_payload(Message& message, const Frame& header) {
   message.check_fits(header.first.dtype, header.first.count, header.first.tag, stream_.peer());
 }
 
-Error TcpChannel::verdict() const {
+// The stream has ended. Throws why; returns if that can only be told in a moment.
+void TcpChannel::throw_if_certain() {
   if (mesh_ != nullptr) {
     const AbortReason reason = mesh_->look();
-    if (reason.code != ErrorCode::none) return mesh_->error_of(reason);
+    if (reason.code != ErrorCode::none) throw mesh_->error_of(reason);
   }
-  return Error(stream_.last_words() ? ErrorCode::channel_closed : ErrorCode::peer_lost, stream_.peer());
+  const bool has_left = stream_.last_words() || (mesh_ != nullptr && mesh_->has_said_goodbye(stream_.peer()));
+  if (has_left) throw Error(ErrorCode::channel_closed, stream_.peer());
+  if (!may_mesh_tell_more()) throw Error(ErrorCode::peer_lost, stream_.peer());
+}
+
+// Both sockets of a peer end together, whether it left or died, but the news of one may
+// overtake the other's.
+bool TcpChannel::may_mesh_tell_more() {
+  if (mesh_ == nullptr) return false;
+  const auto now = std::chrono::steady_clock::now();
+  if (!ended_at_) ended_at_ = now;
+  return now - *ended_at_ < kMeshPatience;
 }
 
 }  // namespace ferro

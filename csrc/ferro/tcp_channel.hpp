@@ -2,8 +2,10 @@
 #ifndef FERRO_TCP_CHANNEL_HPP
 #define FERRO_TCP_CHANNEL_HPP
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 
 #include "ferro/channel.hpp"
 #include "ferro/frame.hpp"
@@ -16,7 +18,8 @@ namespace ferro {
 class TcpChannel final : public Channel {
  public:
   // Takes the connected socket over, also if it throws. `mesh`, if the group has
-  // one, is asked why when the stream ends: the peer may have left because of another.
+  // one, is asked why when the stream ends: the peer may have left because of another,
+  // or had no room for a goodbye here.
   TcpChannel(int peer, int fd, std::shared_ptr<TcpMesh> mesh = nullptr);
   // Closes it if that was not done.
   ~TcpChannel() override;
@@ -30,10 +33,12 @@ class TcpChannel final : public Channel {
  private:
   bool try_recv_header(Message& message);
   void begin_payload(Message& message, const Frame& header);
-  Error verdict() const;
+  void throw_if_certain();
+  bool may_mesh_tell_more();
 
   TcpStream stream_;
   bool has_said_goodbye_ = false;
+  std::optional<std::chrono::steady_clock::time_point> ended_at_;  // when the end was first met
   std::shared_ptr<TcpMesh> mesh_;
   Frame outgoing_;                   // header of the message that is being sent
   std::size_t outgoing_nbytes_ = 0;  // of it, sent

@@ -113,7 +113,7 @@ class TcpCollectives::ReduceRing {
         kernel_(kernel_for(dtype, op)),
         divisor_(op == ReduceOp::mean ? group.size() : 1),
         // A multiple of every item size, so that no element is split.
-        segment_nbytes_(reduce_segment_nbytes(group.size()) / 64 * 64),
+        segment_nbytes_(reduce_segment_nbytes(group.size(), nbytes_) / 64 * 64),
         slot_nbytes_(std::min(segment_nbytes_, nbytes_)),
         slots_(group.scratch_.reserve(slot_nbytes_ * kReduceSlots * static_cast<std::size_t>(group.size()))),
         sources_(static_cast<std::size_t>(group.size())) {}
@@ -246,6 +246,11 @@ void TcpCollectives::allreduce_one_shot(Call& call, const Collective& collective
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   Exchange exchange(mesh_, call);
   for (int step = 1; step < size(); ++step) exchange.send(member(peer_at(step)), collective.in, nbytes);
+  reduce_all(exchange, collective);
+}
+
+void TcpCollectives::reduce_all(Exchange& exchange, const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
   ReduceRing ring(*this, exchange, collective.in, collective.out, collective.count, collective.dtype,
                   collective.reduce_op);
   // In place, a result may not replace what some peer has yet to be sent. The

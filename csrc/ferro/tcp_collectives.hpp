@@ -46,6 +46,8 @@ class TcpCollectives {
 
   // Any of the operations of types.hpp but barrier. Roots are ranks, as everywhere.
   void run(Call& call, const Collective& collective);
+  // An allreduce whose input is queued already, to every peer.
+  void reduce_all(Exchange& exchange, const Collective& collective);
 
   // Throws Error{unsupported} where the reduction is not defined.
   static ReduceKernel kernel_for(DType dtype, ReduceOp op);

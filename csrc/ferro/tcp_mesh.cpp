@@ -15,6 +15,8 @@ using Clock = std::chrono::steady_clock;
 
 // How often aborted() looks at the sockets.
 constexpr std::int64_t kLookIntervalNs = 10'000'000;
+// How often an inquest looks for what ranks say that no socket leads to.
+constexpr std::int64_t kListenIntervalNs = 10'000'000;
 
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
@@ -29,19 +31,19 @@ std::vector<UniqueFd> take_over(const std::vector<TcpMesh::Socket>& sockets) {
 
 }  // namespace
 
-TcpMesh::TcpMesh(int own_rank, const std::vector<Socket>& sockets, bool may_spin)
-    : own_rank_(own_rank), may_spin_(may_spin) {
+TcpMesh::TcpMesh(int own_rank, int world_size, const std::vector<Socket>& sockets, bool may_spin)
+    : own_rank_(own_rank), world_size_(world_size), may_spin_(may_spin) {
   std::vector<UniqueFd> fds = take_over(sockets);
   wake_fd_ = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (wake_fd_.get() < 0) throw Error(ErrorCode::io, -1, std::string("eventfd: ") + std::strerror(errno));
   lanes_.reserve(sockets.size());
   for (std::size_t i = 0; i < sockets.size(); ++i) {
     const int rank = sockets[i].rank;
-    if (rank < 0 || rank >= kMaxWorldSize)
+    if (rank < 0 || rank >= world_size || world_size > kMaxWorldSize)
       throw Error(ErrorCode::io, -1, "no such rank: " + std::to_string(rank));
     if (lane_of_.size() <= static_cast<std::size_t>(rank)) lane_of_.resize(rank + 1, -1);
     lane_of_[rank] = static_cast<int>(i);
-    lanes_.emplace_back(rank, std::move(fds[i]));
+    lanes_.emplace_back(rank, std::move(fds[i]), testimony_nbytes(world_size));
   }
 }
 
@@ -55,12 +57,11 @@ void TcpMesh::abort(AbortReason reason) noexcept {
   if (has_told_.exchange(true, std::memory_order_acq_rel)) return;
   const std::uint64_t one = 1;
   if (write(wake_fd_.get(), &one, sizeof one) < 0) return;  // cannot fail: the counter is not full
-  {
-    const std::lock_guard<std::mutex> pass_in_progress_ends(streams_mutex_);
-  }
+  const RankSet waited_for = awaited();                     // takes the lock: a pass in progress ends
   const AbortReason winner = this->reason();
   const bool is_close = winner.code == ErrorCode::closed && winner.culprit == own_rank_;
-  tell_all(is_close ? farewell(FrameKind::goodbye) : farewell(FrameKind::abort, winner));
+  const Frame frame = is_close ? farewell(FrameKind::goodbye) : farewell(FrameKind::abort, winner);
+  tell_all(words_of(frame, waited_for));
 }
 
 void TcpMesh::close() noexcept { abort({ErrorCode::closed, own_rank_, own_rank_, sequence()}); }
@@ -85,13 +86,19 @@ AbortReason TcpMesh::look() noexcept {
   return reason();
 }
 
+bool TcpMesh::has_said_goodbye(int peer) noexcept {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  try_examine_hangups();
+  return lane(peer).said_goodbye;
+}
+
 void TcpMesh::add_lost(std::vector<int>& ranks) noexcept {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
   try {
     for (const Lane& lane : lanes_) {
       if (!lane.stream.has_hung_up()) continue;
-      const std::optional<Frame> words = lane.stream.last_words();
-      if (!words || words->kind == FrameKind::goodbye) ranks.push_back(lane.stream.peer());
+      const std::optional<TcpStream::LastWords> words = lane.stream.last_words();
+      if (!words || words->frame.kind == FrameKind::goodbye) ranks.push_back(lane.stream.peer());
     }
   } catch (const std::exception&) {
     // Out of memory while reading last words: the next look may have it.
@@ -121,10 +128,11 @@ AbortReason TcpMesh::reason() const noexcept {
   return word == 0 ? AbortReason{} : AbortReason::unpack(word);
 }
 
-void TcpMesh::adopt(AbortReason reason) noexcept {
+void TcpMesh::adopt(AbortReason first) noexcept {
+  if (reason().code == ErrorCode::none) ended_at_ns_.store(now_ns(), std::memory_order_relaxed);
   std::uint64_t none = 0;
   // Release: a thread that sees the reason sees what led to it.
-  word_.compare_exchange_strong(none, reason.pack(), std::memory_order_acq_rel);
+  word_.compare_exchange_strong(none, first.pack(), std::memory_order_acq_rel);
 }
 
 void TcpMesh::throw_if_aborted() const {
@@ -136,8 +144,9 @@ void TcpMesh::examine_hangups() {
   int lowest_silent = -1;
   for (Lane& lane : lanes_) {
     if (lane.said_goodbye || !lane.stream.has_hung_up()) continue;
-    const std::optional<Frame> words = lane.stream.last_words();
-    if (words && words->kind == FrameKind::abort) return adopt(AbortReason::unpack(words->first.count));
+    const std::optional<TcpStream::LastWords> words = lane.stream.last_words();
+    if (words && words->frame.kind == FrameKind::abort)
+      return adopt(AbortReason::unpack(words->frame.first.count));
     if (words) {
       lane.said_goodbye = true;
     } else if (lowest_silent < 0 || lane.stream.peer() < lowest_silent) {
@@ -163,22 +172,31 @@ Error TcpMesh::verdict_of(Lane& speaker, const Frame& last_words) {
   return verdict_on(speaker);
 }
 
-void TcpMesh::tell_all(const Frame& last_words) noexcept {
+TcpMesh::Words TcpMesh::words_of(const Frame& farewell, const RankSet& awaited) const noexcept {
+  Words words{};
+  words.nbytes = sizeof farewell + testimony_nbytes(world_size_);
+  std::memcpy(words.bytes, &farewell, sizeof farewell);
+  for (std::size_t rank = 0; rank < static_cast<std::size_t>(world_size_); ++rank)
+    if (awaited.test(rank)) words.bytes[sizeof farewell + rank / 8] |= static_cast<char>(1 << rank % 8);
+  return words;
+}
+
+void TcpMesh::tell_all(const Words& last_words) noexcept {
   const std::int64_t deadline_ns = now_ns() + static_cast<std::int64_t>(kTellSeconds * 1e9);
   // First to all whose stream has room, then to those who must read first: a peer
   // that reads nothing waits for somebody else, and shall not delay the others' news.
-  for (Lane& lane : lanes_) tell(lane, last_words, 0);
-  for (Lane& lane : lanes_) {
-    tell(lane, last_words, deadline_ns);
-    lane.stream.shut_down();
-  }
+  // Only the end of a stream lets its peer know that these are last words.
+  for (const std::int64_t patience_ns : {std::int64_t{0}, deadline_ns})
+    for (Lane& lane : lanes_) {
+      tell(lane, last_words, patience_ns);
+      if (lane.told_nbytes == last_words.nbytes || patience_ns != 0) lane.stream.shut_down();
+    }
 }
 
-void TcpMesh::tell(Lane& lane, const Frame& last_words, std::int64_t deadline_ns) noexcept {
-  char bytes[sizeof last_words];
-  std::memcpy(bytes, &last_words, sizeof bytes);
-  while (lane.told_nbytes < sizeof bytes) {
-    const iovec piece{bytes + lane.told_nbytes, sizeof bytes - lane.told_nbytes};
+void TcpMesh::tell(Lane& lane, const Words& last_words, std::int64_t deadline_ns) noexcept {
+  while (lane.told_nbytes < last_words.nbytes) {
+    const iovec piece{const_cast<char*>(last_words.bytes) + lane.told_nbytes,
+                      last_words.nbytes - lane.told_nbytes};
     TcpStream::Moved moved;
     try {
       moved = lane.stream.send(&piece, 1);
@@ -194,6 +212,69 @@ void TcpMesh::tell(Lane& lane, const Frame& last_words, std::int64_t deadline_ns
     // It may be telling us the same: nobody would read, and nobody have room.
     if ((entry.revents & POLLIN) != 0) lane.stream.discard_unread();
   }
+}
+
+// ---- Who is missing ------------------------------------------------------------
+
+void TcpMesh::set_awaited(const RankSet& ranks) {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  awaited_ = ranks;
+  is_awaiting_.store(ranks.any(), std::memory_order_relaxed);
+}
+
+void TcpMesh::clear_awaited() {
+  if (is_awaiting_.load(std::memory_order_relaxed)) set_awaited({});
+}
+
+RankSet TcpMesh::awaited() {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  return awaited_;
+}
+
+std::vector<int> TcpMesh::find_missing(const std::function<void(Testimonies&)>& add_others) {
+  const AbortReason reason = this->reason();
+  const RankSet own = awaited();
+  const std::int64_t deadline_ns =
+      ended_at_ns_.load(std::memory_order_relaxed) + static_cast<std::int64_t>(kInquestSeconds * 1e9);
+  RankSet missing;
+  for (bool is_over = false; !is_over;) {
+    Testimonies testimonies;
+    testimonies.add(own_rank_, own);
+    add_testimonies(testimonies);
+    add_others(testimonies);
+    missing = testimonies.missing();
+    // Of two ranks, what the other might say changes nothing.
+    is_over = world_size_ == 2 || testimonies.num_heard() == static_cast<std::size_t>(world_size_) ||
+              now_ns() >= deadline_ns;
+    if (!is_over) await_last_words(deadline_ns);
+  }
+  // Everybody is there: a link is slow, or the missing rank came in the last moment.
+  if (missing.none() && reason.reporter == own_rank_) missing = own;
+  if (missing.none() && reason.culprit >= 0) missing.set(static_cast<std::size_t>(reason.culprit));
+  return ranks_of(missing);
+}
+
+void TcpMesh::add_testimonies(Testimonies& testimonies) {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  if (reason().code == ErrorCode::none) return;
+  for (Lane& lane : lanes_) {
+    // Nobody else will, and the peer may have no room for its last words.
+    lane.stream.discard_unread();
+    if (!lane.stream.has_hung_up()) continue;
+    RankSet awaited;
+    const std::optional<TcpStream::LastWords> words = lane.stream.last_words();
+    for (std::size_t rank = 0; words && rank < static_cast<std::size_t>(world_size_); ++rank)
+      awaited[rank] = (words->testimony[rank / 8] >> rank % 8 & 1) != 0;
+    testimonies.add(lane.stream.peer(), awaited);
+  }
+}
+
+void TcpMesh::await_last_words(std::int64_t deadline_ns) {
+  std::vector<pollfd> entries;
+  for (const Lane& lane : lanes_)
+    if (!lane.stream.has_hung_up()) entries.push_back({lane.stream.fd(), POLLIN | POLLRDHUP, 0});
+  const std::int64_t left_ns = std::min(deadline_ns - now_ns(), kListenIntervalNs);
+  poll(entries.data(), entries.size(), static_cast<int>(std::max<std::int64_t>(left_ns, 0) / 1'000'000) + 1);
 }
 
 }  // namespace ferro

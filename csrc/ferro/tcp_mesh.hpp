@@ -1,11 +1,11 @@
 // The sockets between one rank and its peers, and how the news that a group has
 // ended travels over them. exchange.hpp moves the data.
 //
-// A rank that leaves sends 64 last bytes on every stream and shuts it: a goodbye,
-// or why the group ended and who is to blame. They may fall into the middle of a
-// payload that will never be completed; whoever meets the end of a stream finds
-// them as its last 64 bytes. An end without last words is a death, certain since
-// it is the dead process's kernel that reports it.
+// A rank that leaves sends last words on every stream and shuts it: a goodbye, or
+// why the group ended and who is to blame; and for whom it was waiting. They are of
+// one size, and may fall into the middle of a payload that will never be completed;
+// whoever meets the end of a stream finds them as its last bytes. An end without
+// last words is a death, certain since it is the dead process's kernel that reports it.
 //
 // A rank that learns of an end before its peers do tells them, naming the culprit
 // and not itself. Before a rank blames a peer that fell silent, it looks for last
@@ -17,11 +17,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <vector>
 
 #include "ferro/error.hpp"
 #include "ferro/tcp_stream.hpp"
+#include "ferro/testimony.hpp"
 #include "ferro/unique_fd.hpp"
 
 namespace ferro {
@@ -34,8 +36,9 @@ class TcpMesh {
   };
 
   // Takes the connected sockets over, also if it throws. `may_spin`: each rank of
-  // this host has a core to itself.
-  TcpMesh(int own_rank, const std::vector<Socket>& sockets, bool may_spin);
+  // this host has a core to itself. `world_size` counts all ranks of the group, also
+  // those to which there is no socket.
+  TcpMesh(int own_rank, int world_size, const std::vector<Socket>& sockets, bool may_spin);
   // Says goodbye if that was not done, then closes the sockets.
   ~TcpMesh();
   TcpMesh(const TcpMesh&) = delete;
@@ -57,6 +60,9 @@ class TcpMesh {
   // The same, but looks now.
   AbortReason look() noexcept;
 
+  // Whether this peer has left in good order, as far as is known here by now.
+  bool has_said_goodbye(int peer) noexcept;
+
   // Adds the peers that said goodbye or died. Those that told of the group's end
   // and then died are not among them.
   void add_lost(std::vector<int>& ranks) noexcept;
@@ -66,6 +72,19 @@ class TcpMesh {
 
   // What a rank raises for such a reason.
   Error error_of(AbortReason reason) const;
+
+  // For whom the collective in progress waits: what this rank testifies if it ends in
+  // an error. Set and cleared by the thread that runs collectives.
+  void set_awaited(const RankSet& ranks);
+  void clear_awaited();
+  RankSet awaited();
+
+  // After a timeout has ended the group, who is missing: see testimony.hpp. Waits until
+  // every rank has been heard, kInquestSeconds from the end at most. `add_others` adds what
+  // ranks say that this mesh does not reach.
+  std::vector<int> find_missing(const std::function<void(Testimonies&)>& add_others);
+  // What peers have said so far.
+  void add_testimonies(Testimonies& testimonies);
 
  private:
   friend class Exchange;
@@ -98,7 +117,10 @@ class TcpMesh {
   };
   // One peer's stream and what the exchange in progress does with it.
   struct Lane {
-    Lane(int rank, UniqueFd fd) : stream(rank, std::move(fd)) {}
+    Lane(int rank, UniqueFd fd, std::size_t testimony_nbytes)
+        : stream(rank, std::move(fd), testimony_nbytes) {
+      stream.enlarge_local_buffers();
+    }
     TcpStream stream;
     bool said_goodbye = false;
     bool is_active = false;
@@ -122,11 +144,19 @@ class TcpMesh {
   Error verdict_on(Lane& suspect);
   // The same where the last words were found in their place, perhaps before the end was.
   Error verdict_of(Lane& speaker, const Frame& last_words);
-  void tell_all(const Frame& last_words) noexcept;
-  void tell(Lane& lane, const Frame& last_words, std::int64_t deadline_ns) noexcept;
+  // Last words as they travel: a farewell and a testimony.
+  struct Words {
+    char bytes[sizeof(Frame) + sizeof(RankSet)];
+    std::size_t nbytes;
+  };
+  Words words_of(const Frame& farewell, const RankSet& awaited) const noexcept;
+  void tell_all(const Words& last_words) noexcept;
+  void tell(Lane& lane, const Words& last_words, std::int64_t deadline_ns) noexcept;
+  void await_last_words(std::int64_t deadline_ns);
   std::uint32_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
 
   const int own_rank_;
+  const int world_size_;
   const bool may_spin_;
   std::vector<Lane> lanes_;
   std::vector<int> lane_of_;   // by rank; -1 where there is no socket
@@ -138,7 +168,10 @@ class TcpMesh {
   // is taken by abort(), and looked at with it held by everyone who moves bytes:
   // after abort() held it once, nobody else writes to a socket.
   std::atomic<std::uint64_t> word_{0};
+  std::atomic<std::int64_t> ended_at_ns_{0};  // written before word_
   std::atomic<bool> has_told_{false};
+  RankSet awaited_;                         // guarded by streams_mutex_
+  std::atomic<bool> is_awaiting_{false};    // whether it is not empty; spares clear_awaited() the lock
   std::atomic<std::uint32_t> sequence_{0};  // informs, orders nothing
   std::atomic<std::int64_t> next_look_ns_{0};
   std::mutex streams_mutex_;  // the lanes; never held across a wait

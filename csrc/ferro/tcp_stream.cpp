@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -68,9 +69,32 @@ void do_not_pace(int fd) {
       return;
 }
 
+// A send or receive buffer; the kernel grants twice as much, for its bookkeeping.
+struct Buffer {
+  int option;
+  int nbytes;
+};
+// The receiver's is the larger: a sender never meets a closed window, also while
+// the receiver does not run.
+constexpr Buffer kLocalBuffers[] = {{SO_SNDBUF, 2 << 20}, {SO_RCVBUF, 4 << 20}};
+
+// Whether the kernel grants such buffers. It would grant smaller ones silently,
+// perhaps smaller than its own choice, and never take that back.
+bool may_enlarge_buffers() {
+  const UniqueFd probe(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  return std::all_of(std::begin(kLocalBuffers), std::end(kLocalBuffers), [&](const Buffer& buffer) {
+    int granted = 0;
+    socklen_t size = sizeof granted;
+    set_option(probe.get(), SOL_SOCKET, buffer.option, buffer.nbytes);
+    return getsockopt(probe.get(), SOL_SOCKET, buffer.option, &granted, &size) == 0 &&
+           granted >= 2 * buffer.nbytes;
+  });
+}
+
 }  // namespace
 
-TcpStream::TcpStream(int peer, UniqueFd fd) : peer_(peer), fd_(std::move(fd)) {
+TcpStream::TcpStream(int peer, UniqueFd fd, std::size_t testimony_nbytes)
+    : peer_(peer), fd_(std::move(fd)), tail_(sizeof(Frame) + testimony_nbytes) {
   const int flags = fcntl(fd_.get(), F_GETFL);
   if (flags < 0 || fcntl(fd_.get(), F_SETFL, flags | O_NONBLOCK) < 0)
     throw Error(ErrorCode::io, peer, std::string("fcntl: ") + std::strerror(errno));
@@ -82,6 +106,12 @@ TcpStream::TcpStream(int peer, UniqueFd fd) : peer_(peer), fd_(std::move(fd)) {
   set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPIDLE, 5);
   set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPINTVL, 1);
   set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPCNT, 5);
+}
+
+void TcpStream::enlarge_local_buffers() {
+  static const bool is_granted = may_enlarge_buffers();
+  if (!is_granted || !is_on_this_host(fd_.get())) return;
+  for (const Buffer& buffer : kLocalBuffers) set_option(fd_.get(), SOL_SOCKET, buffer.option, buffer.nbytes);
 }
 
 TcpStream::Moved TcpStream::send(const iovec* pieces, int num_pieces) {
@@ -99,14 +129,14 @@ TcpStream::Moved TcpStream::receive(void* data, std::size_t nbytes) {
   return {ahead, false};
 }
 
-TcpStream::Moved TcpStream::fill() {
-  if (buffer_ == nullptr) buffer_ = std::make_unique<char[]>(kBufferNbytes);
+TcpStream::Moved TcpStream::fill(std::size_t nbytes) {
+  if (buffer_ == nullptr) buffer_ = std::make_unique<char[]>(kMaxFrameNbytes);
   if (begin_ != 0) {
     std::memmove(buffer_.get(), buffered(), buffered_nbytes());
     end_ -= begin_;
     begin_ = 0;
   }
-  const Moved moved = receive_directly(buffer_.get() + end_, kBufferNbytes - end_);
+  const Moved moved = receive_directly(buffer_.get() + end_, std::min(nbytes, kMaxFrameNbytes) - end_);
   end_ += moved.nbytes;
   return moved;
 }
@@ -130,7 +160,7 @@ bool TcpStream::has_hung_up() const {
 
 // Reads without taking: after the end of the stream is known to have arrived,
 // nothing follows what is unread now.
-std::optional<Frame> TcpStream::last_words() const {
+std::optional<TcpStream::LastWords> TcpStream::last_words() const {
   int unread = 0;
   if (ioctl(fd_.get(), FIONREAD, &unread) < 0) unread = 0;
   std::vector<char> bytes(tail_.begin(), tail_.end());
@@ -138,9 +168,12 @@ std::optional<Frame> TcpStream::last_words() const {
   const ssize_t peeked =
       recv(fd_.get(), bytes.data() + tail_.size(), bytes.size() - tail_.size(), MSG_PEEK | MSG_DONTWAIT);
   bytes.resize(tail_.size() + static_cast<std::size_t>(std::max<ssize_t>(peeked, 0)));
-  Frame frame;
-  std::memcpy(&frame, bytes.data() + bytes.size() - sizeof frame, sizeof frame);
-  return is_farewell(frame) ? std::optional<Frame>(frame) : std::nullopt;
+  LastWords words;
+  bytes.erase(bytes.begin(), bytes.end() - static_cast<std::ptrdiff_t>(tail_.size()));
+  std::memcpy(&words.frame, bytes.data(), sizeof words.frame);
+  if (!is_farewell(words.frame)) return std::nullopt;
+  words.testimony.assign(bytes.begin() + sizeof words.frame, bytes.end());
+  return words;
 }
 
 void TcpStream::shut_down() noexcept { shutdown(fd_.get(), SHUT_WR); }
@@ -148,7 +181,10 @@ void TcpStream::shut_down() noexcept { shutdown(fd_.get(), SHUT_WR); }
 void TcpStream::discard_unread() noexcept {
   constexpr int kMaxCalls = 64;
   char scratch[16384];
-  for (int i = 0; i < kMaxCalls && recv(fd_.get(), scratch, sizeof scratch, MSG_DONTWAIT) > 0; ++i) {
+  for (int i = 0; i < kMaxCalls; ++i) {
+    const ssize_t nbytes = recv(fd_.get(), scratch, sizeof scratch, MSG_DONTWAIT);
+    if (nbytes <= 0) return;
+    remember_tail(scratch, static_cast<std::size_t>(nbytes));
   }
 }
 

@@ -4,10 +4,10 @@
 
 #include <sys/uio.h>
 
-#include <array>
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "ferro/frame.hpp"
 #include "ferro/unique_fd.hpp"
@@ -16,7 +16,7 @@ namespace ferro {
 
 // The most that one system call moves: enough to make the call's own cost
 // vanish, little enough that the other direction is not starved.
-constexpr std::size_t kCallNbytes = std::size_t{512} << 10;
+constexpr std::size_t kCallNbytes = std::size_t{1} << 20;
 
 class TcpStream {
  public:
@@ -26,8 +26,20 @@ class TcpStream {
     bool has_ended = false;
   };
 
-  // Makes the socket non-blocking. Throws Error{io} if that is not possible.
-  TcpStream(int peer, UniqueFd fd);
+  // How a stream ended on purpose: a farewell, and what is said behind it.
+  struct LastWords {
+    Frame frame;
+    std::vector<char> testimony;
+  };
+
+  // Makes the socket non-blocking. Throws Error{io} if that is not possible. What is said
+  // behind a farewell on this stream has `testimony_nbytes`.
+  TcpStream(int peer, UniqueFd fd, std::size_t testimony_nbytes = 0);
+
+  // Between processes of one host, and where the kernel permits: room for more than
+  // it would choose itself. Its choice grows from little, and late, which costs
+  // allreduces of megabytes up to a fifth.
+  void enlarge_local_buffers();
 
   int peer() const { return peer_; }
   int fd() const { return fd_.get(); }
@@ -39,34 +51,33 @@ class TcpStream {
   // small payload after it cost one system call. receive() gives them out first.
   const char* buffered() const { return buffer_.get() + begin_; }
   std::size_t buffered_nbytes() const { return end_ - begin_; }
-  // Adds what has arrived, up to a frame of the largest size.
-  Moved fill();
+  // Adds what has arrived until there are `nbytes`, at most a frame of the largest
+  // size. Who asks for no more than that spares what follows a copy.
+  Moved fill(std::size_t nbytes);
   void consume(std::size_t nbytes) { begin_ += nbytes; }
 
   // Whether the peer's side is shut, be there unread bytes before its end or not.
   bool has_hung_up() const;
   // The peer's last words, once it has hung up; nothing if it died without any.
-  std::optional<Frame> last_words() const;
+  std::optional<LastWords> last_words() const;
 
   // Ends this side, after which the peer reads what was sent, then the end.
   void shut_down() noexcept;
-  // Throws away what has arrived: closing with unread bytes resets the
-  // connection, and a reset may overtake our last words.
+  // Throws away what has arrived, but remembers last words. Closing with unread bytes
+  // resets the connection, and a reset may overtake our last words.
   void discard_unread() noexcept;
 
  private:
-  static constexpr std::size_t kBufferNbytes = sizeof(Frame) + kMaxInlineNbytes;
-
   Moved receive_directly(void* data, std::size_t nbytes);
   void remember_tail(const char* data, std::size_t nbytes);
 
   int peer_;
   UniqueFd fd_;
-  std::unique_ptr<char[]> buffer_;  // of kBufferNbytes; allocated when first needed
+  std::unique_ptr<char[]> buffer_;  // of kMaxFrameNbytes; allocated when first needed
   std::size_t begin_ = 0;
   std::size_t end_ = 0;
   // The last bytes received: last words may be taken for payload.
-  std::array<char, sizeof(Frame)> tail_{};
+  std::vector<char> tail_;
 };
 
 }  // namespace ferro

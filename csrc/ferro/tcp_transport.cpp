@@ -15,23 +15,27 @@ AbortReason reason_of(const Error& error, int own_rank, std::uint32_t sequence) 
 
 }  // namespace
 
-void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const std::function<void(AbortReason)>& abort,
+void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const Beyond& beyond,
                   const std::function<void()>& body) {
-  const auto end_group = [&](const Error& error) {
+  const auto ended_by = [&](Error error) {
     const AbortReason reason = reason_of(error, mesh.own_rank(), sequence);
-    abort(reason);
+    beyond.abort(reason);
     const AbortReason winner = mesh.aborted();
-    if (winner.code != reason.code || winner.culprit != reason.culprit) throw mesh.error_of(winner);
+    if (winner.code != reason.code || winner.culprit != reason.culprit) error = mesh.error_of(winner);
+    if (winner.code != ErrorCode::timeout) return error;
+    error.missing = mesh.find_missing(beyond.add_testimonies);
+    if (!error.missing.empty()) error.peer = error.missing.front();
+    return error;
   };
   try {
     body();
+    mesh.clear_awaited();
   } catch (const Error& error) {
-    if (error.code != ErrorCode::mismatch) end_group(error);
+    if (error.code != ErrorCode::mismatch) throw ended_by(error);
+    mesh.clear_awaited();
     throw;
   } catch (const std::bad_alloc&) {
-    const Error error(ErrorCode::out_of_memory);
-    end_group(error);
-    throw error;
+    throw ended_by(Error(ErrorCode::out_of_memory));
   }
 }
 
@@ -43,9 +47,12 @@ void TcpTransport::run(Call& call, const Collective& collective) {
   if (has_reduce_op(collective.op)) TcpCollectives::kernel_for(collective.dtype, collective.reduce_op);
   const std::uint32_t sequence = sequence_++;
   mesh_->set_sequence(sequence);
-  run_or_abort(
-      *mesh_, sequence, [this](AbortReason reason) { mesh_->abort(reason); },
-      [&] { run_agreed(call, collective, sequence); });
+  run_or_abort(*mesh_, sequence, {[this](AbortReason reason) { mesh_->abort(reason); }},
+               [&] { run_agreed(call, collective, sequence); });
+}
+
+void TcpTransport::testify(const RankSet& awaited) noexcept {
+  if (awaited.any()) mesh_->set_awaited(awaited);
 }
 
 void TcpTransport::run_agreed(Call& call, const Collective& collective, std::uint32_t sequence) {
@@ -54,8 +61,9 @@ void TcpTransport::run_agreed(Call& call, const Collective& collective, std::uin
     Exchange exchange(*mesh_, call);
     if (is_inline(collective) && group_.size() <= kDirectRanks) return run_inline(exchange, collective, own);
     if (is_inline(collective)) return run_riding(exchange, collective, own);
+    if (eager_nbytes(own.first, group_.size()) > 0) return run_eager(exchange, collective, own);
     const Agreement agreed = agree(exchange, group_, own, nullptr);
-    agreed.check(mesh_->own_rank());
+    check(exchange, agreed);
     if (is_uneven(collective)) {
       const Agreement paired = agree_on_counts(exchange, group_, agreed, collective);
       agree(exchange, group_, paired, nullptr).check(mesh_->own_rank());
@@ -85,15 +93,40 @@ void TcpTransport::run_inline(Exchange& exchange, const Collective& collective, 
     Frame frame = frame_of(own);
     frame.payload_nbytes = static_cast<std::uint32_t>(piece.nbytes);
     exchange.send_frame(group_.member(peer), frame, piece.data);
-    exchange.receive_frame(group_.member(peer));
+    exchange.receive_frame(group_.member(peer), incoming_piece(collective, index, root, peer).nbytes);
   }
   exchange.finish();
   Agreement verdict = own;
   for (int i = 0; i < size; ++i)
     if (i != index) verdict.merge(agreement_of(exchange.frame(group_.member(i))));
-  verdict.check(mesh_->own_rank());
+  check(exchange, verdict);
   check_inline_sizes(exchange, collective, root);
   deliver_inline(exchange, collective, root);
+}
+
+// Two ranks: the input follows the header at once; the output waits for the verdict.
+void TcpTransport::run_eager(Exchange& exchange, const Collective& collective, const Agreement& own) {
+  const int peer = group_.member(1 - group_.index());
+  exchange.send_frame(peer, frame_of(own), nullptr);
+  exchange.send(peer, collective.in, eager_nbytes(own.first, group_.size()));
+  exchange.receive_frame(peer, 0);
+  while (!exchange.has_frame(peer)) exchange.wait();
+  Agreement verdict = own;
+  verdict.merge(agreement_of(exchange.frame(peer)));
+  check(exchange, verdict);
+  group_.reduce_all(exchange, collective);
+}
+
+// Throws unless all agreed. Whatever this rank called, what its peer sent eagerly must
+// be off the stream before the next header.
+void TcpTransport::check(Exchange& exchange, const Agreement& verdict) {
+  if (verdict.state != Agreement::State::agreed && group_.size() == 2) {
+    const int peer = group_.member(1 - group_.index());
+    const std::size_t nbytes = eager_nbytes(exchange.frame(peer).first, group_.size());
+    exchange.receive(peer, discarded_.reserve(nbytes), nbytes);
+    exchange.finish();
+  }
+  verdict.check(mesh_->own_rank());
 }
 
 void TcpTransport::check_inline_sizes(const Exchange& exchange, const Collective& collective,

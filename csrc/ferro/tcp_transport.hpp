@@ -26,12 +26,20 @@ class TcpTransport final : public Transport {
   void abort(AbortReason reason) noexcept override { mesh_->abort(reason); }
   AbortReason aborted() const noexcept override { return mesh_->aborted(); }
   void add_lost(std::vector<int>& ranks) override { mesh_->add_lost(ranks); }
+  std::vector<int> find_missing() override {
+    return mesh_->find_missing([](Testimonies&) {});
+  }
+  void add_awaited(RankSet& ranks) const override { ranks |= mesh_->awaited(); }
+  void testify(const RankSet& awaited) noexcept override;
+  void add_testimonies(Testimonies& testimonies) override { mesh_->add_testimonies(testimonies); }
   void close() noexcept override { mesh_->close(); }
 
  private:
   void run_agreed(Call& call, const Collective& collective, std::uint32_t sequence);
   void run_inline(Exchange& exchange, const Collective& collective, const Agreement& own);
+  void run_eager(Exchange& exchange, const Collective& collective, const Agreement& own);
   void run_riding(Exchange& exchange, const Collective& collective, const Agreement& own);
+  void check(Exchange& exchange, const Agreement& verdict);
   void check_inline_sizes(const Exchange& exchange, const Collective& collective, int root) const;
   void deliver_inline(const Exchange& exchange, const Collective& collective, int root);
   bool is_inline(const Collective& collective) const;
@@ -40,11 +48,19 @@ class TcpTransport final : public Transport {
   TcpCollectives group_;
   std::uint32_t sequence_ = 0;
   Scratch riding_;
+  Scratch discarded_;
 };
 
-// Runs `body`; whatever but a mismatch it throws ends the group through `abort`,
-// and the culprit that then stands as the first is the one that is thrown.
-void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const std::function<void(AbortReason)>& abort,
+// How run_or_abort reaches ranks to which the mesh has no socket.
+struct Beyond {
+  std::function<void(AbortReason)> abort;  // ends the group for all ranks, those of the mesh included
+  std::function<void(Testimonies&)> add_testimonies = [](Testimonies&) {};
+};
+
+// Runs `body`; whatever but a mismatch it throws ends the group, and the culprit that
+// then stands as the first is the one that is thrown. Of a timeout it is found out who
+// is missing.
+void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const Beyond& beyond,
                   const std::function<void()>& body);
 
 }  // namespace ferro

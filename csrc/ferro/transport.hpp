@@ -8,6 +8,7 @@
 
 #include "ferro/call.hpp"
 #include "ferro/error.hpp"
+#include "ferro/testimony.hpp"
 #include "ferro/types.hpp"
 
 namespace ferro {
@@ -35,6 +36,18 @@ class Transport {
   // Adds the ranks that are certain to take part no more, since they died or closed;
   // some perhaps twice. Also after the end of the group; silence convicts nobody.
   virtual void add_lost(std::vector<int>& ranks) = 0;
+
+  // After a timeout that another rank reported, who is missing: what ranks tell that
+  // were in a collective. May wait for kInquestSeconds. Empty where nobody tells.
+  virtual std::vector<int> find_missing() { return {}; }
+
+  // For a transport that joins the ranks of one host only: what testimony.hpp needs.
+  // Adds the ranks for which the call waits that runs on this thread.
+  virtual void add_awaited(RankSet& ranks) const = 0;
+  // Lets the others know for whom this rank was waiting, whatever it waited in. Before abort().
+  virtual void testify(const RankSet& awaited) noexcept = 0;
+  // Adds what other ranks have said so far.
+  virtual void add_testimonies(Testimonies& testimonies) = 0;
 
   // A word that ranks of one host share, to agree on who decides which ranks go on in
   // a successor of this group. 0 at first; what else it means is up to them. Ranks

@@ -70,7 +70,8 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   std::vector<TcpMesh::Socket> sockets;
   for (int peer = 0; peer < wiring.world_size; ++peer)
     if (wiring.collective_sockets[peer] >= 0) sockets.push_back({peer, wiring.collective_sockets[peer]});
-  const auto mesh = has_remote ? std::make_shared<TcpMesh>(wiring.rank, sockets, may_spin) : nullptr;
+  const auto mesh =
+      has_remote ? std::make_shared<TcpMesh>(wiring.rank, wiring.world_size, sockets, may_spin) : nullptr;
 
   Channels channels(static_cast<std::size_t>(wiring.world_size));
   for (int peer = 0; peer < wiring.world_size; ++peer)

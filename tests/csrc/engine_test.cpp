@@ -1,18 +1,40 @@
 // The engine over shared memory, ranks as threads: every collective against a
 // plain loop, messages, asynchrony and the ends of groups. Run under
 // ThreadSanitizer and AddressSanitizer by tests/csrc/run.
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <new>
 #include <numeric>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "ferro/communicator.hpp"
+#include "loopback.hpp"
 
 using namespace ferro;
+
+// How many allocations of this thread still succeed; negative: all.
+thread_local int allocations_left = -1;
+
+__attribute__((noinline)) void* operator new(std::size_t nbytes) {
+  if (allocations_left == 0) {
+    allocations_left = -1;  // what is left of the call may have some again
+    throw std::bad_alloc();
+  }
+  if (allocations_left > 0) --allocations_left;
+  if (void* const data = std::malloc(nbytes)) return data;
+  throw std::bad_alloc();
+}
+__attribute__((noinline)) void* operator new(std::size_t nbytes, const std::nothrow_t&) noexcept {
+  return std::malloc(nbytes);
+}
+__attribute__((noinline)) void operator delete(void* data) noexcept { std::free(data); }
+__attribute__((noinline)) void operator delete(void* data, std::size_t) noexcept { std::free(data); }
 
 namespace {
 
@@ -284,6 +306,302 @@ void test_timeout_names_the_missing() {
   });
 }
 
+// ---- Several threads of one rank ---------------------------------------------------
+
+// The same engine over shared memory, and over sockets: ranks that share no memory.
+Group group_over_sockets(int size) {
+  std::vector<Wiring> wirings(static_cast<std::size_t>(size));
+  for (int rank = 0; rank < size; ++rank) {
+    Wiring& wiring = wirings[static_cast<std::size_t>(rank)];
+    wiring.rank = rank;
+    wiring.world_size = size;
+    wiring.local_ranks = {rank};
+    wiring.collective_sockets.assign(static_cast<std::size_t>(size), -1);
+    wiring.message_sockets = wiring.collective_sockets;
+    for (int host = 0; host < size; ++host) wiring.hosts.push_back({host});
+  }
+  for (int a = 0; a < size; ++a)
+    for (int b = a + 1; b < size; ++b) {
+      std::tie(wirings[a].collective_sockets[b], wirings[b].collective_sockets[a]) =
+          test::connected_sockets();
+      std::tie(wirings[a].message_sockets[b], wirings[b].message_sockets[a]) = test::connected_sockets();
+    }
+  Group group;
+  for (const Wiring& wiring : wirings) group.push_back(Communicator::connect(wiring));
+  return group;
+}
+
+Group group_of(int size, bool is_over_sockets) {
+  return is_over_sockets ? group_over_sockets(size) : Communicator::create_group(size, 2);
+}
+
+PointToPoint send_of(int dst, Values& x) { return {true, dst, x.data(), x.size(), DType::int32, 0}; }
+PointToPoint recv_of(int src, Values& x) { return {false, src, x.data(), x.size(), DType::int32, 0}; }
+
+// A flag that a call sets once it blocks.
+struct Blocked {
+  Hooks hooks() {
+    Hooks hooks;
+    hooks.begin_blocking = [](void* self) noexcept {
+      static_cast<Blocked*>(self)->is_set.store(true, std::memory_order_release);
+    };
+    hooks.state = this;
+    return hooks;
+  }
+  void await() const {
+    while (!is_set.load(std::memory_order_acquire)) std::this_thread::yield();
+  }
+  std::atomic<bool> is_set{false};
+};
+
+ErrorCode code_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception&) {
+    return current_error().code;
+  }
+  return ErrorCode::none;
+}
+
+// Rank 1 answers what rank 0 sends while another thread of rank 0 waits for the answer.
+void test_a_blocked_receive_keeps_no_thread_from_sending(bool is_over_sockets, bool is_async) {
+  const Group group = group_of(2, is_over_sockets);
+  for (const std::size_t count : {1u, 1000u, 1000000u}) {
+    Values question = values(0, count), answer(count);
+    Blocked blocked;
+    std::thread receiver([&] {
+      Call call(kTimeout, blocked.hooks());
+      group[0]->exchange(call, Op::recv, {recv_of(1, answer)});
+    });
+    std::thread peer([&] {
+      Values heard(count);
+      Call call(kTimeout);
+      group[1]->exchange(call, Op::recv, {recv_of(0, heard)});
+      group[1]->exchange(call, Op::send, {send_of(0, heard)});
+    });
+    blocked.await();
+    Call call(kTimeout);
+    if (is_async) {
+      const std::shared_ptr<Task> task = group[0]->submit(Op::send, {send_of(1, question)}, kTimeout);
+      CHECK(task->wait(call));
+      task->rethrow();
+    } else {
+      group[0]->exchange(call, Op::send, {send_of(1, question)});
+    }
+    receiver.join();
+    peer.join();
+    CHECK(answer == question);
+  }
+}
+
+// Each pair of threads has a peer of its own, so that the order between two ranks is known.
+void test_threads_share_a_group(bool is_over_sockets) {
+  constexpr int kSize = 4, kRounds = 100;
+  const Group group = group_of(kSize, is_over_sockets);
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    std::vector<std::thread> threads;
+    for (int peer = 0; peer < kSize; ++peer) {
+      if (peer == rank) continue;
+      threads.emplace_back([&, peer] {
+        for (std::size_t round = 0; round < kRounds; ++round) {
+          Values x = values(rank, 1 + round * round);
+          Call call(kTimeout);
+          if (round % 3 == 0) {
+            const std::shared_ptr<Task> task = comm.submit(Op::send, {send_of(peer, x)}, kTimeout);
+            CHECK(task->wait(call));
+            task->rethrow();
+          } else {
+            comm.exchange(call, Op::send, {send_of(peer, x)});
+          }
+        }
+      });
+      threads.emplace_back([&, peer] {
+        for (std::size_t round = 0; round < kRounds; ++round) {
+          Values out(1 + round * round);
+          Call call(kTimeout);
+          comm.exchange(call, Op::recv, {recv_of(peer, out)});
+          CHECK(out == values(peer, out.size()));
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  });
+}
+
+// What a thread has submitted goes before what it calls next, to the same peer.
+void test_calls_keep_their_order_behind_work(bool is_over_sockets) {
+  const Group group = group_of(2, is_over_sockets);
+  on_each_rank(group, [](Communicator& comm, int rank) {
+    for (std::int32_t round = 0; round < 300; ++round) {
+      const bool is_sender = rank == 0;
+      Values first{is_sender ? 2 * round : -1}, second{is_sender ? 2 * round + 1 : -1};
+      const PointToPoint op = is_sender ? send_of(1, first) : recv_of(0, first);
+      const std::shared_ptr<Task> task = comm.submit(is_sender ? Op::send : Op::recv, {op}, kTimeout);
+      Call call(kTimeout);
+      if (is_sender) {
+        comm.exchange(call, Op::send, {send_of(1, second)});
+      } else {
+        comm.exchange(call, Op::recv, {recv_of(0, second)});
+      }
+      CHECK(task->wait(call));
+      task->rethrow();
+      CHECK(first[0] == 2 * round && second[0] == 2 * round + 1);
+    }
+  });
+}
+
+// Small messages are moved by who submits them, large ones by the progress thread.
+void test_work_of_every_size_keeps_its_order(bool is_over_sockets) {
+  const Group group = group_of(2, is_over_sockets);
+  on_each_rank(group, [](Communicator& comm, int rank) {
+    for (std::int32_t round = 0; round < 20; ++round) {
+      std::vector<Values> arrays;
+      for (std::int32_t i = 0; i < 12; ++i)
+        arrays.emplace_back(i % 3 == 0 ? 200000 : 7, rank == 0 ? round + i : -1);
+      std::vector<std::shared_ptr<Task>> tasks;
+      for (Values& x : arrays)
+        tasks.push_back(rank == 0 ? comm.submit(Op::send, {send_of(1, x)}, kTimeout)
+                                  : comm.submit(Op::recv, {recv_of(0, x)}, kTimeout));
+      for (std::int32_t i = 0; i < 12; ++i) {
+        Call call(kTimeout);
+        CHECK(tasks[i]->wait(call));
+        tasks[i]->rethrow();
+        CHECK(arrays[i].front() == round + i && arrays[i].back() == round + i);
+      }
+    }
+  });
+}
+
+// Posted or still queued: nothing of it may be touched once close() has returned.
+void test_close_ends_what_was_submitted(bool is_over_sockets) {
+  for (int round = 0; round < 20; ++round) {
+    const Group group = group_of(2, is_over_sockets);
+    std::vector<Values> arrays(4, Values(1000));
+    std::vector<std::shared_ptr<Task>> tasks;
+    for (Values& x : arrays) tasks.push_back(group[0]->submit(Op::recv, {recv_of(1, x)}, kTimeout));
+    group[0]->close();
+    for (const std::shared_ptr<Task>& task : tasks) {
+      CHECK(task->is_done());
+      CHECK(code_of([&] { task->rethrow(); }) == ErrorCode::closed);
+    }
+  }
+}
+
+// The group ends for all of its threads: each names what it waited for, or hears the reason.
+void test_a_timeout_ends_the_calls_of_all_threads(bool is_over_sockets) {
+  const Group group = group_of(3, is_over_sockets);
+  Blocked blocked;
+  Values x(1), y(1), z(1);
+  ErrorCode patient = ErrorCode::none;
+  std::thread waits([&] {
+    Call call(kTimeout, blocked.hooks());
+    patient = code_of([&] { group[0]->exchange(call, Op::recv, {recv_of(1, x)}); });
+  });
+  blocked.await();
+  const std::shared_ptr<Task> task = group[0]->submit(Op::recv, {recv_of(1, z)}, kTimeout);
+  Call call(0.05);
+  try {
+    group[0]->exchange(call, Op::recv, {recv_of(2, y)});
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.code == ErrorCode::timeout && error.missing == std::vector<int>{2});
+  }
+  waits.join();
+  CHECK(patient == ErrorCode::timeout);
+  Call unhurried(kTimeout);
+  CHECK(task->wait(unhurried));
+  CHECK(code_of([&] { task->rethrow(); }) == ErrorCode::timeout);
+}
+
+void test_close_ends_the_calls_of_all_threads(bool is_over_sockets) {
+  const Group group = group_of(2, is_over_sockets);
+  Blocked blocked[3];
+  Values x[3] = {Values(1), Values(1), Values(1)};
+  ErrorCode codes[3];
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i)
+    threads.emplace_back([&, i] {
+      Call call(kTimeout, blocked[i].hooks());
+      codes[i] = code_of([&] { group[0]->exchange(call, Op::recv, {recv_of(1, x[i])}); });
+    });
+  for (const Blocked& each : blocked) each.await();
+  const ErrorCode peer = [&] {
+    ErrorCode code = ErrorCode::none;
+    Blocked is_in;
+    Values y(1);
+    std::thread other([&] {
+      Call call(kTimeout, is_in.hooks());
+      code = code_of([&] { group[1]->exchange(call, Op::recv, {recv_of(0, y)}); });
+    });
+    is_in.await();
+    group[0]->close();
+    other.join();
+    return code;
+  }();
+  for (std::thread& thread : threads) thread.join();
+  for (const ErrorCode code : codes) CHECK(code == ErrorCode::closed);
+  CHECK(peer == ErrorCode::channel_closed);
+}
+
+// ---- Memory that runs out ----------------------------------------------------------
+
+// Memory ends with the n-th allocation of rank 0's call: either nothing was sent, and the
+// group goes on, or the group has ended, for all and for that reason.
+void test_memory_runs_out(bool is_over_sockets, Op op) {
+  bool is_over = false;
+  for (int n = 1; !is_over; ++n) {
+    const Group group = group_of(2, is_over_sockets);
+    std::thread peer([&] {
+      Values x(3000), y(3000);
+      for (int i = 0; i < 2; ++i) {  // what rank 0 tried, then what it tries again
+        Call call(kTimeout);
+        const ErrorCode code = code_of([&] {
+          if (op == Op::sendrecv) {
+            group[1]->exchange(call, op, {send_of(0, x), recv_of(0, y)});
+          } else {
+            group[1]->run(call, make(op, x.size(), x.data(), y.data()));
+          }
+        });
+        if (code == ErrorCode::none) continue;
+        CHECK(code == ErrorCode::out_of_memory || code == ErrorCode::channel_closed);
+        return;
+      }
+    });
+    Values x(3000), y(3000);
+    const std::vector<PointToPoint> messages{send_of(1, x), recv_of(1, y)};
+    const auto attempt = [&](int allocations) {
+      Call call(kTimeout);
+      const ErrorCode code = code_of([&] {
+        allocations_left = allocations;
+        if (op == Op::sendrecv) {
+          group[0]->exchange(call, op, messages);
+        } else {
+          group[0]->run(call, make(op, x.size(), x.data(), y.data()));
+        }
+      });
+      allocations_left = -1;
+      return code;
+    };
+    const ErrorCode code = attempt(n - 1);
+    is_over = code == ErrorCode::none;
+    CHECK(is_over || code == ErrorCode::out_of_memory);
+    CHECK(!is_over || !group[0]->has_ended());
+    const ErrorCode again = attempt(-1);
+    CHECK((again == ErrorCode::none) == !group[0]->has_ended());
+    if (!is_over && again == ErrorCode::none) group[0]->close();  // rank 1 is ahead by one call
+    peer.join();
+  }
+}
+
+void test_several_threads(bool is_over_sockets) {
+  test_a_blocked_receive_keeps_no_thread_from_sending(is_over_sockets, false);
+  test_a_blocked_receive_keeps_no_thread_from_sending(is_over_sockets, true);
+  test_threads_share_a_group(is_over_sockets);
+  test_calls_keep_their_order_behind_work(is_over_sockets);
+  for (int round = 0; round < 10; ++round) test_a_timeout_ends_the_calls_of_all_threads(is_over_sockets);
+  for (int round = 0; round < 20; ++round) test_close_ends_the_calls_of_all_threads(is_over_sockets);
+}
+
 // Every thread of the group ends its call, whatever another one does meanwhile.
 void test_close_during_calls() {
   for (int round = 0; round < 20; ++round) {
@@ -323,5 +641,13 @@ int main() {
   test_closing_rank_is_named();
   test_timeout_names_the_missing();
   test_close_during_calls();
-  std::puts("engine_test: 9 tests passed");
+  for (const bool is_over_sockets : {false, true}) {
+    test_work_of_every_size_keeps_its_order(is_over_sockets);
+    test_close_ends_what_was_submitted(is_over_sockets);
+  }
+  test_several_threads(false);
+  test_several_threads(true);
+  for (const bool is_over_sockets : {false, true})
+    for (const Op op : {Op::sendrecv, Op::allreduce}) test_memory_runs_out(is_over_sockets, op);
+  std::puts("engine_test: 17 tests passed");
 }

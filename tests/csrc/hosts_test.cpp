@@ -1,9 +1,12 @@
 // The engine over several hosts. Inside a host another TcpTransport stands in for
-// shared memory: to the transport under test one is as good as the other.
+// shared memory, but for the time after a timeout: to the transport under test one is as
+// good as the other.
 #include <algorithm>
 #include <atomic>
 
 #include "ferro/hosts_transport.hpp"
+#include "ferro/segment.hpp"
+#include "ferro/shm_transport.hpp"
 #include "ferro/tcp_transport.hpp"
 #include "ferro/wide_float.hpp"
 #include "loopback.hpp"
@@ -22,7 +25,9 @@ struct Group {
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-Group make_group(const Hosts& hosts) {
+enum class Inside { sockets, memory };
+
+Group make_group(const Hosts& hosts, Inside inside = Inside::sockets) {
   std::vector<int> host_of;
   for (std::size_t host = 0; host < hosts.size(); ++host)
     for (const int rank : hosts[host]) {
@@ -33,10 +38,17 @@ Group make_group(const Hosts& hosts) {
   Group group;
   group.meshes = make_meshes(size, [&](int a, int b) { return host_of[a] != host_of[b]; });
   group.local_meshes = make_meshes(size, [&](int a, int b) { return host_of[a] == host_of[b]; });
+  std::vector<std::shared_ptr<Segment>> segments;
+  for (const std::vector<int>& locals : hosts)
+    segments.push_back(Segment::create(static_cast<int>(locals.size())));
   for (int rank = 0; rank < size; ++rank) {
     const std::vector<int>& locals = hosts[host_of[rank]];
+    const auto place = static_cast<int>(std::find(locals.begin(), locals.end(), rank) - locals.begin());
     std::unique_ptr<Transport> local;
-    if (locals.size() > 1) local = std::make_unique<TcpTransport>(group.local_meshes[rank], locals);
+    if (locals.size() > 1 && inside == Inside::sockets)
+      local = std::make_unique<TcpTransport>(group.local_meshes[rank], locals);
+    else if (locals.size() > 1)
+      local = std::make_unique<ShmTransport>(segments[host_of[rank]], place, locals, 1, false);
     group.ranks.push_back(std::make_unique<HostsTransport>(std::move(local), group.meshes[rank], hosts));
   }
   return group;
@@ -209,14 +221,31 @@ void timeout_ends_the_wait_on_every_host() {
 // All give up at the same time but for the patience with messengers: rank 0 waits
 // for rank 2, which waits for rank 3, and rank 1 for rank 0.
 void everybody_names_the_rank_that_is_missing() {
-  Group group = make_group({{0, 1}, {2, 3}});
+  Group group = make_group({{0, 1}, {2, 3}}, Inside::memory);
   on_each_rank(4, [&](int rank) {
     const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
     run(*group.ranks[rank], barrier);
     if (rank == 3) return;
-    const Error error = error_of([&] { run(*group.ranks[rank], barrier, 0.2); });
-    expect(error.code == ErrorCode::timeout && error.peer == 3, "the missing rank is named");
+    const Error error = error_of([&] { run(*group.ranks[rank], barrier, 0.5); });
+    expect(error.code == ErrorCode::timeout && error.missing == std::vector<int>{3},
+           "the missing rank is named");
   });
+}
+
+// The first to give up waits for a leader, which waits for one of its own host. Some wait
+// inside their host for a leader that waits for another.
+void all_missing_ranks_are_named_on_every_host() {
+  const Hosts hosts = {{0, 1, 2}, {3, 4}, {5, 6}};
+  for (const std::vector<int>& absent : {std::vector<int>{4}, {4, 6}, {1, 5}}) {
+    Group group = make_group(hosts, Inside::memory);
+    on_each_rank(7, [&](int rank) {
+      const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
+      run(*group.ranks[rank], barrier);
+      if (std::find(absent.begin(), absent.end(), rank) != absent.end()) return;
+      const Error error = error_of([&] { run(*group.ranks[rank], barrier, rank == 0 ? 1 : 60); });
+      expect(error.code == ErrorCode::timeout && error.missing == absent, "those who are absent are named");
+    });
+  }
 }
 
 void closing_says_goodbye() {
@@ -243,6 +272,7 @@ int main() {
   a_local_abort_ends_a_remote_wait();
   timeout_ends_the_wait_on_every_host();
   everybody_names_the_rank_that_is_missing();
+  all_missing_ranks_are_named_on_every_host();
   closing_says_goodbye();
   return 0;
 }

@@ -62,7 +62,7 @@ inline Meshes make_meshes(int size, const std::function<bool(int, int)>& are_joi
     }
   Meshes meshes;
   for (int rank = 0; rank < size; ++rank)
-    meshes.push_back(std::make_shared<TcpMesh>(rank, sockets[rank], rank % 2 == 0));
+    meshes.push_back(std::make_shared<TcpMesh>(rank, size, sockets[rank], rank % 2 == 0));
   return meshes;
 }
 inline Meshes make_meshes(int size) {

@@ -134,6 +134,26 @@ void disagreement_is_named_and_survived() {
   }
 }
 
+// What is sent before the verdict must be off the streams after it, whichever rank sent how much.
+void disagreement_about_sizes_leaves_nothing_behind() {
+  const int size = 2;
+  Transports group = make_group(size);
+  on_each_rank(size, [&](int rank) {
+    for (const std::size_t mine : {3u, 9000u, 100000u, 131072u, 131073u, 500000u})
+      for (const std::size_t other : {0u, 3u, 9000u, 130000u, 131072u, 131073u}) {
+        if (mine == other) continue;
+        const std::size_t count = rank == 0 ? mine : other;
+        std::vector<float> array(count, 1.0f);
+        const Error error = error_of([&] { run(*group[rank], sum_of(array)); });
+        expect(error.code == ErrorCode::mismatch, "mismatch of sizes");
+        expect(array == std::vector<float>(count, 1.0f), "buffers after a mismatch of sizes");
+        array.assign(mine, 1.0f);
+        run(*group[rank], sum_of(array));
+        expect(array == std::vector<float>(mine, 2.0f), "the group after a mismatch of sizes");
+      }
+  });
+}
+
 void unpaired_counts_name_the_pair() {
   for (const int size : {3, 10}) {
     Transports group = make_group(size);
@@ -184,7 +204,7 @@ Mortal make_mortal_group(int size) {
     }
   Mortal group;
   for (int rank = 0; rank + 1 < size; ++rank)
-    group.meshes.push_back(std::make_shared<TcpMesh>(rank, sockets[rank], false));
+    group.meshes.push_back(std::make_shared<TcpMesh>(rank, size, sockets[rank], false));
   group.last = sockets.back();
   return group;
 }
@@ -282,11 +302,23 @@ void timeout_names_the_missing_ranks() {
       run(*group[rank], make(Op::barrier, DType::uint8, 0, nullptr, nullptr), rank == 0 ? 0.05 : 60);
     });
     expect(error.code == ErrorCode::timeout, "timeout");
-    if (rank == 0) {
-      expect((error.missing == std::vector<int>{2, 3}), "both missing ranks are named");
-      expect(error.elapsed_s >= 0.05, "the time waited");
-    }
+    if (rank == 0) expect(error.elapsed_s >= 0.05, "the time waited");
+    expect((error.missing == std::vector<int>{2, 3}), "both missing ranks are named to all");
     expect(error.peer == 2, "the first missing rank is the culprit for all");
+  });
+}
+
+// Recursive doubling: most ranks wait for one that is waiting itself, and no rank for both
+// that are missing.
+void a_rank_that_waits_is_not_missing() {
+  const std::vector<int> absent = {5, 10};
+  Transports group = make_group(12);
+  on_each_rank(12, [&](int rank) {
+    const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
+    run(*group[rank], barrier);
+    if (std::find(absent.begin(), absent.end(), rank) != absent.end()) return;
+    const Error error = error_of([&] { run(*group[rank], barrier, rank % 3 == 0 ? 1 : 60); });
+    expect(error.code == ErrorCode::timeout && error.missing == absent, "those who are absent are named");
   });
 }
 
@@ -304,12 +336,26 @@ void signals_end_a_wait() {
 
 void garbage_is_refused() {
   const auto [ours, theirs] = connected_sockets();
-  auto mesh = std::make_shared<TcpMesh>(0, std::vector<TcpMesh::Socket>{{1, ours}}, false);
+  auto mesh = std::make_shared<TcpMesh>(0, 2, std::vector<TcpMesh::Socket>{{1, ours}}, false);
   TcpTransport transport(mesh, {0, 1});
   const std::vector<char> garbage(4096, 'x');
   expect(write(theirs, garbage.data(), garbage.size()) == 4096, "write");
   const Error error = error_of([&] { run(transport, make(Op::barrier, DType::uint8, 0, nullptr, nullptr)); });
   expect(error.code == ErrorCode::io && error.peer == 1, "garbage on a stream");
+  close(theirs);
+}
+
+void unknown_types_are_refused() {
+  const auto [ours, theirs] = connected_sockets();
+  auto mesh = std::make_shared<TcpMesh>(0, 2, std::vector<TcpMesh::Socket>{{1, ours}}, false);
+  TcpTransport transport(mesh, {0, 1});
+  Frame frame;
+  frame.first.op = Op::allreduce;
+  frame.first.dtype = static_cast<DType>(200);
+  frame.first.count = 100000;
+  expect(write(theirs, &frame, sizeof frame) == sizeof frame, "write");
+  const Error error = error_of([&] { run(transport, make(Op::barrier, DType::uint8, 0, nullptr, nullptr)); });
+  expect(error.code == ErrorCode::io && error.peer == 1, "a dtype that is none");
   close(theirs);
 }
 
@@ -402,6 +448,23 @@ void ends_of_channels_are_told_apart() {
   expect(error.code == ErrorCode::peer_lost && error.peer == 1, "death on a channel");
 }
 
+// The stream of a rank that closed when its peer had yet to read all that it can hold.
+void a_goodbye_without_room_is_no_death() {
+  Meshes meshes = make_meshes(2);
+  const auto [first, second] = connected_sockets();
+  TcpChannel channel(1, first, meshes[0]);
+  expect(write(second, "cut off", 7) == 7, "write");
+  close(second);
+  Values got(1);
+  Message message(message_of(false, got));
+  expect(!channel.try_recv(message), "an end whose reason may be on its way");
+  meshes[1]->close();
+  const Error error = error_of([&] {
+    while (!channel.try_recv(message)) std::this_thread::yield();
+  });
+  expect(error.code == ErrorCode::channel_closed && error.peer == 1, "a goodbye on the mesh alone");
+}
+
 void a_channel_asks_the_mesh_for_the_culprit() {
   Meshes meshes = make_meshes(2);
   const auto [first, second] = connected_sockets();
@@ -422,6 +485,7 @@ int main() {
   mean_divides_by_the_number_of_ranks();
   halves_survive_widening();
   disagreement_is_named_and_survived();
+  disagreement_about_sizes_leaves_nothing_behind();
   unpaired_counts_name_the_pair();
   undefined_reductions_send_nothing();
   every_survivor_names_the_dead_rank();
@@ -429,12 +493,15 @@ int main() {
   goodbye_is_no_death();
   abort_from_another_thread_wakes_all();
   timeout_names_the_missing_ranks();
+  a_rank_that_waits_is_not_missing();
   signals_end_a_wait();
   garbage_is_refused();
+  unknown_types_are_refused();
   messages_arrive_in_order();
   messages_that_do_not_fit_are_dropped_whole();
   lengths_are_checked_before_they_are_believed();
   ends_of_channels_are_told_apart();
+  a_goodbye_without_room_is_no_death();
   a_channel_asks_the_mesh_for_the_culprit();
   return 0;
 }

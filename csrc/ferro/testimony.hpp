@@ -1,0 +1,59 @@
+// Who is missing, once a wait has taken too long.
+//
+// The rank that is waited for may itself be waiting for another. So each rank that
+// was waiting when the group ended says for whom (behind its last words over TCP, in
+// its control block in shared memory), and listens for a moment to what the others
+// say. Missing is who is waited for and does not wait. Who says nothing has stopped,
+// is elsewhere, or comes only now.
+//
+// Rejected: to ask before giving up. A stream takes no question in the middle of a
+// payload, so each rank would need a socket and a thread more, to answer; last words
+// may stand anywhere, and are sent in any case. Rejected as well: that the first to
+// give up decides for all. It knows only its own wait, and what it finds out later
+// would have to travel over streams that it has ended.
+#ifndef FERRO_TESTIMONY_HPP
+#define FERRO_TESTIMONY_HPP
+
+#include <bitset>
+#include <vector>
+
+#include "ferro/error.hpp"
+
+namespace ferro {
+
+using RankSet = std::bitset<kMaxWorldSize + 2>;
+
+// How long after the end of the group ranks listen to each other. Long enough for who
+// sleeps in slices of kWaitSlice, short enough for "timeout + 1 s".
+constexpr double kInquestSeconds = 0.5;
+// Who has been in a call for less than this when it hears of the end counts as late, not
+// as waiting: it may be the very rank that was missing.
+constexpr double kPresenceSeconds = 1e-3;
+
+inline std::vector<int> ranks_of(const RankSet& set) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < kMaxWorldSize; ++rank)
+    if (set.test(static_cast<std::size_t>(rank))) ranks.push_back(rank);
+  return ranks;
+}
+
+// What is known of the waits of some ranks.
+class Testimonies {
+ public:
+  // Of a rank that was waiting for nobody, `awaited` is empty.
+  void add(int rank, const RankSet& awaited) {
+    heard_.set(static_cast<std::size_t>(rank));
+    if (awaited.none()) return;
+    waiting_.set(static_cast<std::size_t>(rank));
+    awaited_ |= awaited;
+  }
+  std::size_t num_heard() const { return heard_.count(); }
+  RankSet missing() const { return awaited_ & ~waiting_; }
+
+ private:
+  RankSet heard_, waiting_, awaited_;
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_TESTIMONY_HPP
