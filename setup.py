@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,24 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("ferro_dist/_native")
+NATIVE_PREFIX = "ferro_dist._native."
 ENGINE = Path("csrc/ferro")
+NCCL = Path("csrc/nccl")
+ABI = Path("csrc/abi")
+EMULATION = Path("csrc/emulation")
+EMULATED = Path("ferro_dist/_emulation")
+
+# The CUDA runtimes that there are: for each, cudart.pyx is compiled and linked once.
+CUDART_VERSIONS = (12, 13)
+
+# Where the wheels put their libraries, seen from ferro_dist/_native in the same
+# site-packages. RUNPATH and not RPATH, so that LD_LIBRARY_PATH comes first.
+SITE_PACKAGES = "$ORIGIN/../.."
+RUNPATHS = {
+    "libnccl.so.2": f"{SITE_PACKAGES}/nvidia/nccl/lib",
+    "libcudart.so.12": f"{SITE_PACKAGES}/nvidia/cuda_runtime/lib",
+    "libcudart.so.13": f"{SITE_PACKAGES}/nvidia/cu13/lib",
+}
 
 COMPILE_ARGS = [
     "-std=c++17",
@@ -29,6 +50,18 @@ COMPILE_ARGS = [
     "-Wno-cast-function-type",
 ]
 
+# Hidden: both emulated libraries are loaded into one process for everybody to see, and
+# have parts of the same names.
+EMULATION_ARGS = [
+    "-std=c++17",
+    "-O2",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+]
+
 DIRECTIVES = {
     "language_level": 3,
     "boundscheck": False,
@@ -41,23 +74,76 @@ DIRECTIVES = {
 }
 
 
+# Ordinary Python, which Cython compiles as it stands: it is between the user and every call,
+# and costs a quarter less so. A source tree without the compiled ones works the same, but for
+# one thing: unless a file forbids it, Cython takes annotations for declarations.
+COMPILED_PYTHON = ("collective", "point_to_point")
+
+
 def extensions() -> list[Extension]:
-    """One for each .pyx. `host` alone holds the engine; the others see its headers."""
-    included = [*ENGINE.glob("*.hpp"), *ENGINE.glob("*.inc"), *NATIVE.glob("*.hpp")]
-    headers = sorted(map(str, included))
-    engine = sorted(str(path) for path in ENGINE.glob("*.cpp"))
+    """One for each .pyx, two for cudart.pyx. `host` holds the engine, `nccl` the communicators."""
+    names = [path.stem for path in sorted(NATIVE.glob("*.pyx")) if path.stem != "cudart"]
     return [
-        Extension(
-            f"ferro_dist._native.{path.stem}",
-            [str(path), *(engine if path.stem == "host" else [])],
-            include_dirs=["csrc", str(NATIVE)],
-            depends=headers,
-            extra_compile_args=COMPILE_ARGS,
-            extra_link_args=["-pthread"],
-            language="c++",
-        )
-        for path in sorted(NATIVE.glob("*.pyx"))
+        *(Extension(f"ferro_dist.{name}", [f"ferro_dist/{name}.py"]) for name in COMPILED_PYTHON),
+        *(extension(name, NATIVE / f"{name}.pyx") for name in names),
+        *(extension(f"cudart{version}", NATIVE / "cudart.pyx") for version in CUDART_VERSIONS),
     ]
+
+
+def extension(name: str, source: Path) -> Extension:
+    folders = {"host": ENGINE, "nccl": NCCL}
+    sources = sources_in(folders[name]) if name in folders else []
+    headers = [
+        path
+        for folder in (ENGINE, NCCL, ABI, NATIVE)
+        for pattern in ("*.h", "*.hpp", "*.inc")
+        for path in folder.glob(pattern)
+    ]
+    return Extension(
+        f"{NATIVE_PREFIX}{name}",
+        [str(source), *sources],
+        include_dirs=["csrc", str(NATIVE)],
+        depends=sorted(map(str, headers)),
+        extra_compile_args=COMPILE_ARGS,
+        extra_link_args=["-pthread", *run_path_args(soname_of(name))],
+        language="c++",
+    )
+
+
+def soname_of(extension_name: str) -> str | None:
+    """Return the CUDA library that an extension is linked against, None if it is none."""
+    if extension_name == "nccl":
+        return "libnccl.so.2"
+    version = extension_name.removeprefix("cudart")
+    return f"libcudart.so.{version}" if version.isdigit() else None
+
+
+def run_path_args(soname: str | None) -> list[str]:
+    return [f"-Wl,--enable-new-dtags,-rpath,{RUNPATHS[soname]}"] if soname else []
+
+
+def kernel_sources() -> list[str]:
+    """Return the engine's reductions, with which the emulated NCCL reduces too."""
+    return [str(path) for path in [*sorted(ENGINE.glob("kernels*.cpp")), ENGINE / "wide_float.cpp"]]
+
+
+def sources_in(folder: Path) -> list[str]:
+    return [str(path) for path in sorted(folder.glob("*.cpp"))]
+
+
+def version_script(soname: str) -> str | None:
+    """Return the version node that the real library has: without it ld.so refuses to run us."""
+    return f"{soname} {{ global: *; }};" if soname.startswith("libcudart") else None
+
+
+def declared_functions(header: Path) -> list[str]:
+    """Name the functions that a header of csrc/abi declares."""
+    code = re.sub(r"//.*", "", header.read_text(encoding="utf-8"))
+    return re.findall(
+        r"^(?:__attribute__\(\(weak\)\) )?(?:ncclResult_t|cudaError_t|const char\*) (\w+)\(",
+        code,
+        re.MULTILINE,
+    )
 
 
 def compile_in_parallel(compiler: Any, jobs: int) -> None:
@@ -72,10 +158,30 @@ def compile_in_parallel(compiler: Any, jobs: int) -> None:
     compiler.compile = compile_each
 
 
-class BuildNative(build_ext):  # type: ignore[misc]  # setuptools has no types
+def strip(compiler: Any, names: Sequence[str], unwanted: Callable[[str], bool]) -> None:
+    """Drop words that Python was built with from the commands of `compiler`."""
+    for name in names:
+        command = getattr(compiler, name, None)
+        if command is not None:
+            setattr(compiler, name, [word for word in command if not unwanted(word)])
+
+
+def strip_run_paths(compiler: Any) -> None:
+    """Drop Python's run paths: they would come before ours."""
+    strip(compiler, ("linker_so", "linker_so_cxx"), lambda word: word.startswith("-Wl,-rpath"))
+
+
+def strip_debug_information(compiler: Any) -> None:
+    """Drop Python's -g, which makes the package ten times as large. ``CFLAGS=-g`` asks for it."""
+    if "-g" not in os.environ.get("CFLAGS", "").split():
+        strip(compiler, ("compiler_so", "compiler_so_cxx"), lambda word: word == "-g")
+
+
+class BuildNative(build_ext):  # setuptools has no types
     """Translate with Cython into the build folder, then compile on two cores."""
 
     parallel: int | None
+    extensions: list[Any]
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -83,19 +189,101 @@ class BuildNative(build_ext):  # type: ignore[misc]  # setuptools has no types
             self.parallel = 2
 
     def build_extensions(self) -> None:
+        strip_run_paths(self.compiler)
+        strip_debug_information(self.compiler)
+        self.link_against_stubs()
         # Here and not in setup(): an sdist, which asks only for the sources, then
         # lists the .pyx, and metadata are read without Cython's seconds.
         from Cython.Build import cythonize
 
+        for each in self.extensions:
+            each.sources[0] = self.source_of_its_own(each)
         translated: list[Any] = cythonize(
             self.extensions,
             build_dir=str(Path(self.build_temp) / "cython"),
             compiler_directives=DIRECTIVES,
+            include_path=["."],
         )
         for extension, generated in zip(self.extensions, translated, strict=True):
             extension.sources = generated.sources
         compile_in_parallel(self.compiler, self.parallel or 1)
         super().build_extensions()
+        self.build_emulation()
+
+    def source_of_its_own(self, extension: Any) -> str:
+        """Return the .pyx of an extension; a copy where it is named otherwise than its module.
+
+        Cython would write the C++ of both modules of cudart.pyx to one file.
+        """
+        source = Path(extension.sources[0])
+        name = extension.name.rpartition(".")[2]
+        if source.suffix != ".pyx" or source.stem == name:
+            return str(source)
+        copy = Path(self.build_temp) / "pyx" / f"{name}.pyx"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+        return str(copy)
+
+    def link_against_stubs(self) -> None:
+        """Give the extensions for CUDA a library to be linked against, which need not be here.
+
+        It has the real one's name and functions that do nothing; what is loaded at run
+        time is the real one. So the package builds on a machine without CUDA, as
+        mpi4py does without MPI.
+        """
+        folder = Path(self.build_temp) / "stubs"
+        folder.mkdir(parents=True, exist_ok=True)
+        for extension in self.extensions:
+            soname = soname_of(extension.name.rpartition(".")[2])
+            if soname is None:
+                continue
+            header = ABI / f"{soname.removeprefix('lib').partition('.')[0]}.h"
+            source = folder / f"{soname}.c"
+            stubs = [f"int {name}(void) {{ return 0; }}" for name in declared_functions(header)]
+            source.write_text("\n".join(stubs) + "\n", encoding="utf-8")
+            objects = self.compiler.compile([str(source)], output_dir=self.build_temp)
+            extension.extra_objects = [self.link_library(soname, objects, folder)]
+
+    def build_emulation(self) -> None:
+        """Build the emulated libraries beside the extensions."""
+        package = Path(self.build_lib) / EMULATED
+        package.mkdir(parents=True, exist_ok=True)
+        objects = {
+            "libcudart": self.compile_emulation(EMULATION / "cudart"),
+            "libnccl": [*self.compile_emulation(EMULATION / "nccl"), *self.engine_kernels()],
+        }
+        for soname in RUNPATHS:
+            self.link_library(soname, objects[soname.partition(".")[0]], package)
+
+    def compile_emulation(self, folder: Path) -> list[str]:
+        objects: list[str] = self.compiler.compile(
+            sources_in(folder),
+            output_dir=self.build_temp,
+            include_dirs=["csrc"],
+            extra_preargs=EMULATION_ARGS,
+        )
+        return objects
+
+    def engine_kernels(self) -> list[str]:
+        """Return the objects of the engine's kernels, which `host` was just built of."""
+        objects: list[str] = self.compiler.object_filenames(
+            kernel_sources(), output_dir=self.build_temp
+        )
+        return objects
+
+    def link_library(self, soname: str, objects: list[str], folder: Path) -> str:
+        """Link a shared library of that name in `folder`; return its path."""
+        library = folder / soname
+        link_args = [f"-Wl,-soname,{soname}", "-pthread"]
+        script = version_script(soname)
+        if script is not None:
+            path = Path(self.build_temp) / f"{soname}.map"
+            path.write_text(script + "\n", encoding="utf-8")
+            link_args.append(f"-Wl,--version-script,{path}")
+        self.compiler.link_shared_object(
+            objects, str(library), extra_postargs=link_args, target_lang="c++"
+        )
+        return str(library)
 
     def run(self) -> None:
         super().run()
@@ -104,6 +292,14 @@ class BuildNative(build_ext):  # type: ignore[misc]  # setuptools has no types
         # compiled half; so the clone gets a copy.
         if not self.inplace:
             self.copy_extensions_to_source()
+        # In place, too: setuptools builds elsewhere then, and copies what it knows of.
+        for library in (Path(self.build_lib) / EMULATED).glob("*.so.*"):
+            shutil.copy(library, EMULATED)
+
+    def copy_extensions_to_source(self) -> None:
+        """Copy all but compiled Python: beside its source it would hide what one edits there."""
+        self.extensions = [each for each in self.extensions if each.name.startswith(NATIVE_PREFIX)]
+        super().copy_extensions_to_source()
 
 
 if not sys.platform.startswith("linux"):

@@ -32,3 +32,12 @@ cdef BufferView output_view_of(object array)
 
 # Whether output_view_of would return this very view.
 cdef bint is_output(BufferView view)
+
+# Finds the stream on which the owner's library works now, for one that says so through
+# DLPack's exchange table (torch). False where it does not.
+cdef bint current_stream_of(BufferView view, void** stream) except -1
+
+# Whether they share memory.
+cdef inline bint overlap(BufferView a, BufferView b) noexcept:
+    return (<char*> a.data < <char*> b.data + b.nbytes and <char*> b.data < <char*> a.data + a.nbytes
+            and a.nbytes != 0 and b.nbytes != 0)

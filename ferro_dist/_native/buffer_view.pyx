@@ -166,6 +166,15 @@ cdef bint is_output(BufferView view):
     return not view.is_readonly and view.is_contiguous and not _requires_grad(view.owner)
 
 
+cdef bint current_stream_of(BufferView view, void** stream) except -1:
+    cdef DLExchangeApi* api = _cached_exchange_api((<PyObject*> view.owner).ob_type)
+    if api == NULL or api.current_stream == NULL:
+        return False
+    if api.current_stream(CUDA, view.device_id, stream) != 0:
+        raise InvalidArray(f"the current stream of this {_name(view.owner)} is not known")
+    return True
+
+
 cdef inline bint _requires_grad(object array):
     if (<PyObject*> array).ob_type == ndarray_type:
         return False
@@ -322,6 +331,9 @@ cdef struct CachedApi:
 
 cdef CachedApi[8] cache
 cdef int cached_count = 0
+# Types that are known to have none, with the same limit: to ask costs as much as to view.
+cdef PyTypeObject* without_api[8]
+cdef int without_count = 0
 
 
 cdef inline DLExchangeApi* _cached_exchange_api(PyTypeObject* array_type) noexcept:
@@ -332,11 +344,31 @@ cdef inline DLExchangeApi* _cached_exchange_api(PyTypeObject* array_type) noexce
     return NULL
 
 
+cdef inline bint _is_known_without_api(PyTypeObject* array_type) noexcept:
+    cdef int i
+    for i in range(without_count):
+        if without_api[i] == array_type:
+            return True
+    return False
+
+
+cdef int _remember_without_api(object array) except -1:
+    global without_count
+    if without_count < 8:
+        Py_INCREF(type(array))  # for good: a new type at the same address must not match
+        without_api[without_count] = (<PyObject*> array).ob_type
+        without_count += 1
+    return 0
+
+
 cdef DLExchangeApi* _find_exchange_api(object array) except? NULL:
     """Look the type's table up and remember it; null if it has none that we can read."""
     global cached_count
+    if _is_known_without_api((<PyObject*> array).ob_type):
+        return NULL
     capsule = getattr(type(array), "__dlpack_c_exchange_api__", None)
     if capsule is None or not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
+        _remember_without_api(array)
         return NULL
     cdef DLExchangeApi* api = <DLExchangeApi*> PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
     while api != NULL and api.version.major != DLPACK_MAJOR:
@@ -642,14 +674,14 @@ cdef BufferView _view_through_cuda_array_interface(object array):
 cdef int _dtype_of_typestr(object array, object typestr) except -1:
     """Read ``"<f4"``; the dtypes of ml_dtypes are opaque there, and named by the array."""
     cdef str name
-    if typestr[0] == chr(FOREIGN_BYTE_ORDER) and int(typestr[2:]) > 1:
+    cdef object code = NATIVE_TYPESTRS.get(typestr)
+    if code is not None:
+        return code
+    if typestr[0] == chr(FOREIGN_BYTE_ORDER) and typestr[1:] in TYPESTR_DTYPES:
         raise _foreign_byte_order(array, typestr)
-    dtype = getattr(array, "dtype", None)
-    name = str(dtype if dtype is not None else typestr)
-    cdef int code = EXTENSION_DTYPES.get(name, UNSUPPORTED)
-    if code == UNSUPPORTED:
-        code = TYPESTR_DTYPES.get(typestr[1:], UNSUPPORTED)
-    if code == UNSUPPORTED:
+    name = str(getattr(array, "dtype", typestr))
+    code = EXTENSION_DTYPES.get(name)
+    if code is None:
         raise _unsupported_dtype(array, name)
     return code
 
@@ -661,6 +693,13 @@ cdef dict TYPESTR_DTYPES = {
     "b1": BOOLEAN, "i1": INT8, "u1": UINT8, "i2": INT16, "u2": UINT16, "i4": INT32, "u4": UINT32,
     "i8": INT64, "u8": UINT64, "f2": FLOAT16, "f4": FLOAT32, "f8": FLOAT64, "c8": COMPLEX64,
     "c16": COMPLEX128,
+}
+
+cdef str NATIVE_BYTE_ORDER = "<" if sys.byteorder == "little" else ">"
+cdef dict NATIVE_TYPESTRS = {
+    order + name: code
+    for name, code in TYPESTR_DTYPES.items()
+    for order in (NATIVE_BYTE_ORDER, "|", "=") + (("<", ">") if name[1:] == "1" else ())
 }
 
 

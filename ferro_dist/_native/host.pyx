@@ -4,6 +4,7 @@
 # no other rank, one call. The words of a failed check are in arguments.py.
 
 from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.stdint cimport uint32_t
 from libcpp.memory cimport shared_ptr
 from libcpp.utility cimport move
@@ -11,11 +12,13 @@ from libcpp.vector cimport vector
 
 cimport cython
 from ferro_dist._native cimport libferro as ferro
-from ferro_dist._native.buffer_view cimport BufferView, is_output, output_view_of, view_of
+from ferro_dist._native.buffer_view cimport BufferView, is_output, output_view_of, overlap, view_of
 from ferro_dist._native.libferro cimport Collective, Engine, Heap, Op, PointToPoint, Segment, Task, Wiring
 
 import copy
 import os
+import weakref
+from time import monotonic
 
 from ferro_dist import arguments
 from ferro_dist.dtypes import DTYPE_NAMES
@@ -29,10 +32,18 @@ from ferro_dist.errors import (
     UnsupportedOp,
 )
 
-__all__ = ["Communicator", "HostWork", "SymmetricMemory", "create_segment", "kernel_isa"]
+__all__ = [
+    "Closer", "Communicator", "HostWork", "SymmetricMemory", "begin_exit", "create_segment", "kernel_isa",
+]
 
 cdef int CPU = 1  # DLPack's number
+# By ferro::Op, in its order.
+cdef tuple OP_NAMES = (
+    "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
+    "barrier",
+)
 cdef double UNLIMITED = 1e9  # seconds
+cdef double SHORTEST_TIMEOUT = 1e-3  # of what is left for the rest of a call
 cdef enum:
     MAX_TAG = 0xFFFFFFFF
 cdef object NO_TAG = 0  # the interpreter has but one
@@ -57,6 +68,11 @@ def create_segment(int size):
 def kernel_isa():
     """Name the instruction set that reductions use on this processor."""
     return (<bytes> ferro.kernel_isa()).decode()
+
+
+def begin_exit():
+    """Say that this thread is about to end the interpreter: others shall not come back to it."""
+    ferro.begin_exit()
 
 
 @cython.final
@@ -124,6 +140,23 @@ cdef class HostWork:
 
 
 @cython.final
+cdef class HostLeg:
+    """One collective of a GPU's arrays, on copies in the host's memory: see gpu_fallback.Run."""
+
+    cdef Communicator _communicator
+    cdef Collective _collective
+    cdef double _deadline  # of all pieces together
+
+    def __call__(self, size_t source, size_t target, size_t count):
+        cdef Collective c = self._collective
+        c.in_ = <const void*> source
+        c.out = <void*> target if c.out != NULL else NULL
+        if c.op in (Op.allreduce, Op.broadcast, Op.reduce):
+            c.count = count  # of this piece
+        self._communicator._run(&c, max(SHORTEST_TIMEOUT, self._deadline - monotonic()))
+
+
+@cython.final
 cdef class Communicator:
     """One rank's side of a group. Methods take the arguments of `Backend`'s, in its order.
 
@@ -136,6 +169,7 @@ cdef class Communicator:
     cdef public double timeout
     cdef object _arrays
     cdef object _first_error
+    cdef object __weakref__
     cdef set _in_flight    # work whose arrays the engine may still use
     cdef size_t _sweep_at  # how much of it may gather before it is looked through
     cdef int _num_forks
@@ -195,6 +229,18 @@ cdef class Communicator:
         self._in_flight.clear()
         return True
 
+    def closer(self):
+        """What closes the group without keeping this object, and so its arrays, alive."""
+        cdef Closer closer = Closer.__new__(Closer)
+        closer._engine = self._engine
+        closer._communicator = weakref.ref(self)
+        closer._num_forks = num_forks
+        return closer
+
+    def alarm(self):
+        """What tells an NcclGroup of the same ranks that one is gone: a capsule of a ferro::Alarm."""
+        return PyCapsule_New(new ferro.Alarm(ferro.alarm_of(self._engine)), "ferro::Alarm", _delete_alarm)
+
     # ---- What its survivors must know to make a successor ---------------------
 
     def lost_ranks(self):
@@ -216,6 +262,12 @@ cdef class Communicator:
         with nogil:
             engine.get().supersede()
 
+    def interrupt(self, error):
+        """End the group on all ranks: `error` struck between calls that belong together."""
+        if self._num_forks == num_forks:
+            self._engine.get().interrupt()
+            self._note(error)
+
     def allocate(self, Py_ssize_t nbytes):
         """Symmetric memory, or None where the group shares none."""
         self._check_usable()
@@ -234,7 +286,7 @@ cdef class Communicator:
     # ---- Collectives ----------------------------------------------------------
 
     def allreduce(self, x, out, reduce_op, bint async_op, timeout, tag):
-        cdef BufferView src = self._input(x, "allreduce")
+        cdef BufferView src = self._input(x)
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate(x) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
@@ -244,7 +296,7 @@ cdef class Communicator:
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def broadcast(self, x, out, root, bint async_op, timeout, tag):
-        cdef BufferView src = self._input(x, "broadcast")
+        cdef BufferView src = self._input(x)
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate(x) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
@@ -254,7 +306,7 @@ cdef class Communicator:
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def reduce(self, x, out, reduce_op, root, bint async_op, timeout, tag):
-        cdef BufferView src = self._input(x, "reduce")
+        cdef BufferView src = self._input(x)
         cdef int root_rank = self._root("reduce", root)
         cdef BufferView dst = None
         cdef bint is_new = out is None and root_rank == self.rank
@@ -269,7 +321,7 @@ cdef class Communicator:
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def all_gather(self, x, out, bint async_op, timeout, tag):
-        cdef BufferView src = self._input(x, "all_gather")
+        cdef BufferView src = self._input(x)
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
@@ -279,7 +331,7 @@ cdef class Communicator:
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def reduce_scatter(self, x, out, reduce_op, bint async_op, timeout, tag):
-        cdef BufferView src = self._input(x, "reduce_scatter")
+        cdef BufferView src = self._input(x)
         cdef size_t count = self._chunk("reduce_scatter", "x", src)
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate_chunk(x, self.world_size) if is_new else out
@@ -292,7 +344,7 @@ cdef class Communicator:
     def all_to_all(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):
         if send_counts is not None or recv_counts is not None:
             return self._all_to_all_uneven(x, out, send_counts, recv_counts, async_op, timeout, tag)
-        cdef BufferView src = self._input(x, "all_to_all")
+        cdef BufferView src = self._input(x)
         cdef size_t count = self._chunk("all_to_all", "x", src)
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate(x) if is_new else out
@@ -302,7 +354,7 @@ cdef class Communicator:
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
 
     def gather(self, x, out, root, bint async_op, timeout, tag):
-        cdef BufferView src = self._input(x, "gather")
+        cdef BufferView src = self._input(x)
         cdef int root_rank = self._root("gather", root)
         cdef BufferView dst = None
         cdef bint is_new = out is None and root_rank == self.rank
@@ -327,7 +379,7 @@ cdef class Communicator:
             if x is None:
                 arguments.raise_missing_array(
                     "scatter", "x", "the root gives what is scattered", rank=self.rank)
-            src = self._input(x, "scatter")
+            src = self._input(x)
             c.count = self._chunk("scatter", "x", src)
             c.in_ = src.data
             if out is None:
@@ -336,7 +388,7 @@ cdef class Communicator:
         elif out is None:
             arguments.raise_missing_array(
                 "scatter", "out", "only the root knows the shape otherwise", rank=self.rank)
-        dst = self._output(out, "scatter")
+        dst = output_view_of(out)
         if src is not None:
             self._check_outputs("scatter", src, dst, c.count, self.rank * <Py_ssize_t> dst.nbytes)
         c.dtype = <ferro.DType> dst.dtype
@@ -352,7 +404,7 @@ cdef class Communicator:
         return self._launch(&c, None, None, None, None, False, async_op, timeout)
 
     def _all_to_all_uneven(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):
-        cdef BufferView src = self._input(x, "all_to_all")
+        cdef BufferView src = self._input(x)
         counts = arguments.uneven_counts(
             send_counts, recv_counts, x_count=src.count, rank=self.rank, world_size=self.world_size)
         cdef vector[size_t] send = counts.send
@@ -370,24 +422,24 @@ cdef class Communicator:
     # ---- Messages -------------------------------------------------------------
 
     def send(self, x, dst, bint async_op, timeout, tag):
-        cdef BufferView view = self._input(x, "send")
+        cdef BufferView view = self._host_input(x, "send")
         cdef vector[PointToPoint] messages
         messages.push_back(self._message("send", True, dst, view, tag))
         return self._exchange(Op.send, messages, view, None, async_op, timeout)
 
     def recv(self, out, src, bint async_op, timeout, tag):
-        cdef BufferView view = self._output(out, "recv")
+        cdef BufferView view = self._host_output(out, "recv")
         cdef vector[PointToPoint] messages
         messages.push_back(self._message("recv", False, src, view, tag))
         return self._exchange(Op.recv, messages, view, out, async_op, timeout)
 
     def sendrecv(self, x, out, dst, src, bint async_op, timeout, tag):
-        cdef BufferView sent = self._input(x, "sendrecv")
-        cdef BufferView received = self._output(out, "sendrecv")
+        cdef BufferView sent = self._host_input(x, "sendrecv")
+        cdef BufferView received = self._host_output(out, "sendrecv")
         cdef vector[PointToPoint] messages
         messages.push_back(self._message("sendrecv", True, dst, sent, tag))
         messages.push_back(self._message("sendrecv", False, src, received, tag))
-        if _overlap(sent, received):
+        if overlap(sent, received):
             raise InvalidArray("sendrecv: x and out overlap.", op="sendrecv", rank=self.rank)
         return self._exchange(Op.sendrecv, messages, (sent, received), out, async_op, timeout)
 
@@ -396,47 +448,47 @@ cdef class Communicator:
         cdef list views = []
         cdef BufferView view
         for op in ops:
-            view = self._input(op.array, "batch") if op.is_send else self._output(op.array, "batch")
+            view = self._host_input(op.array, "batch") if op.is_send else self._host_output(op.array, "batch")
             messages.push_back(self._message("batch", op.is_send, op.peer, view, tag))
             views.append(view)
         return self._exchange(Op.batch, messages, views, None, async_op, timeout)
 
     # ---- Checks ---------------------------------------------------------------
 
-    cdef BufferView _input(self, object array, str op):
+    cdef BufferView _input(self, object array):
         cdef BufferView view = view_of(array)
-        if view.device_type != CPU:
-            self._refuse_device(op)
         if not view.is_contiguous:
             view = view_of(self._arrays.contiguous(array))
         return view
 
-    cdef BufferView _output(self, object array, str op):
-        cdef BufferView view = output_view_of(array)
-        if view.device_type != CPU:
-            self._refuse_device(op)
-        return view
+    cdef BufferView _host_input(self, object array, str op):
+        return self._check_host(self._input(array), op)
 
-    cdef int _refuse_device(self, str op) except -1:
-        raise UnsupportedOp(
-            f"{op}: the array is on a GPU, which this backend does not reach. "
-            "Copy it to the host first.", op=op, rank=self.rank)
+    cdef BufferView _host_output(self, object array, str op):
+        return self._check_host(output_view_of(array), op)
+
+    cdef BufferView _check_host(self, BufferView view, str op):
+        if view.device_type != CPU:
+            raise UnsupportedOp(
+                f"{op}: the array is on a GPU, which this backend does not reach. Use NcclBackend or "
+                "HybridBackend, or copy it to the host first.", op=op, rank=self.rank)
+        return view
 
     # `in_place` is how many bytes past the start of x an out that shares its memory begins.
     cdef inline int _check_outputs(
         self, str op, BufferView src, BufferView dst, size_t count, Py_ssize_t in_place
     ) except -1:
-        if dst.device_type != CPU:
-            self._refuse_device(op)
+        if dst.device_type != src.device_type or (
+            dst.device_id != src.device_id and dst.device_id >= 0 and src.device_id >= 0
+        ):
+            arguments.raise_mixed_devices(op, rank=self.rank)
         if dst.dtype != src.dtype:
             arguments.check_out_dtype(
                 op, DTYPE_NAMES[src.dtype], DTYPE_NAMES[dst.dtype], rank=self.rank)
         if dst.count != count:
             arguments.check_size(op, "out", dst.count, count, rank=self.rank)
-        if dst.data != <char*> src.data + in_place and _overlap(src, dst):
-            raise InvalidArray(
-                f"{op}: x and out overlap without being in place. Pass arrays that do not share memory.",
-                op=op, rank=self.rank)
+        if dst.data != <char*> src.data + in_place and overlap(src, dst):
+            arguments.raise_overlap(op, rank=self.rank)
         return 0
 
     cdef inline int _set_reduction(self, Collective* c, str op, BufferView src, reduce_op) except -1:
@@ -446,9 +498,9 @@ cdef class Communicator:
         return 0
 
     cdef inline int _root(self, str op, root) except -1:
-        if type(root) is not int or not 0 <= root < self.world_size:
-            arguments.check_root(op, root, rank=self.rank, world_size=self.world_size)
-        return root
+        if type(root) is int and 0 <= root < self.world_size:
+            return root
+        return arguments.check_root(op, root, rank=self.rank, world_size=self.world_size)
 
     cdef inline size_t _chunk(self, str op, str name, BufferView view) except? 0:
         if view.count % self.world_size != 0:
@@ -458,7 +510,7 @@ cdef class Communicator:
     cdef PointToPoint _message(self, str op, bint is_send, peer, BufferView view, tag) except *:
         cdef PointToPoint message
         if type(peer) is not int or not 0 <= peer < self.world_size or peer == self.rank:
-            arguments.check_peer(op, peer, rank=self.rank, world_size=self.world_size)
+            peer = arguments.check_peer(op, peer, rank=self.rank, world_size=self.world_size)
         message.is_send = is_send
         message.peer = peer
         message.data = view.data
@@ -502,23 +554,61 @@ cdef class Communicator:
     ):
         self._check_usable()
         cdef double seconds = self._seconds(timeout)
+        cdef HostWork work
+        if (src is not None and src.device_type != CPU) or (dst is not None and dst.device_type != CPU):
+            return self._detour(c, src, dst, x, written, is_new, async_op, seconds)
         if async_op:
-            return self._track(self._engine.get().submit(c[0], seconds), (src, dst), x, written, is_new)
+            work = self._new_work((src, dst), x, written, is_new)
+            try:
+                work._task = self._engine.get().submit(c[0], seconds)
+            except BaseException:
+                self._in_flight.discard(work)
+                raise
+            return work
+        self._run(c, seconds)
+        return self._deliver(x, written, is_new) if is_new else written
+
+    cdef inline int _run(self, Collective* c, double seconds) except -1:
         # No copy of the pointer: close() keeps it, and the caller keeps this object.
         try:
             ferro.run(self._engine, c[0], seconds)
         except BaseException as error:
             self._note(error)
             raise
-        return self._deliver(x, written, is_new) if is_new else written
+        return 0
+
+    # A GPU's arrays, by way of the host's memory; blocks also where it is asked not to.
+    cdef object _detour(
+        self, Collective* c, BufferView src, BufferView dst, object x, object written, bint is_new,
+        bint async_op, double seconds,
+    ):
+        from ferro_dist import gpu_fallback
+
+        gpu_fallback.check_enabled(OP_NAMES[<Py_ssize_t> <int> c.op], self.rank)
+        cdef HostLeg leg = HostLeg.__new__(HostLeg)
+        leg._communicator = self
+        leg._collective = c[0]
+        leg._deadline = monotonic() + seconds
+        cdef bint is_elementwise = c.op in (Op.allreduce, Op.broadcast, Op.reduce)
+        cdef bint is_read = c.op != Op.broadcast or c.root == self.rank
+        gpu_fallback.round_trip(src if is_read else None, dst, leg, is_elementwise=is_elementwise)
+        result = self._deliver(x, written, is_new)
+        return gpu_fallback.CompletedWork(result) if async_op else result
 
     cdef object _exchange(
         self, Op op, const vector[PointToPoint]& messages, object views, object result, bint async_op, timeout
     ):
         self._check_usable()
         cdef double seconds = self._seconds(timeout)
+        cdef HostWork work
         if async_op:
-            return self._track(self._engine.get().submit(op, messages, seconds), views, None, result, False)
+            work = self._new_work(views, None, result, False)
+            try:
+                work._task = self._engine.get().submit(op, messages, seconds)
+            except BaseException:
+                self._in_flight.discard(work)
+                raise
+            return work
         try:
             ferro.exchange(self._engine, op, messages, seconds)
         except BaseException as error:
@@ -526,9 +616,10 @@ cdef class Communicator:
             raise
         return result
 
-    cdef HostWork _track(self, shared_ptr[Task] task, object views, object x, object written, bint is_new):
+    # Kept before it is submitted: memory that runs out must not leave the engine with arrays
+    # that nobody holds.
+    cdef HostWork _new_work(self, object views, object x, object written, bint is_new):
         cdef HostWork work = HostWork.__new__(HostWork)
-        work._task = task
         work._communicator = self
         work._views = views
         work._x = x
@@ -548,13 +639,52 @@ cdef class Communicator:
     cdef int _note(self, object error) except -1:
         if self._first_error is not None or isinstance(error, SizeMismatch) or self._engine.get().is_closed():
             return 0
+        # Of what ran out of memory before anything was sent the group knows nothing.
+        if isinstance(error, MemoryError) and not self._engine.get().has_ended():
+            return 0
         if isinstance(error, DistributedError):
             # A copy has no traceback, whose frames would keep the caller's arrays alive, and us.
             self._first_error = copy.copy(error)
-        elif not isinstance(error, MemoryError):  # raised by a signal handler: KeyboardInterrupt
+        else:  # raised by a signal handler, like KeyboardInterrupt, or MemoryError
             self._first_error = DistributedError(
                 f"{type(error).__name__} inside a call of this group", rank=self.rank, peer=self.rank)
         return 0
+
+
+cdef void _delete_alarm(object capsule) noexcept:
+    cdef ferro.Alarm* alarm = <ferro.Alarm*> PyCapsule_GetPointer(capsule, "ferro::Alarm")
+    del alarm
+
+
+@cython.final
+cdef class Closer:
+    """Closes a group for a backend that nobody closed.
+
+    Whoever waits for the backend to go holds this meanwhile. An array under way may
+    refer to that backend: to hold the communicator, which holds the array, would be to keep both.
+    """
+
+    cdef shared_ptr[Engine] _engine
+    cdef object _communicator  # weak
+    cdef int _num_forks
+
+    def __init__(self):
+        raise TypeError("Closer is made by Communicator.closer")
+
+    def __dealloc__(self):
+        if self._num_forks != num_forks:
+            new shared_ptr[Engine](move(self._engine))  # see Communicator
+            return
+        with nogil:
+            self._engine.reset()
+
+    def close(self):
+        cdef Communicator communicator
+        if self._num_forks == num_forks:
+            ferro.close(self._engine)
+        communicator = self._communicator()
+        if communicator is not None:
+            communicator._in_flight.clear()
 
 
 cdef Communicator _wrap(shared_ptr[Engine] engine, int rank, int world_size, double timeout, object arrays):
@@ -595,8 +725,3 @@ cdef inline BufferView _output_of(object written, object x, BufferView src):
     if written is x and src.owner is x and is_output(src):
         return src
     return output_view_of(written)
-
-
-cdef inline bint _overlap(BufferView a, BufferView b) noexcept:
-    return (<char*> a.data < <char*> b.data + b.nbytes and <char*> b.data < <char*> a.data + a.nbytes
-            and a.nbytes != 0 and b.nbytes != 0)

@@ -101,10 +101,18 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
         uint32_t succession() noexcept
         cpp_bool advance_succession(uint32_t before, uint32_t after) noexcept
         void supersede() noexcept
+        void interrupt() noexcept
+        cpp_bool has_ended() noexcept
         const shared_ptr[Heap]& heap() noexcept
         shared_ptr[Task] submit(const Collective& collective, double timeout_s) except +raise_native
         shared_ptr[Task] submit(Op op, const vector[PointToPoint]& messages,
                                 double timeout_s) except +raise_native
+
+
+cdef extern from "abi/alarm.hpp" namespace "ferro" nogil:
+    cdef cppclass Alarm:
+        Alarm()
+        Alarm(const Alarm&) except +raise_native
 
 
 # With the GIL held: these let go of it themselves.
@@ -115,3 +123,5 @@ cdef extern from "python_call.hpp" namespace "ferro::python":
                   double timeout_s) except +raise_native
     cpp_bool wait(const shared_ptr[Task]& task, double timeout_s) except +raise_native
     cpp_bool close(const shared_ptr[Engine]& engine) noexcept
+    void begin_exit() noexcept
+    Alarm alarm_of(const shared_ptr[Engine]& engine) except +raise_native

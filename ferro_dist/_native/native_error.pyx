@@ -66,7 +66,7 @@ cdef int raise_native() except -1:
 
 
 cdef object _exception_of(const Error& error):
-    if error.code == ErrorCode.out_of_memory:
+    if error.code == ErrorCode.out_of_memory and error.peer in (-1, error.rank):
         return MemoryError(_text(error.detail))
     cdef dict facts = {
         "op": (<bytes> name_of(<Op> error.op)).decode(),
@@ -90,6 +90,9 @@ cdef object _exception_of(const Error& error):
     if error.code == ErrorCode.interrupted:
         return ChannelClosed(
             f"{where}: rank {error.peer} was interrupted inside a call of this group.", **facts)
+    if error.code == ErrorCode.out_of_memory:
+        return ChannelClosed(
+            f"{where}: rank {error.peer} ran out of memory inside a call of this group.", **facts)
     if error.code == ErrorCode.closed:
         return ChannelClosed("This rank has closed the group.", **facts)
     if error.code == ErrorCode.mismatch:
@@ -110,16 +113,36 @@ cdef object _timeout(const Error& error, str where, dict facts):
     if not missing and error.peer >= 0:
         missing = (error.peer,)
     cdef str names = _ranks(missing) if missing else "the group"
+    if missing == (error.rank,):
+        names = "this rank"
     if error.reporter >= 0 and error.reporter != error.rank:
         what = f"rank {error.reporter} gave up waiting for {names}"
     else:
-        what = _text(error.detail) or f"no data from {names} for {error.elapsed_s:.1f} s"
-    verb = "is" if len(missing) == 1 else "are"
+        what = _text(error.detail) or _silence(facts["op"], names, error.elapsed_s)
     return Timeout(
-        f"{where}: {what}.\n"
-        f"Check that {names} {verb} running and make the same calls; pass a larger timeout if "
-        f"{'it is' if len(missing) == 1 else 'they are'} only slow.",
+        f"{where}: {what}.\n{_remedy(names, len(missing))}",
         missing=missing, seconds=error.elapsed_s, **facts)
+
+
+cdef str _remedy(str names, size_t num_missing):
+    if names == "this rank":
+        return (
+            "Check that it makes the same calls as the others; give them a larger timeout if it is only slow."
+        )
+    if num_missing == 1:
+        subject, verbs, pronoun = names, ("is", "makes"), "it is"
+    else:
+        subject, verbs, pronoun = names if num_missing else "all ranks", ("are", "make"), "they are"
+    return (
+        f"Check that {subject} {verbs[0]} running and {verbs[1]} the same calls; "
+        f"pass a larger timeout if {pronoun} only slow."
+    )
+
+
+cdef str _silence(str op, str names, double elapsed_s):
+    if op == "send":
+        return f"{names} took no data for {elapsed_s:.1f} s"
+    return f"no data from {names} for {elapsed_s:.1f} s"
 
 
 cdef str _where(dict facts):

@@ -5,15 +5,43 @@
 
 #include <Python.h>
 #include <cxxabi.h>
+#include <pthread.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <memory>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "abi/alarm.hpp"
 #include "ferro/communicator.hpp"
 
 namespace ferro::python {
+
+// The end of the interpreter. Daemon threads that wait in the engine are woken by then,
+// since their groups are closed; but what they come back to may not bear the end that
+// they meet there: until Python 3.14 it unwinds their stacks, and frames of other
+// libraries (torch's) that forbid it end the process. So they wait for the process to
+// end first. Not for ever: an exit handler may be waiting for them in turn.
+class InterpreterExit {
+ public:
+  // Called by the thread that runs the exit handlers.
+  static void begin() noexcept {
+    thread = pthread_self();
+    is_near.store(true, std::memory_order_release);
+  }
+  static bool concerns_this_thread() noexcept {
+    return is_near.load(std::memory_order_acquire) && pthread_equal(thread, pthread_self()) == 0;
+  }
+  static void wait() noexcept { std::this_thread::sleep_for(kPatience); }
+
+ private:
+  static constexpr std::chrono::seconds kPatience{5};
+  static inline std::atomic<bool> is_near{false};
+  static inline pthread_t thread;  // written before is_near
+};
 
 // Letting go of the lock and taking it back costs as much as a small collective,
 // so it is left to the engine to ask for it. The destructor takes the lock back,
@@ -44,6 +72,7 @@ class PythonCall {
   // there and then, by unwinding its stack: through destructors and over arrays that
   // others still use. It sleeps instead until the process ends, as later Pythons see to.
   static void take_lock(PyThreadState* state) noexcept {
+    if (InterpreterExit::concerns_this_thread()) InterpreterExit::wait();
     try {
       PyEval_RestoreThread(state);
     } catch (abi::__forced_unwind&) {
@@ -55,6 +84,8 @@ class PythonCall {
   }
   // Runs Python's signal handlers; true if one raised. The exception is kept until the call ends.
   static bool interrupted(void* self) noexcept {
+    // Here others may be waiting for the call to end, and signals are for the main thread anyway.
+    if (InterpreterExit::concerns_this_thread()) return false;
     auto* call = static_cast<PythonCall*>(self);
     take_lock(call->released_);
     call->outer_ = std::exchange(innermost, call);
@@ -92,6 +123,19 @@ inline void exchange(const std::shared_ptr<Communicator>& communicator, Op op,
 inline bool wait(const std::shared_ptr<Task>& task, double timeout_s) {
   PythonCall call(timeout_s);
   return task->wait(call.get());
+}
+
+inline void begin_exit() noexcept { InterpreterExit::begin(); }
+
+// For a connection of the same ranks that sees less of their ends: NCCL's.
+inline Alarm alarm_of(const std::shared_ptr<Communicator>& communicator) {
+  return [weak = std::weak_ptr<Communicator>(communicator)] {
+    const auto group = weak.lock();
+    if (group == nullptr) return Loss{};
+    const AbortReason reason = group->aborted();
+    if (reason.code == ErrorCode::none) return Loss{};
+    return Loss{reason.culprit < 0 ? reason.reporter : reason.culprit, reason.code == ErrorCode::peer_lost};
+  };
 }
 
 // True if this was what ended the last use of the caller's arrays.

@@ -1,0 +1,19 @@
+// How one connection between ranks tells another between the same ranks that one is gone.
+#ifndef FERRO_ALARM_HPP
+#define FERRO_ALARM_HPP
+
+#include <functional>
+
+namespace ferro {
+
+struct Loss {
+  int rank = -1;         // who ended the group; -1 while it is well
+  bool is_dead = false;  // died, and did not just leave
+};
+
+// Asked from any thread, now and then. It keeps nothing alive.
+using Alarm = std::function<Loss()>;
+
+}  // namespace ferro
+
+#endif  // FERRO_ALARM_HPP

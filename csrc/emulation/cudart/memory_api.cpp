@@ -1,0 +1,283 @@
+// Allocation, copies, and what memory an address belongs to.
+#include <sys/mman.h>
+
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "emulation/cudart/runtime.hpp"
+
+using namespace emulation;
+
+namespace {
+
+void allocate(void** out, MemoryKind kind, std::size_t nbytes) {
+  require(out != nullptr);
+  require(runtime().num_devices > 0, cudaErrorNoDevice);
+  *out = nullptr;
+  const Fault fault = kind == MemoryKind::pinned ? Fault{} : runtime().faults.next("malloc");
+  require(fault.act != Act::out_of_memory, cudaErrorMemoryAllocation);
+  if (nbytes == 0) return;
+  *out = runtime().memory.allocate(kind, current_device(), nbytes);
+  require(*out != nullptr, cudaErrorMemoryAllocation);
+}
+
+void refuse_locked() {
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  refuse_during_capture();
+}
+
+// At once, work in flight or not. A real cudaFree waits for the device, but caching
+// allocators give the same memory to somebody else without: here neither is forgiven.
+void release(void* data, bool is_device) {
+  if (data == nullptr) return;
+  require(runtime().memory.retire(data, is_device));
+  runtime().memory.make_inaccessible(data);
+}
+
+// Refuses what does not lie in one live allocation, if it lies in any.
+MemoryKind side_of(const void* data, std::size_t nbytes, bool* is_known) {
+  Allocation found;
+  *is_known = runtime().memory.find(data, &found);
+  if (!*is_known) return MemoryKind::registered;
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  require(!found.is_freed && address >= found.base && address + nbytes <= found.end());
+  return found.kind;
+}
+
+struct Ends {
+  bool is_dst_device, is_src_device;
+  bool is_dst_pageable, is_src_pageable;
+};
+
+Ends check_copy(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind) {
+  require(kind >= cudaMemcpyHostToHost && kind <= cudaMemcpyDefault, cudaErrorInvalidMemcpyDirection);
+  bool is_dst_known = false;
+  bool is_src_known = false;
+  const MemoryKind dst_kind = side_of(dst, nbytes, &is_dst_known);
+  const MemoryKind src_kind = side_of(src, nbytes, &is_src_known);
+  const bool is_dst_device = is_dst_known && dst_kind == MemoryKind::device;
+  const bool is_src_device = is_src_known && src_kind == MemoryKind::device;
+  const bool wants_dst = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+  const bool wants_src = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  if (kind != cudaMemcpyDefault) {
+    require(is_dst_device == wants_dst || dst_kind == MemoryKind::managed);
+    require(is_src_device == wants_src || src_kind == MemoryKind::managed);
+  }
+  return {is_dst_device, is_src_device, !is_dst_known, !is_src_known};
+}
+
+// Pageable memory is given back to the caller as CUDA does: a source when the call
+// returns, a destination when the copy is done.
+void copy(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind, cudaStream_t handle,
+          bool is_async) {
+  if (nbytes == 0) return;
+  const Ends ends = check_copy(dst, src, nbytes, kind);
+  MilestonePtr done;
+  {
+    const std::lock_guard<std::mutex> lock(runtime().mutex);
+    if (!is_async) refuse_during_capture();
+    const StreamPtr stream = find_stream(handle);
+    std::shared_ptr<char[]> staged;
+    if (ends.is_src_pageable && !stream->capture) {
+      staged.reset(new char[nbytes]);
+      std::memcpy(staged.get(), src, nbytes);
+    }
+    done = enqueue(stream, {"cudaMemcpyAsync", [dst, src, nbytes, staged] {
+                              std::memmove(dst, staged ? staged.get() : src, nbytes);
+                            }});
+  }
+  const bool is_for_host = !ends.is_dst_device;
+  if (done && (!is_async || (is_for_host && ends.is_dst_pageable))) done->wait();
+}
+
+void copy_rows(void* dst, std::size_t dst_pitch, const void* src, std::size_t src_pitch, std::size_t width,
+               std::size_t height, cudaMemcpyKind kind, cudaStream_t handle, bool is_async) {
+  if (width == 0 || height == 0) return;
+  require(dst_pitch >= width && src_pitch >= width);
+  check_copy(dst, src, width, kind);
+  const Ends ends = check_copy(static_cast<char*>(dst) + (height - 1) * dst_pitch,
+                               static_cast<const char*>(src) + (height - 1) * src_pitch, width, kind);
+  MilestonePtr done;
+  {
+    const std::lock_guard<std::mutex> lock(runtime().mutex);
+    if (!is_async) refuse_during_capture();
+    done = enqueue(find_stream(handle), {"cudaMemcpy2DAsync", [=] {
+                                           for (std::size_t row = 0; row < height; ++row) {
+                                             std::memmove(static_cast<char*>(dst) + row * dst_pitch,
+                                                          static_cast<const char*>(src) + row * src_pitch,
+                                                          width);
+                                           }
+                                         }});
+  }
+  if (done && (!is_async || ends.is_dst_pageable || ends.is_src_pageable)) done->wait();
+}
+
+void fill(void* dst, int value, std::size_t nbytes, cudaStream_t handle, bool is_async) {
+  if (nbytes == 0) return;
+  bool is_known = false;
+  side_of(dst, nbytes, &is_known);
+  require(is_known);
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  if (!is_async) refuse_during_capture();
+  enqueue(find_stream(handle), {"cudaMemsetAsync", [=] { std::memset(dst, value, nbytes); }});
+}
+
+}  // namespace
+
+EMULATION_API cudaError_t cudaMalloc(void** data, std::size_t nbytes) {
+  return guarded([&] {
+    refuse_locked();
+    allocate(data, MemoryKind::device, nbytes);
+  });
+}
+
+EMULATION_API cudaError_t cudaMallocManaged(void** data, std::size_t nbytes, unsigned) {
+  return guarded([&] {
+    refuse_locked();
+    allocate(data, MemoryKind::managed, nbytes);
+  });
+}
+
+EMULATION_API cudaError_t cudaMallocAsync(void** data, std::size_t nbytes, cudaStream_t handle) {
+  return guarded([&] {
+    {
+      const std::lock_guard<std::mutex> lock(runtime().mutex);
+      require(find_stream(handle)->capture == nullptr, cudaErrorStreamCaptureUnsupported);
+    }
+    allocate(data, MemoryKind::device, nbytes);
+  });
+}
+
+EMULATION_API cudaError_t cudaFree(void* data) {
+  return guarded([&] {
+    refuse_locked();
+    release(data, true);
+  });
+}
+
+EMULATION_API cudaError_t cudaFreeAsync(void* data, cudaStream_t handle) {
+  return guarded([&] {
+    if (data == nullptr) return;
+    const std::lock_guard<std::mutex> lock(runtime().mutex);
+    const StreamPtr stream = find_stream(handle);
+    require(stream->capture == nullptr, cudaErrorStreamCaptureUnsupported);
+    require(runtime().memory.retire(data, true));
+    // Never late, and at once if it can be: whoever counts on the delay of another stream
+    // shall find the memory gone.
+    const auto free_now = [data] { runtime().memory.make_inaccessible(data); };
+    is_idle(stream) ? free_now() : void(enqueue(stream, {"cudaFreeAsync", free_now, {}, false}));
+  });
+}
+
+EMULATION_API cudaError_t cudaMallocHost(void** data, std::size_t nbytes) {
+  return guarded([&] {
+    refuse_locked();
+    allocate(data, MemoryKind::pinned, nbytes);
+  });
+}
+
+EMULATION_API cudaError_t cudaHostAlloc(void** data, std::size_t nbytes, unsigned) {
+  return cudaMallocHost(data, nbytes);
+}
+
+EMULATION_API cudaError_t cudaFreeHost(void* data) {
+  return guarded([&] {
+    refuse_locked();
+    release(data, false);
+  });
+}
+
+EMULATION_API cudaError_t cudaHostRegister(void* data, std::size_t nbytes, unsigned) {
+  return guarded([&] {
+    require(data != nullptr && nbytes > 0);
+    require(runtime().memory.register_host(data, nbytes, current_device()),
+            cudaErrorHostMemoryAlreadyRegistered);
+  });
+}
+
+EMULATION_API cudaError_t cudaHostUnregister(void* data) {
+  return guarded([&] { require(runtime().memory.unregister_host(data), cudaErrorHostMemoryNotRegistered); });
+}
+
+EMULATION_API cudaError_t cudaHostGetDevicePointer(void** device_data, void* data, unsigned) {
+  return guarded([&] {
+    require(device_data != nullptr);
+    bool is_known = false;
+    require(side_of(data, 1, &is_known) != MemoryKind::device && is_known);
+    *device_data = data;
+  });
+}
+
+EMULATION_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
+  return guarded([&] {
+    require(attributes != nullptr);
+    // Field by field: CUDA 12's programs have no room for `reserved`.
+    attributes->type = cudaMemoryTypeUnregistered;
+    attributes->device = -2;  // cudaInvalidDeviceId
+    attributes->devicePointer = nullptr;
+    attributes->hostPointer = const_cast<void*>(data);
+    Allocation found;
+    const auto address = reinterpret_cast<std::uintptr_t>(data);
+    if (!runtime().memory.find(data, &found) || found.is_freed || address < found.base) return;
+    attributes->device = found.device;
+    attributes->devicePointer = const_cast<void*>(data);
+    if (found.kind == MemoryKind::device) {
+      attributes->type = cudaMemoryTypeDevice;
+      attributes->hostPointer = nullptr;
+    } else {
+      attributes->type = found.kind == MemoryKind::managed ? cudaMemoryTypeManaged : cudaMemoryTypeHost;
+    }
+  });
+}
+
+EMULATION_API cudaError_t cudaMemcpy(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind) {
+  return guarded([&] { copy(dst, src, nbytes, kind, nullptr, false); });
+}
+
+EMULATION_API cudaError_t cudaMemcpyAsync(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind,
+                                          cudaStream_t stream) {
+  return guarded([&] { copy(dst, src, nbytes, kind, stream, true); });
+}
+
+EMULATION_API cudaError_t cudaMemcpyPeer(void* dst, int, const void* src, int, std::size_t nbytes) {
+  return guarded([&] { copy(dst, src, nbytes, cudaMemcpyDeviceToDevice, nullptr, false); });
+}
+
+EMULATION_API cudaError_t cudaMemcpyPeerAsync(void* dst, int, const void* src, int, std::size_t nbytes,
+                                              cudaStream_t stream) {
+  return guarded([&] { copy(dst, src, nbytes, cudaMemcpyDeviceToDevice, stream, true); });
+}
+
+EMULATION_API cudaError_t cudaMemcpy2D(void* dst, std::size_t dst_pitch, const void* src,
+                                       std::size_t src_pitch, std::size_t width, std::size_t height,
+                                       cudaMemcpyKind kind) {
+  return guarded([&] { copy_rows(dst, dst_pitch, src, src_pitch, width, height, kind, nullptr, false); });
+}
+
+EMULATION_API cudaError_t cudaMemcpy2DAsync(void* dst, std::size_t dst_pitch, const void* src,
+                                            std::size_t src_pitch, std::size_t width, std::size_t height,
+                                            cudaMemcpyKind kind, cudaStream_t stream) {
+  return guarded([&] { copy_rows(dst, dst_pitch, src, src_pitch, width, height, kind, stream, true); });
+}
+
+EMULATION_API cudaError_t cudaMemset(void* dst, int value, std::size_t nbytes) {
+  return guarded([&] { fill(dst, value, nbytes, nullptr, false); });
+}
+
+EMULATION_API cudaError_t cudaMemsetAsync(void* dst, int value, std::size_t nbytes, cudaStream_t stream) {
+  return guarded([&] { fill(dst, value, nbytes, stream, true); });
+}
+
+// For the emulated NCCL, which checks what it is given: where the allocation begins and
+// ends in which `data` lies. -1 if there is none, 0 if it was freed or is host memory.
+EMULATION_API int ferroEmulationDeviceRange(const void* data, std::uintptr_t* begin, std::uintptr_t* end,
+                                            int* device) {
+  Allocation found;
+  if (!runtime().memory.find(data, &found)) return -1;
+  *begin = found.base;
+  *end = found.end();
+  *device = found.device;
+  const bool is_on_device = found.kind == MemoryKind::device || found.kind == MemoryKind::managed;
+  return !found.is_freed && is_on_device ? 1 : 0;
+}

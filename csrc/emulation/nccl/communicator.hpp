@@ -1,0 +1,139 @@
+// One rank's side of a communicator.
+//
+// Calls that talk to other ranks are jobs: a blocking communicator carries them out at
+// once, another in a thread of their own while its state is ncclInProgress. What is launched
+// into streams runs in the streams' threads, one launch of a communicator after another.
+#ifndef EMULATION_NCCL_COMMUNICATOR_HPP
+#define EMULATION_NCCL_COMMUNICATOR_HPP
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "emulation/fault_plan.hpp"
+#include "emulation/nccl/bootstrap.hpp"
+#include "emulation/nccl/segment.hpp"
+#include "emulation/nccl/window.hpp"
+
+namespace emulation {
+
+// A pre-multiplied sum.
+struct Multiplier {
+  ncclDataType_t dtype = ncclFloat32;
+  unsigned char scalar[16] = {};
+  const void* device_scalar = nullptr;  // read when the operation runs, if not null
+};
+
+class Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  Communicator(const ncclUniqueId& id, int rank, int num_ranks, int device, const ncclConfig_t& config)
+      : rank(rank), num_ranks(num_ranks), id(id), device(device), config(config) {}
+  ~Communicator();
+
+  // Set before any other call can be made: by init at once, by split when it is known.
+  int rank;
+  int num_ranks;
+  ncclUniqueId id;
+  const int device;
+  const ncclConfig_t config;
+  bool is_blocking() const { return config.blocking != 0; }
+
+  // Carries out `job`, now or in a thread. A failure of it becomes the async error, and
+  // is thrown by a blocking communicator. Returns ncclInProgress or ncclSuccess.
+  ncclResult_t run(std::function<void()> job);
+  // The state that ncclCommGetAsyncError tells.
+  ncclResult_t state();
+  void fail_later(ncclResult_t code, const std::string& text);
+  void forget_error();  // shrink goes on from a communicator in error
+  // Throws unless the communicator can take another call, or be used for communication.
+  void require_ready(const char* function);
+  void require_usable(const char* function);
+
+  // Around the making of a child: it is in progress, and an abort of ours ends it too.
+  void begin_child(const std::shared_ptr<Communicator>& child);
+  void end_child();
+
+  // The jobs.
+  void connect();
+  void finalize();
+  void revoke();
+  void stop_operations();  // those in flight end unfinished
+  // Ends everything, from any thread; the destructor is free to run afterwards.
+  void abort();
+  // Waits for graphs that captured the communicator.
+  void await_graphs(const char* function);
+  // Gives the shared memory back: at the end of either way to end.
+  void release();
+  // A number that is the same on all ranks that call it equally often.
+  std::uint64_t next_successor() { return ++num_successors_; }
+
+  Segment& segment() { return *segment_; }
+  WindowService& window_service();  // started by the first call
+
+  // Held by a launch that is under way.
+  std::mutex running;
+  const std::atomic<bool>& operations_stop() const { return operations_stop_; }
+  const std::atomic<bool>& stop() const { return stop_; }
+  std::uint64_t next_sequence() { return ++sequence_; }  // under `running`
+
+  void add_pending();
+  void remove_pending();
+  void add_graph();
+  void remove_graph();
+
+  // By the calling program's threads, one at a time: no lock.
+  std::map<int, Multiplier> multipliers;
+  std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
+  std::map<void*, void*> registrations;
+  cudaStream_t last_stream = nullptr;
+  cudaEvent_t last_launch = nullptr;  // recorded in last_stream; null before the first launch
+  std::uint32_t num_windows = 0;
+  std::map<std::uint64_t, std::uint32_t> consumed_signals;  // under `running`
+  bool is_suspended = false;
+  bool is_finalized = false;
+  bool is_revoked = false;
+
+  // The thread that is inside a call on this communicator, and which: see Use in calls.hpp.
+  std::atomic<std::thread::id> user{};
+  std::atomic<const char*> user_function{nullptr};
+  const pid_t pid = getpid();
+
+ private:
+  void set_busy(bool is_busy);
+  void run_in_thread(const std::function<void()>& job);
+  void await_idle();
+  void await_no_pending();
+
+  std::unique_ptr<Segment> segment_;
+  std::unique_ptr<WindowService> window_service_;
+  std::atomic<bool> operations_stop_{false};
+  std::atomic<bool> stop_{false};
+  std::uint64_t sequence_ = 0;
+  std::uint64_t num_successors_ = 0;
+
+  std::mutex mutex_;  // over all below
+  std::condition_variable changed_;
+  ncclResult_t error_ = ncclSuccess;
+  bool is_busy_ = false;
+  std::shared_ptr<Communicator> child_;  // while it is being made
+  int num_pending_ = 0;
+  int num_graphs_ = 0;
+};
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+FaultPlan& fault_plan();
+// Carries out what the plan has for a job at this point: throws, waits, or nothing.
+void suffer(const Fault& fault, const char* function, Communicator& communicator);
+
+// What ncclGetLastError says in this process.
+void set_last_error(const std::string& text);
+const char* last_error();
+
+}  // namespace emulation
+
+#endif  // EMULATION_NCCL_COMMUNICATOR_HPP

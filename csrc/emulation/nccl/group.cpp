@@ -1,0 +1,140 @@
+#include "emulation/nccl/group.hpp"
+
+#include <algorithm>
+#include <thread>
+
+#include "emulation/nccl/calls.hpp"
+#include "emulation/nccl/launch.hpp"
+
+namespace emulation {
+namespace {
+
+struct Job {
+  CommunicatorPtr communicator;
+  std::function<void()> run;
+};
+
+struct Batch {
+  CommunicatorPtr communicator;
+  std::vector<Operation> operations;
+};
+
+struct Group {
+  int depth = 0;
+  ncclResult_t error = ncclSuccess;
+  std::vector<Job> jobs;
+  std::vector<Batch> batches;  // one for each communicator, in order of its first call
+};
+
+thread_local Group group;
+
+Group take_group() {
+  Group taken = std::move(group);
+  group = Group{};
+  return taken;
+}
+
+template <class Entries>
+bool is_blocking(const Entries& entries) {
+  const bool blocks = entries[0].communicator->is_blocking();
+  for (const auto& entry : entries) {
+    require(entry.communicator->is_blocking() == blocks, ncclInvalidArgument,
+            "blocking and non-blocking communicators in one group");
+  }
+  return blocks;
+}
+
+// Each in a thread of its own: they may wait for each other.
+ncclResult_t run_jobs(std::vector<Job>& jobs) {
+  if (jobs.size() == 1 || !is_blocking(jobs)) {
+    ncclResult_t result = ncclSuccess;
+    for (Job& job : jobs) result = job.communicator->run(std::move(job.run));
+    return result;
+  }
+  std::vector<ncclResult_t> results(jobs.size(), ncclSuccess);
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < jobs.size(); ++i) {
+    threads.emplace_back(
+        [&, i] { results[i] = guarded([&] { return jobs[i].communicator->run(std::move(jobs[i].run)); }); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const ncclResult_t result : results) {
+    if (result != ncclSuccess) fail(result, last_error());
+  }
+  return ncclSuccess;
+}
+
+ncclResult_t run_batches(std::vector<Batch>& batches) {
+  if (is_blocking(batches)) {
+    std::vector<Use> uses;
+    for (const Batch& batch : batches) uses.emplace_back(batch.communicator, "ncclGroupEnd");
+    for (Batch& batch : batches) launch(batch.communicator, std::move(batch.operations));
+    return ncclSuccess;
+  }
+  // As a real NCCL, in the background: nothing is in the stream before the state says so.
+  ncclResult_t result = ncclSuccess;
+  for (Batch& batch : batches) {
+    const auto shared = std::make_shared<Batch>(std::move(batch));
+    const CommunicatorPtr communicator = shared->communicator;
+    const Fault fault = fault_plan().next("launch", communicator->rank);
+    result = communicator->run([shared, fault] {
+      suffer(fault, "ncclGroupEnd", *shared->communicator);
+      launch(shared->communicator, std::move(shared->operations));
+    });
+  }
+  return result;
+}
+
+ncclResult_t end_outermost(Group ended) {
+  if (ended.error != ncclSuccess) return ended.error;
+  require(ended.jobs.empty() || ended.batches.empty(), ncclInvalidUsage,
+          "communicators made or ended, and communication, in one group");
+  if (!ended.jobs.empty()) return run_jobs(ended.jobs);
+  return ended.batches.empty() ? ncclSuccess : run_batches(ended.batches);
+}
+
+template <class Add>
+ncclResult_t add_as_group(Add add) {
+  start_group();
+  add();
+  return end_group();
+}
+
+}  // namespace
+
+void start_group() { ++group.depth; }
+
+ncclResult_t end_group() {
+  require(group.depth > 0, ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
+  if (--group.depth > 0) return group.error;
+  return end_outermost(take_group());
+}
+
+void discard_group() {
+  require(group.depth > 0, ncclInvalidUsage, "ncclGroupSimulateEnd without ncclGroupStart");
+  if (--group.depth == 0) take_group();
+}
+
+void poison_group(ncclResult_t code) {
+  if (group.depth > 0 && group.error == ncclSuccess) group.error = code;
+}
+
+void leak_group_level() { ++group.depth; }
+
+ncclResult_t submit(const CommunicatorPtr& communicator, Operation operation) {
+  return add_as_group([&] {
+    auto batch = std::find_if(group.batches.begin(), group.batches.end(),
+                              [&](const Batch& each) { return each.communicator == communicator; });
+    if (batch == group.batches.end()) {
+      group.batches.push_back({communicator, {}});
+      batch = std::prev(group.batches.end());
+    }
+    batch->operations.push_back(std::move(operation));
+  });
+}
+
+ncclResult_t submit(const CommunicatorPtr& communicator, std::function<void()> job) {
+  return add_as_group([&] { group.jobs.push_back({communicator, std::move(job)}); });
+}
+
+}  // namespace emulation

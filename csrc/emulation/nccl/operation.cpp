@@ -1,0 +1,156 @@
+#include "emulation/nccl/operation.hpp"
+
+#include "emulation/nccl/cudart_functions.hpp"
+#include "emulation/nccl/element.hpp"
+
+namespace emulation {
+namespace {
+
+// How often `count` an operation reads and writes on one rank; kAll for once each rank.
+constexpr int kAll = -1;
+
+struct Description {
+  const char* function;
+  const char* point;
+  int in;
+  int out;
+  bool in_at_root_only;
+  bool out_at_root_only;
+  bool has_root;
+  bool reduces;
+};
+
+constexpr Description kDescriptions[] = {
+    {"ncclAllReduce", "allreduce", 1, 1, false, false, false, true},
+    {"ncclBroadcast", "broadcast", 1, 1, true, false, true, false},
+    {"ncclReduce", "reduce", 1, 1, false, true, true, true},
+    {"ncclAllGather", "all_gather", 1, kAll, false, false, false, false},
+    {"ncclReduceScatter", "reduce_scatter", kAll, 1, false, false, false, true},
+    {"ncclAlltoAll", "all_to_all", kAll, kAll, false, false, false, false},
+    {"ncclGather", "gather", 1, kAll, false, true, true, false},
+    {"ncclScatter", "scatter", kAll, 1, true, false, true, false},
+    {"ncclSend", "send", 1, 0, false, false, true, false},
+    {"ncclRecv", "recv", 0, 1, false, false, true, false},
+    {"ncclPutSignal", "put", 1, 0, false, false, true, false},
+    {"ncclSignal", "signal", 0, 0, false, false, true, false},
+    {"ncclWaitSignal", "wait_signal", 0, 0, false, false, false, false},
+};
+
+const Description& describe(Kind kind) { return kDescriptions[static_cast<int>(kind)]; }
+
+std::size_t nbytes_of(const Communicator& communicator, const Operation& operation, int times) {
+  const std::size_t factor = times == kAll ? static_cast<std::size_t>(communicator.num_ranks) : 1;
+  const std::size_t count = times == 0 ? 0 : operation.count;
+  const std::size_t nbytes = element_nbytes(operation.dtype);
+  require(count <= SIZE_MAX / factor / nbytes, ncclInvalidArgument, function_of(operation.kind), ": count ",
+          count, " is too large");
+  return count * factor * nbytes;
+}
+
+// As NCCL_CHECK_POINTERS=1, and more: the memory must be alive and large enough.
+void check_memory(const Communicator& communicator, const char* function, const char* name, const void* data,
+                  std::size_t nbytes) {
+  if (nbytes == 0) return;
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+  int device = 0;
+  const int found = cudart().device_range(data, &begin, &end, &device);
+  require(found >= 0, ncclInvalidArgument, function, ": ", name, " ", data, " is not memory of a device");
+  require(found > 0, ncclInvalidArgument, function, ": ", name, " ", data,
+          " is host memory, or was freed before the call");
+  require(device == communicator.device, ncclInvalidArgument, function, ": ", name, " ", data,
+          " is on device ", device, ", the communicator on device ", communicator.device);
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  require(address >= begin && nbytes <= end - address, ncclInvalidArgument, function, ": ", name, " needs ",
+          nbytes, " bytes at ", data, ", where the allocation has ", end - address, " left");
+}
+
+// Equal where a call is in place, else without a byte in common.
+void check_overlap(const Communicator& communicator, const Operation& operation, std::size_t in_nbytes,
+                   std::size_t out_nbytes) {
+  if (in_nbytes == 0 || out_nbytes == 0) return;
+  const auto in = reinterpret_cast<std::uintptr_t>(operation.in);
+  const auto out = reinterpret_cast<std::uintptr_t>(operation.out);
+  if (in + in_nbytes <= out || out + out_nbytes <= in) return;
+  const std::size_t own =
+      static_cast<std::size_t>(communicator.rank) * (in_nbytes < out_nbytes ? in_nbytes : out_nbytes);
+  bool is_in_place = in == out;
+  if (in_nbytes < out_nbytes) is_in_place = in == out + own;
+  if (in_nbytes > out_nbytes) is_in_place = out == in + own;
+  if (operation.kind == Kind::all_to_all && communicator.num_ranks > 1) is_in_place = false;
+  require(is_in_place, ncclInvalidArgument, function_of(operation.kind),
+          ": the buffers overlap otherwise than in place");
+}
+
+void check_reduction(const Communicator& communicator, Operation& operation) {
+  const char* function = function_of(operation.kind);
+  if (operation.reduction >= 0 && operation.reduction < ncclNumOps) return;
+  const auto found = communicator.multipliers.find(operation.reduction);
+  require(found != communicator.multipliers.end(), ncclInvalidArgument, function, ": there is no operation ",
+          static_cast<int>(operation.reduction),
+          " of this communicator; pre-multiplied sums belong to the one they were created with");
+  require(found->second.dtype == operation.dtype, ncclInvalidArgument, function,
+          ": the pre-multiplied sum was created for ", name_of(found->second.dtype), ", not ",
+          name_of(operation.dtype));
+  operation.multiplier = found->second;
+  operation.has_multiplier = true;
+  operation.reduction = ncclSum;
+}
+
+void check_signal(int index, int context, const char* function) {
+  require(index >= 0 && index < kMaxSignals && context >= 0 && context < kMaxSignalContexts,
+          ncclInvalidArgument, function, ": the emulation has signals 0 to ", kMaxSignals - 1,
+          " in contexts 0 to ", kMaxSignalContexts - 1);
+}
+
+void check_one_sided(Communicator& communicator, Operation& operation, std::size_t nbytes) {
+  const char* function = function_of(operation.kind);
+  for (const ncclWaitSignalDesc_t& awaited : operation.awaited) {
+    check_signal(awaited.sigIdx, awaited.ctx, function);
+    require(awaited.peer >= 0 && awaited.peer < communicator.num_ranks && awaited.opCnt >= 0,
+            ncclInvalidArgument, function, ": no such peer, or a negative count");
+  }
+  check_signal(operation.signal_index, operation.signal_context, function);
+  if (operation.kind != Kind::put) return;
+  const auto found = communicator.windows.find(operation.window);
+  require(found != communicator.windows.end(), ncclInvalidArgument, function,
+          ": no window of this communicator");
+  operation.target = found->second;
+  const std::uint64_t room = operation.target->nbytes[static_cast<std::size_t>(operation.peer)];
+  require(operation.offset <= room && nbytes <= room - operation.offset, ncclInvalidArgument, function, ": ",
+          nbytes, " bytes at offset ", operation.offset, " do not fit into the window of ", room,
+          " bytes of rank ", operation.peer);
+}
+
+}  // namespace
+
+const char* function_of(Kind kind) { return describe(kind).function; }
+const char* point_of(Kind kind) { return describe(kind).point; }
+
+void check_operation(Communicator& communicator, Operation& operation) {
+  const Description& description = describe(operation.kind);
+  communicator.require_usable(description.function);
+  require(operation.dtype >= 0 && operation.dtype < ncclNumTypes, ncclInvalidArgument, description.function,
+          ": there is no dtype ", static_cast<int>(operation.dtype));
+  require(!description.has_root || (operation.peer >= 0 && operation.peer < communicator.num_ranks),
+          ncclInvalidArgument, description.function, ": there is no rank ", operation.peer, " of ",
+          communicator.num_ranks);
+  if (description.reduces) check_reduction(communicator, operation);
+
+  const bool is_root = communicator.rank == operation.peer;
+  const std::size_t in_nbytes =
+      description.in_at_root_only && !is_root ? 0 : nbytes_of(communicator, operation, description.in);
+  const std::size_t out_nbytes =
+      description.out_at_root_only && !is_root ? 0 : nbytes_of(communicator, operation, description.out);
+  check_memory(communicator, description.function, "sendbuff", operation.in, in_nbytes);
+  check_memory(communicator, description.function, "recvbuff", operation.out, out_nbytes);
+  check_overlap(communicator, operation, in_nbytes, out_nbytes);
+  check_one_sided(communicator, operation, in_nbytes);
+
+  operation.fault = fault_plan().next(description.point, communicator.rank);
+  const bool is_at_once =
+      operation.fault.act == Act::system_error || operation.fault.act == Act::out_of_memory;
+  if (is_at_once) suffer(operation.fault, description.function, communicator);
+}
+
+}  // namespace emulation

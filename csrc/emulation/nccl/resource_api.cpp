@@ -1,0 +1,261 @@
+// Memory, registration, windows, pre-multiplied sums, statistics; versions and words of
+// errors; what controls the emulation.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "emulation/nccl/calls.hpp"
+#include "emulation/nccl/cudart_functions.hpp"
+#include "emulation/nccl/element.hpp"
+#include "emulation/nccl/group.hpp"
+
+using namespace emulation;
+
+namespace {
+
+// What a communicator is said to take, so that a program can read a plausible number.
+constexpr std::uint64_t kSuspendableNbytes = std::uint64_t{4} << 20;
+constexpr std::uint64_t kPersistentNbytes = std::uint64_t{1} << 20;
+
+void require_device_range(const char* function, const void* data, std::size_t nbytes) {
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+  int device = 0;
+  require(data != nullptr && cudart().device_range(data, &begin, &end, &device) > 0, ncclInvalidArgument,
+          function, ": ", data, " is not memory of a device");
+  require(nbytes <= end - reinterpret_cast<std::uintptr_t>(data), ncclInvalidArgument, function, ": ", nbytes,
+          " bytes at ", data, " reach past the end of the allocation");
+}
+
+struct WindowOffer {
+  std::uint64_t nbytes;
+  std::int64_t flags;
+};
+
+void register_window(Communicator& communicator, const std::shared_ptr<Window>& window, std::size_t nbytes,
+                     int flags) {
+  const WindowOffer mine{nbytes, flags};
+  std::vector<WindowOffer> all(static_cast<std::size_t>(communicator.num_ranks));
+  communicator.window_service().add(window->number, window->base);
+  communicator.segment().exchange(&mine, sizeof mine, all.data(), communicator.stop());
+  for (const WindowOffer& offer : all) {
+    require(offer.flags == flags, ncclInvalidArgument, "ncclCommWindowRegister: the ranks' flags differ");
+    window->nbytes.push_back(offer.nbytes);
+  }
+}
+
+std::uint64_t statistic(const Communicator& communicator, ncclCommMemStat_t stat) {
+  switch (stat) {
+    case ncclStatGpuMemSuspend:
+      return kSuspendableNbytes;
+    case ncclStatGpuMemSuspended:
+      return communicator.is_suspended ? 1 : 0;
+    case ncclStatGpuMemPersist:
+      return kPersistentNbytes;
+    case ncclStatGpuMemTotal:
+      return kSuspendableNbytes + kPersistentNbytes;
+  }
+  fail(ncclInvalidArgument, "ncclCommMemStats: there is no statistic ", static_cast<int>(stat));
+}
+
+}  // namespace
+
+EMULATION_API ncclResult_t ncclGetVersion(int* version) {
+  if (version == nullptr) return ncclInvalidArgument;
+  *version = static_cast<int>(setting("NCCL_VERSION", NCCL_VERSION_CODE, 2000, 99999));
+  return ncclSuccess;
+}
+
+EMULATION_API const char* ncclGetErrorString(ncclResult_t result) {
+  switch (result) {
+    case ncclSuccess:
+      return "no error";
+    case ncclUnhandledCudaError:
+      return "unhandled cuda error";
+    case ncclSystemError:
+      return "unhandled system error";
+    case ncclInternalError:
+      return "internal error";
+    case ncclInvalidArgument:
+      return "invalid argument";
+    case ncclInvalidUsage:
+      return "invalid usage";
+    case ncclRemoteError:
+      return "remote process exited or there was a network error";
+    case ncclInProgress:
+      return "NCCL operation in progress";
+    case ncclTimeout:
+      return "operation timed out";
+    default:
+      return "unknown result code";
+  }
+}
+
+// Of the process: like the real one, it does not look at the communicator.
+EMULATION_API const char* ncclGetLastError(ncclComm_t) { return last_error(); }
+
+EMULATION_API ncclResult_t ncclMemAlloc(void** data, std::size_t nbytes) {
+  return guarded([&] {
+    require(data != nullptr, ncclInvalidArgument, "ncclMemAlloc: the result is NULL");
+    const Fault fault = fault_plan().next("mem_alloc");
+    require(fault.act != Act::out_of_memory, ncclUnhandledCudaError, "ncclMemAlloc: out of memory");
+    constexpr std::size_t unit = NCCL_WIN_REQUIRED_ALIGNMENT;
+    check(cudart().malloc(data, (nbytes + unit - 1) / unit * unit));
+    return ncclSuccess;
+  });
+}
+
+EMULATION_API ncclResult_t ncclMemFree(void* data) {
+  return guarded([&] {
+    fault_plan().next("mem_free");
+    check(cudart().free(data));
+    return ncclSuccess;
+  });
+}
+
+EMULATION_API ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, std::size_t nbytes,
+                                            void** handle) {
+  return guarded([&] {
+    const Use use(comm, "ncclCommRegister");
+    use->require_usable("ncclCommRegister");
+    require(handle != nullptr, ncclInvalidArgument, "ncclCommRegister: the handle is NULL");
+    require_device_range("ncclCommRegister", data, nbytes);
+    *handle = reinterpret_cast<void*>(use->registrations.size() + 1);
+    while (use->registrations.count(*handle) > 0) *handle = static_cast<char*>(*handle) + 1;
+    use->registrations[*handle] = data;
+    return ncclSuccess;
+  });
+}
+
+EMULATION_API ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
+  return guarded([&] {
+    const Use use(comm, "ncclCommDeregister");
+    use->require_ready("ncclCommDeregister");
+    fault_plan().next("deregister", use->rank);
+    require(use->registrations.erase(handle) == 1, ncclInvalidArgument, "ncclCommDeregister: no such handle");
+    check(cudart().set_device(use->device));  // and left so, as the real one may
+    return ncclSuccess;
+  });
+}
+
+EMULATION_API ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, std::size_t nbytes,
+                                                  ncclWindow_t* out, int flags) {
+  return guarded([&] {
+    const Use use(comm, "ncclCommWindowRegister");
+    use->require_usable("ncclCommWindowRegister");
+    require(out != nullptr, ncclInvalidArgument, "ncclCommWindowRegister: the window is NULL");
+    require_device_range("ncclCommWindowRegister", data, nbytes);
+    const auto address = reinterpret_cast<std::uintptr_t>(data);
+    require((flags & NCCL_WIN_COLL_SYMMETRIC) == 0 || address % NCCL_WIN_REQUIRED_ALIGNMENT == 0,
+            ncclInvalidArgument, "ncclCommWindowRegister: a symmetric window begins at a multiple of ",
+            NCCL_WIN_REQUIRED_ALIGNMENT, " bytes: allocate it with ncclMemAlloc");
+    const CommunicatorPtr communicator = use.get();
+    const auto window = std::make_shared<Window>();
+    window->number = ++communicator->num_windows;
+    window->base = static_cast<char*>(data);
+    // Unlike those of other communicators: a window used with the wrong one is found.
+    static std::atomic<std::uintptr_t> last{std::uintptr_t{0x6eaa} << 48};
+    *out = reinterpret_cast<ncclWindow_t>(last.fetch_add(16, std::memory_order_relaxed) + 16);
+    communicator->windows[*out] = window;
+    const Fault fault = fault_plan().next("register", communicator->rank);
+    return submit(communicator, [=] {
+      suffer(fault, "ncclCommWindowRegister", *communicator);
+      register_window(*communicator, window, nbytes, flags);
+    });
+  });
+}
+
+EMULATION_API ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t handle) {
+  return guarded([&] {
+    const Use use(comm, "ncclCommWindowDeregister");
+    use->require_ready("ncclCommWindowDeregister");
+    const auto found = use->windows.find(handle);
+    require(found != use->windows.end(), ncclInvalidArgument, "ncclCommWindowDeregister: no such window");
+    use->window_service().remove(found->second->number);
+    use->windows.erase(found);
+    check(cudart().set_device(use->device));  // and left so, as the real one may
+    return ncclSuccess;
+  });
+}
+
+EMULATION_API ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t handle, void** data) {
+  return guarded([&] {
+    const Use use(comm, "ncclWinGetUserPtr");
+    const auto found = use->windows.find(handle);
+    require(found != use->windows.end() && data != nullptr, ncclInvalidArgument,
+            "ncclWinGetUserPtr: no such window");
+    *data = found->second->base;
+    return ncclSuccess;
+  });
+}
+
+EMULATION_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t dtype,
+                                                    ncclScalarResidence_t residence, ncclComm_t comm) {
+  return guarded([&] {
+    const Use use(comm, "ncclRedOpCreatePreMulSum");
+    use->require_usable("ncclRedOpCreatePreMulSum");
+    require(op != nullptr && scalar != nullptr && dtype >= 0 && dtype < ncclNumTypes, ncclInvalidArgument,
+            "ncclRedOpCreatePreMulSum: no result, no scalar, or no such dtype");
+    Multiplier multiplier;
+    multiplier.dtype = dtype;
+    if (residence == ncclScalarDevice) {
+      multiplier.device_scalar = scalar;
+    } else {
+      std::memcpy(multiplier.scalar, scalar, element_nbytes(dtype));
+    }
+    // Unlike in every other communicator of the process: a handle used with the wrong one is found.
+    static std::atomic<int> last{ncclNumOps - 1};
+    const int number = last.fetch_add(1, std::memory_order_relaxed) + 1;
+    use->multipliers[number] = multiplier;
+    *op = static_cast<ncclRedOp_t>(number);
+    return ncclSuccess;
+  });
+}
+
+EMULATION_API ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
+  return guarded([&] {
+    const Use use(comm, "ncclRedOpDestroy");
+    require(use->multipliers.erase(op) == 1, ncclInvalidArgument, "ncclRedOpDestroy: no such operation");
+    return ncclSuccess;
+  });
+}
+
+EMULATION_API ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
+  return guarded([&] {
+    const Use use(comm, "ncclCommSuspend");
+    use->require_usable("ncclCommSuspend");
+    require(flags == NCCL_SUSPEND_MEM, ncclInvalidArgument,
+            "ncclCommSuspend: flags must be NCCL_SUSPEND_MEM");
+    use->is_suspended = true;
+    return ncclSuccess;
+  });
+}
+
+EMULATION_API ncclResult_t ncclCommResume(ncclComm_t comm) {
+  return guarded([&] {
+    const Use use(comm, "ncclCommResume");
+    use->require_ready("ncclCommResume");
+    require(use->is_suspended, ncclInvalidUsage, "ncclCommResume of a communicator that is not suspended");
+    use->is_suspended = false;
+    return ncclSuccess;
+  });
+}
+
+EMULATION_API ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, std::uint64_t* value) {
+  return guarded([&] {
+    const Use use(comm, "ncclCommMemStats");
+    use->require_ready("ncclCommMemStats");
+    require(value != nullptr, ncclInvalidArgument, "ncclCommMemStats: the result is NULL");
+    *value = statistic(*use, stat);
+    return ncclSuccess;
+  });
+}
+
+// Tells the library from a real one.
+EMULATION_API int ferroEmulationIsEmulated() { return 1; }
+
+// Replaces FERRO_EMULATION_FAULT from now on, and counts from 1 again. 0 if understood.
+EMULATION_API int ferroEmulationSetFaults(const char* plan) {
+  return fault_plan().set(plan == nullptr ? "" : plan) ? 0 : -1;
+}

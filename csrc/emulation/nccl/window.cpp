@@ -1,0 +1,79 @@
+#include "emulation/nccl/window.hpp"
+
+#include <signal.h>
+
+#include <cstring>
+
+#include "emulation/complaint.hpp"
+#include "emulation/nccl/cudart_functions.hpp"
+
+namespace emulation {
+
+WindowService::WindowService(Segment& segment) : segment_(segment) {
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGABRT}) sigdelset(&all, fault);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::thread([this] { work(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+WindowService::~WindowService() {
+  stop_.store(true, std::memory_order_relaxed);
+  segment_.ring();
+  thread_.join();
+}
+
+void WindowService::add(std::uint32_t number, char* base) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bases_[number] = base;
+}
+
+void WindowService::remove(std::uint32_t number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bases_.erase(number);
+}
+
+void WindowService::work() {
+  try {
+    cudart().set_activity("a put of another rank");
+    while (true) {
+      segment_.await([this] { return is_any_full(); }, stop_);
+      for (int src = 0; src < segment_.num_ranks; ++src) take(src);
+    }
+  } catch (const Interrupted&) {
+  } catch (const Failure&) {  // a dead rank: whoever waits for it reports it
+  }
+}
+
+bool WindowService::is_any_full() {
+  for (int src = 0; src < segment_.num_ranks; ++src) {
+    if (segment_.put(src, segment_.rank).state.load(std::memory_order_acquire) == Channel::kFull) return true;
+  }
+  return false;
+}
+
+void WindowService::take(int src) {
+  Channel& channel = segment_.put(src, segment_.rank);
+  if (channel.state.load(std::memory_order_acquire) != Channel::kFull) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto window = bases_.find(channel.window);
+    if (window == bases_.end()) {
+      die("rank ", src, " put into a window that rank ", segment_.rank, " has deregistered");
+    }
+    std::memcpy(window->second + channel.offset, channel.data, channel.nbytes);
+  }
+  if (channel.dtype > 0) {
+    // Release: who sees the signal sees the data.
+    segment_
+        .signals(segment_.rank, src, static_cast<int>(channel.signal & 0xffff),
+                 static_cast<int>(channel.signal >> 16))
+        .fetch_add(channel.dtype, std::memory_order_release);
+  }
+  channel.state.store(Channel::kEmpty, std::memory_order_release);
+  segment_.ring();
+}
+
+}  // namespace emulation

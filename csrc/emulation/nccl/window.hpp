@@ -1,0 +1,51 @@
+// Memory that other ranks may write into: ncclPutSignal.
+//
+// A real put needs nobody at its target. Here a thread of the target, one for each
+// communicator with windows, takes what comes in and writes it, so that memory freed
+// under a window faults in the process that freed it.
+#ifndef EMULATION_NCCL_WINDOW_HPP
+#define EMULATION_NCCL_WINDOW_HPP
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "emulation/nccl/segment.hpp"
+
+namespace emulation {
+
+struct Window {
+  std::uint32_t number = 0;  // the same on all ranks
+  char* base = nullptr;
+  std::vector<std::uint64_t> nbytes;  // by rank
+};
+
+class WindowService {
+ public:
+  explicit WindowService(Segment& segment);
+  ~WindowService();
+  WindowService(const WindowService&) = delete;
+  WindowService& operator=(const WindowService&) = delete;
+
+  void add(std::uint32_t number, char* base);
+  void remove(std::uint32_t number);
+
+ private:
+  void work();
+  bool is_any_full();
+  void take(int src);
+
+  Segment& segment_;
+  std::mutex mutex_;
+  std::map<std::uint32_t, char*> bases_;  // under mutex_
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+}  // namespace emulation
+
+#endif  // EMULATION_NCCL_WINDOW_HPP

@@ -1,0 +1,134 @@
+#include "nccl/attendance.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "nccl/error.hpp"
+
+namespace ferro::nccl {
+
+std::size_t Attendance::row_nbytes(int num_members) noexcept {
+  const std::size_t nbytes = sizeof(Row) + static_cast<std::size_t>(num_members) * sizeof(Pair);
+  return (nbytes + alignof(Row) - 1) / alignof(Row) * alignof(Row);
+}
+
+std::size_t Attendance::nbytes(int num_members) noexcept {
+  return static_cast<std::size_t>(num_members) * row_nbytes(num_members);
+}
+
+Attendance::Attendance(int fd, std::vector<int> members, int rank)
+    : members_(std::move(members)), own_(index_of(rank)) {
+  const std::size_t size = nbytes(static_cast<int>(members_.size()));
+  void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (base == MAP_FAILED) throw Error(ErrorKind::system, "mmap", errno, std::strerror(errno));
+  base_ = static_cast<unsigned char*>(base);
+}
+
+Attendance::~Attendance() { munmap(base_, nbytes(static_cast<int>(members_.size()))); }
+
+Attendance::Row& Attendance::row(int index) const noexcept {
+  const auto offset = static_cast<std::size_t>(index) * row_nbytes(static_cast<int>(members_.size()));
+  return *reinterpret_cast<Row*>(base_ + offset);
+}
+
+Attendance::Pair& Attendance::pair(int index, int other) const noexcept {
+  return reinterpret_cast<Pair*>(&row(index) + 1)[other];
+}
+
+int Attendance::index_of(int rank) const noexcept {
+  const auto found = std::find(members_.begin(), members_.end(), rank);
+  return found == members_.end() ? -1 : static_cast<int>(found - members_.begin());
+}
+
+// Only this rank writes its counters, and they order nothing else: relaxed.
+Attendance::Entry Attendance::enter(const Operation* operations, std::size_t count) {
+  Entry entry;
+  if (operations[0].op != Op::send && operations[0].op != Op::recv) {
+    entry.collective = row(own_).collectives.fetch_add(1, std::memory_order_relaxed) + 1;
+    return entry;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const bool is_send = operations[i].op == Op::send;
+    const int other = index_of(operations[i].peer);
+    if (other < 0 || other == own_) continue;
+    std::atomic<std::uint64_t>& counter = is_send ? pair(own_, other).sends : pair(own_, other).recvs;
+    const std::uint64_t number = counter.fetch_add(1, std::memory_order_relaxed) + 1;
+    entry.messages.push_back({operations[i].peer, is_send, number});
+  }
+  return entry;
+}
+
+void Attendance::retract(const Entry& entry) noexcept {
+  if (entry.collective != 0) row(own_).collectives.fetch_sub(1, std::memory_order_relaxed);
+  for (const Entry::Message& message : entry.messages) {
+    Pair& ours = pair(own_, index_of(message.peer));
+    (message.is_send ? ours.sends : ours.recvs).fetch_sub(1, std::memory_order_relaxed);
+  }
+}
+
+void Attendance::leave(bool in_order) noexcept {
+  // Release: who sees it finds the last numbers.
+  row(own_).presence.store(in_order ? Presence::left : Presence::gave_up, std::memory_order_release);
+}
+
+bool Attendance::has_entered(int index, const Entry& entry) const noexcept {
+  if (entry.collective != 0)
+    return row(index).collectives.load(std::memory_order_relaxed) >= entry.collective;
+  return std::all_of(entry.messages.begin(), entry.messages.end(), [&](const Entry::Message& message) {
+    if (message.peer != members_[static_cast<std::size_t>(index)]) return true;
+    const Pair& theirs = pair(index, own_);
+    const auto& counter = message.is_send ? theirs.recvs : theirs.sends;
+    return counter.load(std::memory_order_relaxed) >= message.number;
+  });
+}
+
+bool Attendance::has_left(int index, const Entry& entry) const noexcept {
+  switch (row(index).presence.load(std::memory_order_acquire)) {
+    case Presence::here:
+      return false;
+    case Presence::left:
+      return !has_entered(index, entry);
+    case Presence::gave_up:
+      return true;
+  }
+  return false;
+}
+
+template <typename Visit>
+void Attendance::for_each_partner(const Entry& entry, Visit visit) const {
+  for (int index = 0; index < static_cast<int>(members_.size()); ++index) {
+    const int rank = members_[static_cast<std::size_t>(index)];
+    const auto is_to = [=](const Entry::Message& message) { return message.peer == rank; };
+    const bool takes_part =
+        entry.collective != 0 || std::any_of(entry.messages.begin(), entry.messages.end(), is_to);
+    if (index != own_ && takes_part) visit(index, rank);
+  }
+}
+
+std::vector<int> Attendance::missing(const Entry& entry) const {
+  std::vector<int> ranks;
+  for_each_partner(entry, [&](int index, int rank) {
+    if (!has_entered(index, entry)) ranks.push_back(rank);
+  });
+  return ranks;
+}
+
+int Attendance::deserter(const Entry& entry) const {
+  int found = -1;
+  for_each_partner(entry, [&](int index, int rank) {
+    if (found < 0 && has_left(index, entry)) found = rank;
+  });
+  return found;
+}
+
+int Attendance::quitter() const noexcept {
+  for (int index = 0; index < static_cast<int>(members_.size()); ++index)
+    if (index != own_ && row(index).presence.load(std::memory_order_relaxed) == Presence::gave_up)
+      return members_[static_cast<std::size_t>(index)];
+  return -1;
+}
+
+}  // namespace ferro::nccl

@@ -1,0 +1,396 @@
+#include "nccl/communicator.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+#include "nccl/device_guard.hpp"
+#include "nccl/device_lock.hpp"
+#include "nccl/fork.hpp"
+#include "nccl/library.hpp"
+#include "nccl/reaper.hpp"
+#include "nccl/turn.hpp"
+#include "nccl/watchdog.hpp"
+
+namespace ferro::nccl {
+namespace {
+
+// How long abort() lets a call return that is inside NCCL.
+constexpr std::chrono::seconds kCallGrace{1};
+// How long, in seconds, whoever gives something back waits for its turn before it lets others go.
+constexpr double kTurnGrace = 1;
+
+Error ended(ErrorKind kind) {
+  Error error(kind);
+  error.is_fatal = true;
+  return error;
+}
+
+// A child of a process that has used NCCL has neither its threads nor a CUDA that works.
+void refuse_forked_copy() {
+  static const int first_use = num_forks();
+  if (first_use != num_forks()) throw ended(ErrorKind::forked);
+}
+
+// Gives something back; true once that is done. A communicator that has ended took it along,
+// and one that another call keeps busy is asked again.
+template <typename GiveBack>
+bool give_back_quietly(const Communicator& communicator, GiveBack give_back) noexcept {
+  Patience patience(kTurnGrace);
+  try {
+    give_back(patience);
+    return true;
+  } catch (const Error& error) {
+    return error.kind != ErrorKind::timeout || communicator.has_failed();
+  } catch (const std::exception&) {
+    return true;
+  }
+}
+
+}  // namespace
+
+Communicator::Communicator(const Cudart& cuda, int device)
+    : cuda_(cuda), device_(device), num_forks_(num_forks()), lock_(device_lock(device)) {}
+
+// --- Making one
+
+std::shared_ptr<Communicator> Communicator::init(const Cudart& cuda, int device,
+                                                 const std::vector<ncclUniqueId>& ids, int world_size,
+                                                 int rank, ncclConfig_t config, Patience& patience) {
+  refuse_forked_copy();
+  const char* function = ids.size() == 1 ? "ncclCommInitRankConfig" : "ncclCommInitRankScalable";
+  if (ids.size() > 1) require(ncclCommInitRankScalable, function, "2.23");
+  auto self = std::make_shared<Communicator>(cuda, device);
+  const DeviceGuard guard(cuda, device);
+  ncclResult_t result;
+  {
+    const Lock lock = lock_patiently(self->lock_, function, patience);
+    auto some = ids;
+    result = ids.size() == 1 ? ncclCommInitRankConfig(&self->newborn_, world_size, ids[0], rank, &config)
+                             : ncclCommInitRankScalable(&self->newborn_, world_size, rank,
+                                                        static_cast<int>(ids.size()), some.data(), &config);
+  }
+  self->complete(result, function, patience);
+  return self;
+}
+
+std::shared_ptr<Communicator> Communicator::join(const Cudart& cuda, int device, const ncclUniqueId& id,
+                                                 int world_size, int rank, ncclConfig_t config,
+                                                 Patience& patience) {
+  refuse_forked_copy();
+  require(ncclCommGrow, "ncclCommGrow", "2.29.2");
+  auto self = std::make_shared<Communicator>(cuda, device);
+  const DeviceGuard guard(cuda, device);
+  ncclResult_t result;
+  {
+    const Lock lock = lock_patiently(self->lock_, "ncclCommGrow", patience);
+    result = ncclCommGrow(nullptr, world_size, &id, rank, &self->newborn_, &config);
+  }
+  self->complete(result, "ncclCommGrow", patience);
+  return self;
+}
+
+template <typename Make>
+std::shared_ptr<Communicator> Communicator::make_child(const char* function, Patience& patience, Make make) {
+  auto child = std::make_shared<Communicator>(cuda_, device_);
+  const DeviceGuard guard(cuda_, device_);
+  {
+    Turn turn(*this, function, patience);
+    unfinished_.push_back(child);
+    turn.settle(make(handle(), &child->newborn_));
+    unfinished_.erase(std::find(unfinished_.begin(), unfinished_.end(), child));
+  }
+  if (child->newborn_ == nullptr) return nullptr;
+  child->complete(ncclInProgress, function, patience);
+  return child;
+}
+
+std::shared_ptr<Communicator> Communicator::split(int color, int key, ncclConfig_t config,
+                                                  Patience& patience) {
+  return make_child("ncclCommSplit", patience, [&](ncclComm_t parent, ncclComm_t* child) {
+    return ncclCommSplit(parent, color, key, child, &config);
+  });
+}
+
+std::shared_ptr<Communicator> Communicator::shrink(std::vector<int> excluded, int flags, ncclConfig_t config,
+                                                   Patience& patience) {
+  require(ncclCommShrink, "ncclCommShrink", "2.27");
+  return make_child("ncclCommShrink", patience, [&](ncclComm_t parent, ncclComm_t* child) {
+    return ncclCommShrink(parent, excluded.data(), static_cast<int>(excluded.size()), child, &config, flags);
+  });
+}
+
+std::shared_ptr<Communicator> Communicator::grow(int world_size, const ncclUniqueId* id, ncclConfig_t config,
+                                                 Patience& patience) {
+  require(ncclCommGrow, "ncclCommGrow", "2.29.2");
+  return make_child("ncclCommGrow", patience, [&](ncclComm_t parent, ncclComm_t* child) {
+    return ncclCommGrow(parent, world_size, id, -1, child, &config);
+  });
+}
+
+ncclUniqueId Communicator::unique_id(Patience& patience) {
+  require(ncclCommGetUniqueId, "ncclCommGetUniqueId", "2.29.2");
+  ncclUniqueId id;
+  Turn turn(*this, "ncclCommGetUniqueId", patience);
+  turn.settle(ncclCommGetUniqueId(handle(), &id));
+  return id;
+}
+
+void Communicator::complete(ncclResult_t result, const char* function, Patience& patience) {
+  adopt_newborn();
+  if (handle() == nullptr) throw error_of(function, result, nullptr);  // refused before it began
+  try {
+    Turn turn(*this, function, patience);
+    turn.settle(result);
+    turn.settle(ncclCommUserRank(handle(), &rank_));
+    turn.settle(ncclCommCount(handle(), &world_size_));
+  } catch (const Error& error) {
+    fail(error);
+    Reaper::instance().end(shared_from_this());
+    throw;
+  }
+  Watchdog::instance().watch(shared_from_this());
+}
+
+void Communicator::adopt_newborn() noexcept {
+  handle_.store(std::exchange(newborn_, nullptr), std::memory_order_release);
+}
+
+// --- Calls
+
+void Communicator::launch(const Operation& operation, Patience& patience) {
+  check_available(operation.op);
+  Turn turn(*this, function_of(operation.op), patience);
+  turn.settle(issue_now(operation));
+}
+
+void launch_group(const std::vector<GroupedOperation>& operations, Patience& patience) {
+  std::vector<Communicator*> members;
+  for (const GroupedOperation& each : operations) {
+    check_available(each.operation.op);
+    if (std::find(members.begin(), members.end(), each.communicator) == members.end())
+      members.push_back(each.communicator);
+  }
+  if (members.empty()) return;
+  Turn turn(members, "ncclGroupEnd", patience);
+  ncclResult_t first = ncclGroupStart();
+  for (const GroupedOperation& each : operations) {
+    if (first != ncclSuccess) break;
+    const ncclResult_t result = each.communicator->issue_now(each.operation);
+    if (result != ncclInProgress) first = result;  // that, the group's end tells
+  }
+  // Even after an error: without it all later calls of this thread would be queued.
+  const ncclResult_t result = ncclGroupEnd();
+  turn.settle(first == ncclSuccess ? result : first);
+}
+
+void* Communicator::register_buffer(void* data, std::size_t nbytes, Patience& patience) {
+  void* registration = nullptr;
+  Turn turn(*this, "ncclCommRegister", patience);
+  turn.settle(ncclCommRegister(handle(), data, nbytes, &registration));
+  return registration;
+}
+
+void Communicator::deregister_buffer(void* registration, Patience& patience) {
+  const DeviceGuard guard(cuda_, device_);  // it may leave another device current
+  Turn turn(*this, "ncclCommDeregister", patience);
+  turn.settle(ncclCommDeregister(handle(), registration));
+}
+
+ncclWindow_t Communicator::register_window(void* data, std::size_t nbytes, int flags, Patience& patience) {
+  require(ncclCommWindowRegister, "ncclCommWindowRegister", "2.27");
+  // Not on the stack: NCCL's own thread writes it, perhaps after this call has given up.
+  auto window = std::make_unique<ncclWindow_t>();
+  Turn turn(*this, "ncclCommWindowRegister", patience);
+  try {
+    turn.settle(ncclCommWindowRegister(handle(), data, nbytes, window.get(), flags));
+  } catch (...) {
+    window.release();
+    throw;
+  }
+  return *window;
+}
+
+void Communicator::deregister_window(ncclWindow_t window, Patience& patience) {
+  require(ncclCommWindowDeregister, "ncclCommWindowDeregister", "2.27");
+  const DeviceGuard guard(cuda_, device_);
+  Turn turn(*this, "ncclCommWindowDeregister", patience);
+  turn.settle(ncclCommWindowDeregister(handle(), window));
+}
+
+ncclRedOp_t Communicator::create_premul_sum(void* scalar, ncclDataType_t dtype,
+                                            ncclScalarResidence_t residence, Patience& patience) {
+  ncclRedOp_t reduce_op = ncclSum;
+  Turn turn(*this, "ncclRedOpCreatePreMulSum", patience);
+  turn.settle(ncclRedOpCreatePreMulSum(&reduce_op, scalar, dtype, residence, handle()));
+  return reduce_op;
+}
+
+void Communicator::destroy_reduce_op(ncclRedOp_t reduce_op, Patience& patience) {
+  Turn turn(*this, "ncclRedOpDestroy", patience);
+  turn.settle(ncclRedOpDestroy(reduce_op, handle()));
+}
+
+void Communicator::deregister_later(void* registration) noexcept {
+  Reaper::instance().run([self = shared_from_this(), registration] {
+    return give_back_quietly(*self,
+                             [&](Patience& patience) { self->deregister_buffer(registration, patience); });
+  });
+}
+
+void Communicator::destroy_reduce_op_later(ncclRedOp_t reduce_op) noexcept {
+  Reaper::instance().run([self = shared_from_this(), reduce_op] {
+    return give_back_quietly(*self,
+                             [&](Patience& patience) { self->destroy_reduce_op(reduce_op, patience); });
+  });
+}
+
+void Communicator::suspend(Patience& patience) {
+  require(ncclCommSuspend, "ncclCommSuspend", "2.29.7");
+  Turn turn(*this, "ncclCommSuspend", patience);
+  turn.settle(ncclCommSuspend(handle(), NCCL_SUSPEND_MEM));
+}
+
+void Communicator::resume(Patience& patience) {
+  require(ncclCommResume, "ncclCommResume", "2.29.7");
+  Turn turn(*this, "ncclCommResume", patience);
+  turn.settle(ncclCommResume(handle()));
+}
+
+std::uint64_t Communicator::memory(ncclCommMemStat_t statistic, Patience& patience) {
+  require(ncclCommMemStats, "ncclCommMemStats", "2.29.7");
+  std::uint64_t value = 0;
+  Turn turn(*this, "ncclCommMemStats", patience);
+  turn.settle(ncclCommMemStats(handle(), statistic, &value));
+  return value;
+}
+
+ncclResult_t Communicator::async_error(Patience& patience) {
+  if (num_forks_ != num_forks()) throw ended(ErrorKind::forked);
+  const Lock lock = lock_patiently(lock_, "ncclCommGetAsyncError", patience);
+  check_open();
+  ncclResult_t state = ncclSuccess;
+  const ncclResult_t result = ncclCommGetAsyncError(handle(), &state);
+  return result == ncclSuccess ? state : result;
+}
+
+// --- Its health
+
+void Communicator::check_open() const {
+  if (num_forks_ != num_forks()) throw ended(ErrorKind::forked);
+  check_healthy();
+  if (is_aborting_.load(std::memory_order_acquire)) throw ended(ErrorKind::aborted);
+  if (is_closing_.load(std::memory_order_acquire)) throw ended(ErrorKind::closed);
+}
+
+void Communicator::check_healthy() const {
+  if (!has_error_.load(std::memory_order_acquire)) return;
+  const std::lock_guard<std::mutex> lock(error_lock_);
+  throw first_error_;
+}
+
+void Communicator::fail(const Error& error) noexcept {
+  const std::lock_guard<std::mutex> lock(error_lock_);
+  if (has_error_.load(std::memory_order_relaxed)) return;
+  try {
+    first_error_ = error;
+  } catch (const std::bad_alloc&) {
+    first_error_ = Error(error.kind, error.function, error.result);
+  }
+  first_error_.is_fatal = true;
+  has_error_.store(true, std::memory_order_release);  // last: who sees it reads first_error_
+}
+
+bool Communicator::discover_error() noexcept {
+  if (!lock_.try_lock()) return false;  // whoever has it will learn of an error himself
+  const Lock lock(lock_, std::adopt_lock);
+  if (handle() == nullptr || is_busy() || is_closing_ || has_error_) return false;
+  ncclResult_t state = ncclSuccess;
+  const ncclResult_t result = ncclCommGetAsyncError(handle(), &state);
+  if (result != ncclSuccess) state = result;
+  if (state == ncclSuccess || state == ncclInProgress) return false;
+  fail(error_of("ncclCommGetAsyncError", state, handle()));
+  return true;
+}
+
+// --- Its end
+
+void Communicator::finalize(Patience& patience) {
+  const DeviceGuard guard(cuda_, device_);
+  Turn turn(*this, "ncclCommFinalize", patience);
+  if (is_finalized_) return;
+  turn.settle(ncclCommFinalize(handle()));
+  is_finalized_ = true;
+}
+
+void Communicator::revoke(Patience& patience) {
+  require(ncclCommRevoke, "ncclCommRevoke", "2.28.7");
+  Turn turn(*this, "ncclCommRevoke", patience);
+  is_revoked_ = true;
+  turn.settle(ncclCommRevoke(handle(), NCCL_REVOKE_DEFAULT));
+}
+
+void Communicator::abort() noexcept {
+  is_aborting_.store(true, std::memory_order_release);
+  Lock lock(lock_, std::defer_lock);
+  const auto deadline = Patience::Clock::now() + kCallGrace;
+  while (!lock.try_lock() && Patience::Clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  if (ncclComm_t aborted = handle_.exchange(nullptr, std::memory_order_acq_rel)) {
+    const DeviceGuard guard(cuda_, device_);
+    ncclCommAbort(aborted);
+  }
+  std::vector<std::shared_ptr<Communicator>> children;
+  if (lock.owns_lock()) {
+    children.swap(unfinished_);
+    lock.unlock();
+  }
+  for (const auto& child : children) {
+    child->adopt_newborn();
+    child->abort();
+  }
+  is_ended_.store(true, std::memory_order_release);
+}
+
+bool Communicator::advance_end(Patience::Clock::time_point deadline) noexcept {
+  if (is_ended()) return true;
+  if (has_error_ || is_aborting_) {
+    abort();
+    return true;
+  }
+  Lock lock(lock_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    // Some call of the device's is in NCCL. One that hangs there is not waited for.
+    if (Patience::Clock::now() < deadline) return false;
+    abort();
+    return true;
+  }
+  if (handle() == nullptr) return is_ended_ = true;
+  const DeviceGuard guard(cuda_, device_);
+  if (!finalize_quietly(handle(), deadline)) return false;
+  if (!is_finalized_) {
+    lock.unlock();
+    abort();
+    return true;
+  }
+  // Taken out, it is nobody else's to call. Without the lock, as in abort: it waits for graphs
+  // that hold the communicator, perhaps for ever, and others of the device go on meanwhile.
+  const ncclComm_t finalized = handle_.exchange(nullptr);
+  lock.unlock();
+  if (finalized != nullptr) ncclCommDestroy(finalized);
+  return is_ended_ = true;
+}
+
+bool Communicator::finalize_quietly(ncclComm_t comm, Patience::Clock::time_point deadline) noexcept {
+  if (is_finalized_) return true;
+  ncclResult_t state = ncclSuccess;
+  if (ncclCommGetAsyncError(comm, &state) != ncclSuccess) return true;
+  if (state == ncclInProgress) return Patience::Clock::now() >= deadline;
+  if (state != ncclSuccess) return true;
+  is_finalized_ = is_finalizing_ || is_revoked_;  // to finalize what is revoked is an error
+  if (is_finalized_) return true;
+  is_finalizing_ = true;
+  const ncclResult_t result = ncclCommFinalize(comm);
+  return result != ncclSuccess && result != ncclInProgress;
+}
+
+}  // namespace ferro::nccl

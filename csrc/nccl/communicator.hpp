@@ -1,0 +1,171 @@
+// One rank's NCCL communicator: who may call it when, and how it ends.
+//
+// Communicators are non-blocking: a call of NCCL's that needs other ranks (init, split,
+// finalize, the first use of a connection) returns ncclInProgress, and is asked
+// after until it is done or time is up. The rules:
+//
+// - NCCL is called under the device's lock only, which is let go between two questions.
+//   A communicator that is in progress is `busy_`: its other callers wait.
+// - abort() waits for nobody: it sets is_aborting_, which callers see between two
+//   questions, and takes the lock. Only a call that hangs inside NCCL is not waited for
+//   longer than a second: abort is what makes it return.
+// - The first error stays. A communicator that has one, or is in progress, is aborted,
+//   never destroyed: destroying it would leave the thread inside a group for good.
+// - Ending it is left to the reaper's threads, which are in no group of NCCL's.
+#ifndef FERRO_NCCL_COMMUNICATOR_HPP
+#define FERRO_NCCL_COMMUNICATOR_HPP
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "abi/cudart_table.hpp"
+#include "nccl/operation.hpp"
+#include "nccl/patience.hpp"
+
+namespace ferro::nccl {
+
+class Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  Communicator(const Cudart& cuda, int device);
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Makes a communicator of `world_size` ranks, who all pass the same `ids` in the same
+  // order; one is enough, more than one need NCCL 2.23.
+  static std::shared_ptr<Communicator> init(const Cudart& cuda, int device,
+                                            const std::vector<ncclUniqueId>& ids, int world_size, int rank,
+                                            ncclConfig_t config, Patience& patience);
+  // As a new rank of a communicator that grows; `id` is from its unique_id().
+  static std::shared_ptr<Communicator> join(const Cudart& cuda, int device, const ncclUniqueId& id,
+                                            int world_size, int rank, ncclConfig_t config,
+                                            Patience& patience);
+
+  // Collective over this communicator. Null where `color` is NCCL_SPLIT_NOCOLOR.
+  std::shared_ptr<Communicator> split(int color, int key, ncclConfig_t config, Patience& patience);
+  // Collective over the ranks that are not `excluded`. `flags` as NCCL_SHRINK_*.
+  std::shared_ptr<Communicator> shrink(std::vector<int> excluded, int flags, ncclConfig_t config,
+                                       Patience& patience);
+  // Collective over this communicator and the ranks that join. `id` on one rank, else null.
+  std::shared_ptr<Communicator> grow(int world_size, const ncclUniqueId* id, ncclConfig_t config,
+                                     Patience& patience);
+  ncclUniqueId unique_id(Patience& patience);
+
+  void launch(const Operation& operation, Patience& patience);
+
+  int rank() const noexcept { return rank_; }
+  int world_size() const noexcept { return world_size_; }
+  int device() const noexcept { return device_; }
+  const Cudart& cuda() const noexcept { return cuda_; }
+
+  void* register_buffer(void* data, std::size_t nbytes, Patience& patience);
+  void deregister_buffer(void* handle, Patience& patience);
+  ncclWindow_t register_window(void* data, std::size_t nbytes, int flags, Patience& patience);
+  void deregister_window(ncclWindow_t window, Patience& patience);
+  ncclRedOp_t create_premul_sum(void* scalar, ncclDataType_t dtype, ncclScalarResidence_t residence,
+                                Patience& patience);
+  void destroy_reduce_op(ncclRedOp_t reduce_op, Patience& patience);
+  // What nobody holds any more is given back by the reaper, if the communicator still lives.
+  void deregister_later(void* registration) noexcept;
+  void destroy_reduce_op_later(ncclRedOp_t reduce_op) noexcept;
+  void suspend(Patience& patience);
+  void resume(Patience& patience);
+  std::uint64_t memory(ncclCommMemStat_t statistic, Patience& patience);
+  // For whoever has the turn: what NCCL returns.
+  ncclResult_t issue_now(const Operation& operation) {
+    return issue(operation, handle(), rank_, world_size_);
+  }
+  ncclResult_t issue_on(Operation operation, cudaStream_t stream) {
+    operation.stream = stream;
+    return issue_now(operation);
+  }
+  // What NCCL says of the communicator's state now: ncclSuccess, ncclInProgress or an error.
+  ncclResult_t async_error(Patience& patience);
+
+  // Waits until all that was launched is done on all ranks; only an end can follow.
+  void finalize(Patience& patience);
+  // Stops what is under way, here and on ranks that wait for it; only shrink, split and an
+  // end can follow.
+  void revoke(Patience& patience);
+  // At once and from any thread. Ranks that wait for this one are not told.
+  void abort() noexcept;
+  // Waits until the reaper has ended it.
+  void wait_ended(Patience& patience) const {
+    while (!is_ended()) patience.pause("ncclCommDestroy");
+  }
+  bool is_aborted() const noexcept { return is_aborting_.load(std::memory_order_acquire); }
+  bool is_ended() const noexcept { return is_ended_.load(std::memory_order_acquire); }
+
+  // Keeps `error` as the reason for which all later calls fail, unless there is one.
+  void fail(const Error& error) noexcept;
+  // Throws what keeps it from being called: its first error, its end, or that it is another
+  // process's.
+  void check_open() const;
+  bool has_failed() const noexcept { return has_error_.load(std::memory_order_acquire); }
+  // Whether some call is waiting for NCCL to finish what it began.
+  bool is_busy() const noexcept { return busy_.load(std::memory_order_acquire); }
+
+  // For the watchdog: looks after an error that no call has met. True if there is a new one.
+  bool discover_error() noexcept;
+
+  // For the reaper: calls are refused from here on.
+  void begin_end() noexcept { is_closing_.store(true, std::memory_order_release); }
+  // For one thread of the reaper's alone: goes one step towards the end; true once there. In good
+  // health that is finalize, until `deadline`, and destroy; else abort.
+  bool advance_end(Patience::Clock::time_point deadline) noexcept;
+
+ private:
+  friend class Turn;
+  using Lock = std::unique_lock<std::mutex>;
+
+  // Waits for a communicator in the making and asks it who it is; aborts it if that fails.
+  void complete(ncclResult_t result, const char* function, Patience& patience);
+  void adopt_newborn() noexcept;
+  template <typename Make>
+  std::shared_ptr<Communicator> make_child(const char* function, Patience& patience, Make make);
+  void check_healthy() const;
+  ncclComm_t handle() const noexcept { return handle_.load(std::memory_order_acquire); }
+  // True once nothing is left to wait for; is_finalized_ says how it went.
+  bool finalize_quietly(ncclComm_t handle, Patience::Clock::time_point deadline) noexcept;
+
+  const Cudart& cuda_;
+  const int device_;
+  const int num_forks_;
+  std::mutex& lock_;  // the device's
+  int rank_ = -1;
+  int world_size_ = 0;
+
+  // Written under lock_; abort() takes it out without if a call hangs.
+  std::atomic<ncclComm_t> handle_{nullptr};
+  // Where NCCL's own thread writes the handle of a communicator in the making.
+  ncclComm_t newborn_ = nullptr;
+  // Children in the making when a call of ours gave up: they end with us. Under lock_.
+  std::vector<std::shared_ptr<Communicator>> unfinished_;
+
+  std::atomic<bool> busy_{false};  // set under lock_, reset by whoever set it
+  std::atomic<bool> is_aborting_{false};
+  std::atomic<bool> is_closing_{false};
+  std::atomic<bool> is_ended_{false};
+  bool is_revoked_ = false;  // under lock_, as the next two
+  bool is_finalizing_ = false;
+  bool is_finalized_ = false;
+
+  mutable std::mutex error_lock_;
+  Error first_error_;  // under error_lock_
+  std::atomic<bool> has_error_{false};
+};
+
+// One of a group of operations, which may be of several communicators.
+struct GroupedOperation {
+  Communicator* communicator;
+  Operation operation;
+};
+
+// Launches all operations as one of NCCL's groups.
+void launch_group(const std::vector<GroupedOperation>& operations, Patience& patience);
+
+}  // namespace ferro::nccl
+
+#endif  // FERRO_NCCL_COMMUNICATOR_HPP

@@ -1,0 +1,32 @@
+// Makes a device current for the time of a scope.
+#ifndef FERRO_NCCL_DEVICE_GUARD_HPP
+#define FERRO_NCCL_DEVICE_GUARD_HPP
+
+#include "abi/cudart_table.hpp"
+#include "nccl/error.hpp"
+
+namespace ferro::nccl {
+
+// A device that cannot be made current is left to the call that follows: it fails with
+// more to say of why.
+class DeviceGuard {
+ public:
+  DeviceGuard(const Cudart& cuda, int device) noexcept : cuda_(cuda) {
+    if (cuda_.cudaGetDevice(&before_) == cudaSuccess && before_ != device)
+      has_changed_ = cuda_.cudaSetDevice(device) == cudaSuccess;
+  }
+  ~DeviceGuard() {
+    if (has_changed_) cuda_.cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  const Cudart& cuda_;
+  int before_ = 0;
+  bool has_changed_ = false;
+};
+
+}  // namespace ferro::nccl
+
+#endif  // FERRO_NCCL_DEVICE_GUARD_HPP

@@ -1,0 +1,319 @@
+#include "nccl/lane.hpp"
+
+#include <time.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "nccl/device_guard.hpp"
+#include "nccl/fork.hpp"
+#include "nccl/library.hpp"
+#include "nccl/reaper.hpp"
+#include "nccl/turn.hpp"
+#include "nccl/watchdog.hpp"
+
+namespace ferro::nccl {
+namespace {
+
+// How long ranks that have made their last call may go on, when one has left that will not:
+// other ranks may still be fed by what theirs has not sent.
+constexpr double kDrainGrace = 0.5;  // seconds
+
+// The default streams are those of the thread's current device, which need not be ours.
+class DefaultStreamGuard {
+ public:
+  DefaultStreamGuard(const Communicator& communicator, const cudaStream_t* streams, std::size_t count) {
+    if (std::any_of(streams, streams + count, is_default))
+      guard_.emplace(communicator.cuda(), communicator.device());
+  }
+
+ private:
+  static bool is_default(cudaStream_t stream) {
+    return stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
+  }
+
+  std::optional<DeviceGuard> guard_;
+};
+
+// Asks about an event where that would be refused because some thread captures a graph.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Cudart& cuda) noexcept : cuda_(cuda) {
+    cuda_.cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~RelaxedCapture() { cuda_.cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  const Cudart& cuda_;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// A call that has been written down.
+struct Entered {
+  const Attendance* attendance;
+  const Attendance::Entry* entry;
+};
+
+void tell_missing(const void* entered, Error& error) {
+  const auto& [attendance, entry] = *static_cast<const Entered*>(entered);
+  error.missing = attendance->missing(*entry);
+  error.is_attended = true;
+}
+
+// To a few milliseconds, at a quarter of the price of the exact clock.
+double now_s() noexcept {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
+}  // namespace
+
+Lane::Lane(std::shared_ptr<Communicator> communicator, cudaStream_t stream)
+    : communicator_(std::move(communicator)),
+      cuda_(communicator_->cuda()),
+      owns_stream_(stream == nullptr),
+      num_forks_(num_forks()),
+      stream_(stream) {
+  const DeviceGuard guard(cuda_, communicator_->device());
+  check(cuda_.cudaEventCreateWithFlags(&arrival_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  if (owns_stream_)
+    check(cuda_.cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+}
+
+// Events and streams may be destroyed with work under way: CUDA frees them when it is done.
+Lane::~Lane() {
+  if (num_forks_ != num_forks()) return;  // the parent's
+  for (const Flight& flight : flights_) cuda_.cudaEventDestroy(flight.done);
+  for (cudaEvent_t event : spare_events_) cuda_.cudaEventDestroy(event);
+  if (arrival_ != nullptr) cuda_.cudaEventDestroy(arrival_);
+  if (owns_stream_ && stream_ != nullptr) cuda_.cudaStreamDestroy(stream_);
+}
+
+std::shared_ptr<Lane> Lane::open(std::shared_ptr<Communicator> communicator, cudaStream_t stream) {
+  auto lane = std::make_shared<Lane>(std::move(communicator), stream);
+  Watchdog::instance().watch(lane);
+  return lane;
+}
+
+std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const cudaStream_t* callers,
+                           std::size_t num_callers, bool is_async, double timeout_s, Patience& patience) {
+  for (std::size_t i = 0; i < count; ++i) check_available(operations[i].op);
+  const Op op = operations[0].op;
+  Turn turn(*communicator_, function_of(op), patience);
+  const DefaultStreamGuard guard(*communicator_, callers, num_callers);
+  const bool is_captured = std::any_of(callers, callers + num_callers,
+                                       [this](cudaStream_t stream) { return is_capturing(stream); });
+  order_after(callers, num_callers);
+  Attendance::Entry entry;
+  const Entered entered{attendance_.get(), &entry};
+  if (attendance_ != nullptr && !is_captured) {
+    entry = attendance_->enter(operations, count);
+    // The first use of a connection takes the other ranks, too.
+    patience.complete_with(tell_missing, &entered);
+  }
+  try {
+    turn.settle(issue_all(operations, count));
+  } catch (const Error&) {
+    if (attendance_ != nullptr && !communicator_->has_failed()) attendance_->retract(entry);
+    throw;
+  }
+  const std::lock_guard<std::mutex> lock(lock_);
+  const cudaEvent_t done = take_event();
+  check(cuda_.cudaEventRecord(done, stream_), "cudaEventRecord");
+  if (!is_async || is_captured) order_behind(done, callers, num_callers);
+  if (is_captured) {
+    spare_events_.push_back(done);  // the graph keeps its place; the event may be recorded anew
+    return 0;
+  }
+  if (flights_.size() >= retire_at_) retire();
+  flights_.push_back({done, op, timeout_s, now_s(), std::move(entry)});
+  return num_launched_.fetch_add(1, std::memory_order_acq_rel) + 1;
+}
+
+void Lane::order_after(const cudaStream_t* callers, std::size_t num_callers) {
+  for (std::size_t i = 0; i < num_callers; ++i) {
+    if (callers[i] == stream_) continue;
+    check(cuda_.cudaEventRecord(arrival_, callers[i]), "cudaEventRecord");
+    check(cuda_.cudaStreamWaitEvent(stream_, arrival_, 0), "cudaStreamWaitEvent");
+  }
+}
+
+void Lane::order_behind(cudaEvent_t done, const cudaStream_t* callers, std::size_t num_callers) {
+  for (std::size_t i = 0; i < num_callers; ++i)
+    if (callers[i] != stream_) check(cuda_.cudaStreamWaitEvent(callers[i], done, 0), "cudaStreamWaitEvent");
+}
+
+bool Lane::is_capturing(cudaStream_t stream) const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cuda_.cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+ncclResult_t Lane::issue_all(const Operation* operations, std::size_t count) {
+  if (count == 1) return communicator_->issue_on(operations[0], stream_);
+  ncclResult_t first = ncclGroupStart();
+  for (std::size_t i = 0; i < count && first == ncclSuccess; ++i) {
+    const ncclResult_t result = communicator_->issue_on(operations[i], stream_);
+    if (result != ncclInProgress) first = result;
+  }
+  const ncclResult_t result = ncclGroupEnd();  // also after an error, see launch_group
+  return first == ncclSuccess ? result : first;
+}
+
+cudaEvent_t Lane::take_event() {
+  if (!spare_events_.empty()) {
+    const cudaEvent_t event = spare_events_.back();
+    spare_events_.pop_back();
+    return event;
+  }
+  cudaEvent_t event = nullptr;
+  const DeviceGuard guard(cuda_, communicator_->device());
+  check(cuda_.cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  return event;
+}
+
+void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::size_t num_callers) {
+  communicator_->check_open();
+  const std::lock_guard<std::mutex> lock(lock_);
+  const std::uint64_t num_done = num_done_.load(std::memory_order_relaxed);
+  if (ticket <= num_done) return;
+  const DefaultStreamGuard guard(*communicator_, callers, num_callers);
+  order_behind(flights_[ticket - num_done - 1].done, callers, num_callers);
+}
+
+void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
+  while (!is_done(ticket)) {
+    communicator_->check_open();
+    patience.pause("cudaEventQuery");
+  }
+  // A call that was aborted is done too, and one that failed may be: the watchdog looks later.
+  if (communicator_->discover_error()) Reaper::instance().end(communicator_);
+  communicator_->check_open();
+}
+
+bool Lane::is_done(std::uint64_t ticket) { return ticket <= num_seen_done() || ticket <= num_done(); }
+
+std::uint64_t Lane::num_done() {
+  const std::lock_guard<std::mutex> lock(lock_);
+  retire();
+  return num_done_.load(std::memory_order_relaxed);
+}
+
+// Calls end in order: the events are searched for the last one that has passed.
+void Lane::retire() {
+  std::size_t done = 0;
+  std::size_t not_done = flights_.size();
+  if (not_done != 0 && has_passed(flights_.back().done)) done = not_done;
+  while (done < not_done) {
+    const std::size_t middle = done + (not_done - done) / 2;
+    if (has_passed(flights_[middle].done))
+      done = middle + 1;
+    else
+      not_done = middle;
+  }
+  for (std::size_t i = 0; i < done; ++i) {
+    spare_events_.push_back(flights_.front().done);
+    flights_.pop_front();
+  }
+  num_done_.fetch_add(done, std::memory_order_release);
+  retire_at_ = std::max(kMinFlights, 2 * flights_.size());
+}
+
+void Lane::heed(Alarm alarm) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  alarm_ = std::move(alarm);
+}
+
+void Lane::attend(int fd, const std::vector<int>& members) {
+  auto attendance = std::make_unique<Attendance>(fd, members, communicator_->rank());
+  const std::lock_guard<std::mutex> lock(lock_);
+  attendance_ = std::move(attendance);
+}
+
+void Lane::leave() noexcept {
+  if (attendance_ == nullptr || num_forks_ != num_forks()) return;
+  attendance_->leave(!communicator_->has_failed() && !communicator_->is_aborted());
+  has_left_.store(true, std::memory_order_release);
+}
+
+void Lane::look_after() noexcept {
+  if (has_lost_rank() || is_overdue() || is_deserted() || is_forsaken())
+    Reaper::instance().end(communicator_);
+}
+
+bool Lane::has_lost_rank() noexcept {
+  Loss loss;
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    if (!alarm_ || communicator_->has_failed()) return false;
+    loss = alarm_();
+  }
+  if (loss.rank < 0) return false;
+  communicator_->fail(Error(loss.is_dead ? ErrorKind::peer_lost : ErrorKind::peer_left, "", loss.rank));
+  return true;
+}
+
+bool Lane::is_overdue() noexcept {
+  Error error(ErrorKind::timeout);
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    try {
+      retire();
+    } catch (const Error&) {
+      return false;  // the device has failed; whoever calls next is told
+    }
+    if (flights_.empty()) return false;
+    const Flight& oldest = flights_.front();
+    error.elapsed_s = now_s() - oldest.begin_s;
+    if (error.elapsed_s < oldest.timeout_s) return false;
+    error.function = function_of(oldest.op);
+    const Entered entered{attendance_.get(), &oldest.entry};
+    if (attendance_ != nullptr) tell_missing(&entered, error);
+  }
+  communicator_->fail(error);
+  return true;
+}
+
+bool Lane::is_deserted() noexcept {
+  Error error(ErrorKind::deserted);
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    if (attendance_ == nullptr || flights_.empty() || communicator_->has_failed()) return false;
+    error.function = function_of(flights_.front().op);
+    error.result = attendance_->deserter(flights_.front().entry);
+  }
+  if (error.result < 0) {
+    deserted_since_s_ = 0;
+    return false;
+  }
+  if (deserted_since_s_ == 0) deserted_since_s_ = now_s();
+  if (now_s() - deserted_since_s_ < kDrainGrace) return false;
+  communicator_->fail(error);
+  return true;
+}
+
+// Whether the end, which takes all ranks, is waited for in vain.
+bool Lane::is_forsaken() noexcept {
+  if (!has_left_.load(std::memory_order_acquire) || communicator_->has_failed()) return false;
+  const int quitter = attendance_->quitter();
+  if (quitter < 0) return false;
+  communicator_->fail(Error(ErrorKind::deserted, "ncclCommFinalize", quitter));
+  return true;
+}
+
+bool Lane::has_passed(cudaEvent_t event) const {
+  const RelaxedCapture relaxed(cuda_);
+  const cudaError_t status = cuda_.cudaEventQuery(event);
+  if (status == cudaErrorNotReady) return false;
+  check(status, "cudaEventQuery");
+  return true;
+}
+
+void Lane::check(cudaError_t status, const char* function) const {
+  if (status != cudaSuccess) throw Error(ErrorKind::cuda, function, status);
+}
+
+}  // namespace ferro::nccl

@@ -1,0 +1,114 @@
+// The stream on which one communicator works, in order with everybody else's.
+//
+// A call on a lane, none of which blocks the host:
+//   1. an event is recorded on the caller's stream, and the lane's stream waits for it:
+//      what the caller queued before is done before NCCL reads. A call on arrays of two
+//      libraries has a caller's stream for each;
+//   2. NCCL launches on the lane's stream;
+//   3. an event is recorded there, and the caller's stream waits for it: what the caller
+//      queues later finds the result.
+// Two records and two waits; in a CUDA graph capture they become edges of the graph. The
+// second event also tells when the arrays of the call are free, and whether the call is
+// overdue: calls on one stream end in the order in which they began.
+#ifndef FERRO_NCCL_LANE_HPP
+#define FERRO_NCCL_LANE_HPP
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "abi/alarm.hpp"
+#include "nccl/attendance.hpp"
+#include "nccl/communicator.hpp"
+
+namespace ferro::nccl {
+
+class Lane {
+ public:
+  // On `stream`, which its owner keeps alive and destroys; on one of its own if null.
+  Lane(std::shared_ptr<Communicator> communicator, cudaStream_t stream);
+  ~Lane();
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  static std::shared_ptr<Lane> open(std::shared_ptr<Communicator> communicator, cudaStream_t stream);
+
+  // Launches `operations`, as one group if there are several. Returns the call's ticket: they
+  // count from 1; 0 for a call that went into a graph. With `is_async` the callers' streams
+  // do not wait until hand_back(). A call not done after `timeout_s` ends the communicator.
+  std::uint64_t launch(const Operation* operations, std::size_t count, const cudaStream_t* callers,
+                       std::size_t num_callers, bool is_async, double timeout_s, Patience& patience);
+  // Lets `callers` wait for a call that is still under way.
+  void hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::size_t num_callers);
+  // Blocks until the call is done; throws what ended the communicator meanwhile.
+  void synchronize(std::uint64_t ticket, Patience& patience);
+  bool is_done(std::uint64_t ticket);
+  // The number of calls that are done: those with tickets up to it.
+  std::uint64_t num_done();
+  // As last seen by anybody, which costs nothing.
+  std::uint64_t num_seen_done() const noexcept { return num_done_.load(std::memory_order_acquire); }
+  std::uint64_t num_launched() const noexcept { return num_launched_.load(std::memory_order_acquire); }
+
+  cudaStream_t stream() const noexcept { return stream_; }
+  const std::shared_ptr<Communicator>& communicator() const noexcept { return communicator_; }
+
+  // Ends the communicator when `alarm` tells that a rank is gone.
+  void heed(Alarm alarm);
+  // Writes down from the first call on what this rank calls, and reads who has not come.
+  void attend(int fd, const std::vector<int>& members);
+  // Tells those who share the attendance that no call will follow.
+  void leave() noexcept;
+
+  // For the watchdog: ends the communicator if a rank is gone or the oldest call is overdue.
+  void look_after() noexcept;
+
+ private:
+  struct Flight {
+    cudaEvent_t done;
+    Op op;
+    double timeout_s;
+    double begin_s;
+    Attendance::Entry entry;
+  };
+
+  bool has_lost_rank() noexcept;
+  bool is_overdue() noexcept;
+  bool is_deserted() noexcept;
+  bool is_forsaken() noexcept;
+  void order_after(const cudaStream_t* callers, std::size_t num_callers);
+  void order_behind(cudaEvent_t done, const cudaStream_t* callers, std::size_t num_callers);
+  bool is_capturing(cudaStream_t stream) const;
+  ncclResult_t issue_all(const Operation* operations, std::size_t count);
+  cudaEvent_t take_event();  // under lock_, as the next
+  void retire();
+  bool has_passed(cudaEvent_t event) const;
+  void check(cudaError_t status, const char* function) const;
+
+  const std::shared_ptr<Communicator> communicator_;
+  const Cudart& cuda_;
+  const bool owns_stream_;
+  const int num_forks_;
+  cudaStream_t stream_;
+  cudaEvent_t arrival_ = nullptr;  // used under the device's lock, as launch is
+
+  std::mutex lock_;
+  Alarm alarm_;  // under lock_
+  // Set before the first call, to stay; then used under the device's lock, and read under lock_.
+  std::unique_ptr<Attendance> attendance_;
+  std::atomic<bool> has_left_{false};
+  double deserted_since_s_ = 0;  // the watchdog's
+  static constexpr std::size_t kMinFlights = 16;
+
+  std::deque<Flight> flights_;                  // under lock_
+  std::size_t retire_at_ = kMinFlights;         // under lock_: how many flights may gather
+  std::vector<cudaEvent_t> spare_events_;       // under lock_
+  std::atomic<std::uint64_t> num_done_{0};      // written under lock_
+  std::atomic<std::uint64_t> num_launched_{0};  // written under lock_
+};
+
+}  // namespace ferro::nccl
+
+#endif  // FERRO_NCCL_LANE_HPP

@@ -1,0 +1,69 @@
+// How long a call waits for NCCL, and what it listens to meanwhile.
+#ifndef FERRO_NCCL_PATIENCE_HPP
+#define FERRO_NCCL_PATIENCE_HPP
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "nccl/error.hpp"
+
+namespace ferro::nccl {
+
+class Patience {
+ public:
+  using Clock = std::chrono::steady_clock;
+  // Runs the caller's signal handlers; true if one raised.
+  using Interrupted = bool (*)(void* context);
+
+  Patience() = default;
+  explicit Patience(double timeout_s, Interrupted interrupted = nullptr, void* context = nullptr)
+      : timeout_s_(timeout_s), interrupted_(interrupted), context_(context) {}
+
+  // Adds to the error of a wait that was too long what else is known.
+  using Complete = void (*)(const void* context, Error& error);
+  void complete_with(Complete complete, const void* context) {
+    complete_ = complete;
+    complete_context_ = context;
+  }
+
+  // Sleeps, from 20 microseconds up to a millisecond from one time to the next. Call it
+  // without a lock. The clock starts with the first: a call that need not wait reads none.
+  void pause(const char* function) {
+    const Clock::time_point now = Clock::now();
+    if (sleep_ == kShortest) begin_ = listened_ = now;
+    const double elapsed_s = std::chrono::duration<double>(now - begin_).count();
+    if (elapsed_s >= timeout_s_) throw timed_out(function, elapsed_s);
+    if (interrupted_ != nullptr && now - listened_ > kBetweenSignals) {
+      listened_ = now;
+      if (interrupted_(context_)) throw Error(ErrorKind::interrupted, function);
+    }
+    std::this_thread::sleep_for(sleep_);
+    sleep_ = std::min(sleep_ * 2, kLongest);
+  }
+
+ private:
+  static constexpr std::chrono::microseconds kShortest{20};
+  static constexpr std::chrono::microseconds kLongest{1000};
+  static constexpr std::chrono::milliseconds kBetweenSignals{100};
+
+  Error timed_out(const char* function, double elapsed_s) const {
+    Error error(ErrorKind::timeout, function);
+    error.elapsed_s = elapsed_s;
+    if (complete_ != nullptr) complete_(complete_context_, error);
+    return error;
+  }
+
+  double timeout_s_ = 0;
+  Interrupted interrupted_ = nullptr;
+  void* context_ = nullptr;
+  Complete complete_ = nullptr;
+  const void* complete_context_ = nullptr;
+  std::chrono::microseconds sleep_ = kShortest;
+  Clock::time_point begin_;
+  Clock::time_point listened_;
+};
+
+}  // namespace ferro::nccl
+
+#endif  // FERRO_NCCL_PATIENCE_HPP

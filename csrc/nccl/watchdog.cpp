@@ -1,0 +1,117 @@
+#include "nccl/watchdog.hpp"
+
+#include <algorithm>
+
+#include "nccl/reaper.hpp"
+
+namespace ferro::nccl {
+namespace {
+
+// A look costs well below a microsecond for each communicator.
+constexpr std::chrono::milliseconds kBetweenLooks{20};
+
+}  // namespace
+
+Watchdog& Watchdog::instance() {
+  static auto& watchdog = *new Watchdog;
+  return watchdog;
+}
+
+void Watchdog::watch(const std::shared_ptr<Communicator>& communicator) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  if (is_stopping_) return;
+  communicators_.push_back(communicator);
+  start();
+}
+
+void Watchdog::watch(const std::shared_ptr<Lane>& lane) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  if (is_stopping_) return;
+  lanes_.push_back(lane);
+  start();
+}
+
+void Watchdog::on_done(void (*hook)()) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  hook_ = hook;
+}
+
+void Watchdog::start() {
+  if (!thread_.joinable()) thread_ = std::thread(&Watchdog::work, this);
+  changed_.notify_all();
+}
+
+std::vector<std::shared_ptr<Communicator>> Watchdog::watched() {
+  const std::lock_guard<std::mutex> lock(lock_);
+  std::vector<std::shared_ptr<Communicator>> alive;
+  const auto is_gone = [&](const std::weak_ptr<Communicator>& each) {
+    auto communicator = each.lock();
+    if (communicator == nullptr || communicator->is_ended()) return true;
+    alive.push_back(std::move(communicator));
+    return false;
+  };
+  communicators_.erase(std::remove_if(communicators_.begin(), communicators_.end(), is_gone),
+                       communicators_.end());
+  return alive;
+}
+
+std::vector<std::shared_ptr<Lane>> Watchdog::lanes() {
+  const std::lock_guard<std::mutex> lock(lock_);
+  std::vector<std::shared_ptr<Lane>> alive;
+  const auto is_gone = [&](const std::weak_ptr<Lane>& each) {
+    auto lane = each.lock();
+    if (lane == nullptr) return true;
+    alive.push_back(std::move(lane));
+    return false;
+  };
+  lanes_.erase(std::remove_if(lanes_.begin(), lanes_.end(), is_gone), lanes_.end());
+  return alive;
+}
+
+void Watchdog::look() {
+  for (auto& communicator : watched())
+    if (communicator->discover_error()) Reaper::instance().end(std::move(communicator));
+  bool is_any_done = false;
+  for (const auto& lane : lanes()) {
+    const std::uint64_t before = lane->num_seen_done();
+    lane->look_after();
+    is_any_done |= lane->num_seen_done() != before;
+  }
+  void (*hook)() = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    if (is_any_done && !is_stopping_) hook = hook_;
+  }
+  if (hook != nullptr) hook();
+}
+
+void Watchdog::work() noexcept {
+  std::unique_lock<std::mutex> lock(lock_);
+  while (!is_stopping_) {
+    if (communicators_.empty() && lanes_.empty())
+      changed_.wait(lock);
+    else
+      changed_.wait_for(lock, kBetweenLooks);
+    lock.unlock();
+    look();
+    lock.lock();
+  }
+}
+
+void Watchdog::stop() noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    is_stopping_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void shut_down(double grace_s) noexcept {
+  for (auto& communicator : Watchdog::instance().watched())
+    Reaper::instance().end(std::move(communicator), grace_s);
+  Watchdog::instance().stop();
+  Reaper::instance().stop(grace_s);
+}
+
+}  // namespace ferro::nccl

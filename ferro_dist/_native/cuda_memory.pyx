@@ -1,0 +1,160 @@
+"""Memory of GPUs, and of the host that GPUs can reach, for this library's own needs."""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.stdint cimport uintptr_t
+
+from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart
+from ferro_dist._native.cuda_stream cimport stream_handle
+from ferro_dist._native.libcudart cimport (
+    Cudart, cudaError_t, cudaHostAllocDefault, cudaMemcpyDefault, cudaMemoryTypeDevice,
+    cudaMemoryTypeHost, cudaMemoryTypeManaged, cudaPointerAttributes, cudaStream_t,
+)
+from ferro_dist._native.libnccl cimport num_forks
+
+from ferro_dist._native.cuda_runtime import DeviceGuard, current_device
+
+__all__ = ["DeviceMemory", "PinnedMemory", "copy_async", "fill_async", "location_of"]
+
+
+@cython.final
+cdef class DeviceMemory:
+    """Bytes of a GPU, not initialized; exports ``__cuda_array_interface__`` as uint8.
+
+    Parameters
+    ----------
+    nbytes : int
+    device : int, optional
+        The current device if not given.
+    """
+
+    cdef void* _data
+    cdef readonly size_t nbytes
+    cdef readonly int device
+    cdef int _num_forks
+
+    def __init__(self, size_t nbytes, device=None):
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
+        self.nbytes = nbytes
+        self.device = current_device() if device is None else device
+        self._num_forks = num_forks()
+        with DeviceGuard(self.device):
+            with nogil:
+                status = cuda.cudaMalloc(&self._data, nbytes)
+            CHECK_CUDA(status, "cudaMalloc")
+
+    @property
+    def address(self):
+        return <uintptr_t> self._data
+
+    @property
+    def __cuda_array_interface__(self):
+        return {
+            "version": 3, "shape": (self.nbytes,), "typestr": "|u1", "strides": None,
+            "data": (self.address, False), "stream": None,
+        }
+
+    def __dlpack_device__(self):
+        return 2, self.device
+
+    def close(self):
+        """Free the memory, once the device has done all its work. Idempotent."""
+        cdef void* data = self._data
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
+        self._data = NULL
+        if data == NULL or self._num_forks != num_forks():
+            return
+        with nogil:  # waits for the device
+            status = cuda.cudaFree(data)
+        CHECK_CUDA(status, "cudaFree")
+
+    def __dealloc__(self):
+        cdef const Cudart* cuda
+        if self._data != NULL and self._num_forks == num_forks():
+            cuda = cudart()
+            with nogil:
+                cuda.cudaFree(self._data)
+
+
+@cython.final
+cdef class PinnedMemory:
+    """Bytes of the host that no swapping moves, so that GPUs copy from and to them while the
+    host goes on; exports the buffer protocol."""
+
+    cdef void* _data
+    cdef readonly size_t nbytes
+    cdef int _num_forks
+
+    def __init__(self, size_t nbytes):
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
+        self.nbytes = nbytes
+        self._num_forks = num_forks()
+        with nogil:
+            status = cuda.cudaHostAlloc(&self._data, nbytes, cudaHostAllocDefault)
+        CHECK_CUDA(status, "cudaHostAlloc")
+
+    @property
+    def address(self):
+        return <uintptr_t> self._data
+
+    def __getbuffer__(self, Py_buffer* buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self._data, self.nbytes, False, flags)
+
+    def __len__(self):
+        return self.nbytes
+
+    def __dealloc__(self):
+        cdef const Cudart* cuda
+        if self._data != NULL and self._num_forks == num_forks():
+            cuda = cudart()
+            with nogil:
+                cuda.cudaFreeHost(self._data)
+
+
+def copy_async(uintptr_t target, uintptr_t source, size_t nbytes, stream):
+    """Copy bytes between any two places, in the order of `stream`.
+
+    The caller keeps both alive until the stream has passed. From or to memory of the
+    host that is not pinned, the call may block.
+    """
+    cdef cudaStream_t handle = stream_handle(stream)
+    cdef const Cudart* cuda = cudart()
+    cdef cudaError_t status
+    with nogil:
+        status = cuda.cudaMemcpyAsync(
+            <void*> target, <const void*> source, nbytes, cudaMemcpyDefault, handle)
+    CHECK_CUDA(status, "cudaMemcpyAsync")
+
+
+def fill_async(uintptr_t target, unsigned char value, size_t nbytes, stream):
+    """Set bytes of a GPU to `value`, in the order of `stream`."""
+    cdef cudaStream_t handle = stream_handle(stream)
+    cdef const Cudart* cuda = cudart()
+    cdef cudaError_t status
+    with nogil:
+        status = cuda.cudaMemsetAsync(<void*> target, value, nbytes, handle)
+    CHECK_CUDA(status, "cudaMemsetAsync")
+
+
+def location_of(uintptr_t address):
+    """Return the kind of memory at an address, and its device.
+
+    Returns
+    -------
+    kind : str
+        ``"device"``, ``"host"`` (pinned), ``"managed"``, or ``"unregistered"`` where CUDA knows
+        nothing of it.
+    device : int
+    """
+    cdef cudaPointerAttributes attributes
+    CHECK_CUDA(
+        cudart().cudaPointerGetAttributes(&attributes, <const void*> address),
+        "cudaPointerGetAttributes")
+    kinds = {
+        <int> cudaMemoryTypeDevice: "device", <int> cudaMemoryTypeHost: "host",
+        <int> cudaMemoryTypeManaged: "managed",
+    }
+    return kinds.get(<int> attributes.type, "unregistered"), attributes.device

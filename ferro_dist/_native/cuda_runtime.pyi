@@ -1,0 +1,33 @@
+from types import TracebackType
+from typing import Any, final
+
+__all__ = [
+    "DeviceGuard",
+    "current_device",
+    "device_count",
+    "driver_version",
+    "pci_bus_id",
+    "runtime_version",
+    "set_device",
+    "versions_of",
+]
+
+def versions_of(functions: Any) -> tuple[int, int]: ...
+def runtime_version() -> int: ...
+def driver_version() -> int: ...
+def device_count() -> int: ...
+def current_device() -> int: ...
+def set_device(device: int) -> None: ...
+def pci_bus_id(device: int) -> str: ...
+
+@final
+class DeviceGuard:
+    def __init__(self, device: int) -> None: ...
+    def __enter__(self) -> DeviceGuard: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...

@@ -1,0 +1,128 @@
+"""The CUDA runtime of this process: its versions, its devices, its errors."""
+
+cimport cython
+from cpython.pycapsule cimport PyCapsule_GetPointer
+
+from ferro_dist._native.libcudart cimport (
+    Cudart, cudaError_t, cudaErrorInsufficientDriver, cudaErrorMemoryAllocation, cudaErrorNoDevice,
+    cudaSuccess,
+)
+
+from ferro_dist._native.cuda_libraries import load_cudart
+from ferro_dist.errors import BackendUnavailable, Io
+
+__all__ = [
+    "DeviceGuard",
+    "current_device",
+    "device_count",
+    "driver_version",
+    "pci_bus_id",
+    "runtime_version", "set_device",
+    "versions_of",
+]
+
+cdef const Cudart* loaded = NULL  # set once, with the GIL; its module is never unloaded
+
+
+cdef const Cudart* cudart() except NULL:
+    global loaded
+    if loaded == NULL:
+        loaded = _table(load_cudart().functions)
+    return loaded
+
+
+cdef const Cudart* _table(object capsule) except NULL:
+    return <const Cudart*> PyCapsule_GetPointer(capsule, "ferro_dist.Cudart")
+
+
+cdef int CHECK_CUDA(cudaError_t status, str function) except -1:
+    if status != cudaSuccess:
+        raise_cuda(<int> status, function)
+    return 0
+
+
+cdef int raise_cuda(int status, str function) except -1:
+    cdef const Cudart* cuda = cudart()
+    cdef cudaError_t error = <cudaError_t> status
+    name = cuda.cudaGetErrorName(error).decode()
+    text = cuda.cudaGetErrorString(error).decode()
+    cuda.cudaGetLastError()  # else others who ask for the last error would get ours
+    message = f"{function} failed: {text} ({name})."
+    if error == cudaErrorMemoryAllocation:
+        raise MemoryError(message)
+    if error == cudaErrorInsufficientDriver or error == cudaErrorNoDevice:
+        raise BackendUnavailable(
+            f"{message}\nThere is no GPU that this process can use: check nvidia-smi, "
+            "CUDA_VISIBLE_DEVICES, and that the driver is new enough for the CUDA installed.")
+    raise Io(message)
+
+
+def versions_of(functions):
+    """Return the versions of a runtime, given its table, and of the driver; 0 if there is none."""
+    cdef const Cudart* cuda = _table(functions)
+    cdef int runtime = 0
+    cdef int driver = 0
+    CHECK_CUDA(cuda.cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion")
+    CHECK_CUDA(cuda.cudaDriverGetVersion(&driver), "cudaDriverGetVersion")
+    return runtime, driver
+
+
+def runtime_version():
+    """Return the version of the CUDA runtime, 12040 for 12.4."""
+    cdef int version = 0
+    CHECK_CUDA(cudart().cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion")
+    return version
+
+
+def driver_version():
+    """Return the newest version of CUDA that the driver serves, 0 if there is no driver."""
+    cdef int version = 0
+    CHECK_CUDA(cudart().cudaDriverGetVersion(&version), "cudaDriverGetVersion")
+    return version
+
+
+def device_count():
+    """Count the GPUs that this process sees."""
+    cdef int count = 0
+    CHECK_CUDA(cudart().cudaGetDeviceCount(&count), "cudaGetDeviceCount")
+    return count
+
+
+def current_device():
+    """Return the number of this thread's current device."""
+    cdef int device = 0
+    CHECK_CUDA(cudart().cudaGetDevice(&device), "cudaGetDevice")
+    return device
+
+
+def set_device(int device):
+    """Make a device this thread's current one."""
+    CHECK_CUDA(cudart().cudaSetDevice(device), "cudaSetDevice")
+
+
+def pci_bus_id(int device):
+    """Return what tells a device from all others of the machine: ``"0000:3b:00.0"``."""
+    cdef char[32] text
+    CHECK_CUDA(cudart().cudaDeviceGetPCIBusId(text, sizeof(text), device), "cudaDeviceGetPCIBusId")
+    return text.decode()
+
+
+@cython.final
+cdef class DeviceGuard:
+    """Make a device current for the time of a ``with`` block, in this thread."""
+
+    cdef int _device
+    cdef int _before
+
+    def __init__(self, int device):
+        self._device = device
+
+    def __enter__(self):
+        CHECK_CUDA(cudart().cudaGetDevice(&self._before), "cudaGetDevice")
+        if self._before != self._device:
+            CHECK_CUDA(cudart().cudaSetDevice(self._device), "cudaSetDevice")
+        return self
+
+    def __exit__(self, *exception):
+        if self._before != self._device:
+            CHECK_CUDA(cudart().cudaSetDevice(self._before), "cudaSetDevice")

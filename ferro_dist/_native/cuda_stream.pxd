@@ -1,0 +1,38 @@
+# Streams and events, own or borrowed.
+
+from ferro_dist._native.buffer_view cimport BufferView
+from ferro_dist._native.libcudart cimport cudaEvent_t, cudaStream_t
+
+
+cdef class Stream:
+    cdef cudaStream_t _handle
+    cdef readonly int device
+    cdef object _lender       # keeps a borrowed stream alive; None if it is our own
+    cdef bint _is_own
+    cdef bint _is_closed
+    cdef int _num_forks
+
+    cdef cudaStream_t open(self) except? NULL
+
+
+cdef class Event:
+    cdef cudaEvent_t _handle
+    cdef int _num_forks
+
+
+# The stream that `stream` is: an integer, one of ours, or an object of torch, CuPy,
+# cuda.core, Numba or anything with __cuda_stream__.
+cdef cudaStream_t stream_handle(object stream) except? NULL
+
+# The stream on which the owner of `view` works now.
+cdef cudaStream_t current_stream(BufferView view) except? NULL
+
+# The answer of the library asked last, for many arrays in a row: those of one type that has
+# an exchange table, on one device, have one current stream. `array_type` is null to begin with.
+cdef struct KnownStream:
+    void* array_type
+    int device
+    cudaStream_t stream
+
+# current_stream, asking again only where the answer may be another.
+cdef cudaStream_t known_stream(BufferView view, KnownStream* known) except? NULL

@@ -1,0 +1,255 @@
+"""Streams and events: the order in which a GPU works."""
+
+import sys
+
+cimport cython
+from libc.stdint cimport uintptr_t
+
+from ferro_dist._native.buffer_view cimport BufferView, current_stream_of
+from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart
+from ferro_dist._native.libcudart cimport (
+    cudaErrorNotReady, cudaError_t, cudaEvent_t, cudaEventDisableTiming, cudaStream_t,
+    cudaStreamCaptureStatus, cudaStreamCaptureStatusNone, cudaStreamLegacy, cudaStreamNonBlocking,
+    Cudart,
+)
+from ferro_dist._native.libnccl cimport num_forks
+
+from ferro_dist._native.buffer_view import as_view
+from ferro_dist._native.cuda_runtime import DeviceGuard, current_device
+
+__all__ = ["Event", "Stream", "current_stream_of_array"]
+
+
+@cython.final
+cdef class Stream:
+    """A CUDA stream: of our own, or borrowed from whoever made it.
+
+    Parameters
+    ----------
+    device : int, optional
+        Where a stream of our own works; the current device if not given.
+    priority : int, optional
+        Lower comes first; 0 is the usual one, and CUDA's limits apply.
+
+    Notes
+    -----
+    A stream of our own does not wait for the legacy default stream (``cudaStreamNonBlocking``).
+    """
+
+    def __init__(self, device=None, *, int priority=0):
+        cdef cudaStream_t handle = NULL
+        self.device = current_device() if device is None else device
+        with DeviceGuard(self.device):
+            CHECK_CUDA(
+                cudart().cudaStreamCreateWithPriority(&handle, cudaStreamNonBlocking, priority),
+                "cudaStreamCreateWithPriority")
+        self._handle = handle
+        self._is_own = True
+        self._num_forks = num_forks()
+
+    @staticmethod
+    def borrow(stream, int device):
+        """Use somebody else's stream, who keeps the right to destroy it.
+
+        Parameters
+        ----------
+        stream : stream
+            An address, or an object of torch, CuPy, cuda.core or anything with
+            ``__cuda_stream__``, which is kept alive.
+        device : int
+            The device that it works on.
+        """
+        cdef Stream borrowed = Stream.__new__(Stream)
+        borrowed._handle = stream_handle(stream)
+        borrowed.device = device
+        borrowed._lender = stream
+        return borrowed
+
+    @property
+    def handle(self):
+        """The stream's address, as other libraries take it."""
+        return <uintptr_t> self.open()
+
+    @property
+    def is_closed(self):
+        return self._is_closed
+
+    @property
+    def is_own(self):
+        return self._is_own
+
+    def __cuda_stream__(self):
+        return 0, self.handle
+
+    def synchronize(self):
+        """Block until all that was queued so far is done."""
+        cdef cudaStream_t handle = self.open()
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
+        with nogil:
+            status = cuda.cudaStreamSynchronize(handle)
+        CHECK_CUDA(status, "cudaStreamSynchronize")
+
+    def is_done(self):
+        """Tell whether all that was queued so far is done."""
+        return _is_ready(cudart().cudaStreamQuery(self.open()), "cudaStreamQuery")
+
+    def is_capturing(self):
+        """Tell whether the stream's work goes into a CUDA graph now."""
+        cdef cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone
+        CHECK_CUDA(cudart().cudaStreamIsCapturing(self.open(), &status), "cudaStreamIsCapturing")
+        return status != cudaStreamCaptureStatusNone
+
+    def wait(self, Event event not None):
+        """Let all that is queued from now on wait for `event`. Blocks no host."""
+        CHECK_CUDA(cudart().cudaStreamWaitEvent(self.open(), event._handle, 0), "cudaStreamWaitEvent")
+
+    def record(self, Event event=None):
+        """Mark this point of the stream with `event`, a new one if not given; return it."""
+        if event is None:
+            with DeviceGuard(self.device):
+                event = Event()
+        CHECK_CUDA(cudart().cudaEventRecord(event._handle, self.open()), "cudaEventRecord")
+        return event
+
+    def close(self):
+        """Give the stream back; what is queued still runs. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._lender = None
+        if self._is_own and self._num_forks == num_forks():
+            CHECK_CUDA(cudart().cudaStreamDestroy(self._handle), "cudaStreamDestroy")
+
+    cdef cudaStream_t open(self) except? NULL:
+        if self._is_closed:
+            raise ValueError("This stream is closed.")
+        return self._handle
+
+    def __dealloc__(self):
+        # Returns at once. In a forked child the stream is the parent's.
+        if self._is_own and not self._is_closed and self._num_forks == num_forks():
+            cudart().cudaStreamDestroy(self._handle)
+
+    def __repr__(self):
+        state = ", closed" if self._is_closed else ""
+        return f"<Stream {<uintptr_t> self._handle:#x} on device {self.device}{state}>"
+
+
+@cython.final
+cdef class Event:
+    """A point in a stream's work, that other streams and the host can wait for.
+
+    Parameters
+    ----------
+    timing : bool, optional
+        Whether `elapsed_ms` works; costs time on the GPU.
+    """
+
+    def __init__(self, bint timing=False):
+        cdef cudaEvent_t handle = NULL
+        CHECK_CUDA(
+            cudart().cudaEventCreateWithFlags(&handle, 0 if timing else cudaEventDisableTiming),
+            "cudaEventCreateWithFlags")
+        self._handle = handle
+        self._num_forks = num_forks()
+
+    @property
+    def handle(self):
+        """The event's address, as other libraries take it."""
+        return <uintptr_t> self._handle
+
+    def is_done(self):
+        """Tell whether the point was reached; true for an event that was never recorded."""
+        return _is_ready(cudart().cudaEventQuery(self._handle), "cudaEventQuery")
+
+    def synchronize(self):
+        """Block until the point is reached."""
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
+        with nogil:
+            status = cuda.cudaEventSynchronize(self._handle)
+        CHECK_CUDA(status, "cudaEventSynchronize")
+
+    def elapsed_ms(self, Event since not None):
+        """Return the milliseconds from `since` to this event, both recorded with timing."""
+        cdef float milliseconds = 0
+        CHECK_CUDA(
+            cudart().cudaEventElapsedTime(&milliseconds, since._handle, self._handle),
+            "cudaEventElapsedTime")
+        return milliseconds
+
+    def __dealloc__(self):
+        # Returns at once. In a forked child the event is the parent's.
+        if self._handle != NULL and self._num_forks == num_forks():
+            cudart().cudaEventDestroy(self._handle)
+
+
+cdef bint _is_ready(cudaError_t status, str function) except -1:
+    if status == cudaErrorNotReady:
+        return False
+    CHECK_CUDA(status, function)
+    return True
+
+
+cdef cudaStream_t stream_handle(object stream) except? NULL:
+    cdef object cls = type(stream)
+    if cls is Stream:
+        return (<Stream> stream).open()
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return <cudaStream_t> <uintptr_t> stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        # A method; in the first releases of cuda.core, a property.
+        _version, handle = protocol() if callable(protocol) else protocol
+        return <cudaStream_t> <uintptr_t> handle
+    for name in ("cuda_stream", "ptr"):  # torch, CuPy
+        handle = getattr(stream, name, None)
+        if isinstance(handle, int):
+            return <cudaStream_t> <uintptr_t> handle
+    raise TypeError(
+        f"stream must be a stream of torch, CuPy or cuda.core, an object with __cuda_stream__, or "
+        f"the address of a CUDA stream, not {stream!r}.")
+
+
+cdef cudaStream_t current_stream(BufferView view) except? NULL:
+    cdef void* stream = NULL
+    if current_stream_of(view, &stream):
+        return <cudaStream_t> stream
+    return _stream_of_library(view)
+
+
+cdef cudaStream_t known_stream(BufferView view, KnownStream* known) except? NULL:
+    cdef object cls = type(view.owner)
+    cdef void* array_type = <void*> cls
+    cdef void* stream = NULL
+    if known.array_type == array_type and known.device == view.device_id:
+        return known.stream
+    if not current_stream_of(view, &stream):
+        return _stream_of_library(view)
+    known[0] = KnownStream(array_type, view.device_id, <cudaStream_t> stream)
+    return known.stream
+
+
+cdef cudaStream_t _stream_of_library(BufferView view) except? NULL:
+    """Ask the library of an array that has no exchange table.
+
+    JAX has no stream of the caller's: an array of it was waited for when it was read, so any
+    stream will do. Arrays that name a stream in ``__cuda_array_interface__`` are ready on
+    that one; the legacy default stream waits for all streams but the non-blocking.
+    """
+    package = type(view.owner).__module__.partition(".")[0]
+    if package == "cupy":
+        return <cudaStream_t> <uintptr_t> sys.modules["cupy"].cuda.get_current_stream(view.device_id).ptr
+    if package == "torch":  # of before the exchange table
+        torch = sys.modules["torch"]
+        return <cudaStream_t> <uintptr_t> torch.cuda.current_stream(view.device_id).cuda_stream
+    interface = getattr(view.owner, "__cuda_array_interface__", None)
+    named = None if interface is None else interface.get("stream")
+    return cudaStreamLegacy if named is None else <cudaStream_t> <uintptr_t> named
+
+
+def current_stream_of_array(array):
+    """Return the address of the stream on which an array's library works now."""
+    cdef BufferView view = as_view(array)
+    return <uintptr_t> current_stream(view)

@@ -1,0 +1,112 @@
+"""Memory of a GPU that is written here, and taken over by a library whose arrays are immutable."""
+
+cimport cython
+from cpython.mem cimport PyMem_Malloc
+from cpython.pycapsule cimport PyCapsule_New
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport int32_t, int64_t, uintptr_t
+
+from ferro_dist._native.dlpack cimport (
+    BFLOAT, BOOL, COMPLEX, CUDA, DLDataType, DLDevice, DLManagedTensor, FLOAT, FLOAT8_E4M3FN,
+    FLOAT8_E5M2, INT, UINT,
+)
+from ferro_dist._native.dlpack_export cimport delete_managed, drop_capsule
+
+import math
+
+import numpy
+
+from ferro_dist._native.cuda_memory import DeviceMemory
+from ferro_dist._native.cuda_runtime import DeviceGuard
+from ferro_dist._native.cuda_stream import Stream
+
+__all__ = ["DeviceArray"]
+
+cdef enum:
+    MAX_NDIM = 64
+    LEGACY_STREAM = 1  # its number in DLPack, and a handle that CUDA takes for it
+    NO_STREAM = -1     # whoever asks puts streams in order himself
+
+cdef dict CODES = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
+cdef dict CODES_OF_EXTENSIONS = {
+    "bfloat16": BFLOAT, "float8_e4m3fn": FLOAT8_E4M3FN, "float8_e5m2": FLOAT8_E5M2,
+}
+
+
+@cython.final
+cdef class DeviceArray:
+    """A C-contiguous array, not initialized, that DLPack hands out.
+
+    What was queued before on the legacy default stream comes first for whoever takes it.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    dtype : numpy.dtype
+        Of NumPy or ml_dtypes.
+    device : int
+    """
+
+    cdef readonly tuple shape
+    cdef readonly object dtype
+    cdef readonly int device
+    cdef object _memory
+    cdef DLDataType _dlpack_dtype
+    cdef int64_t[MAX_NDIM] _extents
+
+    def __init__(self, tuple shape, dtype, int device):
+        if len(shape) > MAX_NDIM:
+            raise ValueError(f"an array of a GPU has up to {MAX_NDIM} axes here, not {len(shape)}")
+        self.shape = shape
+        self.dtype = numpy.dtype(dtype)
+        self.device = device
+        self._dlpack_dtype = _dlpack_dtype_of(self.dtype)
+        # Some memory even for no elements: CUDA allocates none, and says null.
+        self._memory = DeviceMemory(max(1, math.prod(shape) * self.dtype.itemsize), device)
+        for axis, extent in enumerate(shape):
+            self._extents[<Py_ssize_t> axis] = extent
+
+    @property
+    def address(self):
+        """Where the first element lies, as a number."""
+        return self._memory.address
+
+    def __dlpack_device__(self):
+        return CUDA, self.device
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError("this array is handed out on its own device only")
+        if copy:
+            raise BufferError("this array is handed out without a copy only")
+        if stream != NO_STREAM:
+            self._order_before(LEGACY_STREAM if stream is None else stream)
+        return PyCapsule_New(_export(self), "dltensor", drop_capsule)
+
+    def _order_before(self, stream):
+        with DeviceGuard(self.device):
+            written = Stream.borrow(LEGACY_STREAM, self.device).record()
+            Stream.borrow(stream, self.device).wait(written)
+
+
+cdef DLDataType _dlpack_dtype_of(object dtype) except *:
+    return DLDataType(
+        CODES_OF_EXTENSIONS.get(dtype.name, CODES.get(dtype.kind)), dtype.itemsize * 8, 1)
+
+
+# The shape lies in the array, which its exports keep alive.
+cdef DLManagedTensor* _export(DeviceArray array) except NULL:
+    cdef DLManagedTensor* managed = <DLManagedTensor*> PyMem_Malloc(sizeof(DLManagedTensor))
+    if managed == NULL:
+        raise MemoryError
+    managed.tensor.data = <void*> <uintptr_t> array.address
+    managed.tensor.device = DLDevice(CUDA, array.device)
+    managed.tensor.ndim = <int32_t> len(array.shape)
+    managed.tensor.dtype = array._dlpack_dtype
+    managed.tensor.shape = array._extents
+    managed.tensor.strides = NULL
+    managed.tensor.byte_offset = 0
+    managed.manager_context = <void*> array
+    managed.deleter = delete_managed
+    Py_INCREF(array)
+    return managed

@@ -1,0 +1,87 @@
+# The CUDA runtime as a table of functions: csrc/abi/cudart.h and cudart_table.hpp,
+# which say why a table. `load_cudart` of cuda.pyx gives it.
+
+
+cdef extern from "abi/cudart.h" nogil:
+    ctypedef void* cudaStream_t
+    ctypedef void* cudaEvent_t
+
+    ctypedef enum cudaError_t:
+        cudaSuccess
+        cudaErrorMemoryAllocation
+        cudaErrorInsufficientDriver
+        cudaErrorNoDevice
+        cudaErrorNotReady
+
+    cudaStream_t cudaStreamLegacy
+    cudaStream_t cudaStreamPerThread
+
+    enum:
+        cudaStreamNonBlocking
+        cudaEventDisableTiming
+        cudaHostAllocDefault
+
+    enum cudaMemcpyKind:
+        cudaMemcpyDefault
+
+    enum cudaMemoryType:
+        cudaMemoryTypeUnregistered
+        cudaMemoryTypeHost
+        cudaMemoryTypeDevice
+        cudaMemoryTypeManaged
+
+    enum cudaStreamCaptureStatus:
+        cudaStreamCaptureStatusNone
+        cudaStreamCaptureStatusActive
+        cudaStreamCaptureStatusInvalidated
+
+    struct cudaPointerAttributes:
+        cudaMemoryType type
+        int device
+
+
+cdef extern from "abi/cudart_table.hpp" namespace "ferro" nogil:
+    cdef cppclass Cudart:
+        Cudart() noexcept
+
+        const char* cudaGetErrorName(cudaError_t error) noexcept
+        const char* cudaGetErrorString(cudaError_t error) noexcept
+        cudaError_t cudaGetLastError() noexcept
+        cudaError_t cudaRuntimeGetVersion(int* version) noexcept
+        cudaError_t cudaDriverGetVersion(int* version) noexcept
+
+        cudaError_t cudaGetDeviceCount(int* count) noexcept
+        cudaError_t cudaGetDevice(int* device) noexcept
+        cudaError_t cudaSetDevice(int device) noexcept
+        cudaError_t cudaDeviceGetPCIBusId(char* bus_id, int size, int device) noexcept
+
+        cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) noexcept
+        cudaError_t cudaStreamCreateWithPriority(
+            cudaStream_t* stream, unsigned int flags, int priority) noexcept
+        cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) noexcept
+        cudaError_t cudaStreamDestroy(cudaStream_t stream) noexcept
+        cudaError_t cudaStreamSynchronize(cudaStream_t stream) noexcept
+        cudaError_t cudaStreamQuery(cudaStream_t stream) noexcept
+        cudaError_t cudaStreamWaitEvent(
+            cudaStream_t stream, cudaEvent_t event, unsigned int flags) noexcept
+        cudaError_t cudaStreamIsCapturing(
+            cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept
+
+        cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) noexcept
+        cudaError_t cudaEventDestroy(cudaEvent_t event) noexcept
+        cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) noexcept
+        cudaError_t cudaEventQuery(cudaEvent_t event) noexcept
+        cudaError_t cudaEventSynchronize(cudaEvent_t event) noexcept
+        cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) noexcept
+
+        cudaError_t cudaMalloc(void** data, size_t nbytes) noexcept
+        cudaError_t cudaFree(void* data) noexcept
+        cudaError_t cudaHostAlloc(void** data, size_t nbytes, unsigned int flags) noexcept
+        cudaError_t cudaFreeHost(void* data) noexcept
+        cudaError_t cudaMemcpyAsync(
+            void* target, const void* source, size_t nbytes, cudaMemcpyKind kind,
+            cudaStream_t stream) noexcept
+        cudaError_t cudaMemsetAsync(
+            void* data, int value, size_t nbytes, cudaStream_t stream) noexcept
+        cudaError_t cudaPointerGetAttributes(
+            cudaPointerAttributes* attributes, const void* data) noexcept

@@ -1,0 +1,577 @@
+# A group over NCCL as Python sees it: the methods of a Backend, on one stream.
+#
+# nccl.pyx checks arguments and describes operations; csrc/nccl/lane.hpp orders streams.
+# Here results are allocated, and arrays stay referenced until the GPU is done with them.
+
+cimport cython
+from libc.stdint cimport uint64_t
+from libcpp.vector cimport vector
+
+from ferro_dist._native.buffer_view cimport BufferView, output_view_of, overlap, view_of
+from ferro_dist._native.cuda_stream cimport current_stream, known_stream, KnownStream, stream_handle
+from ferro_dist._native.libcudart cimport cudaStream_t
+from ferro_dist._native.libnccl cimport Op, Operation
+from ferro_dist._native.nccl cimport Communicator, Lane, on_done, open_lane, output_of
+
+from ferro_dist import arguments
+from ferro_dist._native.cuda_memory import DeviceMemory
+from ferro_dist._native.cuda_stream import Stream
+from ferro_dist.errors import DistributedError, InvalidArray, Timeout
+
+__all__ = ["NcclGroup", "NcclWork"]
+
+cdef object NO_TAG = 0  # the interpreter has but one
+# Arrays of at least this many bytes are let go as soon as anybody can tell that the GPU is
+# done with them; smaller ones, where asking costs more than it frees, when the watchdog has seen it.
+cdef size_t LARGE = 1 << 20
+# The watchdog ends the group when a call's time is up, and says why, a moment later.
+cdef double WATCHDOG_GRACE = 10  # seconds
+
+cdef extern from "Python.h":
+    int Py_AddPendingCall(int (*function)(void*), void* argument) noexcept nogil
+
+
+@cython.final
+@cython.freelist(64)
+cdef class NcclWork:
+    """A call on the group's stream; see ferro_dist.work.Work.
+
+    `wait` lets the caller's stream wait, and blocks the host only with a `timeout`.
+    """
+
+    cdef NcclGroup _group
+    cdef uint64_t _ticket
+    cdef BufferView _first      # keep the arrays alive, until the call is done
+    cdef BufferView _second
+    cdef object _others
+    cdef object _x
+    cdef object _written
+    cdef bint _is_new           # _written was allocated for x, and is delivered in x's library
+
+    def __init__(self):
+        raise TypeError("NcclWork is made by a call with async_op")
+
+    def wait(self, timeout=None):
+        """Make the stream on which the caller works now wait for the call.
+
+        With `timeout`, block the host for at most that many seconds until the call is done.
+        """
+        self._group._communicator.check_usable()
+        if timeout is not None:
+            self._group._synchronize(self._ticket, arguments.check_patience(timeout))
+            return
+        cdef vector[cudaStream_t] callers
+        _add_stream(&callers, self._first)
+        _add_stream(&callers, self._second)
+        for view in self._others or ():
+            _add_stream(&callers, view)
+        self._group._lane.hand_back(self._ticket, callers.data(), callers.size())
+
+    def is_completed(self):
+        if self._group._communicator._first_error is not None:
+            return True
+        return self._group._lane.is_done(self._ticket)
+
+    def result(self, timeout=None):
+        self.wait(timeout)
+        return self._group._deliver(self._x, self._written, self._is_new)
+
+
+@cython.final
+cdef class NcclGroup:
+    """One rank's side of a group of GPUs. Methods take the arguments of `Backend`'s, in its order.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        The group's own from now on: `close` closes it.
+    arrays : object
+        Has the functions contiguous, allocate, allocate_gathered, allocate_chunk,
+        allocate_rows and deliver of ferro_dist.interop.
+    stream : stream, optional
+        Where the group works; a stream of its own if not given.
+    """
+
+    cdef Communicator _communicator
+    cdef Lane _lane
+    cdef readonly int rank
+    cdef readonly int world_size
+    cdef object _arrays
+    cdef object _lender          # of a stream that is not the group's own
+    cdef list _in_flight         # work in the order of its tickets, until it is done
+    cdef object _scratch         # what barriers reduce
+    cdef bint _is_closed
+    cdef object __weakref__
+
+    def __init__(self, Communicator communicator not None, arrays, stream=None):
+        cdef cudaStream_t handle = NULL
+        if stream is not None:
+            handle = stream_handle(stream)
+        self._communicator = communicator
+        self.rank = communicator.rank
+        self.world_size = communicator.world_size
+        self._arrays = arrays
+        self._lender = stream
+        self._in_flight = []
+        self._lane = open_lane(communicator, handle)
+
+    @property
+    def communicator(self):
+        return self._communicator
+
+    @property
+    def timeout(self):
+        return self._communicator.timeout
+
+    @timeout.setter
+    def timeout(self, double seconds):
+        self._communicator.timeout = seconds
+
+    @property
+    def is_closed(self):
+        return self._is_closed
+
+    @property
+    def stream(self):
+        """The group's stream; borrowed, valid while the group is."""
+        return Stream.borrow(<size_t> self._lane.stream(), self._communicator.device)
+
+    @property
+    def num_in_flight(self):
+        """How many calls still hold their arrays."""
+        return len(self._in_flight)
+
+    def heed(self, alarm):
+        """End the group when another one of the same ranks, whose `alarm` this is, loses a rank."""
+        self._lane.heed(alarm)
+
+    def attend(self, int fd, members):
+        """Write down what this rank calls, for those ranks that share the memory behind `fd`.
+
+        Errors then name who has not made a call. Before the first call.
+
+        Parameters
+        ----------
+        fd : int
+            Of `attendance_nbytes` zeros; stays the caller's.
+        members : sequence of int
+            The ranks that share it, this one too, in the same order on all of them.
+        """
+        self._lane.attend(fd, members)
+
+    def synchronize(self, timeout=None):
+        """Block until all calls made so far are done."""
+        self._communicator.check_usable()
+        self._synchronize(self._lane.num_launched(), self._patience(timeout))
+
+    def leave(self):
+        """Wait for what is under way, and tell the others that no call will follow. Idempotent.
+
+        Those who share the attendance and wait for one get `ChannelClosed`.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._synchronize(self._lane.num_launched(), self._communicator.timeout)
+        except DistributedError:
+            pass  # then the communicator is aborted, which ends what is under way
+        except BaseException:
+            self._communicator.abort()  # Ctrl-C: whoever is impatient is not made to wait again
+            raise
+        finally:
+            self._lane.leave()
+
+    def close(self, timeout=None):
+        """Leave the group, and end this side of it. Idempotent.
+
+        In good health that takes until the other ranks close it too, at most `timeout` seconds,
+        by default the group's.
+        """
+        try:
+            self.leave()
+        finally:
+            self._communicator.close(timeout=timeout)
+            self._in_flight.clear()
+            _busy.discard(self)
+
+    def abort(self):
+        """Leave the group at once; what is under way ends. Idempotent."""
+        self._is_closed = True
+        self._communicator.abort()
+        self._lane.leave()
+
+    # ---- Collectives ----------------------------------------------------------
+
+    def allreduce(self, x, out, reduce_op, bint async_op, timeout, tag):
+        cdef BufferView src = self._input(x, "allreduce")
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate(x) if is_new else out
+        cdef BufferView dst = output_of(written, x, src)
+        cdef Operation o
+        self._communicator.describe_allreduce(&o, src, dst, reduce_op)
+        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+
+    def broadcast(self, x, out, root, bint async_op, timeout, tag):
+        cdef BufferView src = self._input(x, "broadcast")
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate(x) if is_new else out
+        cdef BufferView dst = output_of(written, x, src)
+        cdef Operation o
+        self._communicator.describe_broadcast(&o, src, dst, root)
+        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+
+    def reduce(self, x, out, reduce_op, root, bint async_op, timeout, tag):
+        cdef BufferView src = self._input(x, "reduce")
+        cdef bint is_root = self._communicator.root("reduce", root) == self.rank
+        cdef bint is_new = out is None and is_root
+        cdef object written = self._arrays.allocate(x) if is_new else out if is_root else None
+        cdef BufferView dst = None if written is None else output_of(written, x, src)
+        cdef Operation o
+        self._communicator.describe_reduce(&o, src, dst, root, reduce_op)
+        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+
+    def all_gather(self, x, out, bint async_op, timeout, tag):
+        cdef BufferView src = self._input(x, "all_gather")
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
+        cdef BufferView dst = output_of(written, x, src)
+        cdef Operation o
+        self._communicator.describe_all_gather(&o, src, dst)
+        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+
+    def reduce_scatter(self, x, out, reduce_op, bint async_op, timeout, tag):
+        cdef BufferView src = self._input(x, "reduce_scatter")
+        self._communicator.chunk("reduce_scatter", src)
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate_chunk(x, self.world_size) if is_new else out
+        cdef BufferView dst = output_of(written, x, src)
+        cdef Operation o
+        self._communicator.describe_reduce_scatter(&o, src, dst, reduce_op)
+        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+
+    def all_to_all(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):
+        if send_counts is not None or recv_counts is not None:
+            return self._all_to_all_uneven(x, out, send_counts, recv_counts, async_op, timeout, tag)
+        cdef BufferView src = self._input(x, "all_to_all")
+        self._communicator.chunk("all_to_all", src)
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate(x) if is_new else out
+        cdef BufferView dst = output_of(written, x, src)
+        cdef Operation o
+        if dst.data == src.data and dst.nbytes == src.nbytes and dst.dtype == src.dtype:
+            src = self._copy_of(src, x)
+        self._communicator.describe_all_to_all(&o, src, dst)
+        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+
+    def gather(self, x, out, root, bint async_op, timeout, tag):
+        cdef BufferView src = self._input(x, "gather")
+        cdef bint is_root = self._communicator.root("gather", root) == self.rank
+        cdef bint is_new = out is None and is_root
+        cdef object written = None
+        if is_root:
+            written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
+        cdef BufferView dst = None if written is None else output_of(written, x, src)
+        cdef Operation o
+        self._communicator.describe_gather(&o, src, dst, root)
+        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+
+    def scatter(self, x, out, root, bint async_op, timeout, tag):
+        cdef BufferView src = None
+        cdef bint is_new = False
+        cdef Operation o
+        if self._communicator.root("scatter", root) == self.rank:
+            if x is None:
+                arguments.raise_missing_array(
+                    "scatter", "x", "the root gives what is scattered", rank=self.rank)
+            src = self._input(x, "scatter")
+            self._communicator.chunk("scatter", src)
+            if out is None:
+                is_new = True
+                out = self._arrays.allocate_chunk(x, self.world_size)
+        elif out is None:
+            arguments.raise_missing_array(
+                "scatter", "out", "only the root knows the shape otherwise", rank=self.rank)
+        cdef BufferView dst = self._communicator.output(out, "scatter")
+        self._communicator.describe_scatter(&o, src, dst, root)
+        return self._launch(&o, dst, src, x, out, is_new, async_op, timeout, tag)
+
+    def barrier(self, bint async_op, timeout, tag):
+        """Wait for all ranks, and for all earlier calls of this group on the GPU."""
+        if self._scratch is None:
+            self._scratch = DeviceMemory(1, self._communicator.device)
+        cdef BufferView view = view_of(self._scratch)
+        cdef Operation o
+        cdef cudaStream_t own = self._lane.stream()
+        self._communicator.describe_allreduce(&o, view, view, 0)
+        cdef object work = self._launch_on(
+            &o, 1, &own, 1, view, None, None, None, None, False, True, timeout, tag)
+        if async_op:
+            return work
+        self._synchronize((<NcclWork> work)._ticket, self._seconds(timeout) + WATCHDOG_GRACE)
+        return None
+
+    # An all_to_all in which every rank sends and receives its own counts.
+    def _all_to_all_uneven(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):
+        cdef BufferView src = self._input(x, "all_to_all")
+        counts = arguments.uneven_counts(
+            send_counts, recv_counts, x_count=src.count, rank=self.rank, world_size=self.world_size)
+        cdef size_t expected = sum(counts.recv)
+        cdef bint is_new = out is None
+        cdef object written = self._arrays.allocate_rows(x, src.count, expected) if is_new else out
+        cdef BufferView dst = output_view_of(written)
+        self._communicator.check_output("all_to_all", src, dst, expected, NEVER_IN_PLACE)
+        cdef vector[Operation] operations
+        cdef const char* sent = <const char*> src.data
+        cdef char* received = <char*> dst.data
+        cdef int peer
+        for peer in range(self.world_size):
+            self._add_part(&operations, True, peer, src, <void*> sent, counts.send[peer])
+            self._add_part(&operations, False, peer, dst, received, counts.recv[peer])
+            sent += <size_t> counts.send[peer] * src.itemsize
+            received += <size_t> counts.recv[peer] * src.itemsize
+        return self._launch_all(operations, src, dst, None, x, written, is_new, async_op, timeout, tag)
+
+    # NCCL's all_to_all cannot work in place: the parts go through a copy.
+    cdef BufferView _copy_of(self, BufferView view, array):
+        if view.count == 0:
+            return view
+        self._communicator._check_device(view, "all_to_all")
+        return self._communicator.input(self._arrays.copy(array), "all_to_all")
+
+    cdef int _add_part(
+        self, vector[Operation]* operations, bint is_send, int peer, BufferView view, void* data,
+        size_t count,
+    ) except -1:
+        cdef Operation o
+        if count == 0:
+            return 0
+        o.op = Op.send if is_send else Op.recv
+        o.peer = peer
+        o.in_ = data
+        o.out = data
+        self._communicator.set_elements(&o, "all_to_all", view, count)
+        operations.push_back(o)
+        return 0
+
+    # ---- Messages -------------------------------------------------------------
+
+    def send(self, x, dst, bint async_op, timeout, tag):
+        cdef BufferView view = self._input(x, "send")
+        cdef Operation o
+        self._communicator.describe_send(&o, view, dst)
+        return self._launch(&o, view, None, None, None, False, async_op, timeout, tag)
+
+    def recv(self, out, src, bint async_op, timeout, tag):
+        cdef BufferView view = self._communicator.output(out, "recv")
+        cdef Operation o
+        self._communicator.describe_recv(&o, view, src)
+        return self._launch(&o, view, None, None, out, False, async_op, timeout, tag)
+
+    def sendrecv(self, x, out, dst, src, bint async_op, timeout, tag):
+        cdef BufferView sent = self._input(x, "sendrecv")
+        cdef BufferView received = self._communicator.output(out, "sendrecv")
+        cdef vector[Operation] operations
+        operations.resize(2)
+        self._communicator.describe_send(&operations[0], sent, dst)
+        self._communicator.describe_recv(&operations[1], received, src)
+        if overlap(sent, received):
+            raise InvalidArray("sendrecv: x and out overlap.", op="sendrecv", rank=self.rank)
+        return self._launch_all(operations, sent, received, None, None, out, False, async_op, timeout, tag)
+
+    def batch(self, ops, bint async_op, timeout, tag):
+        cdef vector[Operation] operations
+        cdef list views = []
+        self._describe_batch(&operations, views, ops)
+        return self._launch_all(operations, None, None, views, None, None, False, async_op, timeout, tag)
+
+    def check_batch(self, ops, timeout, tag):
+        """Raise what `batch` would raise for its arguments; launch nothing."""
+        cdef vector[Operation] operations
+        self._describe_batch(&operations, [], ops)
+        self._check_call(timeout, tag)
+
+    cdef int _describe_batch(self, vector[Operation]* operations, list views, ops) except -1:
+        cdef Operation o
+        cdef BufferView view
+        for op in ops:
+            if op.is_send:
+                view = self._input(op.array, "batch")
+                self._communicator.describe_send(&o, view, op.peer)
+            else:
+                view = self._communicator.output(op.array, "batch")
+                self._communicator.describe_recv(&o, view, op.peer)
+            operations.push_back(o)
+            views.append(view)
+        return 0
+
+    # ---- Calls ----------------------------------------------------------------
+
+    cdef BufferView _input(self, object array, str op):
+        cdef BufferView view = view_of(array)
+        if not view.is_contiguous:
+            view = view_of(self._arrays.contiguous(array))
+        self._communicator._check_device(view, op)
+        return view
+
+    # Arrays of two libraries may be worked on in two streams.
+    cdef object _launch(
+        self, Operation* o, BufferView first, BufferView second, object x, object written, bint is_new,
+        bint async_op, timeout, tag,
+    ):
+        cdef cudaStream_t[2] callers
+        cdef size_t num_callers = 1
+        cdef KnownStream known
+        known.array_type = NULL
+        callers[0] = known_stream(first, &known)
+        if second is not None and second is not first:
+            callers[1] = known_stream(second, &known)
+            num_callers += callers[1] != callers[0]
+        return self._launch_on(
+            o, 1, callers, num_callers, first, second, None, x, written, is_new, async_op, timeout, tag)
+
+    cdef object _launch_all(
+        self, vector[Operation]& operations, BufferView first, BufferView second, object others, object x,
+        object written, bint is_new, bint async_op, timeout, tag,
+    ):
+        cdef vector[cudaStream_t] callers
+        _add_stream(&callers, first)
+        _add_stream(&callers, second)
+        for view in others or ():
+            _add_stream(&callers, view)
+        return self._launch_on(
+            operations.data(), operations.size(), callers.data(), callers.size(), first, second, others, x,
+            written, is_new, async_op, timeout, tag)
+
+    cdef object _launch_on(
+        self, const Operation* operations, size_t count, const cudaStream_t* callers, size_t num_callers,
+        BufferView first, BufferView second, object others, object x, object written, bint is_new,
+        bint async_op, timeout, tag,
+    ):
+        cdef double seconds = self._check_call(timeout, tag)
+        cdef NcclWork work = NcclWork.__new__(NcclWork)
+        work._group = self
+        work._first = first
+        work._second = second
+        work._others = others
+        if count != 0:
+            work._ticket = self._lane.launch(
+                operations, count, callers, num_callers, async_op, seconds)
+            if work._ticket != 0:
+                self._hold(work)
+            if first is not None and first.nbytes >= LARGE:
+                self._lane.num_done()
+            self._let_go()
+        if not async_op:
+            return self._deliver(x, written, is_new)
+        work._x = x
+        work._written = written
+        work._is_new = is_new
+        return work
+
+    cdef inline double _check_call(self, timeout, tag) except? -1:
+        """Return the call's seconds."""
+        self._communicator.check_usable()
+        if tag is not NO_TAG:
+            arguments.check_tag(tag)
+        return self._seconds(timeout)
+
+    # Whatever makes an array go may run code of its library, or let other threads run, which
+    # call and let go themselves: first the list is made right, then arrays are forgotten.
+
+    cdef int _hold(self, NcclWork work) except -1:
+        """Keep the arrays of a call; of two threads, the later ticket may be the first here."""
+        cdef Py_ssize_t place = len(self._in_flight)
+        while place > 0 and (<NcclWork> self._in_flight[place - 1])._ticket > work._ticket:
+            place -= 1
+        self._in_flight.insert(place, work)
+        if len(self._in_flight) == 1:
+            _busy.add(self)
+        return 0
+
+    cdef int _let_go(self) except -1:
+        """Forget the arrays of calls that are known to be done, which are the oldest."""
+        cdef uint64_t num_done = self._lane.num_seen_done()
+        cdef Py_ssize_t finished = 0
+        while (finished < len(self._in_flight)
+               and (<NcclWork> self._in_flight[finished])._ticket <= num_done):
+            finished += 1
+        if finished == 0:
+            return 0
+        cdef list done = self._in_flight[:finished]
+        del self._in_flight[:finished]
+        if not self._in_flight:
+            _busy.discard(self)
+        cdef NcclWork work
+        for work in done:
+            # The work may live on with its user; its arrays need not.
+            work._second = None
+            work._others = None
+        return 0
+
+    cdef int _synchronize(self, uint64_t ticket, double seconds) except -1:
+        try:
+            self._lane.synchronize(ticket, seconds)
+        except Timeout as error:
+            if error.op is not None:  # of the call itself, which has ended the group
+                raise
+            raise Timeout(
+                f"The call is still under way after {seconds:g} s. It goes on; wait again.",
+                seconds=seconds, rank=self.rank) from None
+        return self._let_go()
+
+    cdef inline object _deliver(self, object x, object written, bint is_new):
+        return self._arrays.deliver(x, written) if is_new else written
+
+    cdef inline double _patience(self, timeout) except? -1:
+        return self._communicator.timeout + WATCHDOG_GRACE if timeout is None else self._seconds(timeout)
+
+    cdef inline double _seconds(self, timeout) except? -1:
+        if timeout is None:
+            return self._communicator.timeout
+        if type(timeout) is float and timeout > 0:
+            return timeout
+        return arguments.check_timeout(timeout)
+
+
+cdef Py_ssize_t NEVER_IN_PLACE = -0x7FFFFFFFFFFFFFFF
+
+
+cdef int _add_stream(vector[cudaStream_t]* streams, BufferView view) except -1:
+    """Add the stream on which the array's library works now, unless it is there."""
+    cdef cudaStream_t stream
+    cdef size_t i
+    if view is None:
+        return 0
+    stream = current_stream(view)
+    for i in range(streams.size()):
+        if streams[0][i] == stream:
+            return 0
+    streams.push_back(stream)
+    return 0
+
+
+# ---- Arrays of groups that make no more calls ------------------------------------------
+
+# Groups with work in flight. Held here, so that no collector takes a group that nobody
+# refers to any more together with arrays that the GPU still uses.
+cdef set _busy = set()
+
+
+cdef int _let_all_go(void* unused) noexcept with gil:
+    cdef NcclGroup group
+    for group in list(_busy):
+        group._let_go()
+    return 0
+
+
+cdef void _ask_for_letting_go() noexcept nogil:
+    """On the watchdog's thread, which has no interpreter: let the main thread do it soon.
+
+    That is, once it next takes the GIL: before Python 3.12 a thread that never lets go of it
+    does not hear of pending calls.
+    """
+    Py_AddPendingCall(_let_all_go, NULL)
+
+
+on_done(_ask_for_letting_go)

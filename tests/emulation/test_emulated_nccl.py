@@ -1,0 +1,727 @@
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from emulation.c_calls import (
+    ABORTED,
+    AVG,
+    DEFAULT,
+    DELAY_US,
+    DTYPES,
+    IN_PROGRESS,
+    INTERNAL,
+    INVALID_ARGUMENT,
+    INVALID_USAGE,
+    MAX,
+    MIN,
+    PROD,
+    REMOTE,
+    SUCCESS,
+    SUM,
+    SYSTEM,
+    Nccl,
+    NcclError,
+    SignalDescriptor,
+    end_of_child,
+    shared_id,
+    size,
+)
+
+from ferro_dist.testing import RankDeath, run_ranks
+
+COUNT = 37
+FLOAT32 = DTYPES[np.dtype("float32")]
+
+
+def run_emulated(world_size: int, body: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True, **options)
+
+
+def floats(numbers: list[Any]) -> np.ndarray[Any, Any]:
+    return np.array(numbers, np.float32)
+
+
+# Results
+
+
+def values(dtype: np.dtype[Any], rank: int, count: int) -> np.ndarray[Any, Any]:
+    """Small numbers of which sums and products are exact in every dtype."""
+    return ((np.arange(count) + rank) % 3 + (rank == 0)).astype(dtype)
+
+
+def expected(dtype: np.dtype[Any], op: int, world_size: int, count: int) -> np.ndarray[Any, Any]:
+    wide = np.float64 if dtype.kind not in "iu" else np.int64
+    inputs = np.stack([values(dtype, rank, count).astype(wide) for rank in range(world_size)])
+    if op == AVG and dtype.kind not in "iu":
+        share = np.float64(np.asarray(1 / world_size).astype(dtype))
+        scaled = (inputs * share).astype(dtype).astype(wide)
+        return np.asarray(scaled.sum(0).astype(dtype))
+    reductions: dict[int, Callable[[int], Any]] = {
+        SUM: inputs.sum,
+        PROD: inputs.prod,
+        MAX: inputs.max,
+        MIN: inputs.min,
+        AVG: lambda axis: inputs.sum(axis) // world_size,
+    }
+    return np.asarray(reductions[op](0)).astype(dtype)
+
+
+def try_every_reduction(rank: int, world_size: int, addr: str) -> list[str]:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    stream = nccl.gpu.stream()
+    wrong = []
+    with stream:
+        for dtype, number in DTYPES.items():
+            for op in (SUM, PROD, MAX, MIN, AVG):
+                whole = values(dtype, rank, COUNT * world_size)
+                want = expected(dtype, op, world_size, COUNT * world_size)
+                a = nccl.gpu.array(whole)
+                out = {
+                    "allreduce": nccl.gpu.empty(whole.shape, dtype),
+                    "reduce": nccl.gpu.empty(whole.shape, dtype),
+                    "reduce_scatter": nccl.gpu.empty(COUNT, dtype),
+                }
+                n = size(whole.size)
+                nccl.AllReduce(a, out["allreduce"], n, number, op, comm, stream)
+                nccl.Reduce(a, out["reduce"], n, number, op, world_size - 1, comm, stream)
+                nccl.ReduceScatter(a, out["reduce_scatter"], size(COUNT), number, op, comm, stream)
+                wanted = {
+                    "allreduce": want,
+                    "reduce": want if rank == world_size - 1 else None,
+                    "reduce_scatter": want[rank * COUNT : (rank + 1) * COUNT],
+                }
+                for name, result in wanted.items():
+                    got = out[name].numpy()
+                    if result is not None and not same(got, result, op):
+                        wrong.append(f"{name} {dtype} {op}: {got} instead of {result}")
+    nccl.CommDestroy(comm)
+    return wrong
+
+
+def same(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], op: int) -> bool:
+    if op != AVG or got.dtype.kind in "iu":
+        return got.tobytes() == want.tobytes()
+    # An average is rounded between steps: two units in the last place.
+    error = np.abs(got.astype(float) - want.astype(float))
+    return bool((error <= 2 * float(_epsilon(got.dtype)) * np.abs(want.astype(float))).all())
+
+
+def _epsilon(dtype: np.dtype[Any]) -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_reduction_of_every_dtype_matches_numpy(world_size: int) -> None:
+    assert run_emulated(world_size, try_every_reduction) == [[]] * world_size
+
+
+def try_every_movement(rank: int, world_size: int, addr: str) -> dict[str, list[float]]:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    stream = nccl.gpu.stream()
+    root = world_size - 1
+    n = size(2)
+    with stream:
+        pair = nccl.gpu.array(floats([rank, 10 * rank]))
+        row = nccl.gpu.array(np.arange(2 * world_size, dtype=np.float32) + 100 * rank)
+        outs = {
+            name: nccl.gpu.array(np.full(2 * world_size, -1, np.float32))
+            for name in ("all_gather", "gather", "all_to_all", "scatter", "broadcast")
+        }
+        nccl.AllGather(pair, outs["all_gather"], n, FLOAT32, comm, stream)
+        nccl.Gather(pair, outs["gather"], n, FLOAT32, root, comm, stream)
+        nccl.AlltoAll(row, outs["all_to_all"], n, FLOAT32, comm, stream)
+        nccl.Scatter(row, outs["scatter"], n, FLOAT32, root, comm, stream)
+        nccl.Broadcast(pair, outs["broadcast"], n, FLOAT32, root, comm, stream)
+        results = {name: out.numpy().tolist() for name, out in outs.items()}
+    nccl.CommDestroy(comm)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_movements_put_everything_in_its_place(world_size: int) -> None:
+    root = world_size - 1
+    pairs = [number for rank in range(world_size) for number in (rank, 10 * rank)]
+    rest = [-1] * (2 * world_size - 2)
+    for rank, results in enumerate(run_emulated(world_size, try_every_movement)):
+        at = [2 * rank, 2 * rank + 1]
+        assert results == {
+            "all_gather": pairs,
+            "gather": pairs if rank == root else [-1, -1, *rest],
+            "all_to_all": [100 * peer + i for peer in range(world_size) for i in at],
+            "scatter": [100 * root + i for i in at] + rest,
+            "broadcast": [root, 10 * root, *rest],
+        }
+
+
+def reduce_large_in_place(rank: int, world_size: int, addr: str) -> bool:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    a = nccl.gpu.array(np.full(1_000_003, rank + 1, np.float32))
+    nccl.AllReduce(a, a, size(a.size), FLOAT32, SUM, comm, DEFAULT)
+    is_right = bool((a.numpy() == 3).all())
+    nccl.CommDestroy(comm)
+    return is_right
+
+
+def test_arrays_larger_than_the_staging_buffers_are_reduced_in_place() -> None:
+    assert run_emulated(2, reduce_large_in_place) == [True, True]
+
+
+def premultiply(rank: int, world_size: int, addr: str) -> list[list[float]]:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    other = nccl.communicator(1, bytes(nccl.unique_id()), 0)
+    a = nccl.gpu.array(floats([1, 2, 3]))
+    results = []
+    for is_on_host in (1, 0):
+        scalar = floats([rank + 0.5])
+        on_device = nccl.gpu.array(scalar)
+        where = scalar.ctypes.data_as(ctypes.c_void_p) if is_on_host else on_device
+        op = ctypes.c_int()
+        nccl.RedOpCreatePreMulSum(ctypes.byref(op), where, FLOAT32, is_on_host, comm)
+        out = a.empty()
+        nccl.AllReduce(a, out, size(3), FLOAT32, op, comm, DEFAULT)
+        results.append(out.numpy().tolist())
+        with pytest.raises(NcclError, match="of this communicator"):
+            nccl.AllReduce(a, out, size(3), FLOAT32, op, other, DEFAULT)
+        nccl.RedOpDestroy(op, comm)
+    nccl.CommDestroy(other)
+    nccl.CommDestroy(comm)
+    return results
+
+
+def test_premultiplied_sums_belong_to_their_communicator() -> None:
+    for results in run_emulated(2, premultiply):
+        assert results == [[2, 4, 6], [2, 4, 6]]
+
+
+# Messages
+
+
+def exchange_grouped(rank: int, world_size: int, addr: str) -> list[list[float]]:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    outs = [nccl.gpu.empty(50_000) for _ in range(world_size)]
+    ins = [
+        nccl.gpu.array(np.full(50_000, 10 * rank + peer, np.float32)) for peer in range(world_size)
+    ]
+    nccl.GroupStart()
+    for peer in range(world_size):
+        nccl.Send(ins[peer], size(50_000), FLOAT32, peer, comm, DEFAULT)
+        nccl.Recv(outs[peer], size(50_000), FLOAT32, peer, comm, DEFAULT)
+    nccl.GroupEnd()
+    results = [np.unique(out.numpy()).tolist() for out in outs]
+    nccl.CommDestroy(comm)
+    return results
+
+
+def test_grouped_messages_progress_together() -> None:
+    for rank, results in enumerate(run_emulated(3, exchange_grouped)):
+        assert results == [[10 * peer + rank] for peer in range(3)]
+
+
+def send_before_receive(rank: int, world_size: int, addr: str) -> int:
+    """Both send first: neither is done, until they are aborted."""
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank, blocking=0)
+    nccl.settle(comm)
+    a, b = nccl.gpu.empty(1), nccl.gpu.empty(1)
+    stream = nccl.gpu.stream()
+    nccl.Send(a, size(1), FLOAT32, 1 - rank, comm, stream)
+    nccl.settle(comm)
+    nccl.Recv(b, size(1), FLOAT32, 1 - rank, comm, stream)
+    nccl.settle(comm)
+    threading.Event().wait(0.3)  # a deadlock is shown by nothing but time
+    status: int = nccl.gpu.cudart.cudaStreamQuery(ctypes.c_void_p(stream.handle))
+    nccl.CommAbort(comm)
+    stream.synchronize()
+    return status
+
+
+def test_ungrouped_sends_in_a_circle_deadlock() -> None:
+    assert run_emulated(2, send_before_receive) == [600, 600]
+
+
+# Mistakes
+
+
+def disagree(rank: int, world_size: int, addr: str, log: str) -> tuple[int, str]:
+    nccl = Nccl()
+    os.dup2(os.open(f"{log}.{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    a = nccl.gpu.array(np.zeros(8, np.float32))
+    nccl.AllReduce(a, a, size(8 - rank), FLOAT32, SUM, comm, DEFAULT)
+    nccl.gpu.synchronize()
+    state = nccl.state(comm)
+    nccl.CommAbort(comm)
+    with open(f"{log}.{rank}") as file:
+        return state, file.read()
+
+
+def test_ranks_that_disagree_are_told(tmp_path: Any) -> None:
+    for state, text in run_emulated(2, disagree, str(tmp_path / "log")):
+        assert state == INVALID_ARGUMENT
+        assert "ncclAllReduce of 8 elements of float32" in text
+        assert "ncclAllReduce of 7 elements of float32" in text
+
+
+def receive_less(rank: int, world_size: int, addr: str) -> int:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    a = nccl.gpu.empty(8)
+    if rank == 0:
+        nccl.Send(a, size(8), FLOAT32, 1, comm, DEFAULT)
+    else:
+        nccl.Recv(a, size(4), FLOAT32, 0, comm, DEFAULT)
+    nccl.gpu.synchronize()
+    state = nccl.state(comm)
+    nccl.CommAbort(comm)
+    return state
+
+
+def test_a_message_of_another_size_is_an_error_on_both_sides() -> None:
+    assert run_emulated(2, receive_less) == [INVALID_ARGUMENT] * 2
+
+
+def pass_nonsense(rank: int, world_size: int, addr: str) -> dict[str, int]:
+    nccl = Nccl()
+    comm = nccl.communicator(1, shared_id(addr), 0)
+    a, host = nccl.gpu.empty(8), np.zeros(8, np.float32)
+    freed = nccl.gpu.empty(8)
+    address = ctypes.c_void_p(freed.address)
+    del freed
+    host_pointer = host.ctypes.data_as(ctypes.c_void_p)
+
+    def status(*args: Any) -> int:
+        return nccl.result("AllReduce", *args, comm, DEFAULT)
+
+    return {
+        "too many": status(a, a, size(9), FLOAT32, SUM),
+        "host memory": status(host_pointer, a, size(8), FLOAT32, SUM),
+        "freed memory": status(address, a, size(8), FLOAT32, SUM),
+        "overlap": status(a[:4], a[1:5], size(4), FLOAT32, SUM),
+        "dtype": status(a, a, size(8), 12, SUM),
+        "operation": status(a, a, size(8), FLOAT32, 5),
+        "root": nccl.result("Broadcast", a, a, size(8), FLOAT32, 1, comm, DEFAULT),
+        "alone": nccl.result("Send", a, size(8), FLOAT32, 0, comm, DEFAULT),
+        "config": nccl.result(
+            "CommInitRankConfig",
+            ctypes.byref(ctypes.c_void_p()), 1, nccl.unique_id(), 0,
+            ctypes.byref(ctypes.create_string_buffer(256)),
+        ),
+    }  # fmt: skip
+
+
+def test_wrong_arguments_are_refused_before_anything_is_launched() -> None:
+    [found] = run_emulated(1, pass_nonsense)
+    assert found.pop("alone") == INVALID_USAGE
+    assert set(found.values()) == {INVALID_ARGUMENT}, found
+
+
+def poison_group(rank: int, world_size: int, addr: str) -> tuple[int, int, list[float]]:
+    nccl = Nccl()
+    comm = nccl.communicator(1, shared_id(addr), 0)
+    a, b = nccl.gpu.array(floats([1, 2])), nccl.gpu.array(floats([0, 0]))
+    nccl.GroupStart()
+    nccl.AllReduce(a, b, size(2), FLOAT32, SUM, comm, DEFAULT)
+    bad = nccl.result("AllReduce", a, b, size(3), FLOAT32, SUM, comm, DEFAULT)
+    end = nccl.result("GroupEnd")
+    return bad, end, b.numpy().tolist()
+
+
+def test_a_failed_call_in_a_group_launches_none_of_it() -> None:
+    assert run_emulated(1, poison_group) == [(INVALID_ARGUMENT, INVALID_ARGUMENT, [0, 0])]
+
+
+def misuse_communicators(rank: int, world_size: int, addr: str) -> dict[str, tuple[int, str]]:
+    def destroy_twice() -> None:
+        nccl = Nccl()
+        comm = nccl.communicator(1, shared_id(addr), 0)
+        nccl.CommDestroy(comm)
+        nccl.CommDestroy(comm)
+
+    def call_from_two_threads() -> None:
+        nccl = Nccl()
+        nccl.gpu.set_faults("point=finalize,act=slow,ms=10000")
+        comm = nccl.communicator(1, shared_id(addr), 0)
+        threading.Thread(target=nccl.CommFinalize, args=(comm,)).start()
+        nccl.await_state(comm, until=lambda state: state == IN_PROGRESS)
+        nccl.CommFinalize(comm)
+
+    def use_after_fork() -> None:
+        nccl = Nccl()
+        comm = nccl.communicator(1, shared_id(addr), 0)
+        ended_by, text = end_of_child(lambda: nccl.CommDestroy(comm))
+        os.write(2, text.encode())
+        os.kill(os.getpid(), ended_by)
+
+    return {
+        "destroy twice": end_of_child(destroy_twice),
+        "two threads": end_of_child(call_from_two_threads),
+        "fork": end_of_child(use_after_fork),
+    }
+
+
+def test_misuse_that_nccl_leaves_undefined_ends_the_process() -> None:
+    [found] = run_emulated(1, misuse_communicators)
+    assert {ended_by for ended_by, _ in found.values()} == {ABORTED}, found
+    assert "ncclCommDestroy on a communicator that was destroyed" in found["destroy twice"][1]
+    assert "while another thread is inside ncclCommFinalize" in found["two threads"][1]
+    assert "in a forked child" in found["fork"][1]
+
+
+def destroy_failed(rank: int, world_size: int, addr: str) -> tuple[int, int, list[float]]:
+    nccl = Nccl()
+    nccl.gpu.set_faults("point=allreduce,act=async_error")
+    comm = nccl.communicator(1, shared_id(addr), 0)
+    other = nccl.communicator(1, bytes(nccl.unique_id()), 0)
+    a, b = nccl.gpu.array(floats([1, 2])), nccl.gpu.array(floats([0, 0]))
+    nccl.AllReduce(a, a, size(2), FLOAT32, SUM, comm, DEFAULT)
+    nccl.gpu.synchronize()
+    destroyed = nccl.result("CommDestroy", comm)
+    later = nccl.result("AllReduce", a, b, size(2), FLOAT32, SUM, other, DEFAULT)
+    return destroyed, later, b.numpy().tolist()
+
+
+def test_destroying_a_failed_communicator_leaves_the_thread_in_a_group() -> None:
+    assert run_emulated(1, destroy_failed) == [(INTERNAL, SUCCESS, [0, 0])]
+
+
+def free_under_nccl(addr: str, blocking: int) -> None:
+    nccl = Nccl()
+    nccl.gpu.set_delay(DELAY_US)
+    comm = nccl.communicator(1, shared_id(addr), 0, blocking)
+    nccl.settle(comm)
+    stream = nccl.gpu.stream()
+    for is_early in (False, True):  # first as it should be: a process' first calls take long
+        a, b = nccl.gpu.empty(1000), nccl.gpu.empty(1000)
+        nccl.AllReduce(a, b, size(1000), FLOAT32, SUM, comm, stream)
+        nccl.settle(comm)
+        if not is_early:
+            stream.synchronize()
+        del a
+        stream.synchronize()
+
+
+def count_faults(rank: int, world_size: int, addr: str, blocking: int) -> list[tuple[int, str]]:
+    return [end_of_child(lambda: free_under_nccl(addr, blocking)) for _ in range(40)]
+
+
+@pytest.mark.parametrize("blocking", [0, 1])
+def test_a_buffer_freed_in_flight_faults_in_95_percent_of_runs(blocking: int) -> None:
+    [ends] = run_emulated(1, count_faults, blocking)
+    faults = [text for ended_by, text in ends if ended_by == ABORTED]
+    assert len(faults) >= 38, ends
+    assert all("ncclAllReduce, in stream 0x" in text for text in faults)
+
+
+# Communicators from communicators
+
+
+def split_and_reduce(rank: int, world_size: int, addr: str, blocking: int) -> Any:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank, blocking)
+    nccl.settle(comm)
+    child = ctypes.c_void_p()
+    color = -1 if rank == 3 else rank % 2
+    nccl.CommSplit(comm, color, -rank, ctypes.byref(child), None)
+    nccl.settle(comm)
+    result = None
+    if child:
+        nccl.settle(child)
+        a = nccl.gpu.array(floats([rank]))
+        nccl.AllReduce(a, a, size(1), FLOAT32, SUM, child, DEFAULT)
+        nccl.settle(child)
+        result = (nccl.ask("CommUserRank", child), nccl.ask("CommCount", child), a.numpy()[0])
+        nccl.CommDestroy(child)
+    nccl.CommDestroy(comm)
+    return result
+
+
+@pytest.mark.parametrize("blocking", [0, 1])
+def test_split_orders_by_key_and_leaves_out_who_has_no_color(blocking: int) -> None:
+    results = run_emulated(4, split_and_reduce, blocking)
+    assert results == [(1, 2, 2), (0, 1, 1), (0, 2, 2), None]
+
+
+def shrink_and_grow(rank: int, world_size: int, addr: str) -> list[float] | None:
+    nccl = Nccl()
+    sums = []
+
+    def reduce_over(comm: ctypes.c_void_p) -> None:
+        a = nccl.gpu.array(floats([rank + 1]))
+        nccl.AllReduce(a, a, size(1), FLOAT32, SUM, comm, DEFAULT)
+        sums.append(float(a.numpy()[0]))
+
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    reduce_over(comm)
+    smaller = ctypes.c_void_p()
+    if rank == 1:
+        nccl.CommAbort(comm)
+    else:
+        excluded = (ctypes.c_int * 1)(1)
+        nccl.CommShrink(comm, excluded, 1, ctypes.byref(smaller), None, 1)
+        reduce_over(smaller)
+    larger = ctypes.c_void_p()
+    new_id = ctypes.create_string_buffer(shared_id(addr[::-1]), 128)
+    if rank == 1:
+        nccl.CommGrow(None, 3, new_id, 2, ctypes.byref(larger), None)
+    else:
+        known = new_id if rank == 0 else None
+        nccl.CommGrow(smaller, 3, known, -1, ctypes.byref(larger), None)
+    reduce_over(larger)
+    nccl.CommDestroy(larger)
+    return sums
+
+
+def test_shrink_leaves_ranks_out_and_grow_takes_them_in() -> None:
+    assert run_emulated(3, shrink_and_grow) == [[6, 4, 6], [6, 6], [6, 4, 6]]
+
+
+def init_all(rank: int, world_size: int, addr: str) -> list[float]:
+    os.environ["FERRO_EMULATION_DEVICES"] = "2"
+    nccl = Nccl()
+    comms = (ctypes.c_void_p * 2)()
+    nccl.CommInitAll(comms, 2, None)
+    arrays = []
+    nccl.GroupStart()
+    for device, comm in enumerate(comms):
+        with nccl.gpu.device(device):
+            a = nccl.gpu.array(floats([device + 1]))
+            nccl.gpu.synchronize()
+        nccl.AllReduce(a, a, size(1), FLOAT32, SUM, ctypes.c_void_p(comm), DEFAULT)
+        arrays.append(a)
+    nccl.GroupEnd()
+    return [float(a.numpy()[0]) for a in arrays]
+
+
+def test_one_process_may_have_many_ranks() -> None:
+    # Not by emulate_gpu: the number of devices comes first.
+    assert run_ranks(1, init_all, backend="none") == [[3, 3]]
+
+
+def share_a_device(rank: int, world_size: int, addr: str) -> tuple[int, str]:
+    os.environ["FERRO_EMULATION_DEVICES"] = "2"
+    nccl = Nccl()
+    try:
+        nccl.communicator(world_size, shared_id(addr), rank)
+    except NcclError as error:
+        return error.code, str(error)
+    return SUCCESS, ""
+
+
+def test_two_ranks_on_one_of_several_devices_are_refused() -> None:
+    for code, text in run_ranks(2, share_a_device, backend="none"):
+        assert code == INVALID_USAGE
+        assert "Duplicate GPU detected" in text
+
+
+# States and faults
+
+
+def go_through_states(rank: int, world_size: int, addr: str) -> list[int]:
+    nccl = Nccl()
+    nccl.gpu.set_faults("point=init,act=slow;point=finalize,act=slow")
+    comm = nccl.communicator(world_size, shared_id(addr), rank, blocking=0)
+    seen = [nccl.state(comm), nccl.result("CommFinalize", comm), nccl.settle(comm)]
+    a = nccl.gpu.array(floats([1]))
+    seen += [nccl.AllReduce(a, a, size(1), FLOAT32, SUM, comm, DEFAULT), nccl.settle(comm)]
+    seen += [int(a.numpy()[0]), nccl.CommFinalize(comm), nccl.state(comm), nccl.settle(comm)]
+    return [*seen, nccl.CommDestroy(comm)]
+
+
+def test_a_nonblocking_communicator_goes_through_its_states() -> None:
+    states = [IN_PROGRESS, INVALID_ARGUMENT, SUCCESS, IN_PROGRESS, SUCCESS]
+    ending = [2, IN_PROGRESS, IN_PROGRESS, SUCCESS, SUCCESS]
+    assert run_emulated(2, go_through_states) == [states + ending] * 2
+
+
+def suffer(rank: int, world_size: int, addr: str, act: str) -> tuple[int, int]:
+    nccl = Nccl()
+    nccl.gpu.set_faults(f"rank=1,point=allreduce,hit=2,act={act}")
+    comm = nccl.communicator(world_size, shared_id(addr), rank, blocking=0)
+    nccl.settle(comm)
+    stream = nccl.gpu.stream()
+    a = nccl.gpu.array(floats([1]))
+    results = []
+    for turn in range(2):
+        results.append(nccl.result("AllReduce", a, a, size(1), FLOAT32, SUM, comm, stream))
+        nccl.settle(comm)
+        if turn == 0:
+            stream.synchronize()
+    if act == "async_error" or (rank == 1 and act == "remote_error"):
+        stream.synchronize()
+    state = nccl.settle(comm)
+    nccl.CommAbort(comm)
+    stream.synchronize()
+    return results[1], state
+
+
+@pytest.mark.parametrize(
+    ("act", "result", "state"),
+    [
+        ("remote_error", IN_PROGRESS, REMOTE),
+        ("async_error", IN_PROGRESS, INTERNAL),
+        ("system_error", SYSTEM, SUCCESS),
+        ("out_of_memory", 1, SUCCESS),
+        ("hang", IN_PROGRESS, SUCCESS),
+        ("slow", IN_PROGRESS, SUCCESS),
+    ],
+)
+def test_faults_come_on_demand(act: str, result: int, state: int) -> None:
+    assert run_emulated(2, suffer, act) == [(IN_PROGRESS, SUCCESS), (result, state)]
+
+
+def lose_a_peer(rank: int, world_size: int, addr: str, log: str) -> int:
+    os.environ["FERRO_EMULATION_PEER_DEATH"] = "remote_error"
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank, blocking=0)
+    nccl.settle(comm)
+    before = {name for name in os.listdir("/dev/shm") if "ferro" in name}
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    a = nccl.gpu.array(floats([1]))
+    nccl.AllReduce(a, a, size(1), FLOAT32, SUM, comm, DEFAULT)
+    state = nccl.await_state(comm, until=lambda state: state not in (SUCCESS, IN_PROGRESS))
+    nccl.CommAbort(comm)
+    assert not before
+    return state
+
+
+def test_a_killed_rank_leaves_nothing_and_is_noticed_if_asked_for() -> None:
+    before = set(os.listdir("/dev/shm"))
+    results = run_emulated(2, lose_a_peer, "", may_die=[1])
+    assert results == [REMOTE, RankDeath(-signal.SIGKILL)]
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "nccl" in name}
+
+
+def abort_in_progress(rank: int, world_size: int, addr: str) -> int:
+    nccl = Nccl()
+    comm = nccl.communicator(2, shared_id(addr), 0, blocking=0)  # rank 1 never comes
+    state = nccl.state(comm)
+    nccl.CommAbort(comm)
+    return state
+
+
+def test_abort_ends_an_initialization_that_waits() -> None:
+    assert run_emulated(1, abort_in_progress) == [IN_PROGRESS]
+
+
+# Windows, graphs
+
+
+def put_to_the_right(rank: int, world_size: int, addr: str) -> list[float]:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    memory, window = ctypes.c_void_p(), ctypes.c_void_p()
+    nccl.MemAlloc(ctypes.byref(memory), size(1 << 20))
+    nccl.CommWindowRegister(comm, memory, size(1 << 20), ctypes.byref(window), 1)
+    a = nccl.gpu.array(np.full(40_000, rank + 1, np.float32))
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    put, signal_0 = (a, size(a.size), FLOAT32, right, window), (0, 0, 0)
+    nccl.PutSignal(*put, size(16), *signal_0, comm, DEFAULT)
+    awaited = SignalDescriptor(1, left, 0, 0)
+    nccl.WaitSignal(1, ctypes.byref(awaited), comm, DEFAULT)
+    out = np.zeros(40_000, np.float32)
+    source = ctypes.c_void_p((memory.value or 0) + 16)
+    nccl.gpu.check(
+        nccl.gpu.cudart.cudaMemcpy(out.ctypes.data_as(ctypes.c_void_p), source, size(out.nbytes), 2)
+    )
+    too_far = nccl.result("PutSignal", *put, size((1 << 20) - 4), *signal_0, comm, DEFAULT)
+    nccl.CommWindowDeregister(comm, window)
+    nccl.MemFree(memory)
+    nccl.CommDestroy(comm)
+    return [*np.unique(out).tolist(), too_far]
+
+
+def test_puts_arrive_with_their_signal() -> None:
+    assert run_emulated(3, put_to_the_right) == [
+        [3, INVALID_ARGUMENT],
+        [1, INVALID_ARGUMENT],
+        [2, INVALID_ARGUMENT],
+    ]
+
+
+def replay_graph(rank: int, world_size: int, addr: str) -> list[float]:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    stream, other = nccl.gpu.stream(), nccl.gpu.stream()
+    a = nccl.gpu.array(floats([1]), stream=stream)
+    stream.synchronize()
+    with nccl.gpu.capture(stream) as graph:
+        nccl.gpu.order(stream, other)
+        nccl.AllReduce(a, a, size(1), FLOAT32, SUM, comm, other)
+        nccl.gpu.order(other, stream)
+    seen = [float(a.numpy()[0])]
+    for _ in range(2):
+        graph.launch(stream)
+        stream.synchronize()
+        seen.append(float(a.numpy()[0]))
+    graph.close()
+    nccl.CommDestroy(comm)  # would wait for the graph
+    return seen
+
+
+def test_collectives_are_captured_and_replayed() -> None:
+    assert run_emulated(2, replay_graph) == [[1, 2, 4]] * 2
+
+
+def share_streams(rank: int, world_size: int, addr: str) -> list[list[float]]:
+    """Calls in different streams of one communicator follow each other; a group joins them."""
+    nccl = Nccl()
+    nccl.gpu.set_delay(300)
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    streams = [nccl.gpu.stream() for _ in range(3)]
+    arrays = [nccl.gpu.array(floats([i]), stream=s) for i, s in enumerate(streams)]
+    for turn in range(4):
+        nccl.GroupStart()
+        for a, stream in zip(arrays, streams[turn % 3 :] + streams[: turn % 3], strict=True):
+            nccl.AllReduce(a, a, size(1), FLOAT32, SUM, comm, stream)
+        nccl.GroupEnd()
+    nccl.gpu.synchronize()
+    results = [a.numpy().tolist() for a in arrays]
+    nccl.CommDestroy(comm)
+    return results
+
+
+def test_a_group_orders_the_streams_that_it_uses() -> None:
+    assert run_emulated(2, share_streams) == [[[0], [16], [32]]] * 2
+
+
+def make_many(rank: int, world_size: int, addr: str) -> tuple[int, int]:
+    nccl = Nccl()
+
+    def make(turn: int) -> None:
+        where = shared_id(f"{addr}{turn:04}")
+        comm = nccl.communicator(world_size, where, rank)
+        a = nccl.gpu.array(floats([1]))
+        nccl.AllReduce(a, a, size(1), FLOAT32, SUM, comm, DEFAULT)
+        nccl.CommDestroy(comm)
+
+    def open_things() -> tuple[int, int]:
+        threads, mappings = len(os.listdir("/proc/self/task")), 0
+        with open("/proc/self/maps") as file:
+            mappings = sum("ferro-emulated-nccl" in line for line in file)
+        return threads + len(os.listdir("/proc/self/fd")), mappings
+
+    make(0)
+    before = open_things()
+    for turn in range(1, 100):
+        make(turn)
+    after = open_things()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def test_a_hundred_communicators_leave_nothing_open() -> None:
+    assert run_emulated(2, make_many) == [(0, 0), (0, 0)]

@@ -1,0 +1,180 @@
+"""How the compiled modules find libcudart and libnccl, and what older ones lack."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ferro_dist._native
+from ferro_dist._native.cuda_libraries import wheel_libraries
+
+ROOT = Path(__file__).parents[2]
+NATIVE = Path(ferro_dist._native.__path__[0])
+
+# A libnccl with what 2.21 has: no function declared weak. Sends and receives are counted.
+ANSWERS = {
+    "ncclGetVersion": "int ncclGetVersion(int* v) { *v = VERSION; return 0; }",
+    "ncclGetErrorString": 'const char* ncclGetErrorString(int r) { return "some error"; }',
+    "ncclGetLastError": 'const char* ncclGetLastError(void* c) { return ""; }',
+    "ncclCommInitRankConfig": """typedef struct { char internal[128]; } Id;
+        int ncclCommInitRankConfig(void** c, int n, Id id, int rank, void* config) {
+          *c = (void*)4096; return 0; }""",
+    "ncclCommGetAsyncError": "int ncclCommGetAsyncError(void* c, int* e) { *e = 0; return 0; }",
+    "ncclCommCount": "int ncclCommCount(void* c, int* n) { *n = 3; return 0; }",
+    "ncclCommUserRank": "int ncclCommUserRank(void* c, int* r) { *r = 0; return 0; }",
+    "ncclSend": "int sends; int ncclSend(void) { ++sends; return 0; }",
+    "ncclRecv": "int receives; int ncclRecv(void) { ++receives; return 0; }",
+}
+
+
+def build_old_nccl(folder: Path, version: int) -> None:
+    code = re.sub(r"//.*", "", (ROOT / "csrc" / "abi" / "nccl.h").read_text())
+    names = re.findall(r"^(?:ncclResult_t|const char\*) (\w+)\(", code, re.MULTILINE)
+    source = folder / "nccl.c"
+    stubs = [ANSWERS.get(name, f"int {name}(void) {{ return 0; }}") for name in names]
+    source.write_text(f"#define VERSION {version}\n" + "\n".join(stubs) + "\n")
+    target = folder / "libnccl.so.2"
+    command = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libnccl.so.2", "-o", str(target)]
+    subprocess.run([*command, str(source)], check=True, capture_output=True, timeout=60)
+
+
+def run(program: str, *folders: Path, expected: int = 0) -> str:
+    """Run a program with libraries of `folders` before all others; return what it printed."""
+    path = os.pathsep.join(map(str, folders))
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "LD_LIBRARY_PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == expected, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "soname", "folder"),
+    [
+        ("nccl", "libnccl.so.2", "nvidia/nccl/lib"),
+        ("cudart12", "libcudart.so.12", "nvidia/cuda_runtime/lib"),
+        ("cudart13", "libcudart.so.13", "nvidia/cu13/lib"),
+    ],
+)
+def test_modules_need_the_real_library_and_look_for_the_wheels(
+    module: str, soname: str, folder: str
+) -> None:
+    (path,) = NATIVE.glob(f"{module}.*.so")
+    ran = subprocess.run(["readelf", "-d", str(path)], capture_output=True, text=True, check=True)
+    assert f"Shared library: [{soname}]" in ran.stdout
+    assert f"Library runpath: [$ORIGIN/../../{folder}]" in ran.stdout
+    assert "(RPATH)" not in ran.stdout
+
+
+def test_only_the_modules_of_cuda_need_cuda() -> None:
+    linked = []
+    for path in NATIVE.glob("*.so"):
+        ran = subprocess.run(
+            ["readelf", "-d", str(path)], capture_output=True, text=True, check=True
+        )
+        if re.search(r"\[lib(nccl|cudart)", ran.stdout):
+            linked.append(path.name.partition(".")[0])
+    assert sorted(linked) == ["cudart12", "cudart13", "nccl"]
+
+
+def test_importing_the_package_loads_no_cuda() -> None:
+    program = (
+        "import ferro_dist, ferro_dist.backends.host\n"
+        "print('lib' + 'nccl' in open('/proc/self/maps').read(),\n"
+        "      'lib' + 'cudart' in open('/proc/self/maps').read())\n"
+    )
+    assert run(program).split() == ["False", "False"]
+
+
+def test_library_that_cannot_be_loaded_comes_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "libnccl.so.2").touch()
+    program = (
+        "from ferro_dist._native.cuda_libraries import load_nccl\n"
+        "from ferro_dist.errors import BackendUnavailable\n"
+        "try: load_nccl()\n"
+        "except BackendUnavailable as error: print(error)\n"
+    )
+    assert 'pip install "ferro_dist[cu12]"' in run(program, tmp_path)
+
+
+def test_library_that_is_too_old_is_refused(tmp_path: Path) -> None:
+    build_old_nccl(tmp_path, 22005)
+    program = (
+        "from ferro_dist._native.cuda_libraries import load_nccl\n"
+        "from ferro_dist.errors import BackendUnavailable\n"
+        "try: load_nccl()\n"
+        "except BackendUnavailable as error: print(error)\n"
+    )
+    printed = run(program, tmp_path)
+    assert "NCCL 2.20.5 is loaded" in printed
+    assert "2.21 is the oldest" in printed
+
+
+WITH_OLD_NCCL = """
+import ctypes
+from ferro_dist._native.cuda_libraries import load_nccl
+from ferro_dist.errors import BackendUnavailable
+from ferro_dist.testing import emulated_gpu
+emulated = ctypes.CDLL("{cudart}")
+nccl = load_nccl()
+communicator = nccl.Communicator.init_rank(3, nccl.get_unique_id(), 0, device=0)
+def refused(call, *args, **options):
+    try:
+        call(*args, **options)
+    except BackendUnavailable as error:
+        print(str(error).splitlines()[0])
+    else:
+        print("not refused")
+refused(communicator.grow, 4)
+refused(communicator.shrink, [1])
+refused(communicator.revoke)
+refused(communicator.suspend)
+refused(nccl.Communicator.init_rank, 2, [nccl.get_unique_id()] * 2, 0, device=0)
+refused(communicator.split, 0, 0, comm_name="new")
+refused(communicator.signal, 1, stream=1)
+library = ctypes.CDLL("libnccl.so.2")
+counts = [ctypes.c_int.in_dll(library, name) for name in ("sends", "receives")]
+float32, root, stream = nccl.dtype_to_nccl("float32"), 0, 1
+for call, where in (
+    (communicator.all_to_all_raw, [stream]),
+    (communicator.gather_raw, [root, stream]),
+    (communicator.scatter_raw, [root, stream]),
+):
+    call(4096, 8192, 4, float32, *where)
+    print(*[count.value for count in counts])
+"""
+
+
+def test_older_library_is_told_what_it_lacks_and_helped_with_the_rest(tmp_path: Path) -> None:
+    build_old_nccl(tmp_path, 22105)
+    emulation = NATIVE.parent / "_emulation"
+    program = WITH_OLD_NCCL.format(cudart=emulation / "libcudart.so.12")
+    printed = run(program, tmp_path).splitlines()
+    assert [re.search(r"came with NCCL ([\d.]+\d)", line)[1] for line in printed[:7]] == [  # type: ignore[index]
+        "2.29.2", "2.27", "2.28.7", "2.29.7", "2.23", "2.27", "2.29.2",
+    ]  # fmt: skip
+    # all_to_all: one to and from each; gather to oneself: one sent, three received; ...
+    assert printed[7:] == ["3 3", "4 6", "7 7"]
+
+
+@pytest.mark.skipif(
+    not any(wheel_libraries("libnccl.so.2")),
+    reason="no NCCL: pip install nvidia-nccl-cu12 or nvidia-nccl-cu13",
+)
+def test_real_nccl_answers_without_a_gpu() -> None:
+    program = (
+        "from ferro_dist._native.cuda_libraries import load_nccl\n"
+        "nccl = load_nccl()\n"
+        "print(nccl.get_version() >= (2, 21), len(bytes(nccl.get_unique_id())))\n"
+    )
+    assert run(program).split() == ["True", "128"]

@@ -1,0 +1,120 @@
+"""Streams, events and memory, over an emulated GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferro_dist.testing import emulated_gpu, run_ranks
+
+
+def alone(body: Any, *args: Any) -> Any:
+    return run_ranks(1, body, *args, emulate_gpu=True)[0]
+
+
+def copy_there_and_back(_: Any) -> list[Any]:
+    emulated_gpu()
+    from ferro_dist._native.cuda_memory import DeviceMemory, PinnedMemory, copy_async, fill_async
+    from ferro_dist._native.cuda_stream import Stream
+
+    stream = Stream()
+    device, pinned = DeviceMemory(8), PinnedMemory(8)
+    host = np.frombuffer(pinned, np.uint8)  # type: ignore[call-overload]
+    host[:] = range(8)
+    copy_async(device.address, pinned.address, 4, stream)
+    fill_async(device.address + 4, 9, 4, stream)
+    copy_async(pinned.address, device.address, 8, stream)
+    stream.synchronize()
+    device.close()
+    device.close()
+    stream.close()
+    stream.close()
+    result: list[Any] = host.tolist()
+    return result
+
+
+def test_copies_run_in_the_order_of_their_stream() -> None:
+    assert alone(copy_there_and_back) == [0, 1, 2, 3, 9, 9, 9, 9]
+
+
+def wait_for_an_event(_: Any) -> None:
+    gpu = emulated_gpu()
+    from ferro_dist._native.cuda_memory import DeviceMemory, fill_async
+    from ferro_dist._native.cuda_stream import Stream
+
+    gpu.set_delay(20_000)
+    first, second = Stream(), Stream()
+    memory = DeviceMemory(4)
+    fill_async(memory.address, 1, 4, first)
+    event = first.record()
+    second.wait(event)
+    fill_async(memory.address, 2, 4, second)
+    second.synchronize()
+    assert event.is_done()
+    assert first.is_done()
+    gpu.set_delay(0)
+
+
+def test_stream_that_waits_for_an_event_comes_after_it() -> None:
+    alone(wait_for_an_event)
+
+
+def accept_streams(_: Any) -> None:
+    emulated_gpu()
+    from ferro_dist._native.cuda_stream import Stream
+
+    class Torch:
+        cuda_stream = 0
+
+    class Protocol:
+        def __init__(self, handle: int) -> None:
+            self.handle = handle
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.handle
+
+    class CuPy:
+        def __init__(self, handle: int) -> None:
+            self.ptr = handle
+
+    own = Stream()
+    for stream in (own, own.handle, Protocol(own.handle), CuPy(own.handle)):
+        assert Stream.borrow(stream, 0).handle == own.handle
+    assert Stream.borrow(Torch(), 0).handle == 0
+    for wrong in (None, "0", True, 1.5, object()):
+        with pytest.raises(TypeError, match="stream must be"):
+            Stream.borrow(wrong, 0)
+
+
+def test_streams_of_all_libraries_are_accepted() -> None:
+    alone(accept_streams)
+
+
+def describe_addresses(_: Any) -> list[str]:
+    emulated_gpu()
+    from ferro_dist._native.cuda_memory import DeviceMemory, PinnedMemory, location_of
+
+    device, pinned, plain = DeviceMemory(8), PinnedMemory(8), np.zeros(8)
+    return [location_of(at)[0] for at in (device.address, pinned.address, plain.ctypes.data)]
+
+
+def test_location_of_an_address_is_known() -> None:
+    assert alone(describe_addresses) == ["device", "host", "unregistered"]
+
+
+def find_current_stream(_: Any) -> None:
+    gpu = emulated_gpu()
+    from ferro_dist._native.cuda_stream import current_stream_of_array
+
+    x = gpu.empty(4)
+    before = current_stream_of_array(x)
+    assert before == gpu.current_stream
+    with gpu.stream() as stream:
+        assert current_stream_of_array(x) == stream.__cuda_stream__()[1]
+    assert current_stream_of_array(x) == before
+
+
+def test_current_stream_is_that_of_the_arrays_library() -> None:
+    alone(find_current_stream)

@@ -1,0 +1,669 @@
+"""Communicators: their calls, groups and ends, over emulated GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from nccl_ranks import TIMEOUT_S, connect, ranked, values
+
+import ferro_dist as fd
+from ferro_dist._emulation.gpu import array_over
+from ferro_dist._native.cuda_libraries import load_nccl
+from ferro_dist.errors import (
+    ChannelClosed,
+    DistributedError,
+    InvalidArray,
+    InvalidRank,
+    LockPoisoned,
+    SelfSend,
+    SizeMismatch,
+    Timeout,
+    UnsupportedOp,
+)
+from ferro_dist.reduce_op import ReduceOp
+from ferro_dist.testing import emulated_gpu, run_ranks
+
+
+def ranks(world_size: int, body: Any, *args: Any) -> list[Any]:
+    return run_ranks(world_size, body, *args, emulate_gpu=True)
+
+
+# Collectives
+
+
+def call_every_collective(backend: Any) -> dict[str, list[Any]]:
+    gpu = emulated_gpu()
+    with_peer = 1 - backend.rank
+    communicator = connect(backend)
+    x = ranked(backend.rank)
+    out = {
+        name: gpu.empty(8) for name in ("allreduce", "broadcast", "reduce", "all_to_all", "recv")
+    }
+    out |= {name: gpu.empty(16) for name in ("all_gather", "gather")}
+    out |= {name: gpu.empty(4) for name in ("reduce_scatter", "scatter")}
+    communicator.allreduce(x, out["allreduce"])
+    communicator.broadcast(x, out["broadcast"], 1)
+    communicator.reduce(x, out["reduce"], 0, ReduceOp.MAX)
+    communicator.all_gather(x, out["all_gather"])
+    communicator.reduce_scatter(x, out["reduce_scatter"])
+    communicator.all_to_all(x, out["all_to_all"])
+    communicator.gather(x, out["gather"], 0)
+    communicator.scatter(x if backend.rank == 0 else None, out["scatter"], 0)
+    group = load_nccl().Group
+    with group():
+        communicator.send(x, with_peer)
+        communicator.recv(out["recv"], with_peer)
+    result = {name: values(array) for name, array in out.items()}
+    communicator.close()
+    return result
+
+
+def test_collectives_match_their_definition() -> None:
+    first, second = ranks(2, call_every_collective)
+    x = [np.arange(8.0), np.arange(8.0) + 1]
+    for result in (first, second):
+        assert result["allreduce"] == (x[0] + x[1]).tolist()
+        assert result["broadcast"] == x[1].tolist()
+        assert result["all_gather"] == np.concatenate(x).tolist()
+    assert first["reduce"] == np.maximum(*x).tolist()
+    assert first["gather"] == np.concatenate(x).tolist()
+    assert [first["reduce_scatter"], second["reduce_scatter"]] == (x[0] + x[1]).reshape(
+        2, 4
+    ).tolist()
+    assert [first["scatter"], second["scatter"]] == x[0].reshape(2, 4).tolist()
+    assert first["all_to_all"] == [*x[0][:4], *x[1][:4]]
+    assert second["all_to_all"] == [*x[0][4:], *x[1][4:]]
+    assert [first["recv"], second["recv"]] == [x[1].tolist(), x[0].tolist()]
+
+
+def sum_of_dtype(backend: Any, dtype: str) -> list[Any]:
+    communicator = connect(backend)
+    x = ranked(backend.rank, 4, dtype)
+    communicator.allreduce(x, x)
+    result = values(x)
+    communicator.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"],
+)
+def test_every_dtype_of_nccl_is_summed(dtype: str) -> None:
+    assert ranks(2, sum_of_dtype, dtype) == [[1, 3, 5, 7]] * 2
+
+
+def multiply_and_sum(backend: Any) -> list[Any]:
+    communicator = connect(backend)
+    x, out = ranked(backend.rank, 4), emulated_gpu().empty(4)
+    weighted = communicator.premul_sum(10.0**backend.rank, "float32")
+    communicator.allreduce(x, out, weighted)
+    result = values(out)
+    weighted.close()
+    communicator.close()
+    return result
+
+
+def test_premul_sum_weighs_each_rank() -> None:
+    assert ranks(2, multiply_and_sum) == [[10, 21, 32, 43]] * 2
+
+
+# Groups
+
+
+def raise_in_a_group(backend: Any) -> list[Any]:
+    communicator = connect(backend)
+    x = ranked(backend.rank)
+    with contextlib.suppress(KeyError), load_nccl().Group():
+        communicator.allreduce(x, x)
+        raise KeyError
+    untouched = values(x)
+    communicator.allreduce(x, x)  # both ranks still agree on what comes next
+    communicator.close()
+    return untouched
+
+
+def test_group_that_raises_launches_nothing() -> None:
+    assert ranks(2, raise_in_a_group) == [[*range(8)], [*range(1, 9)]]
+
+
+def reduce_coalesced(backend: Any) -> list[list[Any]]:
+    communicator = connect(backend)
+    arrays = [ranked(backend.rank + i, 2) for i in range(50)]
+    communicator.allreduce_coalesced(arrays, arrays)
+    result = [values(array) for array in arrays]
+    communicator.close()
+    return result
+
+
+def test_coalesced_arrays_are_each_reduced() -> None:
+    expected = [[2.0 * i + 1, 2.0 * i + 3] for i in range(50)]
+    assert ranks(2, reduce_coalesced) == [expected] * 2
+
+
+def coalesce_in_a_group(backend: Any) -> list[list[Any]]:
+    communicator = connect(backend)
+    group = load_nccl().Group
+    xs = [ranked(backend.rank, 2) for _ in range(3)]
+    with contextlib.suppress(SizeMismatch), group():
+        communicator.allreduce(xs[0], xs[0])
+        communicator.allreduce_coalesced(xs[1:], [xs[1], emulated_gpu().empty(3)])
+    untouched = [values(x) for x in xs]
+    with group():
+        communicator.allreduce(xs[0], xs[0])
+        communicator.allreduce_coalesced(xs[1:], xs[1:])
+        before = values(xs[1])  # written down, not launched
+    result = [*untouched, before, *(values(x) for x in xs)]
+    communicator.close()
+    return result
+
+
+def test_coalesced_arrays_may_be_part_of_a_group() -> None:
+    for rank, result in enumerate(ranks(2, coalesce_in_a_group)):
+        assert result == [[rank, rank + 1]] * 4 + [[1, 3]] * 3
+
+
+# Arguments
+
+
+def refuse_bad_arguments(backend: Any) -> None:
+    gpu = emulated_gpu()
+    communicator = connect(backend)
+    x = ranked(0)
+    strided = gpu.array(np.zeros((4, 4), np.float32))[:, 1]
+    with pytest.raises(UnsupportedOp, match="HybridBackend"):
+        communicator.allreduce(np.zeros(8, np.float32), x)
+    with pytest.raises(InvalidArray, match="not C-contiguous"):
+        communicator.allreduce(strided, strided)
+    with pytest.raises(InvalidArray, match="x is float32 and out is int32"):
+        communicator.allreduce(x, gpu.empty(8, "int32"))
+    with pytest.raises(SizeMismatch):
+        communicator.allreduce(x, gpu.empty(7))
+    with pytest.raises(InvalidArray, match="overlap"):
+        communicator.allreduce(x[:4], x[2:6])
+    with pytest.raises(UnsupportedOp, match="mean of integers"):
+        communicator.allreduce(gpu.empty(4, "int32"), gpu.empty(4, "int32"), ReduceOp.MEAN)
+    with pytest.raises(UnsupportedOp, match="int16"):
+        communicator.allreduce(gpu.empty(4, "int16"), gpu.empty(4, "int16"))
+    with pytest.raises(InvalidRank):
+        communicator.broadcast(x, x, 2)
+    with pytest.raises(SelfSend):
+        communicator.send(x, backend.rank)
+    communicator.allreduce(x, x)  # nothing of it harmed the communicator
+    communicator.close()
+
+
+def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
+    ranks(2, refuse_bad_arguments)
+
+
+def refuse_unknown_options(backend: Any) -> None:
+    emulated_gpu()
+    nccl = load_nccl()
+    with pytest.raises(TypeError, match="max_ctas"):
+        nccl.Communicator.init_rank(1, nccl.get_unique_id(), 0, device=0, maximum=3)
+    with pytest.raises(InvalidRank):
+        nccl.Communicator.init_rank(2, nccl.get_unique_id(), 2, device=0)
+
+
+def test_unknown_options_and_ranks_are_refused() -> None:
+    ranks(1, refuse_unknown_options)
+
+
+def compare_unique_ids(backend: Any) -> None:
+    emulated_gpu()
+    nccl = load_nccl()
+    one, other = nccl.get_unique_id(), nccl.get_unique_id()
+    assert one == nccl.UniqueId(bytes(one)) == pickle.loads(pickle.dumps(one))
+    assert hash(one) == hash(nccl.UniqueId(bytes(one)))
+    assert one != other
+    assert len(bytes(one)) == 128
+    with pytest.raises(ValueError, match="128 bytes"):
+        nccl.UniqueId(b"short")
+    with pytest.raises(TypeError, match="made of 128 bytes, not of 128"):
+        nccl.UniqueId(128)  # bytes(128) would be so many zeros
+
+
+def test_unique_ids_are_values() -> None:
+    ranks(1, compare_unique_ids)
+
+
+# More communicators
+
+
+def split_in_two(backend: Any) -> tuple[int, int] | None:
+    communicator = connect(backend, comm_name="parent", max_ctas=4)
+    part = communicator.split(None if backend.rank == 2 else 0, -backend.rank)
+    place = None if part is None else (part.rank, part.world_size)
+    if part is not None:
+        part.close()
+    communicator.close()
+    return place
+
+
+def test_split_orders_ranks_by_key_and_leaves_out_those_without_color() -> None:
+    assert ranks(3, split_in_two) == [(1, 2), (0, 2), None]
+
+
+def shrink_by_one(backend: Any) -> list[Any] | None:
+    communicator = connect(backend)
+    if backend.rank == 1:
+        communicator.close()
+        return None
+    smaller = communicator.shrink([1])
+    x = ranked(smaller.rank, 2)
+    smaller.allreduce(x, x)
+    result = values(x)
+    smaller.close()
+    communicator.close()
+    return [smaller.rank, smaller.world_size, result]
+
+
+def test_shrunk_communicator_works_without_the_excluded() -> None:
+    assert ranks(3, shrink_by_one) == [[0, 2, [1, 3]], None, [1, 2, [1, 3]]]
+
+
+# Ends
+
+
+def use_after_the_end(backend: Any) -> None:
+    closed, aborted = connect(backend), connect(backend)
+    closed.close()
+    closed.close()
+    assert closed.is_closed
+    aborted.abort()
+    aborted.abort()
+    x = ranked(0)
+    with pytest.raises(ChannelClosed, match="closed"):
+        closed.allreduce(x, x)
+    with pytest.raises(ChannelClosed, match="aborted"):
+        aborted.allreduce(x, x)
+
+
+def test_end_is_idempotent_and_refuses_later_calls() -> None:
+    ranks(2, use_after_the_end)
+
+
+def abort_while_another_thread_waits(backend: Any) -> str:
+    emulated_gpu()
+    nccl = load_nccl()
+    communicator = connect(backend)
+    if backend.rank == 1:
+        backend.barrier(False, None, 0)  # never splits: the other rank waits for us
+        communicator.abort()
+        return ""
+    raised: list[BaseException] = []
+
+    def split() -> None:
+        try:
+            communicator.split(0, 0)
+        except DistributedError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=split)
+    thread.start()
+    backend.barrier(False, None, 0)
+    communicator.abort()
+    thread.join(TIMEOUT_S / 2)
+    assert not thread.is_alive()
+    del nccl
+    return type(raised[0]).__name__
+
+
+def test_abort_frees_a_thread_that_waits_in_a_call() -> None:
+    assert ranks(2, abort_while_another_thread_waits)[0] == "ChannelClosed"
+
+
+def wait_for_nobody(backend: Any) -> None:
+    emulated_gpu()
+    nccl = load_nccl()
+    if backend.rank == 0:
+        with pytest.raises(Timeout, match="was not done after"):
+            nccl.Communicator.init_rank(2, nccl.get_unique_id(), 0, device=0, timeout=0.2)
+
+
+def test_init_without_the_others_times_out() -> None:
+    ranks(2, wait_for_nobody)
+
+
+def fork_and_call(backend: Any) -> int:
+    communicator = connect(backend)
+    x = ranked(0)
+    child = os.fork()
+    if child == 0:
+        try:
+            communicator.allreduce(x, x)
+        except LockPoisoned:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    communicator.allreduce(x, x)
+    communicator.close()
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_forked_child_is_refused_and_the_parent_goes_on() -> None:
+    assert ranks(2, fork_and_call) == [7, 7]
+
+
+def leave_it_open(backend: Any) -> None:
+    communicator = connect(backend)
+    x = ranked(0)
+    communicator.allreduce(x, x)
+    globals()["left_open"] = communicator
+
+
+def test_interpreter_exits_with_a_communicator_open() -> None:
+    ranks(2, leave_it_open)
+
+
+def drop_without_closing(backend: Any) -> None:
+    for _ in range(20):
+        connect(backend)
+
+
+def test_dropped_communicators_are_ended_by_the_reaper() -> None:
+    ranks(2, drop_without_closing)
+
+
+def hang_in_the_end(backend: Any) -> tuple[bool, bool]:
+    """One communicator's destruction and another's deregistration never return."""
+    gpu = emulated_gpu()
+    destroyed, registering, healthy = (connect(backend) for _ in range(3))
+    registration = registering.register(ranked(0))
+    gpu.set_faults("point=destroy,act=stuck;point=deregister,act=stuck")
+    try:
+        del registration  # the reaper gives it back
+        thread = threading.Thread(target=destroyed.close)
+        thread.start()
+        # The one that hangs in deregistering has the device's lock: the end of the healthy one
+        # waits for its time, then aborts.
+        healthy.close(timeout=0.2)
+        ended = healthy.is_closed, destroyed.is_closed
+    finally:
+        gpu.set_faults("")
+    thread.join(TIMEOUT_S)
+    registering.close()
+    return ended
+
+
+def test_a_communicator_that_hangs_in_its_end_holds_up_no_other() -> None:
+    assert ranks(1, hang_in_the_end) == [(True, False)]
+
+
+def forget_a_group(backend: Any) -> None:
+    communicator = connect(backend)
+    x = ranked(0)
+    group = load_nccl().Group()
+    group.__enter__()
+    address = id(group)
+    del group
+    gc.collect()
+    others = [load_nccl().Group() for _ in range(100)]
+    assert address not in map(id, others)  # its memory is still its own
+    communicator.allreduce(x, x)
+
+
+def test_a_group_that_is_open_is_kept_by_its_thread() -> None:
+    ranks(1, forget_a_group)
+
+
+def end_twice(backend: Any) -> None:
+    emulated_gpu()
+    group = load_nccl().Group()
+    with group, pytest.raises(RuntimeError, match="open already"):
+        group.__enter__()
+    with pytest.raises(RuntimeError, match="not open"):
+        group.__exit__(None, None, None)
+
+
+def test_a_group_is_open_once() -> None:
+    ranks(1, end_twice)
+
+
+def ask_while_locked(backend: Any) -> str:
+    """Another thread hangs inside NCCL with the device's lock, and needs the GIL to go on."""
+    gpu = emulated_gpu()
+    nccl = load_nccl()
+    communicator, other = connect(backend), connect(backend)
+    gpu.set_faults("point=mem_alloc,act=stuck")
+    thread = threading.Thread(target=nccl.NcclMemory, args=(64,))
+    thread.start()
+    while not other_thread_is_in_nccl(communicator):
+        os.sched_yield()
+    text: str = communicator.last_error()
+    gpu.set_faults("")
+    thread.join(TIMEOUT_S)
+    communicator.close()
+    other.close()
+    return text
+
+
+def other_thread_is_in_nccl(communicator: Any) -> bool:
+    """Whether a call of the device has to wait, which registering a buffer does not otherwise."""
+    try:
+        communicator.register(ranked(0), timeout=0.01).close(timeout=0.01)
+    except Timeout:
+        return True
+    return False
+
+
+def test_the_last_error_is_told_while_another_thread_hangs() -> None:
+    assert ranks(1, ask_while_locked) == [""]
+
+
+def make_blocking_children(backend: Any) -> list[bool]:
+    parent = connect(backend)
+    child = parent.split(0, 0, blocking=True)
+    assert child is not None
+    grandchild = child.split(0, 0)
+    assert grandchild is not None
+    smaller = child.shrink([1]) if backend.rank == 0 else None
+    made = [parent.is_blocking, child.is_blocking, grandchild.is_blocking]
+    for each in (smaller, grandchild, child, parent):
+        if each is not None:
+            each.close()
+    return made
+
+
+def test_children_block_as_their_own_options_say() -> None:
+    assert ranks(2, make_blocking_children) == [[False, True, False]] * 2
+
+
+def raise_in_calls(backend: Any) -> list[int | None]:
+    gpu = emulated_gpu()
+    nccl = load_nccl()
+    communicator = connect(backend)
+    backend.barrier(False, None, 0)
+    gpu.set_faults("point=allreduce,act=system_error")
+    x = ranked(0)
+    raised: list[int | None] = []
+    with pytest.raises(DistributedError) as told:
+        communicator.allreduce(x, x)
+    raised.append(told.value.rank)
+    communicator.abort()
+    for call in (communicator.async_error, lambda: communicator.split(0, 0), communicator.suspend):
+        with pytest.raises(DistributedError) as told:
+            call()
+        raised.append(told.value.rank)
+    if backend.rank == 1:
+        with pytest.raises(Timeout) as told:
+            nccl.Communicator.init_rank(2, nccl.get_unique_id(), 1, device=0, timeout=0.1)
+        raised.append(told.value.rank)
+    return raised
+
+
+def test_errors_name_the_rank_that_raises() -> None:
+    assert ranks(2, raise_in_calls) == [[0] * 4, [1] * 5]
+
+
+# What newer versions have
+
+
+def sum_over(communicator: Any) -> float:
+    x = emulated_gpu().array(np.ones(1, np.float32))
+    communicator.allreduce(x, x)
+    return values(x)[0]
+
+
+def grow_by_one(backend: Any) -> tuple[int, int, float]:
+    """Ranks 0 and 1 are there, and rank 2 joins."""
+    emulated_gpu()
+    nccl = load_nccl()
+    pair = backend.split([0, 1])
+    grown = None
+    mine = np.zeros(128, np.uint8)
+    if pair is not None:
+        small = connect(pair)
+        if backend.rank == 0:
+            mine[:] = np.frombuffer(bytes(small.unique_id()), np.uint8)
+    shared = nccl.UniqueId(bytes(fd.broadcast(mine, backend, root=0)))
+    if pair is not None:
+        grown = small.grow(3, shared if backend.rank == 0 else None, max_ctas=2)
+        assert sum_over(small) == 2  # the parent goes on
+        small.close()
+    else:
+        grown = nccl.Communicator.join(3, shared, 2, device=0, timeout=TIMEOUT_S)
+    outcome = grown.rank, grown.world_size, sum_over(grown)
+    grown.close()
+    return outcome
+
+
+def test_a_communicator_grows_by_ranks_that_join() -> None:
+    assert ranks(3, grow_by_one) == [(rank, 3, 3.0) for rank in range(3)]
+
+
+def connect_by_several_ids(backend: Any) -> float:
+    emulated_gpu()
+    nccl = load_nccl()
+    mine = np.frombuffer(bytes(nccl.get_unique_id()), np.uint8)
+    # Of two ranks out of three, as programs with thousands have some roots.
+    ids = [nccl.UniqueId(bytes(fd.broadcast(mine, backend, root=root))) for root in (0, 2)]
+    with pytest.raises(ValueError, match="empty"):
+        nccl.Communicator.init_rank(3, [], backend.rank, device=0)
+    communicator = nccl.Communicator.init_rank(3, ids, backend.rank, device=0, timeout=TIMEOUT_S)
+    total = sum_over(communicator)
+    communicator.close()
+    return total
+
+
+def test_several_unique_ids_make_one_communicator() -> None:
+    assert ranks(3, connect_by_several_ids) == [3.0] * 3
+
+
+def revoke_what_hangs(backend: Any) -> float:
+    """Rank 1 never calls; the others stop waiting, and go on without it."""
+    gpu = emulated_gpu()
+    communicator = connect(backend)
+    if backend.rank == 1:
+        backend.barrier(False, None, 0)
+        communicator.abort()
+        return 0
+    stream = gpu.stream()
+    with stream:
+        x = ranked(0)
+        communicator.allreduce(x, x)
+        communicator.revoke()
+        stream.synchronize()  # what was under way has ended
+    with pytest.raises(DistributedError):
+        communicator.allreduce(x, x)
+    smaller = communicator.shrink([1])
+    total = sum_over(smaller)
+    smaller.close()
+    communicator.close()
+    backend.barrier(False, None, 0)
+    return total
+
+
+def test_revoke_stops_what_hangs_and_shrink_follows() -> None:
+    assert ranks(3, revoke_what_hangs) == [2.0, 0, 2.0]
+
+
+def suspend_and_resume(backend: Any) -> float:
+    communicator = connect(backend)
+    before = communicator.memory_statistics()
+    assert before["total"] == before["persistent"] + before["suspendable"]
+    assert not before["is_suspended"]
+    communicator.suspend()
+    assert communicator.memory_statistics()["is_suspended"]
+    x = ranked(0)
+    with pytest.raises(DistributedError, match="suspend"):
+        communicator.allreduce(x, x)
+    communicator.resume()
+    assert not communicator.memory_statistics()["is_suspended"]
+    total = sum_over(communicator)
+    communicator.close()
+    return total
+
+
+def test_a_suspended_communicator_works_once_it_is_resumed() -> None:
+    assert ranks(2, suspend_and_resume) == [2.0] * 2
+
+
+def put_into_the_next_rank(backend: Any) -> list[list[float]]:
+    gpu = emulated_gpu(delay_us=300)
+    nccl = load_nccl()
+    communicator = connect(backend)
+    right, left = (backend.rank + 1) % 3, (backend.rank - 1) % 3
+    memory = nccl.NcclMemory(1 << 16)
+    window = communicator.register_window(memory)
+    stream = gpu.stream()
+    with stream:
+        x = ranked(backend.rank, 4)
+        communicator.put(x, right, window, 64)
+        communicator.wait_signal(left, stream=stream)
+        received = values(array_over(memory, (20,), np.dtype("float32"))[16:])
+        # A signal alone: the left one's second put is there once the right one said so.
+        communicator.put(x, right, window, 0)
+        communicator.signal(left, signal=1, stream=stream)
+        communicator.wait_signal(left, stream=stream)
+        communicator.wait_signal(right, signal=1, stream=stream)
+        second = values(array_over(memory, (4,), np.dtype("float32")))
+    other = communicator.split(0, 0)
+    assert other is not None
+    with pytest.raises(UnsupportedOp, match="another communicator's"):
+        other.put(x, right, window)
+    other.close()
+    window.close()
+    window.close()
+    with pytest.raises(ValueError, match="closed"):
+        communicator.put(x, right, window)
+    memory.close()
+    communicator.close()
+    return [received, second]
+
+
+def test_puts_and_signals_arrive_in_windows() -> None:
+    for rank, received in enumerate(ranks(3, put_into_the_next_rank)):
+        assert received == [[float(i + (rank - 1) % 3) for i in range(4)]] * 2
+
+
+def reduce_in_windows(backend: Any) -> list[float]:
+    """Memory registered in both ways stays usable, and is given back in any order."""
+    emulated_gpu()
+    nccl = load_nccl()
+    communicator = connect(backend)
+    memory = nccl.NcclMemory(1 << 12)
+    x = array_over(memory, (4,), np.dtype("float32"))
+    emulated_gpu().write(x, np.arange(4) + backend.rank)
+    window = communicator.register_window(x, symmetric=False)
+    registration = communicator.register(x)
+    communicator.allreduce(x, x)
+    result = values(x)
+    registration.close()
+    registration.close()
+    window.close()
+    communicator.close()
+    return result
+
+
+def test_registered_memory_is_reduced() -> None:
+    assert ranks(2, reduce_in_windows) == [[1, 3, 5, 7]] * 2
