@@ -1,4 +1,4 @@
-"""Collectives for Python arrays: shared memory inside a host, TCP between hosts, or MPI.
+"""Collectives for Python arrays: shared memory inside a host, TCP between hosts, NCCL, or MPI.
 
 The names below are loaded when they are first used: `ferrorun`, which uses none
 of them, starts in a third of the time.
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend as Backend
     from ferro_dist.backends.host import HostBackend as HostBackend
     from ferro_dist.backends.host import TcpBackend as TcpBackend
+    from ferro_dist.backends.hybrid import HybridBackend as HybridBackend
     from ferro_dist.backends.mpi import MpiBackend as MpiBackend
+    from ferro_dist.backends.nccl import NcclBackend as NcclBackend
+    from ferro_dist.backends.nccl import dtype_to_nccl as dtype_to_nccl
+    from ferro_dist.backends.nccl import get_unique_id as get_unique_id
+    from ferro_dist.backends.nccl import is_nccl_available as is_nccl_available
+    from ferro_dist.backends.nccl import reduce_op_to_nccl as reduce_op_to_nccl
     from ferro_dist.backends.simulated import SimulatedBackend as SimulatedBackend
     from ferro_dist.collective import all_gather as all_gather
     from ferro_dist.collective import all_to_all as all_to_all
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
     from ferro_dist.errors import ChannelClosed as ChannelClosed
     from ferro_dist.errors import CollectiveMismatch as CollectiveMismatch
     from ferro_dist.errors import DistributedError as DistributedError
+    from ferro_dist.errors import GpuFallbackWarning as GpuFallbackWarning
     from ferro_dist.errors import InvalidArray as InvalidArray
     from ferro_dist.errors import InvalidRank as InvalidRank
     from ferro_dist.errors import InvalidWorldSize as InvalidWorldSize
@@ -43,8 +50,20 @@ if TYPE_CHECKING:
     from ferro_dist.errors import SizeMismatch as SizeMismatch
     from ferro_dist.errors import Timeout as Timeout
     from ferro_dist.errors import UnsupportedOp as UnsupportedOp
+    from ferro_dist.gpu_collective import gpu_allreduce as gpu_allreduce
+    from ferro_dist.gpu_collective import gpu_broadcast as gpu_broadcast
     from ferro_dist.group import init as init
+    from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from ferro_dist.integrations.torch_sync_batch_norm import (
+        convert_sync_batchnorm as convert_sync_batchnorm,
+    )
     from ferro_dist.parallel.ddp import DDP as DDP
+    from ferro_dist.parallel.outcome import StageFailed as StageFailed
+    from ferro_dist.parallel.pipeline import Pipeline as Pipeline
+    from ferro_dist.parallel.power_sgd import PowerSGD as PowerSGD
+    from ferro_dist.parallel.rank_grid import RankGrid as RankGrid
+    from ferro_dist.parallel.schedules import PipelineSchedule as PipelineSchedule
+    from ferro_dist.parallel.split_sequential import split_sequential as split_sequential
     from ferro_dist.point_to_point import P2POp as P2POp
     from ferro_dist.point_to_point import batch as batch
     from ferro_dist.point_to_point import recv as recv
@@ -56,7 +75,15 @@ if TYPE_CHECKING:
 _MODULES = {
     "backends.base": ["Backend"],
     "backends.host": ["HostBackend", "TcpBackend"],
+    "backends.hybrid": ["HybridBackend"],
     "backends.mpi": ["MpiBackend"],
+    "backends.nccl": [
+        "NcclBackend",
+        "dtype_to_nccl",
+        "get_unique_id",
+        "is_nccl_available",
+        "reduce_op_to_nccl",
+    ],
     "backends.simulated": ["SimulatedBackend"],
     "collective": [
         "all_gather",
@@ -75,6 +102,7 @@ _MODULES = {
         "ChannelClosed",
         "CollectiveMismatch",
         "DistributedError",
+        "GpuFallbackWarning",
         "InvalidArray",
         "InvalidRank",
         "InvalidWorldSize",
@@ -87,15 +115,25 @@ _MODULES = {
         "Timeout",
         "UnsupportedOp",
     ],
+    "gpu_collective": ["gpu_allreduce", "gpu_broadcast"],
     "group": ["init"],
+    "integrations.torch_sharded_optimizer": ["ShardedOptimizer"],
+    "integrations.torch_sync_batch_norm": ["convert_sync_batchnorm"],
     "parallel.ddp": ["DDP"],
+    "parallel.outcome": ["StageFailed"],
+    "parallel.pipeline": ["Pipeline"],
+    "parallel.power_sgd": ["PowerSGD"],
+    "parallel.rank_grid": ["RankGrid"],
+    "parallel.schedules": ["PipelineSchedule"],
+    "parallel.split_sequential": ["split_sequential"],
     "point_to_point": ["P2POp", "batch", "recv", "send", "sendrecv"],
     "reduce_op": ["ReduceOp"],
     "work": ["Work"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted(_MODULE_OF)
+# A star import must not need torch.
+__all__ = sorted(n for n, module in _MODULE_OF.items() if not module.startswith("integrations."))
 
 
 def __getattr__(name: str) -> Any:
@@ -116,4 +154,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *_MODULE_OF, "__version__"})

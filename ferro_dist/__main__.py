@@ -1,6 +1,6 @@
 """Say what this machine offers: versions, transports, devices, and who started us.
 
-    python -m ferro_dist
+    python -m ferro_dist [--help] [--version]
 
 What is missing is named with the reason and the remedy. Nothing large is imported:
 versions of other packages are read from their metadata. Ends with 1 if the engine
@@ -9,6 +9,7 @@ itself cannot be loaded, else with 0.
 
 from __future__ import annotations
 
+import argparse
 import glob
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 Row = tuple[str, str]
 
@@ -31,8 +32,18 @@ CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
     """Print the report and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ferro_dist",
+        description="Say what this machine offers: versions, transports, devices, and who "
+        "started us. What is missing is named with the reason and the remedy.",
+        epilog="exit code: 1 if the engine itself cannot be loaded, else 0.",
+        allow_abbrev=False,
+    )
+    version = version_of("ferro_dist") or "(used from a source tree, not installed)"
+    parser.add_argument("--version", action="version", version=f"ferro_dist {version}")
+    parser.parse_args(argv)
     engine_problem = find_engine_problem()
     sections: list[tuple[str, Iterable[Row]]] = [
         ("versions", versions()),
@@ -172,16 +183,86 @@ def mpi() -> str:
 
 
 def nccl() -> str:
-    """Say whether this build has the binding."""
+    """Name the NCCL that NcclBackend would use. It is loaded, and connects to nobody."""
     if importlib.util.find_spec("ferro_dist._native.nccl") is None:
-        return "no: not built in this version; arrays in host memory only"
-    return "yes"
+        return "no: the binding is missing: pip install . in the source tree builds it"
+    from ferro_dist._native.cuda_libraries import load_nccl
+    from ferro_dist.errors import BackendUnavailable
+
+    try:
+        version = load_nccl().get_version()
+    except BackendUnavailable as error:
+        return f"no: {one_line(error)}"
+    text = f"yes: NCCL {'.'.join(map(str, version))} ({loaded_path('libnccl.so.2')})"
+    return f"{text}; {mixed_nccl()}" if mixed_nccl() else text
+
+
+def mixed_nccl() -> str:
+    """Say what is wrong where wheels of two CUDA versions are installed, "" if nothing is.
+
+    Both NCCL wheels install the same file: the last one wins, whatever the others need.
+    """
+    found = {major: version_of(f"nvidia-nccl-cu{major}") for major in (12, 13)}
+    if all(found.values()):
+        return (
+            f"MIXED: nvidia-nccl-cu12 {found[12]} and nvidia-nccl-cu13 {found[13]} overwrite each "
+            "other's libnccl.so.2; uninstall both, then install one"
+        )
+    runtimes = {12: version_of("nvidia-cuda-runtime-cu12"), 13: version_of("nvidia-cuda-runtime")}
+    for major, other in ((12, 13), (13, 12)):
+        if found[major] and runtimes[other] and not runtimes[major]:
+            return (
+                f"MIXED: NCCL is for CUDA {major} and the CUDA runtime {runtimes[other]} for "
+                f'{other}; pip install "ferro_dist[cu{major}]"'
+            )
+    return ""
+
+
+def cuda() -> str:
+    """Name the CUDA runtime that GPU arrays would use, and what the driver serves."""
+    if importlib.util.find_spec("ferro_dist._native.cuda_runtime") is None:
+        return "no: the binding is missing: pip install . in the source tree builds it"
+    from ferro_dist._native import cuda_runtime
+    from ferro_dist.errors import BackendUnavailable
+
+    try:
+        runtime = cuda_runtime.runtime_version()
+        driver = cuda_runtime.driver_version()
+    except BackendUnavailable as error:
+        return f"no: {one_line(error)}"
+    served = f"the driver serves {cuda_version(driver)}" if driver else "no driver"
+    path = loaded_path(f"libcudart.so.{runtime // 1000}")
+    return f"runtime {cuda_version(runtime)} ({path}); {served}"
+
+
+def cuda_version(code: int) -> str:
+    """Write 12040 as 12.4."""
+    return f"{code // 1000}.{code % 1000 // 10}"
+
+
+def loaded_path(name: str) -> str:
+    """Return the file from which a library of this process was loaded."""
+    for line in read("/proc/self/maps", limit=1 << 24).splitlines():
+        path = line.rpartition(" ")[2]
+        if os.path.basename(path).startswith(name):
+            return path
+    return "loaded from an unknown file"
+
+
+def one_line(error: BaseException) -> str:
+    """Join the lines of an error's message."""
+    return " ".join(str(error).split())
 
 
 # Devices
 
 
 def devices() -> list[Row]:
+    """Return the CUDA runtime, and the GPUs that the driver shows to this process."""
+    return [("CUDA", cuda()), *gpus()]
+
+
+def gpus() -> list[Row]:
     """Return the GPUs that the driver shows to this process."""
     paths = sorted(glob.glob("/dev/nvidia[0-9]*"))
     if not paths:
@@ -213,14 +294,14 @@ def launcher() -> list[Row]:
     return rows
 
 
-def read(path: str) -> str:
-    """Return the text of a small file of the kernel's, "" if it is not there."""
+def read(path: str, limit: int = 4096) -> str:
+    """Return the text of a file of the kernel's, at most `limit` of it, "" if it is not there."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(4096).strip()
+            return file.read(limit).strip()
     except OSError:
         return ""
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -7,11 +7,21 @@ check once it has failed: the words of an error stand here and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ferro_dist.errors import InvalidArray, InvalidRank, SelfSend, SizeMismatch, UnsupportedOp
+from ferro_dist.errors import (
+    CollectiveMismatch,
+    DistributedError,
+    InvalidArray,
+    InvalidRank,
+    InvalidWorldSize,
+    SelfSend,
+    SizeMismatch,
+    UnsupportedOp,
+)
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [
@@ -22,11 +32,15 @@ __all__ = [
     "check_peer",
     "check_reduction",
     "check_root",
+    "check_same_members",
     "check_shape",
     "check_size",
     "check_tag",
     "check_timeout",
+    "check_world_size",
+    "integer",
     "is_reducible",
+    "name_call",
     "per_rank_count",
     "raise_missing_array",
     "raise_overlap",
@@ -46,46 +60,92 @@ _REDUCIBLE = {
 }
 
 
+def integer(value: object) -> int:
+    """Return an integer of any library as an int; raise TypeError for what is none, or a bool."""
+    if _is_bool(value):
+        raise TypeError(f"{value!r} is a bool, not an integer")
+    return operator.index(value)  # type: ignore[arg-type]
+
+
+def _is_bool(value: object) -> bool:
+    # By name, so that NumPy's need not be imported.
+    return type(value).__name__ in ("bool", "bool_")
+
+
+def name_call(error: Exception, op: str, backend: Any) -> None:
+    """Say in an error of one who knows arrays alone which call of which rank it ended.
+
+    Left to the public functions, where a `try` costs nothing as long as nothing is raised.
+    There nobody has looked at `backend` either: if it is no group, that was the mistake.
+    """
+    if not isinstance(getattr(backend, "rank", None), int):
+        raise TypeError(
+            f"{op}: backend must be a group, such as init() makes, not {backend!r:.80}."
+        ) from error
+    if isinstance(error, DistributedError) and error.op is None:
+        error.op, error.rank = op, backend.rank
+
+
 # Ranks
 
 
-def check_root(op: str, root: int, *, rank: int, world_size: int) -> None:
-    """Raise InvalidRank unless `root` is a rank of the group."""
+def check_world_size(world_size: int) -> int:
+    """Return the number of ranks; raise InvalidWorldSize unless it is a positive integer."""
+    try:
+        size = integer(world_size)
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise InvalidWorldSize(f"world_size must be a positive integer, not {world_size!r}.")
+    return size
+
+
+def check_root(op: str, root: int, *, rank: int, world_size: int) -> int:
+    """Return the root; raise InvalidRank unless it is a rank of the group."""
     if not _is_rank(root, world_size):
         raise InvalidRank(
             f"{op}: root {root!r} is not a rank of this group{_ranks(world_size)}.",
             op=op,
             rank=rank,
         )
+    return integer(root)
 
 
-def check_peer(op: str, peer: int, *, rank: int, world_size: int) -> None:
-    """Raise InvalidRank unless `peer` is a rank, SelfSend if it is the caller."""
+def check_peer(op: str, peer: int, *, rank: int, world_size: int) -> int:
+    """Return the peer; raise InvalidRank unless it is a rank, SelfSend if it is the caller."""
     if not _is_rank(peer, world_size):
         raise InvalidRank(
             f"{op}: peer {peer!r} is not a rank of this group{_ranks(world_size)}.",
             op=op,
             rank=rank,
         )
-    if peer == rank:
+    if integer(peer) == rank:
         raise SelfSend(
             f"{op}: rank {rank} named itself as the peer. Copy the array instead.",
             op=op,
             rank=rank,
-            peer=peer,
+            peer=rank,
         )
+    return integer(peer)
 
 
 def check_members(members: Sequence[int], *, rank: int, world_size: int) -> tuple[int, ...]:
-    """Return the ranks of a sub-group as a tuple; raise InvalidRank for one that cannot be."""
-    chosen = tuple(members)
-    for member in chosen:
+    """Return the ranks of a sub-group as a tuple of int.
+
+    Raises InvalidRank for a group that cannot be, TypeError for what lists no ranks.
+    """
+    try:
+        named = tuple(members)
+    except TypeError:
+        raise TypeError(f"split: members must be a sequence of ranks, not {members!r}.") from None
+    for member in named:
         if not _is_rank(member, world_size):
             raise InvalidRank(
                 f"split: member {member!r} is not a rank of this group{_ranks(world_size)}.",
                 op="split",
                 rank=rank,
             )
+    chosen = tuple(map(integer, named))
     if not chosen:
         raise InvalidRank("split: a group needs at least one member.", op="split", rank=rank)
     if len(set(chosen)) != len(chosen):
@@ -98,11 +158,25 @@ def check_members(members: Sequence[int], *, rank: int, world_size: int) -> tupl
     return chosen
 
 
+def check_same_members(answers: Sequence[bytes], members: Sequence[int], *, rank: int) -> None:
+    """Raise CollectiveMismatch unless all ranks gave the same answer, which says whom they named.
+
+    `members` are those that this rank named.
+    """
+    for other, theirs in enumerate(answers):
+        if theirs != answers[0]:
+            raise CollectiveMismatch(
+                f"split: rank {other} and rank 0 named different members; "
+                f"rank {rank} named {list(members)}.",
+                op="split",
+                rank=rank,
+                peer=other,
+            )
+
+
 def _is_rank(value: object, world_size: int) -> bool:
-    if isinstance(value, bool):
-        return False
     try:
-        return 0 <= operator.index(value) < world_size  # type: ignore[arg-type]
+        return 0 <= integer(value) < world_size
     except TypeError:
         return False
 
@@ -167,10 +241,17 @@ def raise_overlap(op: str, *, rank: int) -> NoReturn:
     )
 
 
+def raise_mixed_devices(op: str, *, rank: int) -> NoReturn:
+    """Raise InvalidArray for an `out` that is on another device than `x`."""
+    raise InvalidArray(
+        f"{op}: x and out are on different devices. Pass an out where x is.", op=op, rank=rank
+    )
+
+
 def check_tag(tag: int) -> int:
     """Return the tag; raise OverflowError unless it has 32 bits, TypeError if it is no int."""
     try:
-        value = operator.index(tag)
+        value = integer(tag)
     except TypeError:
         raise TypeError(f"tag must be an integer, not {tag!r}.") from None
     if not 0 <= value < 1 << 32:
@@ -200,10 +281,12 @@ def check_patience(seconds: float) -> float:
 
 
 def _as_float(seconds: float) -> float:
-    try:
-        return float(seconds + 0.0)  # float("5") alone would be a number
-    except TypeError:
-        raise TypeError(f"timeout must be a number of seconds, not {seconds!r}.") from None
+    if not _is_bool(seconds):
+        with contextlib.suppress(TypeError):
+            return float(seconds + 0.0)  # float("5") alone would be a number
+        with contextlib.suppress(TypeError):
+            return float(integer(seconds))
+    raise TypeError(f"timeout must be a number of seconds, not {seconds!r}.")
 
 
 # Sizes
@@ -285,7 +368,7 @@ def uneven_counts(
 
 def _counts(name: str, counts: Any, rank: int, world_size: int) -> tuple[int, ...]:
     try:
-        values = tuple(operator.index(count) for count in counts)
+        values = tuple(map(integer, counts))
     except TypeError:
         raise SizeMismatch(
             f"all_to_all: {name} must be integers, one for each rank, not {counts!r}.",

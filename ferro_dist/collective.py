@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Operations that all ranks of a group take part in.
 
 Every rank calls the same functions in the same order, with arrays of the same
@@ -40,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ferro_dist.arguments import reduce_op_of
+from ferro_dist.arguments import name_call, reduce_op_of
 from ferro_dist.backends.base import Array, Backend
 from ferro_dist.reduce_op import ReduceOp
 
@@ -90,9 +91,13 @@ def allreduce(
     ...     fd.allreduce(np.ones(3), backend)
     array([1., 1., 1.])
     """
-    if op.__class__ is not ReduceOp:
-        op = reduce_op_of(op)
-    return backend.allreduce(x, out, op, async_op, timeout, tag)
+    try:
+        if op.__class__ is not ReduceOp:
+            op = reduce_op_of(op)
+        return backend.allreduce(x, out, op, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "allreduce", backend)
+        raise
 
 
 def broadcast(
@@ -119,7 +124,11 @@ def broadcast(
     -------
     array, shape of `x`, or Work
     """
-    return backend.broadcast(x, out, root, async_op, timeout, tag)
+    try:
+        return backend.broadcast(x, out, root, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "broadcast", backend)
+        raise
 
 
 def reduce(
@@ -149,7 +158,11 @@ def reduce(
     -------
     array, shape of `x`, on the root and None elsewhere, or Work
     """
-    return backend.reduce(x, out, reduce_op_of(op), root, async_op, timeout, tag)
+    try:
+        return backend.reduce(x, out, reduce_op_of(op), root, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "reduce", backend)
+        raise
 
 
 def all_gather(
@@ -176,7 +189,11 @@ def all_gather(
     -------
     array, shape (world_size * n, ...), or Work
     """
-    return backend.all_gather(x, out, async_op, timeout, tag)
+    try:
+        return backend.all_gather(x, out, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "all_gather", backend)
+        raise
 
 
 def reduce_scatter(
@@ -204,7 +221,11 @@ def reduce_scatter(
     -------
     array, shape (n, ...), or Work
     """
-    return backend.reduce_scatter(x, out, reduce_op_of(op), async_op, timeout, tag)
+    try:
+        return backend.reduce_scatter(x, out, reduce_op_of(op), async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "reduce_scatter", backend)
+        raise
 
 
 def all_to_all(
@@ -235,7 +256,11 @@ def all_to_all(
     array or Work
         Shape of `x`; with counts, rows of `x`'s shape if they come out whole, else flat.
     """
-    return backend.all_to_all(x, out, send_counts, recv_counts, async_op, timeout, tag)
+    try:
+        return backend.all_to_all(x, out, send_counts, recv_counts, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "all_to_all", backend)
+        raise
 
 
 def gather(
@@ -263,7 +288,11 @@ def gather(
     -------
     array, shape (world_size * n, ...), on the root and None elsewhere, or Work
     """
-    return backend.gather(x, out, root, async_op, timeout, tag)
+    try:
+        return backend.gather(x, out, root, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "gather", backend)
+        raise
 
 
 def scatter(
@@ -292,7 +321,11 @@ def scatter(
     -------
     array or Work
     """
-    return backend.scatter(x, out, root, async_op, timeout, tag)
+    try:
+        return backend.scatter(x, out, root, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "scatter", backend)
+        raise
 
 
 def barrier(
@@ -306,7 +339,11 @@ def barrier(
     -------
     None or Work
     """
-    return backend.barrier(async_op, timeout, tag)
+    try:
+        return backend.barrier(async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "barrier", backend)
+        raise
 
 
 def empty(shape: int | Sequence[int], dtype: Any, backend: Backend) -> Any:
@@ -327,4 +364,8 @@ def empty(shape: int | Sequence[int], dtype: Any, backend: Backend) -> Any:
         torch and JAX view it without a copy: ``torch.from_numpy(x)``. It stays valid
         after the group is closed.
     """
-    return backend.empty(shape, dtype)
+    try:
+        return backend.empty(shape, dtype)
+    except Exception as error:
+        name_call(error, "empty", backend)
+        raise

@@ -14,6 +14,7 @@ __all__ = [
     "ChannelClosed",
     "CollectiveMismatch",
     "DistributedError",
+    "GpuFallbackWarning",
     "InvalidArray",
     "InvalidRank",
     "InvalidWorldSize",
@@ -155,3 +156,7 @@ class LockPoisoned(DistributedError):
 
     Go on in the group that ``backend.shrink()`` makes, or make a new one.
     """
+
+
+class GpuFallbackWarning(RuntimeWarning):
+    """A collective of a GPU's array goes through the host's memory."""

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
-from ferro_dist.backends.host import HostBackend
-from ferro_dist.rendezvous.environment import placement
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from ferro_dist.backends.host import HostBackend, TcpBackend
+from ferro_dist.errors import BackendUnavailable, Io
+from ferro_dist.rendezvous.environment import Placement, placement
+
+if TYPE_CHECKING:
+    from ferro_dist._native.nccl import UniqueId
+    from ferro_dist.backends.hybrid import HybridBackend
 
 __all__ = ["init"]
+
+
+@overload
+def init(
+    rank: int | None = None,
+    world_size: int | None = None,
+    addr: str | None = None,
+    *,
+    backend: Literal["host", "tcp"] = "host",
+    token: bytes | str | None = None,
+    timeout: float = 300.0,
+) -> HostBackend: ...
+
+
+@overload
+def init(
+    rank: int | None = None,
+    world_size: int | None = None,
+    addr: str | None = None,
+    *,
+    backend: Literal["hybrid"],
+    device: int | None = None,
+    unique_id: UniqueId | bytes | None = None,
+    config: dict[str, Any] | None = None,
+    token: bytes | str | None = None,
+    timeout: float = 300.0,
+) -> HybridBackend: ...
 
 
 def init(
@@ -13,9 +47,13 @@ def init(
     world_size: int | None = None,
     addr: str | None = None,
     *,
+    backend: str = "host",
+    device: int | None = None,
+    unique_id: UniqueId | bytes | None = None,
+    config: dict[str, Any] | None = None,
     token: bytes | str | None = None,
     timeout: float = 300.0,
-) -> HostBackend:
+) -> HostBackend | HybridBackend:
     """Join the group that this process was started for.
 
     Rank, world size and address are taken from the arguments, else from the
@@ -27,6 +65,15 @@ def init(
     rank, world_size : int, optional
     addr : str, optional
         ``"host:port"`` of rank 0.
+    backend : str
+        ``"host"``, ``"tcp"``, or ``"hybrid"`` for a group with a GPU on every rank.
+    device : int, optional
+        For ``"hybrid"``: this rank's GPU, which becomes the thread's current one. By default the
+        ranks of a host take its GPUs in turn.
+    unique_id : UniqueId or bytes, optional
+        For ``"hybrid"``: NCCL's identifier of the group. By default rank 0 makes one.
+    config : dict, optional
+        For ``"hybrid"``: options of NCCL, as `NcclBackend` takes them.
     token : bytes or str, optional
         The secret that all ranks prove to know; default: ``FERRO_DIST_TOKEN``.
     timeout : float
@@ -39,6 +86,8 @@ def init(
         What was found is no place in a group, or two sources disagree.
     NoConnection, Timeout, PeerLostError
         The ranks could not connect; the message names the culprit.
+    BackendUnavailable
+        ``"hybrid"``: some rank has no NCCL or no GPU.
 
     Examples
     --------
@@ -47,8 +96,15 @@ def init(
     ...     print(backend.rank, backend.world_size)
     0 1
     """
+    kind = _kind_of(backend)
+    options: dict[str, Any] = {"device": device, "unique_id": unique_id, "config": config}
+    if backend != "hybrid":
+        _refuse_options_of_gpus(options, backend)
+        options = {}
     place = placement(rank, world_size, addr)
-    return HostBackend(
+    if backend == "hybrid" and device is None:
+        options["device"] = _device_of(place)
+    return kind(
         place.rank,
         place.world_size,
         place.addr,
@@ -56,4 +112,38 @@ def init(
         timeout=timeout,
         listener=place.listener(),
         epoch=place.epoch,
+        **options,
     )
+
+
+def _kind_of(backend: str) -> type[HostBackend | HybridBackend]:
+    if backend == "hybrid":
+        from ferro_dist.backends.hybrid import HybridBackend
+
+        return HybridBackend
+    kinds = {"host": HostBackend, "tcp": TcpBackend}
+    if backend not in kinds:
+        raise ValueError(f'backend must be "host", "tcp" or "hybrid", not {backend!r}')
+    return kinds[backend]
+
+
+def _refuse_options_of_gpus(options: dict[str, Any], backend: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f'{name} is for backend="hybrid", not {backend!r}')
+
+
+def _device_of(place: Placement) -> int | None:
+    """Return the GPU of this rank; None, for the current one, where it has no local number."""
+    from ferro_dist._native.cuda_libraries import load_cudart
+
+    try:
+        load_cudart()
+        from ferro_dist._native.cuda_runtime import device_count
+
+        num_devices = device_count()
+    except (BackendUnavailable, Io):
+        num_devices = 0  # HybridBackend tells all ranks why
+    if place.local_rank is None or num_devices == 0:
+        return None
+    return place.local_rank % num_devices

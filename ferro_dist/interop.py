@@ -8,7 +8,8 @@ input                  `allocate` gives              `deliver` gives
 =====================  ============================  ===================================
 NumPy                  NumPy                         the same array
 torch, CuPy            the same library and device   the same array
-JAX                    NumPy, on the host            JAX, over the same memory if it can
+JAX, on the host       NumPy                         JAX, over the same memory if it can
+JAX, on a GPU          memory of that GPU            JAX, over the same memory
 any other              NumPy                         the same array
 =====================  ============================  ===================================
 
@@ -18,9 +19,12 @@ are below; results are plain arrays. A masked array is refused: its mask would b
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -28,24 +32,36 @@ import numpy as np
 
 from ferro_dist._native.buffer_view import BufferView, as_output, as_view
 from ferro_dist.dtypes import DTYPE_NAMES
-from ferro_dist.errors import InvalidArray
+from ferro_dist.errors import InvalidArray, UnsupportedOp
 
 __all__ = [
     "BufferView",
     "allocate",
+    "array_over",
     "as_output",
     "as_view",
+    "concatenate",
+    "content_of",
     "contiguous",
+    "copy",
     "deliver",
+    "device_empty",
     "dtype_code",
     "dtype_name",
+    "empty_beside",
+    "empty_for_jax",
+    "is_on_gpu",
     "numpy_dtype",
+    "same_stream",
     "shape_of",
 ]
 
 Array = Any
 
 _CODES = {name: code for code, name in enumerate(DTYPE_NAMES)}
+
+_CUDA = 2  # DLPack's number
+_EMULATION = "ferro_dist._emulation.gpu"
 
 # What XLA demands of memory that it takes over without a copy.
 _JAX_ALIGNMENT = 64
@@ -57,6 +73,85 @@ def contiguous(x: Array) -> Array:
     A torch tensor that requires grad is detached: the copy is for reading.
     """
     return _library_of(x).contiguous(x)
+
+
+def copy(x: Array) -> Array:
+    """Return a C-contiguous copy of `x`, of the same library and on the same device."""
+    return _library_of(x).copy(x)
+
+
+def content_of(x: Array) -> bytes:
+    """Return the bytes of the elements in C order, after what is queued on the current stream."""
+    whole = contiguous(x)
+    view = as_view(whole)
+    if view.device_type != _CUDA:
+        return ctypes.string_at(view.address, view.nbytes)
+    from ferro_dist._native.cuda_memory import copy_async
+    from ferro_dist._native.cuda_runtime import DeviceGuard
+    from ferro_dist._native.cuda_stream import Stream, current_stream_of_array
+
+    host = np.empty(view.nbytes, np.uint8)
+    with DeviceGuard(view.device_id):
+        stream = Stream.borrow(current_stream_of_array(whole), view.device_id)
+        copy_async(host.ctypes.data, view.address, view.nbytes, stream)
+        stream.synchronize()
+    return host.tobytes()
+
+
+def is_on_gpu(x: Array) -> bool:
+    """Whether only a GPU reaches the memory of `x`."""
+    return as_view(x).device_type == _CUDA
+
+
+def device_empty(shape: Sequence[int], code: int, device: int) -> Array:
+    """Make an uninitialized array over memory that NCCL allocates on a GPU.
+
+    Parameters
+    ----------
+    shape : sequence of int
+    code : int
+        A `BufferView.dtype`.
+    device : int
+
+    Returns
+    -------
+    array
+        Of torch if that is imported, else of CuPy.
+
+    Raises
+    ------
+    UnsupportedOp
+        Neither is.
+    """
+    from ferro_dist._native.nccl import NcclMemory
+
+    dtype = numpy_dtype(code)
+    library = next((each for each in (_EMULATED, _TORCH, _CUPY) if each.has_gpu()), None)
+    if library is None:
+        raise UnsupportedOp(
+            "empty: memory of a GPU becomes an array of torch or CuPy, of which neither is "
+            "imported. Import one first."
+        )
+    return library.over(NcclMemory(max(1, math.prod(shape) * dtype.itemsize), device), shape, dtype)
+
+
+def array_over(memory: Any, shape: Sequence[int], dtype: np.dtype[Any], like: Array) -> Array:
+    """Make an array of the library of `like` over memory of a GPU, which it keeps alive.
+
+    Parameters
+    ----------
+    memory : object
+        Has ``address``, ``nbytes``, ``device`` and ``__cuda_array_interface__`` as uint8.
+    shape : sequence of int
+    dtype : numpy.dtype
+    like : array
+
+    Raises
+    ------
+    InvalidArray
+        It is of no library that can do so.
+    """
+    return _library_of(like).over(memory, shape, dtype)
 
 
 def allocate(x: Array, shape: Sequence[int] | None = None) -> Array:
@@ -82,12 +177,45 @@ def allocate(x: Array, shape: Sequence[int] | None = None) -> Array:
     return _library_of(x).allocate(x, shape)
 
 
+def empty_beside(x: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    """Make an uninitialized array of any dtype, of the library of `x` and on its GPU.
+
+    Raises
+    ------
+    InvalidArray
+        The library is none that this module can make room with.
+    """
+    return _library_of(x).empty_beside(x, shape, dtype)
+
+
+def same_stream(x: Array) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what gives another thread the GPU of `x`, and the stream that is current here.
+
+    Libraries of arrays keep the current device and stream for each thread, and free memory in
+    the order of the stream that was current when it was made.
+    """
+    return _library_of(x).same_stream(x)
+
+
+def concatenate(parts: Sequence[Array]) -> Array:
+    """Join arrays of one library along their first axis. Those without axes are stacked."""
+    return _library_of(parts[0]).concatenate(parts)
+
+
 def deliver(x: Array, written: Array) -> Array:
     """Turn what `allocate` made for `x`, now written, into an array of the library of `x`.
 
     `written` must not be touched afterwards: the result may share its memory.
     """
     return _library_of(x).deliver(x, written)
+
+
+def empty_for_jax(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Make an uninitialized array of NumPy that JAX on the host takes over without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    block = np.empty(nbytes + _JAX_ALIGNMENT, np.uint8)
+    start = -block.ctypes.data % _JAX_ALIGNMENT
+    return block[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def shape_of(x: Array) -> tuple[int, ...]:
@@ -150,16 +278,48 @@ class _Library:
     def contiguous(self, x: Array) -> Array:
         return x if x.flags.c_contiguous else np.array(x, order="C")
 
+    def copy(self, x: Array) -> Array:
+        return np.array(x, order="C")
+
     def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
         return np.empty(x.shape if shape is None else shape, x.dtype)
 
     def deliver(self, x: Array, written: Array) -> Array:
         return written
 
+    def over(self, memory: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        raise InvalidArray("memory of a GPU becomes an array of torch or CuPy, and of no other")
+
+    def empty_beside(self, x: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        raise InvalidArray(
+            f"cannot make room on a GPU beside this {type(x).__module__}.{type(x).__qualname__}: "
+            "its library is not one that ferro_dist can allocate with (torch, CuPy)"
+        )
+
+    def same_stream(self, x: Array) -> Callable[[], AbstractContextManager[Any]]:
+        return contextlib.nullcontext
+
+    def concatenate(self, parts: Sequence[Array]) -> Array:
+        return _joined(np, parts)
+
 
 class _Torch(_Library):
     def contiguous(self, x: Array) -> Array:
         return x.detach().contiguous()
+
+    def copy(self, x: Array) -> Array:
+        torch = sys.modules["torch"]
+        return x.detach().clone(memory_format=torch.contiguous_format)
+
+    def has_gpu(self) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and torch.cuda.is_available()
+
+    def over(self, memory: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        torch: Any = sys.modules["torch"]
+        whole = torch.as_tensor(memory, device=f"cuda:{memory.device}")
+        nbytes = math.prod(shape) * dtype.itemsize
+        return whole[:nbytes].view(getattr(torch, dtype.name)).reshape(tuple(shape))
 
     def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
         torch = sys.modules["torch"]
@@ -167,16 +327,58 @@ class _Torch(_Library):
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         return torch.empty(shape, dtype=x.dtype, device=x.device)
 
+    def empty_beside(self, x: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        torch = sys.modules["torch"]
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype.name), device=x.device)
+
+    def same_stream(self, x: Array) -> Callable[[], AbstractContextManager[Any]]:
+        cuda = sys.modules["torch"].cuda
+        stream = cuda.current_stream(x.device)
+        return lambda: cuda.stream(stream)  # and with it its device
+
+    def concatenate(self, parts: Sequence[Array]) -> Array:
+        torch = sys.modules["torch"]
+        return torch.cat(parts) if parts[0].ndim else torch.stack(parts)
+
 
 class _CuPy(_Library):
     def contiguous(self, x: Array) -> Array:
         with x.device:
             return x if x.flags.c_contiguous else x.copy(order="C")
 
+    def copy(self, x: Array) -> Array:
+        with x.device:
+            return x.copy(order="C")
+
+    def has_gpu(self) -> bool:
+        return "cupy" in sys.modules
+
+    def over(self, memory: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        cuda: Any = sys.modules["cupy"].cuda
+        owner = cuda.UnownedMemory(memory.address, memory.nbytes, memory, memory.device)
+        return sys.modules["cupy"].ndarray(tuple(shape), dtype, cuda.MemoryPointer(owner, 0))
+
     def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
         cupy = sys.modules["cupy"]
         with x.device:
             return cupy.empty(x.shape if shape is None else shape, x.dtype)
+
+    def empty_beside(self, x: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        with x.device:
+            return sys.modules["cupy"].empty(shape, dtype)
+
+    def same_stream(self, x: Array) -> Callable[[], AbstractContextManager[Any]]:
+        stream = sys.modules["cupy"].cuda.get_current_stream(x.device.id)
+
+        @contextlib.contextmanager
+        def enter() -> Iterator[None]:
+            with x.device, stream:
+                yield
+
+        return enter
+
+    def concatenate(self, parts: Sequence[Array]) -> Array:
+        return _joined(sys.modules["cupy"], parts)
 
 
 class _Jax(_Library):
@@ -184,13 +386,71 @@ class _Jax(_Library):
         return np.asarray(x, order="C")
 
     def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
-        return _empty_aligned(x.shape if shape is None else shape, x.dtype)
+        extents = x.shape if shape is None else shape
+        if is_on_gpu(x):
+            from ferro_dist._native.device_array import DeviceArray
+
+            return DeviceArray(tuple(extents), x.dtype, x.__dlpack_device__()[1])
+        return empty_for_jax(extents, x.dtype)
 
     def deliver(self, x: Array, written: Array) -> Array:
         jax = sys.modules["jax"]
         # An array that the user has put on a device stays there; others follow the default.
         device = next(iter(x.devices())) if _is_committed(x) else None
+        if not isinstance(written, np.ndarray):
+            # With whatever stream JAX names, the export puts the writing of it in order.
+            return jax.dlpack.from_dlpack(written, device=device)
         return jax.device_put(written, device)
+
+    def concatenate(self, parts: Sequence[Array]) -> Array:
+        return _joined(sys.modules["jax"].numpy, parts)
+
+
+class _Emulated(_Library):
+    """Arrays of `ferro_dist.testing.emulated_gpu`."""
+
+    def contiguous(self, x: Array) -> Array:
+        return x if x.is_contiguous else x.copy()
+
+    def copy(self, x: Array) -> Array:
+        return x.copy()
+
+    def has_gpu(self) -> bool:
+        return _EMULATION in sys.modules
+
+    def over(self, memory: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        return sys.modules[_EMULATION].array_over(memory, tuple(shape), dtype)
+
+    def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
+        return x.empty(shape)
+
+    def empty_beside(self, x: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        with x.memory.gpu.device(x.device):
+            return x.memory.gpu.empty(shape, dtype)
+
+    def same_stream(self, x: Array) -> Callable[[], AbstractContextManager[Any]]:
+        from ferro_dist._native.emulated_array import current_stream, set_current_stream
+
+        stream = current_stream()
+
+        @contextlib.contextmanager
+        def enter() -> Iterator[None]:
+            before = current_stream()
+            set_current_stream(stream)
+            try:
+                yield
+            finally:
+                set_current_stream(before)
+
+        return enter
+
+    def concatenate(self, parts: Sequence[Array]) -> Array:
+        # Row by row: these arrays know nothing else.
+        rows = [row for part in parts for row in (part if part.ndim else [part])]
+        whole = parts[0].empty((len(rows), *rows[0].shape))
+        for number, row in enumerate(rows):
+            whole[number] = row
+        return whole
 
 
 class _Buffer(_Library):
@@ -212,6 +472,7 @@ class _Buffer(_Library):
 
 
 _NUMPY, _TORCH, _CUPY, _JAX, _BUFFER = _Library(), _Torch(), _CuPy(), _Jax(), _Buffer()
+_EMULATED = _Emulated()
 
 
 _libraries: dict[type, _Library] = {np.ndarray: _NUMPY}
@@ -240,7 +501,13 @@ def _library_by_descent(cls: type) -> _Library:
             return _CUPY
         if package in ("jax", "jaxlib"):
             return _JAX
+        if (package, base.__name__) == ("ferro_dist", "EmulatedArray"):
+            return _EMULATED
     return _BUFFER
+
+
+def _joined(library: Any, parts: Sequence[Array]) -> Array:
+    return library.concatenate(parts) if parts[0].ndim else library.stack(parts)
 
 
 def _has_buffer(x: Array) -> bool:
@@ -261,10 +528,3 @@ def _shape_of_buffer(x: Array) -> tuple[int, ...]:
 
 def _is_committed(x: Array) -> bool:
     return bool(getattr(x, "committed", getattr(x, "_committed", False)))
-
-
-def _empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    nbytes = math.prod(shape) * dtype.itemsize
-    block = np.empty(nbytes + _JAX_ALIGNMENT, np.uint8)
-    start = -block.ctypes.data % _JAX_ALIGNMENT
-    return block[start : start + nbytes].view(dtype).reshape(shape)

@@ -52,7 +52,9 @@ Processes that the ranks leave behind are stopped when the last rank has ended.
       --env KEY=VALUE    set a variable for every rank; may be repeated
       --bind-to core     bind each rank to one core, in turn (default: none)
       --log-dir DIR      also write each rank's output to DIR/rank<N>.log
+      --emulate-gpu      let every rank find emulated GPUs, in place of CUDA and NCCL
       --dry-run          print what would be run, and run nothing
+      --version          print the version of ferro_dist
   -h, --help             print this text
 
 Several hosts; run ferrorun once on each, with the same -n and FERRO_DIST_TOKEN:
@@ -75,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.wants_help:
             show(USAGE)
             return 0
+        if options.wants_version:
+            show(f"ferrorun of ferro_dist {version()}\n")
+            return 0
         if options.is_dry_run:
             show(describe(plan(options, Rendezvous.placeholder(options), os.environ)))
             return 0
@@ -82,6 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(str(error))
         return error.exit_code
     return run_job(options)
+
+
+def version() -> str:
+    """Return the version that is installed."""
+    from importlib import metadata  # takes longer to load than all the rest
+
+    try:
+        return metadata.version("ferro_dist")
+    except metadata.PackageNotFoundError:
+        return "(used from a source tree, not installed)"
 
 
 if __name__ == "__main__":

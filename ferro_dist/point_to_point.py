@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Messages from one rank to another.
 
 Messages between two ranks arrive in the order in which they were sent. They are
@@ -8,9 +9,9 @@ A send returns when the array may be changed again, which may be before the peer
 has received it. Two ranks that both send something large before they receive
 wait for each other; `sendrecv` and `batch` progress both directions together.
 
-While a thread blocks in a call of this module, those of other threads on the same
-group wait for it. A thread that receives while others send uses ``async_op=True``: work
-under way holds up nobody.
+Several threads may call these functions on one group at once: one that blocks in a receive
+keeps none from sending. Messages of one thread to one peer keep their order; between threads
+that send to the same peer, the order is theirs to arrange.
 
 A message whose dtype, size or tag is not what the receive was posted for raises
 `SizeMismatch` there and is dropped. The group stays usable.
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ferro_dist.arguments import name_call
 from ferro_dist.backends.base import Array, Backend, P2POp
 
 __all__ = ["P2POp", "batch", "recv", "send", "sendrecv"]
@@ -55,7 +57,11 @@ def send(
     SelfSend
         `dst` is this rank.
     """
-    return backend.send(x, dst, async_op, timeout, tag)
+    try:
+        return backend.send(x, dst, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "send", backend)
+        raise
 
 
 def recv(
@@ -86,7 +92,11 @@ def recv(
     SizeMismatch
         Something else was sent; it was dropped.
     """
-    return backend.recv(out, src, async_op, timeout, tag)
+    try:
+        return backend.recv(out, src, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "recv", backend)
+        raise
 
 
 def sendrecv(
@@ -108,7 +118,11 @@ def sendrecv(
     -------
     `out` or Work
     """
-    return backend.sendrecv(x, out, dst, src, async_op, timeout, tag)
+    try:
+        return backend.sendrecv(x, out, dst, src, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "sendrecv", backend)
+        raise
 
 
 def batch(
@@ -132,8 +146,29 @@ def batch(
     -------
     None or Work
 
+    Raises
+    ------
+    TypeError
+        `ops` holds something else. Nothing was sent.
+
     Examples
     --------
     >>> fd.batch([fd.P2POp(True, x, right), fd.P2POp(False, y, left)], backend)
     """
-    return backend.batch(ops, async_op, timeout, tag)
+    messages = _checked(ops)
+    try:
+        return backend.batch(messages, async_op, timeout, tag)
+    except Exception as error:
+        name_call(error, "batch", backend)
+        raise
+
+
+def _checked(ops: Sequence[P2POp]) -> list[P2POp]:
+    try:
+        messages = list(ops)
+    except TypeError:
+        raise TypeError(f"batch: ops must be a sequence of P2POp, not {ops!r}.") from None
+    for message in messages:
+        if not isinstance(message, P2POp):
+            raise TypeError(f"batch: ops must be a sequence of P2POp, and holds {message!r}.")
+    return messages

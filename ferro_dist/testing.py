@@ -1,4 +1,4 @@
-"""For testing code that runs on many ranks: `run_ranks` plays all of them.
+"""For testing code that runs on many ranks, and on GPUs: `run_ranks` plays all of them.
 
 >>> def body(backend):
 ...     return ferro_dist.allreduce(numpy.ones(2), backend).tolist()
@@ -6,6 +6,10 @@
 [[2.0, 2.0], [2.0, 2.0]]
 
 `body` is a module-level function, so that the processes find it by its name.
+
+`emulated_gpu` puts GPUs into a process that has none: CUDA's runtime and NCCL over the
+host's memory. It is an emulation: right or wrong order, early frees and calls that ranks
+disagree on show as on a GPU, but no time measured on it is a GPU's.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import secrets
 import signal
 import time
@@ -21,9 +26,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["RankDeath", "RankFailed", "run_ranks"]
+from ferro_dist import arguments
+from ferro_dist._native.cuda_libraries import load_nccl
+
+if TYPE_CHECKING:
+    from ferro_dist._emulation.gpu import EmulatedGpu
+
+__all__ = ["RankDeath", "RankFailed", "emulated_gpu", "run_ranks", "share_gpu"]
 
 # From a server that has imported the package already: a process takes milliseconds
 # to start, and inherits no thread, lock or descriptor of the caller.
@@ -85,6 +96,7 @@ def run_ranks(
     backend: str = "host",
     timeout: float = 60.0,
     may_die: Collection[int] = (),
+    emulate_gpu: bool = False,
 ) -> list[Any]:
     """Run ``body(backend, *args)`` in `world_size` processes and return what each returned.
 
@@ -102,6 +114,8 @@ def run_ranks(
         Seconds until all must have ended.
     may_die : collection of int
         Ranks that may end without a result: they get a `RankDeath`.
+    emulate_gpu : bool
+        Call `emulated_gpu` in each process first.
 
     Returns
     -------
@@ -111,9 +125,14 @@ def run_ranks(
     ------
     RankFailed
         For the first rank that failed. The others are killed.
+    TypeError
+        `body` is no module-level function: other processes could not import it.
     """
     if backend not in ("host", "tcp", "none"):
         raise ValueError(f"backend must be 'host', 'tcp' or 'none', not {backend!r}")
+    world_size = arguments.check_world_size(world_size)
+    timeout = arguments.check_timeout(timeout)
+    _check_body(body)
     addr = f"unix:@ferro-dist-test-{secrets.token_hex(8)}"
     token = secrets.token_bytes(16)
     run = _Run()
@@ -122,7 +141,10 @@ def run_ranks(
             receiving, sending = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
                 target=_play,
-                args=(sending, backend, rank, world_size, addr, token, timeout, body, args),
+                args=(
+                    *(sending, backend, emulate_gpu, rank, world_size),
+                    *(addr, token, timeout, body, args),
+                ),
                 name=f"rank {rank}",
             )
             run.ranks.append(_Rank(rank, process, receiving))
@@ -132,9 +154,22 @@ def run_ranks(
     return [rank.result for rank in run.ranks]
 
 
+def _check_body(body: Callable[..., Any]) -> None:
+    if not callable(body):
+        raise TypeError(f"body must be a function, not {body!r:.80}")
+    try:
+        pickle.dumps(body)
+    except Exception as error:
+        raise TypeError(
+            f"body must be a function at the top level of a module, which other processes can "
+            f"import; {body!r:.80} is not"
+        ) from error
+
+
 def _play(
     connection: Connection,
     backend: str,
+    emulate_gpu: bool,
     rank: int,
     world_size: int,
     addr: str,
@@ -145,6 +180,8 @@ def _play(
 ) -> None:
     """Be one rank: in its own process."""
     try:
+        if emulate_gpu:
+            emulated_gpu()
         if backend == "none":
             os.environ["FERRO_DIST_TOKEN"] = token.hex()
             outcome = ("result", body(rank, world_size, addr, *args))
@@ -156,7 +193,11 @@ def _play(
                 outcome = ("result", body(group, *args))
     except BaseException:
         outcome = ("failure", f"raised:\n{traceback.format_exc()}")
-    connection.send(outcome)
+    try:
+        connection.send(outcome)
+    except Exception:
+        what = f"returned what cannot be sent to the caller:\n{traceback.format_exc()}"
+        connection.send(("failure", what))
     connection.close()
 
 
@@ -214,3 +255,68 @@ def _killing_survivors(run: _Run) -> Iterator[None]:
                 rank.process.join()
             rank.process.close()
             rank.connection.close()
+
+
+def emulated_gpu(
+    *,
+    cuda: int = 12,
+    devices: int | None = None,
+    delay_us: int | None = None,
+    faults: str | None = None,
+) -> EmulatedGpu:
+    """Put emulated GPUs into this process, in place of libcudart and libnccl.
+
+    Call it before anything loads a real one: before the first import of torch or CuPy, and
+    before the first `NcclBackend`. A second call gives the same object.
+
+    Parameters
+    ----------
+    cuda : int
+        12 or 13: the version of the CUDA runtime, where ferrorun has not chosen one.
+    devices : int, optional
+        How many; else ``FERRO_EMULATION_DEVICES``, else 1. The first call decides.
+    delay_us : int, optional
+        Microseconds by which every operation in a stream is late; else
+        ``FERRO_EMULATION_DELAY_US``, else 0.
+    faults : str, optional
+        Faults on demand; else ``FERRO_EMULATION_FAULT``, else none.
+
+    Returns
+    -------
+    EmulatedGpu
+        Makes arrays, streams and graphs.
+
+    Raises
+    ------
+    BackendUnavailable
+        A real library is loaded already, or the emulated ones were not built.
+    """
+    if cuda not in (12, 13):
+        raise ValueError(f"cuda must be 12 or 13, not {cuda!r}")
+    from ferro_dist._emulation.gpu import gpu_of_process
+
+    gpu = gpu_of_process(cuda, devices)
+    if delay_us is not None:
+        gpu.set_delay(delay_us)
+    if faults is not None:
+        gpu.set_faults(faults)
+    return gpu
+
+
+def share_gpu(rank: int) -> None:
+    """Let several ranks share one GPU, which NCCL refuses unless it is told.
+
+    Call it on every rank before the first group is made: NCCL reads its environment once.
+
+    Raises
+    ------
+    BackendUnavailable
+        NCCL is not installed.
+    """
+    if load_nccl().get_version() >= (2, 30):
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        os.environ["NCCL_MAX_CTAS"] = "4"  # all ranks' kernels must run at the same time
+    else:
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        os.environ["NCCL_IB_DISABLE"] = "1"

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 EXIT_USAGE = 2
 EXIT_NOT_FOUND = 127
 
+# Where the libraries lie that --emulate-gpu puts in place of the real ones.
+EMULATION_DIR = os.path.join(os.path.dirname(os.path.dirname(__file__)), "_emulation")
+
 # What the launcher says of a rank; --env may not contradict it.
 IDENTITY = (
     "FERRO_RANK",
@@ -52,10 +55,12 @@ class Options:
         self.env: dict[str, str] = {}
         self.is_bound_to_core = False
         self.log_dir: str | None = None
+        self.emulates_gpu = False
         self.is_module = False
         self.is_python = True
         self.is_dry_run = False
         self.wants_help = False
+        self.wants_version = False
         self.command: list[str] = []
 
     @property
@@ -72,8 +77,10 @@ TAKES_VALUE = {
     "--env": True,
     "--bind-to": True,
     "--log-dir": True,
+    "--emulate-gpu": False,
     "--dry-run": False,
     "--help": False,
+    "--version": False,
     "--nnodes": True,
     "--node-rank": True,
     "--rdzv-endpoint": True,
@@ -86,9 +93,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cores: Sequence[int])
     pairs, options.command = _split(argv)
     for name, value in pairs:
         _apply(options, name, value)
-    if not options.wants_help:
+    if not (options.wants_help or options.wants_version):
         _check_hosts(options, environ, is_nproc_given="--nproc" in dict(pairs))
         _check_command(options)
+        _check_emulation(options)
     return options
 
 
@@ -136,6 +144,8 @@ def _apply(options: Options, name: str, value: str) -> None:
         options.is_bound_to_core = value == "core"
     elif name == "--log-dir":
         options.log_dir = value
+    elif name == "--emulate-gpu":
+        options.emulates_gpu = True
     elif name == "--dry-run":
         options.is_dry_run = True
     elif name == "--nnodes":
@@ -144,6 +154,8 @@ def _apply(options: Options, name: str, value: str) -> None:
         options.node_rank = _integer(name, value, minimum=0)
     elif name == "--rdzv-endpoint":
         options.endpoint = _endpoint(value)
+    elif name == "--version":
+        options.wants_version = True
     else:
         options.wants_help = True
 
@@ -198,7 +210,29 @@ def _check_command(options: Options) -> None:
         raise LaunchError("no script given (see ferrorun --help)")
     is_script = options.is_python and not options.is_module
     if is_script and not os.path.exists(options.command[0]):
-        raise LaunchError(f"cannot find {options.command[0]}", EXIT_NOT_FOUND)
+        raise LaunchError(_not_found(options.command[0]), EXIT_NOT_FOUND)
+
+
+def _not_found(script: str) -> str:
+    import shutil  # not when all is well: it would delay every start
+
+    if shutil.which(script) is None:
+        return f"cannot find {script}"
+    return (
+        f"cannot find a script {script}. It is a command: ferrorun runs scripts with Python "
+        "itself, and commands after --no-python"
+    )
+
+
+def _check_emulation(options: Options) -> None:
+    if not options.emulates_gpu:
+        return
+    if options.nnodes > 1:
+        raise LaunchError("--emulate-gpu works on one host: emulated GPUs share its memory")
+    if not os.path.exists(os.path.join(EMULATION_DIR, "libnccl.so.2")):
+        raise LaunchError(
+            f"the emulated libnccl.so.2 was not built: it is missing in {EMULATION_DIR}"
+        )
 
 
 def usable_cores() -> list[int]:

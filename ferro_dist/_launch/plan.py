@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from ferro_dist._launch.command_line import EMULATION_DIR
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -110,7 +112,17 @@ def _rank_env(
         env["OMP_NUM_THREADS"] = str(max(1, cores))
     if "PYTHONUNBUFFERED" not in environ:
         env["PYTHONUNBUFFERED"] = "1"
-    return env | options.env
+    env |= options.env
+    return env | _emulation_env(options, environ) if options.emulates_gpu else env
+
+
+def _emulation_env(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
+    """Let the linker find the emulated libraries first; a GPU for each rank, unless told."""
+    given = options.env.get("LD_LIBRARY_PATH", environ.get("LD_LIBRARY_PATH", ""))
+    name = "FERRO_EMULATION_DEVICES"
+    devices = options.env.get(name, environ.get(name, str(options.nproc)))
+    path = f"{EMULATION_DIR}:{given}" if given else EMULATION_DIR
+    return {"LD_LIBRARY_PATH": path, name: devices}
 
 
 def _is_foreign(key: str) -> bool:

@@ -7,6 +7,7 @@ public face; they call the methods here with every argument in its place.
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -203,6 +204,30 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def split(self, members: Sequence[int], timeout: float | None = None) -> Backend | None:
         """Make a sub-group of these ranks; None on ranks outside it. Called by all ranks."""
+
+    @property
+    def cores_per_rank(self) -> float:
+        """How many cores each rank has, where the ranks of a host share those of the host."""
+        return len(os.sched_getaffinity(0)) / self.world_size
+
+    @property
+    def device(self) -> int | None:
+        """The GPU whose arrays this group moves where they stand; None if it moves none."""
+        return None
+
+    @property
+    def moves_host_arrays(self) -> bool:
+        """Whether calls take arrays in host memory."""
+        return True
+
+    def interrupt(self, error: BaseException) -> None:
+        """End the group on all ranks: `error` struck between calls that belong together.
+
+        The others get an error that names this rank, and do not wait for what it will not
+        do any more. Returns at once; of a group that has ended already, or was closed,
+        nothing becomes of it.
+        """
+        self.close()
 
     @property
     def survivors(self) -> tuple[int, ...]:

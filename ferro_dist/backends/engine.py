@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import hashlib
 import math
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ferro_dist import arguments, interop
-from ferro_dist._native.host import Communicator, HostWork
-from ferro_dist.backends.base import Backend
-from ferro_dist.errors import ChannelClosed, CollectiveMismatch
+from ferro_dist._native.host import Communicator, HostWork, begin_exit
+from ferro_dist.backends.bound import BoundBackend
+from ferro_dist.errors import ChannelClosed
 from ferro_dist.work import Work
 
 __all__ = ["EngineBackend"]
@@ -25,55 +27,21 @@ Work.register(HostWork)
 
 _Group = TypeVar("_Group", bound="EngineBackend")
 
-_CALLS = (
-    "all_gather",
-    "all_to_all",
-    "allreduce",
-    "barrier",
-    "batch",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-    "sendrecv",
-)
 
-
-class EngineBackend(Backend):
-    """A group run by the host engine.
-
-    The engine's methods take the very arguments of `Backend`'s. Instances hold them
-    as they are, in slots: a method in between would cost a third of a small collective.
-    """
-
-    __slots__ = _CALLS
-    all_gather: Any
-    all_to_all: Any
-    allreduce: Any
-    barrier: Any
-    batch: Any
-    broadcast: Any
-    gather: Any
-    recv: Any
-    reduce: Any
-    reduce_scatter: Any
-    scatter: Any
-    send: Any
-    sendrecv: Any
+class EngineBackend(BoundBackend):
+    """A group run by the host engine."""
 
     def __init__(self, communicator: Communicator, sockets: Sequence[int] = ()) -> None:
         self._communicator = communicator
         self._survivors: tuple[int, ...] = ()
         self._sockets = tuple(sockets)
-        for name in _CALLS:
-            setattr(self, name, getattr(communicator, name))
+        self._bind(communicator)
         # Not left to the collector: it would free the arrays of work under way before it
         # came to the engine that writes to them. Also called at exit, while there still is
-        # an interpreter for calls under way to come back to.
-        self._finalizer = weakref.finalize(self, communicator.close)
+        # an interpreter for calls under way to come back to. It holds the engine alone: what
+        # holds the arrays of work under way would keep a group that one of them refers to.
+        self._finalizer = weakref.finalize(self, communicator.closer().close)
+        _keep_threads_from_a_dying_interpreter()
         if self._sockets:
             _holders_of_sockets.add(self)
 
@@ -97,6 +65,14 @@ class EngineBackend(Backend):
     def is_closed(self) -> bool:
         return self._communicator.is_closed
 
+    def alarm(self) -> object:
+        """Return what tells a group of GPUs of the same ranks that one is gone."""
+        return self._communicator.alarm()
+
+    def has_lost_ranks(self) -> bool:
+        """Whether some rank is known to have died or left. A closed group has lost nobody."""
+        return not self.is_closed and bool(self._communicator.lost_ranks())
+
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         resolved = interop.numpy_dtype(interop.dtype_code(dtype))
         dims = arguments.check_shape(shape)
@@ -112,6 +88,10 @@ class EngineBackend(Backend):
     @property
     def survivors(self) -> tuple[int, ...]:
         return self._survivors or super().survivors
+
+    def interrupt(self, error: BaseException) -> None:
+        if not self.is_closed:
+            self._communicator.interrupt(error)
 
     def _time_to_shrink(self, timeout: float | None) -> float:
         """Return a timeout for `shrink`, if this rank may call it at all."""
@@ -131,26 +111,33 @@ class EngineBackend(Backend):
 
     def close(self) -> None:
         if self._communicator.close():
-            # It would keep the communicator for ever, and with it the traceback of the
-            # error that ended the group, in whose frames this very group is named.
             self._finalizer.detach()
         _holders_of_sockets.discard(self)
+
+    @contextlib.contextmanager
+    def _ended_by_interrupt(self) -> Iterator[None]:
+        """End the group if it is left in the middle of several calls that belong together."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, MemoryError) or not isinstance(error, Exception):
+                self._communicator.interrupt(error)
+            raise
 
     def _check_members(self, members: Sequence[int], timeout: float | None) -> tuple[int, ...]:
         """Return `members` once all ranks of this group have named the same ones."""
         chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
         digest = np.frombuffer(hashlib.sha256(repr(chosen).encode()).digest(), np.uint8)
         digests = self.all_gather(digest, None, False, timeout, 0).reshape(self.world_size, -1)
-        for other, theirs in enumerate(digests):
-            if not np.array_equal(theirs, digests[0]):
-                raise CollectiveMismatch(
-                    f"split: rank {other} and rank 0 named different members; "
-                    f"rank {self.rank} named {list(chosen)}.",
-                    op="split",
-                    rank=self.rank,
-                    peer=other,
-                )
+        arguments.check_same_members([row.tobytes() for row in digests], chosen, rank=self.rank)
         return chosen
+
+
+@functools.cache
+def _keep_threads_from_a_dying_interpreter() -> None:
+    # Exit handlers run last in, first out: this one before those of the finalizers, which
+    # the first of them registered, and which wake the threads.
+    atexit.register(begin_exit)
 
 
 _holders_of_sockets: weakref.WeakSet[EngineBackend] = weakref.WeakSet()

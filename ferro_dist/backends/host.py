@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from ferro_dist._native.host import Communicator, create_segment
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.engine import EngineBackend
-from ferro_dist.rendezvous.wiring import Wiring
+from ferro_dist.rendezvous.wiring import Group, Segment, Wiring
 
 __all__ = ["HostBackend", "TcpBackend"]
 
@@ -63,31 +63,22 @@ class HostBackend(EngineBackend):
         group: str = "world",
         epoch: str = "",
     ) -> None:
-        with self._closed_on_failure():
-            rendezvous.connect(
-                rank,
-                world_size,
-                addr,
-                token=token,
-                timeout=timeout,
-                shared_memory=self._shares_memory,
-                create_segment=create_segment,
-                listener=listener,
-                group=group,
-                epoch=epoch,
-                adopt=lambda wiring: self._adopt(wiring, timeout),
-            )
+        rendezvous.connect(
+            rank,
+            world_size,
+            addr,
+            token=token,
+            timeout=timeout,
+            shared_memory=self._shares_memory,
+            create_segment=create_segment,
+            listener=listener,
+            group=group,
+            epoch=epoch,
+            adopt=lambda wiring: self._adopt(wiring, timeout),
+        )
 
-    @contextlib.contextmanager
-    def _closed_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if hasattr(self, "_wiring"):
-                self.close()
-            raise
-
-    def _adopt(self, wiring: Wiring, timeout: float) -> None:
+    def _adopt(self, wiring: Wiring, timeout: float) -> HostBackend:
+        """Make this the group of the wiring, in place of __init__."""
         collective_sockets, message_sockets = [-1] * wiring.world_size, [-1] * wiring.world_size
         for peer, (collective, message) in wiring.sockets.items():
             collective_sockets[peer], message_sockets[peer] = collective, message
@@ -110,15 +101,23 @@ class HostBackend(EngineBackend):
             communicator, [fd for fd in (*collective_sockets, *message_sockets) if fd >= 0]
         )
         self._wiring = wiring
+        return self
+
+    def _adopt_another(self, wiring: Wiring) -> HostBackend:
+        """Make a group of this one's kind."""
+        return self.__class__.__new__(self.__class__)._adopt(wiring, self.timeout)
+
+    @property
+    def cores_per_rank(self) -> float:
+        return self._wiring.num_cores / len(self._wiring.local_ranks)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> HostBackend | None:
         chosen = self._check_members(members, timeout)
         if self.rank not in chosen:
             return None
         seconds = self.timeout if timeout is None else timeout
-        group = self.__class__.__new__(self.__class__)
-        with group._closed_on_failure():
-            rendezvous.connect_through(
+        with self._ended_by_interrupt():
+            return rendezvous.connect_through(
                 lambda blob: self._gather_bytes(blob, chosen, seconds),
                 chosen.index(self.rank),
                 len(chosen),
@@ -127,22 +126,54 @@ class HostBackend(EngineBackend):
                 shared_memory=self._shares_memory,
                 create_segment=create_segment,
                 addresses=[self._wiring.addresses[member] for member in chosen],
-                adopt=lambda wiring: group._adopt(wiring, self.timeout),
+                adopt=self._adopt_another,
             )
-        return group
 
     def shrink(self, timeout: float | None = None) -> HostBackend:
         seconds = self._time_to_shrink(timeout)
-        survivors, wiring = rendezvous.connect_survivors(
+        survivors, group = rendezvous.connect_survivors(
             self._communicator,
             self._wiring,
             create_segment=create_segment,
+            adopt=self._adopt_another,
             timeout=seconds,
             shared_memory=self._shares_memory,
         )
-        group = self.__class__.__new__(self.__class__)
-        group._adopt(wiring, self.timeout)
         return self._succeeded_by(group, survivors)
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks that share memory with this one, itself included, ascending."""
+        return self._wiring.local_ranks
+
+    def share_memory(self, create: Segment, adopt: Callable[[int], Group]) -> Group:
+        """Give all `local_ranks`, which call this together, one piece of memory beside the group's.
+
+        Parameters
+        ----------
+        create : callable
+            Makes it for so many ranks, on the lowest of them, and returns its descriptor.
+        adopt : callable
+            Is given a descriptor of it, which is closed afterwards. What it returns is closed
+            if some other rank fails.
+        """
+        members = self.local_ranks
+
+        def adopt_wiring(wiring: Wiring) -> Group:
+            with contextlib.closing(wiring):
+                assert wiring.segment_fd is not None
+                return adopt(wiring.segment_fd)
+
+        return rendezvous.connect_through(
+            lambda blob: self._gather_bytes(blob, members, self.timeout),
+            members.index(self.rank),
+            len(members),
+            token=self._wiring.token,
+            timeout=self.timeout,
+            create_segment=create,
+            addresses=[self._wiring.addresses[member] for member in members],
+            adopt=adopt_wiring,
+        )
 
     def _gather_bytes(self, blob: bytes, members: Sequence[int], timeout: float) -> list[bytes]:
         """Exchange byte strings among `members` alone, by messages: first sizes, then contents."""

@@ -13,13 +13,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Iterator
 from typing import Any
 
 from ferro_dist.errors import DistributedError, LockPoisoned, SizeMismatch, Timeout
 from ferro_dist.work import Work
 
-__all__ = ["BatchWork", "Call", "MpiWork", "Progress", "Steps", "mpi_lock"]
+__all__ = ["BatchWork", "Call", "MpiWork", "Progress", "Requests", "Steps", "mpi_lock"]
 
 Steps = Generator[None, None, Any]
 """Yields while it waits for MPI; what it returns is the call's result."""
@@ -108,6 +108,20 @@ class Call:
         if self.error is not None:
             raise self.error
         return self.result
+
+
+class Requests:
+    """The requests of one group that MPI has not completed."""
+
+    def __init__(self) -> None:
+        self.num_under_way = 0
+
+    def complete(self, request: Any) -> Iterator[None]:
+        """Wait for a request of MPI, which holds arrays until then."""
+        self.num_under_way += 1
+        while not request.Test():
+            yield
+        self.num_under_way -= 1
 
 
 class Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ferro_dist.errors import SizeMismatch
-from ferro_dist.interop import allocate, contiguous, deliver, shape_of
+from ferro_dist.interop import allocate, contiguous, copy, deliver, shape_of
 
 __all__ = [
     "allocate",
@@ -13,6 +13,7 @@ __all__ = [
     "allocate_gathered",
     "allocate_rows",
     "contiguous",
+    "copy",
     "deliver",
 ]
 

@@ -11,7 +11,7 @@ from ferro_dist import arguments
 from ferro_dist._native.host import Communicator
 from ferro_dist.backends import results
 from ferro_dist.backends.engine import EngineBackend
-from ferro_dist.errors import InvalidWorldSize, LockPoisoned
+from ferro_dist.errors import LockPoisoned
 
 __all__ = ["SimulatedBackend"]
 
@@ -48,8 +48,7 @@ class SimulatedBackend(EngineBackend):
         -------
         list of SimulatedBackend, by rank
         """
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise InvalidWorldSize(f"world_size must be a positive integer, not {world_size!r}.")
+        world_size = arguments.check_world_size(world_size)
         timeout = arguments.check_timeout(timeout)
         num_cores = len(os.sched_getaffinity(0))
         siblings = _Siblings()
@@ -64,9 +63,10 @@ class SimulatedBackend(EngineBackend):
         chosen = self._check_members(members, timeout)
         key = self._num_splits
         self._num_splits += 1
-        if self.rank == chosen[0]:
-            self._siblings.publish(key, self.create_group(len(chosen), timeout=self.timeout))
-        self.barrier(False, timeout, 0)
+        with self._ended_by_interrupt():
+            if self.rank == chosen[0]:
+                self._siblings.publish(key, self.create_group(len(chosen), timeout=self.timeout))
+            self.barrier(False, timeout, 0)
         if self.rank not in chosen:
             return None
         return self._siblings.take(key, chosen.index(self.rank))

@@ -11,14 +11,13 @@ the timeout. Nothing listens any more when the group stands.
 from __future__ import annotations
 
 import contextlib
-import math
-import operator
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ferro_dist.arguments import check_timeout, integer
 from ferro_dist.errors import (
     DistributedError,
     InvalidRank,
@@ -54,7 +53,7 @@ from ferro_dist.rendezvous.control_plane import (
     Participant,
 )
 from ferro_dist.rendezvous.event_loop import EventLoop
-from ferro_dist.rendezvous.wiring import Adopt, Member, Place, Segment, Wiring, wire
+from ferro_dist.rendezvous.wiring import Group, Member, Place, Segment, Wiring, wire
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "check_place", "connect", "connect_through"]
 
@@ -70,6 +69,7 @@ def connect(
     addr: str | None,
     *,
     create_segment: Segment,
+    adopt: Callable[[Wiring], Group],
     token: bytes | str | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
     shared_memory: bool = True,
@@ -77,8 +77,7 @@ def connect(
     group: str = "world",
     epoch: str = "",
     environ: Mapping[str, str] = os.environ,
-    adopt: Adopt | None = None,
-) -> Wiring:
+) -> Group:
     """Connect the ranks of a group to each other.
 
     Parameters
@@ -90,6 +89,10 @@ def connect(
     create_segment : callable
         Makes shared memory for so many ranks and returns its descriptor. Called on
         the lowest rank of each host that has several.
+    adopt : callable
+        Makes the group of the wiring, as soon as this rank is connected, and before it is
+        known that all are: it notices ranks that die from here on. Closed if an error
+        follows.
     token : bytes, optional
         The group's secret. Default: ``FERRO_DIST_TOKEN``, the descriptor
         ``FERRO_DIST_TOKEN_FD``, else, on this machine alone, a file of this user.
@@ -101,10 +104,10 @@ def connect(
         On rank 0: a socket that listens at `addr` already. It is closed.
     group, epoch : str, optional
         Tell groups of one token apart; the same on all ranks.
-    adopt : callable, optional
-        Called with the wiring when this rank is connected, and before it is known that all
-        are: what it makes notices ranks that die from here on. It is the caller's to undo
-        if an error follows.
+
+    Returns
+    -------
+    What `adopt` has made.
 
     Raises
     ------
@@ -126,7 +129,7 @@ def connect(
         rank, world_size = check_place(rank, world_size)
         deadline = Deadline(check_timeout(timeout))
         if world_size == 1:
-            return _adopted(world_of_one(), adopt)
+            return adopt(world_of_one())
         entrance = _Entrance(rank, world_size, addr, listener, deadline, token, environ)
         claim = Claim(Role.CONTROL, rank, world_size, group_digest(group, epoch))
         loop = EventLoop()
@@ -141,13 +144,13 @@ def connect_through(
     world_size: int,
     *,
     create_segment: Segment,
+    adopt: Callable[[Wiring], Group],
     token: bytes | str | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
     shared_memory: bool = True,
     addresses: Sequence[str] | None = None,
     environ: Mapping[str, str] = os.environ,
-    adopt: Adopt | None = None,
-) -> Wiring:
+) -> Group:
     """Connect the ranks of a group by means of a group that exists already.
 
     Parameters
@@ -159,7 +162,7 @@ def connect_through(
     addresses : sequence of str, optional
         Where this rank reaches each rank of the new group: the parent's
         ``Wiring.addresses``. Default: all on this machine.
-    create_segment, token, timeout, shared_memory, adopt
+    create_segment, adopt, token, timeout, shared_memory
         As for `connect`.
 
     Raises
@@ -170,7 +173,7 @@ def connect_through(
     rank, world_size = check_place(rank, world_size)
     deadline = Deadline(check_timeout(timeout))
     if world_size == 1:
-        return _adopted(world_of_one(), adopt)
+        return adopt(world_of_one())
     views = None if addresses is None else tuple(map(str, addresses))
     if views is not None and len(views) != world_size:
         raise InvalidWorldSize(f"{len(views)} addresses for {world_size} ranks", op="split")
@@ -183,20 +186,14 @@ def connect_through(
         return wire(exchange, secret, create_segment, shared_memory, place, adopt)
 
 
-def _adopted(wiring: Wiring, adopt: Adopt | None) -> Wiring:
-    if adopt is not None:
-        adopt(wiring)
-    return wiring
-
-
 def check_place(rank: int, world_size: int) -> tuple[int, int]:
     """Return rank and world size as ints, if they are a place in a group."""
     try:
-        size = operator.index(world_size)
+        size = integer(world_size)
     except TypeError:
         raise InvalidWorldSize(f"world_size must be an int, got {world_size!r}") from None
     try:
-        number = operator.index(rank)
+        number = integer(rank)
     except TypeError:
         raise InvalidRank(f"rank must be an int, got {rank!r}") from None
     if not 1 <= size <= MAX_WORLD_SIZE:
@@ -214,12 +211,6 @@ def system_errors(rank: int) -> Iterator[None]:
         if isinstance(error, DistributedError):
             raise
         raise Io(f"rendezvous: rank {rank} failed: {error}", op="init", rank=rank) from error
-
-
-def check_timeout(timeout: float) -> float:
-    if not isinstance(timeout, (int, float)) or math.isnan(timeout) or timeout <= 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    return float(timeout)
 
 
 def world_of_one() -> Wiring:

@@ -10,13 +10,13 @@ the launcher which started us (``srun torchrun ...``) contradicts nobody.
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ferro_dist.arguments import integer
 from ferro_dist.errors import InvalidRank, InvalidWorldSize, NoConnection
 from ferro_dist.rendezvous.address import (
     derived_addr,
@@ -211,10 +211,8 @@ def _from_arguments(rank: int, world_size: int) -> _Source:
 
 def _index(value: object) -> int | None:
     """Return an int, or what stands for one, like NumPy's; None for anything else."""
-    if isinstance(value, bool):
-        return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return integer(value)
     except TypeError:
         return None
 

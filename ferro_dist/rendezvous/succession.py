@@ -26,8 +26,9 @@ import math
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol
 
+from ferro_dist.arguments import check_timeout
 from ferro_dist.errors import (
     DistributedError,
     LockPoisoned,
@@ -49,7 +50,6 @@ from ferro_dist.rendezvous.address import (
 from ferro_dist.rendezvous.authentication import Claim, Role, group_digest
 from ferro_dist.rendezvous.connection import (
     KnownPlace,
-    check_timeout,
     system_errors,
     try_to_listen,
     world_of_one,
@@ -70,7 +70,7 @@ from ferro_dist.rendezvous.roll_call import (
     encode_members,
     unpack_ranks,
 )
-from ferro_dist.rendezvous.wiring import Segment, Wiring, wire
+from ferro_dist.rendezvous.wiring import Group, Segment, Wiring, wire
 
 __all__ = ["Predecessor", "connect_survivors"]
 
@@ -112,9 +112,10 @@ def connect_survivors(
     parent: Wiring,
     *,
     create_segment: Segment,
+    adopt: Callable[[Wiring], Group],
     timeout: float,
     shared_memory: bool = True,
-) -> tuple[tuple[int, ...], Wiring]:
+) -> tuple[tuple[int, ...], Group]:
     """Connect those ranks of a group that go on; called by each of them.
 
     Parameters
@@ -122,8 +123,8 @@ def connect_survivors(
     predecessor : Predecessor
     parent : Wiring
         The old group's.
-    create_segment, shared_memory
-        As for `connect`.
+    create_segment, adopt, shared_memory
+        As for `connect`. `adopt` is called again if members are lost on the way.
     timeout : float
         Seconds until the members are connected; half of it until silent ranks are left out.
 
@@ -131,7 +132,8 @@ def connect_survivors(
     -------
     members : tuple of int
         Their ranks in the old group, ascending; the same on all of them.
-    wiring : Wiring
+    group
+        What `adopt` has made.
 
     Raises
     ------
@@ -143,18 +145,18 @@ def connect_survivors(
         As for `connect`.
     """
     if parent.world_size == 1:
-        return (0,), world_of_one()
+        return (0,), adopt(world_of_one())
     try:
         with system_errors(parent.rank):
             return _Succession(
-                predecessor, parent, create_segment, shared_memory, check_timeout(timeout)
+                predecessor, parent, create_segment, adopt, shared_memory, check_timeout(timeout)
             ).run()
     except DistributedError as error:
         error.op, error.rank = "shrink", parent.rank
         raise
 
 
-class _Succession:
+class _Succession(Generic[Group]):
     """The steps on one rank. All ranks here are the old group's."""
 
     def __init__(
@@ -162,6 +164,7 @@ class _Succession:
         predecessor: Predecessor,
         parent: Wiring,
         create_segment: Segment,
+        adopt: Callable[[Wiring], Group],
         shared_memory: bool,
         timeout: float,
     ) -> None:
@@ -169,6 +172,7 @@ class _Succession:
         self._parent = parent
         self._rank = parent.rank
         self._create_segment = create_segment
+        self._adopt = adopt
         self._shared_memory = shared_memory
         self._deadline = Deadline(timeout)
         self._started_at = time.monotonic()
@@ -180,7 +184,7 @@ class _Succession:
         self._is_member = False  # a decision names this rank
         self._decider = -1  # whose decision this rank follows
 
-    def run(self) -> tuple[tuple[int, ...], Wiring]:
+    def run(self) -> tuple[tuple[int, ...], Group]:
         while True:
             self._look()
             leader = min(self._candidates - self._lost - self._silent)
@@ -189,7 +193,7 @@ class _Succession:
                 exchange = take_part(loop, leader)
                 members = tuple(sorted(self._candidates))
                 if exchange is None and members == (self._rank,):
-                    return members, world_of_one()
+                    return members, self._adopt(world_of_one())
                 if exchange is None:
                     continue
                 try:
@@ -199,7 +203,7 @@ class _Succession:
                 except Timeout as error:
                     raise self._timeout([members[rank] for rank in error.missing]) from error
 
-    def _wire(self, exchange: Exchange, members: tuple[int, ...]) -> Wiring:
+    def _wire(self, exchange: Exchange, members: tuple[int, ...]) -> Group:
         views = tuple(self._parent.addresses[member] for member in members)
         return wire(
             exchange,
@@ -207,6 +211,7 @@ class _Succession:
             self._create_segment,
             self._shared_memory,
             KnownPlace(views),
+            self._adopt,
         )
 
     def _begin_again(self, error: PeerLostError, members: tuple[int, ...]) -> None:

@@ -21,6 +21,7 @@ import stat
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Protocol, TypeVar
 
 from ferro_dist.errors import CollectiveMismatch, Io
 from ferro_dist.rendezvous import machine
@@ -30,7 +31,7 @@ from ferro_dist.rendezvous.control_plane import Exchange
 from ferro_dist.rendezvous.event_loop import READ, Acceptor, Dialler
 from ferro_dist.rendezvous.frame import Conversation, ProtocolError, decode_json
 
-__all__ = ["Adopt", "Member", "Place", "Segment", "Wiring", "wire"]
+__all__ = ["Group", "Member", "Place", "Segment", "Wiring", "wire"]
 
 SEGMENT_MESSAGE = struct.Struct("!QQ")  # device and inode of the segment
 UCRED = struct.Struct("3i")  # process, user and group id
@@ -40,8 +41,14 @@ SOCKET_ROLES = (Role.COLLECTIVE, Role.POINT_TO_POINT)
 Segment = Callable[[int], int]
 """Makes shared memory for so many ranks and returns its descriptor."""
 
-Adopt = Callable[["Wiring"], None]
-"""Takes over what this rank has been connected with, before it is known that all have been."""
+
+class Adopted(Protocol):
+    """What is made of a wiring, and undone if not all ranks get that far."""
+
+    def close(self) -> None: ...
+
+
+Group = TypeVar("Group", bound=Adopted)
 
 
 @dataclass
@@ -214,9 +221,9 @@ def wire(
     create_segment: Segment,
     shared_memory: bool,
     place: Place,
-    adopt: Adopt | None = None,
-) -> Wiring:
-    """Connect this rank to all others; if it cannot, tell them why."""
+    adopt: Callable[[Wiring], Group],
+) -> Group:
+    """Connect this rank to all others, as `adopt` makes it; if it cannot, tell them why."""
     try:
         return _Wirer(exchange, token, create_segment, place).wire(shared_memory, adopt)
     except ProtocolError as error:
@@ -243,7 +250,7 @@ class _Wirer:
         self._members: list[Member] = []
         self._group = b""
 
-    def wire(self, shared_memory: bool, adopt: Adopt | None) -> Wiring:
+    def wire(self, shared_memory: bool, adopt: Callable[[Wiring], Group]) -> Group:
         own = Member.own(shared_memory, self._place)
         # It listens before anybody can know its name.
         with listen(Target(socket.AF_UNIX, own.socket_name)) as server:
@@ -256,13 +263,16 @@ class _Wirer:
                 self._connect(wiring, server)
                 # Before the commit, which sees a rank die: once it is over, all of them
                 # must be in the care of whoever watches them from then on.
-                if adopt is not None:
-                    adopt(wiring)
-                self._exchange.commit()
+                group = adopt(wiring)
             except BaseException:
                 wiring.close()
                 raise
-        return wiring
+            try:
+                self._exchange.commit()
+            except BaseException:
+                group.close()
+                raise
+        return group
 
     def _connect(self, wiring: Wiring, server: socket.socket) -> None:
         leader, *others = wiring.local_ranks

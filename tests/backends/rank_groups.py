@@ -5,13 +5,14 @@ from __future__ import annotations
 import abc
 import contextlib
 import faulthandler
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any
 
+import numpy as np
 from backends.contract.case import Group
 from backends.contract.suite import CASES
 from leaks import nothing_is_left
@@ -19,7 +20,7 @@ from leaks import nothing_is_left
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
 
-__all__ = ["Ranks", "start"]
+__all__ = ["ProcessRanks", "Ranks", "serve", "start"]
 
 # No call waits longer: a case whose ranks go different ways fails with a Timeout.
 GROUP_TIMEOUT_S = 30.0
@@ -47,13 +48,17 @@ class Ranks(abc.ABC):
 def start(backend: str, world_size: int) -> Ranks:
     if backend == "simulated":
         return ThreadRanks(world_size)
-    return ProcessRanks(backend, world_size)
+    return ProcessRanks(world_size, serve, backend=backend)
 
 
 def _start_progress(group: Group) -> None:
     """Start the threads that a group has from its first asynchronous call on."""
     fd.barrier(group, async_op=True).wait()
-    fd.batch([], group, async_op=True).wait()
+    if group.world_size == 1:
+        return
+    x = np.zeros(1 << 20, np.uint8)  # what is small may need no thread
+    after, before = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+    fd.sendrecv(x, np.empty_like(x), group, after, before, async_op=True).wait()
 
 
 class ThreadRanks(Ranks):
@@ -86,15 +91,17 @@ class ThreadRanks(Ranks):
 class ProcessRanks(Ranks):
     """The processes of one `run_ranks`, told by pipes what to do next."""
 
-    def __init__(self, backend: str, world_size: int) -> None:
+    def __init__(
+        self, world_size: int, serve: Callable[..., None], *args: Any, **options: Any
+    ) -> None:
         pipes = [Pipe() for _ in range(world_size)]
         self._pipes = [ours for ours, _ in pipes]
         self._theirs = [theirs for _, theirs in pipes]
         self._thread = ThreadPoolExecutor(1)
         self._job: Future[Any] = self._thread.submit(
-            run_ranks, world_size, _serve, self._theirs, backend=backend, timeout=JOB_DEADLINE_S
+            *(run_ranks, world_size, serve, self._theirs, *args),
+            **{"timeout": JOB_DEADLINE_S, **options},
         )
-
         self._await_all()
 
     def run(self, case: str) -> None:
@@ -127,7 +134,7 @@ class ProcessRanks(Ranks):
             self._job.result()
 
 
-def _serve(group: Group, pipes: list[Connection]) -> None:
+def serve(group: Group, pipes: list[Connection]) -> None:
     """Be a rank: run the cases that are named until there are no more."""
     group.timeout = GROUP_TIMEOUT_S
     _start_progress(group)

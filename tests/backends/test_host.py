@@ -16,6 +16,11 @@ from ferro_dist.testing import RankDeath, run_ranks
 TIMEOUT_S = 60.0
 
 
+def die_instead(wiring: rendezvous.Wiring) -> rendezvous.Wiring:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return wiring
+
+
 def die_while_joining(rank: int, world_size: int, addr: str) -> str:
     """Be killed once all others may have registered with each other."""
     if rank == 1:
@@ -24,7 +29,7 @@ def die_while_joining(rank: int, world_size: int, addr: str) -> str:
             world_size,
             addr,
             create_segment=create_segment,
-            adopt=lambda _: os.kill(os.getpid(), signal.SIGKILL),
+            adopt=die_instead,
         )
     started = time.monotonic()
     with pytest.raises(fd.PeerLostError) as raised:

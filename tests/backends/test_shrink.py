@@ -114,6 +114,22 @@ def test_the_others_go_on_after_several_deaths_at_once(
     check_survivors(run_ranks(world_size, go_on_after_deaths, victims, may_die=victims), victims)
 
 
+def die_when_connected(backend: fd.Backend) -> Any:
+    """Lose rank 1, then rank 2 with its connections to the others of the new group in hand."""
+    rank, world_size = backend.rank, backend.world_size
+    die_among(backend, [1])
+    if rank == 2:
+        backend._adopt_another = lambda _wiring: die()  # type: ignore[attr-defined]
+    with backend.shrink(PATIENCE_S) as group:
+        return group.survivors, group.rank, one_hot_sum(group, world_size, rank)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_member_that_dies_with_its_new_connections_is_left_out(transport: str) -> None:
+    outcomes = run_ranks(4, die_when_connected, backend=transport, may_die=[1, 2])
+    check_survivors(outcomes, [1, 2])
+
+
 def go_on_after_each_death(backend: fd.Backend, victims: Sequence[int]) -> Any:
     rank, world_size = backend.rank, backend.world_size
     group = backend

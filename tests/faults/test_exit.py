@@ -240,6 +240,17 @@ group = fd.SimulatedBackend.create_group(2)
 work = fd.barrier(group[0], async_op=True)
 fd.recv(np.empty(3), group[1], 0, async_op=True)
 """,
+    # Torch, to which it may have to go back through, would not let it be ended there.
+    "a thread that must not come back to a dying interpreter": """
+group = fd.SimulatedBackend.create_group(2)
+def wait():
+    try:
+        fd.recv(np.empty(1), group[0], 1)
+    finally:
+        os.write(2, b"came back")
+sys.setswitchinterval(1000)  # this thread goes on once the other waits in the engine
+in_daemon_thread(wait)
+""",
     "work under way in dropped groups": """
 for _ in range(20):
     group = fd.SimulatedBackend.create_group(2)

@@ -204,27 +204,52 @@ class Fed(Exception):
     """What a handler of these tests raises: any exception ends a wait."""
 
 
-def raise_from_a_handler(backend: fd.Backend, fifo: str) -> tuple[str, str]:
+def raise_from_a_handler(backend: fd.Backend, kind: type[Exception], fifo: str) -> tuple[str, str]:
     signaller = Signaller(backend, fifo, sender=1, target=0)
     if backend.rank == 1:
         signaller.send(signal.SIGALRM)
         return "", wait_in_vain(backend).kind
 
-    def raise_fed(_number: int, _frame: FrameType | None) -> None:
-        raise Fed
+    def raise_it(_number: int, _frame: FrameType | None) -> None:
+        raise kind
 
-    signal.signal(signal.SIGALRM, raise_fed)
+    signal.signal(signal.SIGALRM, raise_it)
     signaller.announce()
     try:
         fd.barrier(backend, timeout=PATIENCE_S)
-    except Fed as error:
+    except kind as error:
         later = error_of(lambda: fd.barrier(backend))
+        assert kind.__name__ in later.message
         return type(error).__name__, later.kind
     except DistributedError as error:
         return "", told(error).message
     return "", ""
 
 
-def test_any_exception_of_a_handler_ends_the_wait(fifo: str) -> None:
-    outcomes = run_ranks(2, raise_from_a_handler, fifo)
-    assert outcomes == [("Fed", "LockPoisoned"), ("", "ChannelClosed")]
+@pytest.mark.parametrize("kind", [Fed, MemoryError])
+def test_any_exception_of_a_handler_ends_the_wait(kind: type[Exception], fifo: str) -> None:
+    outcomes = run_ranks(2, raise_from_a_handler, kind, fifo)
+    assert outcomes == [(kind.__name__, "LockPoisoned"), ("", "ChannelClosed")]
+
+
+def split_and_be_struck(backend: fd.Backend, error: type[BaseException]) -> tuple[str, Told]:
+    def strike(*_args: Any) -> Any:
+        raise error
+
+    if backend.rank == 0:
+        # Between the calls that make up a split there is Python, where anything may be raised.
+        backend._gather_bytes = strike  # type: ignore[attr-defined]
+        try:
+            backend.split([0, 1])
+        except error as struck:
+            return type(struck).__name__, error_of(lambda: fd.barrier(backend))
+    return "", error_of(lambda: backend.split([0, 1]))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_split_that_is_broken_off_ends_the_group(error: type[BaseException]) -> None:
+    (kind, later), (_, peer_error) = run_ranks(2, split_and_be_struck, error)
+    assert kind == error.__name__
+    assert later.kind == "LockPoisoned"
+    assert error.__name__ in later.message
+    assert (peer_error.kind, peer_error.peer) == ("ChannelClosed", 0)

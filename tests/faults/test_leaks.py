@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,22 @@ def abandon() -> None:
     fd.recv(np.ones(3), group[1], 0, async_op=True)
 
 
+class Tagged(np.ndarray[Any, Any]):
+    """An array that knows the group it is used in."""
+
+    group: fd.Backend
+
+
+def abandon_a_cycle() -> None:
+    group = fd.SimulatedBackend.create_group(2)
+    x = np.ones(3).view(Tagged)
+    x.group = group[0]
+    fd.recv(x, group[0], 1, async_op=True)
+    fd.allreduce(x, group[0], out=x, async_op=True)
+    del group, x
+    gc.collect()
+
+
 def fail() -> None:
     group = fd.SimulatedBackend.create_group(2)
     assert error_of(lambda: fd.barrier(group[0], timeout=1e-6)).kind == "Timeout"
@@ -86,7 +103,8 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("life", "times"), [(simulate, 1000), (be_alone, 1000), (abandon, 200), (fail, 200)]
+    ("life", "times"),
+    [(simulate, 1000), (be_alone, 1000), (abandon, 200), (abandon_a_cycle, 100), (fail, 200)],
 )
 def test_groups_leave_nothing_behind(life: Callable[[], None], times: int) -> None:
     check_growth(life, times)
@@ -113,7 +131,7 @@ def split_often(backend: fd.Backend, times: int) -> None:
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_groups_that_are_split_off_leave_nothing_behind(transport: str) -> None:
-    run_ranks(2, split_often, 300, backend=transport)
+    run_ranks(2, split_often, 300, backend=transport, timeout=250)
 
 
 def fail_and_look(rank: int, world_size: int, addr: str, transport: str) -> None:

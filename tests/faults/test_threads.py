@@ -142,6 +142,48 @@ def share_one_group(backend: fd.Backend) -> list[Any]:
     return [thread.outcome() for thread in threads]
 
 
+def answer_while_the_other_thread_waits(backend: fd.Backend) -> list[Any]:
+    peer = 1 - backend.rank
+    answers = []
+    for size in (1, 1000, 500_000):
+        question, answer = np.full(size, 7.0), np.zeros(size)
+        if backend.rank == 1:
+            fd.recv(answer, backend, peer)
+            fd.send(answer + 1, backend, peer)
+            continue
+        receiver = Thread(functools.partial(fd.recv, answer, backend, peer))
+        fd.send(question, backend, peer)
+        answers.append(float(receiver.outcome().mean()))
+    return answers
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_a_thread_sends_while_another_receives(transport: str) -> None:
+    outcomes = run_ranks(2, answer_while_the_other_thread_waits, backend=transport)
+    assert outcomes == [[8.0] * 3, []]
+
+
+def end_under_two_threads(backend: fd.Backend, how: str) -> list[Told]:
+    if backend.rank != 0:
+        return [error_of(lambda: fd.recv(np.empty(1), backend, 0))]
+    waits = [Thread(functools.partial(fd.recv, np.empty(1), backend, peer)) for peer in (1, 2)]
+    if how == "timeout":
+        own = error_of(lambda: fd.recv(np.empty(1), backend, 2, timeout=0.2))
+        return [own, *(thread.outcome() for thread in waits)]
+    backend.close()
+    return [thread.outcome() for thread in waits]
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+@pytest.mark.parametrize("how", ["timeout", "close"])
+def test_the_end_of_a_group_reaches_all_threads_inside(how: str, transport: str) -> None:
+    outcomes = run_ranks(3, end_under_two_threads, how, backend=transport)
+    # A thread, or a rank, that only comes when all is over finds that instead.
+    kinds = ("Timeout", "LockPoisoned") if how == "timeout" else ("ChannelClosed",)
+    for outcome in [outcome for outcomes_of_rank in outcomes for outcome in outcomes_of_rank]:
+        assert outcome.kind in kinds, outcome
+
+
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_a_group_serializes_the_calls_of_several_threads(transport: str) -> None:
     outcomes = run_ranks(2, share_one_group, backend=transport)

@@ -98,9 +98,21 @@ def run_threads(count: int, body: Body) -> list[Any]:
     return outcomes
 
 
+def keep(wiring: Wiring) -> Wiring:
+    return wiring
+
+
+SETTINGS: dict[str, Any] = {
+    "token": TOKEN,
+    "timeout": PATIENCE_S,
+    "create_segment": make_segment,
+    "adopt": keep,
+}
+
+
 def join(rank: int, size: int, addr: str | None, **options: Any) -> Wiring:
-    settings = {"token": TOKEN, "timeout": PATIENCE_S, "create_segment": make_segment}
-    return connect(rank, size, addr, **{**settings, **options})
+    wiring: Wiring = connect(rank, size, addr, **{**SETTINGS, **options})
+    return wiring
 
 
 def join_all(size: int, **options: Any) -> list[Wiring]:
@@ -145,7 +157,7 @@ def closing(wirings: Sequence[Wiring]) -> Iterator[None]:
 
 
 def test_a_world_of_one_needs_no_address() -> None:
-    wiring = connect(0, 1, None, create_segment=make_segment)
+    wiring = connect(0, 1, None, create_segment=make_segment, adopt=keep)
     assert (wiring.hosts, wiring.segment_fd, wiring.sockets) == (((0,),), None, {})
     assert wiring.num_cores >= 1
 
@@ -647,6 +659,8 @@ def test_too_few_descriptors_are_told() -> None:
         (0, 0, InvalidWorldSize),
         (0, 1 << 40, InvalidWorldSize),
         (0, 1.5, InvalidWorldSize),
+        (0, True, InvalidWorldSize),
+        (False, 2, InvalidRank),
     ],
 )
 def test_what_is_no_place(rank: Any, size: Any, error: type[Exception]) -> None:
@@ -654,9 +668,19 @@ def test_what_is_no_place(rank: Any, size: Any, error: type[Exception]) -> None:
         check_place(rank, size)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1", None])
-def test_what_is_no_timeout(timeout: Any) -> None:
-    with pytest.raises(ValueError, match="timeout"):
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (float("nan"), ValueError),
+        ("1", TypeError),
+        (None, TypeError),
+        (True, TypeError),
+    ],
+)
+def test_what_is_no_timeout(timeout: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="timeout"):
         join(0, 2, free_addr(), timeout=timeout)
 
 
@@ -862,10 +886,10 @@ class Parent:
 
 
 def split(parent: Parent, rank: int, **options: Any) -> Wiring:
-    settings = {"token": TOKEN, "timeout": PATIENCE_S, "create_segment": make_segment}
     size = parent._barrier.parties
     gather = options.pop("gather", parent.all_gather(rank))
-    return connect_through(gather, rank, size, **{**settings, **options})
+    wiring: Wiring = connect_through(gather, rank, size, **{**SETTINGS, **options})
+    return wiring
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])

@@ -20,7 +20,10 @@ from ferro_dist.rendezvous import connect
 
 rank, addr = int(sys.argv[1]), sys.argv[2]
 segment = lambda num_ranks: os.memfd_create("segment")
-wiring = connect(rank, 4, addr, token=b"a secret", timeout=40, create_segment=segment)
+keep = lambda wiring: wiring
+wiring = connect(
+    rank, 4, addr, token=b"a secret", timeout=40, create_segment=segment, adopt=keep
+)
 for pair in wiring.sockets.values():
     for fd in pair:
         os.write(fd, bytes([rank]))

@@ -25,7 +25,7 @@ from ferro_dist import (
 def a_group_tells_of_itself(group: Group) -> None:
     ranks = fd.all_gather(np.array([group.rank]), group)
     assert_array_equal(ranks, np.arange(group.world_size))
-    assert group.name in ("host", "tcp", "simulated", "mpi")
+    assert group.name in ("host", "tcp", "simulated", "mpi", "nccl", "hybrid")
     assert group.timeout > 0
     assert not group.is_closed
     assert f"rank {group.rank} of {group.world_size}" in repr(group)
@@ -202,6 +202,20 @@ def a_peer_that_left_in_order_is_named(group: Group) -> None:
         poisoned = raised(LockPoisoned, fd.barrier, other)
         assert repr(poisoned.__cause__) == repr(error)  # perhaps a copy, without a traceback
     other.close()
+
+
+@case(min_ranks=2)
+def an_interruption_ends_the_group_and_names_its_rank(group: Group) -> None:
+    other = clone(group, timeout=20)
+    if group.rank == 1:
+        other.interrupt(KeyError("between two calls"))
+        raised(DistributedError, fd.barrier, other)
+    else:
+        assert raised(DistributedError, fd.barrier, other).peer == 1
+    fd.barrier(group)
+    other.interrupt(KeyError("of a group that has ended"))
+    other.close()
+    other.interrupt(KeyError("of a group that was closed"))
 
 
 @case(min_ranks=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -31,6 +31,7 @@ __all__ = [
     "input_shape",
     "inputs",
     "reduced",
+    "reduces",
     "shape_of_result",
 ]
 
@@ -67,6 +68,12 @@ def has_reduction(name: str, op: ReduceOp) -> bool:
     if name in COMPLEX:
         return op in (SUM, MEAN, PROD)
     return name in FLOATS or (name == "bool" and op in (MIN, MAX))
+
+
+def reduces(group: Group, name: str, op: ReduceOp) -> bool | None:
+    """Whether a group has this reduction; None where it has one that is no part of the contract."""
+    own: Callable[[str, ReduceOp], bool | None] | None = getattr(group, "reduces", None)
+    return has_reduction(name, op) if own is None else own(name, op)
 
 
 def data(rank: int, shape: Sequence[int], name: str) -> Array:

@@ -1,0 +1,402 @@
+"""Groups that move arrays of both kinds of memory: the host's and the GPUs'."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferro_dist import arguments, interop
+from ferro_dist._native.cuda_libraries import load_nccl
+from ferro_dist.backends.attendance import share_attendance
+from ferro_dist.backends.base import Array, Backend, P2POp
+from ferro_dist.backends.host import HostBackend
+from ferro_dist.backends.nccl import END_GRACE_S, NcclBackend, get_unique_id
+from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray
+from ferro_dist.reduce_op import ReduceOp
+from ferro_dist.work import Work
+
+if TYPE_CHECKING:
+    from ferro_dist._native.nccl import UniqueId
+
+__all__ = ["HybridBackend"]
+
+_UNIQUE_ID_NBYTES = 128
+
+
+class HybridBackend(Backend):
+    """One rank of a group that has a GPU on every rank.
+
+    Each call goes by where its array lives: arrays of GPUs to NCCL, all others and
+    `barrier` to the host engine. The same program runs on both.
+
+    Parameters
+    ----------
+    rank, world_size, addr
+        As `HostBackend` takes them.
+    unique_id : UniqueId or bytes, optional
+        As `NcclBackend` takes it. Left away, rank 0 makes one and sends it to the others.
+    device : int, optional
+        The GPU of this rank, which becomes this thread's current one; that one if not given.
+    timeout : float
+        Of both.
+    config : dict, optional
+        Options of NCCL: see `NcclBackend`.
+    **options
+        Further ones of `HostBackend`.
+
+    Raises
+    ------
+    BackendUnavailable
+        Some rank has no NCCL or no GPU. The group is made on all ranks or on none.
+
+    Notes
+    -----
+    What `NcclBackend` cannot tell is told here, as far as ranks share memory, that is, within
+    a host: `Timeout.missing` names the ranks that have not made a call on GPU arrays, and a
+    call that a rank has left without making raises `ChannelClosed` soon. A death is a
+    `PeerLostError` wherever it happens.
+    """
+
+    name = "hybrid"
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        addr: str | None,
+        unique_id: UniqueId | bytes | None = None,
+        *,
+        device: int | None = None,
+        timeout: float = 300.0,
+        config: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        host = HostBackend(rank, world_size, addr, timeout=timeout, **options)
+        try:
+            nccl = _join_gpus(host, unique_id, device, config or {})
+        except BaseException:
+            host.close()  # the others, who wait for this rank, hear of it
+            raise
+        self._start(host, nccl)
+
+    def _start(self, host: HostBackend, nccl: NcclBackend) -> HybridBackend:
+        self._host = host
+        self._nccl = nccl
+        # Between ranks of one host NCCL does not notice that one has died.
+        nccl.heed(host.alarm())
+        try:
+            share_attendance(host, nccl)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @property
+    def tcp(self) -> HostBackend:
+        """The group's host side: shared memory inside a host, TCP between hosts."""
+        return self._host
+
+    @property
+    def nccl(self) -> NcclBackend:
+        """The group's GPU side."""
+        return self._nccl
+
+    def synchronize_nccl(self, timeout: float | None = None) -> None:
+        """Block until all calls on GPU arrays made so far are done."""
+        self._nccl.synchronize(timeout)
+
+    @property
+    def rank(self) -> int:
+        return self._host.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._host.world_size
+
+    @property
+    def timeout(self) -> float:
+        return self._host.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._host.timeout = seconds
+        self._nccl.timeout = seconds
+
+    @property
+    def is_closed(self) -> bool:
+        return self._host.is_closed
+
+    @property
+    def device(self) -> int:
+        """The number of this rank's GPU in this process."""
+        return self._nccl.device
+
+    @property
+    def cores_per_rank(self) -> float:
+        return self._host.cores_per_rank
+
+    def interrupt(self, error: BaseException) -> None:
+        self._host.interrupt(error)  # whose alarm ends the GPUs' side, here and on the others
+
+    def close(self) -> None:
+        try:
+            self._nccl.leave()  # the host's side sees who dies meanwhile
+        finally:
+            try:
+                # It goes first: who waits for this rank there hears of it at once, while NCCL
+                # ends with all ranks together.
+                self._host.close()
+            finally:
+                self._nccl.close(min(self.timeout, END_GRACE_S))
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        """Make an uninitialized array that all ranks of the host can reach.
+
+        For memory of the GPU that NCCL likes best: ``backend.nccl.empty``.
+        """
+        return self._host.empty(shape, dtype)
+
+    def split(self, members: Sequence[int], timeout: float | None = None) -> HybridBackend | None:
+        host = self._host.split(members, timeout)
+        try:
+            nccl = self._nccl.split(members, timeout)
+        except BaseException:
+            if host is not None:
+                host.close()
+            raise
+        if host is None or nccl is None:
+            return None
+        return type(self).__new__(type(self))._start(host, nccl)
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        return self._host.survivors
+
+    def shrink(self, timeout: float | None = None) -> HybridBackend:
+        # The GPUs' work under way may wait for a rank that is gone: it ends first.
+        self._nccl.abort()
+        device = self._nccl.device
+        host = self._host.shrink(timeout)
+        try:
+            nccl = _join_gpus(host, None, device, self._nccl.config)
+        except BaseException:
+            host.close()
+            raise
+        return type(self).__new__(type(self))._start(host, nccl)
+
+    # ---- Calls, by where the array lives ------------------------------------------
+
+    def _side(self, array: Array) -> Backend:
+        return self._nccl if interop.is_on_gpu(array) else self._host
+
+    def allreduce(
+        self,
+        x: Array,
+        out: Array | None,
+        op: ReduceOp,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work:
+        return self._side(x).allreduce(x, out, op, async_op, timeout, tag)
+
+    def broadcast(
+        self,
+        x: Array,
+        out: Array | None,
+        root: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work:
+        return self._side(x).broadcast(x, out, root, async_op, timeout, tag)
+
+    def reduce(
+        self,
+        x: Array,
+        out: Array | None,
+        op: ReduceOp,
+        root: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work | None:
+        return self._side(x).reduce(x, out, op, root, async_op, timeout, tag)
+
+    def all_gather(
+        self, x: Array, out: Array | None, async_op: bool, timeout: float | None, tag: int
+    ) -> Array | Work:
+        return self._side(x).all_gather(x, out, async_op, timeout, tag)
+
+    def reduce_scatter(
+        self,
+        x: Array,
+        out: Array | None,
+        op: ReduceOp,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work:
+        return self._side(x).reduce_scatter(x, out, op, async_op, timeout, tag)
+
+    def all_to_all(
+        self,
+        x: Array,
+        out: Array | None,
+        send_counts: Sequence[int] | None,
+        recv_counts: Sequence[int] | None,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work:
+        return self._side(x).all_to_all(x, out, send_counts, recv_counts, async_op, timeout, tag)
+
+    def gather(
+        self,
+        x: Array,
+        out: Array | None,
+        root: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work | None:
+        return self._side(x).gather(x, out, root, async_op, timeout, tag)
+
+    def scatter(
+        self,
+        x: Array | None,
+        out: Array,
+        root: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work:
+        known = out if x is None else x
+        side = self._host if known is None else self._side(known)
+        return side.scatter(x, out, root, async_op, timeout, tag)
+
+    def barrier(self, async_op: bool, timeout: float | None, tag: int) -> Work | None:
+        work: Work | None = self._host.barrier(async_op, timeout, tag)
+        return work
+
+    def send(
+        self, x: Array, dst: int, async_op: bool, timeout: float | None, tag: int
+    ) -> Work | None:
+        return self._side(x).send(x, dst, async_op, timeout, tag)
+
+    def recv(
+        self, out: Array, src: int, async_op: bool, timeout: float | None, tag: int
+    ) -> Array | Work:
+        return self._side(out).recv(out, src, async_op, timeout, tag)
+
+    def sendrecv(
+        self,
+        x: Array,
+        out: Array,
+        dst: int,
+        src: int,
+        async_op: bool,
+        timeout: float | None,
+        tag: int,
+    ) -> Array | Work:
+        side = self._side(x)
+        if self._side(out) is not side:
+            raise InvalidArray(
+                "sendrecv: x and out are on different devices. Pass both on a GPU or neither.",
+                op="sendrecv",
+                rank=self.rank,
+            )
+        return side.sendrecv(x, out, dst, src, async_op, timeout, tag)
+
+    def batch(
+        self, ops: Sequence[P2POp], async_op: bool, timeout: float | None, tag: int
+    ) -> Work | None:
+        ours: dict[Backend, list[P2POp]] = {self._nccl: [], self._host: []}
+        for op in ops:
+            ours[self._side(op.array)].append(op)
+        sides = [side for side, part in ours.items() if part]
+        if len(sides) < 2:
+            return (sides or [self._host])[0].batch(ops, async_op, timeout, tag)
+        # Started together: a message on one side may be answered on the other. All that can
+        # be wrong with the arguments is found before: the host's side checks its own first.
+        self._nccl.check_batch(ours[self._nccl], timeout, tag)
+        works = [side.batch(ours[side], True, timeout, tag) for side in (self._host, self._nccl)]
+        both = _Both([work for work in works if work is not None])
+        if async_op:
+            return both
+        both.wait()
+        return None
+
+
+class _Both(Work):
+    """The messages of one batch, on both sides of a group."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: float | None = None) -> None:
+        patience = None if timeout is None else arguments.check_patience(timeout)
+        deadline = None if patience is None else time.monotonic() + patience
+        for work in self._works:
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self, timeout: float | None = None) -> None:
+        self.wait(timeout)
+
+
+def _join_gpus(
+    host: HostBackend,
+    unique_id: UniqueId | bytes | None,
+    device: int | None,
+    config: dict[str, Any],
+) -> NcclBackend:
+    """Connect the GPUs of a group's ranks, once all ranks are known to have one."""
+    problem = _why_no_gpu(device)
+    have_problems = host.all_gather(np.array([bool(problem)]), None, False, None, 0)
+    if have_problems.any():
+        ranks = ", ".join(map(str, np.flatnonzero(have_problems)))
+        raise BackendUnavailable(
+            f"No HybridBackend can be made, since NCCL cannot be used on rank {ranks}. "
+            + (problem or "The error there says why."),
+            op="init",
+            rank=host.rank,
+        )
+    if unique_id is None:
+        unique_id = _exchange_unique_id(host)
+    return NcclBackend(
+        host.rank, host.world_size, unique_id, device=device, timeout=host.timeout, **config
+    )
+
+
+def _why_no_gpu(device: int | None) -> str:
+    """Make `device` current; say what keeps this rank from using NCCL, "" for nothing."""
+    try:
+        load_nccl()
+        from ferro_dist._native.cuda_runtime import device_count, set_device
+
+        num_devices = device_count()
+        if num_devices == 0:
+            return "This process sees no GPU."
+        if device is None:
+            return ""
+        if not 0 <= device < num_devices:
+            return f"GPU {device} is not among the {num_devices} that this process sees."
+        set_device(device)
+        return ""
+    except DistributedError as error:
+        return str(error)
+
+
+def _exchange_unique_id(host: HostBackend) -> bytes:
+    """Return what rank 0 has made, on all ranks."""
+    blob = np.zeros(_UNIQUE_ID_NBYTES, np.uint8)
+    if host.rank == 0:
+        blob[:] = np.frombuffer(bytes(get_unique_id()), np.uint8)
+    sent: Any = host.broadcast(blob, None, 0, False, None, 0)
+    return bytes(sent.tobytes())

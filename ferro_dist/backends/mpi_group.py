@@ -1,0 +1,244 @@
+"""A group of MPI ranks: how its calls run one after another, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferro_dist import arguments
+from ferro_dist.backends.base import Array, Backend
+from ferro_dist.backends.mpi_agreement import Agreement, Failure, Fingerprint
+from ferro_dist.backends.mpi_farewell import Farewell, close_at_exit, free_left_groups
+from ferro_dist.backends.mpi_library import duplicate
+from ferro_dist.backends.mpi_messages import Messages
+from ferro_dist.backends.mpi_operands import Operands
+from ferro_dist.backends.mpi_progress import Call, MpiWork, Progress, Requests, Steps, mpi_lock
+from ferro_dist.errors import (
+    ChannelClosed,
+    DistributedError,
+    Io,
+    PeerLostError,
+    Timeout,
+    UnsupportedOp,
+)
+from ferro_dist.interop import dtype_code, numpy_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11
+
+__all__ = ["MpiGroup"]
+
+_COLLECTIVES = "collectives"
+_ALIGNMENT = 64
+
+
+class MpiGroup(Backend):
+    """One rank's side of a group, without the operations: see `MpiBackend`."""
+
+    def _join(self, mpi: Any, comm: Any, messages: Any, timeout: float) -> None:
+        for owned in (comm, messages):
+            owned.Set_errhandler(mpi.ERRORS_RETURN)
+        self._mpi = mpi
+        self._comm = comm
+        self._message_comm = messages  # sends and receives, apart from the fingerprints
+        self._rank: int = comm.rank
+        self._world_size: int = comm.size
+        self._timeout = timeout
+        self._is_closed = False
+        self._sequence = 0
+        self._current_sequence = 0
+        self._pid = os.getpid()
+        self._agreement = Agreement(mpi, comm)
+        self._requests = Requests()
+        self._messages = Messages(mpi, messages, self._agreement, self._requests)
+        self._operands = Operands(mpi, self._rank, self._world_size)
+        self._progress = Progress(self._rank, self._translate, self._listen, self._announce)
+        free_left_groups()
+        close_at_exit(self)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def timeout(self) -> float:
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._timeout = arguments.check_timeout(seconds)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        self._check_open("empty")
+        resolved = numpy_dtype(dtype_code(dtype))
+        dims = arguments.check_shape(shape)
+        # On a cache line of its own, where vector instructions like it best.
+        nbytes = math.prod(dims) * resolved.itemsize
+        block = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        start = -block.ctypes.data % _ALIGNMENT
+        return block[start : start + nbytes].view(resolved).reshape(dims)
+
+    def split(self, members: Sequence[int], timeout: float | None = None) -> Self | None:
+        chosen = arguments.check_members(members, rank=self._rank, world_size=self._world_size)
+
+        def move() -> Steps:
+            yield from ()
+
+        self._collective(Fingerprint.of_members(chosen), move, False, timeout)
+        # Everybody is here or about to be: this blocks for moments only.
+        is_member = self._rank in chosen
+        colour = 0 if is_member else self._mpi.UNDEFINED
+        with self._lock_for_blocking():
+            comm = self._comm.Split(colour, chosen.index(self._rank) if is_member else 0)
+        if not is_member:
+            return None
+        group = type(self).__new__(type(self))
+        (messages,) = duplicate(comm, self._limit(timeout), copies=1)
+        group._join(self._mpi, comm, messages, self._timeout)
+        return group
+
+    def shrink(self, timeout: float | None = None) -> Self:
+        raise UnsupportedOp(
+            "shrink: MPI ends the whole job when a rank dies. Use HostBackend, whose groups "
+            "go on without it.",
+            op="shrink",
+            rank=self._rank,
+        )
+
+    def close(self) -> None:
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._is_closed = True
+        error = ChannelClosed("This rank has closed the group.", rank=self._rank)
+        self._progress.poison(error, is_announced=True)
+        if self._mpi.Is_finalized():
+            return
+        with mpi_lock:
+            comms = [self._comm, self._message_comm]
+            is_sound = self._requests.num_under_way == 0
+            silent_peers = self._messages.silent_peers
+            Farewell(self._mpi, self._agreement, comms, silent_peers, is_sound).begin()
+
+    def interrupt(self, error: BaseException) -> None:
+        if not self._is_closed and os.getpid() == self._pid:
+            self._progress.poison(self._interruption(None, error))
+
+    def _interruption(self, op: str | None, error: BaseException) -> _Interrupted:
+        what = f"{op or 'The group'} was interrupted on rank {self._rank}"
+        return _Interrupted(
+            f"{what} by {type(error).__name__}.", op=op, rank=self._rank, peer=self._rank
+        )
+
+    def _collective(
+        self,
+        fingerprint: Fingerprint,
+        move: Callable[[], Steps],
+        async_op: bool,
+        timeout: float | None,
+    ) -> Any:
+        """Run `move` once all ranks have come with the same fingerprint."""
+        self._check_open(fingerprint.op)
+        sequence = self._sequence
+
+        def steps() -> Steps:
+            self._current_sequence = sequence
+            yield from self._agreement.reach(fingerprint, sequence)
+            return (yield from move())
+
+        limit = self._limit(timeout)
+        call = Call(fingerprint.op, steps(), self._agreement.awaited, limit, sequence)
+        self._progress.submit(_COLLECTIVES, call)
+        self._sequence += 1
+        return self._finish(MpiWork(self._progress, _COLLECTIVES, call), async_op)
+
+    def _finish(self, work: MpiWork, async_op: bool) -> Any:
+        if async_op:
+            return work
+        with self._poisoned_by_interrupt(work.op):
+            return work.result()
+
+    @contextlib.contextmanager
+    def _poisoned_by_interrupt(self, op: str) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as error:
+            # The call goes on in MPI, but nobody would ever know its end.
+            self._progress.poison(self._interruption(op, error))
+            raise
+
+    def _check_open(self, op: str) -> None:
+        if self._is_closed:
+            raise ChannelClosed(
+                f"{op}: rank {self._rank} has closed this group.", op=op, rank=self._rank
+            )
+
+    def _limit(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._timeout
+        return arguments.check_timeout(timeout)
+
+    def _translate(self, call: Call, error: BaseException) -> DistributedError:
+        """Put into our words what ended a call."""
+        failed = f"{call.label} failed on rank {self._rank}"
+        kind, reason = DistributedError, f"{type(error).__name__}: {error}"
+        if isinstance(error, self._mpi.Exception):
+            lost = {getattr(self._mpi, name, None) for name in ("ERR_PROC_FAILED", "ERR_REVOKED")}
+            kind = PeerLostError if error.Get_error_class() in lost else Io
+            reason = f"MPI says: {error.Get_error_string()}"
+        return kind(f"{failed}: {reason}.", op=call.op, rank=self._rank, sequence=call.sequence)
+
+    def _listen(self) -> None:
+        """Hear what peers tell, and end the group if it failed on one of them."""
+        self._agreement.listen()
+        failure = self._agreement.failure
+        if failure is not None and self._progress.first_error is None:
+            self._progress.poison(self._reported(failure), is_announced=True)
+
+    def _reported(self, failure: Failure) -> DistributedError:
+        """Make the error of a group that failed on another rank."""
+        call = self._progress.first_call()
+        op, sequence = (None, None) if call is None else (call.op, call.sequence)
+        where = "The group failed" if call is None else f"{call.label} failed"
+        culprit = None if failure.culprit < 0 else failure.culprit
+        reason = f"{where} on rank {self._rank}: {failure}."
+        if failure.kind == "timeout":
+            missing = () if culprit is None else (culprit,)
+            return Timeout(
+                reason, missing=missing, op=op, rank=self._rank, peer=culprit, sequence=sequence
+            )
+        peer = culprit if failure.kind == "left" else failure.reporter
+        return ChannelClosed(reason, op=op, rank=self._rank, peer=peer, sequence=sequence)
+
+    def _announce(self, error: BaseException) -> None:
+        """Tell the peers why the group ended here."""
+        kinds = {Timeout: "timeout", ChannelClosed: "left", _Interrupted: "interrupted"}
+        culprit = getattr(error, "peer", None)
+        self._agreement.say_failure(
+            kinds.get(type(error), "error"), -1 if culprit is None else culprit
+        )
+
+    @contextlib.contextmanager
+    def _lock_for_blocking(self) -> Iterator[None]:
+        """Keep other threads out of MPI for a call that blocks, where MPI demands that."""
+        if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
+            yield
+            return
+        with mpi_lock:
+            yield
+
+
+class _Interrupted(ChannelClosed):
+    """A call of this rank was ended by Ctrl-C."""

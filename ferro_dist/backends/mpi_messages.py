@@ -1,0 +1,90 @@
+"""Messages between two ranks of an MPI group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ferro_dist import arguments
+from ferro_dist.backends.mpi_agreement import Agreement, left_error
+from ferro_dist.backends.mpi_farewell import GOODBYE_TAG
+from ferro_dist.backends.mpi_memory import Source, Target, block_of
+from ferro_dist.backends.mpi_progress import Requests, Steps
+from ferro_dist.errors import SizeMismatch
+from ferro_dist.interop import BufferView, dtype_name, numpy_dtype
+
+__all__ = ["Messages", "mpi_tag_of"]
+
+# A message's MPI tag tells its dtype and ten bits of a hash of the caller's tag: MPI
+# promises tags up to 32767.
+_TAG_BITS = 10
+_TAG_MULTIPLIER = 2654435761  # Knuth's: all bits of a tag have a say in the upper ten
+
+
+class Messages:
+    """One rank's sends and receives, on a communicator of their own."""
+
+    def __init__(self, mpi: Any, comm: Any, agreement: Agreement, requests: Requests) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._rank: int = comm.rank
+        self._agreement = agreement
+        self._requests = requests
+        self.silent_peers: set[int] = set()
+        """Peers whose goodbye was their last message."""
+
+    def send(self, source: Source, peer: int, mpi_tag: int) -> Steps:
+        if self._agreement.has_left(peer):
+            raise left_error("send", self._rank, peer)
+        with block_of(source.view.nbytes) as block:
+            yield from self._requests.complete(
+                self._comm.Isend([source.octets, *block], peer, mpi_tag)
+            )
+
+    def recv(self, target: Target, peer: int, mpi_tag: int) -> Steps:
+        status = self._mpi.Status()
+        message = None
+        while message is None:
+            if peer in self.silent_peers:
+                raise left_error("recv", self._rank, peer)
+            # Any tag: the next message of this peer is the one that was meant.
+            message = self._comm.Improbe(peer, self._mpi.ANY_TAG, status)
+            if message is None:
+                yield
+        nbytes, sent_tag = status.Get_elements(self._mpi.BYTE), status.Get_tag()
+        fits = nbytes == target.view.nbytes and sent_tag == mpi_tag
+        octets = target.octets if fits else np.empty(nbytes, np.uint8)
+        with block_of(nbytes) as block:
+            yield from self._requests.complete(message.Irecv([octets, *block]))
+        if sent_tag == GOODBYE_TAG:
+            self.silent_peers.add(peer)
+            raise left_error("recv", self._rank, peer)
+        if not fits:
+            raise self._mismatch(peer, target.view, nbytes, sent_tag, mpi_tag)
+        return target.result()
+
+    def _mismatch(
+        self, peer: int, view: BufferView, nbytes: int, sent_tag: int, mpi_tag: int
+    ) -> SizeMismatch:
+        sent, expected = sent_tag >> _TAG_BITS, mpi_tag >> _TAG_BITS
+        itemsize = numpy_dtype(sent).itemsize
+        if (sent, nbytes) != (expected, view.nbytes):
+            difference = (
+                f"rank {peer} sent {nbytes // itemsize} {dtype_name(sent)}, "
+                f"rank {self._rank} expected {view.count} {dtype_name(expected)}"
+            )
+        else:
+            difference = f"ranks {peer} and {self._rank} gave different tags"
+        return SizeMismatch(
+            f"recv: {difference}. The message was dropped.",
+            op="recv",
+            rank=self._rank,
+            peer=peer,
+        )
+
+
+def mpi_tag_of(view: BufferView, tag: int) -> int:
+    """Return what tells a message's dtype, and with luck the caller's tag, to its receiver."""
+    mixed = arguments.check_tag(tag) * _TAG_MULTIPLIER % (1 << 32) >> (32 - _TAG_BITS)
+    return view.dtype << _TAG_BITS | mixed

@@ -1,0 +1,433 @@
+"""Groups of GPUs, over NCCL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferro_dist import arguments, interop
+from ferro_dist._native.cuda_libraries import load_nccl
+from ferro_dist.backends import results
+from ferro_dist.backends.base import P2POp
+from ferro_dist.backends.bound import BoundBackend
+from ferro_dist.errors import (
+    ChannelClosed,
+    DistributedError,
+    Timeout,
+    UnsupportedOp,
+)
+from ferro_dist.reduce_op import ReduceOp
+from ferro_dist.rendezvous import check_place
+from ferro_dist.work import Work
+
+if TYPE_CHECKING:
+    from ferro_dist._native.cuda_stream import Event, Stream
+    from ferro_dist._native.nccl import Communicator, UniqueId
+
+__all__ = [
+    "END_GRACE_S",
+    "WATCHDOG_GRACE_S",
+    "NcclBackend",
+    "dtype_to_nccl",
+    "get_unique_id",
+    "is_nccl_available",
+    "reduce_op_to_nccl",
+]
+
+_BETWEEN_LOOKS_S = 50e-6
+WATCHDOG_GRACE_S = 10.0
+"""The watchdog ends a group when a call's time is up, and says why, a moment later."""
+END_GRACE_S = 10.0
+"""How long the end of a group waits for that of the other ranks, all its calls being done."""
+# CUDA's other name of the legacy default stream, whose address is null.
+_LEGACY_STREAM = 1
+
+
+def is_nccl_available() -> bool:
+    """Whether NCCL can be loaded and this process sees a GPU."""
+    try:
+        load_nccl()
+        from ferro_dist._native.cuda_runtime import device_count
+
+        return device_count() > 0
+    except DistributedError:  # also of a driver that is broken
+        return False
+
+
+def get_unique_id() -> UniqueId:
+    """Make the identifier of a new group, on one rank, for all of them.
+
+    Returns
+    -------
+    UniqueId
+        128 bytes: ``bytes(unique_id)`` is what another rank's `NcclBackend` takes.
+
+    Raises
+    ------
+    BackendUnavailable
+        NCCL is not installed.
+    """
+    unique_id: UniqueId = load_nccl().get_unique_id()
+    return unique_id
+
+
+def reduce_op_to_nccl(op: ReduceOp | str) -> int:
+    """Return NCCL's number of a reduction (``ncclRedOp_t``).
+
+    Raises
+    ------
+    BackendUnavailable
+        NCCL is not installed.
+    """
+    number: int = load_nccl().reduce_op_to_nccl(op)
+    return number
+
+
+def dtype_to_nccl(dtype: Any) -> int:
+    """Return NCCL's number of a dtype (``ncclDataType_t``).
+
+    Raises
+    ------
+    BackendUnavailable
+        NCCL is not installed.
+    UnsupportedOp
+        NCCL has no such dtype.
+    """
+    number: int = load_nccl().dtype_to_nccl(interop.dtype_name(interop.dtype_code(dtype)))
+    return number
+
+
+class NcclBackend(BoundBackend):
+    """One rank of a group of GPUs, whose arrays NCCL moves where they stand.
+
+    Calls do not block the host: they wait for the stream on which the caller's library
+    works now, run on the group's own stream, and let the caller's stream wait for the
+    result. Arrays in flight stay referenced. Calls can be captured in a CUDA graph.
+
+    Arrays in host memory are refused: `HybridBackend` takes both kinds.
+
+    Parameters
+    ----------
+    rank, world_size : int
+    unique_id : UniqueId or bytes
+        From `get_unique_id` on one rank; the same on all.
+    device : int, optional
+        The GPU of this rank; this thread's current one if not given.
+    timeout : float
+        Seconds after which making the group gives up, and after which a call that is
+        still under way ends the group.
+    **config
+        Options of NCCL by the names that ``Communicator.init_rank`` takes: ``min_ctas``,
+        ``max_ctas``, ``cga_cluster_size``, ``net_name``, ``traffic_class`` and others.
+
+    Raises
+    ------
+    BackendUnavailable
+        NCCL is not installed or too old, or there is no GPU.
+    InvalidRank, InvalidWorldSize
+        They are no place in a group.
+    Timeout
+        Not all ranks came.
+
+    Notes
+    -----
+    NCCL does not compare what ranks call: a wrong count on one rank is a hang or a wrong
+    result, where the engine's backends raise `CollectiveMismatch`. Nor does it tell who is
+    missing: `Timeout.missing` is empty, and a rank that leaves does not end the others' calls
+    before their time is up. `HybridBackend` tells both for ranks of one host. Sums of 16-bit floats
+    are rounded as NCCL does it.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        unique_id: UniqueId | bytes,
+        *,
+        device: int | None = None,
+        timeout: float = 300.0,
+        **config: Any,
+    ) -> None:
+        communicator = _connect(rank, world_size, unique_id, device, timeout, config)
+        self._adopt(communicator, None, config)
+
+    @classmethod
+    def with_stream(
+        cls,
+        rank: int,
+        world_size: int,
+        unique_id: UniqueId | bytes,
+        stream: Any,
+        *,
+        device: int | None = None,
+        timeout: float = 300.0,
+        **config: Any,
+    ) -> NcclBackend:
+        """Make a group that works on the caller's stream, in order with what else is on it.
+
+        Parameters
+        ----------
+        stream : stream
+            Of torch, CuPy or cuda-python, anything with ``__cuda_stream__``, or its address.
+            It stays the caller's, and must outlive the group.
+        """
+        lent = _lend(stream, device)  # what is no stream is told before the ranks connect
+        communicator = _connect(rank, world_size, unique_id, device, timeout, config)
+        return cls.__new__(cls)._adopt(communicator, lent, config)
+
+    def _adopt(
+        self, communicator: Communicator, stream: Any, config: dict[str, Any]
+    ) -> NcclBackend:
+        """Make this the group of the communicator, in place of __init__."""
+        from ferro_dist._native.nccl_group import NcclGroup, NcclWork
+
+        Work.register(NcclWork)
+        self._group = NcclGroup(communicator, results, stream)
+        self._bind(self._group)
+        self._config = config
+        self._raw_done: Event | None = None
+        return self
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._group.world_size
+
+    @property
+    def timeout(self) -> float:
+        return self._group.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._group.timeout = arguments.check_timeout(seconds)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._group.is_closed
+
+    @property
+    def device(self) -> int:
+        """The number of this rank's GPU in this process."""
+        return self._group.communicator.device
+
+    @property
+    def comm(self) -> Communicator:
+        """NCCL's communicator, for what only NCCL has: groups, windows, one-sided calls."""
+        return self._group.communicator
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options of NCCL that the group was made with."""
+        return dict(self._config)
+
+    @property
+    def stream(self) -> Stream:
+        """The stream on which the group works."""
+        return self._group.stream
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block until all calls made so far are done.
+
+        Raises
+        ------
+        Timeout
+            They are not after `timeout` seconds, by default the backend's.
+        """
+        seconds = self.timeout if timeout is None else arguments.check_timeout(timeout)
+        self._await_raw(seconds)
+        self._group.synchronize(timeout)
+
+    def heed(self, alarm: object) -> None:
+        """End the group when one of the host engine, of the same ranks, loses a rank.
+
+        Parameters
+        ----------
+        alarm : object
+            From ``alarm()`` of that backend.
+        """
+        self._group.heed(alarm)
+
+    @property
+    def moves_host_arrays(self) -> bool:
+        return False
+
+    def attend(self, fd: int, members: Sequence[int]) -> None:
+        """Write down calls for those ranks that share the memory behind `fd`, before the first.
+
+        Errors then name who has not made a call. See ``NcclGroup.attend``.
+        """
+        self._group.attend(fd, members)
+
+    def check_batch(self, ops: Sequence[P2POp], timeout: float | None, tag: int) -> None:
+        """Raise what `batch` would raise for its arguments; launch nothing."""
+        self._group.check_batch(ops, timeout, tag)
+
+    def leave(self) -> None:
+        """Wait for what is under way, and tell those that `attend` that no call will follow."""
+        self._group.leave()
+
+    def abort(self) -> None:
+        """Leave the group at once, whatever is under way. Other ranks are not told."""
+        self._group.abort()
+
+    def interrupt(self, error: BaseException) -> None:
+        """End the group on this rank: `error` struck between calls that belong together.
+
+        NCCL tells nobody: the others' calls end when their time is up. `HybridBackend` tells.
+        """
+        self._group.abort()
+
+    def close(self, timeout: float | None = None) -> None:
+        """End this rank's side, once what is under way is done. Idempotent.
+
+        Waits for the other ranks to do the same, at most `timeout` seconds, by default the
+        group's.
+        """
+        self._group.close(timeout)
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        """Make an uninitialized array of memory that NCCL has allocated.
+
+        It is a torch tensor if torch is imported, else a CuPy array if that is.
+
+        Raises
+        ------
+        UnsupportedOp
+            Neither is.
+        """
+        if self.is_closed:
+            raise ChannelClosed("This rank has closed the group.", op="empty", rank=self.rank)
+        dims = arguments.check_shape(shape)
+        return interop.device_empty(dims, interop.dtype_code(dtype), self.device)
+
+    def split(self, members: Sequence[int], timeout: float | None = None) -> NcclBackend | None:
+        if self.is_closed:
+            raise ChannelClosed("This rank has closed the group.", op="split", rank=self.rank)
+        chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
+        self._check_agreement(chosen, timeout)
+        is_member = self.rank in chosen
+        key = chosen.index(self.rank) if is_member else 0
+        color = 0 if is_member else None
+        communicator = self.comm.split(color, key, timeout=timeout, **self._config)
+        if communicator is None:
+            return None
+        return type(self).__new__(type(self))._adopt(communicator, None, self._config)
+
+    def _check_agreement(self, members: tuple[int, ...], timeout: float | None) -> None:
+        """Raise CollectiveMismatch unless all ranks of the group named the same members."""
+        from ferro_dist._native.cuda_memory import DeviceMemory, copy_async
+
+        masks = np.zeros((self.world_size, self.world_size), np.int32)
+        masks[self.rank, list(members)] = np.arange(1, len(members) + 1)
+        own = DeviceMemory(masks[0].nbytes, self.device)
+        gathered = DeviceMemory(masks.nbytes, self.device)
+        stream = self.stream
+        copy_async(own.address, masks[self.rank].ctypes.data, masks[0].nbytes, stream)
+        # A call of the group, so that a rank that stays away is a Timeout. To wait for the
+        # stream instead would be without end, and deaf to Ctrl-C.
+        self.all_gather(own, gathered, True, timeout, 0)
+        self._group.synchronize(None if timeout is None else timeout + WATCHDOG_GRACE_S)
+        copy_async(masks.ctypes.data, gathered.address, masks.nbytes, stream)
+        stream.synchronize()
+        arguments.check_same_members([row.tobytes() for row in masks], members, rank=self.rank)
+
+    def shrink(self, timeout: float | None = None) -> NcclBackend:
+        raise UnsupportedOp(
+            "shrink: NCCL cannot tell which ranks are left. HybridBackend can, or name them: "
+            "backend.comm.shrink(excluded, abort=True).",
+            op="shrink",
+            rank=self.rank,
+        )
+
+    # Raw device pointers, for callers that have no arrays. On the group's stream, which the
+    # caller orders and waits for: `stream`, `synchronize`.
+
+    def allreduce_raw(self, sendbuf: int, recvbuf: int, count: int, dtype: int, op: int) -> None:
+        """Reduce `count` elements of device memory over all ranks.
+
+        Parameters
+        ----------
+        sendbuf, recvbuf : int
+            Device addresses; the same for in place.
+        count : int
+        dtype : int
+            ``ncclDataType_t``: `dtype_to_nccl`.
+        op : int
+            ``ncclRedOp_t``: `reduce_op_to_nccl`.
+        """
+        self.comm.allreduce_raw(sendbuf, recvbuf, count, dtype, op, self.stream)
+        self._note_raw()
+
+    def broadcast_raw(self, sendbuf: int, recvbuf: int, count: int, dtype: int, root: int) -> None:
+        """Copy `count` elements of the root's `sendbuf` to every rank's `recvbuf`."""
+        self.comm.broadcast_raw(sendbuf, recvbuf, count, dtype, root, self.stream)
+        self._note_raw()
+
+    def all_gather_raw(self, sendbuf: int, recvbuf: int, sendcount: int, dtype: int) -> None:
+        """Gather `sendcount` elements of every rank, in rank order."""
+        self.comm.all_gather_raw(sendbuf, recvbuf, sendcount, dtype, self.stream)
+        self._note_raw()
+
+    def reduce_scatter_raw(
+        self, sendbuf: int, recvbuf: int, recvcount: int, dtype: int, op: int
+    ) -> None:
+        """Reduce ``world_size * recvcount`` elements and leave each rank with its own chunk."""
+        self.comm.reduce_scatter_raw(sendbuf, recvbuf, recvcount, dtype, op, self.stream)
+        self._note_raw()
+
+    def _note_raw(self) -> None:
+        stream = self.stream
+        if not stream.is_capturing():  # what a graph holds is its launcher's to wait for
+            self._raw_done = stream.record()
+
+    def _await_raw(self, seconds: float) -> None:
+        """Wait for raw calls, which the group does not count."""
+        deadline = time.monotonic() + seconds
+        done = self._raw_done
+        while done is not None and not done.is_done():
+            if time.monotonic() > deadline:
+                raise Timeout(
+                    f"Raw calls are still under way after {seconds:g} s. They go on; wait again.",
+                    seconds=seconds,
+                    rank=self.rank,
+                )
+            time.sleep(_BETWEEN_LOOKS_S)
+        if self._raw_done is done:  # else another thread has made a call since
+            self._raw_done = None
+
+
+def _lend(stream: Any, device: int | None) -> Stream:
+    """Borrow a stream; the default one by its other name, since null is none to the binding."""
+    from ferro_dist._native.cuda_runtime import current_device
+    from ferro_dist._native.cuda_stream import Stream
+
+    number = current_device() if device is None else device
+    lent = Stream.borrow(stream, number)
+    return lent if lent.handle else Stream.borrow(_LEGACY_STREAM, number)
+
+
+def _connect(
+    rank: int,
+    world_size: int,
+    unique_id: UniqueId | bytes,
+    device: int | None,
+    timeout: float,
+    config: dict[str, Any],
+) -> Communicator:
+    rank, world_size = check_place(rank, world_size)
+    seconds = arguments.check_timeout(timeout)
+    nccl = load_nccl()
+    if not isinstance(unique_id, nccl.UniqueId):
+        unique_id = nccl.UniqueId(unique_id)
+    communicator: Communicator = nccl.Communicator.init_rank(
+        world_size, unique_id, rank, device=device, timeout=seconds, **config
+    )
+    return communicator

@@ -1,0 +1,98 @@
+"""Collectives that insist on arrays of a GPU.
+
+They go through NCCL where the group has it (`NcclBackend`, `HybridBackend`). Elsewhere they
+raise `UnsupportedOp`, unless ``FERROTORCH_ENABLE_GPU_FALLBACK`` allows the way through the
+host's memory; then each call gives a `GpuFallbackWarning`. The ordinary collectives do the
+same with a GPU's arrays, and take the host's as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ferro_dist import collective, interop
+from ferro_dist.backends.base import Array, Backend
+from ferro_dist.errors import InvalidArray
+from ferro_dist.reduce_op import ReduceOp
+
+__all__ = ["gpu_allreduce", "gpu_broadcast"]
+
+
+def gpu_allreduce(
+    x: Array,
+    backend: Backend,
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    out: Array | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Reduce an array of a GPU over all ranks and give every rank the result, on its GPU.
+
+    Parameters and errors are those of `ferro_dist.allreduce`.
+
+    Parameters
+    ----------
+    x : array, any shape
+        On a GPU: of torch, CuPy or JAX.
+
+    Returns
+    -------
+    array, shape of `x`, or Work
+
+    Raises
+    ------
+    InvalidArray
+        `x` is in the host's memory.
+    UnsupportedOp
+        The group has no NCCL, and the way through the host's memory is not allowed.
+    """
+    _check_on_gpu(x, "gpu_allreduce", backend.rank)
+    return collective.allreduce(
+        x, backend, op, out=out, async_op=async_op, timeout=timeout, tag=tag
+    )
+
+
+def gpu_broadcast(
+    x: Array,
+    backend: Backend,
+    root: int = 0,
+    *,
+    out: Array | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    tag: int = 0,
+) -> Any:
+    """Give every rank the root's array, on its GPU.
+
+    Parameters and errors are those of `ferro_dist.broadcast`.
+
+    Parameters
+    ----------
+    x : array, any shape
+        On a GPU. On the root, what is sent; elsewhere it tells dtype and size.
+
+    Returns
+    -------
+    array, shape of `x`, or Work
+
+    Raises
+    ------
+    InvalidArray, UnsupportedOp
+        As `gpu_allreduce`.
+    """
+    _check_on_gpu(x, "gpu_broadcast", backend.rank)
+    return collective.broadcast(
+        x, backend, root, out=out, async_op=async_op, timeout=timeout, tag=tag
+    )
+
+
+def _check_on_gpu(x: Array, op: str, rank: int) -> None:
+    if not interop.is_on_gpu(x):
+        raise InvalidArray(
+            f"{op} takes arrays of a GPU, and this {type(x).__qualname__} is in the host's memory. "
+            f"Call ferro_dist.{op.removeprefix('gpu_')}, which takes both.",
+            op=op,
+            rank=rank,
+        )

@@ -1,0 +1,211 @@
+"""Arrays of a GPU through a group that reaches none: by way of the host's memory.
+
+Only where the user has asked for it, by ``FERROTORCH_ENABLE_GPU_FALLBACK``: the way is long,
+and a program that takes it unnoticed is slow for no reason that anybody sees. Unset, empty,
+``0`` and ``false`` mean no. Each call that takes it warns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol
+
+from ferro_dist.errors import GpuFallbackWarning, UnsupportedOp
+from ferro_dist.work import CompletedWork
+
+if TYPE_CHECKING:
+    from ferro_dist._native.buffer_view import BufferView
+    from ferro_dist._native.cuda_memory import PinnedMemory
+    from ferro_dist._native.cuda_stream import Event, Stream
+
+__all__ = ["VARIABLE", "CompletedWork", "check_enabled", "is_enabled", "round_trip"]
+
+VARIABLE = "FERROTORCH_ENABLE_GPU_FALLBACK"
+
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+
+# Large enough that a copy runs at the bus's speed, small enough that the first comes soon.
+_PIECE_NBYTES = 4 << 20
+# One being filled, one being communicated, one being emptied.
+_NUM_BUFFERS = 3
+
+# Every call warns, not only the first of each line. Whoever filters warnings comes first.
+warnings.simplefilter("always", GpuFallbackWarning, append=True)
+
+
+class Run(Protocol):
+    """The call, on memory of the host: addresses and a count of elements."""
+
+    def __call__(self, source: int, target: int, count: int) -> None: ...
+
+
+def is_enabled() -> bool:
+    """Whether the user has asked for the way through the host's memory."""
+    return os.environ.get(VARIABLE, "").strip().lower() not in ("", "0", "false")
+
+
+def check_enabled(op: str, rank: int) -> None:
+    """Warn that `op` goes through the host's memory; raise UnsupportedOp if it may not."""
+    if not is_enabled():
+        raise UnsupportedOp(
+            f"{op}: the array is on a GPU, which this backend does not reach. Use NcclBackend or "
+            f"HybridBackend, or copy it to the host first. With {VARIABLE}=1 in the environment "
+            "it is copied there and back, at a tenth of the speed or less.",
+            op=op,
+            rank=rank,
+        )
+    warnings.warn(
+        f"{op} of a GPU's array goes through the host's memory, which is slow. Use HybridBackend, "
+        f"or unset {VARIABLE} to make this an error.",
+        GpuFallbackWarning,
+        stacklevel=_depth_of_caller(),
+    )
+
+
+def _depth_of_caller() -> int:
+    """Return the stack level, for `check_enabled`, of the line that called this package."""
+    frame: FrameType | None = sys._getframe(1)
+    depth = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        depth += 1
+    return depth
+
+
+def round_trip(
+    source: BufferView | None, target: BufferView | None, run: Run, *, is_elementwise: bool
+) -> None:
+    """Run a call on copies of a GPU's arrays, and copy the result back.
+
+    Blocks until the call is done; the copy back is queued on the stream on which the
+    arrays' library works now, as any use of the result will be.
+
+    Steps, for each piece of `_PIECE_NBYTES` of a call that works element by element: copy
+    it to pinned memory, run the call on it, copy the result to the GPU. The copy of the
+    next piece runs while this one is communicated, and so does the copy back of the one before.
+    A call that moves elements between ranks goes in one piece.
+
+    Parameters
+    ----------
+    source, target : BufferView or None
+        What is read and what is written, contiguous; None for nothing.
+    run : callable
+    is_elementwise : bool
+        Source and target have equal size, and element i of one depends on elements i alone.
+    """
+    from ferro_dist._native.cuda_runtime import DeviceGuard, current_device
+
+    view = source or target
+    assert view is not None
+    with DeviceGuard(view.device_id if view.device_id >= 0 else current_device()):
+        stream = _stream_of(view)
+        if is_elementwise:
+            _in_pieces(source, target, run, view, stream)
+        else:
+            _in_one(source, target, run, stream)
+
+
+def _stream_of(view: BufferView) -> Stream:
+    from ferro_dist._native.cuda_runtime import current_device
+    from ferro_dist._native.cuda_stream import Stream, current_stream_of_array
+
+    stream = Stream.borrow(current_stream_of_array(view.owner), current_device())
+    if stream.is_capturing():
+        raise UnsupportedOp("A call through the host's memory cannot go into a CUDA graph.")
+    return stream
+
+
+def _in_one(source: BufferView | None, target: BufferView | None, run: Run, stream: Stream) -> None:
+    from ferro_dist._native.cuda_memory import PinnedMemory, copy_async
+
+    sent = None if source is None else PinnedMemory(max(1, source.nbytes))
+    received = None if target is None else PinnedMemory(max(1, target.nbytes))
+    if sent is not None and source is not None:
+        copy_async(sent.address, source.address, source.nbytes, stream)
+        stream.synchronize()
+    run(
+        0 if sent is None else sent.address,
+        0 if received is None else received.address,
+        0,
+    )
+    if received is not None and target is not None:
+        copy_async(target.address, received.address, target.nbytes, stream)
+        stream.synchronize()  # the memory goes when we return
+
+
+def _in_pieces(
+    source: BufferView | None, target: BufferView | None, run: Run, view: BufferView, stream: Stream
+) -> None:
+    pieces = list(_pieces(view.count, view.itemsize))
+    with _buffers(min(len(pieces), _NUM_BUFFERS), stream) as buffers:
+
+        def bring(index: int) -> Event | None:
+            if source is None or index >= len(pieces):
+                return None
+            _copy(buffers[index % _NUM_BUFFERS], source, pieces[index], stream, is_back=False)
+            return stream.record()
+
+        arrival = bring(0)
+        departures: list[Event | None] = [None] * len(pieces)
+        for index, piece in enumerate(pieces):
+            # Behind the copy that empties the same buffer, in the order of the stream.
+            next_arrival = bring(index + 1)
+            emptied = departures[index - _NUM_BUFFERS] if index >= _NUM_BUFFERS else None
+            for event in (arrival, emptied):
+                if event is not None:
+                    event.synchronize()
+            buffer = buffers[index % _NUM_BUFFERS]
+            run(buffer.address, buffer.address, len(piece))
+            if target is not None:
+                _copy(buffer, target, piece, stream, is_back=True)
+                departures[index] = stream.record()
+            arrival = next_arrival
+
+
+def _pieces(count: int, itemsize: int) -> Iterator[range]:
+    """Yield the elements of each piece, up to the first that is not full, which may be empty.
+
+    Ranks whose counts differ so differ in some piece, too, and are told of the mismatch. If
+    the last were full, a rank with fewer pieces would be done while the others wait for it.
+    """
+    step = _PIECE_NBYTES // itemsize
+    for first in range(0, count + 1, step):
+        yield range(first, min(count, first + step))
+
+
+def _copy(
+    buffer: PinnedMemory, view: BufferView, piece: range, stream: Stream, *, is_back: bool
+) -> None:
+    from ferro_dist._native.cuda_memory import copy_async
+
+    on_gpu = view.address + piece.start * view.itemsize
+    ends = (on_gpu, buffer.address) if is_back else (buffer.address, on_gpu)
+    copy_async(*ends, len(piece) * view.itemsize, stream)
+
+
+# To pin memory takes milliseconds. Guarded by the lock.
+_spare: list[PinnedMemory] = []
+_spare_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _buffers(number: int, stream: Stream) -> Iterator[list[PinnedMemory]]:
+    """Lend buffers, until what `stream` does with them is done."""
+    from ferro_dist._native.cuda_memory import PinnedMemory
+
+    with _spare_lock:
+        lent = [_spare.pop() for _ in range(min(number, len(_spare)))]
+    lent += [PinnedMemory(_PIECE_NBYTES) for _ in range(number - len(lent))]
+    try:
+        yield lent
+    finally:
+        stream.synchronize()
+        with _spare_lock:
+            _spare.extend(lent[: max(0, _NUM_BUFFERS - len(_spare))])

@@ -1,0 +1,59 @@
+"""Ranks with a GPU each: real ones if there are, else emulated."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from backends.rank_groups import GROUP_TIMEOUT_S, ProcessRanks, serve
+from gpu.gpu_arrays import EmulatedArrays, TorchArrays
+from gpu.on_device import OnDevice
+from gpu.real_gpu import share_gpu
+
+import ferro_dist as fd
+
+__all__ = ["connect", "start", "start_on_real_gpus"]
+
+
+def start(backend: str, world_size: int) -> ProcessRanks:
+    """Start ranks for the cases of the contract, on emulated GPUs.
+
+    Parameters
+    ----------
+    backend : str
+        ``"nccl"`` or ``"hybrid"`` for arrays of the GPUs, ``"hybrid_host"`` for the host's.
+    world_size : int
+    """
+    return ProcessRanks(world_size, _serve, backend, backend="none", emulate_gpu=True)
+
+
+def start_on_real_gpus(backend: str, world_size: int) -> ProcessRanks:
+    """Start ranks that share a real GPU, with torch's arrays; otherwise as `start`."""
+    return ProcessRanks(world_size, _serve_on_real_gpus, backend, backend="none")
+
+
+def connect(kind: str, rank: int, world_size: int, addr: str, **options: Any) -> Any:
+    """Make one rank of an NcclBackend or a HybridBackend."""
+    options = {"timeout": GROUP_TIMEOUT_S, **options}
+    if kind == "hybrid":
+        return fd.HybridBackend(rank, world_size, addr, **options)
+    with fd.HostBackend(rank, world_size, addr) as host:
+        made = bytes(fd.get_unique_id()) if rank == 0 else bytes(128)
+        unique_id = fd.broadcast(np.frombuffer(made, np.uint8), host).tobytes()
+        group = fd.NcclBackend(rank, world_size, unique_id, **options)
+        fd.barrier(host)
+    return group
+
+
+def _serve(rank: int, world_size: int, addr: str, pipes: list[Connection], backend: str) -> None:
+    with connect(backend.partition("_")[0], rank, world_size, addr) as group:
+        serve(group if backend == "hybrid_host" else OnDevice(group, EmulatedArrays()), pipes)
+
+
+def _serve_on_real_gpus(
+    rank: int, world_size: int, addr: str, pipes: list[Connection], backend: str
+) -> None:
+    share_gpu(rank)
+    with connect(backend, rank, world_size, addr) as group:
+        serve(OnDevice(group, TorchArrays()), pipes)

@@ -1,0 +1,56 @@
+"""What this machine has of real GPUs, found out in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import pytest
+
+import ferro_dist as fd
+from ferro_dist.testing import run_ranks, share_gpu
+
+__all__ = ["need", "share_gpu"]
+
+_TIMEOUT_S = 120.0
+
+
+def need(*libraries: str) -> None:
+    """Skip unless there is a GPU, and these libraries can use it; say exactly what is missing."""
+    for library in ("nccl", *libraries):
+        reason = _why_not(library)
+        if reason:
+            pytest.skip(reason)
+
+
+@functools.cache
+def _why_not(library: str) -> str:
+    reason: str = run_ranks(1, _look_for, library, backend="none", timeout=_TIMEOUT_S)[0]
+    return reason
+
+
+def _look_for(rank: int, world_size: int, addr: str, library: str) -> str:
+    if library == "nccl":
+        return _look_for_nccl()
+    try:
+        module: Any = importlib.import_module(library)
+    except ImportError:
+        return f"{library} is not installed"
+    if library == "torch" and not module.cuda.is_available():
+        return f"torch {module.__version__} cannot use a GPU"
+    if library == "jax" and module.default_backend() != "gpu":
+        return f"jax {module.__version__} cannot use a GPU"
+    return ""
+
+
+def _look_for_nccl() -> str:
+    from ferro_dist._native.cuda_libraries import load_nccl
+
+    try:
+        load_nccl()
+        from ferro_dist._native.cuda_runtime import device_count
+
+        return "" if device_count() else "no GPU: cudaGetDeviceCount says 0"
+    except fd.BackendUnavailable as error:
+        return f"no GPU: {' '.join(str(error).split())}"

@@ -1,0 +1,262 @@
+"""Ranks that die, hang, leave or fail: what the others are told, and that they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu.gpu_ranks import connect
+
+import ferro_dist as fd
+from ferro_dist.errors import DistributedError, Timeout
+from ferro_dist.testing import RankDeath, emulated_gpu, run_ranks
+
+
+def ranks(world_size: int, body: Any, *args: Any, **options: Any) -> list[Any]:
+    return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True, **options)
+
+
+def outcome_of(group: Any, x: Any) -> tuple[str, str, str | None]:
+    """Call, wait, and say what was raised, and by whom, and what the next call raises."""
+    with pytest.raises(DistributedError) as told:
+        call_and_wait(group, x)
+    with pytest.raises(DistributedError) as again:
+        fd.allreduce(x, group)
+    return type(told.value).__name__, type(again.value).__name__, told.value.op
+
+
+def call_and_wait(group: Any, x: Any) -> None:
+    fd.allreduce(x, group)
+    group.synchronize()
+
+
+def receive_and_wait(group: Any, out: Any) -> None:
+    fd.recv(out, group, 1)
+    group.synchronize()
+
+
+def connect_with_patience(rank: int, world_size: int, addr: str, seconds: float) -> Any:
+    """Make a group whose calls have `seconds`; making it, which is not tested, has longer."""
+    group = connect("nccl", rank, world_size, addr)
+    group.timeout = seconds
+    return group
+
+
+def hang(rank: int, world_size: int, addr: str) -> tuple[Any, float]:
+    """NCCL knows who is missing as little as anybody; the call, the time, and the group's end."""
+    faults = "point=allreduce,act=hang" if rank == 1 else ""
+    gpu = emulated_gpu(faults=faults)
+    group = connect_with_patience(rank, world_size, addr, 0.5)
+    started = time.monotonic()
+    outcome = outcome_of(group, gpu.array(np.ones(4)))
+    group.close()
+    return outcome, time.monotonic() - started
+
+
+def test_a_call_that_hangs_is_a_timeout_that_names_it() -> None:
+    for outcome, seconds in ranks(2, hang):
+        assert outcome == ("Timeout", "LockPoisoned", "allreduce")
+        assert seconds > 0.4
+
+
+def miss_a_rank(rank: int, world_size: int, addr: str) -> str:
+    gpu = emulated_gpu()
+    with fd.HostBackend(rank, world_size, f"{addr}-host") as host:
+        group = connect_with_patience(rank, world_size, addr, 0.5)
+        message = ""
+        if rank != 1:
+            with pytest.raises(Timeout) as told:
+                call_and_wait(group, gpu.array(np.ones(4)))
+            message = f"{told.value.op}: {told.value}"
+        fd.barrier(host)
+        group.abort()
+    return message
+
+
+def test_ranks_that_do_not_come_are_a_timeout_and_the_message_says_what_to_do() -> None:
+    messages = ranks(3, miss_a_rank)
+    for message in (messages[0], messages[2]):
+        assert message.startswith("allreduce: ")
+        assert "other ranks are missing" in message
+        assert "NCCL_DEBUG=INFO" in message
+
+
+def miss_some_ranks(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
+    """Rank 1 stays away, rank 2 makes fewer calls: those who wait name both."""
+    gpu = emulated_gpu()
+    group = connect("hybrid", rank, world_size, addr)
+    x = gpu.array(np.ones(4))
+    fd.allreduce(x, group)
+    group.synchronize_nccl()
+    group.nccl.timeout = 0.5
+    told = None
+    if rank in (0, 3):
+        with pytest.raises(Timeout) as told:
+            call_and_wait(group.nccl, x)
+    fd.barrier(group)
+    group.close()
+    if told is None:
+        return ()
+    return told.value.rank, told.value.missing, told.value.op, str(told.value).splitlines()[0]
+
+
+def test_a_hybrid_group_names_the_ranks_that_do_not_come() -> None:
+    outcomes = ranks(4, miss_some_ranks)
+    for rank in (0, 3):
+        assert outcomes[rank][:3] == (rank, (1, 2), "allreduce")
+        assert "ranks 1, 2 have not made the call" in outcomes[rank][3]
+
+
+def miss_the_connecting(rank: int, world_size: int, addr: str) -> tuple[int, ...]:
+    """The very first call: NCCL connects the ranks before it launches anything."""
+    gpu = emulated_gpu()
+    group = connect("hybrid", rank, world_size, addr)
+    gpu.set_faults("point=launch,act=hang")
+    missing: tuple[int, ...] = ()
+    if rank != 1:
+        with pytest.raises(Timeout) as told:
+            fd.allreduce(gpu.array(np.ones(4)), group, timeout=0.5)
+        missing = told.value.missing
+    fd.barrier(group)
+    group.close()
+    return missing
+
+
+def test_the_missing_are_named_where_the_first_call_waits_for_them() -> None:
+    assert ranks(3, miss_the_connecting) == [(1,), (), (1,)]
+
+
+def miss_a_message(rank: int, world_size: int, addr: str) -> tuple[int, ...]:
+    gpu = emulated_gpu()
+    with connect("hybrid", rank, world_size, addr) as group:
+        out = gpu.empty(4)
+        if rank == 1:
+            fd.send(gpu.array(np.ones(4, np.float32)), group, 0)
+        if rank == 0:
+            fd.recv(out, group, 1)
+            group.synchronize_nccl()
+            group.nccl.timeout = 0.3
+            with pytest.raises(Timeout) as told:
+                receive_and_wait(group.nccl, out)  # rank 1 has sent but one
+        fd.barrier(group)
+        return told.value.missing if rank == 0 else ()
+
+
+def test_a_message_that_does_not_come_names_the_sender() -> None:
+    assert ranks(3, miss_a_message)[0] == (1,)
+
+
+def leave_early(rank: int, world_size: int, addr: str, how: str) -> tuple[Any, ...]:
+    """Rank 1 makes one call less than the others, and leaves."""
+    gpu = emulated_gpu(delay_us=2_000)
+    group = connect("hybrid", rank, world_size, addr)
+    x, out = gpu.array(np.ones(4)), gpu.empty(4, "float64")
+    work = fd.allreduce(x, group, async_op=True)
+    if rank == 1:
+        group.nccl.abort() if how == "abort" else None
+        group.close()
+        return ()
+    if how != "abort":
+        work.wait(20.0)
+        assert work.result().numpy().tolist() == [3.0] * 4  # what all have called is done
+    with pytest.raises(fd.ChannelClosed) as told:
+        receive_and_wait(group.nccl, out) if how == "message" else call_and_wait(group.nccl, x)
+    with pytest.raises(fd.ChannelClosed):
+        fd.barrier(group)  # the host's side knows, too
+    group.close()
+    return told.value.peer, told.value.rank
+
+
+@pytest.mark.parametrize("how", ["close", "abort", "message"])
+def test_a_rank_that_leaves_ends_the_calls_that_it_has_not_made(how: str) -> None:
+    outcomes = ranks(3, leave_early, how)
+    assert outcomes == [(1, 0), (), (1, 2)]
+
+
+def connect_alone(rank: int, world_size: int, addr: str) -> str:
+    emulated_gpu()
+    with pytest.raises(Timeout) as told:
+        fd.NcclBackend(0, 2, fd.get_unique_id(), timeout=0.3)
+    return str(told.value)
+
+
+def test_a_group_whose_ranks_do_not_all_come_is_a_timeout() -> None:
+    assert "other ranks are missing" in ranks(1, connect_alone)[0]
+
+
+def fail(rank: int, world_size: int, addr: str, act: str) -> tuple[str, str, str | None]:
+    gpu = emulated_gpu(faults=f"point=allreduce,act={act}")
+    group = connect("nccl", rank, world_size, addr, timeout=20)
+    outcome = outcome_of(group, gpu.array(np.ones(4)))
+    group.close()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [("remote_error", "PeerLostError"), ("async_error", "Io"), ("system_error", "Io")],
+)
+def test_errors_of_nccl_end_the_group_with_their_names(act: str, error: str) -> None:
+    for raised, again, _ in ranks(2, fail, act):
+        assert raised == error
+        assert again == "LockPoisoned"
+
+
+def be_slow(rank: int, world_size: int, addr: str) -> list[float]:
+    gpu = emulated_gpu(faults="rank=1,point=allreduce,act=slow,ms=300")
+    with connect("nccl", rank, world_size, addr, timeout=20) as group:
+        x = gpu.array(np.ones(4))
+        work = fd.allreduce(x, group, async_op=True)
+        with pytest.raises(Timeout, match="wait again"):
+            work.wait(0.01)
+        work.wait(20.0)
+        numbers: list[float] = work.result().numpy().tolist()
+        return numbers
+
+
+def test_a_slow_rank_is_waited_for_again() -> None:
+    assert ranks(2, be_slow) == [[2.0] * 4] * 2
+
+
+def run_out_of_memory(rank: int, world_size: int, addr: str) -> None:
+    gpu = emulated_gpu()
+    with connect("nccl", rank, world_size, addr) as group:
+        x = gpu.array(np.ones(4))
+        gpu.set_faults("point=malloc,act=out_of_memory")
+        with pytest.raises((MemoryError, RuntimeError)):
+            fd.allreduce(x, group)  # the result's memory, before anything is sent
+        gpu.set_faults("")
+        assert fd.allreduce(x, group).numpy().tolist() == [2.0] * 4
+
+
+def test_a_result_without_memory_leaves_the_group_usable() -> None:
+    ranks(2, run_out_of_memory)
+
+
+def die(rank: int, world_size: int, addr: str, peer_death: str) -> tuple[str, str, str | None]:
+    os.environ["FERRO_EMULATION_PEER_DEATH"] = peer_death
+    gpu = emulated_gpu()
+    group = connect("nccl", rank, world_size, addr)
+    x = gpu.array(np.ones(4))
+    call_and_wait(group, x)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if peer_death == "hang":
+        group.timeout = 0.5
+    outcome = outcome_of(group, x)
+    group.close()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("peer_death", "error"), [("hang", "Timeout"), ("remote_error", "PeerLostError")]
+)
+def test_a_killed_rank_ends_the_others_calls(peer_death: str, error: str) -> None:
+    """On one host NCCL tells nothing, and the time is what ends it; over a network it does."""
+    outcomes = run_ranks(3, die, peer_death, backend="none", may_die=[1])
+    assert outcomes[1] == RankDeath(-signal.SIGKILL)
+    assert outcomes[0][0] == outcomes[2][0] == error

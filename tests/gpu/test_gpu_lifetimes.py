@@ -1,0 +1,232 @@
+"""What becomes of groups, arrays and processes in the wrong order. GPUs are emulated."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu.gpu_ranks import connect
+
+import ferro_dist as fd
+from ferro_dist.errors import ChannelClosed, DistributedError, LockPoisoned
+from ferro_dist.testing import emulated_gpu, run_ranks
+
+GROUPS = 1000
+WARM_UP = 50
+
+
+def ranks(world_size: int, body: Any, *args: Any, **options: Any) -> list[Any]:
+    return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True, **options)
+
+
+# Many groups
+
+
+def make_groups(rank: int, world_size: int, addr: str) -> tuple[int, ...]:
+    gpu = emulated_gpu()
+    x = gpu.array(np.ones(4))
+    before = (0, 0, 0, 0)
+    for number in range(GROUPS):
+        if number == WARM_UP:
+            before = held(gpu)
+        group = fd.NcclBackend(0, 1, fd.get_unique_id(), timeout=30)
+        fd.allreduce(x, group, out=x)
+        group.close()
+    gc.collect()
+    return tuple(now - then for now, then in zip(held(gpu), before, strict=True))
+
+
+def held(gpu: Any) -> tuple[int, int, int, int]:
+    """Descriptors, threads, streams, and megabytes of resident memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    megabytes = pages * os.sysconf("SC_PAGE_SIZE") >> 20
+    threads = len(os.listdir("/proc/self/task"))
+    return len(os.listdir("/proc/self/fd")), threads, gpu.stream_count, megabytes
+
+
+def test_a_thousand_groups_leave_nothing() -> None:
+    [(descriptors, threads, streams, megabytes)] = ranks(1, make_groups, timeout=120)
+    assert descriptors <= 0
+    assert threads <= 1  # a stream's may be on its way out
+    assert streams <= 1
+    assert megabytes <= 8
+
+
+# Ends that nobody ordered
+
+
+def drop_groups(rank: int, world_size: int, addr: str) -> None:
+    gpu = emulated_gpu(delay_us=300)
+    x = gpu.array(np.ones(4))
+    for _ in range(10):
+        group = connect("nccl", rank, world_size, f"{addr}-{_}")
+        fd.allreduce(x, group, out=x)
+        dropped = weakref.ref(group)
+        del group
+        gc.collect()
+        assert dropped() is None
+
+
+def test_groups_dropped_without_close_end_by_themselves() -> None:
+    ranks(2, drop_groups)
+
+
+def close_with_work(rank: int, world_size: int, addr: str, kind: str) -> list[float]:
+    gpu = emulated_gpu(delay_us=2_000)
+    group = connect(kind, rank, world_size, addr)
+    x = gpu.array(np.ones(4))
+    for _ in range(5):
+        fd.allreduce(x, group, out=x, async_op=True)
+    group.close()  # waits for them
+    numbers: list[float] = x.numpy().tolist()
+    with pytest.raises(ChannelClosed):
+        fd.allreduce(x, group)
+    return numbers
+
+
+@pytest.mark.parametrize("kind", ["nccl", "hybrid"])
+def test_close_waits_for_work_in_flight(kind: str) -> None:
+    assert ranks(2, close_with_work, kind) == [[32.0] * 4] * 2
+
+
+def abort_under_load(rank: int, world_size: int, addr: str) -> tuple[int, str]:
+    """One thread calls without end, another aborts in the middle."""
+    gpu = emulated_gpu(delay_us=100)
+    group = connect("nccl", rank, world_size, addr)
+    x = gpu.array(np.ones(1000))
+    numbers, ended = 0, ""
+    warm = threading.Event()
+
+    def call_until_the_end() -> None:
+        nonlocal numbers, ended
+        try:
+            with gpu.stream():
+                while True:
+                    fd.allreduce(x, group, out=x)
+                    numbers += 1
+                    if numbers == 20:
+                        warm.set()
+        except DistributedError as error:
+            ended = type(error).__name__
+
+    thread = threading.Thread(target=call_until_the_end)
+    thread.start()
+    assert warm.wait(20)
+    group.abort()
+    thread.join(20)
+    assert not thread.is_alive()
+    group.close()
+    return numbers, ended
+
+
+def test_abort_from_another_thread_ends_the_calls() -> None:
+    for numbers, ended in ranks(2, abort_under_load):
+        assert numbers >= 20
+        assert ended in ("ChannelClosed", "LockPoisoned")
+
+
+def call_from_two_threads(rank: int, world_size: int, addr: str) -> list[float]:
+    """One communicator, whose calls come one after the other: here all are alike."""
+    gpu = emulated_gpu()
+    with connect("nccl", rank, world_size, addr) as group:
+        arrays = [gpu.array(np.ones(100)) for _ in range(2)]
+
+        def call(x: Any) -> None:
+            with gpu.stream():
+                for _ in range(100):
+                    fd.allreduce(x, group, out=x, op="max")
+
+        threads = [threading.Thread(target=call, args=(x,)) for x in arrays]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        group.synchronize()
+        return [float(x.numpy().max()) for x in arrays]
+
+
+def test_calls_from_two_threads_are_serialized() -> None:
+    assert ranks(2, call_from_two_threads) == [[1.0, 1.0]] * 2
+
+
+def fork_and_call(rank: int, world_size: int, addr: str, kind: str) -> int:
+    gpu = emulated_gpu()
+    with connect(kind, rank, world_size, addr) as group:
+        x = gpu.array(np.ones(4))
+        fd.allreduce(x, group)
+        child = os.fork()
+        if child == 0:
+            try:
+                fd.allreduce(x, group, out=x)  # a result's memory would be refused by CUDA first
+            except LockPoisoned:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert fd.allreduce(x, group).numpy().tolist() == [world_size] * 4
+        return os.waitstatus_to_exitcode(status)
+
+
+@pytest.mark.parametrize("kind", ["nccl", "hybrid"])
+def test_a_forked_child_is_refused_and_the_parent_goes_on(kind: str) -> None:
+    assert ranks(2, fork_and_call, kind) == [7, 7]
+
+
+# Interpreter exit
+
+STAGES = {
+    "libraries_loaded": "gpu",
+    "unique_id_made": "fd.get_unique_id()",
+    "group_open": "group = connect()",
+    "group_in_a_cycle": "group = connect(); cycle = [group]; cycle.append(cycle)",
+    "work_in_flight": "group = connect(); fd.allreduce(x, group, async_op=True)",
+    "work_held": "group = connect(); work = fd.allreduce(x, group, async_op=True)",
+    "only_work_held": "work = fd.allreduce(x, connect(), async_op=True)",
+    "group_dropped": "fd.allreduce(x, connect())",
+    "group_closed": "group = connect(); fd.allreduce(x, group); group.close()",
+    "group_aborted": "group = connect(); fd.allreduce(x, group); group.abort()",
+    "call_that_never_ends": "gpu.set_faults('point=allreduce,act=hang'); group = connect(); "
+    "fd.allreduce(x, group)",
+    "another_thread_waits": "gpu.set_faults('point=allreduce,act=hang'); group = connect(); "
+    "fd.allreduce(x, group); "
+    "threading.Thread(target=wait_for, args=(group,), daemon=True).start()",
+    "graph_held": "group = connect(); fd.allreduce(x, group, out=x); group.synchronize(); "
+    "stream = gpu.stream(); context = gpu.capture(stream); graph = context.__enter__(); "
+    "fd.allreduce(x, group, out=x); context.__exit__(None, None, None); graph.launch(stream)",
+    "exception": "group = connect(); fd.allreduce(x, group); raise SystemExit(0)",
+}
+
+PREAMBLE = """
+import contextlib
+import threading
+import numpy as np
+import ferro_dist as fd
+from ferro_dist.testing import emulated_gpu
+gpu = emulated_gpu(delay_us=500)
+def connect():
+    return fd.NcclBackend(0, 1, fd.get_unique_id(), timeout=30)
+def wait_for(group):
+    with contextlib.suppress(fd.DistributedError):
+        group.synchronize()
+x = gpu.array(np.ones(4))
+"""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_interpreter_exits_at_every_stage(stage: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", PREAMBLE + STAGES[stage]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,272 @@
+"""HybridBackend: each array its way, one group of two, made on all ranks or on none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu.gpu_ranks import connect
+
+import ferro_dist as fd
+from ferro_dist.backends.hybrid import _Both
+from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray
+from ferro_dist.testing import RankDeath, emulated_gpu, run_ranks
+
+
+def ranks(world_size: int, body: Any, *args: Any, **options: Any) -> list[Any]:
+    return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True, **options)
+
+
+def reduce_both_kinds(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
+    gpu = emulated_gpu()
+    with connect("hybrid", rank, world_size, addr) as group:
+        assert (group.tcp.name, group.nccl.name) == ("host", "nccl")
+        host = fd.allreduce(np.full(3, rank), group)
+        assert group.nccl.comm is not None
+        device = fd.allreduce(gpu.array(np.full(3, rank)), group)
+        data = fd.all_gather(bytes([rank]), group)
+        fd.barrier(group)
+        group.synchronize_nccl()
+        return type(host).__name__, type(device).__name__, data.tolist(), device.numpy().tolist()
+
+
+def test_arrays_go_by_where_they_live() -> None:
+    outcome = ("ndarray", "EmulatedArray", [0, 1, 2], [3, 3, 3])
+    assert ranks(3, reduce_both_kinds) == [outcome] * 3
+
+
+def batch_both_kinds(rank: int, world_size: int, addr: str) -> None:
+    gpu = emulated_gpu(delay_us=300)
+    other = 1 - rank
+    with connect("hybrid", rank, world_size, addr) as group:
+        for is_async in (False, True):
+            host, device = np.empty(200_000), gpu.empty(1000)
+            ops = [
+                fd.P2POp(False, device, other),
+                fd.P2POp(True, np.full(200_000, rank), other),
+                fd.P2POp(True, gpu.array(np.full(1000, rank, np.float32)), other),
+                fd.P2POp(False, host.view(np.int64), other),
+            ]
+            work = fd.batch(ops, group, async_op=is_async)
+            if is_async:
+                work.wait()
+            assert (host.view(np.int64) == other).all()
+            assert (device.numpy() == other).all()
+
+
+def test_a_batch_may_hold_both_kinds() -> None:
+    ranks(2, batch_both_kinds)
+
+
+def batch_with_a_mistake(rank: int, world_size: int, addr: str) -> None:
+    """In either half: then no half of it is under way."""
+    gpu = emulated_gpu()
+    other = 1 - rank
+    with connect("hybrid", rank, world_size, addr) as group:
+        host, device = np.full(4, rank), gpu.array(np.full(4, rank))
+        mistakes = [
+            fd.P2POp(False, np.arange(8)[::2], other),
+            fd.P2POp(False, gpu.empty(8)[::2], other),
+            fd.P2POp(True, host, 7),
+            fd.P2POp(True, device, 7),
+        ]
+        for mistake in mistakes:
+            good = [fd.P2POp(True, host, other), fd.P2POp(True, device, other)]
+            with pytest.raises((InvalidArray, fd.InvalidRank)):
+                fd.batch([*good, mistake], group)
+        outs = np.empty(4, np.int64), gpu.empty(4, "int64")
+        received = [fd.P2POp(False, out, other) for out in outs]
+        fd.batch([fd.P2POp(True, host, other), fd.P2POp(True, device, other), *received], group)
+        assert outs[0].tolist() == outs[1].numpy().tolist() == [other] * 4
+        assert group.nccl.comm is not None
+
+
+def test_a_batch_with_a_mistake_sends_nothing() -> None:
+    ranks(2, batch_with_a_mistake)
+
+
+class Half(fd.Work):
+    """Work that is done after some milliseconds, and notes how long it was given."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.given: float | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.given = timeout
+        started = time.monotonic()
+        while time.monotonic() < started + self.seconds:
+            os.sched_yield()
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> None:
+        self.wait(timeout)
+
+
+def test_both_halves_of_a_batch_have_one_timeout() -> None:
+    first, second = Half(0.01), Half(0)
+    both = _Both([first, second])
+    both.wait(5.0)
+    assert first.given is not None
+    assert second.given is not None
+    assert second.given <= first.given - 0.01
+    both.result()
+    assert second.given is None  # without limit
+
+
+def mix_in_one_call(rank: int, world_size: int, addr: str) -> None:
+    gpu = emulated_gpu()
+    with connect("hybrid", rank, world_size, addr) as group:
+        host, device = np.ones(4), gpu.array(np.ones(4))
+        for x, out in ((host, device), (device, host)):
+            with pytest.raises((InvalidArray, fd.UnsupportedOp)):
+                fd.allreduce(x, group, out=out)
+            with pytest.raises(InvalidArray, match="different devices"):
+                fd.sendrecv(x, out, group, 1 - rank, 1 - rank)
+        assert fd.allreduce(host, group)[0] == 2
+        assert fd.allreduce(device, group).numpy()[0] == 2
+
+
+def test_one_call_with_both_kinds_is_refused() -> None:
+    ranks(2, mix_in_one_call)
+
+
+# All ranks or none
+
+
+def join_without_gpu(rank: int, world_size: int, addr: str) -> str:
+    emulated_gpu(devices=0 if rank == 1 else 1)
+    with pytest.raises(BackendUnavailable) as told:
+        fd.HybridBackend(rank, world_size, addr, timeout=20)
+    return str(told.value)
+
+
+def test_one_rank_without_gpu_keeps_all_from_a_group() -> None:
+    messages = run_ranks(3, join_without_gpu, backend="none")
+    assert all("NCCL cannot be used on rank 1" in message for message in messages)
+    assert "no CUDA-capable device" in messages[1]
+
+
+def give_own_unique_id(rank: int, world_size: int, addr: str, unique_id: bytes) -> list[float]:
+    gpu = emulated_gpu()
+    with fd.HybridBackend(rank, world_size, addr, unique_id, timeout=20) as group:
+        numbers: list[float] = fd.allreduce(gpu.array([1.0, rank]), group).numpy().tolist()
+    return numbers
+
+
+def make_unique_id(rank: int, world_size: int, addr: str) -> list[float]:
+    """As a program that has its own way to carry the id."""
+    with fd.HostBackend(rank, world_size, f"{addr}-id") as carrier:
+        mine = bytes(fd.get_unique_id()) if rank == 0 else bytes(128)
+        unique_id = fd.broadcast(np.frombuffer(mine, np.uint8), carrier).tobytes()
+    return give_own_unique_id(rank, world_size, addr, unique_id)
+
+
+def test_the_unique_id_may_be_the_callers() -> None:
+    assert ranks(2, make_unique_id) == [[2, 1]] * 2
+
+
+def initialize(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
+    gpu = emulated_gpu(devices=2)
+    made: Any = fd.init(rank, world_size, addr, backend="hybrid", device=rank, timeout=20)
+    with made as group:
+        assert gpu.current_device == rank
+        y = fd.allreduce(gpu.array([1.0]), group)
+        return group.name, group.nccl.device, y.device, y.numpy().tolist()
+
+
+def initialize_with_options(rank: int, world_size: int, addr: str) -> dict[str, Any]:
+    emulated_gpu()
+    options: Any = {"unique_id": bytes(fd.get_unique_id()), "config": {"max_ctas": 4}}
+    for name, value in options.items():
+        with pytest.raises(ValueError, match=f'{name} is for backend="hybrid"'):
+            fd.init(0, 1, addr, **{name: value})
+    made: Any = fd.init(0, 1, addr, backend="hybrid", timeout=20, **options)
+    with made as group:
+        config: dict[str, Any] = group.nccl.config
+    return config
+
+
+def test_init_passes_options_of_nccl_on() -> None:
+    assert ranks(1, initialize_with_options) == [{"max_ctas": 4}]
+
+
+def test_init_makes_hybrid_groups_on_the_named_device() -> None:
+    outcomes = run_ranks(2, initialize, backend="none")
+    assert outcomes == [("hybrid", rank, rank, [2.0]) for rank in range(2)]
+
+
+# Ends
+
+
+def lose_a_peer(rank: int, world_size: int, addr: str) -> tuple[str, int | None]:
+    gpu = emulated_gpu()
+    group = connect("hybrid", rank, world_size, addr)
+    x = gpu.array(np.ones(1000))
+    fd.allreduce(x, group)
+    group.synchronize_nccl()
+    fd.barrier(group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait_for_the_dead() -> None:
+        fd.allreduce(x, group)
+        group.synchronize_nccl()
+
+    with pytest.raises(DistributedError) as told:
+        wait_for_the_dead()
+    group.close()
+    return type(told.value).__name__, told.value.peer
+
+
+def test_a_dead_peer_ends_the_gpus_calls_and_close_does_not_hang() -> None:
+    outcomes = ranks(3, lose_a_peer, may_die=[1])
+    assert outcomes == [("PeerLostError", 1), RankDeath(-signal.SIGKILL), ("PeerLostError", 1)]
+
+
+def close_after_a_death(rank: int, world_size: int, addr: str) -> bool:
+    """With work under way on the GPU that nobody has waited for."""
+    gpu = emulated_gpu()
+    group = connect("hybrid", rank, world_size, addr)
+    fd.barrier(group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(DistributedError):  # it may be known already
+        for _ in range(5):
+            fd.allreduce(gpu.array(np.ones(1000)), group)
+    group.close()
+    return bool(group.is_closed)
+
+
+def test_close_with_work_that_waits_for_the_dead_does_not_hang() -> None:
+    assert ranks(2, close_after_a_death, may_die=[1], timeout=25)[0] is True
+
+
+def shrink_after_a_death(rank: int, world_size: int, addr: str) -> Any:
+    gpu = emulated_gpu()
+    group = connect("hybrid", rank, world_size, addr)
+    fd.allreduce(gpu.array(np.ones(10)), group)
+    group.synchronize_nccl()
+    fd.barrier(group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(DistributedError):
+        fd.barrier(group)
+    with group.shrink() as smaller:
+        numbers = fd.allreduce(gpu.array([1.0, rank]), smaller).numpy().tolist()
+        assert fd.allreduce(np.ones(1), smaller)[0] == 2
+        survivors = smaller.survivors
+    group.close()
+    return numbers, survivors
+
+
+def test_survivors_go_on_with_both_kinds() -> None:
+    outcomes = ranks(3, shrink_after_a_death, may_die=[1])
+    assert outcomes[0] == outcomes[2] == ([2, 2], (0, 2))

@@ -1,0 +1,39 @@
+"""What the ranks of the tests of NCCL share: a communicator each, over emulated GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import ferro_dist as fd
+from ferro_dist._native.cuda_libraries import load_nccl
+from ferro_dist.testing import emulated_gpu
+
+if TYPE_CHECKING:
+    from ferro_dist._native.nccl import Communicator
+
+TIMEOUT_S = 20.0
+
+
+def connect(backend: Any, **config: Any) -> Communicator:
+    """Make the communicator of all ranks of `backend`, which carries the unique id."""
+    emulated_gpu()
+    nccl = load_nccl()
+    mine = np.frombuffer(bytes(nccl.get_unique_id()), np.uint8)
+    shared = nccl.UniqueId(bytes(fd.broadcast(mine, backend, root=0)))
+    communicator: Communicator = nccl.Communicator.init_rank(
+        backend.world_size, shared, backend.rank, device=0, timeout=TIMEOUT_S, **config
+    )
+    return communicator
+
+
+def ranked(rank: int, count: int = 8, dtype: str = "float32") -> Any:
+    """Make an array on the GPU that differs from rank to rank."""
+    return emulated_gpu().array(np.arange(count) + rank, dtype=dtype)
+
+
+def values(array: Any) -> list[float]:
+    """Copy an array to the host, once its stream is done."""
+    listed: list[float] = emulated_gpu().copy_out(array).tolist()
+    return listed
