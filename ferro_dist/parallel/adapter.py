@@ -1,23 +1,28 @@
-"""How DDP reads a module: its parameters and gradients, by name, as NumPy sees them.
+"""How DDP reads a module: its parameters and gradients, by name.
 
-A module is an object with ``parameters()`` and ``grads()``, each of which returns a dict
-of name to array or a list of arrays, or it is the dict or list of parameters itself. The
-arrays of a list are named by their position.
+Arrays in host memory are read as NumPy sees them, those on a GPU stay what they are. A module
+is an object with ``parameters()`` and ``grads()``, each of which returns a dict of name to
+array or a list of arrays, or it is the dict or list of parameters itself. The arrays of a
+list are named by their position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from ferro_dist import interop
 from ferro_dist.errors import InvalidArray
-from ferro_dist.parallel.bucket import ParameterSpec, is_same_memory
+from ferro_dist.parallel.bucket import Bucket, ParameterSpec
+from ferro_dist.parallel.reducer import Gradients
 
-__all__ = ["Gradients", "ModuleAdapter"]
+__all__ = ["GRADIENT_DTYPES", "ArrayGradients", "ModuleAdapter"]
 
 NumpyArray = np.ndarray[Any, Any]
+
+_CUDA = 2  # DLPack's number
 
 GRADIENT_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
@@ -36,6 +41,8 @@ class ModuleAdapter:
         Whether the module is a mere dict or list of parameters, without gradients.
     specs : dict of str to ParameterSpec
         The parameters at construction. Later arrays must fit them.
+    devices : dict of str to int or None
+        The GPU of each parameter; None of one in host memory.
     """
 
     def __init__(self, module: object) -> None:
@@ -47,10 +54,17 @@ class ModuleAdapter:
             name: _spec_of(name, array)
             for name, array in _named("parameter", self._parameters()).items()
         }
+        self.devices = {name: _device_of(array) for name, array in self.parameters().items()}
         if not self.specs:
             raise ValueError(f"DDP: {type(module).__name__} has no parameters")
 
-    def parameters(self) -> dict[str, NumpyArray]:
+    @property
+    def example_on_gpu(self) -> Any:
+        """Some parameter on the GPU; None if there is none."""
+        on_gpu = [name for name, spec in self.specs.items() if spec.is_on_gpu]
+        return self.parameters()[on_gpu[0]] if on_gpu else None
+
+    def parameters(self) -> dict[str, Any]:
         """Return views of all parameters."""
         views = self._views("parameter", self._parameters())
         for name in self.specs:
@@ -58,7 +72,7 @@ class ModuleAdapter:
                 raise ValueError(f"DDP: the module no longer has the parameter {name!r}")
         return views
 
-    def gradients(self, grads: Any = None) -> Gradients:
+    def gradients(self, grads: Any = None) -> ArrayGradients:
         """Return views of the gradients given, or of those the module has."""
         holder = cast(Any, self.module).grads() if grads is None else grads
         views = self._views("gradient", holder)
@@ -69,7 +83,7 @@ class ModuleAdapter:
                 "another rank may have. Fill it with zeros, or let grads() return the same dict "
                 "or list at each call."
             )
-        return Gradients(views, holder)
+        return ArrayGradients(views, holder)
 
     def _parameters(self) -> Any:
         return self.module if self.is_collection else cast(Any, self.module).parameters()
@@ -82,7 +96,7 @@ class ModuleAdapter:
             return False
         return not is_own or cast(Any, self.module).grads() is holder
 
-    def _views(self, kind: str, arrays: Any) -> dict[str, NumpyArray]:
+    def _views(self, kind: str, arrays: Any) -> dict[str, Any]:
         """Return views of the arrays that are there."""
         views = {}
         for name, array in _named(kind, arrays).items():
@@ -94,29 +108,42 @@ class ModuleAdapter:
         return views
 
 
-class Gradients:
+class ArrayGradients(Gradients):
     """One step's gradients.
 
     Attributes
     ----------
-    views : dict of str to numpy.ndarray
+    views : dict of str to array
         Those that are there.
     holder : dict or list
         What they were taken from.
     """
 
-    def __init__(self, views: dict[str, NumpyArray], holder: Any) -> None:
+    def __init__(self, views: dict[str, Any], holder: Any) -> None:
         self.views = views
         self.holder = holder
 
-    def put(self, name: str, average: NumpyArray) -> None:
+    def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+        gradients = [self.views.get(spec.name) for spec in bucket.layout.specs]
+        for place, gradient in enumerate(gradients):
+            bucket.put_in(place, gradient)
+        bucket.mark(counter, [gradient is not None for gradient in gradients])
+
+    def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
+        specs = bucket.layout.specs
+        flags = [True] * len(specs) if is_contributed is None else is_contributed
+        for place, (spec, is_wanted) in enumerate(zip(specs, flags, strict=True)):
+            if is_wanted:
+                self._put(spec.name, bucket, place)
+
+    def _put(self, name: str, bucket: Bucket, place: int) -> None:
         """Replace a gradient, or set one that was absent."""
         view = self.views.get(name)
         if view is None:
             key = name if isinstance(self.holder, Mapping) else int(name)
-            self.holder[key] = average.copy()
-        elif not is_same_memory(view, average):
-            np.copyto(view, average)
+            self.holder[key] = interop.copy(bucket.views[place])
+        else:
+            bucket.take_out(place, view)
 
 
 def _check_has_methods(module: object) -> None:
@@ -142,24 +169,55 @@ def _named(kind: str, arrays: Any) -> Mapping[str, Any]:
 
 
 def _spec_of(name: str, array: Any) -> ParameterSpec:
-    view = _host_view("parameter", name, array)
-    if view.dtype.name not in GRADIENT_DTYPES:
+    spec = _described(name, _view("parameter", name, array))
+    if spec.dtype.name not in GRADIENT_DTYPES:
         raise InvalidArray(
-            f"DDP: parameter {name!r} is {view.dtype}; gradients are averaged in "
+            f"DDP: parameter {name!r} is {spec.dtype}; gradients are averaged in "
             f"{', '.join(GRADIENT_DTYPES)}. Leave what is not trained out of parameters().",
             op="DDP",
         )
-    return ParameterSpec(name, view.shape, view.dtype)
+    return spec
 
 
-def _fitting_view(kind: str, spec: ParameterSpec, array: Any) -> NumpyArray:
-    view = _host_view(kind, spec.name, array)
-    if view.shape != spec.shape or view.dtype != spec.dtype:
+def _fitting_view(kind: str, spec: ParameterSpec, array: Any) -> Any:
+    view = _view(kind, spec.name, array)
+    found = _described(spec.name, view)
+    if found != spec:
         raise ValueError(
-            f"DDP: {kind} {spec.name!r} is {view.dtype.name} {view.shape}; "
-            f"the parameter that was wrapped is {spec.dtype.name} {spec.shape}"
+            f"DDP: {kind} {spec.name!r} is {_kind_of(found)}; "
+            f"the parameter that was wrapped is {_kind_of(spec)}"
         )
     return view
+
+
+def _kind_of(spec: ParameterSpec) -> str:
+    return f"{spec.dtype.name} {spec.shape}{' on the GPU' if spec.is_on_gpu else ''}"
+
+
+def _described(name: str, view: Any) -> ParameterSpec:
+    if type(view) is np.ndarray:
+        return ParameterSpec(name, view.shape, view.dtype)
+    dtype = interop.numpy_dtype(interop.as_view(view).dtype)
+    return ParameterSpec(name, tuple(view.shape), dtype, is_on_gpu=True)
+
+
+def _device_of(view: Any) -> int | None:
+    return None if type(view) is np.ndarray else interop.as_view(view).device_id
+
+
+def _view(kind: str, name: str, array: Any) -> Any:
+    """Return what can be written to: NumPy's view, or of an array on a GPU the array itself."""
+    if type(array) is np.ndarray or not _is_on_gpu(array):
+        return _host_view(kind, name, array)
+    if interop.as_view(array).is_readonly:
+        raise InvalidArray(f"DDP: {kind} {name!r} is read-only", op="DDP")
+    return array
+
+
+def _is_on_gpu(array: Any) -> bool:
+    if not hasattr(array, "__dlpack_device__"):
+        return False
+    return int(array.__dlpack_device__()[0]) == _CUDA
 
 
 def _host_view(kind: str, name: str, array: Any) -> NumpyArray:
@@ -175,5 +233,11 @@ def _host_view(kind: str, name: str, array: Any) -> NumpyArray:
     if not view.dtype.isnative:
         raise InvalidArray(f"DDP: {kind} {name!r} is not in native byte order", op="DDP")
     if not view.flags.writeable:
-        raise InvalidArray(f"DDP: {kind} {name!r} is read-only", op="DDP")
+        hint = ""
+        if type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            hint = (
+                ", as all of JAX's are. Wrap the pytree of the parameters itself, "
+                "DDP(params, backend): its sync_gradients returns new arrays"
+            )
+        raise InvalidArray(f"DDP: {kind} {name!r} is read-only{hint}", op="DDP")
     return view

@@ -4,37 +4,57 @@ A collective has a cost that no small array can earn back, and a model has many 
 parameters. `assign_buckets` divides parameters into groups of one dtype, `BucketLayout`
 gives each its place in one flat array, `Bucket` is that array.
 
-    | gradient | gradient | gradient | one lane per gradient |
+    | gradient | gradient | gradient | lanes of each gradient | control lanes |
 
-The lanes are elements of the same dtype that travel with the same allreduce. Lane *i*
-says whether this rank had a gradient *i* to give; reduced, it says whether any rank had.
-So ranks agree on what was used without another message, and without walking a graph.
+Lanes are elements of the same dtype that travel with the same allreduce. Each rank that
+has a gradient *i* to give writes 1 to a lane of *i*; reduced, the lanes say whether any
+rank had one, and summed, how many. So ranks agree on what was used without another message,
+and without walking a graph. Control lanes are the reducer's, for what else ranks must agree on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-__all__ = ["Bucket", "BucketLayout", "ParameterSpec", "assign_buckets"]
+if TYPE_CHECKING:
+    from ferro_dist.work import Work
+
+__all__ = ["Bucket", "BucketLayout", "ParameterSpec", "assign_buckets", "is_same_memory", "view_of"]
 
 NumpyArray = np.ndarray[Any, Any]
 
 ALIGNMENT_NBYTES = 64
 """A cache line, and the widest vector load: where a gradient of a bucket may start."""
 
+COUNTABLE = 256
+"""Up to here every integer is a bfloat16: a lane that is summed must not lose count."""
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What all ranks must agree on about one parameter."""
+    """What all ranks must agree on about one parameter.
+
+    Attributes
+    ----------
+    name : str
+    shape : tuple of int
+    dtype : numpy.dtype
+    axes : tuple of int
+        Dimensions from the outermost in memory to the innermost; empty for C order.
+    is_on_gpu : bool
+        Whether it lives in the memory of the rank's GPU.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    axes: tuple[int, ...] = ()
+    is_on_gpu: bool = False
 
     @property
     def count(self) -> int:
@@ -53,16 +73,18 @@ class ParameterSpec:
         return self.padded_count * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.name!r} {self.dtype.name} {self.shape}"
+        order = f" in the order of dimensions {self.axes}" if self.axes else ""
+        place = " on the GPU" if self.is_on_gpu else ""
+        return f"{self.name!r} {self.dtype.name} {self.shape}{order}{place}"
 
 
 def assign_buckets(
     parameters: Iterable[ParameterSpec], bucket_nbytes: int, first_bucket_nbytes: int
 ) -> list[list[ParameterSpec]]:
-    """Divide parameters into buckets of one dtype and bounded size.
+    """Divide parameters into buckets of one dtype, in one memory, of bounded size.
 
-    Greedy, in one pass: each dtype has one open bucket, which is closed by the first
-    parameter that does not fit.
+    Greedy, in one pass: each dtype has one open bucket in each memory, which is closed by the
+    first parameter that does not fit.
 
     Parameters
     ----------
@@ -81,18 +103,19 @@ def assign_buckets(
         in which their last gradient becomes ready.
     """
     closed: list[_OpenBucket] = []
-    by_dtype: dict[np.dtype[Any], _OpenBucket] = {}
+    by_kind: dict[tuple[np.dtype[Any], bool], _OpenBucket] = {}
     is_first = True
     for position, spec in enumerate(parameters):
-        bucket = by_dtype.get(spec.dtype)
+        kind = spec.dtype, spec.is_on_gpu
+        bucket = by_kind.get(kind)
         if bucket is None or not bucket.has_room_for(spec):
             if bucket is not None:
                 closed.append(bucket)
             bucket = _OpenBucket(first_bucket_nbytes if is_first else bucket_nbytes)
-            by_dtype[spec.dtype] = bucket
+            by_kind[kind] = bucket
             is_first = False
         bucket.add(spec, position)
-    ready_order = sorted([*closed, *by_dtype.values()], key=lambda bucket: bucket.last_position)
+    ready_order = sorted([*closed, *by_kind.values()], key=lambda bucket: bucket.last_position)
     return [bucket.specs for bucket in ready_order]
 
 
@@ -120,78 +143,238 @@ class BucketLayout:
     ----------
     specs : sequence of ParameterSpec
         One or more, of one dtype.
+    num_counters : int
+        Lanes for each gradient.
+    num_controls : int
+        Control lanes.
 
     Attributes
     ----------
     dtype : numpy.dtype
+    names : tuple of str
+        Of the parameters.
     offsets : tuple of int
         First element of each gradient.
     lanes_offset : int
-        First of the lanes; there is one per gradient.
+        First of the lanes of gradients, those of one gradient side by side.
+    controls_offset : int
+        First of the control lanes.
     count : int
         Elements in the bucket.
     """
 
-    def __init__(self, specs: Sequence[ParameterSpec]) -> None:
+    def __init__(
+        self, specs: Sequence[ParameterSpec], num_counters: int = 1, num_controls: int = 0
+    ) -> None:
         self.specs = tuple(specs)
+        self.num_counters = num_counters
         self.dtype = self.specs[0].dtype
+        self.names = tuple(spec.name for spec in self.specs)
         offsets, end = [], 0
         for spec in self.specs:
             offsets.append(end)
             end += spec.padded_count
         self.offsets = tuple(offsets)
         self.lanes_offset = end
-        self.count = end + len(self.specs)
+        self.controls_offset = end + len(self.specs) * num_counters
+        self.count = self.controls_offset + num_controls
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the bucket."""
+        return self.count * self.dtype.itemsize
 
 
 class Bucket:
-    """Gradients that are reduced together, as views of one flat array.
+    """Gradients that are reduced together, as views of one flat array in host memory.
+
+    `ferro_dist.parallel.gpu_bucket.GpuBucket` is the same in the memory of a GPU. What it
+    overrides is what differs there; all else leaves alone what may not be reached.
 
     Parameters
     ----------
+    index : int
+        Its place in the order of all buckets.
+    members : sequence of int
+        The number of each gradient's parameter.
     layout : BucketLayout
     buffer : numpy.ndarray, shape (layout.count,), dtype layout.dtype
         Its content is overwritten with zeros.
+    as_array : callable
+        Makes an array of the module's library of a NumPy array, over the same memory.
+    wire : numpy.ndarray, optional
+        What is reduced in place of the buffer: as many elements of another dtype.
 
     Attributes
     ----------
-    buffer : numpy.ndarray
-        What is reduced.
-    gradients : dict of str to numpy.ndarray
-        The views, by the name of their parameter.
+    flat : array
+        The buffer, in the module's library.
+    views : list of array
+        The gradients' places, in the module's library.
+    lanes : numpy.ndarray, shape (gradients, lanes for each)
+    controls : numpy.ndarray
+    num_missing : int
+        Gradients that are not ready yet.
+    is_packed, is_leaving : bool
+        Whether this rank's gradients are in it; whether it may be under way since then.
+    is_full : bool
+        Whether this rank gave all gradients of this round.
+    work : Work or None
+        Its reduction, if that is under way.
     """
 
-    def __init__(self, layout: BucketLayout, buffer: NumpyArray) -> None:
+    is_on_gpu = False
+
+    buffer: Any
+    flat: Any
+    wire: Any
+    views: list[Any]
+    lanes: NumpyArray
+    controls: NumpyArray
+
+    def __init__(
+        self,
+        index: int,
+        members: Sequence[int],
+        layout: BucketLayout,
+        buffer: NumpyArray,
+        as_array: Callable[[NumpyArray], Any],
+        wire: NumpyArray | None = None,
+    ) -> None:
         # Padding is reduced too: memory as it came may hold signalling or slow values.
         buffer.fill(0)
+        self._set_place(index, members, layout)
+        self._as_array = as_array
         self.buffer = buffer
-        self.gradients: dict[str, NumpyArray] = {
-            spec.name: buffer[offset : offset + spec.count].reshape(spec.shape)
+        self.flat = as_array(buffer)
+        self.wire = buffer if wire is None else wire
+        self._flat_wire = self.flat if wire is None else as_array(wire)
+        # Each made by itself: torch's views of one tensor share the count of its changes.
+        self.views = [
+            as_array(view_of(buffer, offset, spec))
             for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-        }
-        self._lanes = buffer[layout.lanes_offset :]
+        ]
+        self.lanes = buffer[layout.lanes_offset : layout.controls_offset].reshape(
+            -1, layout.num_counters
+        )
+        self.controls = buffer[layout.controls_offset :]
+        self.reset()
 
-    def pack(self, gradients: Mapping[str, NumpyArray]) -> None:
-        """Bring this rank's gradients into the bucket.
+    def _set_place(self, index: int, members: Sequence[int], layout: BucketLayout) -> None:
+        self.index = index
+        self.members = tuple(members)
+        self.layout = layout
 
-        A gradient that is the bucket's own view stays where it is; one that is absent
-        contributes zeros.
-        """
-        self._lanes.fill(1)
-        for lane, (name, view) in enumerate(self.gradients.items()):
-            gradient = gradients.get(name)
-            if gradient is None:
-                view.fill(0)
-                self._lanes[lane] = 0
-            elif not is_same_memory(gradient, view):
-                np.copyto(view, gradient)
+    def reset(self) -> None:
+        """Expect all gradients anew."""
+        self.num_missing = len(self.members)
+        self.is_packed = self.is_leaving = self.is_full = False
+        self.work: Work | None = None
 
-    def contributed(self) -> list[str]:
-        """Names of the gradients that some rank gave, once the bucket has been reduced."""
-        lanes = self._lanes
-        if lanes.all():
-            return list(self.gradients)
-        return [name for name, lane in zip(self.gradients, lanes, strict=True) if lane]
+    @property
+    def gradients(self) -> Any:
+        """The flat array without its lanes."""
+        return self.flat[: self.layout.lanes_offset]
+
+    # Lanes
+
+    def clear(self) -> None:
+        """Contain zeros, which say that this rank gives nothing."""
+        self.buffer.fill(0)
+        self.is_full = False
+
+    def mark(self, counter: int, is_contributed: Sequence[bool] | None = None) -> None:
+        """Write into the lanes which gradients this rank gives; None for all of them."""
+        self.is_full = is_contributed is None or all(is_contributed)
+        self.lanes.fill(0)
+        self.lanes[:, counter] = 1 if is_contributed is None else is_contributed
+
+    def contributors(self) -> list[int]:
+        """How many ranks gave each gradient, once the bucket has been summed."""
+        lanes = self._reduced_lanes()
+        counts: list[int] = np.rint(lanes.real.astype(np.float64)).sum(axis=1).astype(int).tolist()
+        return counts
+
+    def contributed(self) -> list[bool] | None:
+        """Whether any rank gave each gradient, once it was reduced; None if all were given."""
+        if self.is_full:
+            return None
+        is_given = (self._reduced_lanes() != 0).any(axis=1)
+        if is_given.all():
+            return None
+        flags: list[bool] = is_given.tolist()
+        return flags
+
+    def set_control(self, control: int, is_set: bool) -> None:
+        """Tell the other ranks; after `mark`."""
+        self.controls[control] = is_set
+
+    def has_control(self, control: int) -> bool:
+        """Whether any rank told so, once the bucket was reduced."""
+        return bool(self.controls[control])
+
+    def _reduced_lanes(self) -> NumpyArray:
+        return self.lanes
+
+    # Gradients
+
+    def put_in(self, place: int, gradient: Any) -> None:
+        """Bring a gradient to its place, where it may be already; zeros for None."""
+        view = self.views[place]
+        if gradient is None:
+            view.fill(0)
+        elif not is_same_memory(gradient, view):
+            np.copyto(view, gradient)
+
+    def take_out(self, place: int, gradient: Any) -> None:
+        """Overwrite a gradient with what is at its place, where it may lie itself."""
+        view = self.views[place]
+        if not is_same_memory(gradient, view):
+            np.copyto(gradient, view)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        gradients = self.gradients
+        gradients *= factor
+
+    def to_wire(self) -> None:
+        """Bring the content to what is reduced."""
+        if self.wire is not self.buffer:
+            self._flat_wire[...] = self.flat
+
+    def from_wire(self) -> None:
+        """Bring back what was reduced."""
+        if self.wire is not self.buffer:
+            self.flat[...] = self._flat_wire
+
+    def copy(self) -> Any:
+        """Return a copy of the content, for `add`."""
+        return self._as_array(self.buffer.copy())
+
+    def add(self, content: Any) -> None:
+        """Add the content of before."""
+        flat = self.flat
+        flat += content
+
+    # Streams, of a GPU
+
+    def note_stream(self) -> None:
+        """Take note of the stream on which a gradient has become ready."""
+
+    def join_streams(self) -> None:
+        """Let the current stream wait for those on which gradients have become ready."""
+
+    def release_streams(self) -> None:
+        """Let those streams wait in turn, before they free the gradients that were packed."""
+
+
+def view_of(buffer: Any, offset: int, spec: ParameterSpec) -> Any:
+    """View of the elements of one gradient, in the memory order of its parameter."""
+    elements = buffer[offset : offset + spec.count]
+    if not spec.axes:
+        return elements.reshape(spec.shape)
+    stored = elements.reshape([spec.shape[axis] for axis in spec.axes])
+    return stored.transpose([spec.axes.index(axis) for axis in range(stored.ndim)])
 
 
 def is_same_memory(a: NumpyArray, b: NumpyArray) -> bool:

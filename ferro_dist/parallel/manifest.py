@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ferro_dist.collective import all_gather
 from ferro_dist.errors import CollectiveMismatch
+from ferro_dist.parallel.exchange import all_gather_rows
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -32,7 +32,9 @@ QUOTE_NBYTES = 512
 """How much of a line travels to be quoted."""
 
 
-def agree_on_manifest(lines: Sequence[str], backend: Backend, op: str) -> int:
+def agree_on_manifest(
+    lines: Sequence[str], backend: Backend, op: str, timeout: float | None = None
+) -> int:
     """Raise on every rank alike if the manifests of the ranks differ.
 
     Parameters
@@ -42,6 +44,8 @@ def agree_on_manifest(lines: Sequence[str], backend: Backend, op: str) -> int:
     backend : Backend
     op : str
         Who asks, for the error: ``"DDP"``.
+    timeout : float, optional
+        Seconds until the others must have asked too; None for the backend's own.
 
     Returns
     -------
@@ -58,7 +62,7 @@ def agree_on_manifest(lines: Sequence[str], backend: Backend, op: str) -> int:
     digests = np.array([_digest(line) for line in lines], np.uint64)
     digest = hashlib.sha256(digests.tobytes()).digest()
     header = np.array([(digest, len(lines), secrets.randbits(31))], HEADER)
-    headers = _gather_rows(header.view(np.uint8), backend).view(HEADER)
+    headers = all_gather_rows(header.view(np.uint8), backend, timeout).view(HEADER)
     if (headers["digest"] == headers["digest"][0]).all():
         return int(headers["number"][0, 0])
     index = _first_difference(digests, int(headers["length"].max()), backend)
@@ -70,7 +74,7 @@ def _first_difference(digests: NumpyArray, length: int, backend: Backend) -> int
     """Index of the first line that is not the same on all ranks."""
     padded = np.zeros(length, np.uint64)
     padded[: digests.size] = digests
-    of_ranks = _gather_rows(padded, backend)
+    of_ranks = all_gather_rows(padded, backend)
     return int((of_ranks != of_ranks[0]).any(axis=0).argmax())
 
 
@@ -79,7 +83,7 @@ def _gather_quotes(line: str, backend: Backend) -> list[str]:
     if len(quote) > QUOTE_NBYTES:
         # The digest keeps lines apart that differ only in what is cut off.
         quote = quote[: QUOTE_NBYTES - 30] + f"... (digest {_digest(line):x})".encode()
-    rows = _gather_rows(np.frombuffer(quote.ljust(QUOTE_NBYTES, b"\0"), np.uint8), backend)
+    rows = all_gather_rows(np.frombuffer(quote.ljust(QUOTE_NBYTES, b"\0"), np.uint8), backend)
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
@@ -111,8 +115,3 @@ def _name(ranks: Sequence[int]) -> str:
 
 def _digest(line: str) -> int:
     return int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest(), "little")
-
-
-def _gather_rows(row: NumpyArray, backend: Backend) -> NumpyArray:
-    """Array of the rows of all ranks, by rank."""
-    return np.asarray(all_gather(row, backend)).reshape(backend.world_size, *row.shape)

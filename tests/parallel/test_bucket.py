@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
+from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import (
     ALIGNMENT_NBYTES,
     Bucket,
@@ -37,9 +38,10 @@ def names(buckets: Sequence[Sequence[ParameterSpec]]) -> list[list[str]]:
     return [[p.name for p in bucket] for bucket in buckets]
 
 
-def make_bucket(specs: Sequence[ParameterSpec]) -> Bucket:
-    layout = BucketLayout(specs)
-    return Bucket(layout, np.full(layout.count, np.nan, layout.dtype))
+def make_bucket(specs: Sequence[ParameterSpec], num_counters: int = 1) -> Bucket:
+    layout = BucketLayout(specs, num_counters, num_controls=1)
+    buffer = np.full(layout.count, np.nan, layout.dtype)
+    return Bucket(0, range(len(specs)), layout, buffer, lambda array: array)
 
 
 @given(parameter_lists, limits, limits)
@@ -124,45 +126,47 @@ def test_gradients_are_aligned_and_share_no_element(
 
 def test_gradients_are_views_of_the_buffer() -> None:
     bucket = make_bucket([ParameterSpec("w", (2, 3), np.dtype("float32")), spec("b", 3)])
-    bucket.gradients["w"][1, 2] = 5
-    bucket.gradients["b"][0] = 7
+    bucket.views[0][1, 2] = 5
+    bucket.views[1][0] = 7
     assert bucket.buffer[5] == 5
     assert bucket.buffer[16] == 7
+    assert bucket.gradients.size == 32
 
 
-def test_pack_copies_gradients_that_lie_elsewhere() -> None:
+@given(st.permutations(range(4)))
+def test_a_view_has_the_memory_order_of_its_parameter(axes: list[int]) -> None:
+    shape = (2, 3, 4, 5)
+    stored = np.empty([shape[axis] for axis in axes])
+    parameter = stored.transpose([axes.index(axis) for axis in range(4)])
+    bucket = make_bucket([ParameterSpec("w", shape, parameter.dtype, tuple(axes))])
+    assert bucket.views[0].shape == shape
+    assert bucket.views[0].strides == parameter.strides
+
+
+def test_what_was_marked_is_known_once_it_is_reduced() -> None:
     bucket = make_bucket([spec("a", 3), spec("b", 2)])
-    bucket.pack({"a": np.arange(1, 4, dtype="f4"), "b": np.arange(4, 6, dtype="f4")})
-    assert_array_equal(bucket.gradients["a"], [1, 2, 3])
-    assert_array_equal(bucket.gradients["b"], [4, 5])
-    assert bucket.contributed() == ["a", "b"]
+    bucket.mark(0)
+    assert bucket.contributed() is None
+    bucket.mark(0, [False, True])
+    assert bucket.contributed() == [False, True]
 
 
-def test_pack_leaves_views_of_the_bucket_alone() -> None:
-    bucket = make_bucket([spec("a", 3), spec("b", 2)])
-    bucket.gradients["a"][:] = [1, 2, 3]
-    bucket.pack({"a": bucket.buffer[:3], "b": bucket.gradients["b"]})
-    assert_array_equal(bucket.gradients["a"], [1, 2, 3])
-
-
-def test_pack_copies_a_transposed_view_of_the_bucket() -> None:
-    bucket = make_bucket([ParameterSpec("w", (2, 2), np.dtype("float32"))])
-    bucket.gradients["w"][:] = [[1, 2], [3, 4]]
-    bucket.pack({"w": bucket.gradients["w"].T})
-    assert_array_equal(bucket.gradients["w"], [[1, 3], [2, 4]])
-
-
-def test_an_absent_gradient_contributes_zeros_and_is_known() -> None:
-    bucket = make_bucket([spec("a", 3), spec("b", 2)])
-    bucket.buffer.fill(9)
-    bucket.pack({"b": bucket.gradients["b"]})
-    assert_array_equal(bucket.gradients["a"], 0)
-    assert bucket.contributed() == ["b"]
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=4), st.sampled_from(DTYPES))
+def test_contributors_are_counted_exactly(counts: list[int], dtype: np.dtype[np.generic]) -> None:
+    averaging = Averaging("contributors", 600)
+    specs = [ParameterSpec(f"p{i}", (1,), dtype) for i in range(len(counts))]
+    bucket = make_bucket(specs, averaging.num_counters)
+    total = np.zeros_like(bucket.lanes)
+    for rank in range(600):
+        bucket.mark(averaging.counter(rank), [rank < count for count in counts])
+        # As the engine does: sums of 16-bit floats are rounded once, at the end.
+        total = (total.astype("complex128") + bucket.lanes).real.astype(dtype)
+    bucket.lanes[:] = total
+    assert bucket.contributors() == counts
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padding_is_zero_whatever_the_memory_held(dtype: np.dtype[np.generic]) -> None:
     bucket = make_bucket([ParameterSpec("a", (), dtype), ParameterSpec("empty", (0, 4), dtype)])
     assert_array_equal(bucket.buffer, np.zeros_like(bucket.buffer))
-    assert bucket.gradients["a"].shape == ()
-    assert bucket.gradients["empty"].shape == (0, 4)
+    assert [view.shape for view in bucket.views] == [(), (0, 4)]

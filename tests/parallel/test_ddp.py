@@ -267,7 +267,8 @@ def test_a_plain_dict_is_trained_through_its_gradient_buffers(on_ranks: OnRanks)
         ddp = fd.DDP({"w": np.zeros(2)}, backend)
         ddp.gradient_buffers()["w"][:] = backend.rank
         ddp.sync_gradients()
-        return ddp.gradient_buffers()["w"]
+        gradient: Array = ddp.gradient_buffers()["w"]
+        return gradient
 
     for gradient in on_ranks(2, body):
         assert_array_equal(gradient, [0.5, 0.5])
@@ -535,6 +536,23 @@ def test_a_module_that_cannot_be_wrapped(
     on_ranks(2, body)
 
 
+def test_what_is_no_group_is_refused() -> None:
+    closed = fd.SimulatedBackend.create_group(1)[0]
+    closed.close()
+    backend: Any
+    for backend, error, message in [
+        (None, TypeError, "must be a group, .* not None"),
+        ("host", TypeError, "not str"),
+        (closed, fd.ChannelClosed, "the group is closed"),
+    ]:
+        with pytest.raises(error, match=message):
+            fd.DDP(Linear(), backend)
+    with pytest.raises(TypeError, match=r"DDP\(module, backend\). Here the module is a Simulated"):
+        fd.DDP(closed, Linear())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a module, not its class Linear"):
+        fd.DDP(Linear, closed)
+
+
 def test_a_module_without_grads_is_refused(on_ranks: OnRanks) -> None:
     class OnlyParameters:
         def parameters(self) -> list[Array]:
@@ -552,7 +570,10 @@ def test_a_module_without_grads_is_refused(on_ranks: OnRanks) -> None:
     [
         ({"bucket_mb": 0}, ValueError, "bucket_mb"),
         ({"bucket_mb": float("nan")}, ValueError, "bucket_mb"),
-        ({"average": "median"}, ValueError, "'mean' or 'sum', not 'median'"),
+        ({"average": "median"}, ValueError, "'sum' or 'contributors', not 'median'"),
+        ({"compress": "zip"}, ValueError, "compress must be None, 'fp16', 'bf16' or callable"),
+        ({"compress": 16}, TypeError, "compress must be"),
+        ({"overlap": "sometimes"}, ValueError, "overlap must be"),
         ({"root": 2}, fd.InvalidRank, "root 2 is not a rank of a group of 2"),
         ({"root": -1}, fd.InvalidRank, "root -1"),
         ({"root": 0.5}, TypeError, "integer"),

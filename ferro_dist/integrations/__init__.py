@@ -1,0 +1,1 @@
+"""What needs an array library other than NumPy; nothing here is imported unless asked for."""

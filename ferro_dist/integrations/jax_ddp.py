@@ -1,0 +1,218 @@
+"""DDP of pytrees of JAX arrays, which nobody can write to: averages are returned."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ferro_dist.errors import UnsupportedOp
+from ferro_dist.integrations.jax_gradients import (
+    PytreeReducer,
+    describe_leaves,
+    float_positions,
+    is_array,
+)
+from ferro_dist.parallel.ddp import DDP, Kind
+
+if TYPE_CHECKING:
+    from ferro_dist.parallel.options import Options
+    from ferro_dist.parallel.statistics import Statistics
+
+__all__ = ["JaxDDP", "has_jax_arrays"]
+
+Pytree = Any
+
+
+class JaxDDP(DDP[Any], Kind):
+    """DDP of a pytree of parameters: of dicts and lists, of Flax, of Equinox.
+
+    Parameters stay the caller's own, who passes them to `tap`, to `verify` and to
+    `broadcast_parameters`; training begins with `module`, the parameters of the root.
+
+    A gradient that is an average of all ranks comes from `sync_gradients`, of what a step
+    returned, or from `tap`, inside of a compiled step. Leaves that are no floats, as counters
+    and random keys, are made equal by construction, and have no gradients.
+
+    Of what `DDP` takes, `average` may be ``"mean"`` or ``"sum"`` (every leaf has a gradient, if
+    only zeros, so that all ranks contribute), and `compress` no function. A pytree has no buffers
+    to be synchronized.
+
+    An error inside of a compiled program comes out as JAX's own, with ours in its text; the
+    next call on the group raises ours.
+
+    Ranks must be processes where steps are tapped: JAX runs the programs of all threads in one
+    queue, in which a rank could come to wait for another behind it.
+
+    Examples
+    --------
+    >>> ddp = fd.DDP(params, backend)
+    >>> params = ddp.module
+    >>> @jax.jit
+    ... def step(params, batch):
+    ...     gradients = jax.grad(lambda p: loss(ddp.tap(p), batch))(params)
+    ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    Or, where communication need not overlap:
+
+    >>> gradients = ddp.sync_gradients(jax.jit(jax.grad(loss))(params, batch))
+    """
+
+    __slots__ = ("__weakref__", "_pytrees", "_tree")
+
+    def _adopt(self, module: Pytree, options: Options) -> list[str]:
+        if _is_traced(module):
+            raise TypeError("DDP: these parameters are traced. Wrap them outside of jit and grad.")
+        if not float_positions(jax.tree.leaves(module)):
+            raise ValueError("DDP: the pytree has no parameters: none of its leaves are floats")
+        if options.average == "contributors":
+            raise ValueError(
+                "DDP: average must be 'mean' or 'sum' for JAX, where all ranks contribute to "
+                "every gradient, if only zeros"
+            )
+        self._tree = module
+        self._pytrees = PytreeReducer(
+            options.backend,
+            average=options.average,
+            bucket_mb=options.bucket_mb,
+            compress=options.compress,
+            is_overlapped=options.is_overlapped,
+        )
+        self._pytrees.check(module)
+        return [f"leaf {number} {line}" for number, line in enumerate(describe_leaves(module))]
+
+    def _prepare(self, options: Options, first_tag: int) -> None:
+        return  # trees of gradients are agreed on as they come: they may be parts of this one
+
+    @property
+    def _held(self) -> Pytree:
+        return self._tree
+
+    def _release(self) -> None:
+        self._tree = None
+
+    def tap(self, params: Pytree) -> Pytree:
+        """Return `params` unchanged; their gradients will be averages over the ranks.
+
+        Called inside of the function that is differentiated, compiled or not, once in a
+        step. The average of each bucket is under way while the rest of backward runs.
+
+        Parameters
+        ----------
+        params : pytree
+            All parameters or some; on each rank trees of the same structure.
+
+        Raises
+        ------
+        CollectiveMismatch
+            The trees of the ranks differ. Raised while the program is traced.
+        """
+        _ = self.module  # raises if it was given back
+        return self._pytrees.tap(params)
+
+    def broadcast_parameters(self, root: int | None = None, params: Pytree = None) -> Pytree:
+        """Return the parameters of one rank, on all of them; `module` is those then.
+
+        Parameters
+        ----------
+        root : int, optional
+            Whose parameters. None means the `root` that DDP was constructed with.
+        params : pytree, optional
+            Of the same structure on all ranks. None means `module`: what was broadcast last.
+        """
+        tree = self.module if params is None else params
+        self._tree = self._pytrees.broadcast_parameters(tree, self._checked_root(root))
+        return self._tree
+
+    def verify(self, params: Pytree = None) -> None:
+        """Compare the parameters of all ranks, bit for bit. Called by all ranks.
+
+        Parameters
+        ----------
+        params : pytree, optional
+            None means `module`: what was broadcast last.
+
+        Raises
+        ------
+        CollectiveMismatch
+            Names the first that differs, and which ranks have what. Raised on all ranks; the
+            group stays usable.
+        """
+        before = self.module
+        self._tree = before if params is None else params
+        try:
+            super().verify()
+        finally:
+            self._tree = before
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients as they are, inside the block: to add up those of several batches.
+
+        A step that taps its parameters, compiled outside the block or in it, returns this rank's
+        own. Average their sum with `sync_gradients`.
+        """
+        with self._pytrees.no_sync():
+            yield
+
+    def join(self) -> Any:
+        """Refuse: see the error."""
+        raise UnsupportedOp(
+            "DDP.join: a compiled step cannot be taken by a rank without data. Let a rank that "
+            "has run out call sync_gradients(zeros, weight=0) as often as the others call it "
+            "with their weights.",
+            op="DDP.join",
+        )
+
+    def statistics(self) -> Statistics:
+        """When each bucket of the last average was ready, sent and reduced, on this rank."""
+        return self._pytrees.statistics()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"DDP of a pytree has no attribute {name!r}; the parameters are ddp.module"
+        )
+
+    def __repr__(self) -> str:
+        if self._tree is None:
+            return "<DDP, module given back>"
+        count = len(float_positions(jax.tree.leaves(self._tree)))
+        return f"<DDP of {count} leaves, rank {self._backend.rank} of {self._backend.world_size}>"
+
+    def _average(self, grads: Pytree, weight: float | None) -> Pytree:
+        if grads is None:
+            raise ValueError("DDP.sync_gradients: pass the gradients; a pytree has none of its own")
+        return self._pytrees.sync_gradients(grads, weight=weight)
+
+    def _broadcast(self, root: int) -> None:
+        self.broadcast_parameters(root)
+
+    def _fingerprints(self) -> Iterable[tuple[str, bytes]]:
+        jax.effects_barrier()  # callbacks of a step that is still running use the group, too
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self._tree):
+            if is_array(leaf):
+                yield f"leaf {jax.tree_util.keystr(path)!r}", _content_of(leaf)
+
+
+def has_jax_arrays(module: object) -> bool:
+    """Whether this is a pytree with at least one array of JAX."""
+    try:
+        leaves = jax.tree.leaves(module)
+    except (TypeError, ValueError):  # a dict whose keys cannot be sorted, for instance
+        return False
+    return any(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+def _is_traced(tree: Pytree) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _content_of(leaf: Any) -> bytes:
+    array = jnp.asarray(leaf)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.asarray(array).tobytes()

@@ -1,0 +1,548 @@
+"""Averages of pytrees of gradients, for JAX: after a step, or while its backward runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ferro_dist import interop
+from ferro_dist.collective import allreduce, broadcast
+from ferro_dist.errors import CollectiveMismatch, InvalidArray, UnsupportedOp
+from ferro_dist.integrations.jax_tap import tap_leaves
+from ferro_dist.parallel.adapter import GRADIENT_DTYPES
+from ferro_dist.parallel.attendance import RollCall, check_weight
+from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets
+from ferro_dist.parallel.compression import Compression, compression_of, wire_dtype
+from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.statistics import BucketTimes, Statistics
+from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+    from ferro_dist.work import Work
+
+__all__ = ["PytreeReducer", "describe_leaves", "float_positions", "is_array"]
+
+NumpyArray = np.ndarray[Any, Any]
+Pytree = Any
+
+_MIB = 1 << 20
+_OP = "DDP"
+_REDUCE_OPS = {"mean": ReduceOp.MEAN, "sum": ReduceOp.SUM}
+
+
+@dataclass
+class _Terms:
+    """What all trees of a reducer have in common."""
+
+    backend: Backend
+    reduce_op: ReduceOp
+    bucket_nbytes: int
+    compress: Compression
+    is_overlapped: bool
+    is_local: bool = False
+    most_buckets: int = 0
+    """Of any tree so far: as many calls another rank may have under way."""
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class PytreeReducer:
+    """Average pytrees of gradients over the ranks.
+
+    What `ferro_dist.DDP` of a pytree is made of; by itself it holds no parameters.
+
+    Parameters
+    ----------
+    backend : Backend
+        The group; the same calls, with trees of the same structure, on all ranks. Stays
+        the caller's to close.
+    average : {"mean", "sum"}, default "mean"
+        What becomes of the gradients of the ranks.
+    bucket_mb : float, default 25
+        Largest bucket, in MiB.
+    compress : {None, "fp16", "bf16"}, optional
+        How real gradients of 32 and 64 bits travel.
+    is_overlapped : bool, default True
+        Whether buckets are reduced while the rest of a tapped backward runs.
+
+    Notes
+    -----
+    Leaves that are no floats, as the step counters of an optimizer, are left alone.
+
+    An error inside of a compiled program comes out as JAX's own, with ours in its text; the
+    next call on the group raises ours.
+
+    Examples
+    --------
+    >>> reducer = PytreeReducer(backend)
+    >>> params = reducer.broadcast_parameters(params)
+    >>> @jax.jit
+    ... def step(params, batch):
+    ...     gradients = jax.grad(lambda p: loss(reducer.tap(p), batch))(params)
+    ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    Or, where communication need not overlap:
+
+    >>> gradients = reducer.sync_gradients(jax.jit(jax.grad(loss))(params, batch))
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        average: str = "mean",
+        bucket_mb: float = 25,
+        compress: Compression = None,
+        is_overlapped: bool = True,
+    ) -> None:
+        if average not in _REDUCE_OPS:
+            raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
+        if not 0 < bucket_mb < math.inf:
+            raise ValueError(f"bucket_mb must be a positive number, not {bucket_mb!r}")
+        if callable(compression_of(compress)):
+            raise TypeError(
+                "compress must be None, 'fp16' or 'bf16' for JAX: a function would have to "
+                "change arrays in place"
+            )
+        if not backend.moves_host_arrays:
+            raise UnsupportedOp(
+                f"DDP of JAX arrays averages in host memory, and {type(backend).__name__} moves "
+                "arrays of GPUs only. Use a HybridBackend.",
+                op="DDP",
+                rank=backend.rank,
+            )
+        self._terms = _Terms(
+            backend, _REDUCE_OPS[average], math.ceil(bucket_mb * _MIB), compress, is_overlapped
+        )
+        # By structure of the tree: a program that is traced anew, for another batch size,
+        # on one rank alone, must not agree on anything again.
+        self._reductions: dict[Hashable, _Reduction] = {}
+
+    def check(self, tree: Pytree) -> None:
+        """Raise InvalidArray if there is a float whose gradient cannot be averaged."""
+        _specs(tree, float_positions(jax.tree.leaves(tree)))
+
+    def statistics(self) -> Statistics:
+        """When each bucket of the last average was ready, sent and reduced, on this rank."""
+        return self._terms.statistics
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients as they are, inside the block, also in programs compiled outside."""
+        # Programs run when they like: those of before and those of the block must have ended.
+        jax.effects_barrier()
+        before, self._terms.is_local = self._terms.is_local, True
+        try:
+            yield
+            jax.effects_barrier()
+        finally:
+            self._terms.is_local = before
+
+    def broadcast_parameters(self, params: Pytree, root: int = 0) -> Pytree:
+        """Return the tree of `root`, on all ranks. Called outside of compiled programs.
+
+        Leaves that are no arrays, as the functions in a tree of layers, are left alone.
+        """
+        jax.effects_barrier()  # callbacks of a step that is still running use the group, too
+        return jax.tree.map(
+            lambda leaf: _broadcast(leaf, self._terms.backend, root) if is_array(leaf) else leaf,
+            params,
+        )
+
+    def sync_gradients(self, grads: Pytree, *, weight: float | None = None) -> Pytree:
+        """Return the averages of a tree of gradients. Called outside of compiled programs.
+
+        Parameters
+        ----------
+        grads : pytree
+        weight : float, optional
+            What this rank's gradients count, at least 0; on all ranks or on none. The mean is
+            then the weighted mean; a sum has each gradient multiplied by its weight.
+
+        Raises
+        ------
+        CollectiveMismatch
+            The trees of the ranks differ, or only some gave a weight. Raised on all of them; the
+            group and this reducer stay usable.
+        ValueError
+            The weights of all ranks are 0. Raised on all of them.
+        """
+        weight = check_weight(weight)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(grads)):
+            raise TypeError(
+                "sync_gradients: these gradients are traced, not computed. Call it on what the "
+                "compiled function returns, or use tap() inside of it."
+            )
+        leaves, tree = jax.tree.flatten(grads)
+        floats = float_positions(leaves)
+        if not floats or self._terms.is_local:
+            return grads
+        jax.effects_barrier()
+        # All of them first: what cannot be read is told before the others wait for it.
+        own = [np.asarray(leaves[position]) for position in floats]
+        reduction = self._reduction(grads, floats)
+        if weight is not None:
+            reduction.weigh(weight)
+        turn = object()
+        for number, group in enumerate(reduction.groups):
+            reduction.ready(turn, number, [own[i] for i in group])
+        for position, average in zip(floats, reduction.finish(turn), strict=True):
+            leaves[position] = _delivered(leaves[position], average)
+        return tree.unflatten(leaves)
+
+    def tap(self, params: Pytree) -> Pytree:
+        """Return `params` unchanged; their gradients will be averages over the ranks.
+
+        Called inside of the function that is differentiated, compiled or not, once in a
+        step. The average of each bucket is under way while the rest of backward runs.
+
+        Raises
+        ------
+        CollectiveMismatch
+            The trees of the ranks differ. Raised while the program is traced.
+        """
+        leaves, tree = jax.tree.flatten(params)
+        floats = float_positions(leaves)
+        if not floats:
+            return params
+        reduction = self._reduction(params, floats)
+        turn = object()  # tells one call of tap from another
+        tapped = tap_leaves(
+            [leaves[position] for position in floats],
+            reduction.groups,
+            lambda number, gradients: reduction.ready(turn, number, gradients),
+            lambda: reduction.finish(turn),
+        )
+        for position, leaf in zip(floats, tapped, strict=True):
+            leaves[position] = leaf
+        return tree.unflatten(leaves)
+
+    def _reduction(self, tree: Pytree, floats: Sequence[int]) -> _Reduction:
+        specs = _specs(tree, floats)
+        reduction = self._reductions.get(specs)
+        if reduction is None:
+            # Callbacks of a step that is still running use the group, too.
+            jax.effects_barrier()
+            terms = self._terms
+            settings = (
+                f"{terms.reduce_op.name}, buckets of {terms.bucket_nbytes} bytes, "
+                f"compress={terms.compress!r}"
+            )
+            lines = [settings, *(f"leaf {spec}" for spec in specs)]
+            try:
+                tag = agree_on_manifest(lines, terms.backend, op=_OP)
+            except CollectiveMismatch as error:
+                raise _explained(error, lines, terms) from None
+            reduction = self._reductions[specs] = _Reduction(terms, specs, lines, tag)
+        return reduction
+
+
+class _Reduction:
+    """The buckets of trees of one structure.
+
+    Buckets are reduced in one order on all ranks, whatever the order in which they become
+    ready: each starts once it and all before it are. In the first step that order is a
+    guess; then it is the one that rank 0 saw.
+    """
+
+    def __init__(
+        self, terms: _Terms, specs: Sequence[ParameterSpec], lines: Sequence[str], tag: int
+    ) -> None:
+        self._terms, self._backend, self._lines, self._tag = terms, terms.backend, lines, tag
+        # Last layers first, as backward goes: in the order of their names, layer 10 after 9.
+        positions = {spec.name: position for position, spec in enumerate(specs)}
+        ready_order = sorted(specs, key=lambda spec: _natural(spec.name), reverse=True)
+        limit = terms.bucket_nbytes
+        parts = assign_buckets(ready_order, limit, min(_MIB, limit))
+        self.groups = [[positions[spec.name] for spec in part] for part in parts]
+        self._specs = tuple(specs)
+        self._buckets = [_Bucket(BucketLayout(part), terms) for part in parts]
+        terms.most_buckets = max(terms.most_buckets, len(parts))
+        # Guards the rest; never held while another rank is waited for, but in finish, where
+        # this rank has nothing else to do.
+        self._lock = threading.Lock()
+        self._order = list(range(len(parts)))
+        self._is_order_agreed = len(parts) == 1
+        self._roll_call = RollCall(self._backend)
+        self._times: list[BucketTimes] = []
+        self._failure: BaseException | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._turn: object = None
+        self._ready: list[int] = []
+        self._works: list[Work] = []
+        self._own: dict[int, list[NumpyArray]] = {}
+        self._factor: float | None = None
+
+    def weigh(self, weight: float) -> None:
+        """Give this rank's gradients a weight in the turn that comes."""
+        with self._lock, self._failing_for_good():
+            attendance = self._roll_call.ask(True, weight, self._tag + 1).result()
+        is_mean = self._terms.reduce_op is ReduceOp.MEAN
+        self._factor = attendance.factor(weight, is_mean)
+
+    def ready(self, turn: object, number: int, gradients: Sequence[NumpyArray]) -> None:
+        """Take the gradients of a bucket, and start all buckets whose turn has come."""
+        with self._lock, self._failing_for_good():
+            self._enter(turn)
+            if number in self._ready:
+                raise RuntimeError(
+                    "tap: a gradient came twice in one step. Call tap() once, outside of vmap."
+                )
+            self._ready.append(number)
+            if self._terms.is_local:
+                self._own[number] = [gradient.copy() for gradient in gradients]
+                return
+            self._buckets[number].pack(gradients, self._factor)
+            self._times[number].ready_s = perf_counter()
+            if self._terms.is_overlapped:
+                self._start()
+
+    def finish(self, turn: object) -> list[NumpyArray]:
+        """Return the averages of all leaves: they may be views that the next step overwrites."""
+        with self._lock, self._failing_for_good():
+            self._enter(turn)
+            if self._terms.is_local:
+                return self._end_local()
+            self._terms.statistics.backward_end_s = perf_counter()
+            seen = list(self._ready)
+            for number in set(self._order).difference(seen):
+                # The loss does not depend on it, on this rank at least.
+                self._buckets[number].clear()
+                self._ready.append(number)
+                self._times[number].ready_s = perf_counter()
+            self._start()
+            for number, work in zip(self._order, self._works, strict=True):
+                self._await(self._times[number], work)
+            self._agree_on_order(seen)
+            self._reset()
+            averages = self._by_leaf([bucket.averages() for bucket in self._buckets])
+            self._terms.statistics.end_s = perf_counter()
+            return averages
+
+    def _end_local(self) -> list[NumpyArray]:
+        """Return the gradients of a turn as they came, zeros for those that did not."""
+        own = self._own
+        self._reset()
+        zeros = [np.zeros(spec.shape, spec.dtype) for spec in self._specs]
+        return self._by_leaf(
+            [own.get(n, [zeros[i] for i in group]) for n, group in enumerate(self.groups)]
+        )
+
+    def _by_leaf(self, parts: Sequence[Sequence[NumpyArray]]) -> list[NumpyArray]:
+        leaves: list[Any] = [None] * len(self._specs)
+        for group, part in zip(self.groups, parts, strict=True):
+            for position, leaf in zip(group, part, strict=True):
+                leaves[position] = leaf
+        return leaves
+
+    @contextlib.contextmanager
+    def _failing_for_good(self) -> Iterator[None]:
+        """Let nothing follow a step that was given up: its buckets may be under way still.
+
+        Ranks that disagree give it up together, and can go on.
+        """
+        self._check_is_well()
+        try:
+            try:
+                yield
+            except CollectiveMismatch as error:
+                raise self._given_up(error) from None
+        except CollectiveMismatch:
+            raise
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _given_up(self, error: CollectiveMismatch) -> CollectiveMismatch:
+        """End the turn on all ranks; return what to say of it."""
+        for work in self._works:
+            with contextlib.suppress(CollectiveMismatch):
+                work.wait()
+        self._reset()
+        return _explained(error, self._lines, self._terms)
+
+    def _check_is_well(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"DDP: an earlier step has failed: {self._failure}\n"
+                "Make a new one, over a group that is well."
+            ) from self._failure
+
+    def _enter(self, turn: object) -> None:
+        if self._turn is None:
+            self._turn = turn
+            if not self._terms.is_local:
+                self._begin_statistics()
+        elif self._turn is not turn:
+            raise RuntimeError(
+                "tap: these parameters are tapped a second time before the first is done. Call "
+                "tap() once in a step, and use what it returns in all places."
+            )
+
+    def _start(self) -> None:
+        op = self._terms.reduce_op if self._factor is None else ReduceOp.SUM
+        while len(self._works) < len(self._order):
+            number = self._order[len(self._works)]
+            if number not in self._ready:
+                return
+            buffer = self._buckets[number].buffer
+            self._times[number].start_s = perf_counter()
+            self._works.append(
+                allreduce(buffer, self._backend, op, out=buffer, async_op=True, tag=self._tag)
+            )
+
+    def _await(self, times: BucketTimes, work: Work) -> None:
+        began_s = perf_counter()
+        work.wait()
+        times.end_s = perf_counter()
+        times.exposed_s = times.end_s - began_s
+
+    def _begin_statistics(self) -> None:
+        terms = self._terms
+        self._times = [BucketTimes(b.buffer.nbytes, b.layout.names) for b in self._buckets]
+        terms.statistics = Statistics(
+            terms.statistics.num_rounds + 1,
+            terms.is_overlapped,
+            perf_counter(),
+            buckets=[self._times[number] for number in self._order],
+        )
+
+    def _agree_on_order(self, seen: Sequence[int]) -> None:
+        if self._is_order_agreed:
+            return
+        missing = [number for number in self._order if number not in seen]
+        order = broadcast(np.array([*seen, *missing]), self._backend, tag=self._tag)
+        self._order = order.tolist()
+        self._is_order_agreed = True
+
+
+class _Bucket:
+    """Some leaves of one dtype, one after the other in memory that suits the group."""
+
+    def __init__(self, layout: BucketLayout, terms: _Terms) -> None:
+        self.layout = layout
+        dtype = wire_dtype(terms.compress, layout.dtype) or layout.dtype
+        self.buffer: NumpyArray = terms.backend.empty(layout.lanes_offset, dtype)
+        self.clear()
+        self._views = [
+            self.buffer[offset : offset + spec.count].reshape(spec.shape)
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        ]
+
+    def pack(self, gradients: Sequence[NumpyArray], factor: float | None) -> None:
+        # What is too large for 16 bits becomes infinite on all ranks, for them to see.
+        with np.errstate(over="ignore"):
+            for view, gradient in zip(self._views, gradients, strict=True):
+                if factor is not None:
+                    gradient = gradient * np.asarray(factor, gradient.dtype)
+                np.copyto(view, gradient, casting="unsafe")
+
+    def averages(self) -> list[NumpyArray]:
+        """Return what has been reduced, as views unless it travelled in another dtype."""
+        return [view.astype(self.layout.dtype, copy=False) for view in self._views]
+
+    def clear(self) -> None:
+        self.buffer.fill(0)
+
+
+def is_array(leaf: object) -> bool:
+    """Whether a leaf is an array or a number: trees of layers hold functions, too."""
+    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+
+
+def describe_leaves(tree: Pytree) -> list[str]:
+    """Return a line for each leaf: its name, dtype and shape."""
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        what = f"{jnp.result_type(leaf)} {jnp.shape(leaf)}" if is_array(leaf) else type(leaf)
+        lines.append(f"{name!r} {what}")
+    return lines
+
+
+def float_positions(leaves: Sequence[Any]) -> list[int]:
+    """Return which of the leaves have gradients."""
+    return [
+        position
+        for position, leaf in enumerate(leaves)
+        if is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    ]
+
+
+def _specs(tree: Pytree, positions: Sequence[int]) -> tuple[ParameterSpec, ...]:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return tuple(
+        _spec(jax.tree_util.keystr(path), leaf)
+        for path, leaf in (paths[position] for position in positions)
+    )
+
+
+def _spec(name: str, leaf: Any) -> ParameterSpec:
+    dtype = np.dtype(jnp.result_type(leaf))
+    if dtype.name not in GRADIENT_DTYPES:
+        raise InvalidArray(
+            f"DDP: leaf {name!r} is {dtype}; gradients are averaged in "
+            f"{', '.join(GRADIENT_DTYPES)}.",
+            op="DDP",
+        )
+    return ParameterSpec(name, jnp.shape(leaf), dtype)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Split a name so that numbers in it compare as numbers."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]
+
+
+def _broadcast(leaf: Any, backend: Backend, root: int) -> Any:
+    array = jnp.asarray(leaf)
+    if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return broadcast(array, backend, root)
+    state = broadcast(jax.random.key_data(array), backend, root)
+    return jax.random.wrap_key_data(state, impl=jax.random.key_impl(array))
+
+
+def _explained(
+    error: CollectiveMismatch, lines: Sequence[str], terms: _Terms
+) -> CollectiveMismatch:
+    """Bring all ranks to one point again; return the error that says how their trees differ.
+
+    That is `error` itself if they do not, or have been compared already.
+    """
+    if error.op == _OP:
+        return error
+    # Buckets that other ranks have under way are answered by as many failures of ours.
+    for _ in range(terms.most_buckets + 1):
+        answer = _disagreement(lines, terms.backend)
+        if answer is None or answer.op == _OP:
+            return answer or error
+    return error
+
+
+def _disagreement(lines: Sequence[str], backend: Backend) -> CollectiveMismatch | None:
+    try:
+        agree_on_manifest(lines, backend, _OP, timeout=backend.timeout / 10)
+    except CollectiveMismatch as error:
+        return error.with_traceback(None)  # which would hold the caller, and with it the error
+    return None
+
+
+def _delivered(like: Any, average: NumpyArray) -> Any:
+    array = jnp.asarray(like)
+    # In host memory, where the average is, whatever device the leaf is on.
+    written = interop.empty_for_jax(average.shape, average.dtype)
+    np.copyto(written, average)
+    return interop.deliver(array, written)

@@ -1,0 +1,99 @@
+"""A way out of a compiled JAX program for gradients, while backward still runs.
+
+`tap_leaves` is the identity. Its backward hands each group of gradients to the host as
+soon as it is computed, and returns what the host makes of all of them:
+
+    params ──► gate ──► announce, one for each group ──► loss
+                 ◄───── ready(group, gradients) ◄─────── backward
+           finish()
+
+Each announcement gives the gate a token. These tell XLA that the gate comes after all
+announcements, and nothing else: it may run them in any order, and side by side. So the
+host must not let one wait for another rank; only `finish` may. JAX's ordered callbacks
+would be one chain through all of the program, and are refused inside of custom gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+__all__ = ["tap_leaves"]
+
+JaxArray = Any
+NumpyArray = np.ndarray[Any, Any]
+
+Ready = Callable[[int, list[NumpyArray]], None]
+Finish = Callable[[], Sequence[NumpyArray]]
+
+
+def tap_leaves(
+    leaves: Sequence[JaxArray], groups: Sequence[Sequence[int]], ready: Ready, finish: Finish
+) -> list[JaxArray]:
+    """Return `leaves` unchanged; in backward, let the host replace their gradients.
+
+    Works inside ``jax.jit``, ``jax.checkpoint`` and ``lax.scan``, and without any of them.
+
+    Parameters
+    ----------
+    leaves : sequence of jax.Array
+        Real or complex floats.
+    groups : sequence of sequence of int
+        Which leaves are announced together: each in one group.
+    ready : callable
+        Called with the number of a group and its gradients, in any order and from any
+        thread. Must not wait for other ranks. Groups on which the loss does not depend are
+        not announced.
+    finish : callable
+        Called once all groups were announced that will be; returns one gradient for each
+        leaf. They are copied at once.
+    """
+    tapped: list[JaxArray]
+    tapped, tokens = _gate(len(groups), finish)([jnp.asarray(leaf) for leaf in leaves])
+    for number, group in enumerate(groups):
+        through = _announcement(number, ready)([tapped[i] for i in group], tokens[number])
+        for i, leaf in zip(group, through, strict=True):
+            tapped[i] = leaf
+    return tapped
+
+
+def _gate(num_groups: int, finish: Finish) -> Callable[[list[JaxArray]], Any]:
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def gate(leaves: list[JaxArray]) -> tuple[list[JaxArray], list[JaxArray]]:
+        return leaves, [jnp.zeros((), jnp.float32)] * num_groups
+
+    def forward(leaves: list[JaxArray]) -> tuple[Any, None]:
+        return gate(leaves), None
+
+    def backward(_: None, cotangents: Any) -> tuple[list[JaxArray]]:
+        gradients, tokens = cotangents
+        results = [jax.ShapeDtypeStruct(g.shape, g.dtype) for g in gradients]
+        return (io_callback(lambda *_: list(finish()), results, *tokens),)
+
+    gate.defvjp(forward, backward)
+    return gate  # type: ignore[no-any-return]
+
+
+def _announcement(number: int, ready: Ready) -> Callable[[list[JaxArray], JaxArray], Any]:
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def announcement(leaves: list[JaxArray], token: JaxArray) -> list[JaxArray]:
+        return leaves
+
+    def forward(leaves: list[JaxArray], token: JaxArray) -> tuple[Any, None]:
+        return announcement(leaves, token), None
+
+    def announce(*gradients: JaxArray) -> Any:
+        ready(number, [np.asarray(gradient) for gradient in gradients])
+        return np.float32(0)
+
+    def backward(_: None, gradients: list[JaxArray]) -> tuple[list[JaxArray], JaxArray]:
+        token = io_callback(announce, jax.ShapeDtypeStruct((), jnp.float32), *gradients)
+        return gradients, token
+
+    announcement.defvjp(forward, backward)
+    return announcement  # type: ignore[no-any-return]

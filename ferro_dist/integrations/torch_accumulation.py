@@ -1,0 +1,131 @@
+"""What was averaged of torch gradients, and what has come to them since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = ["Accumulation", "add", "as_dense"]
+
+Tensor: TypeAlias = Any
+
+
+class Accumulation:
+    """``grad`` of some parameters, over several backward passes.
+
+    A gradient is *averaged* from the end of a round until something is added to it, or
+    it is replaced. Averaged ones are contributed again where that changes nothing: the
+    mean of what all ranks have in common, and of what each has added to it, is right. For other
+    averages they are put aside while a round is open, and added to its result; one that the user
+    has written to meanwhile counts as this rank's own.
+
+    Parameters
+    ----------
+    is_idempotent : bool
+        Whether averaging what was averaged changes nothing.
+
+    Attributes
+    ----------
+    parameters : list of torch.nn.Parameter
+        By number.
+    """
+
+    def __init__(self, is_idempotent: bool) -> None:
+        self._is_idempotent = is_idempotent
+        self.parameters: list[Tensor] = []
+        self._averaged: list[Tensor] = []
+        self._versions: dict[int, int] = {}
+        self._aside: dict[int, _Aside] = {}
+
+    def adopt(self, parameters: Sequence[Tensor]) -> None:
+        """Take these parameters instead of those of before; some may be the same."""
+        averaged = dict(zip(map(id, self.parameters), self._averaged, strict=True))
+        aside = {id(self.parameters[number]): kept for number, kept in self._aside.items()}
+        self.parameters = list(parameters)
+        self._versions = {}
+        self._averaged = [averaged.get(id(parameter)) for parameter in parameters]
+        self._aside = {
+            number: aside[id(parameter)]
+            for number, parameter in enumerate(parameters)
+            if id(parameter) in aside
+        }
+
+    def begin(self) -> None:
+        """Prepare for gradients that will be averaged, or stay as they are for now."""
+        if not self._is_idempotent:
+            for number, parameter in enumerate(self.parameters):
+                self._put_aside(number, parameter)
+
+    def note_local(self, number: int) -> None:
+        """Take note that this rank has added to a gradient what others have not."""
+        self._averaged[number] = None
+
+    def end_local(self) -> None:
+        """Show the sum of what was put aside and of what has come."""
+        for number, kept in list(self._aside.items()):
+            parameter = self.parameters[number]
+            own = parameter.grad
+            if own is None:
+                parameter.grad = self._averaged[number] = kept.averaged
+                self._versions[number] = kept.averaged._version
+                del self._aside[number]
+            else:
+                kept.show(parameter, own)
+
+    def _put_aside(self, number: int, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        kept = self._aside.pop(number, None)
+        if gradient is None:
+            return
+        if kept is not None and kept.is_shown_by(gradient):
+            parameter.grad = kept.own
+            self._aside[number] = kept
+        elif gradient is self._averaged[number]:
+            if gradient._version == self._versions.get(number, gradient._version):
+                parameter.grad = None
+                # A copy: it lies in the bucket that will be filled.
+                self._aside[number] = _Aside(gradient.clone())
+            else:
+                self._averaged[number] = None
+
+
+@dataclass
+class _Aside:
+    """A gradient that was averaged already, and what has come to it since.
+
+    Attributes
+    ----------
+    averaged : torch.Tensor
+    own : torch.Tensor or None
+        What this rank has added.
+    shown : torch.Tensor or None
+        The sum of both, which the user sees.
+    """
+
+    averaged: Tensor
+    own: Tensor = None
+    shown: Tensor = None
+    _version: int = 0
+
+    def show(self, parameter: Tensor, own: Tensor) -> None:
+        with torch.no_grad():
+            self.own, self.shown = own, add(self.averaged, own)
+        parameter.grad = self.shown
+        self._version = self.shown._version
+
+    def is_shown_by(self, gradient: Tensor) -> bool:
+        """Whether this is the sum, and nobody has written to it: zeroed it, for instance."""
+        return gradient is self.shown and gradient._version == self._version
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum of two gradients, of which any may be sparse."""
+    return b + a if a.layout is not torch.strided else a + b
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    """Return a gradient as a dense tensor; itself, if it is one."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

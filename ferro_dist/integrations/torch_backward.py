@@ -1,0 +1,220 @@
+"""When a backward begins, when each gradient is there, and when the outermost backward ends.
+
+autograd tells of each by a hook, and each alone is not enough:
+
+- A hook on the outputs of forward fires first, in the graph task in which the loss is
+  differentiated. A callback that is queued there runs when that task ends, whatever backward
+  passes were nested in it (re-entrant checkpointing runs one for each segment).
+- A hook on each parameter fires when its gradient was added to ``grad``. Where no output was
+  seen, because it is inside an object that hides it or because the module was called
+  past its wrapper, the first of these opens the round, and the end of its own graph task closes it.
+
+`torch.autograd.grad` fires hooks of outputs too, and accumulates nothing: it is told apart by
+asking the engine whether it will come to a parameter at all.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = ["BackwardWatcher", "find_tensors", "is_watched"]
+
+Tensor: TypeAlias = Any
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+# Outputs nested deeper are taken for what they are in practice: models, caches, data sets.
+MAX_DEPTH = 8
+
+
+class BackwardWatcher:
+    """Calls `on_begin` and `on_end` around each backward; `on_failure` if it raises.
+
+    Parameters
+    ----------
+    on_begin : callable
+        Returns what is to be called with the number of each parameter whose gradient is there.
+    on_end : callable
+    on_failure : callable
+    """
+
+    def __init__(
+        self,
+        on_begin: Callable[[], Callable[[int], object]],
+        on_end: Callable[[], object],
+        on_failure: Callable[[], object],
+    ) -> None:
+        self.is_open = False
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._on_failure = on_failure
+        # Gradients of CPU and GPU come on threads of their own.
+        self._opening = threading.Lock()
+        self._handles: list[Any] = []
+        self._parameters: list[Tensor] = []
+        self._accumulators: list[Any] = []
+        self._is_stopped = True
+
+    def watch_parameters(self, parameters: Sequence[Tensor]) -> None:
+        """Be told of the gradients of these parameters, and of no others any more."""
+        self.stop()
+        self._is_stopped = False
+        self._parameters = list(parameters)
+        for number, parameter in enumerate(parameters):
+            hook = self._hook_of(number)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def watch_outputs(self, outputs: object) -> None:
+        """Be told when a backward comes to any of these outputs of forward."""
+        for tensor in find_tensors(outputs):
+            if tensor.is_leaf:
+                continue  # a parameter that forward returned: its own hook tells
+            tensor.register_hook(self._on_output_gradient)
+
+    def stop(self) -> None:
+        """Be told of no gradient any more."""
+        self._is_stopped = True  # to hooks of outputs, which last as long as the graph
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._parameters = []
+        self._accumulators.clear()
+
+    def _hook_of(self, number: int) -> Callable[[Tensor], None]:
+        # Runs for every parameter and step.
+        def on_gradient(_: Tensor) -> None:
+            if not self.is_open:
+                self._open()
+            self._on_gradient(number)
+
+        on_gradient.is_of_ferro_dist = True  # type: ignore[attr-defined]
+        return on_gradient
+
+    def _on_output_gradient(self, _: Tensor) -> None:
+        if self.is_open or self._is_stopped:
+            return
+        if _accumulates(self._found_accumulators()):
+            self._open()
+
+    def _found_accumulators(self) -> Iterator[Any]:
+        """Yield the node of each parameter that adds to ``grad``; those asked for are kept."""
+        yield from self._accumulators
+        for parameter in self._parameters[len(self._accumulators) :]:
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            self._accumulators.append(node)
+            yield node
+
+    def _open(self) -> None:
+        with self._opening:
+            if self.is_open:
+                return
+            self._on_gradient = self._on_begin()
+            self.is_open = True
+            torch.autograd.Variable._execution_engine.queue_callback(_Backward(self))
+
+    def _close(self) -> None:
+        self.is_open = False
+        self._on_end()
+
+    def _fail(self) -> None:
+        self.is_open = False
+        self._on_failure()
+
+
+class _Backward:
+    """One backward under way. The engine owns it: called at the end, dropped if it raises."""
+
+    def __init__(self, watcher: BackwardWatcher) -> None:
+        self._watcher = watcher
+        self._has_ended = False
+
+    def __call__(self) -> None:
+        self._has_ended = True
+        self._watcher._close()
+
+    def __del__(self) -> None:
+        if not self._has_ended:
+            self._watcher._fail()
+
+
+def _accumulates(accumulators: Iterable[Any]) -> bool:
+    """Whether the backward under way, in whose hook this is called, is to add to ``grad``."""
+    try:
+        if any(map(torch._C._will_engine_execute_node, accumulators)):
+            return True
+    except RuntimeError:  # it will, but for `torch.autograd.grad`
+        return False
+    # None of them is in this rank's graph, or they are not what is asked for. The other ranks
+    # wait in the first case, and know of nothing in the second.
+    caller = _caller_of_backward(sys._getframe())
+    if caller is not None:
+        return _is_plain_backward(caller)
+    # On a thread of the engine, for a GPU: whoever called it is on another one.
+    callers = [_caller_of_backward(frame) for frame in sys._current_frames().values()]
+    found = [caller for caller in callers if caller is not None]
+    return bool(found) and all(map(_is_plain_backward, found))
+
+
+def _caller_of_backward(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        frame = frame.f_back
+    return None if frame is None else frame.f_back
+
+
+def _is_plain_backward(frame: FrameType | None) -> bool:
+    if frame is None or frame.f_code is not torch.autograd.backward.__code__:
+        return False
+    return not frame.f_locals.get("inputs")
+
+
+def is_watched(parameter: Tensor) -> bool:
+    """Whether a `BackwardWatcher` has its hook on a parameter."""
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return any(hasattr(hook, "is_of_ferro_dist") for hook in hooks.values())
+
+
+def find_tensors(outputs: object) -> Iterator[Tensor]:
+    """Yield the tensors in `outputs` that require grad, each once.
+
+    Looks into mappings, sequences, sets, dataclasses and other objects with attributes,
+    but not into modules, and not without end.
+    """
+    seen: dict[int, object] = {}  # holds them, so that no number is given twice
+    level: list[object] = [outputs]
+    for _ in range(MAX_DEPTH):
+        deeper: list[object] = []
+        for thing in level:
+            if id(thing) in seen:
+                continue
+            seen[id(thing)] = thing
+            if not isinstance(thing, torch.Tensor):
+                deeper.extend(_parts_of(thing))
+            elif thing.requires_grad:
+                yield thing
+        level = deeper
+
+
+def _parts_of(thing: object) -> Iterable[object]:
+    if isinstance(thing, (str, bytes, int, float, complex, type, torch.nn.Module)) or thing is None:
+        return ()
+    if isinstance(thing, Mapping):
+        return [*thing.values(), *getattr(thing, "__dict__", {}).values()]
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        return thing
+    slots = (
+        getattr(thing, name)
+        for cls in type(thing).__mro__
+        for name in _names(getattr(cls, "__slots__", ()))
+        if hasattr(thing, name)
+    )
+    return [*getattr(thing, "__dict__", {}).values(), *slots]
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots

@@ -1,0 +1,430 @@
+"""DDP of torch modules: a module itself, that averages gradients in every backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+
+from ferro_dist.integrations.torch_backward import BackwardWatcher, is_watched
+from ferro_dist.integrations.torch_gradients import (
+    GivenGradients,
+    TorchGradients,
+    as_tensor,
+    gpu_view,
+)
+from ferro_dist.integrations.torch_module import (
+    BufferShare,
+    ModuleParameters,
+    broadcast_tensor,
+    content_of,
+    specs_of,
+)
+from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
+from ferro_dist.parallel.attendance import Attendance
+from ferro_dist.parallel.ddp import DDP, Kind
+from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.nccl_memory import GpuMemory
+from ferro_dist.parallel.options import Options
+from ferro_dist.parallel.reducer import Reducer
+from ferro_dist.reduce_op import ReduceOp
+
+__all__ = ["TorchDDP"]
+
+PREFIX = "module."
+COPY_TAG_STRIDE = 0x9E3779B1  # odd and large: tags of copies are far from each other
+BUFFERS = -3  # the call's number in a tag, after the reducer's own
+
+
+class TorchDDP(DDP[Any], Kind, torch.nn.Module):
+    """DDP of a ``torch.nn.Module``.
+
+    Every backward that reaches parameters, and is not inside `no_sync`, ends with averaged
+    gradients, whether it came through this wrapper or through the module.
+
+    ``state_dict`` and the names of parameters and buffers are those of the module;
+    ``load_state_dict`` also takes what torch's DDP has saved.
+
+    Gradients of an ``Embedding`` that was made with ``sparse=True`` stay sparse, unless a rank has
+    a dense one of the same weight. Other sparse gradients become dense.
+    """
+
+    def __init__(self, module: Any, backend: Any, **options: Any) -> None:
+        torch.nn.Module.__init__(self)
+        DDP.__init__(self, module, backend, **options)
+
+    def _adopt(self, module: Any, options: Options) -> list[str]:
+        parameters = ModuleParameters(module, options.backend)
+        if not parameters.named:
+            raise ValueError(
+                f"DDP: {type(module).__name__} has no parameters: there is nothing to be averaged"
+            )
+        for name, parameter in parameters.named.items():
+            if is_watched(parameter):
+                raise ValueError(
+                    f"DDP: parameter {name!r} is wrapped by another DDP already, and would be "
+                    "averaged twice. Call its into_inner() first."
+                )
+        options.check_compression(specs_of(parameters.dense))
+        buffers = BufferShare(module, options.backend) if options.sync_buffers else None
+        # Not by `setattr`, which is for attributes of the module.
+        self._modules["module"] = module
+        self.__dict__.update(
+            _parameters_of_module=parameters,
+            _buffer_share=buffers,
+            _num_copies=0,
+            _is_checked=False,
+            _is_local=False,
+            _given=None,
+            _weight=None,
+            _optimizer=None,
+        )
+        self.training = module.training
+        self.register_load_state_dict_pre_hook(_add_prefix)
+        return [*parameters.lines(), *(buffers.lines() if buffers else [])]
+
+    def _prepare(self, options: Options, first_tag: int) -> None:
+        gradients = TorchGradients(options.averaging.is_idempotent)
+        specs = specs_of(self._parameters_of_module.dense)
+        has_gpu = options.backend.device is not None
+        reducer = Reducer(
+            specs,
+            options.backend,
+            options.averaging,
+            as_tensor,
+            gpu_memory=GpuMemory(options.backend, torch.empty(0), gpu_view) if has_gpu else None,
+            bucket_nbytes=options.bucket_nbytes,
+            compress=options.compress,
+            is_overlapped=options.is_overlapped_with(specs),
+            follows_order=True,
+            first_tag=first_tag,
+        )
+        gradients.is_ready = reducer.is_ready
+        # Hooks of parameters must not keep the wrapper alive, but end with it.
+        this = weakref.ref(self)
+        watcher = BackwardWatcher(
+            on_begin=lambda: _alive(this)._begin(),
+            on_end=lambda: _alive(this)._end(),
+            on_failure=lambda: _alive(this)._fail(),
+        )
+        self.__dict__.update(_gradients=gradients, _watcher=watcher, _first_tag=first_tag)
+        self.__dict__["_sparse"] = SparseGradients(options.averaging, options.backend, first_tag)
+        self._reducer = reducer
+        self.__dict__["_stop_watching"] = weakref.finalize(self, watcher.stop)
+        self._stop_watching.atexit = False
+        self._watch()
+
+    # A backward, as the watcher tells of it
+
+    def _watch(self) -> None:
+        dense, sparse = self._parameters_of_module.dense, self._parameters_of_module.sparse
+        self._gradients.adopt(list(dense.values()))
+        self._sparse.follow(specs_of(sparse), list(sparse.values()))
+        self._watcher.watch_parameters([*dense.values(), *sparse.values()])
+
+    def _check_parameters(self) -> None:
+        """Follow what was frozen, unfrozen or converted since the last time."""
+        parameters = self._parameters_of_module
+        if not parameters.have_changed():
+            return
+        specs = specs_of(parameters.dense)
+        if not self._backend.moves_host_arrays:
+            # NCCL alone does not compare what ranks call: they must agree before they do.
+            lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(specs)]
+            lines += lines_of(specs_of(parameters.sparse))
+            agree_on_manifest(lines, self._backend, op="DDP")
+        self._reducer.lay_out(specs)
+        self._watch()
+        parameters.accept_changes()
+
+    def _begin(self) -> Callable[[int], object]:
+        """Prepare for a backward; return what is to be told of its gradients."""
+        self.__dict__["_is_local"] = self._no_sync_depth > 0
+        with contextlib.nullcontext() if self._is_local else self._telling_the_others():
+            if not self._is_checked:
+                self._check_parameters()
+            self.__dict__["_is_checked"] = False
+            if not self._is_local:
+                self._refuse_differentiable()
+                self._reducer.begin(self._gradients)
+            self._begin_accumulation()
+            return self._note()
+
+    def _begin_accumulation(self) -> None:
+        self._gradients.begin()
+        self._sparse.begin()
+
+    def _end_local(self) -> None:
+        self._gradients.end_local()
+        self._sparse.end_local()
+
+    def _note(self) -> Callable[[int], object]:
+        """Return what is to be told of gradients, by number: the dense ones come first."""
+        of_dense = self._gradients.note_local if self._is_local else self._reducer.mark_ready
+        if not self._sparse.parameters:
+            return cast("Callable[[int], object]", of_dense)
+        num_dense, sparse = len(self._gradients.parameters), self._sparse
+
+        def note(number: int) -> None:
+            if number < num_dense:
+                of_dense(number)
+            else:
+                sparse.note_local(number - num_dense)
+
+        return note
+
+    def _end(self) -> None:
+        if self._is_local:
+            self._end_local()
+            return
+        self._finish_own_round()
+
+    def _finish_own_round(self) -> None:
+        """Finish a round to which this rank gives the gradients of its parameters."""
+        try:
+            self._finish_round()
+        except BaseException:
+            self._sparse.end_local()  # shows again what was put aside; dense ones are back already
+            raise
+
+    def _fail(self) -> None:
+        if self._is_local:
+            self._end_local()
+            return
+        self._reducer.abandon()
+        self._sparse.end_local()
+        # The others would wait for buckets that never come.
+        self._tell_the_others(RuntimeError("backward raised"))
+
+    def _refuse_differentiable(self) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "DDP: create_graph=True is for gradients that are differentiated further, and "
+                "averages cannot be. Compute what enters the loss with torch.autograd.grad(..., "
+                "create_graph=True), or call backward inside no_sync() and sync_gradients() last."
+            )
+
+    # What is a module's
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, and watch for a backward of what it returns."""
+        module = self.module
+        # Inside torch.compile the wrapper is the module; hooks of its parameters do the rest.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return module(*args, **kwargs)
+        # Inside a backward an exception may be how a checkpoint ends what it computes anew.
+        is_in_backward = torch._C._current_graph_task_id() >= 0
+        # Else the others go on to average, and would wait for this rank if it fails.
+        is_alone = is_in_backward or self._no_sync_depth or not self.training
+        with contextlib.nullcontext() if is_alone else self._telling_the_others():
+            if not self._watcher.is_open:  # else it is a checkpoint that computes anew
+                self._check_parameters()
+                self.__dict__["_is_checked"] = True
+            outputs = module(*args, **kwargs)
+        self._watcher.watch_outputs(outputs)
+        return outputs
+
+    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Yield the parameters by the names that they have in the module."""
+        return self.module.named_parameters(prefix, *args, **kwargs)
+
+    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Yield the buffers by the names that they have in the module."""
+        return self.module.named_buffers(prefix, *args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the module."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state of the module, also one whose names begin with ``module.``."""
+        module = self.module
+        own = module.state_dict()
+        if not any(name.startswith(PREFIX) for name in own):
+            state_dict = {name.removeprefix(PREFIX): v for name, v in state_dict.items()}
+        return module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchDDP:
+        """Wrap a copy of the module, for the same group.
+
+        Not a collective call: a copy that is to be trained must be made on all ranks.
+        """
+        self.__dict__["_num_copies"] += 1
+        twin = cast(TorchDDP, type(self).__new__(type(self), self.module))
+        memo[id(self)] = twin
+        torch.nn.Module.__init__(twin)
+        twin._adopt(copy.deepcopy(self.module, memo), self._options)
+        twin._start(self._options, self._first_tag + self._num_copies * COPY_TAG_STRIDE)
+        twin.training = self.training
+        return twin
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for what the wrapper lacks.
+        try:
+            return torch.nn.Module.__getattr__(self, name)
+        except AttributeError:
+            if name.startswith("__") or "_modules" not in self.__dict__:
+                raise
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What is read through the wrapper is written through it too.
+        if isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        elif hasattr(type(self), name) or name in self.__dict__ or "_watcher" not in self.__dict__:
+            torch.nn.Module.__setattr__(self, name, value)
+        else:
+            setattr(self.module, name, value)
+
+    # What is DDP's
+
+    def step_in_backward(self, optimizer: Any) -> None:
+        """Let an optimizer step at the end of every backward that averages gradients.
+
+        Called by all ranks, with optimizers of the same parameters. From then on the loop is
+        forward and backward: gradients are None after each. Inside `no_sync` they add up, and
+        nothing is stepped; `sync_gradients` steps too.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer or None
+            Of parameters of the module. Options may be changed between steps, by a scheduler for
+            instance. None leaves steps to the caller again.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no optimizer, needs a closure, or has parameters of another module. Nothing was
+            sent.
+        CollectiveMismatch
+            The optimizers of the ranks differ. The group stays usable.
+
+        Notes
+        -----
+        The step comes once all buckets have been reduced, and not with each: backward may still
+        read a parameter whose gradient is there, and if a rank is lost on the way, parameters and
+        optimizer are as before the step on all others.
+
+        What must come between backward and step, such as clipping, goes into a hook:
+        ``optimizer.register_step_pre_hook``.
+        """
+        lines = ["no optimizer"] if optimizer is None else self._lines_of(optimizer)
+        agree_on_manifest(lines, self._backend, op="DDP.step_in_backward")
+        self.__dict__["_optimizer"] = optimizer
+
+    def _lines_of(self, optimizer: Any) -> list[str]:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"DDP.step_in_backward takes an optimizer, not {type(optimizer).__name__}"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("DDP.step_in_backward: LBFGS computes the loss anew in its step")
+        names = {id(p): name for name, p in self._parameters_of_module.named.items()}
+        lines = [type(optimizer).__qualname__]
+        for number, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                if id(p) not in names:
+                    raise ValueError(
+                        f"DDP.step_in_backward: a parameter of shape {tuple(p.shape)} in group "
+                        f"{number} of the optimizer is none of the module's"
+                    )
+                lines.append(f"{names[id(p)]!r} in group {number}")
+        return lines
+
+    @property
+    def _held(self) -> Any:
+        return self._modules.get("module")
+
+    def _release(self) -> None:
+        self._stop_watching()
+        self._modules["module"] = None
+        self._reducer.lay_out(())
+        self._gradients.adopt(())
+        self._sparse.follow((), ())
+
+    def _average(self, grads: Any, weight: float | None) -> Any:
+        if self._watcher.is_open:
+            raise RuntimeError("DDP.sync_gradients: a backward is under way, which does it itself")
+        self._check_parameters()
+        trained = self._parameters_of_module.trained
+        given = None if grads is None else self._given_gradients(grads)
+        if not self._no_sync_depth:
+            self.__dict__.update(_given=given, _weight=weight)
+            try:
+                self._reducer.begin(given or self._gradients, weight=weight)
+                if given is None:
+                    self._begin_accumulation()
+                    self._finish_own_round()
+                else:
+                    self._finish_round()
+            finally:
+                self.__dict__.update(_given=None, _weight=None)
+        if given is not None:
+            return grads
+        return {name: parameter.grad for name, parameter in trained.items()}
+
+    def _given_gradients(self, grads: Any) -> GivenGradients:
+        parameters = self._parameters_of_module
+        positions = {name: position for position, name in enumerate(parameters.trained)}
+        order = [positions[name] for name in (*parameters.dense, *parameters.sparse)]
+        return GivenGradients(grads, parameters.trained, order)
+
+    def _broadcast(self, root: int) -> None:
+        for _, tensor in self._tensors():
+            broadcast_tensor(tensor, self._backend, root)
+
+    def _fingerprints(self) -> Iterable[tuple[str, bytes]]:
+        for name, tensor in self._tensors():
+            yield name, content_of(tensor)
+
+    def _tensors(self) -> Iterator[tuple[str, Any]]:
+        for name, parameter in self._parameters_of_module.named.items():
+            yield f"parameter {name!r}", parameter
+        if self._buffer_share is not None:
+            for name, buffer in self._buffer_share.named():
+                yield f"buffer {name!r}", buffer
+
+    def _after_round(self, root: int, attendance: Attendance | None) -> None:
+        is_mean = self._options.averaging.reduce_op is ReduceOp.MEAN
+        factor = None if attendance is None else attendance.factor(self._weight, is_mean)
+        is_present = attendance is None or self._backend.rank in attendance.present
+        if self._sparse.is_used:
+            self._average_sparse(factor, is_present)
+        if self._optimizer is not None and is_present and self._given is None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        if self._buffer_share is not None:
+            tag = (self._first_tag + BUFFERS) & 0xFFFFFFFF
+            self._buffer_share.broadcast(root, tag)
+
+    def _average_sparse(self, factor: float | None, is_present: bool) -> None:
+        given, first = self._given, len(self._gradients.parameters)
+        numbers = range(first, first + len(self._sparse.parameters))
+        own = self._sparse.own() if given is None else [given.get(number) for number in numbers]
+        averages = self._sparse.average(own if is_present else None, factor)
+        if given is None and is_present:
+            self._sparse.put(averages)
+        for number, average in zip(numbers, averages if given else (), strict=False):
+            if average is not None:
+                given.replace(number, average)
+
+
+def _add_prefix(ddp: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename what a module around the wrapper loads into it to where the wrapper has its module."""
+    own = ddp.module.state_dict()
+    for name in [name for name in state if name.startswith(prefix)]:
+        bare = name.removeprefix(prefix)
+        if bare in own or not bare.startswith(PREFIX):
+            state[prefix + PREFIX + bare] = state.pop(name)
+
+
+def _alive(reference: weakref.ref[TorchDDP]) -> TorchDDP:
+    ddp = reference()
+    assert ddp is not None, "hooks end with the wrapper"
+    return ddp

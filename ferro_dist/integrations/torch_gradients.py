@@ -1,0 +1,219 @@
+"""The gradients of torch parameters, in buckets and out of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from ferro_dist.integrations.torch_accumulation import Accumulation, as_dense
+from ferro_dist.interop import dtype_code, numpy_dtype
+from ferro_dist.parallel.bucket import Bucket, ParameterSpec
+from ferro_dist.parallel.reducer import Gradients
+
+__all__ = ["GivenGradients", "TorchGradients", "as_tensor", "gpu_view", "spec_of"]
+
+Tensor: TypeAlias = Any
+
+
+class TorchGradients(Accumulation, Gradients):
+    """``grad`` of each parameter that is trained, in buckets.
+
+    Parameters
+    ----------
+    is_idempotent : bool
+        Whether averaging what was averaged changes nothing.
+
+    Attributes
+    ----------
+    is_ready : callable
+        Whether a gradient was marked ready in this round.
+    """
+
+    def __init__(self, is_idempotent: bool) -> None:
+        super().__init__(is_idempotent)
+        self.is_ready: Callable[[int], bool] = lambda number: False
+
+    def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+        parameters = [self.parameters[number] for number in bucket.members]
+        gradients = [parameter.grad for parameter in parameters]
+        bucket.mark(counter, self._is_given(bucket, gradients))
+        self._copy(bucket, gradients)
+        if is_leaving:
+            for parameter in parameters:
+                parameter.grad = None
+            return
+        averaged = self._averaged
+        for number, parameter, gradient, view in zip(
+            bucket.members, parameters, gradients, bucket.views, strict=True
+        ):
+            if gradient is not view and gradient is not None:
+                parameter.grad = averaged[number] = view
+
+    def pack_late(self, bucket: Bucket) -> None:
+        late = [
+            None if self.parameters[number].grad is view else self.parameters[number].grad
+            for number, view in zip(bucket.members, bucket.views, strict=True)
+        ]
+        bucket.clear()
+        self._copy(bucket, late)
+
+    def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
+        if self._is_idempotent and not bucket.num_missing and not bucket.is_leaving:
+            return  # all are there since they were packed, and were contributed by this rank
+        flags = is_contributed or [True] * len(bucket.members)
+        for number, view, is_wanted in zip(bucket.members, bucket.views, flags, strict=True):
+            parameter = self.parameters[number]
+            kept = self._aside.pop(number, None)
+            if kept is not None:
+                view += kept.averaged
+            if is_wanted or kept is not None or parameter.grad is not None:
+                self._averaged[number] = view
+                if parameter.grad is not view:
+                    parameter.grad = view
+                if not self._is_idempotent:
+                    self._versions[number] = view._version
+
+    def take_back(self) -> None:
+        # Places in buckets hold this rank's own again. Those that were averaged before, and are
+        # not put aside, are contributed once more, by all ranks: that changes nothing.
+        self._averaged = [None] * len(self.parameters)
+        self.end_local()
+
+    def _copy(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+        """Bring gradients to their places; zeros for absent ones. Some may be there already."""
+        with torch.no_grad():
+            if not bucket.num_missing:
+                # Nearly always. The exceptions are not asked for: that would cost something for
+                # each gradient.
+                with contextlib.suppress(TypeError, RuntimeError):
+                    torch._foreach_copy_(bucket.views, gradients)
+                    return
+            pairs = list(zip(bucket.views, gradients, strict=True))
+            absent = [view for view, gradient in pairs if gradient is None]
+            if absent:
+                torch._foreach_zero_(absent)
+            # A sparse one is of a function that nobody could know of beforehand.
+            given = [(v, as_dense(g)) for v, g in pairs if g is not None and g is not v]
+            if given:
+                torch._foreach_copy_([view for view, _ in given], [dense for _, dense in given])
+
+    def _is_given(self, bucket: Bucket, gradients: Sequence[Tensor]) -> list[bool] | None:
+        if not bucket.num_missing:
+            return None
+        return [
+            gradient is not None
+            and (gradient is not self._averaged[number] or self.is_ready(number))
+            for number, gradient in zip(bucket.members, gradients, strict=True)
+        ]
+
+
+class GivenGradients(Gradients):
+    """Gradients that the user hands over, in place of those of the parameters.
+
+    Parameters
+    ----------
+    grads : dict of str to torch.Tensor, or list of torch.Tensor
+        Absent ones are None, or not in the dict.
+    parameters : dict of str to torch.nn.Parameter
+        Those that are trained.
+    order : sequence of int
+        The positions of parameters in the dict, by number.
+
+    Raises
+    ------
+    TypeError, ValueError
+        They do not fit the parameters.
+    """
+
+    def __init__(self, grads: Any, parameters: Mapping[str, Tensor], order: Sequence[int]) -> None:
+        is_named = isinstance(grads, MutableMapping)
+        if not is_named and not isinstance(grads, MutableSequence):
+            raise TypeError(f"DDP: gradients must be a dict or a list, not {type(grads).__name__}")
+        self._holder = grads
+        keys: list[Any] = list(parameters) if is_named else list(range(len(parameters)))
+        self._keys = [keys[position] for position in order]
+        if len(grads) != len(parameters) and not is_named:
+            raise ValueError(f"DDP: {len(grads)} gradients for {len(parameters)} parameters")
+        for name in set(grads).difference(parameters) if is_named else ():
+            raise ValueError(f"DDP: gradient {name!r} belongs to no parameter that is trained")
+        for key, (name, parameter) in zip(keys, parameters.items(), strict=True):
+            _check_fits(name, grads.get(key) if is_named else grads[key], parameter)
+
+    def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+        gradients = [self.get(number) for number in bucket.members]
+        for gradient, view in zip(gradients, bucket.views, strict=True):
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(as_dense(gradient.detach()))
+        bucket.mark(counter, [gradient is not None for gradient in gradients])
+
+    def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
+        flags = is_contributed or [True] * len(bucket.members)
+        for number, view, is_wanted in zip(bucket.members, bucket.views, flags, strict=True):
+            gradient = self.get(number)
+            if gradient is not None and not _is_sparse(gradient):
+                self.replace(number, view)
+            elif gradient is not None or is_wanted:
+                self.replace(number, view.clone())  # the place will be filled anew
+
+    def get(self, number: int) -> Tensor:
+        """Return a gradient; None if there is none."""
+        key = self._keys[number]
+        return self._holder.get(key) if isinstance(key, str) else self._holder[key]
+
+    def replace(self, number: int, average: Tensor) -> None:
+        """Overwrite a gradient; hand over another one where there is none, or a sparse one."""
+        gradient = self.get(number)
+        if gradient is None or _is_sparse(gradient) or _is_sparse(average):
+            self._holder[self._keys[number]] = average
+        else:
+            gradient.detach().copy_(average)
+
+
+def _is_sparse(gradient: Tensor) -> bool:
+    return gradient.layout is not torch.strided
+
+
+def _check_fits(name: str, gradient: Tensor, parameter: Tensor) -> None:
+    if gradient is None:
+        return
+    if not isinstance(gradient, torch.Tensor):
+        raise TypeError(f"DDP: gradient {name!r} is {type(gradient).__name__}, not a tensor")
+    if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
+        raise ValueError(
+            f"DDP: gradient {name!r} is {gradient.dtype} {tuple(gradient.shape)}; "
+            f"the parameter is {parameter.dtype} {tuple(parameter.shape)}"
+        )
+
+
+def as_tensor(buffer: np.ndarray[Any, Any]) -> Tensor:
+    """Return torch's view of a NumPy array."""
+    if buffer.dtype.name == "bfloat16":  # which torch does not know as NumPy's
+        return torch.from_numpy(buffer.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(buffer)
+
+
+def gpu_view(flat: Tensor, offset: int, spec: ParameterSpec) -> Tensor:
+    """Return the place of a gradient in a flat tensor, in the memory order of its parameter."""
+    # By way of `data`: slices of one tensor share the count of its changes.
+    elements = flat.data[offset : offset + spec.count]
+    if not spec.axes:
+        return elements.view(spec.shape)
+    stored = elements.view([spec.shape[axis] for axis in spec.axes])
+    return stored.permute([spec.axes.index(axis) for axis in range(stored.dim())])
+
+
+def spec_of(name: str, tensor: Tensor) -> ParameterSpec:
+    """Describe a tensor, with the order of its dimensions in memory where that is dense."""
+    dtype = numpy_dtype(dtype_code(tensor.dtype))
+    shape = tuple(tensor.shape)
+    if tensor.is_contiguous():
+        return ParameterSpec(name, shape, dtype, is_on_gpu=tensor.is_cuda)
+    axes = tuple(sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis)))
+    is_dense = tensor.permute(axes).is_contiguous()
+    return ParameterSpec(name, shape, dtype, axes if is_dense else (), tensor.is_cuda)

@@ -1,0 +1,302 @@
+"""What must be equal on all ranks of a torch module: its parameters and its buffers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from ferro_dist import interop
+from ferro_dist.collective import broadcast
+from ferro_dist.errors import InvalidArray
+from ferro_dist.integrations.torch_gradients import spec_of
+from ferro_dist.parallel.adapter import GRADIENT_DTYPES
+from ferro_dist.parallel.bucket import ParameterSpec
+from ferro_dist.parallel.nccl_memory import GpuMemory
+from ferro_dist.parallel.reach import check_reach
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["BufferShare", "ModuleParameters", "broadcast_tensor", "content_of", "specs_of"]
+
+Tensor: TypeAlias = Any
+
+ALIGNMENT_NBYTES = 64  # a cache line, and more than any dtype needs
+
+
+class ModuleParameters:
+    """A module's parameters, and what of them may change after it was wrapped.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+    backend : Backend
+        The group that must reach them.
+
+    Attributes
+    ----------
+    named : dict of str to torch.nn.Parameter
+        Tied ones once, by their first name.
+    """
+
+    def __init__(self, module: Any, backend: Backend) -> None:
+        self.named: dict[str, Tensor] = dict(module.named_parameters())
+        self._backend = backend
+        for name, parameter in self.named.items():
+            _check(name, parameter, backend)
+        self._module = module
+        # Modules and their tables are kept, so that no other can take their ids.
+        self._modules = list(module.modules())
+        self._tables = [
+            table for part in self._modules for table in (part._parameters, part._modules)
+        ]
+        self._sparse_ids = {
+            id(part.weight)
+            for part in self._modules
+            if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse
+        }
+        self._members = self._current_members()
+        self._all = list(self.named.values())
+        self._states = self._current_states()
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """Those that require grad."""
+        return {name: p for name, p in self.named.items() if p.requires_grad}
+
+    @property
+    def dense(self) -> dict[str, Tensor]:
+        """Those that are trained, and whose gradients lie in buckets."""
+        return {name: p for name, p in self.trained.items() if id(p) not in self._sparse_ids}
+
+    @property
+    def sparse(self) -> dict[str, Tensor]:
+        """Those that are trained, of layers that were made with ``sparse=True``."""
+        return {name: p for name, p in self.trained.items() if id(p) in self._sparse_ids}
+
+    def lines(self) -> list[str]:
+        """Return a line for each parameter, of what ranks must agree on."""
+        return [
+            f"parameter {number} {spec_of(name, p)}"
+            f"{', with sparse gradients' if id(p) in self._sparse_ids else ''}"
+            f"{'' if p.requires_grad else ', frozen'}"
+            for number, (name, p) in enumerate(self.named.items())
+        ]
+
+    def have_changed(self) -> bool:
+        """Whether others are trained than when this was last accepted, or elsewhere, or otherwise.
+
+        Raises
+        ------
+        ValueError
+            Parameters were added, removed or replaced.
+        InvalidArray
+            They were moved or converted to what cannot be averaged.
+        """
+        if self._current_members() != self._members:
+            self._refuse_others()
+        if self._current_states() == self._states:
+            return False
+        for name, parameter in self.named.items():
+            _check(name, parameter, self._backend)
+        return True
+
+    def accept_changes(self) -> None:
+        """Take what is trained now for what was trained before."""
+        self._states = self._current_states()
+
+    def _current_members(self) -> list[int]:
+        # A tenth of the time of `module.parameters()`: this is asked at every forward.
+        ids: list[int] = []
+        for table in self._tables:
+            ids.extend(map(id, table.values()))
+        return ids
+
+    def _current_states(self) -> list[Any]:
+        parameters = self._all
+        return [
+            [p.requires_grad for p in parameters],
+            [p.dtype for p in parameters],
+            [p.is_cuda for p in parameters],
+        ]
+
+    def _refuse_others(self) -> None:
+        current = dict(self._module.named_parameters())
+        for name in [*current, *self.named]:
+            if current.get(name) is not self.named.get(name):
+                raise ValueError(
+                    f"DDP: parameter {name!r} was added, removed or replaced after the module was "
+                    "wrapped. Call into_inner() and wrap the module again, on all ranks."
+                )
+        # A module of the same parameters in another place.
+        self._modules = list(self._module.modules())
+        self._tables = [
+            table for part in self._modules for table in (part._parameters, part._modules)
+        ]
+        self._members = self._current_members()
+
+
+class BufferShare:
+    """A module's buffers, all of one memory in one array that the group moves without a copy.
+
+    Written behind autograd's back, which would else take it for a change that invalidates
+    graphs it still has: a BatchNorm saves its running means, and does not use them in training.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+    backend : Backend
+        The group that must reach them.
+    """
+
+    def __init__(self, module: Any, backend: Backend) -> None:
+        self._backend = backend
+        self._places: list[tuple[dict[str, Tensor], str]] = []
+        self._specs: list[ParameterSpec] = []
+        seen = set()
+        for prefix, part in module.named_modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    full_name = f"{prefix}.{name}" if prefix else name
+                    _check_place("buffer", full_name, buffer, backend)
+                    self._places.append((part._buffers, name))
+                    self._specs.append(spec_of(full_name, buffer.contiguous()))
+        self._are_on_gpu: list[bool] = []
+        self._parts: list[_BufferPart] = []
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers as they are now.
+
+        Raises
+        ------
+        ValueError
+            One has another shape or dtype than when the module was wrapped, or is gone.
+        """
+        for (table, key), spec in zip(self._places, self._specs, strict=True):
+            buffer = table.get(key)
+            if buffer is None or tuple(buffer.shape) != spec.shape or _dtype(buffer) != spec.dtype:
+                found = "gone" if buffer is None else str(spec_of(spec.name, buffer.contiguous()))
+                raise ValueError(f"DDP: buffer {spec} has become {found} since it was wrapped")
+            yield spec.name, buffer
+
+    def lines(self) -> list[str]:
+        """Return a line for each buffer, of what ranks must agree on."""
+        return [f"buffer {number} {spec}" for number, spec in enumerate(self._specs)]
+
+    def broadcast(self, root: int, tag: int) -> None:
+        """Overwrite the buffers of all ranks with those of one, in one call for each memory."""
+        buffers = [buffer.data for _, buffer in self.named()]
+        are_on_gpu = [buffer.is_cuda for buffer in buffers]
+        if are_on_gpu != self._are_on_gpu:  # at first, and when the module has been moved
+            self._lay_out(buffers, are_on_gpu)
+        for part in self._parts:
+            part.broadcast(buffers, self._backend, root, tag)
+
+    def _lay_out(self, buffers: Sequence[Tensor], are_on_gpu: list[bool]) -> None:
+        for spec, buffer in zip(self._specs, buffers, strict=True):
+            _check_place("buffer", spec.name, buffer, self._backend)
+        numbers_of: dict[bool, list[int]] = {}
+        for number, is_on_gpu in enumerate(are_on_gpu):
+            numbers_of.setdefault(is_on_gpu, []).append(number)
+        self._parts = [
+            _BufferPart(numbers, buffers, self._backend) for numbers in numbers_of.values()
+        ]
+        self._are_on_gpu = are_on_gpu
+
+
+class _BufferPart:
+    """The buffers of one memory.
+
+    Parameters
+    ----------
+    numbers : sequence of int
+        Which of the buffers.
+    buffers : sequence of torch.Tensor
+        All of them.
+    backend : Backend
+    """
+
+    def __init__(self, numbers: Sequence[int], buffers: Sequence[Tensor], backend: Backend) -> None:
+        self._numbers = numbers
+        own = [buffers[number] for number in numbers]
+        ends = list(
+            itertools.accumulate(-(-b.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for b in own)
+        )
+        if own[0].is_cuda:
+            flat = self._array = GpuMemory(backend, own[0]).empty(ends[-1], np.uint8)
+        else:
+            self._array = backend.empty(ends[-1], "uint8")
+            flat = torch.from_numpy(self._array)
+        flat.zero_()
+        self._views = [
+            flat.data[start : start + b.nbytes].view(b.dtype).view(b.shape)
+            for b, start in zip(own, [0, *ends], strict=False)
+        ]
+
+    def broadcast(self, buffers: Sequence[Tensor], backend: Backend, root: int, tag: int) -> None:
+        own = [buffers[number] for number in self._numbers]
+        if backend.rank == root:
+            torch._foreach_copy_(self._views, own)
+        broadcast(self._array, backend, root, out=self._array, tag=tag)
+        if backend.rank != root:
+            torch._foreach_copy_(own, self._views)
+
+
+def broadcast_tensor(tensor: Tensor, backend: Backend, root: int) -> None:
+    """Overwrite a tensor on all ranks with that of one."""
+    data = tensor.detach()
+    if data.is_contiguous():
+        broadcast(data, backend, root, out=data)
+    else:
+        data.copy_(broadcast(data.contiguous(), backend, root))
+
+
+def content_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor's elements in C order."""
+    return interop.content_of(tensor.detach())
+
+
+def specs_of(named: dict[str, Tensor]) -> tuple[ParameterSpec, ...]:
+    """Describe parameters that are trained."""
+    return tuple(_trainable_spec(name, p) for name, p in named.items())
+
+
+def _check(name: str, parameter: Tensor, backend: Backend) -> None:
+    if torch.nn.parameter.is_lazy(parameter):
+        raise ValueError(
+            f"DDP: parameter {name!r} has no shape yet. Run a batch through the module first."
+        )
+    _check_place("parameter", name, parameter, backend)
+    if parameter.requires_grad:
+        _trainable_spec(name, parameter)
+
+
+def _check_place(kind: str, name: str, tensor: Tensor, backend: Backend) -> None:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise InvalidArray(
+            f"DDP: {kind} {name!r} is on {tensor.device}, neither on the CPU nor on a CUDA device",
+            op="DDP",
+        )
+    if tensor.layout is not torch.strided:
+        raise InvalidArray(f"DDP: {kind} {name!r} is {tensor.layout}, not strided", op="DDP")
+    check_reach(f"{kind} {name!r}", tensor.device.index if tensor.is_cuda else None, backend)
+
+
+def _trainable_spec(name: str, parameter: Tensor) -> ParameterSpec:
+    spec = spec_of(name, parameter)
+    if spec.dtype.name not in GRADIENT_DTYPES:
+        raise InvalidArray(
+            f"DDP: parameter {name!r} is {spec.dtype}; gradients are averaged in "
+            f"{', '.join(GRADIENT_DTYPES)}.",
+            op="DDP",
+        )
+    return spec
+
+
+def _dtype(tensor: Tensor) -> Any:
+    return spec_of("", tensor.new_empty(0)).dtype

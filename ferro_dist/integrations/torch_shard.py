@@ -1,0 +1,164 @@
+"""Parameters of one dtype and device, divided among the ranks, for torch.
+
+All ranks hold all parameters; each has its own part of what is computed of them. One flat
+array serves both directions of a step:
+
+1. Pack the gradients, all rows; reduce_scatter in place; the own row has the average.
+2. The optimizer changes the own fragments, which are views of the parameters.
+3. Pack the own fragments into the own row; all_gather in place; unpack the other rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferro_dist.collective import all_gather, broadcast, reduce_scatter
+from ferro_dist.parallel.shard_layout import Fragment, ShardLayout
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+    from ferro_dist.reduce_op import ReduceOp
+
+__all__ = ["Shard"]
+
+Tensor = Any
+
+
+class Shard:
+    """This rank's part of some parameters.
+
+    Parameters
+    ----------
+    parameters : sequence of torch.Tensor
+        Of one dtype and device; the same on every rank, in the same order.
+    backend : Backend
+    divides_parameters : bool
+        See `ShardLayout`.
+    tag : int
+
+    Attributes
+    ----------
+    owned : list of (torch.Tensor, Fragment, torch.Tensor)
+        Each fragment of this rank: its parameter, its place, and the elements themselves,
+        with this rank's average of their gradient as ``grad``.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], backend: Backend, divides_parameters: bool, tag: int
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self._backend = backend
+        self._tag = tag
+        counts = [p.numel() for p in self.parameters]
+        self._layout = ShardLayout(counts, backend.world_size, divides_parameters)
+        self._flat: Tensor | None = None
+        self.owned: list[tuple[Tensor, Fragment, Tensor]] = [
+            (p, fragment, _elements(p, fragment))
+            for fragment in self._layout.fragments[backend.rank]
+            for p in (self.parameters[fragment.parameter],)
+        ]
+
+    def broadcast_parameters(self, root: int = 0) -> None:
+        """Give all ranks the parameters of one."""
+        flat = self._rows().view(-1)
+        counts = [p.numel() for p in self.parameters]
+        *places, _ = flat.split([*counts, flat.numel() - sum(counts)])
+        is_root = self._backend.rank == root
+        if is_root:
+            for place, p in zip(places, self.parameters, strict=True):
+                place.view(p.shape).copy_(p.detach())
+        whole = flat[: sum(counts)]
+        broadcast(whole, self._backend, root, out=whole, tag=self._tag)
+        if not is_root:
+            for place, p in zip(places, self.parameters, strict=True):
+                p.detach().copy_(place.view(p.shape))
+
+    def reduce_gradients(self, op: ReduceOp) -> None:
+        """Average or sum the gradients over the ranks; each gets those of its fragments."""
+        rows = self._rows()
+        own_row = rows[self._backend.rank]
+        self._pack_gradients(rows)
+        reduce_scatter(rows, self._backend, op, out=own_row, tag=self._tag)
+        lanes = own_row[self._layout.lanes_offset :].tolist()
+        for (_, fragment, elements), lane in zip(self.owned, lanes, strict=False):
+            elements.grad = own_row[fragment.place].view(elements.shape) if lane else None
+
+    def take_gradients(self) -> None:
+        """Give the fragments this rank's gradients as they are: they are equal on all ranks."""
+        for parameter, fragment, elements in self.owned:
+            grad = parameter.grad
+            # A copy, which may be clipped: ``p.grad`` stays the same on all ranks.
+            elements.grad = None if grad is None else _elements(grad, fragment).clone()
+
+    def drop_gradients(self) -> None:
+        """Let go of what `reduce_gradients` or `take_gradients` gave."""
+        for _, _, elements in self.owned:
+            elements.grad = None
+
+    def look_again(self) -> None:
+        """Follow parameters whose memory is another since: ``module.to``, ``p.data = ...``."""
+        for parameter, fragment, elements in self.owned:
+            elements.data = _elements(parameter, fragment)
+
+    def share_parameters(self) -> None:
+        """Give all ranks this rank's fragments, and this rank those of all."""
+        rows = self._rows()
+        own_row = rows[self._backend.rank]
+        for _, fragment, elements in self.owned:
+            own_row[fragment.place].view(elements.shape).copy_(elements)
+        all_gather(own_row, self._backend, out=rows, tag=self._tag)
+        for row, fragments in zip(rows, self._layout.fragments, strict=True):
+            for fragment in fragments:
+                _write(self.parameters[fragment.parameter], fragment, row[fragment.place])
+
+    def _pack_gradients(self, rows: Tensor) -> None:
+        gradients = [None if p.grad is None else p.grad.reshape(-1) for p in self.parameters]
+        for row, fragments in zip(rows, self._layout.fragments, strict=True):
+            # Not the lanes alone: what is left beside them would grow with every sum.
+            row[fragments[-1].place.stop if fragments else 0 :].zero_()
+            for lane, fragment in enumerate(fragments, start=self._layout.lanes_offset):
+                gradient = gradients[fragment.parameter]
+                if gradient is None:
+                    row[fragment.place].zero_()
+                else:
+                    row[fragment.place].copy_(gradient[fragment.start : fragment.stop])
+                    row[lane] = 1
+
+    def _rows(self) -> Tensor:
+        """Return the flat array, one row for each rank."""
+        like = self.parameters[0]
+        shape = self._backend.world_size, self._layout.row_count
+        if self._flat is None or self._flat.device != like.device:
+            self._flat = _zeros(shape, like, self._backend)
+        return self._flat
+
+
+def _zeros(shape: tuple[int, int], like: Tensor, backend: Backend) -> Tensor:
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    dtype = str(like.dtype).removeprefix("torch.")
+    memory = backend.empty(math.prod(shape), dtype)
+    # As bytes: torch takes no bfloat16 from NumPy.
+    flat = torch.from_numpy(memory.view("uint8")).view(like.dtype)
+    return flat.zero_().view(shape)
+
+
+def _elements(tensor: Tensor, fragment: Fragment) -> Tensor:
+    """Return a fragment's elements: a view, unless the tensor is not contiguous."""
+    if fragment.size == tensor.numel():
+        return tensor.detach().contiguous()
+    return tensor.detach().reshape(-1)[fragment.start : fragment.stop]
+
+
+def _write(parameter: Tensor, fragment: Fragment, values: Tensor) -> None:
+    target = parameter.detach()
+    if target.is_contiguous():
+        target.view(-1)[fragment.start : fragment.stop].copy_(values)
+        return
+    whole = target.reshape(-1)  # a copy
+    whole[fragment.start : fragment.stop] = values
+    target.copy_(whole.view(target.shape))

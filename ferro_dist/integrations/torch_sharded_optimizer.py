@@ -1,0 +1,501 @@
+"""An optimizer for torch whose state is divided among the ranks.
+
+Each rank keeps the state of its own share of the parameters, steps these, and gets the
+others from their owners:
+
+1. reduce_scatter: each rank gets the average gradient of its share.
+2. The wrapped optimizer steps the share.
+3. all_gather: all ranks get all parameters.
+
+Both together move what one allreduce of the gradients moves.
+
+References
+----------
+S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", SC 2020: stage 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ferro_dist.collective import allreduce
+from ferro_dist.integrations.torch_shard import Shard
+from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
+from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["ShardedOptimizer"]
+
+Tensor = Any
+
+_REDUCE_OPS = {"mean": ReduceOp.MEAN, "sum": ReduceOp.SUM}
+
+# What these do to an element depends on that element alone. By exact class: a subclass may
+# look at more.
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+        *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    )
+)
+_REFUSED = {
+    torch.optim.LBFGS: "it looks at all parameters together",
+    torch.optim.SparseAdam: "it takes sparse gradients, which cannot be divided",
+}
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Divide the state of an optimizer by the number of ranks.
+
+    All ranks construct it together, with the same arguments. Every rank gets the parameters
+    of rank 0.
+
+    Parameters
+    ----------
+    params : iterable
+        Parameters, or dicts of them with options: what `optimizer_class` takes.
+    optimizer_class : type
+        Any of torch's but LBFGS and SparseAdam, or another that treats each parameter by
+        itself.
+    backend : Backend
+        The group. Stays the caller's to close.
+    average : {"mean", "sum", None}, default "mean"
+        What becomes of the gradients of the ranks. None where `DDP` has averaged them
+        before: they are equal on all ranks, and only the parameters are communicated.
+    divides_parameters : bool, optional
+        Whether a parameter may be cut between ranks, so that all have the same share. By
+        default those of torch's optimizers that treat each element by itself do so; others
+        (Adafactor, Muon, LAMB) are given whole parameters.
+    **options
+        For `optimizer_class`: ``lr=1e-3``.
+
+    Attributes
+    ----------
+    param_groups : list of dict
+        The user's own parameters, with the options of each group: what learning rate
+        schedulers change.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Arguments that cannot be. Nothing was sent.
+    CollectiveMismatch
+        The ranks disagree on parameters, optimizer or options.
+
+    Notes
+    -----
+    Without DDP, it averages the gradients itself: train a plain module with it. With DDP,
+    pass ``average=None``: averaging twice would cost time, and ``"sum"`` twice be wrong.
+
+    Every rank must call `step`, `clip_grad_norm_` and `consolidate_state_dict` as often as
+    the others. A gradient that is None counts as zeros; where all ranks lack it, the
+    parameter is not stepped.
+
+    A share of the state is nowhere but on its owner: if a rank is lost, go on from a
+    checkpoint.
+
+    With ``torch.amp.GradScaler`` all ranks skip a step if the gradients of one overflowed. Each
+    rank scales its own loss: scales may differ between ranks, and gradients are right. Call
+    ``scaler.unscale_(optimizer)`` before `clip_grad_norm_`.
+
+    Examples
+    --------
+    >>> optimizer = fd.ShardedOptimizer(model.parameters(), torch.optim.AdamW, backend, lr=1e-3)
+    >>> for inputs, targets in my_share_of_the_data:
+    ...     optimizer.zero_grad()
+    ...     loss_fn(model(inputs), targets).backward()
+    ...     optimizer.clip_grad_norm_(1.0)
+    ...     optimizer.step()
+    >>> optimizer.consolidate_state_dict(root=0)
+    >>> if backend.rank == 0:
+    ...     torch.save(optimizer.state_dict(), path)
+    """
+
+    # Has GradScaler call `step` on every rank, with attributes `grad_scale` and `found_inf` set, in
+    # place of skipping it on those whose own gradients have overflowed.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type,
+        backend: Backend,
+        *,
+        average: str | None = "mean",
+        divides_parameters: bool | None = None,
+        **options: Any,
+    ) -> None:
+        _check_class(optimizer_class)
+        self._op = _reduce_op(average)
+        self._backend = backend
+        if divides_parameters is None:
+            divides_parameters = optimizer_class in _ELEMENTWISE
+        self._divides_parameters = divides_parameters
+        self._shards: list[Shard] = []
+        self._inner: Any = None
+        self._tag = 0
+        # The gradients that were reduced before the step, as they were: None if none were.
+        self._reduced: list[tuple[Tensor | None, int]] | None = None
+        self._consolidated: dict[str, Any] | None = None
+        super().__init__(params, {})
+        # Its own errors, of options for instance, come before anything is sent.
+        resolved = optimizer_class(_one_element_each(self.param_groups), **options)
+        for group, other in zip(self.param_groups, resolved.param_groups, strict=True):
+            group.update(_options(other))
+        self.defaults = dict(resolved.defaults)
+        # By the options as given: the defaults may name some that are none of its arguments.
+        self._new_inner = functools.partial(optimizer_class, **options)
+        self._shard(self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters: those of a layer that was frozen so far. Called by all ranks."""
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            self._consolidated = None
+            self._shard(self.param_groups[-1:])
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters. Called by all ranks.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes loss and gradients anew; called once.
+
+        Returns
+        -------
+        What `closure` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        where = self._survey()
+        if where.overflowed:
+            self._drop_reduced()
+            return
+        if where.reduced:
+            self._check_is_clipped_last(where)
+        else:
+            self._unscale()
+            self._reduce_gradients()
+        self._consolidated = None
+        self._pass_options(self.param_groups, self._inner.param_groups)
+        for shard in self._shards:
+            shard.look_again()
+        self._inner.step()
+        self._pass_options(self._inner.param_groups, self.param_groups)
+        for shard in self._shards:
+            shard.share_parameters()
+        self._drop_reduced()
+
+    def _survey(self) -> _Survey:
+        """Ask all ranks how they stand: what one of them must do, or refuses, all do."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        is_reduced = self._reduced is not None
+        survey = _Survey(
+            reduced=is_reduced,
+            changed=is_reduced and not self._are_as_reduced(),
+            overflowed=bool(getattr(self, "found_inf", False)),
+            sparse=any(grad is not None and grad.layout is not torch.strided for grad in gradients),
+        )
+        flags = torch.tensor(survey, dtype=torch.float32, device=self._device())
+        counts = allreduce(flags, self._backend, tag=self._tag).tolist()
+        survey = _Survey(*map(int, counts))
+        if survey.sparse:
+            raise TypeError(
+                f"ShardedOptimizer: on {survey.sparse} ranks a gradient is sparse. Make it dense: "
+                "Embedding(sparse=False)."
+            )
+        return survey
+
+    def _check_is_clipped_last(self, where: _Survey) -> None:
+        if where.changed or where.reduced < self._backend.world_size:
+            raise RuntimeError(
+                "ShardedOptimizer: there was another backward, or another change of gradients, "
+                "between clip_grad_norm_() and step(), on this rank or another. Clip last."
+            )
+        if getattr(self, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "ShardedOptimizer: gradients were clipped while scaled. Call "
+                "scaler.unscale_(optimizer) before clip_grad_norm_()."
+            )
+
+    def _unscale(self) -> None:
+        """Divide this rank's gradients by what GradScaler has multiplied its loss with."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.grad.div_(scale.to(p.grad.device))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, those that `clip_grad_norm_` has averaged too."""
+        super().zero_grad(set_to_none)
+        self._drop_reduced()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the averaged gradients down to a global norm of at most `max_norm`.
+
+        Called by all ranks, after backward and right before `step`: it averages the
+        gradients, and the step takes what it has left of them. ``p.grad`` stays as it was;
+        ``torch.nn.utils.clip_grad_norm_`` would clip it by the norm of this rank alone.
+
+        Parameters
+        ----------
+        max_norm : float
+        norm_type : float, default 2.0
+            Of the p-norm; may be ``inf``.
+        error_if_nonfinite : bool, default False
+            Raise RuntimeError, on all ranks, if the norm is NaN or infinite.
+
+        Returns
+        -------
+        torch.Tensor, 0-dimensional
+            The norm over all parameters before clipping, the same on all ranks.
+        """
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be positive, not {norm_type!r}")
+        # A step that was skipped, for its norm say, has left the gradients of another batch;
+        # perhaps not on all ranks, for some may have had no batch.
+        where = self._survey()
+        if where.changed or where.reduced < self._backend.world_size:
+            self._reduce_gradients()
+        gradients = [e.grad for s in self._shards for _, _, e in s.owned if e.grad is not None]
+        norm = self._global_norm(gradients, norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"ShardedOptimizer: the norm of the gradients is {float(norm)}")
+        # torch's constant: the same step as after torch.nn.utils.clip_grad_norm_.
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.device, gradient.real.dtype))
+        return norm
+
+    def consolidate_state_dict(self, root: int | None = 0) -> None:
+        """Bring the state together, for `state_dict`. Called by all ranks.
+
+        Parameters
+        ----------
+        root : int or None
+            Which rank may call `state_dict` then; None for all.
+        """
+        states = gather_states(self._own_states(), self._backend, root, self._device(), self._tag)
+        self._consolidated = None
+        if states is not None:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            joined = join_states(states, parameters)
+            self._consolidated = {**super().state_dict(), "state": joined}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks, as `optimizer_class` alone would return it.
+
+        Raises
+        ------
+        RuntimeError
+            It was not consolidated on this rank, or a step was taken since.
+        """
+        if self._consolidated is None:
+            raise RuntimeError(
+                "ShardedOptimizer: the state is divided among the ranks. Call "
+                "consolidate_state_dict(root) on all ranks first, after the last step."
+            )
+        return self._consolidated
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a whole state: each rank keeps its share of it.
+
+        Called by all ranks, with the same.
+
+        Parameters
+        ----------
+        state_dict : dict
+            Of a `ShardedOptimizer` over any number of ranks, or of `optimizer_class` alone.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = self._parameter_numbers()
+        inner = self._inner.state_dict()
+        own = self._inner_numbers()
+        inner["state"] = {
+            own[id(elements)]: cut_state(state_dict["state"][numbers[id(p)]], p, fragment)
+            for shard in self._shards
+            for p, fragment, elements in shard.owned
+            if numbers[id(p)] in state_dict["state"]
+        }
+        self._inner.load_state_dict(inner)
+        self._consolidated = None
+        self._drop_reduced()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A ShardedOptimizer cannot be pickled or copied: it is a share of a group. Use "
+            "consolidate_state_dict() and state_dict()."
+        )
+
+    def _shard(self, groups: list[dict[str, Any]]) -> None:
+        """Divide the parameters of some groups, and give the wrapped optimizer its share."""
+        self._tag = agree_on_manifest(
+            _manifest(groups, self._new_inner.func, self._op, self._divides_parameters),
+            self._backend,
+            op="ShardedOptimizer",
+        )
+        shards = self._shards_of(groups)
+        self._shards += shards
+        owned: dict[int, list[Tensor]] = {}
+        for p, _, elements in (each for shard in shards for each in shard.owned):
+            owned.setdefault(id(p), []).append(elements)
+        shares = [
+            {
+                **_options(group),
+                "params": [each for p in group["params"] for each in owned.get(id(p), [])],
+            }
+            for group in groups
+        ]
+        if self._inner is None:
+            self._inner = self._new_inner(shares)
+        else:
+            self._inner.add_param_group(shares[0])
+
+    def _shards_of(self, groups: list[dict[str, Any]]) -> list[Shard]:
+        kinds: dict[tuple[Any, Any], list[Tensor]] = {}
+        for p in (p for group in groups for p in group["params"]):
+            kinds.setdefault((p.dtype, p.device), []).append(p)
+        shards = [
+            Shard(parameters, self._backend, self._divides_parameters, self._tag)
+            for parameters in kinds.values()
+        ]
+        for shard in shards:
+            shard.broadcast_parameters()
+        return shards
+
+    def _reduce_gradients(self) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        for shard in self._shards:
+            if self._op is None:
+                shard.take_gradients()
+            else:
+                shard.reduce_gradients(self._op)
+        self._reduced = [(grad, -1 if grad is None else grad._version) for grad in gradients]
+
+    def _are_as_reduced(self) -> bool:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        assert self._reduced is not None
+        return all(
+            grad is before and (grad is None or grad._version == version)
+            for grad, (before, version) in zip(gradients, self._reduced, strict=True)
+        )
+
+    def _drop_reduced(self) -> None:
+        self._reduced = None
+        for shard in self._shards:
+            shard.drop_gradients()
+
+    def _global_norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
+        device = self._device()
+        norms = [torch.linalg.vector_norm(g, norm_type).to(device).double() for g in gradients]
+        own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+        if norm_type == float("inf"):
+            return allreduce(own.max(), self._backend, ReduceOp.MAX, tag=self._tag)
+        total = allreduce(own.pow(norm_type).sum(), self._backend, tag=self._tag)
+        return total.pow(1.0 / norm_type)
+
+    def _own_states(self) -> dict[tuple[int, int, int], dict[str, Any]]:
+        """Return this rank's states, by number of the parameter and range of elements."""
+        numbers = self._parameter_numbers()
+        return {
+            (numbers[id(p)], fragment.start, fragment.stop): self._inner.state[elements]
+            for shard in self._shards
+            for p, fragment, elements in shard.owned
+            if elements in self._inner.state
+        }
+
+    def _parameter_numbers(self) -> dict[int, int]:
+        parameters = (p for group in self.param_groups for p in group["params"])
+        return {id(p): number for number, p in enumerate(parameters)}
+
+    def _inner_numbers(self) -> dict[int, int]:
+        elements = (e for group in self._inner.param_groups for e in group["params"])
+        return {id(each): number for number, each in enumerate(elements)}
+
+    def _device(self) -> Any:
+        return self._shards[0].parameters[0].device
+
+    @staticmethod
+    def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        for given, taking in zip(source, target, strict=True):
+            taking.update(_options(given))
+
+
+class _Survey(NamedTuple):
+    """How a rank's gradients stand; summed, on how many ranks they stand so."""
+
+    reduced: int
+    changed: int
+    overflowed: int
+    sparse: int
+
+
+def _check_class(optimizer_class: object) -> None:
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
+        raise TypeError(
+            f"ShardedOptimizer takes a class of optimizers, such as torch.optim.AdamW, not "
+            f"{optimizer_class!r}"
+        )
+    for refused, reason in _REFUSED.items():
+        if issubclass(optimizer_class, refused):
+            raise TypeError(f"ShardedOptimizer cannot divide {optimizer_class.__name__}: {reason}")
+
+
+def _reduce_op(average: str | None) -> ReduceOp | None:
+    if average is None:
+        return None
+    if average not in _REDUCE_OPS:
+        raise ValueError(f"average must be 'mean', 'sum' or None, not {average!r}")
+    return _REDUCE_OPS[average]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _one_element_each(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups with the same options and hardly any parameters: to see what is made of it."""
+    return [{**_options(group), "params": [torch.zeros(1, 1)]} for group in groups]
+
+
+def _manifest(
+    groups: Iterable[Mapping[str, Any]],
+    optimizer_class: Any,
+    op: ReduceOp | None,
+    divides_parameters: bool,
+) -> list[str]:
+    lines = [f"{optimizer_class.__name__}, average {op!r}, divided parameters {divides_parameters}"]
+    for number, group in enumerate(groups):
+        options = {k: v for k, v in _options(group).items() if not isinstance(v, torch.Tensor)}
+        lines.append(f"group {number} with {options}")
+        lines += [f"parameter {i} {_spec(p)}" for i, p in enumerate(group["params"])]
+    return lines
+
+
+def _spec(p: Tensor) -> str:
+    return f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} on {p.device.type}"

@@ -1,0 +1,95 @@
+"""The state of a `ShardedOptimizer`: brought together from the ranks, and divided again."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferro_dist.collective import broadcast
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+    from ferro_dist.parallel.shard_layout import Fragment
+
+__all__ = ["cut_state", "gather_states", "join_states"]
+
+Tensor = Any
+State = dict[str, Any]
+"""What an optimizer keeps of one parameter."""
+
+Pieces = dict[tuple[int, int, int], State]
+"""States of fragments: number of the parameter, start and stop."""
+
+
+def gather_states(
+    own: Pieces, backend: Backend, root: int | None, device: Any, tag: int
+) -> Pieces | None:
+    """Return the states of all ranks, on `root` or, if that is None, on every rank.
+
+    Each rank broadcasts in turn, so that no rank holds more than one share beside what it
+    keeps. They travel as bytes of ``torch.save``, and are read with ``weights_only``: no rank
+    runs code of another.
+    """
+    keeps = root is None or backend.rank == root
+    states: Pieces = {}
+    for source in range(backend.world_size):
+        blob = _saved(own) if source == backend.rank else b""
+        received = _broadcast_bytes(blob, backend, source, device, tag)
+        if keeps:
+            states.update(torch.load(io.BytesIO(received), map_location="cpu", weights_only=True))
+    return states if keeps else None
+
+
+def join_states(pieces: Pieces, parameters: Sequence[Tensor]) -> dict[int, State]:
+    """Return the state of each parameter, by number, from those of its fragments."""
+    by_parameter: dict[int, list[tuple[int, int, State]]] = {}
+    for (number, start, stop), state in sorted(pieces.items(), key=lambda piece: piece[0]):
+        by_parameter.setdefault(number, []).append((start, stop, state))
+    return {n: _join(fragments, parameters[n]) for n, fragments in by_parameter.items()}
+
+
+def cut_state(state: Mapping[str, Any], parameter: Tensor, fragment: Fragment) -> State:
+    """Return a fragment's part of the state of a parameter."""
+    if fragment.size == parameter.numel():
+        return dict(state)
+    return {
+        # Cloned: a view would keep the whole.
+        key: value.reshape(-1)[fragment.start : fragment.stop].clone()
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _join(fragments: list[tuple[int, int, State]], parameter: Tensor) -> State:
+    first_start, first_stop, first = fragments[0]
+    if len(fragments) == 1:
+        return first
+    # A fragment that was cut off is flat, and what is kept of each of its elements is too; a
+    # count of steps is the same for all.
+    return {
+        key: torch.cat([state[key] for _, _, state in fragments]).view(parameter.shape)
+        if isinstance(value, torch.Tensor) and value.shape == (first_stop - first_start,)
+        else value
+        for key, value in first.items()
+    }
+
+
+def _saved(pieces: Pieces) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({key: dict(state) for key, state in pieces.items()}, buffer)
+    return buffer.getvalue()
+
+
+def _broadcast_bytes(blob: bytes, backend: Backend, source: int, device: Any, tag: int) -> bytes:
+    size = torch.tensor([len(blob)], device=device)
+    length = int(broadcast(size, backend, source, tag=tag))
+    if source == backend.rank:
+        data = torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(device)
+    else:
+        data = torch.empty(length, dtype=torch.uint8, device=device)
+    received: bytes = broadcast(data, backend, source, out=data, tag=tag).cpu().numpy().tobytes()
+    return received

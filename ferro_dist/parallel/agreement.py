@@ -1,0 +1,57 @@
+"""Whether all ranks are about to make the same calls of NCCL, which compares none of them.
+
+Asked of the host's side of a group, which compares: a call of another tag, on any rank, is
+a mismatch on all of them. It costs a small all_gather in host memory, beside the backward; the
+GPU does not wait for it, nor does the host for the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ferro_dist.errors import CollectiveMismatch
+from ferro_dist.parallel.exchange import Rows
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """The question, which is asked in every round.
+
+    Parameters
+    ----------
+    backend : Backend
+        Moves arrays of both memories.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._answers = Rows((1,), np.uint8, backend)
+        self._is_asked = False
+        self._mismatch: CollectiveMismatch | None = None
+
+    def ask(self, tag: int) -> None:
+        """Ask all ranks, which do so too, with this tag if they agree."""
+        self._mismatch = None
+        self._answers.start(np.zeros(1, np.uint8), tag)
+        self._is_asked = True
+
+    def is_reached(self) -> bool:
+        """Wait for the answer."""
+        if self._is_asked:
+            self._is_asked = False
+            try:
+                self._answers.wait()
+            except CollectiveMismatch as error:
+                self._mismatch = error
+        return self._mismatch is None
+
+    def require(self) -> None:
+        """Wait for the answer; raise CollectiveMismatch, on all ranks, if they do not agree."""
+        if not self.is_reached():
+            assert self._mismatch is not None
+            raise self._mismatch

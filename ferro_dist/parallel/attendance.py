@@ -1,0 +1,117 @@
+"""Who takes part in a round, and with what weight.
+
+Asked at the beginning of a round, and only where it can matter: inside `DDP.join`, where
+ranks run out of data one by one, and where averages are weighted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ferro_dist.parallel.exchange import Rows
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["Attendance", "RollCall", "WeightError", "check_weight"]
+
+
+class WeightError(ValueError):
+    """The weights of the ranks make no average. Raised on all of them."""
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """What all ranks know of a round.
+
+    Attributes
+    ----------
+    present : tuple of int
+        The ranks that have gradients to give.
+    num_weighted : int
+        How many of them gave a weight.
+    total_weight : float
+    """
+
+    present: tuple[int, ...]
+    num_weighted: int = 0
+    total_weight: float = 0.0
+
+    def factor(self, weight: float | None, is_mean: bool) -> float | None:
+        """Return what this rank's gradients are multiplied by; None if they stay as they are.
+
+        Raises
+        ------
+        WeightError
+            Only some ranks gave a weight, or all weights are 0. Raised on every rank.
+        """
+        if not self.num_weighted:
+            return None
+        if self.num_weighted != len(self.present):
+            raise WeightError(
+                f"DDP: {self.num_weighted} of {len(self.present)} ranks gave a weight. "
+                "Give one on every rank, or on none."
+            )
+        if not self.total_weight:
+            raise WeightError("DDP: the weights of all ranks are 0: there is nothing to average.")
+        mine = weight or 0.0
+        return mine / self.total_weight if is_mean else mine
+
+
+class RollCall:
+    """The question, which may be asked in every round.
+
+    Parameters
+    ----------
+    backend : Backend
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        # Of each rank: whether it is present and weighted, and its weight.
+        self._answers = Rows((3,), np.float64, backend)
+
+    def ask(self, is_present: bool, weight: float | None, tag: int) -> RollCall:
+        """Ask all ranks, which do so too.
+
+        Parameters
+        ----------
+        is_present : bool
+            Whether this rank has gradients to give.
+        weight : float or None
+            What they count.
+        tag : int
+        """
+        own = np.array([is_present, weight is not None, weight or 0.0])
+        self._answers.start(own, tag)
+        return self
+
+    def result(self) -> Attendance:
+        """Wait for the answer."""
+        is_present, is_weighted, weights = self._answers.wait().T
+        return Attendance(
+            tuple(np.flatnonzero(is_present).tolist()),
+            int(is_weighted.sum()),
+            float(weights.sum()),
+        )
+
+
+def check_weight(weight: float | None) -> float | None:
+    """Return the weight as a float.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no finite number, or negative.
+    """
+    if weight is None:
+        return None
+    if isinstance(weight, (bool, str)):
+        raise TypeError(f"weight must be a number, not {weight!r}")
+    value = float(weight)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"weight must be a finite number of at least 0, not {weight!r}")
+    return value

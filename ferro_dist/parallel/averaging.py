@@ -1,0 +1,68 @@
+"""What becomes of the gradients of the ranks: their mean, their sum, or the contributors' mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ferro_dist.parallel.bucket import COUNTABLE, Bucket
+from ferro_dist.reduce_op import ReduceOp
+
+__all__ = ["Averaging"]
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """One of the three, as reductions of buckets.
+
+    Parameters
+    ----------
+    name : {"mean", "sum", "contributors"}
+        ``"contributors"`` divides each gradient by the number of ranks that had one.
+    world_size : int
+
+    Raises
+    ------
+    ValueError
+        There is no such average.
+    """
+
+    name: str
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if self.name not in ("mean", "sum", "contributors"):
+            raise ValueError(f"average must be 'mean', 'sum' or 'contributors', not {self.name!r}")
+
+    @property
+    def reduce_op(self) -> ReduceOp:
+        """The reduction of buckets. The mean's division is part of it."""
+        return ReduceOp.MEAN if self.name == "mean" else ReduceOp.SUM
+
+    @property
+    def num_counters(self) -> int:
+        """Lanes of each gradient: so many that none has to count further than it can."""
+        if self.name != "contributors":
+            return 1
+        return -(-self.world_size // COUNTABLE)
+
+    def counter(self, rank: int) -> int:
+        """Return which of a gradient's lanes this rank writes to."""
+        return rank // COUNTABLE if self.name == "contributors" else 0
+
+    @property
+    def is_idempotent(self) -> bool:
+        """Whether what all ranks have in common stays what it is."""
+        return self.name == "mean"
+
+    def complete(self, bucket: Bucket) -> None:
+        """Divide what has been summed by the number of contributors."""
+        if self.name != "contributors":
+            return
+        counts = bucket.contributors()
+        if len(set(counts)) == 1 and counts[0]:
+            gradients = bucket.gradients
+            gradients /= counts[0]
+            return
+        for gradient, count in zip(bucket.views, counts, strict=True):
+            if count > 1:
+                gradient /= count

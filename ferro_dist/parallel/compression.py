@@ -1,0 +1,46 @@
+"""How buckets travel: as they are, as 16-bit floats, or by a reduction of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ferro_dist.interop import dtype_code, numpy_dtype
+from ferro_dist.parallel.bucket import Bucket
+from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["Compression", "compression_of", "wire_dtype"]
+
+Compression: TypeAlias = "str | Callable[[Bucket, Backend, ReduceOp], object] | None"
+
+_WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+_WIDE = ("float32", "float64")
+
+
+def compression_of(compress: Compression) -> Compression:
+    """Return the argument if there is such a compression.
+
+    Raises
+    ------
+    ValueError, TypeError
+        There is none.
+    """
+    if compress is None or callable(compress) or compress in _WIRE_DTYPES:
+        return compress
+    message = f"compress must be None, 'fp16', 'bf16' or callable, not {compress!r}"
+    raise ValueError(message) if isinstance(compress, str) else TypeError(message)
+
+
+def wire_dtype(compress: Compression, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """Return as what gradients of this dtype travel; None if as they are.
+
+    What is no wider real float already stays what it is.
+    """
+    if not isinstance(compress, str) or dtype.name not in _WIDE:
+        return None
+    return numpy_dtype(dtype_code(_WIRE_DTYPES[compress]))

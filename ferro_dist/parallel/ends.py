@@ -1,0 +1,361 @@
+"""The two ends of a pipeline, for each thing that one can do with it.
+
+On the rank of the first stage inputs are cut from the batch and their gradients are put
+together; on the rank of the last, losses or outputs are collected. The other ranks have the same
+objects, which are not asked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferro_dist.collective import all_gather
+from ferro_dist.parallel import pytree
+from ferro_dist.parallel.activation_channel import Parcel
+from ferro_dist.parallel.microbatches import Microbatches, concatenate, shares_of_weight
+from ferro_dist.parallel.outcome import BadArgument
+from ferro_dist.parallel.stage import LossOf, Stage
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["BackwardEnds", "ForwardEnds", "TrainingEnds"]
+
+Array = Any
+Tree = Any
+Gradients = Sequence[Any]
+LossFn = Callable[..., Any]
+
+
+class _Ends:
+    """What all have in common: the first stage's input and its gradient.
+
+    Parameters
+    ----------
+    first, last : Stage or None
+        The first and the last stage, if they are on this rank.
+    num_microbatches : int
+    rank : int
+    """
+
+    def __init__(
+        self, first: Stage | None, last: Stage | None, num_microbatches: int, rank: int
+    ) -> None:
+        self._first = first
+        self._last = last
+        self._num_microbatches = num_microbatches
+        self._rank = rank
+        self._x: Microbatches | None = None
+        self._input_gradients: dict[int, Gradients] = {}
+
+    def begin(self) -> None:
+        """Check what the user gave; raise BadArgument if it will not do."""
+
+    def first_input(self, microbatch: int) -> Parcel:
+        assert self._x is not None
+        assert self._first is not None
+        return self._x.parcel(microbatch, self._first.microbatch_input)
+
+    def last_gradient(self, microbatch: int) -> Gradients:
+        raise NotImplementedError
+
+    def loss_of(self, microbatch: int, inputs: Parcel) -> LossOf | None:
+        return None
+
+    def put_output(self, stage: int, microbatch: int, output: Parcel) -> None:
+        return
+
+    def put_input_gradient(self, microbatch: int, gradients: Gradients) -> None:
+        self._input_gradients[microbatch] = gradients
+
+    def _cut_input(self, x: Tree) -> None:
+        if self._first is None:
+            return
+        if x is None:
+            raise ValueError(f"Pipeline: rank {self._rank} must provide input")
+        self._x = Microbatches(x, self._num_microbatches, "input")
+        for array in self._x.arrays:
+            self._first.check_given(array, "input")
+
+    def deliver_input_gradient(self) -> Tree:
+        """Return the gradient of the input, and put it where the user looks for it."""
+        x = self._x
+        if self._first is None or x is None or not self._input_gradients:
+            return None
+        columns = zip(*(g for _, g in sorted(self._input_gradients.items())), strict=True)
+        arrays = [_whole(column) for column in columns]
+        for array, gradient in zip(x.arrays, arrays, strict=True):
+            if gradient is not None:
+                self._first.deliver_input_gradient(array, gradient)
+        return pytree.unflatten(x.structure, arrays)
+
+
+class TrainingEnds(_Ends):
+    """Of a step: a batch in, its loss and its gradient out.
+
+    Parameters
+    ----------
+    x, target, loss_fn, weight
+        As in `Pipeline.step`.
+    replicas : Backend, optional
+        The group of this stage's replicas, over which weights are counted too.
+    is_averaged : bool
+        Whether losses of replicas will be averaged, not summed.
+    """
+
+    def __init__(
+        self,
+        first: Stage | None,
+        last: Stage | None,
+        num_microbatches: int,
+        rank: int,
+        x: Tree,
+        target: Tree,
+        loss_fn: LossFn | None,
+        weight: Any,
+        replicas: Backend | None,
+        is_averaged: bool,
+    ) -> None:
+        super().__init__(first, last, num_microbatches, rank)
+        self._is_averaged = is_averaged
+        self._arguments = x, target, loss_fn, weight
+        self._replicas = replicas
+        self._loss_fn = loss_fn
+        self._target: Microbatches | None = None
+        self._weights: list[float] | None = None
+        self._scales: dict[int, float] = {}
+        self._losses: dict[int, Array] = {}
+
+    def begin(self) -> None:
+        error: Exception | None = None
+        try:
+            self._check()
+        except (TypeError, ValueError) as caught:
+            error = caught
+        if self._last is not None and self._replicas is not None:
+            # Also after an error: the replicas are in this exchange, and must not wait.
+            error = self._count_weight_of_replicas(self._replicas, error)
+        if error is not None:
+            raise BadArgument from error
+
+    def loss_of(self, microbatch: int, inputs: Parcel) -> LossOf:
+        loss_fn, target = self._loss_fn, self._target
+        # Before the loss, which would broadcast, or raise something else.
+        if target is not None and target.total_rows != inputs.total_rows:
+            raise BadArgument from ValueError(
+                f"Pipeline: the target has {target.total_rows} rows, the input "
+                f"{inputs.total_rows}. Give one row of target for each row of input"
+            )
+        if loss_fn is None:
+            return lambda output: output
+        if target is None:
+            return loss_fn
+        part = target.tree(microbatch)
+        return lambda output: loss_fn(output, part)
+
+    def put_output(self, stage: int, microbatch: int, output: Parcel) -> None:
+        if self._last is None or stage != self._last.number:
+            return
+        self._losses[microbatch] = output.arrays[0]
+        # By rows, not by microbatch: the mean over an uneven batch is that over its rows.
+        share = output.rows / output.total_rows
+        self._scales[microbatch] = share if self._weights is None else self._weights[microbatch]
+
+    def last_gradient(self, microbatch: int) -> Gradients:
+        return [self._scales[microbatch]]
+
+    @property
+    def loss(self) -> float:
+        """The loss of the batch on the rank of the last stage, elsewhere 0."""
+        if self._last is None:
+            return 0.0
+        return sum(self._last.item(self._losses[m]) * s for m, s in sorted(self._scales.items()))
+
+    def _check(self) -> None:
+        x, target, loss_fn, weight = self._arguments
+        self._cut_input(x)
+        if self._last is None:
+            return
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"Pipeline: loss_fn must be callable, not {type(loss_fn).__name__}")
+        if isinstance(loss_fn, type):
+            raise TypeError(
+                f"Pipeline: loss_fn is a class; call it to make one: {loss_fn.__qualname__}()"
+            )
+        if target is None and loss_fn is not None and _wants_target(loss_fn):
+            raise ValueError(
+                "Pipeline: loss_fn takes an output and a target; give the target, too, to the rank "
+                "of the last stage"
+            )
+        if target is not None:
+            if loss_fn is None:
+                raise ValueError(
+                    "Pipeline: a target is of no use without a loss_fn; give both to the rank of "
+                    "the last stage"
+                )
+            self._target = Microbatches(target, self._num_microbatches, "target")
+        if weight is not None:
+            self._weights = shares_of_weight(weight, self._num_microbatches, self._target)
+            if self._replicas is None:
+                self._divide_weights(sum(self._weights))
+
+    def _count_weight_of_replicas(
+        self, replicas: Backend, error: Exception | None
+    ) -> Exception | None:
+        weights = self._weights
+        row = np.array([error is not None, weights is not None, sum(weights or [])], np.float64)
+        rows = all_gather(row, replicas).reshape(-1, row.size)
+        if rows[:, 0].any():
+            return error  # those without one hear of it when the step ends
+        if len(set(rows[:, 1])) > 1:
+            return ValueError("Pipeline: give a weight on all replicas or on none")
+        try:
+            if weights is not None:
+                # An average over replicas divides by their number once more.
+                once_more = replicas.world_size if self._is_averaged else 1
+                self._divide_weights(float(rows[:, 2].sum()) / once_more)
+        except ValueError as caught:
+            return caught
+        return None
+
+    def _divide_weights(self, total: float) -> None:
+        if not total > 0:
+            raise ValueError("Pipeline: all weights are 0")
+        self._weights = [weight / total for weight in self._weights or []]
+
+
+class ForwardEnds(_Ends):
+    """Of a forward: a batch in, outputs out."""
+
+    def __init__(
+        self,
+        first: Stage | None,
+        last: Stage | None,
+        num_microbatches: int,
+        rank: int,
+        x: Tree,
+        kept: int,
+    ) -> None:
+        super().__init__(first, last, num_microbatches, rank)
+        self._given = x
+        self._kept = kept
+        self._outputs: dict[int, Parcel] = {}
+
+    def begin(self) -> None:
+        try:
+            self._cut_input(self._given)
+        except (TypeError, ValueError) as error:
+            raise BadArgument from error
+
+    def put_output(self, stage: int, microbatch: int, output: Parcel) -> None:
+        if stage == self._kept:
+            self._outputs[microbatch] = output
+
+    @property
+    def outputs(self) -> list[Tree]:
+        """The output of stage `kept` for each microbatch."""
+        parcels = [self._outputs[m] for m in sorted(self._outputs)]
+        return [pytree.unflatten(p.structure, p.arrays) for p in parcels]
+
+    @property
+    def whole_output(self) -> Tree:
+        """The same, put together; None where there is none."""
+        parcels = [self._outputs[m] for m in sorted(self._outputs)]
+        return concatenate(parcels) if parcels else None
+
+
+class BackwardEnds(_Ends):
+    """Of a backward that follows a forward: gradients in at the last stage, out at the first."""
+
+    def __init__(
+        self,
+        forward: ForwardEnds,
+        first: Stage | None,
+        last: Stage | None,
+        num_microbatches: int,
+        rank: int,
+        outputs: Sequence[Tree],
+        gradients: Sequence[Tree] | None,
+    ) -> None:
+        super().__init__(first, last, num_microbatches, rank)
+        self._x = forward._x
+        self._outputs = outputs
+        self._given = gradients
+        self._gradients: list[Gradients] = []
+
+    def begin(self) -> None:
+        if self._last is None:
+            return
+        try:
+            self._gradients = self._checked_gradients()
+        except (TypeError, ValueError) as error:
+            raise BadArgument from error
+
+    def last_gradient(self, microbatch: int) -> Gradients:
+        return self._gradients[microbatch]
+
+    def _checked_gradients(self) -> list[Gradients]:
+        count = self._num_microbatches
+        outputs = _listed(self._outputs, f"the {count} outputs of forward", count)
+        if self._given is None:
+            return [self._unit_gradient(output) for output in outputs]
+        gradients = _listed(self._given, f"{count} grad_outputs", count)
+        pairs = zip(outputs, gradients, strict=True)
+        return [self._gradients_like(output, gradient) for output, gradient in pairs]
+
+    def _gradients_like(self, output: Tree, gradient: Tree) -> Gradients:
+        """Return the gradient of each array of an output, from a tree like it."""
+        assert self._last is not None
+        structure, arrays = pytree.flatten(output)
+        shapes = [array.shape for array in arrays]
+        gradients = pytree.gradients_like(
+            structure, shapes, gradient, "grad_outputs holds", "output"
+        )
+        for given in gradients:
+            if given is not None:
+                self._last.check_given(given, "grad_outputs")
+        return gradients
+
+    def _unit_gradient(self, output: Tree) -> Gradients:
+        _, arrays = pytree.flatten(output)
+        if len(arrays) != 1 or arrays[0].ndim:
+            raise ValueError(
+                "Pipeline: outputs that are no scalars need grad_outputs on the last stage"
+            )
+        assert self._last is not None
+        return [self._last.one_like(arrays[0])]
+
+
+def _wants_target(loss_fn: LossFn) -> bool:
+    """Whether a loss function cannot be called with an output alone, as far as it tells."""
+    try:
+        # The call of a torch module takes anything, and passes it on.
+        signature = inspect.signature(getattr(loss_fn, "forward", loss_fn))
+    except (TypeError, ValueError):  # written in C
+        return False
+    try:
+        signature.bind(None)
+    except TypeError:
+        return True
+    return False
+
+
+def _listed(values: Any, wanted: str, count: int) -> list[Any]:
+    """Return what has one entry for each microbatch, once it is known to have."""
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(
+            f"Pipeline: backward wants a list of {wanted}, not {type(values).__qualname__}"
+        )
+    if len(values) != count:
+        raise ValueError(f"Pipeline: backward wants {wanted}, not {len(values)}")
+    return list(values)
+
+
+def _whole(parts: Sequence[Array | None]) -> Array | None:
+    if any(part is None for part in parts):
+        return None
+    return concatenate([Parcel(pytree.ARRAY, [part]) for part in parts])

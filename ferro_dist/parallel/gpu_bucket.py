@@ -1,0 +1,242 @@
+"""Buckets in the memory of a GPU, which NCCL has allocated and knows of.
+
+Everything is done in the order of the stream on which the caller's library works now, and
+the host waits for nothing, but where it has to look at what was reduced:
+
+- A rank that gave all gradients of a bucket knows that all were given. One that did not
+  reads the lanes, once the bucket's allreduce is done.
+- A mean of contributors takes their number from the lanes.
+
+What goes beyond memory, to multiply or to convert, is left to the array library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferro_dist import interop
+from ferro_dist.parallel.bucket import Bucket, BucketLayout
+from ferro_dist.parallel.nccl_memory import GpuMemory, release_what_has_ended
+
+if TYPE_CHECKING:
+    from ferro_dist._native.cuda_stream import Stream
+
+__all__ = ["GpuBucket"]
+
+Array = Any
+NumpyArray = np.ndarray[Any, Any]
+
+
+class GpuBucket(Bucket):
+    """Gradients on a GPU that are reduced together, as views of one flat array.
+
+    Parameters
+    ----------
+    index, members, layout
+        As `Bucket` takes them.
+    memory : GpuMemory
+    wire_dtype : numpy.dtype, optional
+        As what the content is reduced.
+
+    Attributes
+    ----------
+    buffer, flat : array
+        The same, of the module's library.
+    """
+
+    is_on_gpu = True
+
+    def __init__(
+        self,
+        index: int,
+        members: Sequence[int],
+        layout: BucketLayout,
+        memory: GpuMemory,
+        wire_dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        from ferro_dist._native.cuda_stream import current_stream_of_array
+
+        self._set_place(index, members, layout)
+        self._stream_of = current_stream_of_array  # asked for every gradient
+        self._memory = memory
+        whole = memory.empty(layout.count + self._tail_count, layout.dtype)
+        self.buffer = self.flat = whole[: layout.count]
+        # What a rank that gives all its gradients writes to the lanes; of one counter.
+        self._full_tail, self._full_counter = whole[layout.count :], -1
+        self.wire = self._flat_wire = (
+            self.buffer if wire_dtype is None else memory.empty(layout.count, wire_dtype)
+        )
+        self.views = [
+            memory.view(self.buffer, offset, spec)
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        ]
+        self._address = interop.as_view(self.buffer).address
+        self.reset()
+        self._clear_at_once()
+
+    def reset(self) -> None:
+        super().reset()
+        release_what_has_ended()  # gradients of before the buckets were laid out anew
+        self._reduced_tail: NumpyArray | None = None
+        self._streams: set[int] = set()  # of this round's gradients
+        self._waited_for: set[int] = set()
+
+    # Lanes. They and the controls behind them are the bucket's tail.
+
+    def clear(self) -> None:
+        from ferro_dist._native.cuda_memory import fill_async
+
+        with self._on_device() as stream:
+            fill_async(self._address, 0, self.layout.nbytes, stream)
+        self.is_full = False
+
+    def _clear_at_once(self) -> None:
+        """Clear memory that is new: what comes may be written on any stream, and is not awaited."""
+        from ferro_dist._native.cuda_memory import fill_async
+        from ferro_dist._native.cuda_runtime import DeviceGuard
+        from ferro_dist._native.cuda_stream import Stream
+
+        with DeviceGuard(self._memory.device):
+            stream = Stream()  # which has nothing to do before
+            fill_async(self._address, 0, self.layout.nbytes, stream)
+            stream.synchronize()
+        self.is_full = False
+
+    def mark(self, counter: int, is_contributed: Sequence[bool] | None = None) -> None:
+        self.is_full = is_contributed is None or all(is_contributed)
+        if not self.is_full:
+            self._upload(self._tail(counter, is_contributed), self._tail_address)
+            return
+        if counter != self._full_counter:
+            self._make_full_tail(counter)
+        # Not from the host: a graph may hold this, and nothing waits.
+        self._copy(self._tail_address, self._full_tail)
+
+    def set_control(self, control: int, is_set: bool) -> None:
+        if is_set:
+            offset = (self.layout.controls_offset + control) * self.layout.dtype.itemsize
+            self._upload(np.ones(1, self.layout.dtype), self._address + offset)
+
+    def has_control(self, control: int) -> bool:
+        return bool(self._read_tail()[self.layout.controls_offset - self.layout.count :][control])
+
+    def _reduced_lanes(self) -> NumpyArray:
+        num_lanes = self.layout.controls_offset - self.layout.lanes_offset
+        return self._read_tail()[:num_lanes].reshape(-1, self.layout.num_counters)
+
+    @property
+    def _tail_count(self) -> int:
+        return self.layout.count - self.layout.lanes_offset
+
+    @property
+    def _tail_address(self) -> int:
+        return self._address + self.layout.lanes_offset * self.layout.dtype.itemsize
+
+    def _tail(self, counter: int, is_contributed: Sequence[bool] | None) -> NumpyArray:
+        tail: NumpyArray = np.zeros(self._tail_count, self.layout.dtype)
+        lanes = tail[: len(self.members) * self.layout.num_counters]
+        lanes.reshape(-1, self.layout.num_counters)[:, counter] = (
+            1 if is_contributed is None else is_contributed
+        )
+        return tail
+
+    def _make_full_tail(self, counter: int) -> None:
+        self._upload(self._tail(counter, None), interop.as_view(self._full_tail).address)
+        with self._on_device() as stream:
+            stream.synchronize()  # once, so that it may be read on any stream
+        self._full_counter = counter
+
+    def _read_tail(self) -> NumpyArray:
+        """Wait for the reduction on the host, and return what became of the tail."""
+        if self._reduced_tail is None:
+            from ferro_dist._native.cuda_memory import copy_async
+
+            if self.work is not None:
+                self.work.wait(self._memory.patience_s)  # has a deadline, and hears of ends
+            tail: NumpyArray = np.empty(self._tail_count, self.layout.dtype)
+            with self._on_device() as stream:
+                copy_async(tail.ctypes.data, self._tail_address, tail.nbytes, stream)
+                stream.synchronize()
+            self._reduced_tail = tail
+        return self._reduced_tail
+
+    # Gradients
+
+    def put_in(self, place: int, gradient: Array | None) -> None:
+        from ferro_dist._native.cuda_memory import fill_async
+
+        view = self.views[place]
+        if gradient is not None:
+            self._assign(view, gradient)
+            return
+        with self._on_device() as stream:
+            fill_async(interop.as_view(view).address, 0, interop.as_view(view).nbytes, stream)
+
+    def take_out(self, place: int, gradient: Array) -> None:
+        self._assign(gradient, self.views[place])
+
+    def copy(self) -> Array:
+        return interop.copy(self.flat)
+
+    def _assign(self, target: Array, source: Array) -> None:
+        to, of = interop.as_view(target), interop.as_view(source)
+        if not (to.is_contiguous and of.is_contiguous):
+            target[...] = source
+        elif to.address != of.address:
+            self._copy(to.address, source)
+
+    def _copy(self, address: int, source: Array) -> None:
+        from ferro_dist._native.cuda_memory import copy_async
+
+        view = interop.as_view(source)
+        with self._on_device() as stream:
+            copy_async(address, view.address, view.nbytes, stream)
+
+    def _upload(self, host: NumpyArray, address: int) -> None:
+        from ferro_dist._native.cuda_memory import copy_async
+
+        # From memory that is not pinned: CUDA has taken its content when the call returns.
+        with self._on_device() as stream:
+            copy_async(address, host.ctypes.data, host.nbytes, stream)
+
+    # Streams
+
+    def note_stream(self) -> None:
+        self._streams.add(self._stream_of(self.buffer))
+
+    def join_streams(self) -> None:
+        # Where the user's forward used several streams, so does backward.
+        current = self._current_stream()
+        self._waited_for = self._streams - {current}
+        for stream in self._waited_for:
+            self._order(stream, current)
+        self._streams = {current}
+
+    def release_streams(self) -> None:
+        for stream in self._waited_for:
+            self._order(self._current_stream(), stream)
+
+    def _current_stream(self) -> int:
+        return self._stream_of(self.buffer)
+
+    def _order(self, earlier: int, later: int) -> None:
+        from ferro_dist._native.cuda_runtime import DeviceGuard
+        from ferro_dist._native.cuda_stream import Stream
+
+        device = self._memory.device
+        with DeviceGuard(device):
+            event = Stream.borrow(earlier, device).record()
+            Stream.borrow(later, device).wait(event)
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[Stream]:
+        """Make the GPU current, whose default stream may be meant; give the stream to work on."""
+        from ferro_dist._native.cuda_runtime import DeviceGuard
+        from ferro_dist._native.cuda_stream import Stream
+
+        with DeviceGuard(self._memory.device):
+            yield Stream.borrow(self._current_stream(), self._memory.device)

@@ -1,0 +1,156 @@
+"""Sums of gradients over ranks that hold the same weights: replicas, or ends of a tie.
+
+Gradients lie side by side in buckets, each followed by one lane for each gradient, which says
+whether this rank had one:
+
+    | gradient | gradient | ... | lane | lane | ... |
+
+Only what a step adds is summed. What was there before the step has been summed before, and a
+second time would count it once for each rank; it is set aside, and added again afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ferro_dist.collective import allreduce, broadcast
+from ferro_dist.parallel.stage import Stage
+from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+    from ferro_dist.work import Work
+
+__all__ = ["GradientReduction", "Weight"]
+
+Array = Any
+
+
+class Weight(NamedTuple):
+    """One parameter of a stage."""
+
+    stage: Stage
+    name: str
+
+    @property
+    def value(self) -> Array:
+        """The parameter itself."""
+        return self.stage.parameters()[self.name]
+
+
+class GradientReduction:
+    """The gradients of some weights, summed or averaged over a group.
+
+    Parameters
+    ----------
+    weights : sequence of Weight
+        The same number on every rank of the group, of the same shapes and dtypes, in one order.
+    group : Backend
+    op : ReduceOp
+        `SUM` or `MEAN`.
+    bucket_nbytes : int
+        The largest bucket; a larger gradient has one to itself.
+    """
+
+    def __init__(
+        self, weights: Sequence[Weight], group: Backend, op: ReduceOp, bucket_nbytes: int
+    ) -> None:
+        self._weights = weights
+        self._group = group
+        self._op = op
+        self._buckets = [_Bucket(part, group) for part in _parts(weights, bucket_nbytes)]
+        self._before: list[tuple[Weight, Array]] = []
+        self._under_way: list[tuple[_Bucket, Work]] = []
+
+    def equalize(self) -> None:
+        """Give every rank the weights of the group's first. Called by all of them."""
+        for weight in self._weights:
+            value = weight.stage.plain(weight.value)
+            weight.stage.load(weight.name, broadcast(value, self._group))
+
+    def set_aside(self) -> None:
+        """Start from no gradients. Called before a step."""
+        for weight in self._weights:
+            before = weight.stage.take_gradient(weight.name)
+            if before is not None:
+                self._before.append((weight, before))
+
+    def start(self) -> None:
+        """Start to sum, once the gradients are complete."""
+        for bucket in self._buckets:
+            bucket.pack()
+            array = bucket.array
+            work = allreduce(array, self._group, self._op, out=array, async_op=True)
+            self._under_way.append((bucket, work))
+
+    def finish(self) -> None:
+        """Wait for the sums, and put them where the gradients were."""
+        for bucket, work in self._under_way:
+            work.wait()
+            bucket.unpack()
+        self.restore()
+
+    def restore(self) -> None:
+        """Add what was set aside, and forget sums that were not waited for."""
+        self._under_way.clear()
+        for weight, before in self._before:
+            weight.stage.add_gradient(weight.name, before)
+        self._before.clear()
+
+
+class _Bucket:
+    """Some gradients of one dtype and memory, in one array."""
+
+    def __init__(self, weights: Sequence[Weight], group: Backend) -> None:
+        self._weights = weights
+        self._offsets = []
+        end = 0
+        for weight in weights:
+            self._offsets.append(end)
+            end += _count(weight.value)
+        self._lanes = end
+        first = weights[0]
+        self.array = first.stage.new_bucket(group, first.value, end + len(weights))
+
+    def pack(self) -> None:
+        for lane, (weight, offset) in enumerate(zip(self._weights, self._offsets, strict=True)):
+            stage, name = weight
+            gradient = stage.gradient(name)
+            stage.write(self.array, self._lanes + lane, float(gradient is not None))
+            stage.write(
+                self.array, offset, stage.zeros(weight.value) if gradient is None else gradient
+            )
+
+    def unpack(self) -> None:
+        is_there = self._weights[0].stage.nonzero(self.array, self._lanes)
+        for weight, offset, is_set in zip(self._weights, self._offsets, is_there, strict=True):
+            stage, name = weight
+            if is_set:
+                stage.set_gradient(name, stage.read(self.array, offset, weight.value))
+
+
+def _parts(weights: Iterable[Weight], bucket_nbytes: int) -> list[list[Weight]]:
+    """Divide weights into buckets: of one dtype and memory each, and of bounded size."""
+    parts: list[list[Weight]] = []
+    open_parts: dict[tuple[str, bool], tuple[list[Weight], int]] = {}
+    for weight in weights:
+        spec = weight.stage.describe(weight.value)
+        nbytes = _count(weight.value) * _itemsize(weight.value)
+        kind = spec.dtype, spec.is_on_host
+        part, size = open_parts.get(kind, ([], 0))
+        if not part or size + nbytes > bucket_nbytes:
+            part, size = [], 0
+            parts.append(part)
+        part.append(weight)
+        open_parts[kind] = part, size + nbytes
+    return parts
+
+
+def _count(array: Array) -> int:
+    return math.prod(array.shape)
+
+
+def _itemsize(array: Array) -> int:
+    return int(getattr(array, "itemsize", array.dtype.itemsize))

@@ -1,0 +1,144 @@
+"""Memory of a GPU for what is reduced again and again: allocated by NCCL, and registered with it.
+
+The allocators of GPU libraries give memory back in the order of a stream, so that nobody has
+to wait before letting go of an array that the GPU still reads. NCCL's does not. What nobody
+refers to any more is therefore kept here until the stream has passed on which its last user
+worked then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from ferro_dist import interop
+from ferro_dist.backends.nccl import WATCHDOG_GRACE_S
+from ferro_dist.parallel.bucket import ParameterSpec, view_of
+
+if TYPE_CHECKING:
+    from ferro_dist._native.cuda_stream import Event
+    from ferro_dist.backends.base import Backend
+    from ferro_dist.backends.nccl import NcclBackend
+
+__all__ = ["GpuMemory", "release_what_has_ended"]
+
+Array = Any
+
+
+class GpuMemory:
+    """The memory of a group's GPU, as arrays of one library.
+
+    Parameters
+    ----------
+    backend : NcclBackend or HybridBackend
+    like : array
+        One of the library; may be on the host.
+    view : callable
+        Makes the place of a gradient in a flat array, as `bucket.view_of` does.
+
+    Attributes
+    ----------
+    device : int
+    patience_s : float
+        How long a host may wait for a call before it gives up.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        like: Array,
+        view: Callable[[Array, int, ParameterSpec], Array] = view_of,
+    ) -> None:
+        group = getattr(backend, "nccl", backend)  # a HybridBackend's side of GPUs
+        self._group = cast("NcclBackend", group)
+        self._like = like
+        self.view = view
+        self.device = self._group.device
+        self.patience_s = backend.timeout + WATCHDOG_GRACE_S
+        self._probe: Array = None
+
+    def empty(self, count: int, dtype: Any) -> Array:
+        """Make an uninitialized vector, of which the group's communicator knows."""
+        release_what_has_ended()
+        if self._probe is None:
+            self._probe = self._make_probe()
+        nbytes = max(1, count * np.dtype(dtype).itemsize)
+        memory = _RegisteredMemory(nbytes, self._group, self._probe)
+        return interop.array_over(memory, (count,), np.dtype(dtype), self._like)
+
+    def _make_probe(self) -> Array:
+        """Make an array that nobody uses: by it its library tells any thread's current stream."""
+        from ferro_dist._native.nccl import NcclMemory
+
+        memory = NcclMemory(1, self.device)
+        return interop.array_over(memory, (1,), np.dtype(np.uint8), self._like)
+
+
+class _RegisteredMemory:
+    """Memory that NCCL allocated, and a communicator has registered while any array is over it."""
+
+    def __init__(self, nbytes: int, group: NcclBackend, probe: Array) -> None:
+        from ferro_dist._native.nccl import NcclMemory
+
+        self._probe = probe
+        self._memory = NcclMemory(nbytes, group.device)
+        self._registration = group.comm.register(self._memory)
+        self.address, self.nbytes, self.device = self._memory.address, nbytes, group.device
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        interface: dict[str, Any] = self._memory.__cuda_array_interface__
+        return interface
+
+    def __del__(self) -> None:
+        if hasattr(self, "_registration") and not sys.is_finalizing():
+            _ending.append(_Ending((self._memory, self._registration), self._probe, None))
+            release_what_has_ended()
+
+
+class _Ending(NamedTuple):
+    """Memory that nobody refers to any more, and when it may go.
+
+    Attributes
+    ----------
+    held : tuple
+    probe : array
+    event : Event or None
+        None while the stream is captured, which would take the event for a part of the graph.
+    """
+
+    held: tuple[Any, ...]
+    probe: Array
+    event: Event | None
+
+    def looked_at(self) -> _Ending | None:
+        """Return what is left to wait for; None if the memory may go."""
+        from ferro_dist._native.cuda_runtime import DeviceGuard
+        from ferro_dist._native.cuda_stream import Stream, current_stream_of_array
+
+        device = interop.as_view(self.probe).device_id
+        with DeviceGuard(device):
+            stream: Stream = Stream.borrow(current_stream_of_array(self.probe), device)
+            if stream.is_capturing():  # nor may events be asked after
+                return self
+            event = self.event or stream.record()
+            return None if event.is_done() else self._replace(event=event)
+
+
+# Appending and popping are atomic: several threads may let go of memory.
+_ending: list[_Ending] = []
+
+
+def release_what_has_ended() -> None:
+    """Free the memory that no stream uses any more."""
+    waiting = []
+    with contextlib.suppress(IndexError):  # empty, perhaps by another thread
+        while _ending:
+            left = _ending.pop().looked_at()
+            if left is not None:
+                waiting.append(left)
+    _ending.extend(waiting)

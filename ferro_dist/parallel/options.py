@@ -1,0 +1,105 @@
+"""What DDP is told at construction, checked before anything is sent."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ferro_dist.errors import InvalidRank
+from ferro_dist.parallel.averaging import Averaging
+from ferro_dist.parallel.bucket import ParameterSpec
+from ferro_dist.parallel.compression import Compression, compression_of
+from ferro_dist.parallel.power_sgd import PowerSGD
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["Options", "check_root"]
+
+MIB = 1 << 20
+
+CORES_TO_OVERLAP = 2.0
+"""Cores for each rank from which on backward and a reduction do not take turns on one."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of `DDP`.
+
+    Raises
+    ------
+    TypeError, ValueError, InvalidRank
+        One that makes no sense.
+    """
+
+    backend: Backend
+    bucket_mb: float
+    average: str
+    compress: Compression
+    overlap: bool | str
+    sync_buffers: bool
+    root: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bucket_mb < math.inf:
+            raise ValueError(f"bucket_mb must be a positive number, not {self.bucket_mb!r}")
+        if self.overlap not in (True, False, "always"):
+            raise ValueError(f"overlap must be True, False or 'always', not {self.overlap!r}")
+        compression_of(self.compress)
+        _ = self.averaging
+        check_root(self.root, self.backend)
+
+    @property
+    def bucket_nbytes(self) -> int:
+        """Largest bucket."""
+        return math.ceil(self.bucket_mb * MIB)
+
+    @property
+    def averaging(self) -> Averaging:
+        """What becomes of the gradients of the ranks."""
+        return Averaging(self.average, self.backend.world_size)
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether to reduce while backward goes on.
+
+        A reduction in shared memory is work for a core, not for a device beside it. With fewer
+        than two cores a rank, the progress thread would take from backward the very time
+        that it saves, and a switch of threads for each bucket.
+        """
+        if self.overlap == "always":
+            return True
+        return bool(self.overlap) and self.backend.cores_per_rank >= CORES_TO_OVERLAP
+
+    def is_overlapped_with(self, specs: Iterable[ParameterSpec]) -> bool:
+        """Whether to do so with these parameters: what a GPU reduces takes time from no core."""
+        return self.is_overlapped or (bool(self.overlap) and any(spec.is_on_gpu for spec in specs))
+
+    def check_compression(self, specs: Iterable[ParameterSpec]) -> None:
+        """Raise InvalidArray unless gradients of these parameters can be compressed as asked."""
+        if isinstance(self.compress, PowerSGD) and self.backend.world_size > 1:
+            self.compress.check_reach(specs)
+
+    def __str__(self) -> str:
+        how = getattr(self.compress, "__qualname__", None) or (
+            type(self.compress).__qualname__ if callable(self.compress) else repr(self.compress)
+        )
+        return (
+            f"bucket_mb={self.bucket_mb}, compress={how}, sync_buffers={self.sync_buffers}, "
+            f"average={self.average!r}, root={operator.index(self.root)}"
+        )
+
+
+def check_root(root: int, backend: Backend) -> int:
+    """Return the root as an int; raise InvalidRank unless it is a rank of the group."""
+    root = operator.index(root)
+    if not 0 <= root < backend.world_size:
+        raise InvalidRank(
+            f"root {root} is not a rank of a group of {backend.world_size}",
+            op="DDP",
+            rank=backend.rank,
+        )
+    return root

@@ -1,0 +1,252 @@
+"""How a step ends: every rank learns of the loss, or of what went wrong and where.
+
+All ranks exchange one small row each: whether they failed, and their part of the loss. If one has
+failed, it tells all what happened: an exception of one rank is one of all ranks, and the group
+stays as usable as before. How ranks that wait for the one that failed get here is told at
+`StepRun.abandon` in `executor.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import traceback
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ferro_dist.collective import all_gather, broadcast
+from ferro_dist.errors import ChannelClosed, DistributedError, LockPoisoned, PeerLostError
+from ferro_dist.parallel.activation_channel import PeerAborted
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = [
+    "BadArgument",
+    "FailureReport",
+    "StageFailed",
+    "end_of_group",
+    "exchange_outcome",
+    "raise_failure",
+    "raise_on_all",
+    "share_outcome",
+]
+
+_ROW = struct.Struct("<dII")
+_ARGUMENT_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, IndexError, RuntimeError)
+}
+
+
+class StageFailed(DistributedError):
+    """A stage raised. All ranks of the pipeline raise this; the group stays usable.
+
+    Gradients of the step are incomplete: zero them before the next one.
+
+    Attributes
+    ----------
+    peer : int
+        The rank whose stage it was; there, the ``__cause__`` is what was raised.
+    stage, microbatch : int or None
+        What it was at.
+    traceback_text : str
+        The traceback, as that rank would have printed it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        traceback_text: str = "",
+    ) -> None:
+        super().__init__(message, op="Pipeline", rank=rank, peer=peer)
+        self.stage = stage
+        self.microbatch = microbatch
+        self.traceback_text = traceback_text
+
+
+class BadArgument(Exception):
+    """Wraps an error of the caller's, that all ranks raise as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FailureReport:
+    """What one rank tells the others of an exception."""
+
+    kind: str
+    """``"stage"``, ``"argument"`` or ``"lost"``."""
+    error: str
+    message: str
+    traceback_text: str
+    rank: int
+    stage: int | None = None
+    microbatch: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, where: tuple[int, int] | None) -> FailureReport:
+        kind = "stage"
+        if isinstance(error, BadArgument):
+            kind, error = "argument", error.__cause__ or error
+        elif isinstance(error, ChannelClosed):
+            kind = "lost"
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        stage, microbatch = where if where is not None else (None, None)
+        name = type(error).__name__
+        return cls(kind, name, str(error), text, rank, stage, microbatch)
+
+    def to_error(self, rank: int) -> Exception:
+        """Return what a rank raises that this has been told."""
+        if self.kind == "argument":
+            return _ARGUMENT_ERRORS.get(self.error, ValueError)(self.message)
+        if self.kind == "lost":
+            return PeerLostError(
+                f"Pipeline: rank {self.rank} lost a rank of another group: {self.message}",
+                op="Pipeline",
+                rank=rank,
+                peer=self.rank,
+            )
+        where = "" if self.stage is None else f" in stage {self.stage}"
+        which = "" if self.microbatch is None else f", microbatch {self.microbatch},"
+        return StageFailed(
+            f"Pipeline: {self.error}{where}{which} on rank {self.rank}: {self.message}\n"
+            f"The group is still usable; zero the gradients before the next step.\n\n"
+            f"{self.traceback_text}",
+            rank=rank,
+            peer=self.rank,
+            stage=self.stage,
+            microbatch=self.microbatch,
+            traceback_text=self.traceback_text,
+        )
+
+
+def exchange_outcome(
+    backend: Backend, report: FailureReport | None, has_failed: bool, loss: float
+) -> tuple[FailureReport | None, np.ndarray[Any, Any]]:
+    """Tell all ranks how this one fared.
+
+    Parameters
+    ----------
+    backend : Backend
+    report : FailureReport, optional
+        What there is to tell.
+    has_failed : bool
+        Also true of a rank that only knows that another one has.
+    loss : float
+
+    Returns
+    -------
+    report of the lowest rank that has one or None, losses by rank
+    """
+    told = b"" if report is None else json.dumps(dataclasses.asdict(report)).encode()
+    row = np.frombuffer(_ROW.pack(loss, len(told), has_failed), np.uint8)
+    rows = all_gather(row, backend).reshape(backend.world_size, _ROW.size)
+    outcomes = [_ROW.unpack(other.tobytes()) for other in rows]
+    losses = np.array([outcome[0] for outcome in outcomes])
+    root = next((rank for rank, outcome in enumerate(outcomes) if outcome[1]), None)
+    if root is None:
+        return None, losses
+    text = np.empty(outcomes[root][1], np.uint8)
+    if root == backend.rank:
+        text = np.frombuffer(told, np.uint8)
+    text = broadcast(text, backend, root)
+    return FailureReport(**json.loads(text.tobytes())), losses
+
+
+def share_outcome(
+    backend: Backend,
+    replicas: Backend | None,
+    failure: BaseException | None,
+    where: tuple[int, int] | None,
+    loss: float,
+    is_averaged: bool,
+) -> tuple[FailureReport | None, float]:
+    """Bring the loss, or a failure, to all ranks of a pipeline and then of its replicas.
+
+    Each replica of a rank is in another pipeline, so after the second exchange whatever
+    happened anywhere is known everywhere.
+
+    Parameters
+    ----------
+    backend : Backend
+    replicas : Backend, optional
+    failure : BaseException, optional
+        What this rank has raised; `PeerAborted` if that is another one's doing.
+    where : tuple of int, optional
+        Stage and microbatch that were being computed.
+    loss : float
+        This rank's part of the pipeline's loss.
+    is_averaged : bool
+        Whether losses of replicas are averaged, not summed.
+
+    Returns
+    -------
+    report or None, loss
+
+    Raises
+    ------
+    DistributedError
+        The pipeline's group has ended. The replicas have been told.
+    """
+    report = None
+    if failure is not None and not isinstance(failure, PeerAborted):
+        report = FailureReport.of(failure, backend.rank, where)
+    ended: DistributedError | None = None
+    try:
+        report, losses = exchange_outcome(backend, report, failure is not None, loss)
+        loss = float(losses.sum())
+    except DistributedError as error:
+        ended = error
+        report = FailureReport.of(end_of_group(failure, error), backend.rank, where)
+    if replicas is not None:
+        try:
+            report, losses = exchange_outcome(replicas, report, report is not None, loss)
+            loss = float(losses.mean() if is_averaged else losses.sum())
+        except DistributedError as error:
+            ended = ended or error
+    if ended is not None:
+        raise ended
+    return report, loss
+
+
+def raise_failure(failure: BaseException | None, told: FailureReport, rank: int) -> NoReturn:
+    """Raise the same on all ranks; on the one that failed, with what it raised as the cause."""
+    if failure is not None and not isinstance(failure, Exception):
+        raise failure  # Ctrl-C is for whoever pressed it
+    own = failure.__cause__ if isinstance(failure, BadArgument) else failure
+    if told.kind == "argument" and own is not None and str(own) == told.message:
+        raise own
+    raise told.to_error(rank) from (None if isinstance(own, PeerAborted) else own)
+
+
+def end_of_group(failure: BaseException | None, error: DistributedError) -> BaseException:
+    """Return the first of the errors that tell why the group has ended."""
+    if isinstance(failure, BadArgument):
+        failure = failure.__cause__
+    if failure is not None and not isinstance(failure, (DistributedError, PeerAborted)):
+        return failure
+    first = failure if isinstance(failure, DistributedError) else error
+    # The same on all ranks, whether they heard of it in this call or in the one before.
+    if isinstance(first, LockPoisoned) and isinstance(first.__cause__, DistributedError):
+        return first.__cause__
+    return first
+
+
+def raise_on_all(error: Exception | None, backend: Backend) -> None:
+    """Raise, on every rank, the argument error that the lowest of them has found."""
+    report = None
+    if error is not None:
+        wrapped = BadArgument()
+        wrapped.__cause__ = error
+        report = FailureReport.of(wrapped, backend.rank, None)
+    told, _ = exchange_outcome(backend, report, report is not None, 0.0)
+    if told is None:
+        return
+    if error is not None and told.rank == backend.rank:
+        raise error
+    raise told.to_error(backend.rank)

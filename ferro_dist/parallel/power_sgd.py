@@ -1,0 +1,221 @@
+"""PowerSGD: gradients sent as products of two narrow matrices.
+
+For each gradient M, n × m, of which Q, m × r, is the right factor of the step before:
+
+1. M ← gradient + error: what the steps before have left out.
+2. P ← mean over ranks of M Q;  P ← orthonormal basis of its columns.
+3. Q ← mean over ranks of Mᵀ P.
+4. gradient ← P Qᵀ;  error ← M − P Qᵀ.
+
+With a sum in place of the mean, a rank's part of P Qᵀ is what its error is taken against.
+
+One step of subspace iteration: as gradients change slowly, P and Q come near to the
+leading singular vectors of their mean. r (n + m) elements travel in place of n m.
+
+References
+----------
+T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression
+for Distributed Optimization", NeurIPS 2019.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferro_dist.arguments import integer
+from ferro_dist.collective import allreduce
+from ferro_dist.errors import InvalidArray
+from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+    from ferro_dist.parallel.bucket import Bucket, ParameterSpec
+
+__all__ = ["PowerSGD"]
+
+NumpyArray = np.ndarray[Any, Any]
+
+_MIN_SAVING = 2
+"""How many times fewer elements must travel for a gradient to be compressed."""
+
+
+class PowerSGD:
+    """Send an approximation of each gradient, and make up for it in the steps that follow.
+
+    Pass it to `DDP` as ``compress=PowerSGD(rank)``.
+
+    Parameters
+    ----------
+    rank : int, default 4
+        Columns of the factors. More is more exact, and more to send.
+
+    Notes
+    -----
+    Compressed are gradients of two or more dimensions, of real floats, of which less than
+    half the elements then travel; the others are reduced as they are. Computed is in
+    float32, in float64 for gradients of that dtype. Each rank keeps one array of the size
+    of the compressed gradients: their error.
+
+    A gradient with NaN or infinity becomes NaN on all ranks, and is not remembered.
+
+    All ranks compute the product of the factors themselves: bits are equal where their
+    processors and BLAS are.
+    """
+
+    def __init__(self, rank: int = 4) -> None:
+        rank = integer(rank)
+        if rank < 1:
+            raise ValueError(f"PowerSGD: rank must be at least 1, not {rank}")
+        self.rank = rank
+        # Of each bucket for as long as there is the bucket. The lock is for ranks that are
+        # threads and share this object.
+        self._lock = threading.Lock()
+        self._factors: weakref.WeakKeyDictionary[Bucket, _Factors] = weakref.WeakKeyDictionary()
+
+    def __call__(self, bucket: Bucket, backend: Backend, op: ReduceOp) -> None:
+        """Replace the gradients in a bucket by about their mean or sum over the ranks.
+
+        Called by all ranks, for the same buckets in the same order.
+
+        Parameters
+        ----------
+        bucket : Bucket
+            Its ``buffer`` and ``layout`` are used, and ``is_on_gpu`` to refuse a GPU's.
+        backend : Backend
+        op : ReduceOp
+            `MEAN` or `SUM`.
+        """
+        if backend.world_size == 1:
+            return  # nothing to send, so nothing to leave out
+        gradients = _gradients_of(bucket)
+        with self._lock:
+            factors = self._factors.get(bucket)
+            if factors is None:
+                factors = self._factors[bucket] = _Factors(gradients, backend, self.rank)
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN is passed on, and seen there
+            factors.reduce(gradients, backend, op)
+
+    def check_reach(self, specs: Iterable[ParameterSpec]) -> None:
+        """Raise InvalidArray if any of these parameters is on a GPU."""
+        for spec in specs:
+            if spec.is_on_gpu:
+                raise _out_of_reach(f"parameter {spec.name!r} is")
+
+    def __repr__(self) -> str:
+        return f"PowerSGD({self.rank})"
+
+
+class _Factors:
+    """What is kept of one bucket: errors, right factors, and where both factors travel."""
+
+    def __init__(self, gradients: Sequence[NumpyArray], backend: Backend, rank: int) -> None:
+        dtype = _compute_dtype(gradients[0].dtype)
+        is_low_rank = [_is_worthwhile(gradient, rank) for gradient in gradients]
+        self._compressed = [i for i, is_low in enumerate(is_low_rank) if is_low]
+        self._others = [i for i, is_low in enumerate(is_low_rank) if not is_low]
+        shapes = [_matrix_shape(gradients[i]) for i in self._compressed]
+        # Factors of one side travel together, and what is not compressed with the first.
+        counts = [gradients[i].size for i in self._others]
+        self._first, views = _flat_views(
+            backend, dtype, [(n, rank) for n, _ in shapes] + [(count,) for count in counts]
+        )
+        self._left, self._uncompressed = views[: len(shapes)], views[len(shapes) :]
+        self._second, self._right = _flat_views(backend, dtype, [(m, rank) for _, m in shapes])
+        self._errors = [np.zeros(shape, dtype) for shape in shapes]
+        for k in range(len(shapes)):
+            self._forget(k)
+
+    def reduce(self, gradients: Sequence[NumpyArray], backend: Backend, op: ReduceOp) -> None:
+        """Replace gradients by their product of factors, and those not compressed exactly."""
+        self._pack(gradients)
+        allreduce(self._first, backend, op, out=self._first)
+        for view, i in zip(self._uncompressed, self._others, strict=True):
+            gradients[i][...] = view.reshape(gradients[i].shape)
+        if not self._compressed:
+            return
+        for error, left, right in zip(self._errors, self._left, self._right, strict=True):
+            # What is no number here is none on any rank: all pass it on alike.
+            if np.isfinite(left).all():
+                left[:] = np.linalg.qr(left)[0]
+            np.matmul(error.T, left, out=right)
+        allreduce(self._second, backend, op, out=self._second)
+        num_parts = backend.world_size if op is ReduceOp.SUM else 1
+        for k, i in enumerate(self._compressed):
+            self._put(k, gradients[i], num_parts)
+
+    def _pack(self, gradients: Sequence[NumpyArray]) -> None:
+        for k, i in enumerate(self._compressed):
+            matrix = self._errors[k]  # the error of the last step becomes this one's M
+            matrix += gradients[i].reshape(matrix.shape)
+            np.matmul(matrix, self._right[k], out=self._left[k])
+        for view, i in zip(self._uncompressed, self._others, strict=True):
+            view[:] = gradients[i].reshape(-1)
+
+    def _put(self, k: int, gradient: NumpyArray, num_parts: int) -> None:
+        left, right, error = self._left[k], self._right[k], self._errors[k]
+        if not (np.isfinite(left).all() and np.isfinite(right).all()):
+            gradient.fill(np.nan)
+            self._forget(k)
+            return
+        gradient[...] = (left @ right.T).reshape(gradient.shape)
+        # Less what was really given: of 16-bit floats the rounding comes back, too.
+        error -= gradient.reshape(error.shape).astype(error.dtype) / num_parts
+
+    def _forget(self, k: int) -> None:
+        """Begin anew with the k-th matrix."""
+        self._errors[k].fill(0)
+        # By its number, so that all ranks draw the same.
+        self._right[k][:] = np.random.default_rng(k).standard_normal(self._right[k].shape)
+
+
+def _gradients_of(bucket: Bucket) -> list[NumpyArray]:
+    """Return views of a bucket's gradients, whatever the library of the module is."""
+    if bucket.is_on_gpu:
+        raise _out_of_reach("these gradients are")
+    layout = bucket.layout
+    return [
+        bucket.buffer[offset : offset + spec.count].reshape(spec.shape)
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+    ]
+
+
+def _out_of_reach(what: str) -> InvalidArray:
+    return InvalidArray(
+        f"DDP: PowerSGD computes with NumPy, and {what} on a GPU. Use compress='bf16'.", op="DDP"
+    )
+
+
+def _matrix_shape(gradient: NumpyArray) -> tuple[int, int]:
+    return gradient.shape[0], gradient.size // max(1, gradient.shape[0])
+
+
+def _is_worthwhile(gradient: NumpyArray, rank: int) -> bool:
+    if gradient.ndim < 2 or gradient.dtype.kind == "c":
+        return False
+    n, m = _matrix_shape(gradient)
+    return min(n, m) > rank and _MIN_SAVING * rank * (n + m) < n * m
+
+
+def _compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if dtype.kind == "c" or dtype == np.float64:
+        return dtype
+    return np.dtype(np.float32)
+
+
+def _flat_views(
+    backend: Backend, dtype: np.dtype[Any], shapes: Sequence[tuple[int, ...]]
+) -> tuple[NumpyArray, list[NumpyArray]]:
+    """Return one array, and views of these shapes one after the other in it."""
+    counts = [math.prod(shape) for shape in shapes]
+    flat: NumpyArray = backend.empty(sum(counts), dtype)
+    views, end = [], 0
+    for shape, count in zip(shapes, counts, strict=True):
+        views.append(flat[end : end + count].reshape(shape))
+        end += count
+    return flat, views

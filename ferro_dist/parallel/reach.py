@@ -1,0 +1,44 @@
+"""Whether a group moves what a module has, asked before anything is sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ferro_dist.errors import InvalidArray
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["check_reach"]
+
+
+def check_reach(what: str, device: int | None, backend: Backend) -> None:
+    """Raise InvalidArray unless the group moves arrays that are where this one is.
+
+    Parameters
+    ----------
+    what : str
+        Names the array: ``"parameter 'weight'"``.
+    device : int or None
+        The GPU that it is on; None if it is in host memory.
+    backend : Backend
+    """
+    group = type(backend).__name__
+    if device is None and not backend.moves_host_arrays:
+        problem = (
+            f"is in host memory, and {group} moves arrays of GPUs only. Move the module to GPU "
+            f"{backend.device}, or use a HybridBackend, which moves both"
+        )
+    elif device is not None and backend.device is None:
+        problem = (
+            f"is on GPU {device}, and {group} moves arrays in host memory. Use a HybridBackend or "
+            "an NcclBackend, or keep the module on the CPU"
+        )
+    elif device is not None and device != backend.device:
+        problem = (
+            f"is on GPU {device}, and this rank's place in the group is GPU {backend.device}. "
+            "Move the module there, or make the group with device=..."
+        )
+    else:
+        return
+    raise InvalidArray(f"DDP: {what} {problem}.", op="DDP", rank=backend.rank)

@@ -1,0 +1,520 @@
+"""Reduce a module's gradients over the ranks, bucket by bucket, in one order on every rank.
+
+One round, with buckets 0 to B-1:
+
+1. `begin`. All gradients are missing.
+2. `mark_ready(i)`, whenever a gradient is there. The last one of a bucket packs it: all its
+   gradients are copied into the bucket, save those that were computed there. If rounds are
+   overlapped, and buckets before it are under way, the bucket's allreduce starts.
+3. `finish`. Buckets with gradients that never came are packed as they are; all that was not
+   reduced yet is reduced now; the results are handed back.
+
+Ranks may differ in which gradients they have and when, and never fall out of step: each
+reduces buckets 0 to B-1 in this order in every round. The lanes of a bucket tell
+what was contributed at all.
+
+Buckets are laid out once more after the first round, in the order in which its
+gradients became ready on rank 0.
+
+A gradient that is marked ready a second time has got more after its bucket was packed: a layer
+that two re-entrant checkpoints share. In place, where the bucket is still here; else what came
+late waits apart. The last bucket never leaves before backward has ended, so that it can say on a
+control lane whether any rank has something late. If so all ranks reduce once more, what
+is late, add it, and never overlap again. Of a last bucket on a GPU the control lane is read in
+the first round only, since the host would have to wait for the GPU: what comes late in
+another round raises.
+
+References
+----------
+S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+VLDB 2020: why buckets, and why in the order of backward.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from ferro_dist.collective import allreduce
+from ferro_dist.errors import CollectiveMismatch
+from ferro_dist.parallel.agreement import Agreement
+from ferro_dist.parallel.attendance import Attendance, RollCall
+from ferro_dist.parallel.averaging import Averaging
+from ferro_dist.parallel.bucket import Bucket, BucketLayout, ParameterSpec, assign_buckets
+from ferro_dist.parallel.compression import Compression, wire_dtype
+from ferro_dist.parallel.exchange import broadcast_row
+from ferro_dist.parallel.gpu_bucket import GpuBucket
+from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.nccl_memory import GpuMemory
+from ferro_dist.parallel.statistics import BucketTimes, Statistics
+from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+    from ferro_dist.work import Work
+
+__all__ = ["Gradients", "NoGradients", "Reducer"]
+
+NumpyArray = np.ndarray[Any, Any]
+
+MIB = 1 << 20
+FIRST_BUCKET_NBYTES = MIB
+
+# Control lanes of the last bucket.
+LATE = 0
+NUM_CONTROLS = 1
+
+LATE_ON_GPU = (
+    "DDP: the gradient of {name!r} came once more after its bucket had left, as none did in "
+    "the first backward. Construct DDP with overlap=False: buckets leave when backward has ended."
+)
+
+# Tags of calls that reduce no bucket.
+ROLL_CALL, ORDER = -1, -2
+AGREEMENT = -5  # after those of `ferro_dist.integrations`
+
+
+class Gradients(abc.ABC):
+    """Where a module keeps its gradients. Numbers of parameters are those of the specs."""
+
+    @abc.abstractmethod
+    def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+        """Bring this rank's gradients into a bucket, zeros for absent ones, and mark which.
+
+        If the bucket is leaving, nothing may be added to its gradients where they now lie.
+        """
+
+    def pack_late(self, bucket: Bucket) -> None:
+        """Bring what has come since the bucket left, zeros else, and mark nothing."""
+        bucket.clear()
+
+    @abc.abstractmethod
+    def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
+        """Hand the results to the module: those that any rank contributed; None for all."""
+
+    def take_back(self) -> None:
+        """Undo what `pack` did to the module, whose gradients were averaged nowhere."""
+        return
+
+
+class NoGradients(Gradients):
+    """Those of a rank that has run out of data, and stays for the sake of the others."""
+
+    def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+        bucket.clear()
+
+    def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
+        return
+
+
+class Reducer:
+    """Buckets, and the state of a round.
+
+    Parameters
+    ----------
+    specs : sequence of ParameterSpec
+        The parameters that are trained, in an order that is the same on all ranks.
+    backend : Backend
+    averaging : Averaging
+    as_array : callable
+        Makes an array of the module's library of a NumPy array, over the same memory.
+    gpu_memory : GpuMemory or None
+        For parameters on the GPU; None if there cannot be any.
+    bucket_nbytes : int
+    compress : Compression
+    is_overlapped : bool
+        Whether buckets leave while a round is open. Ranks may differ in this.
+    follows_order : bool
+        Whether buckets follow the order of the first round; their memory then moves once.
+    first_tag : int
+        Tells this reducer's calls from others of the group.
+
+    Attributes
+    ----------
+    specs : tuple of ParameterSpec
+    buckets : list of Bucket
+    bucket_of : list of Bucket
+        By number of the parameter.
+    is_open : bool
+        Whether a round is.
+    is_attended : bool
+        Whether every round begins with a roll call.
+    statistics : Statistics
+        Of the last round.
+    """
+
+    # Of a round.
+    _gradients: Gradients
+    _is_ready: bytearray
+    _ready_order: list[int]
+    _num_settled: int
+    _next_full: int
+    _roll_call: RollCall | None
+    _weight: float | None
+
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        backend: Backend,
+        averaging: Averaging,
+        as_array: Callable[[NumpyArray], Any],
+        *,
+        gpu_memory: GpuMemory | None = None,
+        bucket_nbytes: int,
+        compress: Compression,
+        is_overlapped: bool,
+        follows_order: bool,
+        first_tag: int,
+    ) -> None:
+        self.backend = backend
+        self.averaging = averaging
+        self.statistics = Statistics()
+        self.is_attended = False
+        self._as_array = as_array
+        self._gpu_memory = gpu_memory
+        self._bucket_nbytes = bucket_nbytes
+        self._compress = compress
+        # A reduction of the user's own runs on the user's thread.
+        self._is_overlapped = is_overlapped and not callable(compress)
+        self._follows_order = follows_order
+        self._first_tag = first_tag
+        self._question: RollCall | None = None
+        has_both = backend.device is not None and backend.moves_host_arrays
+        self._agreement = Agreement(backend) if has_both else None
+        # Gradients of CPU and GPU become ready on threads of their own.
+        self._lock = threading.RLock()
+        self._counter = averaging.counter(backend.rank)
+        self._gradients = NoGradients()
+        self.lay_out(specs)
+
+    # Layout
+
+    def lay_out(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> None:
+        """Make buckets for these parameters, which become ready in this order.
+
+        Gradients that lie in buckets of before keep them alive.
+        """
+        # Backward finishes the last layers first, so their bucket fills first.
+        order = range(len(specs) - 1, -1, -1) if order is None else order
+        self._order = tuple(order)
+        self._has_order = not self._follows_order
+        self.specs = tuple(specs)
+        numbers = {spec.name: number for number, spec in enumerate(specs)}
+        groups = assign_buckets(
+            [specs[number] for number in order],
+            self._bucket_nbytes,
+            min(FIRST_BUCKET_NBYTES, self._bucket_nbytes),
+        )
+        self.buckets = [
+            self._make_bucket(index, [numbers[spec.name] for spec in group], group)
+            for index, group in enumerate(groups)
+        ]
+        self._is_on_gpu = any(bucket.is_on_gpu for bucket in self.buckets)
+        by_number = {number: bucket for bucket in self.buckets for number in bucket.members}
+        self.bucket_of = [by_number[number] for number in range(len(specs))]
+        self._tag = self._first_tag + _digest(specs)
+        self._reset()
+
+    def _make_bucket(self, index: int, members: list[int], specs: list[ParameterSpec]) -> Bucket:
+        # Every bucket has control lanes, so that its layout tells nothing of its place.
+        layout = BucketLayout(specs, self.averaging.num_counters, NUM_CONTROLS)
+        wire = wire_dtype(self._compress, layout.dtype)
+        if specs[0].is_on_gpu:
+            assert self._gpu_memory is not None, "no module has parameters out of reach"
+            return GpuBucket(index, members, layout, self._gpu_memory, wire)
+        if wire is None:
+            buffer = self.backend.empty(layout.count, layout.dtype)
+            return Bucket(index, members, layout, buffer, self._as_array)
+        buffer = np.empty(layout.count, layout.dtype)
+        sent = self.backend.empty(layout.count, wire)
+        return Bucket(index, members, layout, buffer, self._as_array, sent)
+
+    def tag_of(self, call: int) -> int:
+        """Tag of a call of a round: a bucket by its index, other calls by negative numbers."""
+        return (self._tag + call) & 0xFFFFFFFF
+
+    # A round
+
+    def begin(
+        self, gradients: Gradients, *, weight: float | None = None, is_present: bool = True
+    ) -> None:
+        """Open a round. All ranks do, and finish it, with their gradients or without."""
+        self._reset()
+        self.is_open = True
+        self._gradients = gradients
+        self._weight = weight
+        if self._agreement is not None and self._is_on_gpu:
+            self._agreement.ask(self.tag_of(AGREEMENT))
+        if self.is_attended or weight is not None:
+            self._question = self._question or RollCall(self.backend)
+            self._roll_call = self._question.ask(is_present, weight, self.tag_of(ROLL_CALL))
+        self.statistics = Statistics(
+            self.statistics.num_rounds + 1,
+            self._is_overlapped,
+            perf_counter(),
+            buckets=[
+                BucketTimes(bucket.layout.nbytes, bucket.layout.names) for bucket in self.buckets
+            ],
+        )
+
+    def mark_ready(self, number: int) -> None:
+        """Take note that a gradient is there, and pack its bucket if it was the last."""
+        # Runs for every parameter and step: what can wait until a bucket may be full does.
+        if self._is_on_gpu:
+            self._mark_ready_on_gpu(number)
+            return
+        order = self._ready_order
+        order.append(number)
+        if len(order) >= self._next_full:
+            self._settle()
+
+    def _mark_ready_on_gpu(self, number: int) -> None:
+        with self._lock:
+            self.bucket_of[number].note_stream()
+            self._ready_order.append(number)
+            if len(self._ready_order) >= self._next_full:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Take in what has become ready since the last time."""
+        order, is_ready, bucket_of = self._ready_order, self._is_ready, self.bucket_of
+        for number in order[self._num_settled :]:
+            bucket = bucket_of[number]
+            if is_ready[number]:
+                self._note_late(bucket, number)
+                continue
+            is_ready[number] = 1
+            bucket.num_missing -= 1
+            if not bucket.num_missing:
+                self._pack_full(bucket)
+        self._num_settled = len(order)
+        # None can be full before so many more have come.
+        missing = (bucket.num_missing for bucket in self.buckets if bucket.num_missing)
+        self._next_full = self._num_settled + min(missing, default=1)
+
+    def _note_late(self, bucket: Bucket, number: int) -> None:
+        self._has_late |= bucket.is_leaving
+        if self._has_late and not self._tells_late:
+            raise RuntimeError(LATE_ON_GPU.format(name=self.specs[number].name))
+
+    def _pack_full(self, bucket: Bucket) -> None:
+        self._pack(bucket, is_leaving=self._is_overlapped and bucket is not self.buckets[-1])
+        if self._is_overlapped:
+            self._send_packed()
+
+    def is_ready(self, number: int) -> bool:
+        """Whether a gradient was marked ready in this round."""
+        if self._num_settled < len(self._ready_order):
+            self._settle()
+        return bool(self._is_ready[number])
+
+    def finish(self) -> Attendance | None:
+        """Reduce what was not reduced yet, hand everything back, close the round.
+
+        Returns
+        -------
+        Attendance or None
+            None if there was no roll call.
+
+        Raises
+        ------
+        WeightError
+            Their weights make no average. Nothing was packed; the group stays usable.
+        CollectiveMismatch
+            The ranks do not train the same parameters; names the first that differs. Gradients
+            that had not left yet are this rank's own again; the group stays usable.
+        DistributedError
+            Whatever ended the group. Gradients are then undefined.
+        """
+        try:
+            if self._agreement is not None:
+                self._agreement.require()
+            attendance = self._roll_call.result() if self._roll_call else None
+            if attendance is None or attendance.present:
+                self._reduce_all(attendance)
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, CollectiveMismatch):
+                raise self._explained(error) from error
+            raise
+        self._close()
+        self.statistics.end_s = perf_counter()
+        return attendance
+
+    def abandon(self) -> None:
+        """Close a round that cannot be finished."""
+        self._gradients.take_back()
+        self._close()
+
+    def _close(self) -> None:
+        self.is_open = False
+        self._gradients = NoGradients()  # they may refer to the reducer in turn
+
+    def _reset(self) -> None:
+        self.is_open = False
+        self._is_ready = bytearray(len(self.specs))
+        self._ready_order = []
+        self._num_settled = 0
+        self._has_late = False
+        self._num_sent = 0
+        self._roll_call = None
+        self._weight = None
+        for bucket in self.buckets:
+            bucket.reset()
+        self._next_full = min((len(bucket.members) for bucket in self.buckets), default=1)
+
+    # Steps of a round
+
+    def _pack(self, bucket: Bucket, is_leaving: bool) -> None:
+        self.statistics.buckets[bucket.index].ready_s = perf_counter()
+        bucket.join_streams()
+        self._gradients.pack(bucket, self._counter, is_leaving)
+        bucket.release_streams()
+        bucket.is_packed, bucket.is_leaving = True, is_leaving
+
+    def _send_packed(self) -> None:
+        """Start every bucket whose turn it is, save the last: its control lanes are not known."""
+        if self._agreement is not None and not self._agreement.is_reached():
+            return  # `finish` says so
+        while self._num_sent < len(self.buckets) - 1 and self.buckets[self._num_sent].is_packed:
+            bucket = self.buckets[self._num_sent]
+            self._num_sent += 1
+            self._send(bucket, self.averaging.reduce_op, async_op=True)
+
+    def _reduce_all(self, attendance: Attendance | None) -> None:
+        self.statistics.backward_end_s = perf_counter()
+        factor = self._factor(attendance)  # raises, if at all, while gradients are where they were
+        self._settle()
+        # All are packed before any is handed back: one gradient may lie in two of them.
+        for bucket in self.buckets:
+            if not bucket.is_packed:
+                self._pack(bucket, is_leaving=False)
+        if not self.buckets:
+            return
+        op = self.averaging.reduce_op if factor is None else self._weigh(factor)
+        self.buckets[-1].set_control(LATE, self._has_late)
+        for bucket in self.buckets[self._num_sent :]:
+            # Of a GPU no host waits, and what is under way may be asked after.
+            self._send(bucket, op, async_op=bucket.is_on_gpu)
+        for bucket in self.buckets:
+            self._await(bucket)
+        if self._tells_late and self.buckets[-1].has_control(LATE):
+            self._reduce_late()
+        for bucket in self.buckets:
+            self.averaging.complete(bucket)
+            self._gradients.put(bucket, bucket.contributed())
+        if not self._has_order:
+            self._agree_on_order()
+
+    @property
+    def _tells_late(self) -> bool:
+        """Whether all ranks look at what the last bucket tells in this round."""
+        return not self.buckets[-1].is_on_gpu or not self._has_order
+
+    def _factor(self, attendance: Attendance | None) -> float | None:
+        """Return what this rank's gradients are multiplied by; None if they stay as they are."""
+        if attendance is None:
+            return None
+        factor = attendance.factor(self._weight, self.averaging.reduce_op is ReduceOp.MEAN)
+        if factor is not None and self._num_sent:
+            raise ValueError("DDP: gradients that are on their way cannot be weighted any more")
+        return factor
+
+    def _weigh(self, factor: float) -> ReduceOp:
+        """Multiply gradients by their weight; return how to reduce them."""
+        for bucket in self.buckets:
+            bucket.scale(factor)
+        return ReduceOp.SUM
+
+    def _send(self, bucket: Bucket, op: ReduceOp, *, async_op: bool) -> None:
+        times = self.statistics.buckets[bucket.index]
+        times.start_s = perf_counter()
+        bucket.join_streams()
+        if callable(self._compress):
+            self._send_as_user_likes(bucket, op)
+        else:
+            bucket.to_wire()
+            work = allreduce(
+                *(bucket.wire, self.backend, op),
+                out=bucket.wire,
+                async_op=async_op,
+                tag=self.tag_of(bucket.index),
+            )
+            bucket.work = cast("Work", work) if async_op else None
+        if bucket.work is None:
+            self._arrive(bucket, times.start_s)
+
+    def _send_as_user_likes(self, bucket: Bucket, op: ReduceOp) -> None:
+        # The lanes must arrive as they are, whatever becomes of the gradients.
+        lanes = bucket.buffer[bucket.layout.lanes_offset :]
+        allreduce(lanes, self.backend, op, out=lanes, tag=self.tag_of(bucket.index))
+        cast(Callable[..., object], self._compress)(bucket, self.backend, op)
+
+    def _await(self, bucket: Bucket) -> None:
+        if bucket.work is not None:
+            began_at = perf_counter()
+            bucket.work.wait()
+            self._arrive(bucket, began_at)
+
+    def _arrive(self, bucket: Bucket, waiting_since_s: float) -> None:
+        bucket.from_wire()
+        times = self.statistics.buckets[bucket.index]
+        times.end_s = perf_counter()
+        times.exposed_s += times.end_s - waiting_since_s
+
+    def _reduce_late(self) -> None:
+        """Reduce what came after its bucket had left, on whatever rank, and add it."""
+        self._is_overlapped = False
+        for bucket in self.buckets:
+            in_time = bucket.copy()
+            self._gradients.pack_late(bucket)
+            self._send(bucket, self.averaging.reduce_op, async_op=bucket.is_on_gpu)
+            self._await(bucket)
+            bucket.add(in_time)
+
+    def _agree_on_order(self) -> None:
+        """Lay the buckets out in the order in which rank 0's gradients became ready."""
+        self._has_order = True
+        seen = dict.fromkeys(self._ready_order)  # some came twice
+        order = np.array([*seen, *(n for n in self._order if n not in seen)], np.int64)
+        order = broadcast_row(order, self.backend, self.tag_of(ORDER))
+        if tuple(order.tolist()) != self._order:
+            statistics = self.statistics
+            self.lay_out(self.specs, order.tolist())
+            self._has_order, self.statistics = True, statistics
+
+    # Ranks that disagree
+
+    def _explained(self, error: CollectiveMismatch) -> CollectiveMismatch:
+        """Return the error that says which parameter the ranks disagree on, if it is one."""
+        for bucket in self.buckets:
+            with contextlib.suppress(CollectiveMismatch):
+                if bucket.work is not None:
+                    bucket.work.wait()
+        lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(self.specs)]
+        # Buckets that other ranks have under way are answered by as many failures of ours.
+        for _ in range(len(self.buckets) + 1):
+            answer = self._disagreement(lines)
+            if answer is None or answer.op == "DDP":
+                return answer or error
+        return error
+
+    def _disagreement(self, lines: Sequence[str]) -> CollectiveMismatch | None:
+        try:
+            agree_on_manifest(lines, self.backend, "DDP", timeout=self.backend.timeout / 10)
+        except CollectiveMismatch as error:
+            return error.with_traceback(None)  # which would hold the caller, and with it the error
+        return None
+
+
+def _digest(specs: Sequence[ParameterSpec]) -> int:
+    """31 bits of what is trained: part of every tag, so that ranks that differ mismatch."""
+    text = "\0".join(map(str, specs)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1

@@ -1,0 +1,83 @@
+"""Replicas of a pipeline's stages: made equal, and their gradients reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ferro_dist.collective import broadcast
+from ferro_dist.parallel.gradient_reduction import GradientReduction, Weight
+from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.schedules import Action, ActionKind
+from ferro_dist.parallel.stage import Stage
+from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["connect_replicas"]
+
+
+def connect_replicas(
+    stages: Mapping[int, Stage],
+    actions: Sequence[Action],
+    replicas: Backend,
+    op: ReduceOp,
+    bucket_nbytes: int,
+    settings: Sequence[str],
+) -> dict[int, GradientReduction]:
+    """Give all replicas the weights and buffers of the first one. Called by all of them.
+
+    Parameters
+    ----------
+    stages : mapping of int to Stage
+        This rank's.
+    actions : sequence of Action
+        This rank's list, with reductions.
+    replicas : Backend
+    op : ReduceOp
+    bucket_nbytes : int
+    settings : sequence of str
+        What else must be equal.
+
+    Returns
+    -------
+    dict of int to GradientReduction
+        For each stage that has weights of its own.
+
+    Raises
+    ------
+    CollectiveMismatch
+        The replicas differ, in what the error says.
+    """
+    lines = [
+        f"stage {number} {name} {stage.describe(array)}"
+        for number, stage in stages.items()
+        for name, array in {**stage.parameters(), **stage.buffers()}.items()
+    ]
+    agree_on_manifest([*settings, *lines], replicas, op="Pipeline")
+    reductions = {}
+    for number, weights in _weights_by_stage(stages, actions).items():
+        if weights:
+            reductions[number] = GradientReduction(weights, replicas, op, bucket_nbytes)
+            reductions[number].equalize()
+        stage = stages[number]
+        for name, value in stage.buffers().items():
+            stage.load(name, broadcast(stage.plain(value), replicas))
+    return reductions
+
+
+def _weights_by_stage(
+    stages: Mapping[int, Stage], actions: Sequence[Action]
+) -> dict[int, list[Weight]]:
+    """Give each weight to the stage of this rank that is the last to add to its gradient."""
+    order = [action.stage for action in actions if action.kind is ActionKind.REDUCE]
+    weights: dict[int, list[Weight]] = {number: [] for number in stages}
+    seen: set[int] = set()
+    for number in reversed(order):
+        stage = stages[number]
+        for name, array in stage.parameters().items():
+            if id(array) not in seen:
+                seen.add(id(array))
+                weights[number].append(Weight(stage, name))
+    return weights

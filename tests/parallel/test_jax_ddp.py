@@ -1,0 +1,187 @@
+"""DDP of a pytree of JAX arrays: as that of a torch module, but that averages are returned."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import ferro_dist as fd
+from ferro_dist.testing import run_ranks
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+STEPS = 20
+ROWS = 12
+SIZES = (6, 16, 8, 3)
+WAYS: dict[str, dict[str, Any]] = {
+    "tap": {"bucket_mb": 1e-4, "overlap": "always"},
+    "tap after backward": {"overlap": False, "compress": "fp16"},
+    "accumulated": {"bucket_mb": 1e-4},
+}
+
+
+def make_params(seed: int = 0) -> Any:
+    rng = np.random.default_rng(seed)
+    return [
+        {"weight": jax.numpy.asarray(rng.normal(size=(n, m)) / 3), "bias": jax.numpy.zeros(m)}
+        for n, m in itertools.pairwise(SIZES)
+    ]
+
+
+def loss(params: Any, rows: slice, step: Any) -> Any:
+    """Of a share of the step's data; the last layer is used every other step."""
+    x = jax.random.normal(jax.random.key(step), (ROWS, SIZES[0]))[rows]
+    first, second, third = params
+    x = jax.numpy.tanh(x @ first["weight"] + first["bias"])
+    y = jax.numpy.tanh(x @ second["weight"] + second["bias"])
+    z = jax.numpy.where(step % 2, y @ third["weight"] + third["bias"], x[:, :3])
+    return ((z - 1) ** 2).mean()
+
+
+@jax.jit  # type: ignore[untyped-decorator]
+def descend(params: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def as_numpy(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def train(backend: Any) -> dict[str, Any]:
+    """Train in each of the ways that there are; return what the parameters have become."""
+    rows = slice(backend.rank, None, backend.world_size)
+    trained = {}
+    for name, options in WAYS.items():
+        ddp = fd.DDP(make_params(seed=backend.rank), backend, **options)
+        params = ddp.module
+        gradient = jax.jit(lambda p, i, d=ddp: jax.grad(lambda q: loss(d.tap(q), rows, i))(p))
+        for step in range(STEPS):
+            if name == "accumulated":
+                with ddp.no_sync():
+                    # Compiled in the block, and used outside of it: what counts is when it runs.
+                    own = gradient(params, step)
+                first = ddp.sync_gradients(own, weight=7)
+                grads = jax.tree.map(lambda a, b: (a + b) / 2, first, gradient(params, step))
+            else:
+                grads = gradient(params, step)
+            params = descend(params, grads)
+        ddp.verify(params)
+        trained[name] = as_numpy(params)
+    return trained
+
+
+def train_alone() -> Any:
+    params = make_params()
+    gradient = jax.jit(jax.grad(lambda p, i: loss(p, slice(None), i)))
+    for step in range(STEPS):
+        params = descend(params, gradient(params, step))
+    return as_numpy(params)
+
+
+def test_twenty_steps_equal_one_process() -> None:
+    alone = train_alone()
+    first, *others = run_ranks(2, train)
+    for other in others:
+        jax.tree.map(assert_array_equal, first, other)
+    for name, params in first.items():
+        # float32 sums in other order, over 20 steps of descent; 11 bits for float16.
+        tolerance = 5e-3 if "compress" in WAYS[name] else 1e-4
+        jax.tree.map(
+            lambda a, b, bound=tolerance: assert_allclose(a, b, rtol=bound, atol=bound),
+            params,
+            alone,
+        )
+
+
+def behave(backend: Any) -> None:
+    """Check what a wrapper does beside training."""
+    rank = backend.rank
+    params = {
+        "w": jax.numpy.full(3, 1.0 + rank),
+        "half": jax.numpy.full(2, 1.0 + rank, "bfloat16"),
+        "steps": jax.numpy.asarray(5 + rank),
+        "key": jax.random.key(rank),
+        "activation": np.tanh,
+    }
+    ddp = fd.DDP(params, backend, root=1)
+    assert isinstance(ddp, fd.DDP)
+    assert_array_equal(ddp.module["w"], [2] * 3)
+    assert int(ddp.module["steps"]) == 6
+    assert ddp.module["activation"] is np.tanh
+    assert_array_equal(
+        jax.random.key_data(ddp.module["key"]),
+        jax.random.key_data(params["key"]) if rank == 1 else jax.random.key_data(jax.random.key(1)),
+    )
+    assert_array_equal(params["w"], [1.0 + rank] * 3)  # what was passed stays as it was
+    ddp.verify()
+
+    again = ddp.broadcast_parameters(0, params)
+    assert again is ddp.module
+    assert_array_equal(again["w"], [1] * 3)
+    params["w"] = params["w"].at[1].set(3.0 + rank)
+    with pytest.raises(fd.CollectiveMismatch, match=r"leaf \"\['w'\]\", bits"):
+        ddp.verify({**again, "w": params["w"]})
+    ddp.verify()
+
+    grads = {"w": jax.numpy.full(3, 2.0 * rank), "half": jax.numpy.full(2, rank, "bfloat16")}
+    mean = ddp.sync_gradients(grads, weight=[3, 1][rank])
+    assert_array_equal(mean["w"], [0.5] * 3)
+    assert mean["half"].dtype == "bfloat16"
+    assert_array_equal(mean["half"].astype("f4"), [0.25] * 2)
+    with pytest.raises(ValueError, match="weights of all ranks are 0"):
+        ddp.sync_gradients(grads, weight=0)
+    with ddp.no_sync():
+        assert ddp.sync_gradients(grads) is grads
+    assert_array_equal(ddp.sync_gradients(grads)["w"], [1] * 3)
+
+    statistics = ddp.statistics()
+    assert statistics.num_rounds == 2
+    assert statistics.begin_s <= statistics.backward_end_s <= statistics.end_s
+    assert {name for bucket in statistics.buckets for name in bucket.names} == {"['w']", "['half']"}
+    for bucket in statistics.buckets:
+        assert statistics.begin_s <= bucket.ready_s <= bucket.start_s <= bucket.end_s
+
+    inner = ddp.into_inner()
+    assert_array_equal(inner["w"], [1] * 3)
+    for use in (ddp.verify, ddp.broadcast_parameters, lambda: ddp.sync_gradients(grads)):
+        with pytest.raises(ValueError, match="into_inner"):
+            use()
+
+
+def refuse(backend: Any) -> None:
+    """Check what is refused, and that the group is as usable as before."""
+    ones = jax.numpy.ones(3)
+    with pytest.raises(fd.CollectiveMismatch, match=r"leaf 0 \"\['a'\]\" float32 \(3,\) on rank 0"):
+        fd.DDP({"a" if backend.rank == 0 else "b": ones}, backend)
+    refusals: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        ([ones], {"average": "contributors"}, ValueError, "'mean' or 'sum' for JAX"),
+        ([ones], {"compress": fd.PowerSGD(1)}, TypeError, "in place"),
+        ([jax.numpy.arange(3)], {}, ValueError, "no parameters"),
+        ([ones.astype("float8_e5m2")], {}, fd.InvalidArray, "float8_e5m2"),
+    ]
+    for module, options, error, message in refusals:
+        with pytest.raises(error, match=message):
+            fd.DDP(module, backend, **options)
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(lambda p: fd.DDP(p, backend).module)(ones)
+    ddp = fd.DDP([ones], backend)
+    with pytest.raises(fd.UnsupportedOp, match="weight=0"):
+        ddp.join()
+    with pytest.raises(ValueError, match="pass the gradients"):
+        ddp.sync_gradients()
+    with pytest.raises(AttributeError, match=r"ddp\.module"):
+        ddp.learning_rate  # noqa: B018
+    fd.barrier(backend)
+
+
+def behave_and_refuse(backend: Any) -> None:
+    behave(backend)
+    refuse(backend)
+
+
+def test_a_pytree_is_wrapped_as_a_module_is() -> None:
+    run_ranks(2, behave_and_refuse)

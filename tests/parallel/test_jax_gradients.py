@@ -1,0 +1,250 @@
+"""Pytrees of gradients: averaged after a step, or tapped inside of a compiled backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import ferro_dist as fd
+from ferro_dist.testing import run_ranks
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+ROWS = 12
+STEPS = 20
+
+
+def reducer(backend: Any, **options: Any) -> Any:
+    from ferro_dist.integrations.jax_gradients import PytreeReducer
+
+    return PytreeReducer(backend, **options)
+
+
+def make_params(seed: int = 0) -> Any:
+    rng = np.random.default_rng(seed)
+    sizes = [7, 9, 8, 3]
+    return {
+        f"layer{i}": {
+            "weight": jax.numpy.asarray(rng.normal(size=sizes[i : i + 2]) / 3, "float32"),
+            "bias": jax.numpy.zeros(sizes[i + 1], "float32"),
+        }
+        for i in range(3)
+    }
+
+
+def data() -> tuple[Any, Any]:
+    rng = np.random.default_rng(7)
+    return rng.normal(size=(ROWS, 7)).astype("f4"), rng.normal(size=(ROWS, 3)).astype("f4")
+
+
+def loss(params: Any, x: Any, y: Any) -> Any:
+    for i in range(3):
+        x = jax.numpy.tanh(x @ params[f"layer{i}"]["weight"] + params[f"layer{i}"]["bias"])
+    return ((x - y) ** 2).mean()
+
+
+def descend(params: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
+
+
+def train_whole() -> Any:
+    params = make_params()
+    step = jax.jit(lambda params: descend(params, jax.grad(loss)(params, *data())))
+    for _ in range(STEPS):
+        params = step(params)
+    return as_numpy(params)
+
+
+def as_numpy(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def own_rows(backend: Any) -> tuple[Any, Any]:
+    x, y = data()
+    return x[backend.rank :: backend.world_size], y[backend.rank :: backend.world_size]
+
+
+def train_by_tap(backend: Any, bucket_mb: float, compiled: bool) -> Any:
+    reduce = reducer(backend, bucket_mb=bucket_mb)
+    params = reduce.broadcast_parameters(make_params(seed=backend.rank))
+
+    def step(params: Any) -> Any:
+        grads = jax.grad(lambda p: loss(reduce.tap(p), *own_rows(backend)))(params)
+        return descend(params, grads)
+
+    if compiled:
+        step = jax.jit(step)
+    for _ in range(STEPS):
+        params = step(params)
+    return as_numpy(params)
+
+
+def train_by_sync(backend: Any) -> Any:
+    reduce = reducer(backend)
+    params = reduce.broadcast_parameters(make_params(seed=backend.rank))
+    gradient = jax.jit(jax.grad(loss))
+    for _ in range(STEPS):
+        params = descend(params, reduce.sync_gradients(gradient(params, *own_rows(backend))))
+    return as_numpy(params)
+
+
+def assert_trained(outcomes: list[Any]) -> None:
+    jax.tree.map(assert_array_equal, *outcomes)
+    # float32 sums in other order, over 20 steps of a well-conditioned descent.
+    jax.tree.map(
+        lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), outcomes[0], train_whole()
+    )
+
+
+# One bucket for all, and one for each leaf.
+@pytest.mark.parametrize("bucket_mb", [25, 1e-6])
+@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
+def test_tapped_steps_are_those_of_one_process(bucket_mb: float, compiled: bool) -> None:
+    assert_trained(run_ranks(2, train_by_tap, bucket_mb, compiled))
+
+
+def test_synchronized_steps_are_those_of_one_process() -> None:
+    assert_trained(run_ranks(2, train_by_sync))
+
+
+def tap_everything(backend: Any) -> Any:
+    """Exercise what else a backward may be; return what to compare."""
+    reduce = reducer(backend, bucket_mb=1e-6)
+    w = jax.numpy.full(3, 2.0)
+    scale = backend.rank + 1.0
+    outcome: dict[str, Any] = {}
+
+    def gradient(function: Any, params: Any) -> Any:
+        return as_numpy(jax.jit(jax.grad(lambda p: function(reduce.tap(p))))(params))
+
+    outcome["checkpoint"] = gradient(
+        jax.checkpoint(lambda p: scale * (p["a"] ** 2).sum()), {"a": w}
+    )
+    outcome["unused"] = gradient(lambda p: scale * p["used"].sum(), {"used": w, "unused": w})
+    # Compiled differently on each rank: one of them does not know that b was used.
+    outcome["elsewhere"] = gradient(
+        lambda p: p["x"].sum() + (p["b"].sum() if backend.rank else 0.0), {"b": w, "x": w}
+    )
+    outcome["tied"] = gradient(lambda p: scale * (p["t"] * p["t"]).sum(), {"t": w})
+    low = {"h": w.astype("bfloat16"), "s": w, "c": w.astype("complex64")}
+    outcome["mixed"] = gradient(
+        lambda p: scale * (p["h"].astype("float32") + p["s"] + p["c"].real).sum(), low
+    )
+
+    def body(p: Any, x: Any) -> tuple[Any, Any]:
+        g = jax.grad(lambda q: scale * x * (reduce.tap({"z": q})["z"] ** 2).sum())(p)
+        return p - 0.1 * g, None
+
+    outcome["scan"] = np.asarray(jax.jit(lambda p: jax.lax.scan(body, p, np.ones(3, "f4"))[0])(w))
+    return outcome
+
+
+def test_backward_of_any_kind_is_averaged() -> None:
+    first, second = run_ranks(2, tap_everything)
+    jax.tree.map(assert_array_equal, first, second)
+    assert_array_equal(first["checkpoint"]["a"], [6] * 3)
+    assert_array_equal(first["unused"]["used"], [1.5] * 3)
+    assert_array_equal(first["unused"]["unused"], [0] * 3)
+    assert_array_equal(first["elsewhere"]["b"], [0.5] * 3)
+    assert_array_equal(first["tied"]["t"], [6] * 3)
+    assert [first["mixed"][k].dtype.name for k in "hsc"] == ["bfloat16", "float32", "complex64"]
+    for leaf in first["mixed"].values():
+        assert_array_equal(leaf.astype("complex64"), [1.5] * 3)
+    # p - 0.1 * 2 * 1.5 * p, three times
+    assert_allclose(first["scan"], 2 * 0.7**3 * np.ones(3), rtol=1e-6)
+
+
+def synchronize_trees(backend: Any) -> Any:
+    reduce = reducer(backend, average="sum")
+    grads = {"a": jax.numpy.ones(3) * (backend.rank + 1), "count": jax.numpy.asarray(backend.rank)}
+    synced = reduce.sync_gradients(grads)
+    assert isinstance(synced["a"], jax.Array)
+    assert int(synced["count"]) == backend.rank  # an integer is no gradient
+    first = np.asarray(synced["a"])
+    reduce.sync_gradients({"a": jax.numpy.zeros(3), "count": jax.numpy.asarray(0)})
+    assert_array_equal(first, [3, 3, 3])  # results of one step are not the next one's
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(reduce.sync_gradients)(grads)
+    return first
+
+
+def test_trees_are_synchronized_outside_of_jit() -> None:
+    for a in run_ranks(2, synchronize_trees):
+        assert_array_equal(a, [3, 3, 3])
+
+
+def trace_anew_on_one_rank(backend: Any) -> list[float]:
+    reduce = reducer(backend, bucket_mb=1e-6)
+    gradient = jax.jit(jax.grad(lambda p, x: (reduce.tap(p)["a"] * x.sum() + p["b"] * 0).sum()))
+    params = {"a": jax.numpy.ones(2), "b": jax.numpy.ones(2)}
+    # The last batch of rank 1 is shorter: it alone compiles a second time.
+    sizes = [4, 4] if backend.rank == 0 else [4, 2]
+    return [float(gradient(params, jax.numpy.ones(size))["a"][0]) for size in sizes]
+
+
+def test_ranks_may_compile_at_different_times() -> None:
+    assert run_ranks(2, trace_anew_on_one_rank) == [[4.0, 3.0]] * 2
+
+
+def disagree(backend: Any) -> None:
+    reduce = reducer(backend)
+    with pytest.raises(fd.CollectiveMismatch, match=r"float32 \(3,\)"):
+        reduce.sync_gradients([jax.numpy.ones(2 + backend.rank)])
+    # A batch of trees is more than one gradient for each leaf.
+    w = jax.numpy.ones(2)
+    batched = jax.vmap(jax.grad(lambda p, x: (reduce.tap([p])[0] * x).sum()), (None, 0))
+    with pytest.raises(Exception, match="outside of vmap"):
+        jax.block_until_ready(batched(w, jax.numpy.ones((3, 2))))
+    with pytest.raises(
+        RuntimeError, match="an earlier step has failed: tap: a gradient came twice"
+    ):
+        reduce.sync_gradients([w])
+
+
+def test_trees_that_differ_and_batches_of_trees_are_refused() -> None:
+    run_ranks(2, disagree)
+
+
+def weigh_on_one_rank(backend: Any) -> None:
+    reduce = reducer(backend, bucket_mb=1e-6, average="sum")
+    grads = {name: jax.numpy.full(2, backend.rank + 1.0) for name in "abc"}
+
+    def loss_of(params: Any) -> Any:
+        return sum((backend.rank + 1) * leaf.sum() for leaf in reduce.tap(params).values())
+
+    tapped = jax.jit(jax.grad(loss_of))
+
+    def assert_both_go_on() -> None:
+        for synced in (reduce.sync_gradients(grads), tapped(grads)):
+            for leaf in synced.values():
+                assert_array_equal(leaf, [3] * 2)
+
+    assert_both_go_on()
+    weight = 5 if backend.rank else None
+    with pytest.raises(fd.CollectiveMismatch):
+        reduce.sync_gradients(grads, weight=weight)
+    assert_both_go_on()
+    with pytest.raises(fd.CollectiveMismatch if weight else Exception) as caught:
+        jax.block_until_ready(reduce.sync_gradients(grads, weight=5) if weight else tapped(grads))
+    assert weight or "CollectiveMismatch" in str(caught.value)
+    assert_both_go_on()
+    # One of them knows the tree, and has three buckets under way.
+    other = {"new": jax.numpy.ones(2)}
+    with pytest.raises(fd.CollectiveMismatch, match="'new'"):
+        reduce.sync_gradients(other if weight else grads)
+    assert_both_go_on()
+
+
+def test_ranks_that_disagree_go_on_afterwards() -> None:
+    run_ranks(2, weigh_on_one_rank)
+
+
+def test_arguments_that_cannot_be_are_refused() -> None:
+    with fd.SimulatedBackend.create_group(1)[0] as backend:
+        with pytest.raises(ValueError, match="'mean' or 'sum'"):
+            reducer(backend, average="median")
+        with pytest.raises(ValueError, match="bucket_mb"):
+            reducer(backend, bucket_mb=0)

@@ -1,0 +1,132 @@
+"""What stands beside DDP, together with it: clipping, SyncBatchNorm, ZeRO-1, PowerSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import ferro_dist as fd
+from ferro_dist.parallel.power_sgd import PowerSGD
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+OnRanks = Callable[..., list[Any]]
+
+ROWS, STEPS = 12, 20
+
+
+def randomize(net: Any) -> Any:
+    """With a generator of its own: ranks are threads, that of torch is for all of them."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / 3)
+    return net.double()
+
+
+def make_mlp() -> Any:
+    return randomize(
+        torch.nn.Sequential(torch.nn.Linear(7, 24), torch.nn.Tanh(), torch.nn.Linear(24, 3))
+    )
+
+
+def make_normalized() -> Any:
+    return randomize(
+        torch.nn.Sequential(
+            *(torch.nn.Linear(7, 9), torch.nn.BatchNorm1d(9), torch.nn.Tanh()),
+            torch.nn.Linear(9, 3),
+        )
+    )
+
+
+def backward(net: Any, rows: slice) -> None:
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(ROWS, 7, generator=generator, dtype=torch.float64)
+    y = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
+    torch.nn.functional.mse_loss(net(x[rows]), y[rows]).backward()
+
+
+def own(backend: Any) -> slice:
+    return slice(backend.rank, None, backend.world_size)
+
+
+def weights(net: Any) -> list[Any]:
+    return [value.detach().tolist() for value in net.state_dict().values()]
+
+
+def train(net: Any, rows: slice, clip: float | None, optimizer: Any = None) -> list[Any]:
+    optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        backward(net, rows)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return weights(net)
+
+
+def assert_same(actual: list[Any], expected: list[Any]) -> None:
+    # Means of other order: some units in the last place of float64 at each of 20 steps.
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_averaged_gradients_are_clipped_as_those_of_the_whole_batch(
+    on_ranks: OnRanks, world_size: int
+) -> None:
+    def body(backend: Any) -> Any:
+        return train(fd.DDP(make_mlp(), backend), own(backend), clip=0.1)
+
+    expected = train(make_mlp(), slice(None), clip=0.1)
+    for outcome in on_ranks(world_size, body):
+        assert_same(outcome, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_batches_are_normalized_together(on_ranks: OnRanks, world_size: int) -> None:
+    def body(backend: Any) -> Any:
+        net = fd.convert_sync_batchnorm(make_normalized(), backend)
+        return train(fd.DDP(net, backend), own(backend), clip=None)
+
+    expected = train(make_normalized(), slice(None), clip=None)
+    for outcome in on_ranks(world_size, body):
+        assert_same(outcome, expected)
+
+
+def test_a_sharded_optimizer_steps_averaged_gradients(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        net = fd.DDP(make_mlp(), backend)
+        optimizer = fd.ShardedOptimizer(
+            net.parameters(), torch.optim.AdamW, backend, average=None, lr=0.01
+        )
+        return train(net, own(backend), None, optimizer)
+
+    expected = train(make_mlp(), slice(None), clip=None)
+    for outcome in on_ranks(3, body):
+        assert_same(outcome, expected)
+
+
+def whole_loss(net: Any) -> float:
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(ROWS, 7, generator=generator, dtype=torch.float64)
+    y = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
+    return float(torch.nn.functional.mse_loss(net(x), y).detach())
+
+
+def test_compressed_gradients_train_all_ranks_alike(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> tuple[Any, float]:
+        net = make_mlp()  # its first matrix, 24 × 7, is worth a rank of 1
+        ddp = fd.DDP(net, backend, compress=PowerSGD(1))
+        trained = train(ddp, own(backend), clip=None)
+        ddp.verify()
+        return trained, whole_loss(net)
+
+    (first, loss), (second, _) = on_ranks(2, body)
+    assert first == second
+    exact = make_mlp()
+    train(exact, slice(None), clip=None)
+    # What is left out of a step comes with a later one: most of the way is made.
+    assert loss < whole_loss(make_mlp()) - 0.5 * (whole_loss(make_mlp()) - whole_loss(exact))

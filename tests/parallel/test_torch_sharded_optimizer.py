@@ -1,0 +1,505 @@
+"""A sharded optimizer takes the steps of a plain one, and keeps a share of its state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import ferro_dist as fd
+from ferro_dist.testing import run_ranks
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+OnRanks = Callable[..., list[Any]]
+
+ROWS = 12
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "adamw": ("AdamW", {"lr": 0.01}),
+    "rmsprop": ("RMSprop", {"lr": 0.01, "momentum": 0.5}),
+    # Looks at a matrix as a whole: must not be given a part of one.
+    "adafactor": ("Adafactor", {"lr": 0.01}),
+}
+
+
+def model() -> Any:
+    net = torch.nn.Sequential(
+        torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3), torch.nn.PReLU()
+    ).double()
+    randomize(net)
+    return net
+
+
+def randomize(net: Any) -> None:
+    """With a generator of its own: ranks are threads, that of torch is for all of them."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / 3)
+
+
+def data() -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(ROWS, 7, generator=generator, dtype=torch.float64)
+    return x, torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
+
+
+def backward(net: Any, rows: slice) -> None:
+    x, y = data()
+    torch.nn.functional.mse_loss(net(x[rows]), y[rows]).backward()
+
+
+def make(kind: str) -> tuple[type, dict[str, Any]]:
+    name, options = OPTIMIZERS[kind]
+    return getattr(torch.optim, name), options
+
+
+def own(backend: Any) -> slice:
+    return slice(backend.rank, None, backend.world_size)
+
+
+def weights(net: Any) -> list[Any]:
+    return [p.detach().tolist() for p in net.parameters()]
+
+
+def train_plain(kind: str, steps: int = 20, clip: float | None = None) -> Any:
+    net = model()
+    cls, options = make(kind)
+    optimizer = cls(net.parameters(), **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(net, slice(None))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return net, optimizer
+
+
+def train_sharded(backend: Any, kind: str, steps: int = 20, clip: float | None = None) -> Any:
+    net = model()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(backend.rank)  # made equal by the construction
+    cls, options = make(kind)
+    optimizer = fd.ShardedOptimizer(net.parameters(), cls, backend, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(net, own(backend))
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+    return net, optimizer
+
+
+def weights_after_training(backend: Any, kind: str) -> Any:
+    return weights(train_sharded(backend, kind)[0])
+
+
+def assert_same_weights(actual: Any, expected: Any) -> None:
+    # Means of other order: some units in the last place of float64 at each of 20 steps.
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_steps_are_those_of_the_plain_optimizer(
+    on_ranks: OnRanks, kind: str, world_size: int
+) -> None:
+    outcomes = on_ranks(world_size, weights_after_training, kind)
+    assert_same_weights(outcomes[0], weights(train_plain(kind)[0]))
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+def test_steps_of_processes_are_those_of_the_plain_optimizer() -> None:
+    outcomes = run_ranks(2, weights_after_training, "adamw")
+    assert_same_weights(outcomes[0], weights(train_plain("adamw")[0]))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_state_is_divided_by_the_number_of_ranks(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> int:
+        _, optimizer = train_sharded(backend, "adamw", steps=1)
+        states = optimizer._inner.state.values()
+        return sum(s["exp_avg"].untyped_storage().nbytes() for s in states)
+
+    whole = sum(p.numel() * 8 for p in model().parameters())
+    for nbytes in on_ranks(4, body):
+        assert nbytes <= -(-whole // 4 // 8) * 8 + 8
+
+
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+@pytest.mark.parametrize("kind", ["sgd", "adafactor"])
+def test_clipping_is_that_of_the_whole_gradient(on_ranks: OnRanks, kind: str, clip: float) -> None:
+    def body(backend: Any) -> Any:
+        return weights(train_sharded(backend, kind, 5, clip)[0])
+
+    assert_same_weights(on_ranks(3, body)[0], weights(train_plain(kind, 5, clip)[0]))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_the_norm_is_that_of_torch(on_ranks: OnRanks, norm_type: float) -> None:
+    def body(backend: Any) -> float:
+        net = model()
+        optimizer = fd.ShardedOptimizer(net.parameters(), torch.optim.SGD, backend, lr=0.1)
+        backward(net, own(backend))
+        return float(optimizer.clip_grad_norm_(0.1, norm_type))
+
+    net = model()
+    backward(net, slice(None))
+    norm = float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1, norm_type))
+    assert on_ranks(3, body) == pytest.approx([norm] * 3, rel=1e-12)
+
+
+def test_an_infinite_norm_raises_on_all_ranks_if_asked(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        net = model()
+        optimizer = fd.ShardedOptimizer(net.parameters(), torch.optim.SGD, backend, lr=0.1)
+        backward(net, own(backend))
+        if backend.rank == 1:
+            net[0].bias.grad[0] = float("nan")
+        with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+            optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+    on_ranks(2, body)
+
+
+def test_clipping_after_a_skipped_step_is_of_the_new_gradients(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> list[float]:
+        net = torch.nn.Linear(3, 1, bias=False)
+        optimizer = fd.ShardedOptimizer(net.parameters(), torch.optim.SGD, backend, lr=0.1)
+        norms = []
+        for factor in (1.0, 10.0):
+            net.zero_grad()
+            (factor * net(torch.ones(1, 3))).sum().backward()
+            norms.append(float(optimizer.clip_grad_norm_(1.0)))
+        optimizer.step()
+        return norms
+
+    for norms in on_ranks(2, body):
+        assert norms == pytest.approx([3**0.5, 10 * 3**0.5])
+
+
+def test_gradients_must_not_change_after_clipping(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        net = model()
+        optimizer = fd.ShardedOptimizer(net.parameters(), torch.optim.SGD, backend, lr=0.1)
+        backward(net, own(backend))
+        optimizer.clip_grad_norm_(1.0)
+        backward(net, own(backend))
+        with pytest.raises(RuntimeError, match="Clip last"):
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(net, own(backend))
+        optimizer.step()
+
+    on_ranks(2, body)
+
+
+def test_what_changed_on_one_rank_is_refused_on_all(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        net = model()
+        optimizer = fd.ShardedOptimizer(net.parameters(), torch.optim.SGD, backend, lr=0.1)
+        for is_zeroed in (False, True):
+            optimizer.zero_grad()
+            backward(net, own(backend))
+            optimizer.clip_grad_norm_(1.0)
+            if backend.rank == 1 and is_zeroed:
+                optimizer.zero_grad()
+            elif backend.rank == 1:
+                backward(net, own(backend))
+            with pytest.raises(RuntimeError, match="Clip last"):
+                optimizer.step()
+        optimizer.zero_grad()
+        backward(net, own(backend))
+        optimizer.step()
+
+    on_ranks(2, body)
+
+
+def test_clipping_again_is_of_the_new_gradients_if_one_rank_has_any(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> list[float]:
+        net = torch.nn.Linear(3, 1, bias=False)
+        optimizer = fd.ShardedOptimizer(net.parameters(), torch.optim.SGD, backend, lr=0.1)
+        norms = []
+        for factor in (1.0, 10.0):
+            # Rank 1 has run out of data: its second gradient is that of the first batch.
+            if backend.rank == 0 or factor == 1:
+                net.zero_grad()
+                (factor * net(torch.ones(1, 3))).sum().backward()
+            norms.append(float(optimizer.clip_grad_norm_(1.0)))
+        optimizer.step()
+        return norms
+
+    for norms in on_ranks(2, body):
+        assert norms == pytest.approx([3**0.5, (10 + 1) / 2 * 3**0.5])
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_all_ranks_skip_a_step_that_overflows_on_one(on_ranks: OnRanks, clip: float | None) -> None:
+    def body(backend: Any) -> list[list[float]]:
+        p = torch.nn.Parameter(torch.zeros(3))
+        optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        seen = []
+        for step in range(3):
+            optimizer.zero_grad()
+            is_too_large = step == 1 and backend.rank == 1
+            scaler.scale(
+                (p * (float("inf") if is_too_large else backend.rank + 1)).sum()
+            ).backward()
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                optimizer.clip_grad_norm_(clip)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(p.tolist())
+        return seen
+
+    first, second = on_ranks(2, body)
+    assert first == second
+    step = 1.5 if clip is None else 0.5 / 3**0.5
+    for values, expected in zip(first, [-step, -step, -2 * step], strict=True):
+        assert values == pytest.approx([expected] * 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_state_goes_to_a_plain_optimizer_and_back(on_ranks: OnRanks, kind: str) -> None:
+    def save(backend: Any) -> Any:
+        net, optimizer = train_sharded(backend, kind, steps=7)
+        optimizer.consolidate_state_dict(root=None)
+        return net.state_dict(), optimizer.state_dict()
+
+    (net_state, state), *_ = on_ranks(3, save)
+
+    net = model()
+    net.load_state_dict(net_state)
+    cls, options = make(kind)
+    plain = cls(net.parameters(), **options)
+    assert plain.state_dict()["param_groups"] == state["param_groups"]
+    plain.load_state_dict(copy.deepcopy(state))
+    for _ in range(13):
+        plain.zero_grad()
+        backward(net, slice(None))
+        plain.step()
+    assert_same_weights(weights(net), weights(train_plain(kind)[0]))
+
+    def resume(backend: Any) -> Any:
+        net = model()
+        net.load_state_dict(net_state)
+        sharded = fd.ShardedOptimizer(net.parameters(), cls, backend, **options)
+        sharded.load_state_dict(copy.deepcopy(state))
+        for _ in range(13):
+            sharded.zero_grad()
+            backward(net, own(backend))
+            sharded.step()
+        return weights(net)
+
+    # Over another number of ranks than it was saved by.
+    assert_same_weights(on_ranks(2, resume)[0], weights(train_plain(kind)[0]))
+
+
+def test_state_is_brought_together_on_demand_alone(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        net, optimizer = train_sharded(backend, "adamw", steps=1)
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            optimizer.state_dict()
+        optimizer.consolidate_state_dict(root=1)
+        if backend.rank == 1:
+            assert len(optimizer.state_dict()["state"]) == len(list(net.parameters()))
+        else:
+            with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+                optimizer.state_dict()
+        optimizer.step()  # what was consolidated is out of date
+        with pytest.raises(RuntimeError, match="after the last step"):
+            optimizer.state_dict()
+
+    on_ranks(2, body)
+
+
+def test_a_schedule_and_groups_act_on_the_shares(on_ranks: OnRanks) -> None:
+    def train(net: Any, make_optimizer: Callable[[Any], Any], rows: slice) -> Any:
+        first, second = net[0].parameters(), net[2].parameters()
+        groups = [{"params": list(first), "lr": 0.2}, {"params": list(second), "weight_decay": 0.1}]
+        optimizer = make_optimizer(groups)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        for step in range(6):
+            if step == 3:
+                optimizer.add_param_group({"params": list(net[3].parameters()), "lr": 0.3})
+            optimizer.zero_grad()
+            backward(net, rows)
+            optimizer.step()
+            schedule.step()
+        return weights(net)
+
+    def body(backend: Any) -> Any:
+        def sharded(groups: Any) -> Any:
+            return fd.ShardedOptimizer(groups, torch.optim.SGD, backend, lr=0.1, momentum=0.9)
+
+        return train(model(), sharded, own(backend))
+
+    def plain(groups: Any) -> Any:
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    assert_same_weights(on_ranks(3, body)[0], train(model(), plain, slice(None)))
+
+
+def test_a_parameter_used_nowhere_is_not_stepped(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        used, somewhere, nowhere = (torch.nn.Parameter(torch.ones(5)) for _ in range(3))
+        optimizer = fd.ShardedOptimizer(
+            [used, somewhere, nowhere], torch.optim.AdamW, backend, lr=0.1, weight_decay=0.5
+        )
+        (used.sum() + (somewhere.sum() if backend.rank == 1 else 0)).backward()
+        optimizer.step()
+        assert (used != 1).all()
+        assert (somewhere != 1).all()
+        assert (nowhere == 1).all()
+
+    on_ranks(2, body)
+
+
+def test_gradients_that_are_equal_already_are_not_communicated(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        net = model()
+        optimizer = fd.ShardedOptimizer(
+            net.parameters(), torch.optim.SGD, backend, average=None, lr=0.05, momentum=0.9
+        )
+        for _ in range(5):
+            optimizer.zero_grad()
+            backward(net, slice(None))  # as DDP would leave them
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+        return weights(net)
+
+    net = model()
+    plain = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(5):
+        plain.zero_grad()
+        backward(net, slice(None))
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        plain.step()
+    for outcome in on_ranks(2, body):
+        assert_same_weights(outcome, weights(net))
+
+
+def test_sum_adds_the_gradients(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        p = torch.nn.Parameter(torch.zeros(3))
+        optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, average="sum", lr=1.0)
+        (p * (backend.rank + 1)).sum().backward()
+        optimizer.step()
+        return p.tolist()
+
+    assert on_ranks(2, body) == [[-3.0] * 3] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_dtypes_may_be_mixed(on_ranks: OnRanks, dtype: str) -> None:
+    def body(backend: Any) -> Any:
+        a = torch.nn.Parameter(torch.ones(5, dtype=getattr(torch, dtype)))
+        b = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+        optimizer = fd.ShardedOptimizer([a, b], torch.optim.SGD, backend, lr=0.25)
+        a.grad, b.grad = torch.full_like(a, 1 + backend.rank), torch.full_like(b, 3 - backend.rank)
+        optimizer.step()
+        return a.dtype, a.detach().to(torch.complex128).tolist(), b.tolist()
+
+    low = getattr(torch, dtype)
+    expected = (low, [1 - 0.25 * 1.5 + 0j] * 5, [[1 - 0.25 * 2.5] * 2] * 2)
+    assert on_ranks(2, body) == [expected] * 2
+
+
+def test_parameters_of_any_layout_are_stepped(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        net = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        randomize(net)
+        optimizer = fd.ShardedOptimizer(net.parameters(), torch.optim.SGD, backend, lr=0.1)
+        net(torch.ones(2, 3, 5, 5)).sum().backward()
+        optimizer.step()
+        assert net.weight.is_contiguous(memory_format=torch.channels_last)
+        return weights(net)
+
+    net = torch.nn.Conv2d(3, 4, 3)
+    randomize(net)
+    net(torch.ones(2, 3, 5, 5)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    for outcome in on_ranks(3, body):
+        for a, b in zip(outcome, weights(net), strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
+
+
+def test_parameters_may_move_to_other_memory(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        p = torch.nn.Parameter(torch.ones(6))
+        optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=1.0)
+        p.data = torch.full((6,), 5.0)
+        p.sum().backward()
+        optimizer.step()
+        return p.tolist()
+
+    assert on_ranks(2, body) == [[4.0] * 6] * 2
+
+
+def test_a_closure_is_called_once(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        p = torch.nn.Parameter(torch.ones(2))
+        optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=1.0)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = p.sum()
+            loss.backward()
+            return loss.detach()
+
+        return float(optimizer.step(closure)), p.tolist()
+
+    assert on_ranks(3, body) == [(2.0, [0.0, 0.0])] * 3
+
+
+def test_ranks_that_disagree_are_told(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        p = torch.nn.Parameter(torch.ones(2 + backend.rank))
+        with pytest.raises(fd.CollectiveMismatch, match=r"float32 \(3,\)"):
+            fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=1.0)
+        q = torch.nn.Parameter(torch.ones(2))
+        with pytest.raises(fd.CollectiveMismatch, match="'lr': 2"):
+            fd.ShardedOptimizer([q], torch.optim.SGD, backend, lr=1.0 + backend.rank)
+
+    on_ranks(2, body)
+
+
+def test_what_cannot_be_divided_is_refused(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        p = torch.nn.Parameter(torch.ones(2, 2))
+        with pytest.raises(TypeError, match="LBFGS: it looks at all parameters"):
+            fd.ShardedOptimizer([p], torch.optim.LBFGS, backend)
+        with pytest.raises(TypeError, match="a class of optimizers"):
+            fd.ShardedOptimizer([p], torch.optim.SGD([p], lr=1.0), backend)
+        with pytest.raises(ValueError, match="'mean', 'sum' or None"):
+            fd.ShardedOptimizer([p], torch.optim.SGD, backend, average="max", lr=1.0)
+        with pytest.raises(ValueError, match="learning rate"):
+            fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=-1.0)
+        optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=1.0)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            copy.deepcopy(optimizer)
+        p.grad = torch.ones(2, 2).to_sparse()
+        with pytest.raises(TypeError, match="sparse"):
+            optimizer.step()
+
+    on_ranks(1, body)
+
+
+def test_a_sparse_gradient_of_one_rank_is_refused_on_all(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        p = torch.nn.Parameter(torch.ones(2, 2))
+        optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=1.0)
+        p.grad = torch.ones(2, 2).to_sparse() if backend.rank else torch.ones(2, 2)
+        with pytest.raises(TypeError, match="sparse"):
+            optimizer.step()
+        p.grad = torch.ones(2, 2)
+        optimizer.step()
+
+    on_ranks(2, body)

@@ -1,0 +1,244 @@
+"""Sparse gradients: the rows of all ranks, whichever ranks have any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import ferro_dist as fd
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch import nn  # noqa: E402 - needs torch
+
+OnRanks = Callable[..., list[Any]]
+
+
+def table(backend: Any, **options: Any) -> Any:
+    """Wrap six rows of one number each; gradients are how often a row was looked up."""
+    module = nn.Embedding(6, 1, sparse=True).double()
+    return fd.DDP(module, backend, **options)
+
+
+def sparse(indices: Any, values: Any, shape: tuple[int, int]) -> Any:
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
+
+
+def look_up(ddp: Any, *rows: int) -> None:
+    ddp(torch.tensor(rows, dtype=torch.int64)).sum().backward()
+
+
+def gradient_of(ddp: Any) -> list[float]:
+    grad = ddp.module.weight.grad
+    assert grad.is_sparse
+    assert grad.is_coalesced()
+    rows: list[float] = grad.to_dense().flatten().tolist()
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("average", "expected"),
+    [
+        ("mean", [1 / 3, 2 / 3, 0, 0, 0, 1]),
+        ("sum", [1, 2, 0, 0, 0, 3]),
+        ("contributors", [1 / 2, 1, 0, 0, 0, 3 / 2]),
+    ],
+)
+def test_rows_of_all_ranks_are_averaged(
+    on_ranks: OnRanks, average: str, expected: list[float]
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = table(backend, average=average)
+        if backend.rank == 2:  # whose loss does not reach the table
+            ddp.sync_gradients()
+        else:
+            look_up(ddp, *[(1, 5, 1), (5, 0, 5)][backend.rank])
+        return gradient_of(ddp)
+
+    for rows in on_ranks(3, body):
+        assert rows == pytest.approx(expected)
+
+
+def test_a_table_that_nobody_uses_keeps_no_gradient(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = table(backend)
+        ddp.sync_gradients()
+        assert ddp.module.weight.grad is None
+        look_up(ddp)  # a gradient without any row
+        assert gradient_of(ddp) == [0] * 6
+
+    on_ranks(2, body)
+
+
+def test_a_gradient_that_is_dense_on_one_rank_is_dense_on_all(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = table(backend)
+        if backend.rank == 0:
+            look_up(ddp, 4, 4)
+        elif backend.rank == 1:
+            (3 * ddp.module.weight).sum().backward()
+        else:
+            ddp.sync_gradients()
+        grad = ddp.module.weight.grad
+        assert grad.layout is torch.strided
+        return grad.flatten().tolist()
+
+    for rows in on_ranks(3, body):
+        assert rows == pytest.approx([1, 1, 1, 1, 1 + 2 / 3, 1])
+
+
+def test_a_sparse_gradient_that_nobody_announced_becomes_dense(on_ranks: OnRanks) -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.float64))
+            self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, rows: Any) -> Any:
+            return self.scale + nn.functional.embedding(rows, self.weight, sparse=True)
+
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(Functional(), backend)
+        for _ in range(2):
+            ddp(torch.tensor([backend.rank, 3])).sum().backward()
+        return ddp.module.weight.grad.flatten().tolist(), ddp.module.scale.grad.item()
+
+    assert on_ranks(2, body) == [([1, 1, 0, 2], 4)] * 2
+
+
+@pytest.mark.parametrize(("average", "factor"), [("mean", 1), ("sum", 2)])
+def test_rows_accumulate_over_backward_passes(on_ranks: OnRanks, average: str, factor: int) -> None:
+    def body(backend: Any) -> Any:
+        ddp = table(backend, average=average)
+        look_up(ddp, 0)
+        with ddp.no_sync():
+            look_up(ddp, 1 + backend.rank)
+        shown = gradient_of_local(ddp)
+        look_up(ddp, 3)
+        return shown, gradient_of(ddp)
+
+    def gradient_of_local(ddp: Any) -> list[float]:
+        rows: list[float] = ddp.module.weight.grad.to_dense().flatten().tolist()
+        return rows
+
+    half = factor / 2
+    expected = [factor, half, half, factor, 0, 0]
+    own = [[factor, 1, 0, 0, 0, 0], [factor, 0, 1, 0, 0, 0]]
+    assert on_ranks(2, body) == [(own[rank], expected) for rank in range(2)]
+
+
+def test_rows_have_weights_and_ranks_may_run_out(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = table(backend)
+        seen = []
+        with ddp.join():
+            for _ in range(backend.rank + 1):
+                ddp.zero_grad()
+                with ddp.no_sync():
+                    look_up(ddp, backend.rank)
+                ddp.sync_gradients(weight=1 + 2 * backend.rank)
+                seen.append(gradient_of(ddp)[:2])
+        return seen
+
+    assert on_ranks(2, body) == [[[0.25, 0.75]], [[0.25, 0.75], [0, 1]]]
+
+
+def test_rows_handed_over_are_averaged(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = table(backend)
+        own = sparse([[backend.rank]], torch.ones(1, 1).double(), (6, 1))
+        for grads in ({"weight": own}, [own]):
+            synced = ddp.sync_gradients(grads)
+            assert synced is grads
+            average = grads["weight"] if isinstance(grads, dict) else grads[0]
+            assert average.to_dense().flatten().tolist() == [0.5, 0.5, 0, 0, 0, 0]
+        assert ddp.module.weight.grad is None
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_rows_of_any_dtype_are_averaged(on_ranks: OnRanks, dtype: str) -> None:
+    def body(backend: Any) -> Any:
+        module = nn.Embedding(3, 2, sparse=True).to(getattr(torch, dtype))
+        ddp = fd.DDP(module, backend)
+        value = torch.full((1, 2), backend.rank, dtype=getattr(torch, dtype))
+        module.weight.grad = sparse([[2]], value, (3, 2))
+        ddp.sync_gradients()
+        assert module.weight.grad.dtype == getattr(torch, dtype)
+        return module.weight.grad.to_dense()[2].tolist()
+
+    assert on_ranks(2, body) == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_a_mean_of_16_bits_has_room_for_its_sum(on_ranks: OnRanks, is_dense: bool) -> None:
+    def body(backend: Any) -> Any:
+        module = nn.Embedding(3, 1, sparse=True).half()
+        ddp = fd.DDP(module, backend)
+        value = torch.full((1, 1), 60000.0, dtype=torch.float16)  # the largest is 65504
+        gradient = sparse([[2]], value, (3, 1))
+        module.weight.grad = gradient.to_dense() if is_dense and backend.rank else gradient
+        ddp.sync_gradients()
+        assert (module.weight.grad.layout is torch.strided) == is_dense
+        return module.weight.grad.to_dense().flatten().tolist()
+
+    assert on_ranks(2, body) == [[0, 0, 60000]] * 2
+
+
+def test_dense_gradients_handed_over_for_a_table_are_overwritten(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        own = torch.full((6, 1), 1.0 + backend.rank, dtype=torch.float64)
+        grads = table(backend).sync_gradients({"weight": own})
+        assert grads["weight"] is own
+        return own.flatten().tolist()
+
+    assert on_ranks(2, body) == [[1.5] * 6] * 2
+
+
+@pytest.mark.parametrize("weights", [(0, 0), (2.0, None)], ids=["of nothing", "on one"])
+def test_rows_survive_weights_that_are_refused(on_ranks: OnRanks, weights: tuple[Any, ...]) -> None:
+    def body(backend: Any) -> Any:
+        ddp = table(backend, average="sum")
+        look_up(ddp, 0)
+        with ddp.no_sync():
+            look_up(ddp, 1)
+        with pytest.raises((ValueError, fd.CollectiveMismatch)):
+            ddp.sync_gradients(weight=weights[backend.rank])
+        assert ddp.module.weight.grad.to_dense().flatten().tolist() == [2, 1, 0, 0, 0, 0]
+        ddp.sync_gradients()
+        return gradient_of(ddp)
+
+    assert on_ranks(2, body) == [[2, 2, 0, 0, 0, 0]] * 2
+
+
+def test_one_rank_that_freezes_a_table_is_named(on_ranks: OnRanks) -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Embedding(3, 1, sparse=True) for _ in range(2))
+
+        def forward(self, rows: Any) -> Any:
+            return self.a(rows) + self.b(rows)
+
+    def body(backend: Any) -> str:
+        ddp = fd.DDP(Tables(), backend)
+        (ddp.module.a if backend.rank else ddp.module.b).requires_grad_(False)
+        with pytest.raises(fd.CollectiveMismatch) as caught:
+            look_up(ddp, 1)
+        return str(caught.value)
+
+    for message in on_ranks(2, body):
+        assert "sparse gradients 'a.weight'" in message
+        assert "sparse gradients 'b.weight'" in message
+
+
+def test_modules_that_differ_in_what_is_sparse_are_refused(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        with pytest.raises(fd.CollectiveMismatch, match="with sparse gradients on rank 1"):
+            fd.DDP(nn.Embedding(3, 1, sparse=backend.rank == 1), backend)
+        fd.barrier(backend)
+
+    on_ranks(2, body)
