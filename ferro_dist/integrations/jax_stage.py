@@ -1,0 +1,333 @@
+"""Stages that are JAX functions: backward is `jax.vjp`.
+
+A forward is compiled together with the residuals that its backward needs, and so is each half of
+the backward: XLA leaves out of each what only the other one needs. Cotangents on the way to weights
+deep in a stage are computed in both halves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ferro_dist import interop
+from ferro_dist.parallel import pytree
+from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
+from ferro_dist.parallel.stage import Keyed, LossOf, Stage
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["JaxStage"]
+
+Array = Any
+Tree = Any
+
+
+@jax.tree_util.register_static
+class _Structure:
+    """What a compiled function returns beside arrays."""
+
+    def __init__(self, structure: pytree.Structure) -> None:
+        self.structure = structure
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self.structure == other.structure
+
+    def __hash__(self) -> int:
+        return hash(self.structure)
+
+
+class _Saved(NamedTuple):
+    vjp: Any
+    """Pulls back the output's differentiable arrays to weights and those of the input."""
+    is_input_differentiable: list[bool]
+    is_output_differentiable: list[bool]
+    outputs: list[jax.ShapeDtypeStruct]
+    """Those that are."""
+    of_loss: list[Array] | None
+    """Their gradients, if the output is the loss."""
+
+
+class JaxStage(Stage):
+    """A stage that is a function of its parameters and its input.
+
+    Parameters
+    ----------
+    apply : function
+        ``apply(params, x) -> y``; with a parameter named `rng`, it is given a key of its own for
+        each microbatch.
+    params : tree of floating-point arrays, of any kind that JAX knows
+
+    Attributes
+    ----------
+    params : tree
+        The caller's to replace, after an optimizer's step.
+    grads : tree or None
+        Like `params`, summed since it was last None.
+
+    Examples
+    --------
+    >>> stage = JaxStage(lambda params, x: jnp.tanh(x @ params["w"]), {"w": w})
+    >>> pipe = Pipeline(stage, backend, 8, "1f1b")
+    >>> loss = pipe.step(x, y, lambda out, y: ((out - y) ** 2).mean())
+    >>> stage.params = jax.tree.map(lambda p, g: p - 0.1 * g, stage.params, stage.grads)
+    >>> stage.grads = None
+    """
+
+    def __init__(self, apply: Callable[..., Tree], params: Tree) -> None:
+        super().__init__(apply)
+        _check_params(params)
+        self.params = params
+        self.grads: Tree = None
+        self._takes_rng = "rng" in inspect.signature(apply).parameters
+        # By the structure of the input, and the loss function: both are part of what is compiled.
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    # Arrays between stages
+
+    def check_given(self, array: Array, name: str) -> None:
+        if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
+            raise TypeError(
+                f"Pipeline: {name} holds a {type(array).__module__}.{type(array).__qualname__}, "
+                "and the stage is JAX's: give arrays of JAX or NumPy"
+            )
+
+    def describe(self, array: Array) -> ArraySpec:
+        # On a GPU too: what JAX has there goes through the host.
+        is_on_host = True
+        dtype = str(array.dtype)
+        return ArraySpec(dtype, tuple(array.shape), _is_differentiable(array), is_on_host)
+
+    def allocate(self, spec: ArraySpec) -> Array:
+        return self.pool.take(spec.shape, interop.numpy_dtype(interop.dtype_code(spec.dtype)))
+
+    def deliver(self, spec: ArraySpec, received: Array) -> Array:
+        return jax.device_put(received)
+
+    def item(self, loss: Array) -> float:
+        return float(loss)
+
+    def one_like(self, loss: Array) -> Array:
+        return jnp.ones_like(loss)
+
+    # Weights
+
+    def parameters(self) -> dict[str, Array]:
+        return self._named(self.params)
+
+    def load(self, name: str, value: Array) -> None:
+        self.params = self._replaced(self.params, name, value)
+
+    def gradient(self, name: str) -> Array | None:
+        return None if self.grads is None else self._named(self.grads)[name]
+
+    def set_gradient(self, name: str, gradient: Array | None) -> None:
+        if self.grads is None:
+            self.grads = jax.tree.map(jnp.zeros_like, self.params)
+        if gradient is None:
+            gradient = jnp.zeros_like(self.gradient(name))
+        self.grads = self._replaced(self.grads, name, gradient)
+
+    def take_gradient(self, name: str) -> Array | None:
+        gradient = self.gradient(name)
+        if gradient is not None:
+            self.set_gradient(name, None)
+        return gradient
+
+    def add_gradient(self, name: str, gradient: Array) -> None:
+        here = self.gradient(name)
+        self.set_gradient(name, gradient if here is None else here + gradient)
+
+    def zeros(self, like: Array) -> Array:
+        return np.zeros(like.shape, like.dtype)
+
+    def plain(self, weight: Array) -> Array:
+        return jnp.asarray(weight)
+
+    def new_bucket(self, group: Backend, like: Array, count: int) -> Array:
+        bucket = group.empty(count, str(like.dtype))
+        bucket[...] = 0
+        return bucket
+
+    def write(self, bucket: Array, offset: int, values: Array | float) -> None:
+        flat = np.asarray(values, bucket.dtype).reshape(-1)
+        bucket[offset : offset + flat.size] = flat
+
+    def read(self, bucket: Array, offset: int, like: Array) -> Array:
+        # A copy: JAX may take over memory that it is given, and the bucket will be written again.
+        return jnp.array(bucket[offset : offset + like.size].reshape(like.shape), copy=True)
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        grads = self.grads
+        self.grads = None
+        try:
+            yield
+        finally:
+            self.grads = grads
+
+    # Forward and backward
+
+    def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Saved]:
+        parcel = keyed.parcel
+        is_input_differentiable = [_is_differentiable(x) for x in parcel.arrays]
+        inputs = _those(parcel.arrays, is_input_differentiable)
+        others = _those(parcel.arrays, [not flag for flag in is_input_differentiable])
+        forward = self._forward_of(parcel.structure, tuple(is_input_differentiable))
+        (outputs, other_outputs, structure), vjp = forward(
+            self.params, inputs, others, self._key(keyed.seed)
+        )
+        flags, arrays = _merged(outputs, other_outputs, structure.structure)
+        shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs]
+        saved = _Saved(vjp, is_input_differentiable, flags, shapes, None)
+        output = parcel._replace(structure=structure.structure[1], arrays=arrays)
+        if loss_of is None:
+            return output, saved
+        return self._with_loss(output, saved, loss_of)
+
+    def _with_loss(self, output: Parcel, saved: _Saved, loss_of: LossOf) -> tuple[Parcel, _Saved]:
+        """Differentiate the loss of an output on the spot; backward only scales that."""
+        flags = saved.is_output_differentiable
+
+        def loss(arrays: Sequence[Array]) -> Array:
+            left = iter(arrays)
+            whole = [next(left) if f else a for f, a in zip(flags, output.arrays, strict=True)]
+            return _checked_loss(loss_of(pytree.unflatten(output.structure, whole)))
+
+        value, gradients = jax.value_and_grad(loss)(_those(output.arrays, flags))
+        return output._replace(structure=pytree.ARRAY, arrays=[value]), saved._replace(
+            of_loss=gradients
+        )
+
+    def _run_unsaved(self, keyed: Keyed, loss_of: LossOf | None, will_replay: bool) -> Parcel:
+        return self._run_forward(keyed, loss_of)[0]
+
+    def _run_backward(self, saved: _Saved, gradients: Sequence[Any]) -> list[Array | None]:
+        of_params, of_inputs = _pull_back(saved.vjp, _cotangents(saved, gradients))
+        self._accumulate(of_params)
+        return _spread(of_inputs, saved.is_input_differentiable)
+
+    def _run_backward_input(
+        self, saved: _Saved, gradients: Sequence[Any]
+    ) -> tuple[list[Array | None], Any]:
+        cotangents = _cotangents(saved, gradients)
+        of_inputs = _pull_back_input(saved.vjp, cotangents)
+        return _spread(of_inputs, saved.is_input_differentiable), (saved.vjp, cotangents)
+
+    def _run_backward_weight(self, deferred: Any) -> None:
+        self._accumulate(_pull_back_params(*deferred))
+
+    def _accumulate(self, of_params: Tree) -> None:
+        self.grads = of_params if self.grads is None else _add(self.grads, of_params)
+
+    def _forward_of(
+        self, structure: pytree.Structure, flags: tuple[bool, ...]
+    ) -> Callable[..., Any]:
+        key = structure, flags
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(structure, flags)
+        return compiled
+
+    def _compile(self, structure: pytree.Structure, flags: tuple[bool, ...]) -> Callable[..., Any]:
+        apply, takes_rng = self.module, self._takes_rng
+
+        def forward(params: Tree, inputs: Any, others: Any, key: Any) -> Any:
+            def run(params: Tree, inputs: Any) -> Any:
+                left, right = iter(inputs), iter(others)
+                arrays = [next(left) if flag else next(right) for flag in flags]
+                x = pytree.unflatten(structure, arrays)
+                y = apply(params, x, rng=key) if takes_rng else apply(params, x)
+                out_structure, outs = pytree.flatten(y)
+                out_flags = tuple(map(_is_differentiable, outs))
+                differentiable = _those(outs, out_flags)
+                rest = _those(outs, [not flag for flag in out_flags])
+                return differentiable, (rest, _Structure((out_flags, out_structure)))
+
+            outputs, vjp, (rest, about) = jax.vjp(run, params, inputs, has_aux=True)
+            return (outputs, rest, about), vjp
+
+        compiled: Callable[..., Any] = jax.jit(forward)
+        return compiled
+
+    def _key(self, seed: int | None) -> Array:
+        if not self._takes_rng:
+            return None
+        return jax.random.key((seed or 0) & 0xFFFFFFFF)
+
+    def _named(self, tree: Tree) -> dict[str, Array]:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+        return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+    def _replaced(self, tree: Tree, name: str, value: Array) -> Tree:
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        values = [value if jax.tree_util.keystr(path) == name else leaf for path, leaf in leaves]
+        return jax.tree_util.tree_unflatten(structure, values)
+
+
+# Compiled apart: what a half does not return, XLA does not compute.
+
+
+_Compiled = Callable[..., Any]
+_pull_back: _Compiled = jax.jit(lambda vjp, cotangents: vjp(cotangents))
+_pull_back_params: _Compiled = jax.jit(lambda vjp, cotangents: vjp(cotangents)[0])
+_pull_back_input: _Compiled = jax.jit(lambda vjp, cotangents: vjp(cotangents)[1])
+_add: _Compiled = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
+
+
+def _checked_loss(loss: Any) -> Array:
+    what = f"one of shape {loss.shape}" if pytree.is_array(loss) else f"a {type(loss).__qualname__}"
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic)) or loss.size != 1:
+        raise ValueError(f"Pipeline: the loss must be a JAX array with one element, not {what}")
+    return jnp.reshape(loss, ())
+
+
+def _check_params(params: Tree) -> None:
+    """Raise TypeError for what has no gradient; `jax.grad` refuses it as well."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"JaxStage: params{jax.tree_util.keystr(path)} is {dtype}, which has no gradient. "
+                "Keep it out of params, in what `apply` closes over"
+            )
+
+
+def _is_differentiable(array: Array) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.inexact))
+
+
+def _those(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+    return [value for value, flag in zip(values, flags, strict=True) if flag]
+
+
+def _spread(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+    left = iter(values)
+    return [next(left) if flag else None for flag in flags]
+
+
+def _merged(
+    outputs: Sequence[Array], others: Sequence[Array], structure: tuple[Any, ...]
+) -> tuple[list[bool], list[Array]]:
+    flags = list(structure[0])
+    left, right = iter(outputs), iter(others)
+    return flags, [next(left) if flag else next(right) for flag in flags]
+
+
+def _cotangents(saved: _Saved, gradients: Sequence[Any]) -> list[Array]:
+    """Return a gradient for each differentiable array of the output; none means zeros."""
+    if saved.of_loss is not None:
+        (scale,) = gradients
+        return [gradient * scale for gradient in saved.of_loss]
+    wanted = _those(gradients, saved.is_output_differentiable)
+    return [
+        jnp.zeros(like.shape, like.dtype) if gradient is None else gradient
+        for gradient, like in zip(wanted, saved.outputs, strict=True)
+    ]

@@ -1,0 +1,411 @@
+"""Stages that are torch modules: backward is autograd's.
+
+The input is a leaf of the stage's own graph. Of the output only its place in that graph is
+kept, so that its memory is free once it has been sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
+from ferro_dist.parallel import pytree
+from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
+from ferro_dist.parallel.receive_pool import SMALLEST_NBYTES
+from ferro_dist.parallel.stage import Keyed, LossOf, Stage
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["TorchStage"]
+
+Tensor = Any
+
+_OF_NUMPY = {
+    getattr(torch, name): np.dtype(name)
+    for name in ("float16", "float32", "float64", "int32", "int64", "complex64", "complex128")
+}
+
+# Held while a module runs on random numbers of its own: torch has one generator for all
+# threads, and ranks may be threads.
+_generator_lock = threading.Lock()
+
+
+class _Saved(NamedTuple):
+    inputs: list[Tensor | None]
+    """Those that want a gradient."""
+    outputs: list[GradientEdge | None]
+    loss: Tensor | None
+    """An empty tensor of the loss's dtype and device, if the output is one."""
+
+
+class TorchStage(Stage):
+    """A stage that is a ``torch.nn.Module``."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self._functions_told: set[str] = set()
+        self._gpu: Any = None
+        self._receive_stream: Any = None
+
+    def check_given(self, array: Any, name: str) -> None:
+        if not isinstance(array, torch.Tensor):
+            raise TypeError(
+                f"Pipeline: {name} holds a {type(array).__module__}.{type(array).__qualname__}, "
+                "and the stage is a torch module: give tensors, as of torch.as_tensor"
+            )
+
+    def describe(self, array: Tensor) -> ArraySpec:
+        is_on_host = array.is_cpu
+        return ArraySpec(_name(array.dtype), tuple(array.shape), array.requires_grad, is_on_host)
+
+    def allocate(self, spec: ArraySpec) -> Tensor:
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        if not spec.is_on_host and self._gpu is None:
+            raise TypeError(
+                f"Pipeline: stage {self.number} is sent a tensor on a GPU, and torch has used none "
+                "in this process: move the module with module.cuda(), or let the stage before "
+                "return .cpu()"
+            )
+        if not spec.is_on_host:
+            return torch.empty(spec.shape, dtype=dtype, device=self._gpu)
+        if math.prod(spec.shape) * dtype.itemsize < SMALLEST_NBYTES:
+            return torch.empty(spec.shape, dtype=dtype)
+        if dtype in _OF_NUMPY:
+            return torch.from_numpy(self.pool.take(spec.shape, _OF_NUMPY[dtype]))
+        # As integers: torch takes no bfloat16 from NumPy.
+        integers = np.dtype(f"i{dtype.itemsize}")
+        return torch.from_numpy(self.pool.take(spec.shape, integers)).view(dtype)
+
+    def note_stream(self) -> None:
+        if not torch.cuda.is_initialized():
+            return
+        device = self._own_device()
+        self._gpu = device if device.type == "cuda" else torch.device(torch.cuda.current_device())
+        if self._receive_stream is None or self._receive_stream.device != self._gpu:
+            # Of its own: what arrives need not wait for what is being computed.
+            self._receive_stream = torch.cuda.Stream(self._gpu)
+
+    def receiving(self) -> contextlib.AbstractContextManager[Any]:
+        if self._receive_stream is None:
+            return contextlib.nullcontext()
+        stream: contextlib.AbstractContextManager[Any] = torch.cuda.stream(self._receive_stream)
+        return stream
+
+    def take_over(self, received: Tensor) -> None:
+        # Made on the stream that receives: its memory must not be used again before this one
+        # is done with it.
+        received.record_stream(torch.cuda.current_stream(received.device))
+
+    def deliver(self, spec: ArraySpec, received: Tensor) -> Tensor:
+        return received.requires_grad_(spec.wants_gradient and _is_differentiable(received))
+
+    def hand_over(self, output: Parcel) -> Parcel:
+        return output  # detached already, with the flag of what it comes from
+
+    def microbatch_input(self, part: Tensor, whole: Tensor) -> Tensor:
+        if not isinstance(part, torch.Tensor):
+            return part
+        return part.detach().requires_grad_(whole.requires_grad)
+
+    def deliver_input_gradient(self, x: Tensor, gradient: Tensor) -> None:
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            torch.autograd.backward([x], [gradient])
+
+    def item(self, loss: Tensor) -> float:
+        return float(loss.detach())
+
+    def one_like(self, loss: Tensor) -> Tensor:
+        return torch.ones_like(loss, requires_grad=False)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        # Each module's own mode: some may be in evaluation mode for good.
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        gradients = [(p, p.grad) for p in self.module.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            with self._same_buffers():
+                yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+
+    def buffers(self) -> dict[str, Tensor]:
+        frozen = {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
+        return {**frozen, **dict(self.module.named_buffers())}
+
+    def load(self, name: str, value: Tensor) -> None:
+        _find(self.module, name).data.copy_(value)
+
+    def gradient(self, name: str) -> Tensor | None:
+        return _find(self.module, name).grad
+
+    def set_gradient(self, name: str, gradient: Tensor | None) -> None:
+        _find(self.module, name).grad = gradient
+
+    def take_gradient(self, name: str) -> Tensor | None:
+        parameter = _find(self.module, name)
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        parameter = _find(self.module, name)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif parameter.grad.is_sparse and not gradient.is_sparse:
+            parameter.grad = gradient + parameter.grad  # torch has the sum in this order alone
+        else:
+            parameter.grad += gradient
+
+    def zeros(self, like: Tensor) -> Tensor:
+        return torch.zeros_like(like)
+
+    def new_bucket(self, group: Backend, like: Tensor, count: int) -> Tensor:
+        if like.device.type != "cpu":
+            return torch.zeros(count, dtype=like.dtype, device=like.device)
+        dtype = str(like.dtype).removeprefix("torch.")
+        # As bytes: torch takes no bfloat16 from NumPy.
+        return torch.from_numpy(group.empty(count, dtype).view("uint8")).view(like.dtype).zero_()
+
+    def write(self, bucket: Tensor, offset: int, values: Tensor | float) -> None:
+        if isinstance(values, torch.Tensor):
+            values = values.to_dense()  # of an embedding, perhaps; itself if it is dense
+            bucket[offset : offset + values.numel()].view(values.shape).copy_(values)
+        else:
+            bucket[offset] = values
+
+    def read(self, bucket: Tensor, offset: int, like: Tensor) -> Tensor:
+        return bucket[offset : offset + like.numel()].view(like.shape).clone()
+
+    def _own_device(self) -> torch.device:
+        """Return where the module is now: the user may move it between steps."""
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    def plain(self, weight: Tensor) -> Tensor:
+        return weight.detach().contiguous()
+
+    def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Saved]:
+        parcel = keyed.parcel
+        with torch.enable_grad(), self._random_numbers(keyed):
+            with _told_of_writes(self.number):
+                output = self.module(pytree.unflatten(parcel.structure, parcel.arrays))
+            if loss_of is not None:
+                output = _checked_loss(loss_of(output))
+                self._check_dependence(output, parcel)
+        structure, arrays = _flatten_tensors(output)
+        saved = _Saved(
+            [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in parcel.arrays],
+            [get_gradient_edge(y) if y.requires_grad else None for y in arrays],
+            None if loss_of is None else output.new_empty(0),
+        )
+        detached = [y.detach().requires_grad_(y.requires_grad) for y in arrays]
+        return parcel._replace(structure=structure, arrays=detached), saved
+
+    def _run_unsaved(self, keyed: Keyed, loss_of: LossOf | None, will_replay: bool) -> Parcel:
+        parcel = keyed.parcel
+        with torch.no_grad(), self._random_numbers(keyed):
+            output = self.module(pytree.unflatten(parcel.structure, parcel.arrays))
+            if loss_of is not None:
+                output = _checked_loss(loss_of(output))
+        structure, arrays = _flatten_tensors(output)
+        # Nobody can know yet which of them will want a gradient.
+        arrays = [y.detach().requires_grad_(will_replay and _is_differentiable(y)) for y in arrays]
+        return parcel._replace(structure=structure, arrays=arrays)
+
+    def _versions(self, inputs: Parcel) -> list[int | None]:
+        return [_version(x) for x in inputs.arrays]
+
+    def _replay(self, keyed: Keyed, loss_of: LossOf | None) -> _Saved:
+        # The statistics of a BatchNorm have seen this microbatch already.
+        with self._same_buffers():
+            return self._run_forward(keyed, loss_of)[1]
+
+    def _check_dependence(self, loss: Tensor, inputs: Parcel) -> None:
+        """Raise ValueError for a loss that would leave everything without a gradient."""
+        if loss.requires_grad:
+            return
+        trained = (*self.module.parameters(), *inputs.arrays)
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in trained):
+            raise ValueError(
+                "Pipeline: the loss depends on no weight, so nothing would be trained: loss_fn "
+                "(or the stage) detaches it, converts it, or makes it under torch.no_grad()"
+            )
+
+    def _run_backward(self, saved: _Saved, gradients: Sequence[Any]) -> list[Tensor | None]:
+        edges, given = _with_gradient(saved, gradients)
+        if edges:
+            torch.autograd.backward(edges, given)
+        return [_take_gradient(x) for x in saved.inputs]
+
+    def _run_backward_input(
+        self, saved: _Saved, gradients: Sequence[Any]
+    ) -> tuple[list[Tensor | None], WeightPart]:
+        edges, given = _with_gradient(saved, gradients)
+        if not edges:
+            return [None] * len(saved.inputs), WeightPart()
+        inputs = [x for x in saved.inputs if x is not None]
+        weight_part = run_input_part(edges, given, inputs, self._tell)
+        return [_take_gradient(x) for x in saved.inputs], weight_part
+
+    def _run_backward_weight(self, deferred: WeightPart) -> None:
+        deferred.run()
+
+    def _random_numbers(self, keyed: Keyed) -> contextlib.AbstractContextManager[Any]:
+        """Draw random numbers by a microbatch's seed, and leave the user's as they were."""
+        if keyed.seed is None:
+            return contextlib.nullcontext()
+        generators = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            generators += [torch.cuda.default_generators[i] for i in self._gpus_of(keyed.parcel)]
+        return _Seeded(generators, keyed.seed)
+
+    def _gpus_of(self, inputs: Parcel) -> set[int]:
+        """Return the GPUs on which the module draws random numbers: its own, and its input's."""
+        devices = [self._own_device(), *(x.device for x in inputs.arrays)]
+        return {device.index for device in devices if device.type == "cuda"}
+
+    @contextlib.contextmanager
+    def _same_buffers(self) -> Iterator[None]:
+        before = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+        try:
+            yield
+        finally:
+            for buffer, value in before:
+                # Through .data: what autograd has saved of it is of no other value.
+                buffer.data.copy_(value)
+
+    def _tell(self, function: str) -> None:
+        if function in self._functions_told:
+            return
+        self._functions_told.add(function)
+        warnings.warn(
+            f"Pipeline stage {self.number}: the backward of {function} computes the gradients of "
+            "input and weights together, and would run twice if it were divided. The weights it "
+            "has are computed with the input's gradient: right, but not put off.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+def _told_of_writes(stage: int) -> Iterator[None]:
+    """Say of a stage that writes into its input what it does; autograd speaks of leaves."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        raise ValueError(
+            f"Pipeline: the module of stage {stage} writes into its input, as "
+            "ReLU(inplace=True) at its beginning does, or into a weight. Let it work out of "
+            f"place ({error})"
+        ) from error
+
+
+class _Seeded:
+    """Entered for every microbatch, and so no generator function, which takes twice as long."""
+
+    def __init__(self, generators: Sequence[Any], seed: int) -> None:
+        self._generators = generators
+        self._seed = seed
+        self._states: list[Any] = []
+
+    def __enter__(self) -> None:
+        _generator_lock.acquire()
+        self._states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        _generator_lock.release()
+
+
+def _checked_loss(loss: Any) -> Tensor:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    what = f"of shape {tuple(loss.shape)}" if pytree.is_array(loss) else repr(type(loss).__name__)
+    raise ValueError(f"Pipeline: the loss must be a tensor with one element, not {what}")
+
+
+def _flatten_tensors(output: Any) -> tuple[pytree.Structure, list[Tensor]]:
+    structure, arrays = pytree.flatten(output)
+    for array in arrays:
+        if not isinstance(array, torch.Tensor):
+            raise TypeError(
+                "Pipeline: a torch stage returns tensors (and None, numbers, tuples, lists, "
+                f"dicts), not {type(array).__qualname__}"
+            )
+        if array.layout is not torch.strided:
+            raise TypeError(
+                f"Pipeline: a torch stage returns dense tensors, not {array.layout}: to_dense()"
+            )
+    return structure, arrays
+
+
+def _with_gradient(
+    saved: _Saved, gradients: Sequence[Any]
+) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Return the outputs that lead somewhere and have a gradient, and these gradients."""
+    if saved.loss is not None:
+        gradients = [saved.loss.new_full((), gradients[0])]
+    pairs = [
+        (edge, gradient)
+        for edge, gradient in zip(saved.outputs, gradients, strict=True)
+        if edge is not None and gradient is not None
+    ]
+    return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _take_gradient(x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    gradient, x.grad = x.grad, None
+    return gradient
+
+
+def _version(x: Any) -> int | None:
+    """Return the counter of writes to a tensor, if it has one."""
+    if not isinstance(x, torch.Tensor) or x.is_inference():
+        return None
+    return int(x._version)
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _find(module: Any, name: str) -> Tensor:
+    parent, _, attribute = name.rpartition(".")
+    return getattr(module.get_submodule(parent), attribute)

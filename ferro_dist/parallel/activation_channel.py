@@ -1,0 +1,386 @@
+"""Messages between stages: trees of arrays whose shapes the receiver learns on arrival.
+
+A message is a header of fixed size and then the arrays, each as it lies in memory. A GPU's
+arrays go by themselves, from GPU to GPU (`gpu_channels`):
+
+    | step, kind, stage, microbatch, rows, length | description ... | rest of it, if long | arrays |
+
+The description is the structure of the tree with dtype and shape of each array, so nobody has to
+know beforehand what a stage will return, and nobody has to run it to find out.
+
+Sending is asynchronous. Each peer that sends to this rank has a thread here which
+receives what has been posted, in order, for the length of one step: an empty queue then
+holds up no other, and what arrives does so while this rank computes. To receive a GPU's arrays is
+started by that thread too, as soon as a header has told of them; whoever takes the message lets the
+current stream wait for them, and the host does not.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import struct
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ferro_dist import interop
+from ferro_dist.errors import DistributedError
+from ferro_dist.parallel import pytree
+from ferro_dist.parallel.schedules import Action, ActionKind
+from ferro_dist.point_to_point import P2POp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+    from ferro_dist.parallel.gpu_channels import GpuChannels
+    from ferro_dist.work import Work
+
+__all__ = ["ArraySpec", "Forecasts", "Memory", "Parcel", "PeerAborted", "Receiver", "Sender"]
+
+Array = Any
+
+HEADER_NBYTES = 256
+_FIELDS = struct.Struct("<IIiiIII")
+_ROOM_NBYTES = HEADER_NBYTES - _FIELDS.size
+_ABORT = 0
+_CODES = {
+    kind: code
+    for code, kind in enumerate(
+        (ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT), start=_ABORT + 1
+    )
+}
+
+
+class ArraySpec(NamedTuple):
+    """What the receiver must know of an array before it comes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    wants_gradient: bool
+    is_on_host: bool
+
+
+class Parcel(NamedTuple):
+    """A tree on its way from stage to stage, with the share of the batch that it stands for.
+
+    `rows` of the `total_rows` that the batch has; both zero with gradients.
+    """
+
+    structure: pytree.Structure
+    arrays: Sequence[Array]
+    rows: int = 0
+    total_rows: int = 0
+
+
+class PeerAborted(Exception):
+    """A peer has given the step up. What went wrong is told when the step ends."""
+
+
+class Memory(Protocol):
+    """Where a stage takes in what is for it. The first three are called by any thread."""
+
+    def receiving(self) -> AbstractContextManager[Any]:
+        """Return the context in which memory is made and received into."""
+
+    def allocate(self, spec: ArraySpec) -> Array:
+        """Make room for an array that will be received."""
+
+    def deliver(self, spec: ArraySpec, received: Array) -> Array:
+        """Turn what was received into an input."""
+
+    def take_over(self, received: Array) -> None:
+        """Note that an array on a GPU is used on the current stream from now on."""
+
+
+Describe = Callable[[Array], ArraySpec]
+Forecasts = dict[tuple[ActionKind, int], list[ArraySpec]]
+"""What the last message of its kind held, for each stage; of all steps."""
+
+
+class _Arrival(NamedTuple):
+    """A message that is here, but for what is still on its way to this rank's GPU."""
+
+    receive: Action
+    parcel: Parcel
+    on_gpu: Sequence[Array] = ()
+    under_way: Work | None = None
+
+
+class Sender:
+    """Starts sends to all peers, and keeps what they send until they have ended.
+
+    Parameters
+    ----------
+    backend : Backend
+    gpu_channels : GpuChannels or None
+    tag : int
+        Of all messages of this pipeline.
+    step : int
+    timeout : float or None
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        gpu_channels: GpuChannels | None,
+        tag: int,
+        step: int,
+        timeout: float | None,
+    ) -> None:
+        self._backend = backend
+        self._gpu_channels = gpu_channels
+        self._tag = tag
+        self._step = step
+        self._timeout = timeout
+        self._under_way: list[Work] = []
+
+    def send(self, peer: int, receive: Action, parcel: Parcel, describe: Describe) -> None:
+        """Start to send what the peer's action `receive` is for."""
+        specs = tuple(map(describe, parcel.arrays))
+        description = _encode(parcel.structure, specs)
+        head, rest = description[:_ROOM_NBYTES], description[_ROOM_NBYTES:]
+        fields = _FIELDS.pack(
+            self._step,
+            _CODES[receive.kind],
+            receive.stage,
+            receive.microbatch,
+            parcel.rows,
+            parcel.total_rows,
+            len(description),
+        )
+        ops = [P2POp(True, _header(fields + head), peer)]
+        if rest:
+            ops.append(P2POp(True, np.frombuffer(rest, np.uint8), peer))
+        payload = [interop.contiguous(array) for array in parcel.arrays]
+        if self._gpu_channels is not None:
+            payload, on_gpu = _by_place(payload, specs)
+            if on_gpu:
+                # First: if it cannot be started, the header that tells of it is not sent.
+                self._under_way.append(self._gpu_channels.send(on_gpu, peer, self._timeout))
+        self._start(ops + [P2POp(True, array, peer) for array in payload])
+
+    def abort(self, peer: int) -> None:
+        """Tell a peer that nothing more will come in this step."""
+        fields = _FIELDS.pack(self._step, _ABORT, 0, 0, 0, 0, 0)
+        self._start([P2POp(True, _header(fields), peer)])
+
+    def release_sent(self) -> None:
+        """Let go of what has been sent; raise what a send has raised."""
+        if not self._under_way:
+            return
+        for work in self._under_way:
+            if work.is_completed():
+                work.wait()
+        self._under_way = [work for work in self._under_way if not work.is_completed()]
+
+    def wait(self) -> None:
+        """Wait until everything has been sent."""
+        for work in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+    def _start(self, ops: list[P2POp]) -> None:
+        self._under_way.append(self._backend.batch(ops, True, self._timeout, self._tag))  # type: ignore[arg-type]
+
+
+class Receiver:
+    """Receives, on a thread of its own, what one peer sends in one step.
+
+    Parameters
+    ----------
+    backend : Backend
+    peer : int
+    gpu_channels, tag, step, timeout
+        As in `Sender`.
+    expected : sequence of Action
+        The receives of the whole step, in the order of this rank's list.
+    memory_of : function
+        Returns the memory of a stage of this rank.
+    forecasts : Forecasts
+        Read and written.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        gpu_channels: GpuChannels | None,
+        peer: int,
+        tag: int,
+        step: int,
+        timeout: float | None,
+        expected: Sequence[Action],
+        memory_of: Callable[[int], Memory],
+        forecasts: Forecasts,
+    ) -> None:
+        self._backend = backend
+        self._gpu_channels = gpu_channels
+        self._peer = peer
+        self._tag = tag
+        self._step = step
+        self._timeout = timeout
+        self._expected = expected
+        self._memory_of = memory_of
+        self._forecasts = forecasts
+        # Written by the taker, and emptied by the thread.
+        self._room: tuple[list[ArraySpec], list[Array]] | None = None
+        self._num_posted = 0
+        self._arrived: dict[Action, _Arrival] = {}
+        # To the thread: receives that are posted, then None. From it: what came of each.
+        self._posted: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[_Arrival | BaseException] = queue.SimpleQueue()
+        self._is_draining = False
+        self._header = np.empty(HEADER_NBYTES, np.uint8)
+        self._thread = threading.Thread(
+            target=self._receive_posted, name=f"pipeline-receiver-{peer}", daemon=True
+        )
+        self._thread.start()
+
+    def post(self, receive: Action) -> None:
+        """Let the next message come in."""
+        self._num_posted += 1
+        self._posted.put(receive)
+
+    def take(self, receive: Action) -> Parcel:
+        """Wait for a message that was posted, and return it.
+
+        Raises
+        ------
+        PeerAborted
+            It will not come.
+        DistributedError
+            The group has ended.
+        """
+        while receive not in self._arrived:
+            if self._outcomes.empty():
+                self._make_room(receive)
+            outcome = self._outcomes.get()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            self._arrived[outcome.receive] = outcome
+        arrival = self._arrived.pop(receive)
+        if arrival.under_way is not None:
+            arrival.under_way.wait()  # lets the current stream wait
+            for array in arrival.on_gpu:
+                self._memory_of(receive.stage).take_over(array)
+        return arrival.parcel
+
+    def _make_room(self, receive: Action) -> None:
+        """Use the time in which there is nothing to do for what would have to be done then."""
+        specs = self._forecasts.get((receive.kind, receive.stage))
+        if self._room is None and specs and all(spec.is_on_host for spec in specs):
+            self._room = specs, self._allocate(receive.stage, specs)
+
+    def _allocate(self, stage: int, specs: Sequence[ArraySpec]) -> list[Array]:
+        allocate = self._memory_of(stage).allocate
+        return [allocate(spec) for spec in specs]
+
+    def drain(self) -> None:
+        """Take in, and drop, all that the peer may still send in this step."""
+        self._is_draining = True
+        self._arrived.clear()
+        for receive in self._expected[self._num_posted :]:
+            self.post(receive)
+
+    def close(self) -> None:
+        """End the thread, once it has received what was posted."""
+        self._posted.put(None)
+        self._thread.join()
+
+    def _receive_posted(self) -> None:
+        try:
+            while (receive := self._posted.get()) is not None:
+                arrival = self._receive(receive)
+                if not self._is_draining:
+                    self._outcomes.put(arrival)
+                del arrival  # it is the taker's, to release when it is done
+        except (PeerAborted, DistributedError) as error:
+            self._outcomes.put(error.with_traceback(None))
+        except BaseException as error:
+            # What the peer has announced will not be taken in, and it must not wait for that.
+            self._backend.interrupt(error)
+            self._outcomes.put(error.with_traceback(None))
+
+    def _receive(self, receive: Action) -> _Arrival:
+        self._recv(self._header)
+        head = self._header.tobytes()
+        step, code, stage, microbatch, rows, total_rows, length = _FIELDS.unpack_from(head)
+        if code == _ABORT:
+            raise PeerAborted
+        if (step, code, stage, microbatch) != (
+            self._step,
+            _CODES[receive.kind],
+            receive.stage,
+            receive.microbatch,
+        ):
+            raise RuntimeError(
+                f"Pipeline: rank {self._peer} sent stage {stage}, microbatch {microbatch} of step "
+                f"{step} where {receive} of step {self._step} was due."
+            )
+        structure, specs = _decode(self._description(head, length))
+        self._forecasts[receive.kind, receive.stage] = specs
+        room, self._room = self._room, None
+        memory = self._memory_of(receive.stage)
+        with memory.receiving():
+            if room is not None and room[0] == specs:
+                arrays = room[1]
+            else:
+                arrays = self._allocate(receive.stage, specs)
+            on_host = arrays
+            on_gpu: list[Array] = []
+            under_way = None
+            if self._gpu_channels is not None:
+                on_host, on_gpu = _by_place(arrays, specs)
+                if on_gpu:
+                    under_way = self._gpu_channels.recv(on_gpu, self._peer, self._timeout)
+        self._recv(*on_host)
+        delivered = list(map(memory.deliver, specs, arrays))
+        return _Arrival(receive, Parcel(structure, delivered, rows, total_rows), on_gpu, under_way)
+
+    def _description(self, head: bytes, length: int) -> bytes:
+        inline = head[_FIELDS.size : _FIELDS.size + length]
+        if length <= _ROOM_NBYTES:
+            return inline
+        rest = np.empty(length - _ROOM_NBYTES, np.uint8)
+        self._recv(rest)
+        return inline + rest.tobytes()
+
+    def _recv(self, *arrays: Array) -> None:
+        if len(arrays) == 1:
+            self._backend.recv(arrays[0], self._peer, False, self._timeout, self._tag)
+        elif arrays:
+            ops = [P2POp(False, array, self._peer) for array in arrays]
+            self._backend.batch(ops, False, self._timeout, self._tag)
+
+
+def _by_place(
+    arrays: Sequence[Array], specs: Sequence[ArraySpec]
+) -> tuple[list[Array], list[Array]]:
+    """Return the arrays on the host, and those on a GPU."""
+    pairs = list(zip(arrays, specs, strict=True))
+    on_host = [array for array, spec in pairs if spec.is_on_host]
+    return on_host, [array for array, spec in pairs if not spec.is_on_host]
+
+
+def _header(content: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(content.ljust(HEADER_NBYTES, b"\0"), np.uint8)
+
+
+# A training loop sends few kinds of trees, again and again.
+
+
+@lru_cache(maxsize=256)
+def _encode(structure: pytree.Structure, specs: Iterable[ArraySpec]) -> bytes:
+    return f"[{pytree.to_json(structure)},{json.dumps(list(specs))}]".encode()
+
+
+@lru_cache(maxsize=256)
+def _decode(description: bytes) -> tuple[pytree.Structure, list[ArraySpec]]:
+    structure, specs = json.loads(description)
+    return pytree.from_json(json.dumps(structure)), [
+        ArraySpec(dtype, tuple(shape), wants_gradient, is_on_host)
+        for dtype, shape, wants_gradient, is_on_host in specs
+    ]

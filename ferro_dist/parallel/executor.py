@@ -1,0 +1,349 @@
+"""The executor: runs one rank's list of actions, and nothing else.
+
+What each action asks for is told in `ferro_dist.parallel.schedules.action`. Beyond that:
+
+- Between a stage's forward and its backward nothing is kept here: an input goes to its stage
+  with the forward, an output to the sender, or to the next stage if that is on this rank.
+- Sends are batches under way; each action first lets go of those that have ended.
+- If this rank raises, it still owes its peers an end of the step: see `StepRun.abandon`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ferro_dist.parallel import pytree
+from ferro_dist.parallel.activation_channel import Forecasts, Parcel, Receiver, Sender
+from ferro_dist.parallel.schedules import Action, ActionKind, Span, placement_of
+from ferro_dist.parallel.stage import Keyed, LossOf, Stage, microbatch_seed
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+    from ferro_dist.parallel.gpu_channels import GpuChannels
+    from ferro_dist.parallel.gradient_reduction import GradientReduction
+
+__all__ = ["Ends", "Program", "StepRun", "Wiring"]
+
+Gradients = Sequence[Any]
+
+
+class Program:
+    """One rank's list, with the peer of each message.
+
+    Parameters
+    ----------
+    schedule : sequence of sequence of Action
+        A sound one, with messages.
+    rank : int
+
+    Attributes
+    ----------
+    actions : list of Action
+    peer_of : dict of Action to int
+        Of each send and receive.
+    expected : dict of int to list of Action
+        The receives from each peer, in order.
+    num_stages : int
+        Of the whole pipeline.
+    """
+
+    def __init__(self, schedule: Sequence[Sequence[Action]], rank: int) -> None:
+        placement = placement_of(schedule)
+        self.actions = list(schedule[rank])
+        self.num_stages = len(placement)
+        self.peer_of = {
+            action: placement[action.other_side.stage]
+            for action in self.actions
+            if action.kind.is_send or action.kind.is_recv
+        }
+        self.expected: dict[int, list[Action]] = defaultdict(list)
+        for action in self.actions:
+            if action.kind.is_recv:
+                self.expected[self.peer_of[action]].append(action)
+        self.is_local = {s: rank == other for s, other in enumerate(placement)}
+
+
+class Ends(Protocol):
+    """What enters a pipeline at its two ends, and what leaves it."""
+
+    def begin(self) -> None:
+        """Raise if what the user gave will not do."""
+
+    def first_input(self, microbatch: int) -> Parcel: ...
+
+    def last_gradient(self, microbatch: int) -> Gradients:
+        """Return the gradients of the last stage's output, or the scale of its loss."""
+
+    def loss_of(self, microbatch: int, inputs: Parcel) -> LossOf | None:
+        """Return what turns the output of the last stage for these inputs into a loss, or None."""
+
+    def put_output(self, stage: int, microbatch: int, output: Parcel) -> None: ...
+
+    def put_input_gradient(self, microbatch: int, gradients: Gradients) -> None: ...
+
+
+class Wiring(NamedTuple):
+    """What all steps of a pipeline have in common."""
+
+    backend: Backend
+    tag: int
+    timeout: float | None
+    stages: Mapping[int, Stage]
+    reductions: Mapping[int, GradientReduction]
+    first_microbatch: int
+    """Of this pipeline, where those of all replicas are counted through."""
+    gpu_channels: GpuChannels | None
+    forecasts: Forecasts
+
+
+class StepRun:
+    """One run of one program.
+
+    Parameters
+    ----------
+    wiring : Wiring
+    program : Program
+    ends : Ends
+    step : int
+        A number that all ranks have for this run alone.
+    seed : int or None
+    is_training : bool
+        Whether stages keep what backward needs.
+
+    Attributes
+    ----------
+    spans : list of Span
+        The compute actions, by this rank's clock.
+    waited_s : float
+        How long this rank waited for messages and for the ends of its sends and reductions.
+    overhead_s : float
+        How long it neither computed nor waited.
+    peak_live : int
+        The most pairs of stage and microbatch that were between forward and backward.
+    where : tuple of int or None
+        Stage and microbatch that are being computed.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        program: Program,
+        ends: Ends,
+        step: int,
+        seed: int | None,
+        is_training: bool = True,
+    ) -> None:
+        self.spans: list[Span] = []
+        self.waited_s = 0.0
+        self.overhead_s = 0.0
+        self.peak_live = 0
+        self.where: tuple[int, int] | None = None
+        self._wiring = wiring
+        self._program = program
+        self._ends = ends
+        self._step = step
+        self._seed = seed
+        self._is_training = is_training
+        self._position = 0
+        self._num_live = 0
+        self._sender = Sender(wiring.backend, wiring.gpu_channels, wiring.tag, step, wiring.timeout)
+        self._receivers: dict[int, Receiver] = {}
+        self._inputs: dict[tuple[int, int], Parcel] = {}
+        self._gradients: dict[tuple[int, int], Gradients] = {}
+        self._to_send: dict[Action, Parcel] = {}
+        self._started_reductions: list[GradientReduction] = []
+        self._do: dict[ActionKind, Callable[[Action], None]] = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.BACKWARD_INPUT: self._backward,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
+            ActionKind.SEND_ACTIVATION: self._send,
+            ActionKind.SEND_GRADIENT: self._send,
+            ActionKind.RECV_ACTIVATION: self._post,
+            ActionKind.RECV_GRADIENT: self._post,
+            ActionKind.REDUCE: self._reduce,
+        }
+
+    def execute(self) -> None:
+        """Run the list to its end."""
+        begun_s = time.perf_counter()
+        for stage in self._wiring.stages.values():
+            stage.note_stream()
+        self._ends.begin()
+        for position, action in enumerate(self._program.actions):
+            self._position = position
+            self._do[action.kind](action)
+            self._sender.release_sent()
+        self._position = len(self._program.actions)
+        started_s = time.perf_counter()
+        self._sender.wait()
+        for reduction in self._started_reductions:
+            reduction.finish()
+        ended_s = time.perf_counter()
+        self.waited_s += ended_s - started_s
+        computed_s = sum(span.end_s - span.start_s for span in self.spans)
+        self.overhead_s = ended_s - begun_s - self.waited_s - computed_s
+
+    def abandon(self) -> None:
+        """Give up, and let no other rank wait for this one.
+
+        Each peer that is still due something is told instead that nothing will come, and gives
+        up in its turn. What peers have sent, or are still sending, is taken in. Reductions are
+        gone through, as replicas wait in them; what they add up to is of no use to anybody.
+        """
+        left = self._program.actions[self._position :]
+        # The pipeline's group may have ended, and that of replicas not, or the other way round.
+        # What is raised here is a consequence: why the step failed is known already.
+        with contextlib.suppress(Exception):
+            self._dismiss_peers(left)
+        with contextlib.suppress(Exception):
+            for action in left:
+                if action.kind is ActionKind.REDUCE:
+                    self._reduce(action)
+            for reduction in self._started_reductions:
+                reduction.finish()
+
+    def close(self) -> None:
+        """End the threads."""
+        for receiver in self._receivers.values():
+            receiver.close()
+        for stage in self._wiring.stages.values():
+            stage.pool.trim()
+
+    def _dismiss_peers(self, left: Sequence[Action]) -> None:
+        for peer in self._program.expected:
+            self._receiver(peer).drain()
+        owed = Counter(self._program.peer_of[a] for a in left if a.kind.is_send)
+        for peer in owed:
+            self._sender.abort(peer)
+        self._sender.wait()
+
+    # Compute
+
+    def _forward(self, action: Action) -> None:
+        number, _, microbatch = action
+        stage = self._wiring.stages[number]
+        parcel = self._input_of(number, microbatch)
+        seed = None
+        if self._seed is not None:
+            # Replicas have other data, and must not drop the same of it.
+            counted = self._wiring.first_microbatch + microbatch
+            seed = microbatch_seed(self._seed, self._step, number, counted)
+        is_last = number == self._program.num_stages - 1
+        self.where = number, microbatch
+        started_s = time.perf_counter()
+        if self._is_training:
+            loss_of = self._ends.loss_of(microbatch, parcel) if is_last else None
+            output = stage.forward(microbatch, Keyed(parcel, seed), loss_of)
+        else:
+            output = stage.evaluate(Keyed(parcel, seed))
+        self._note(action, started_s)
+        self._num_live += self._is_training
+        self.peak_live = max(self.peak_live, self._num_live)
+        self._ends.put_output(number, microbatch, output)
+        if is_last:
+            return
+        if self._program.is_local[number + 1]:
+            self._inputs[number + 1, microbatch] = stage.hand_over(output)
+        else:
+            self._to_send[Action(number, ActionKind.SEND_ACTIVATION, microbatch)] = output
+
+    def _backward(self, action: Action) -> None:
+        number, kind, microbatch = action
+        stage = self._wiring.stages[number]
+        gradients = self._gradient_of(number, microbatch)
+        self.where = number, microbatch
+        started_s = time.perf_counter()
+        if kind is ActionKind.BACKWARD:
+            of_input = stage.backward(microbatch, gradients)
+            self._num_live -= 1
+        else:
+            of_input = stage.backward_input(microbatch, gradients)
+        self._note(action, started_s)
+        if number == 0:
+            self._ends.put_input_gradient(microbatch, of_input)
+        elif self._program.is_local[number - 1]:
+            self._gradients[number - 1, microbatch] = of_input
+        else:
+            self._to_send[Action(number, ActionKind.SEND_GRADIENT, microbatch)] = _packed(of_input)
+
+    def _backward_weight(self, action: Action) -> None:
+        self.where = action.stage, action.microbatch
+        started_s = time.perf_counter()
+        self._wiring.stages[action.stage].backward_weight(action.microbatch)
+        self._num_live -= 1
+        self._note(action, started_s)
+
+    def _note(self, action: Action, started_s: float) -> None:
+        self.where = None
+        rank = self._wiring.backend.rank
+        self.spans.append(Span(rank, action, started_s, time.perf_counter()))
+
+    def _input_of(self, stage: int, microbatch: int) -> Parcel:
+        if stage == 0:
+            return self._ends.first_input(microbatch)
+        if self._program.is_local[stage - 1]:
+            return self._inputs.pop((stage, microbatch))
+        return self._take(Action(stage, ActionKind.RECV_ACTIVATION, microbatch))
+
+    def _gradient_of(self, stage: int, microbatch: int) -> Gradients:
+        if stage == self._program.num_stages - 1:
+            return self._ends.last_gradient(microbatch)
+        if self._program.is_local[stage + 1]:
+            return self._gradients.pop((stage, microbatch))
+        return _unpacked(self._take(Action(stage, ActionKind.RECV_GRADIENT, microbatch)))
+
+    # Messages
+
+    def _take(self, receive: Action) -> Parcel:
+        started_s = time.perf_counter()
+        parcel = self._receivers[self._program.peer_of[receive]].take(receive)
+        self.waited_s += time.perf_counter() - started_s
+        return parcel
+
+    def _post(self, receive: Action) -> None:
+        self._receiver(self._program.peer_of[receive]).post(receive)
+
+    def _send(self, send: Action) -> None:
+        stage = self._wiring.stages[send.stage]
+        parcel = self._to_send.pop(send)
+        self.where = send.stage, send.microbatch
+        self._sender.send(self._program.peer_of[send], send.other_side, parcel, stage.describe)
+        self.where = None
+
+    def _reduce(self, action: Action) -> None:
+        reduction = self._wiring.reductions.get(action.stage)
+        if reduction is not None:
+            reduction.start()
+            self._started_reductions.append(reduction)
+
+    def _receiver(self, peer: int) -> Receiver:
+        receiver = self._receivers.get(peer)
+        if receiver is None:
+            receiver = self._receivers[peer] = Receiver(
+                self._wiring.backend,
+                self._wiring.gpu_channels,
+                peer,
+                self._wiring.tag,
+                self._step,
+                self._wiring.timeout,
+                self._program.expected[peer],
+                self._wiring.stages.__getitem__,
+                self._wiring.forecasts,
+            )
+        return receiver
+
+
+def _packed(gradients: Gradients) -> Parcel:
+    """Make a message of gradients, some of which are None."""
+    structure = tuple(pytree.ARRAY if g is not None else ("none",) for g in gradients)
+    return Parcel(("list", *structure), [g for g in gradients if g is not None])
+
+
+def _unpacked(parcel: Parcel) -> Gradients:
+    gradients: Gradients = pytree.unflatten(parcel.structure, parcel.arrays)
+    return gradients

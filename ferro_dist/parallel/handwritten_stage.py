@@ -1,0 +1,307 @@
+"""Stages whose backward somebody has written: of NumPy, CuPy, torch, or other arrays.
+
+What comes to a stage in host memory comes as arrays of NumPy, whatever it computes with; on a
+GPU, as arrays of the library of its ``parameters()``, which is CuPy or torch there.
+
+A module is an object with
+
+``forward(x) -> (y, saved)``
+    `saved` is whatever backward needs of this microbatch. Other microbatches pass between
+    a forward and its backward: what is kept in the module itself is another's by then.
+``backward(saved, gradient) -> gradient of x``
+    Adds the weights' gradients to what is there.
+``parameters()`` and ``grads()``, for ``dp=`` and ``tied=``
+    A dict of name to array, each; the same arrays at each call. On a GPU ``parameters()`` also
+    tells where the stage works. Otherwise it does not matter what they return.
+
+and if its backward can be divided for zero-bubble schedules,
+
+``backward_input(saved, gradient) -> gradient of x``, ``backward_weight(saved, gradient)``
+
+Gradients are trees as the values are, with None for no gradient. A forward that has a parameter
+named `rng` is given a ``numpy.random.Generator`` of its own for each microbatch. The loss function
+returns the loss and its gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ferro_dist import interop
+from ferro_dist.parallel import pytree
+from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
+from ferro_dist.parallel.stage import Keyed, LossOf, Stage
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["HandwrittenStage"]
+
+Array = Any
+
+
+class _Saved(NamedTuple):
+    inputs: pytree.Structure
+    input_shapes: tuple[tuple[int, ...], ...]
+    outputs: pytree.Structure
+    of_module: Any
+    of_loss: list[Array | None] | None
+    """The gradient of the loss for each array of the output, if there is a loss."""
+
+
+class HandwrittenStage(Stage):
+    """A stage with ``forward`` and ``backward`` methods."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self._gpu_parameters: list[Array] = []
+        self._receiving: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
+        self._takes_rng = "rng" in inspect.signature(module.forward).parameters
+        self._is_divided = all(
+            callable(getattr(module, name, None)) for name in ("backward_input", "backward_weight")
+        )
+
+    def describe(self, array: Array) -> ArraySpec:
+        view = interop.as_view(interop.contiguous(array))
+        dtype = interop.dtype_name(view.dtype)
+        is_differentiable = "float" in dtype or "complex" in dtype
+        return ArraySpec(dtype, tuple(array.shape), is_differentiable, view.device_type == 1)
+
+    def allocate(self, spec: ArraySpec) -> Array:
+        dtype = interop.numpy_dtype(interop.dtype_code(spec.dtype))
+        if spec.is_on_host:
+            return self.pool.take(spec.shape, dtype)
+        return interop.empty_beside(self._gpu_parameter(), spec.shape, dtype)
+
+    def note_stream(self) -> None:
+        self._gpu_parameters = [x for x in self.parameters().values() if _is_on_gpu(x)]
+        self._receiving = [interop.same_stream(x) for x in self._gpu_parameters[:1]]
+
+    def receiving(self) -> contextlib.AbstractContextManager[Any]:
+        return self._receiving[0]() if self._receiving else contextlib.nullcontext()
+
+    def _gpu_parameter(self) -> Array:
+        if self._gpu_parameters:
+            return self._gpu_parameters[0]
+        raise TypeError(
+            f"Pipeline: stage {self.number} is sent an array in a GPU's memory, and has no "
+            "parameters() there, which tell on which device and in which library it works. "
+            "Give it one, or let the stage before return a host array"
+        )
+
+    def item(self, loss: Array) -> float:
+        return float(loss)
+
+    def one_like(self, loss: Array) -> Array:
+        one = interop.allocate(loss)
+        one[...] = 1
+        return one
+
+    def parameters(self) -> dict[str, Array]:
+        return self._named("parameters")
+
+    def load(self, name: str, value: Array) -> None:
+        self.parameters()[name][...] = value
+
+    def gradient(self, name: str) -> Array | None:
+        return self._named("grads")[name]
+
+    def set_gradient(self, name: str, gradient: Array | None) -> None:
+        self.gradient(name)[...] = 0 if gradient is None else gradient  # type: ignore[index]
+
+    def take_gradient(self, name: str) -> Array | None:
+        gradient = self.gradient(name)
+        assert gradient is not None
+        taken = _copy(gradient)
+        gradient[...] = 0
+        return taken
+
+    def add_gradient(self, name: str, gradient: Array) -> None:
+        here = self.gradient(name)
+        assert here is not None
+        here += gradient
+
+    def zeros(self, like: Array) -> Array:
+        zeros = interop.allocate(like)
+        zeros[...] = 0
+        return zeros
+
+    def new_bucket(self, group: Backend, like: Array, count: int) -> Array:
+        bucket = (
+            group.empty(count, like.dtype) if _is_numpy(like) else interop.allocate(like, (count,))
+        )
+        bucket[...] = 0
+        return bucket
+
+    def write(self, bucket: Array, offset: int, values: Array | float) -> None:
+        if isinstance(values, float):
+            bucket[offset] = values
+        else:
+            bucket[offset : offset + math.prod(values.shape)] = values.reshape(-1)
+
+    def read(self, bucket: Array, offset: int, like: Array) -> Array:
+        return _copy(bucket[offset : offset + math.prod(like.shape)].reshape(like.shape))
+
+    def nonzero(self, bucket: Array, first: int) -> list[bool]:
+        return [True] * (len(bucket) - first)  # its gradients are always there
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        before = copy.deepcopy(self.module.__dict__)
+        try:
+            yield
+        finally:
+            # In place, where it can be: others may hold the arrays.
+            _restore(self.module.__dict__, before)
+
+    def _named(self, method: str) -> dict[str, Array]:
+        if not callable(getattr(self.module, method, None)):
+            if method == "parameters":
+                return {}
+            raise TypeError(f"Pipeline: {type(self.module).__qualname__} has no method {method}()")
+        arrays = getattr(self.module, method)()
+        if isinstance(arrays, Mapping):
+            return dict(arrays)
+        return {str(position): array for position, array in enumerate(arrays)}
+
+    def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Saved]:
+        parcel = keyed.parcel
+        result = self.module.forward(
+            pytree.unflatten(parcel.structure, parcel.arrays), **self._rng(keyed.seed)
+        )
+        output, of_module = _pair(result, "forward() must return (output, saved)")
+        structure, arrays = pytree.flatten(output)
+        shapes = tuple(tuple(array.shape) for array in parcel.arrays)
+        saved = _Saved(parcel.structure, shapes, structure, of_module, None)
+        if loss_of is None:
+            return parcel._replace(structure=structure, arrays=arrays), saved
+        loss, of_output = _pair(loss_of(output), "loss_fn must return (loss, gradient)")
+        of_loss = pytree.gradients_like(
+            structure, [array.shape for array in arrays], of_output, "loss_fn returned", "output"
+        )
+        loss = parcel._replace(structure=pytree.ARRAY, arrays=[_checked_loss(loss)])
+        return loss, saved._replace(of_loss=of_loss)
+
+    def _run_unsaved(self, keyed: Keyed, loss_of: LossOf | None, will_replay: bool) -> Parcel:
+        if will_replay:
+            # Nobody can see whether the module writes into its input, which is needed again.
+            copies = [_copy(x) for x in keyed.parcel.arrays]
+            keyed = keyed._replace(parcel=keyed.parcel._replace(arrays=copies))
+        return self._run_forward(keyed, loss_of)[0]
+
+    def _run_backward(self, saved: _Saved, gradients: Sequence[Any]) -> list[Array | None]:
+        gradient = _gradient_tree(saved, gradients)
+        return _input_gradients(saved, self.module.backward(saved.of_module, gradient))
+
+    def _run_backward_input(
+        self, saved: _Saved, gradients: Sequence[Any]
+    ) -> tuple[list[Array | None], Any]:
+        if not self._is_divided:
+            return super()._run_backward_input(saved, gradients)
+        gradient = _gradient_tree(saved, gradients)
+        of_input = self.module.backward_input(saved.of_module, gradient)
+        return _input_gradients(saved, of_input), (saved.of_module, gradient)
+
+    def _run_backward_weight(self, deferred: Any) -> None:
+        if deferred is not None:
+            self.module.backward_weight(*deferred)
+
+    def _rng(self, seed: int | None) -> dict[str, Any]:
+        if not self._takes_rng:
+            return {}
+        return {"rng": np.random.default_rng(seed)}
+
+
+def _copy(array: Array) -> Array:
+    copied: Array = array.copy() if hasattr(array, "copy") else interop.copy(array)
+    return copied
+
+
+def _is_numpy(array: Array) -> bool:
+    return isinstance(array, np.ndarray)
+
+
+def _is_on_gpu(value: Any) -> bool:
+    """Whether a parameter is an array on a GPU; it need not be an array at all."""
+    if _is_numpy(value) or not (
+        hasattr(value, "__dlpack_device__") or hasattr(value, "__cuda_array_interface__")
+    ):
+        return False
+    return interop.is_on_gpu(value)
+
+
+def _pair(result: Any, demand: str) -> tuple[Any, Any]:
+    if type(result) is tuple and len(result) == 2:
+        return result
+    raise TypeError(f"Pipeline: {demand}, not {type(result).__qualname__}")
+
+
+def _checked_loss(loss: Any) -> Any:
+    """Return a loss that is one number, or an array without axes."""
+    if pytree.is_array(loss):
+        if math.prod(loss.shape) == 1:
+            return loss.reshape(())
+        what = f"an array of shape {tuple(loss.shape)}"
+    elif isinstance(loss, numbers.Real):
+        return loss
+    else:
+        what = f"a {type(loss).__qualname__}"
+    raise ValueError(
+        f"Pipeline: loss_fn must return (loss, gradient), and the loss be one number, not {what}: "
+        "the mean over the microbatch"
+    )
+
+
+def _input_gradients(saved: _Saved, of_input: Any) -> list[Array | None]:
+    """Return the gradients of the stage's inputs, once they are known to be of their shapes."""
+    return pytree.gradients_like(
+        saved.inputs, saved.input_shapes, of_input, "backward returned", "input"
+    )
+
+
+def _gradient_tree(saved: _Saved, gradients: Sequence[Any]) -> Any:
+    """Return the gradient of the output, as the module's backward wants it."""
+    if saved.of_loss is not None:
+        (scale,) = gradients
+        gradients = [None if array is None else array * scale for array in saved.of_loss]
+    return pytree.unflatten(_without_constants(saved.outputs), gradients)
+
+
+def _without_constants(structure: pytree.Structure) -> pytree.Structure:
+    """Put None in the place of what has no gradient."""
+    kind = structure[0]
+    if kind == "array":
+        return pytree.ARRAY
+    if kind in ("tuple", "list"):
+        return (kind, *map(_without_constants, structure[1:]))
+    if kind == "dict":
+        return (kind, structure[1], *map(_without_constants, structure[2:]))
+    return ("none",)
+
+
+def _restore(state: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in list(state):
+        if name not in before:
+            del state[name]
+    for name, value in before.items():
+        state[name] = _restored(state.get(name), value)
+
+
+def _restored(value: Any, before: Any) -> Any:
+    if isinstance(value, dict) and isinstance(before, dict) and value.keys() == before.keys():
+        for key in value:
+            value[key] = _restored(value[key], before[key])
+        return value
+    is_same_place = type(value) is type(before) and hasattr(value, "shape")
+    if is_same_place and value.shape == before.shape and hasattr(value, "__setitem__"):
+        value[...] = before
+        return value
+    return before

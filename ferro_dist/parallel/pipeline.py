@@ -1,0 +1,592 @@
+"""Pipeline-parallel training: each rank has a part of the model, microbatches pass through.
+
+A model is cut into stages, a batch into microbatches. Activations flow from stage to stage,
+gradients flow back, and while one stage works on one microbatch its neighbours work on others. In
+which order is a schedule: see `ferro_dist.parallel.schedules`. What comes out, the loss, the
+gradients of weights and input, random numbers and statistics, does not depend on it.
+
+A step on each rank:
+
+1. The ranks compare what they are about to do, before the first of all steps.
+2. The rank runs its list of actions (`executor`).
+3. All ranks exchange the loss, or what went wrong (`outcome`).
+
+References
+----------
+Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism", NeurIPS 2019.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ferro_dist import arguments
+from ferro_dist.errors import DistributedError
+from ferro_dist.parallel.ends import BackwardEnds, ForwardEnds, TrainingEnds
+from ferro_dist.parallel.executor import Program, StepRun, Wiring
+from ferro_dist.parallel.gpu_channels import GpuChannels, make_gpu_channels
+from ferro_dist.parallel.gradient_reduction import GradientReduction
+from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.outcome import (
+    BadArgument,
+    end_of_group,
+    raise_failure,
+    share_outcome,
+)
+from ferro_dist.parallel.pipeline_arguments import (
+    bucket_nbytes_of,
+    built_in,
+    check_groups,
+    checked_count,
+    checked_ties,
+    modules_of,
+    place,
+    reduce_op,
+)
+from ferro_dist.parallel.pipeline_plan import PipelinePlan, make_plan
+from ferro_dist.parallel.replicas import connect_replicas
+from ferro_dist.parallel.schedules import (
+    PipelineSchedule,
+    complete,
+    format_schedule,
+    insert_reductions,
+    one_phase,
+    placement_of,
+)
+from ferro_dist.parallel.stage import Stage
+from ferro_dist.parallel.tied_weights import tie_weights
+from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+    from ferro_dist.parallel.schedules.notation import WrittenSchedule
+
+__all__ = ["Pipeline"]
+
+ModuleT = TypeVar("ModuleT")
+Tree = Any
+
+
+class Pipeline(Generic[ModuleT]):
+    """One rank's part of a pipeline.
+
+    Every rank makes one with the same arguments, but for the module, and makes the same calls.
+
+    Parameters
+    ----------
+    module : torch.nn.Module, JaxStage, or object with forward and backward
+        This rank's stage: what the stage before returns is its one argument, as it is. A list
+        (or ModuleList) of them where the schedule has several stages on a rank, in order. See
+        `ferro_dist.parallel.stage`.
+    backend : Backend
+        The pipeline's group, two ranks or more. It stays the caller's to close.
+    num_microbatches : int
+        Into how many parts a batch is cut.
+    schedule : PipelineSchedule, str, or one list of actions for each rank
+        ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"zb_h1"``, ``"zb_v"``, or a schedule of
+        your own: see `ferro_dist.parallel.schedules.parse_schedule`.
+    dp : Backend, optional
+        The group of this rank's replicas in other pipelines, see `RankGrid`. They start with
+        the same weights, and gradients and loss are averaged over them.
+    average : {"mean", "sum"}, default "mean"
+        What becomes of the gradients and losses of replicas.
+    tied : mapping of str to parameter, optional
+        Weights that are one, though on several ranks: under one name on each of them. A
+        parameter is given as itself, or by the name that its stage has for it.
+    checkpoint : bool or sequence of int, default False
+        Whether all stages, or which of them, keep only their input, and run forward again
+        before backward.
+    seed : int or None, default 0
+        Each forward draws random numbers by this, the step, the stage and the microbatch
+        (`microbatch_seed`), counted through all replicas. None leaves random numbers alone. torch
+        has one generator for a process, so ranks that are threads run their modules one at a
+        time, unless it is None.
+    bucket_mb : float, default 25
+        Largest bucket of gradients, in MiB.
+    timeout : float, optional
+        Seconds that a message may take; the backend's own by default.
+
+    Attributes
+    ----------
+    schedule : PipelineSchedule or list of list of Action
+    num_microbatches : int
+    module : object
+
+    Raises
+    ------
+    ValueError, TypeError
+        Arguments that will not do. Nothing was sent.
+    InvalidWorldSize
+        The group has one rank.
+    UnsupportedOp
+        The group moves a GPU's arrays alone; stages also tell each other what is coming.
+    InvalidSchedule
+        The schedule is not sound, or not for this group.
+
+    Notes
+    -----
+    Activations are trees: arrays, None, bools, numbers, str, and tuples, lists and dicts of these.
+    They may have other shapes in each microbatch and step. Floating-point arrays carry gradients
+    back.
+
+    With `HybridBackend`, arrays in a GPU's memory go from GPU to GPU and are received where the
+    stage is; the host waits for none of them, but it does for the loss. `JaxStage` passes its
+    arrays through the host.
+
+    An array that a stage returns is the pipeline's: the stage must not write to it later.
+    A stage must not write into its input.
+
+    In the first step the ranks compare schedules and numbers of microbatches; if they differ, it
+    raises `CollectiveMismatch` on all of them.
+
+    Examples
+    --------
+    >>> stages = split_sequential(model, backend.world_size)
+    >>> pipe = Pipeline(stages[backend.rank], backend, num_microbatches=8, schedule="1f1b")
+    >>> for x, y in batches:
+    ...     loss = pipe.step(x, target=y, loss_fn=loss_fn)
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        module: ModuleT,
+        backend: Backend,
+        num_microbatches: int,
+        schedule: PipelineSchedule | str | WrittenSchedule = PipelineSchedule.ONE_F_ONE_B,
+        *,
+        dp: Backend | None = None,
+        average: str = "mean",
+        tied: Mapping[str, Any] | None = None,
+        checkpoint: bool | Sequence[int] = False,
+        seed: int | None = 0,
+        bucket_mb: float = 25,
+        timeout: float | None = None,
+    ) -> None:
+        check_groups(backend, dp)
+        self._num_microbatches = checked_count(num_microbatches)
+        self._module = module
+        self._backend = backend
+        self._dp = dp
+        self._op = reduce_op(average)
+        self._bucket_nbytes = bucket_nbytes_of(bucket_mb)
+        self._timeout = None if timeout is None else arguments.check_timeout(timeout)
+        self._seed = seed if seed is None else arguments.integer(seed)
+        self._tied = checked_ties(tied)
+        modules = modules_of(module)
+        member = built_in(schedule)
+        self._name = "written" if member is None else member.name.lower()
+        self._lists = complete(
+            schedule,
+            backend.world_size,
+            self._num_microbatches,
+            len(modules) if member is PipelineSchedule.INTERLEAVED_1F1B else None,
+            reduces_gradients=dp is not None,
+        )
+        self._schedule = self._lists if member is None else member
+        self._placement = placement_of(self._lists)
+        self._stages = place(modules, self._placement, backend.rank, checkpoint)
+        self._programs: dict[str, Program] = {}
+        self._wiring: Wiring | None = None
+        self._ties: list[GradientReduction] = []
+        self._trained: dict[int, set[str]] = {}
+        self._groups: list[Backend] = []
+        self._gpu_channels: GpuChannels | None = None
+        self._num_runs = 0
+        self._pending_forward: ForwardEnds | None = None
+        self._input_grad: Tree = None
+        self._last_step: StepRun | None = None
+
+    # What it is
+
+    @property
+    def schedule(self) -> Any:
+        """The schedule used by this pipeline."""
+        return self._schedule
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of microbatches."""
+        return self._num_microbatches
+
+    @property
+    def module(self) -> ModuleT:
+        """This rank's stage or stages, as they were given."""
+        return self._module
+
+    @property
+    def backend(self) -> Backend:
+        """The pipeline's group."""
+        return self._backend
+
+    @property
+    def num_stages(self) -> int:
+        """Of the whole pipeline."""
+        return len(self._placement)
+
+    @property
+    def stage_numbers(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return tuple(self._stages)
+
+    @property
+    def input_grad(self) -> Tree:
+        """The gradient of the last step's loss with respect to `x`, on the first stage's rank.
+
+        A tree like `x`; None where there is no gradient, and on all other ranks. With torch, it
+        has been added to the ``grad`` of tensors that require one.
+        """
+        return self._input_grad
+
+    # What it does
+
+    def step(
+        self,
+        x: Tree = None,
+        target: Tree = None,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        weight: Any = None,
+    ) -> float:
+        """Run a batch forward and backward, and add to the gradients of all weights.
+
+        Parameters
+        ----------
+        x : tree of arrays, on the rank of the first stage
+            Cut along the first dimension of every array. Other ranks may leave it out.
+        target : tree of arrays, on the rank of the last stage
+            Cut alike.
+        loss_fn : function, on the rank of the last stage
+            From output and target of a microbatch to its mean loss. Without a target it is
+            called with the output alone; without a loss_fn the output is the loss. For a
+            hand-written stage it returns the loss and its gradient.
+        weight : sequence of numbers, on the rank of the last stage
+            How much each microbatch, or each row, counts; for instance its number of tokens.
+            By default microbatches count by their rows, so that the loss is the mean over the
+            batch, however unevenly it is cut.
+
+        Returns
+        -------
+        float
+            The loss of the batch, the same on every rank. Gradients are those of this loss.
+
+        Raises
+        ------
+        ValueError, TypeError
+            `x`, `target`, `loss_fn` or `weight` will not do; on every rank. Nothing was computed.
+        StageFailed
+            A stage raised; on every rank. The group stays usable.
+        CollectiveMismatch
+            The ranks were made with different arguments; on every rank.
+        PeerLostError, Timeout
+            A rank died or is silent. The group is unusable afterwards.
+        """
+        self._begin()
+        ends = self._training_ends(x, target, loss_fn, weight)
+        return self._train("step", ends)
+
+    def forward(self, input: Tree = None) -> list[Tree]:  # noqa: A002 - the reference's name
+        """Run forward for all microbatches, and keep what `backward` needs.
+
+        Parameters
+        ----------
+        input : tree of arrays, on the rank of the first stage
+
+        Returns
+        -------
+        list of tree
+            The output of this rank's last stage for each microbatch. On the rank of the last
+            stage, the model's.
+
+        Raises
+        ------
+        ValueError, TypeError, StageFailed, PeerLostError, Timeout
+            As for `step`.
+        """
+        self._begin()
+        self._pending_forward = None  # what it had kept is dropped here
+        kept = max(self._stages)
+        ends = ForwardEnds(*self._end_stages, input, kept)
+        for stage in self._stages.values():
+            stage.forget()
+        self._run("forward", ends)
+        self._pending_forward = ends
+        return ends.outputs
+
+    def backward(self, outputs: Sequence[Tree], grad_outputs: Sequence[Tree] | None = None) -> None:
+        """Run backward for all microbatches of the last `forward`.
+
+        Parameters
+        ----------
+        outputs : sequence of tree
+            What `forward` has returned.
+        grad_outputs : sequence of tree, on the rank of the last stage
+            The gradient of each output; nothing is scaled. May be left out if outputs are
+            scalars.
+
+        Raises
+        ------
+        RuntimeError
+            There was no `forward` before.
+        ValueError, TypeError, StageFailed, PeerLostError, Timeout
+            As for `step`.
+        """
+        forward = self._pending_forward
+        if forward is None:
+            raise RuntimeError("Pipeline: backward needs a forward before it")
+        self._pending_forward = None
+        first, last, count, rank = self._end_stages
+        self._train(
+            "backward", BackwardEnds(forward, first, last, count, rank, outputs, grad_outputs)
+        )
+
+    def eval(self, x: Tree = None) -> Tree:
+        """Run forward without gradients, in evaluation mode.
+
+        Parameters
+        ----------
+        x : tree of arrays, on the rank of the first stage
+
+        Returns
+        -------
+        tree
+            The whole batch's output on the rank of the last stage, elsewhere None.
+
+        Raises
+        ------
+        ValueError, TypeError, StageFailed, PeerLostError, Timeout
+            As for `step`.
+        """
+        self._begin()
+        ends = ForwardEnds(*self._end_stages, x, self.num_stages - 1)
+        with contextlib.ExitStack() as modes:
+            for stage in self._stages.values():
+                modes.enter_context(stage.evaluation())
+            self._run("forward", ends, is_training=False)
+        return ends.whole_output
+
+    def plan(
+        self,
+        x: Tree = None,
+        target: Tree = None,
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> PipelinePlan:
+        """Measure what actions and messages take, and simulate the schedule with that.
+
+        Called by all ranks. After a step, it is that step that is measured, and its real timeline
+        stands beside the simulated one. On a GPU that is the time in which work is queued, not the
+        time that it takes. Before the first step, `x`, `target` and `loss_fn` are
+        needed as for `step`: one is run for its times alone, and leaves no trace in weights,
+        gradients and statistics.
+
+        Returns
+        -------
+        PipelinePlan
+            The same on all ranks. Prints as a table; ``plan.plot(path)`` draws it.
+        """
+        self._begin()
+        if self._last_step is None:
+            with contextlib.ExitStack() as untouched:
+                for stage in self._stages.values():
+                    untouched.enter_context(stage.untouched())
+                # What takes longer the first time must not be taken for the rule.
+                for _ in range(2):
+                    self._train("step", self._training_ends(x, target, loss_fn, None))
+            self._input_grad = None
+            self._num_runs -= 2
+        assert self._last_step is not None
+        return make_plan(self._lists, self._last_step, self._backend)
+
+    def close(self) -> None:
+        """Leave what was made for tied weights and between GPUs. Idempotent."""
+        with contextlib.ExitStack() as ends:
+            if self._gpu_channels is not None:
+                ends.callback(self._gpu_channels.close)
+            for group in reversed(self._groups):
+                ends.callback(group.close)
+        self._groups = []
+
+    def __enter__(self) -> Pipeline[ModuleT]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._gpu_channels is not None:
+            # Whoever hears of the exception should do so now: the others may never come to
+            # end the channels with this rank.
+            self._gpu_channels.abort()
+        self.close()
+
+    def __repr__(self) -> str:
+        stages = ", ".join(map(str, self._stages))
+        return (
+            f"<Pipeline rank {self._backend.rank} of {self._backend.world_size}, stages {stages} "
+            f"of {self.num_stages}, {self._num_microbatches} microbatches, {self._name}>"
+        )
+
+    # Runs
+
+    def _training_ends(self, x: Tree, target: Tree, loss_fn: Any, weight: Any) -> TrainingEnds:
+        is_averaged = self._op is ReduceOp.MEAN
+        return TrainingEnds(*self._end_stages, x, target, loss_fn, weight, self._dp, is_averaged)
+
+    def _train(self, phase: str, ends: TrainingEnds | BackwardEnds) -> float:
+        """Run something with a backward in it, and reduce what it adds to the gradients."""
+        reductions = [*self._ties, *self._connected.reductions.values()]
+
+        def prepare() -> None:
+            self._check_weights()
+            for reduction in reductions:  # ties first: what replicas share of them comes on top
+                reduction.set_aside()
+
+        try:
+            loss = self._run(phase, ends, prepare)
+            self._sum_ties()
+        except BaseException:
+            for reduction in reductions:
+                reduction.restore()
+            raise
+        self._input_grad = ends.deliver_input_gradient()
+        return loss
+
+    def _check_weights(self) -> None:
+        """Raise BadArgument if what is trained is no longer what was made equal and is summed."""
+        for number, before in self._trained.items():
+            changed = self._stages[number].parameters().keys() ^ before
+            if changed:
+                raise BadArgument from ValueError(
+                    f"Pipeline: {min(changed)!r} of stage {number} was frozen, unfrozen, added or "
+                    "removed since the first step, and gradients of replicas or tied weights are "
+                    "summed. Make a new Pipeline"
+                )
+
+    def _sum_ties(self) -> None:
+        try:
+            for tie in self._ties:
+                tie.start()
+                tie.finish()
+        except DistributedError:
+            raise
+        except BaseException as error:
+            # The others are in this sum already, and wait for what this rank will not add.
+            for group in (*self._groups, self._backend):
+                group.interrupt(error)
+            raise
+
+    def _run(
+        self,
+        phase: str,
+        ends: TrainingEnds | ForwardEnds | BackwardEnds,
+        prepare: Callable[[], None] = lambda: None,
+        *,
+        is_training: bool = True,
+    ) -> float:
+        """Run a program; return the loss, or raise what went wrong anywhere."""
+        if phase == "step":
+            self._pending_forward = None
+            self._forget()
+        step = self._num_runs
+        self._num_runs += 1
+        run = StepRun(self._connected, self._program(phase), ends, step, self._seed, is_training)
+        failure: BaseException | None = None
+        loss = 0.0
+        try:
+            prepare()
+            run.execute()
+            loss = ends.loss if isinstance(ends, TrainingEnds) else 0.0
+        except BaseException as error:
+            failure = error
+            run.abandon()
+        try:
+            told, loss = share_outcome(
+                self._backend, self._dp, failure, run.where, loss, self._op is ReduceOp.MEAN
+            )
+        except DistributedError as error:
+            run.close()
+            self._forget()
+            raise end_of_group(failure, error) from None
+        run.close()
+        if told is not None:
+            self._forget()
+            raise_failure(failure, told, self._backend.rank)
+        if phase == "step":
+            self._last_step = run
+        return loss
+
+    def _forget(self) -> None:
+        for stage in self._stages.values():
+            stage.forget()
+
+    @property
+    def _end_stages(self) -> tuple[Stage | None, Stage | None, int, int]:
+        first = self._stages.get(0)
+        last = self._stages.get(self.num_stages - 1)
+        return first, last, self._num_microbatches, self._placement[0]
+
+    def _program(self, phase: str) -> Program:
+        program = self._programs.get(phase)
+        if program is None:
+            lists = self._lists if phase == "step" else one_phase(self._lists, phase)
+            if phase == "backward" and self._dp is not None:
+                lists = insert_reductions(lists)
+            program = self._programs[phase] = Program(lists, self._backend.rank)
+        return program
+
+    # The first run
+
+    @property
+    def _connected(self) -> Wiring:
+        assert self._wiring is not None
+        return self._wiring
+
+    def _begin(self) -> None:
+        if self._wiring is None:
+            self._wiring = self._connect()
+
+    def _connect(self) -> Wiring:
+        """Make sure that all ranks mean the same, and start from the same weights."""
+        tag = agree_on_manifest(self._manifest(), self._backend, op="Pipeline")
+        reductions: dict[int, GradientReduction] = {}
+        if self._dp is not None:
+            reductions = connect_replicas(
+                self._stages,
+                self._program("step").actions,
+                self._dp,
+                self._op,
+                self._bucket_nbytes,
+                self._manifest(),
+            )
+        self._ties, self._groups = tie_weights(
+            self._tied, self._stages, self._backend, self._bucket_nbytes
+        )
+        for tie in self._ties:
+            tie.equalize()
+        if self._ties or reductions:
+            self._trained = {n: set(stage.parameters()) for n, stage in self._stages.items()}
+        self._gpu_channels = make_gpu_channels(self._lists, self._backend, self._timeout)
+        first = 0 if self._dp is None else self._dp.rank * self._num_microbatches
+        return Wiring(
+            self._backend,
+            tag,
+            self._timeout,
+            self._stages,
+            reductions,
+            first,
+            self._gpu_channels,
+            forecasts={},
+        )
+
+    def _manifest(self) -> list[str]:
+        digest = hashlib.sha256(format_schedule(self._lists).encode()).hexdigest()[:12]
+        replicas = None if self._dp is None else self._dp.world_size
+        return [
+            f"num_microbatches={self._num_microbatches}",
+            f"schedule={self._name} of {self.num_stages} stages (digest {digest})",
+            f"seed={self._seed}",
+            f"replicas={replicas}, average={self._op.name.lower()}",
+            f"bucket_nbytes={self._bucket_nbytes}",
+        ]

@@ -1,0 +1,164 @@
+"""What a pipeline demands of its arguments. Nothing is sent before all of it holds."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ferro_dist import arguments
+from ferro_dist.backends.base import Backend
+from ferro_dist.errors import InvalidWorldSize, UnsupportedOp
+from ferro_dist.parallel.schedules import PipelineSchedule, pipeline_schedule_of
+from ferro_dist.parallel.stage import Stage, make_stage
+from ferro_dist.reduce_op import ReduceOp
+
+__all__ = [
+    "bucket_nbytes_of",
+    "built_in",
+    "check_groups",
+    "checked_count",
+    "checked_ties",
+    "modules_of",
+    "place",
+    "reduce_op",
+]
+
+MIB = 1 << 20
+_REDUCE_OPS = {"mean": ReduceOp.MEAN, "sum": ReduceOp.SUM}
+
+
+def place(
+    modules: Sequence[Any], placement: Sequence[int], rank: int, checkpoint: bool | Sequence[int]
+) -> dict[int, Stage]:
+    """Return this rank's stages by their numbers."""
+    numbers = [stage for stage, other in enumerate(placement) if other == rank]
+    if len(numbers) != len(modules):
+        raise ValueError(
+            f"Pipeline: the schedule has {len(numbers)} stages on rank {rank}, but {len(modules)} "
+            "modules were given. In a list, each one is a stage: put the layers of one stage into "
+            "one module, as torch.nn.Sequential"
+        )
+    is_checkpointed = _checkpointed(checkpoint, len(placement))
+    stages: dict[int, Stage] = {}
+    for number, module in zip(numbers, modules, strict=True):
+        stage = make_stage(module)
+        if stage in stages.values():
+            raise ValueError(
+                f"Pipeline: stage {number} is the same {type(stage).__qualname__} as another one. "
+                "Make one for each stage, of the same weights if you like"
+            )
+        stages[number] = stage
+        stage.number = number
+        stage.is_checkpointed = is_checkpointed[number]
+    return stages
+
+
+def _checkpointed(checkpoint: bool | Sequence[int], num_stages: int) -> list[bool]:
+    """Return for each stage of the pipeline whether it is."""
+    if isinstance(checkpoint, bool):
+        return [checkpoint] * num_stages
+    try:
+        chosen = {arguments.integer(stage) for stage in checkpoint}
+    except TypeError:
+        raise TypeError(
+            f"Pipeline: checkpoint must be True, False or numbers of stages, not {checkpoint!r}"
+        ) from None
+    unknown = sorted(chosen - set(range(num_stages)))
+    if unknown:
+        raise ValueError(
+            f"Pipeline: checkpoint names stages {unknown} of a pipeline that has {num_stages}, "
+            "counted from 0"
+        )
+    return [stage in chosen for stage in range(num_stages)]
+
+
+def modules_of(module: Any) -> list[Any]:
+    """Return the modules of a rank: those of a list or ModuleList, or the one that this is."""
+    is_list = isinstance(module, (list, tuple)) or any(
+        (base.__module__, base.__name__) == ("torch.nn.modules.container", "ModuleList")
+        for base in type(module).__mro__
+    )
+    if is_list and not len(module):
+        raise ValueError("Pipeline: module is empty; every rank has a stage, or several in a list")
+    return list(module) if is_list else [module]
+
+
+def built_in(schedule: Any) -> PipelineSchedule | None:
+    """Return the built-in schedule that this is or names; None if it is a written one."""
+    if isinstance(schedule, (str, PipelineSchedule)):
+        return pipeline_schedule_of(schedule)
+    return None
+
+
+def checked_count(num_microbatches: int) -> int:
+    """Return the number of microbatches; raise unless it is a positive integer."""
+    try:
+        count = arguments.integer(num_microbatches)
+    except TypeError:
+        raise TypeError(
+            f"Pipeline: num_microbatches must be an integer, not {num_microbatches!r}"
+        ) from None
+    if count < 1:
+        raise ValueError(f"Pipeline: num_microbatches must be > 0, got {count}")
+    return count
+
+
+def checked_ties(tied: Any) -> dict[str, Any]:
+    """Return the tied weights by name."""
+    if tied is None:
+        return {}
+    if not isinstance(tied, Mapping):
+        raise TypeError(
+            f"Pipeline: tied must be a dict of a name to a parameter, not {type(tied).__qualname__}"
+        )
+    return dict(tied)
+
+
+def check_groups(backend: Any, replicas: Any) -> None:
+    """Raise unless these are a pipeline's group and, if there are any, that of its replicas."""
+    for name, group in {
+        "backend": backend,
+        "dp": backend if replicas is None else replicas,
+    }.items():
+        if not isinstance(group, Backend):
+            raise TypeError(
+                f"Pipeline: {name} must be a group, such as fd.init() makes, not "
+                f"{type(group).__qualname__}; the order is Pipeline(module, backend, "
+                "num_microbatches, schedule)"
+            )
+    if replicas is backend:
+        raise ValueError(
+            "Pipeline: dp must be the group of this rank's replicas in other pipelines, not the "
+            "pipeline's own: see RankGrid"
+        )
+    if not backend.moves_host_arrays:
+        raise UnsupportedOp(
+            "Pipeline: before each activation goes a header in host memory, which tells its form, "
+            f"and {type(backend).__name__} moves a GPU's arrays alone. Use HybridBackend: "
+            "activations still go from GPU to GPU",
+            op="Pipeline",
+            rank=backend.rank,
+        )
+    if backend.world_size < 2:
+        raise InvalidWorldSize(
+            f"Pipeline: world_size must be >= 2 for pipeline parallelism, got {backend.world_size}",
+            op="Pipeline",
+            rank=backend.rank,
+        )
+
+
+def reduce_op(average: Any) -> ReduceOp:
+    """Return what `average` names."""
+    if not isinstance(average, str) or average not in _REDUCE_OPS:
+        raise ValueError(f"Pipeline: average must be 'mean' or 'sum', not {average!r}")
+    return _REDUCE_OPS[average]
+
+
+def bucket_nbytes_of(bucket_mb: Any) -> int:
+    """Return the size of a bucket in bytes."""
+    mib = float(bucket_mb) if isinstance(bucket_mb, numbers.Real) else math.nan
+    if not 0 < mib < math.inf:
+        raise ValueError(f"Pipeline: bucket_mb must be a positive number, not {bucket_mb!r}")
+    return math.ceil(mib * MIB)

@@ -1,0 +1,78 @@
+"""Memory for what is received, used again and again.
+
+Memory that is new to a process costs more to touch for the first time than to receive into. A
+block goes back to the pool when the last array that looks into it is gone, whoever holds it:
+a stage, autograd, or the user.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["SMALLEST_NBYTES", "ReceivePool"]
+
+NumpyArray = np.ndarray[Any, Any]
+
+SMALLEST_NBYTES = 1 << 15
+"""Below, what malloc gives has been touched already."""
+_ALIGNMENT_NBYTES = 64
+
+
+class _Lease(NamedTuple):
+    """A block in use, until the reference dies; then it goes home."""
+
+    end: weakref.ref[NumpyArray]
+    block: NumpyArray
+    home: deque[NumpyArray]
+
+
+class ReceivePool:
+    """Blocks by size. Any thread may take one, or let go of one."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[NumpyArray]] = {}
+        self._taken_since_trim: set[int] = set()
+        # By the identity of the reference: its hash would be that of an array, which has none.
+        self._leases: dict[int, _Lease] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
+        """Return an uninitialized array."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < SMALLEST_NBYTES:
+            return np.empty(shape, dtype)
+        self._taken_since_trim.add(nbytes)
+        blocks = self._free.setdefault(nbytes, deque())
+        try:
+            block = blocks.pop()  # the last one: it may still be in a cache
+        except IndexError:
+            block = _aligned(nbytes)
+        # Views of a view belong to the array that owns the memory, past all between. A memoryview
+        # between stops that: all of them keep `array`, and it is gone only when they are.
+        buffer: Any = block  # has the buffer protocol, which mypy knows from Python 3.12 on
+        array = np.frombuffer(memoryview(buffer), np.uint8)
+        # No weakref.finalize, which takes longer than all the rest.
+        end = weakref.ref(array, self._put_back)
+        self._leases[id(end)] = _Lease(end, block, blocks)
+        return array.view(dtype).reshape(shape)
+
+    def _put_back(self, end: weakref.ref[NumpyArray]) -> None:
+        lease = self._leases.pop(id(end))
+        lease.home.append(lease.block)
+
+    def trim(self) -> None:
+        """Give back what has not been taken since the last time: shapes may change."""
+        for nbytes in self._free.keys() - self._taken_since_trim:
+            del self._free[nbytes]
+        self._taken_since_trim.clear()
+
+
+def _aligned(nbytes: int) -> NumpyArray:
+    """JAX takes over aligned memory without a copy."""
+    block = np.empty(nbytes + _ALIGNMENT_NBYTES, np.uint8)
+    start = -block.ctypes.data % _ALIGNMENT_NBYTES
+    return block[start : start + nbytes]

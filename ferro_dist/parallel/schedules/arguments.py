@@ -1,0 +1,37 @@
+"""What the functions on schedules demand of their numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ferro_dist.arguments import integer
+
+__all__ = ["check_count", "one_per"]
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """Return an integer as an int; raise ValueError for anything else, or one that is too small."""
+    try:
+        count = integer(value)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}.")
+    return count
+
+
+def one_per(name: str, value: float | Iterable[float], count: int) -> list[float]:
+    """Return so many numbers: those given, or the one that was given for all.
+
+    Raises ValueError for another number of them, and for one that is negative or infinite.
+    """
+    if isinstance(value, Iterable):
+        numbers = [float(number) for number in value]
+    else:
+        numbers = [float(value)] * count
+    if len(numbers) != count:
+        raise ValueError(f"{name} must be one number, or {count}, not {len(numbers)}.")
+    if not all(0 <= number < math.inf for number in numbers):
+        raise ValueError(f"{name} must be finite and not negative, and is {value!r}.")
+    return numbers

@@ -1,0 +1,196 @@
+"""The built-in schedules by name, and the way from a name to the lists that ranks run."""
+
+from __future__ import annotations
+
+import enum
+
+from ferro_dist.parallel.schedules import builtin
+from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.invalid_schedule import InvalidSchedule
+from ferro_dist.parallel.schedules.messages import insert_messages
+from ferro_dist.parallel.schedules.notation import Schedule, WrittenSchedule, parse_schedule
+from ferro_dist.parallel.schedules.placement import loop_placement, v_placement
+from ferro_dist.parallel.schedules.reductions import insert_reductions
+from ferro_dist.parallel.schedules.validation import validate
+
+__all__ = [
+    "PipelineSchedule",
+    "complete",
+    "generate",
+    "one_phase",
+    "pipeline_schedule_of",
+    "placement_for",
+]
+
+
+class PipelineSchedule(enum.IntEnum):
+    """In which order the ranks of a pipeline run forwards and backwards.
+
+    Functions accept a member or its name in lower case: ``"zb_v"``; `ONE_F_ONE_B` is ``"1f1b"``
+    too.
+    """
+
+    GPIPE = 0
+    ONE_F_ONE_B = 1
+    INTERLEAVED_1F1B = 2
+    ZB_H1 = 3
+    ZB_V = 4
+
+
+def pipeline_schedule_of(schedule: PipelineSchedule | str) -> PipelineSchedule:
+    """Return the built-in schedule that this is or names; raise InvalidSchedule for others."""
+    if isinstance(schedule, PipelineSchedule):
+        return schedule
+    member = _BY_NAME.get(schedule.lower()) if isinstance(schedule, str) else None
+    if member is None:
+        names = ", ".join(map(repr, _BY_NAME))
+        raise InvalidSchedule(
+            f"There is no schedule {schedule!r}, but {names}. One of your own is a sequence "
+            "with the actions of each rank."
+        )
+    return member
+
+
+_BY_NAME = {
+    "gpipe": PipelineSchedule.GPIPE,
+    "1f1b": PipelineSchedule.ONE_F_ONE_B,
+    "one_f_one_b": PipelineSchedule.ONE_F_ONE_B,
+    "interleaved_1f1b": PipelineSchedule.INTERLEAVED_1F1B,
+    "zb_h1": PipelineSchedule.ZB_H1,
+    "zb_v": PipelineSchedule.ZB_V,
+}
+
+
+def placement_for(
+    schedule: PipelineSchedule | str, num_ranks: int, stages_per_rank: int | None = None
+) -> list[int]:
+    """Return the rank of each stage under a built-in schedule.
+
+    Parameters
+    ----------
+    schedule : PipelineSchedule or str
+    num_ranks : int
+    stages_per_rank : int, optional
+        By default 2 for interleaved 1F1B. Only that has a choice: ZB-V has 2, the others 1.
+    """
+    member = pipeline_schedule_of(schedule)
+    count = _stages_per_rank(member, stages_per_rank)
+    return (
+        v_placement(num_ranks)
+        if member is PipelineSchedule.ZB_V
+        else loop_placement(num_ranks, count)
+    )
+
+
+def generate(
+    schedule: PipelineSchedule | str | WrittenSchedule,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+) -> list[list[Action]]:
+    """Return the lists of a built-in schedule, or those of a written one once they are checked.
+
+    Parameters
+    ----------
+    schedule : PipelineSchedule, str, or sequence with the actions of each rank
+        See `parse_schedule` for the latter.
+    num_ranks, num_microbatches : int
+        At least 1.
+    stages_per_rank : int, optional
+        As for `placement_for`; of no concern to a written schedule.
+
+    Raises
+    ------
+    InvalidSchedule
+        There is no such schedule, it has no such number of stages, or it is not sound.
+    """
+    if not isinstance(schedule, (PipelineSchedule, str)):
+        lists = parse_schedule(schedule)
+        validate(lists, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        return lists
+    member = pipeline_schedule_of(schedule)
+    count = _stages_per_rank(member, stages_per_rank)
+    if member is PipelineSchedule.INTERLEAVED_1F1B:
+        return builtin.interleaved_1f1b(num_ranks, num_microbatches, count)
+    return _GENERATORS[member](num_ranks, num_microbatches)
+
+
+_GENERATORS = {
+    PipelineSchedule.GPIPE: builtin.gpipe,
+    PipelineSchedule.ONE_F_ONE_B: builtin.one_f_one_b,
+    PipelineSchedule.ZB_H1: builtin.zb_h1,
+    PipelineSchedule.ZB_V: builtin.zb_v,
+}
+
+
+def complete(
+    schedule: PipelineSchedule | str | WrittenSchedule,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    *,
+    reduces_gradients: bool = False,
+    prefetch: int = 1,
+) -> list[list[Action]]:
+    """Return the lists that an executor runs: with messages, and proven to be sound.
+
+    Parameters
+    ----------
+    schedule, num_ranks, num_microbatches, stages_per_rank
+        As for `generate`. Messages and reductions of a written schedule are kept.
+    reduces_gradients : bool, default False
+        Whether gradients are summed over replicas of the pipeline.
+    prefetch : int, default 1
+        As for `insert_messages`.
+
+    Raises
+    ------
+    InvalidSchedule
+        As for `generate`.
+    """
+    lists = generate(schedule, num_ranks, num_microbatches, stages_per_rank)
+    kinds = {action.kind for actions in lists for action in actions}
+    if reduces_gradients and ActionKind.REDUCE not in kinds:
+        lists = insert_reductions(lists)
+    if not any(kind.is_send or kind.is_recv for kind in kinds):
+        lists = insert_messages(lists, prefetch=prefetch)
+    validate(lists, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    return lists
+
+
+def one_phase(schedule: Schedule, phase: str, *, prefetch: int = 1) -> list[list[Action]]:
+    """Return the forwards or the backwards of a schedule alone, with their messages.
+
+    What is left of a sound schedule without the one or the other is sound: neither forwards
+    nor messages of forwards wait for anything else.
+
+    Parameters
+    ----------
+    schedule : sequence of sequence of Action
+        A sound one. Its messages and reductions are left out.
+    phase : {"forward", "backward"}
+    prefetch : int, default 1
+        As for `insert_messages`.
+    """
+    if phase not in ("forward", "backward"):
+        raise ValueError(f"phase must be 'forward' or 'backward', not {phase!r}.")
+    lists = [
+        [a for a in actions if a.kind.is_compute and (a.kind is _F) == (phase == "forward")]
+        for actions in schedule
+    ]
+    return insert_messages(lists, prefetch=prefetch, phase=phase)
+
+
+_F = ActionKind.FORWARD
+
+
+def _stages_per_rank(schedule: PipelineSchedule, count: int | None) -> int:
+    usual = 2 if schedule in (PipelineSchedule.INTERLEAVED_1F1B, PipelineSchedule.ZB_V) else 1
+    if count is None or count == usual:
+        return usual
+    if schedule is PipelineSchedule.INTERLEAVED_1F1B:
+        return count
+    raise InvalidSchedule(
+        f"{schedule.name.lower()} runs {usual} stage{'s' if usual > 1 else ''} on each rank, not "
+        f"{count!r}. interleaved_1f1b runs any number of them."
+    )

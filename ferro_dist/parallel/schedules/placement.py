@@ -1,0 +1,33 @@
+"""Placement: which rank has which stage.
+
+A placement is a list with the rank of each stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ferro_dist.parallel.schedules.action import Action
+
+__all__ = ["loop_placement", "placement_of", "stages_of_v", "v_placement"]
+
+
+def loop_placement(num_ranks: int, stages_per_rank: int = 1) -> list[int]:
+    """Deal the stages out to the ranks, round after round: 0 1 2 0 1 2."""
+    return list(range(num_ranks)) * stages_per_rank
+
+
+def v_placement(num_ranks: int) -> list[int]:
+    """Give the stages to the ranks down and up again: 0 1 2 2 1 0."""
+    return [*range(num_ranks), *reversed(range(num_ranks))]
+
+
+def stages_of_v(rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the two stages that a rank has in `v_placement`."""
+    return rank, 2 * num_ranks - 1 - rank
+
+
+def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
+    """Return the rank of each stage, read off the lists of a sound schedule."""
+    ranks = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
+    return [ranks[stage] for stage in range(len(ranks))]

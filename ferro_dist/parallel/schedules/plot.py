@@ -1,0 +1,311 @@
+"""The picture of a schedule: ranks as lanes, time to the right, a box for each action."""
+
+from __future__ import annotations
+
+import colorsys
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.durations import UNIT_DURATIONS, DurationsLike
+from ferro_dist.parallel.schedules.notation import WrittenSchedule
+from ferro_dist.parallel.schedules.simulation import Simulation, simulate
+from ferro_dist.parallel.schedules.timeline import Span, busy_times, parse_timeline
+
+__all__ = ["Drawable", "plot"]
+
+Timeline = Iterable[tuple[int, Action | str, float, float]]
+
+Drawable = Simulation | WrittenSchedule | Timeline
+"""A schedule, a simulation of one, or (rank, action, start_s, end_s) of each action of a run."""
+
+Colour = tuple[float, float, float]
+
+COLOURS: Mapping[ActionKind, str] = {
+    ActionKind.FORWARD: "#4f8fd6",
+    ActionKind.BACKWARD: "#e8964a",
+    ActionKind.BACKWARD_INPUT: "#5cb585",
+    ActionKind.BACKWARD_WEIGHT: "#bda347",
+    ActionKind.REDUCE: "#9a6fb0",
+}
+NAMES: Mapping[ActionKind, str] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "input gradient",
+    ActionKind.BACKWARD_WEIGHT: "weight gradient",
+    ActionKind.REDUCE: "reduction",
+}
+IDLE = "#eeeeec"
+INK = "#2b2b2b"
+
+WIDTH_IN = 12.0
+LANE_IN = 0.34
+"""Height of a rank's lane; 1 in the units of the vertical axis."""
+
+BOX = 0.84
+BOX_BEFORE_IDEAL = 0.52
+IDEAL = 0.92
+REDUCTION = 0.16
+
+LANE_WIDTH_PT = WIDTH_IN * 72 * 0.94
+BOX_MARGIN_PT = 2.0
+LARGEST_FONT_PT = 8.0
+SMALLEST_FONT_PT = 4.5
+DIGIT_WIDTH = 0.64
+"""Of the default font, as a share of its size."""
+
+
+def plot(
+    run: Drawable | Mapping[str, Drawable],
+    path: str | os.PathLike[str],
+    *,
+    durations: DurationsLike = UNIT_DURATIONS,
+    latency: float | Iterable[float] = 0.0,
+    ideal: Drawable | None = None,
+    time_label: str = "time",
+) -> Path:
+    """Draw what each rank does when, into a file.
+
+    Idle time is what shows of a lane's grey ground. Stages of one rank have shades of one
+    colour, the first the lightest.
+
+    Parameters
+    ----------
+    run : schedule, Simulation or timeline, or mapping of titles to these
+        A timeline is a list of (rank, action, start_s, end_s), as measured. Several are drawn
+        one below the other on one scale of time.
+    path : path
+        Its suffix says what it becomes: ``.svg``, ``.png``, ``.pdf``.
+    durations, latency
+        For schedules; see `simulate`.
+    ideal : schedule, Simulation or timeline, optional
+        Drawn pale behind the run.
+    time_label : str, default "time"
+
+    Returns
+    -------
+    pathlib.Path
+        Of the picture.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    InvalidSchedule
+        A schedule that is not sound.
+
+    Examples
+    --------
+    This makes ``docs/schedules.png``; a stage of ZB-V is half as large as one of 1F1B:
+
+    >>> halves = {"F": 0.5, "I": 0.5, "W": 0.5}
+    >>> runs = {"1F1B": one_f_one_b(4, 8), "ZB-V": simulate(zb_v(4, 8), halves)}
+    >>> plot(runs, "docs/schedules.png", time_label="time, in forwards")
+    """
+    matplotlib = _matplotlib()
+    titled = run if isinstance(run, Mapping) else {"": run}
+    panels = [_Panel.of(title, one, ideal, durations, latency) for title, one in titled.items()]
+    # Text as text, and the same bytes for the same picture.
+    style = {"svg.fonttype": "none", "svg.hashsalt": "ferro_dist", "font.size": 9.0}
+    with matplotlib.rc_context(style):
+        figure = _figure(panels, time_label)
+        metadata = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
+        figure.savefig(path, dpi=120, metadata=metadata)
+    return Path(path)
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+        import matplotlib.figure
+    except ImportError as error:
+        raise ImportError(
+            "A plot needs matplotlib, which is not installed: pip install matplotlib.",
+            name="matplotlib",
+        ) from error
+    return matplotlib
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One run, and what it is compared with."""
+
+    title: str
+    spans: list[Span]
+    ideal: list[Span]
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        run: Drawable,
+        ideal: Drawable | None,
+        durations: DurationsLike,
+        latency: float | Iterable[float],
+    ) -> _Panel:
+        spans = _spans(run, durations, latency)
+        return cls(title, spans, _spans(ideal, durations, latency) if ideal is not None else [])
+
+    @property
+    def num_ranks(self) -> int:
+        return max(span.rank for span in self.spans) + 1
+
+    @property
+    def end_s(self) -> float:
+        return max(span.end_s for span in [*self.spans, *self.ideal])
+
+    def caption(self) -> str:
+        """Say how long it took, and how much of that was idle."""
+        makespan_s = max(span.end_s for span in self.spans)
+        useful_s = sum(busy_times(self.spans, self.num_ranks))
+        idle_s = makespan_s * self.num_ranks - useful_s
+        text = f"makespan {makespan_s:.4g}"
+        if useful_s:
+            text += f" · idle {idle_s / useful_s:.1%} of useful time"
+        if self.ideal:
+            text += f" · {makespan_s / max(span.end_s for span in self.ideal):.3f} × ideal"
+        return text
+
+
+def _spans(run: Drawable, durations: DurationsLike, latency: float | Iterable[float]) -> list[Span]:
+    if isinstance(run, Simulation):
+        return run.spans
+    timeline = parse_timeline(run)
+    if timeline is not None:
+        return timeline
+    return simulate(cast("WrittenSchedule", run), durations, latency).spans
+
+
+# Drawing
+
+
+def _figure(panels: list[_Panel], time_label: str) -> Any:
+    import matplotlib.figure
+
+    lanes = [panel.num_ranks for panel in panels]
+    height_in = LANE_IN * sum(lanes) + 0.42 * len(panels) + 0.85
+    figure = matplotlib.figure.Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    axes = figure.subplots(
+        len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": lanes}
+    )[:, 0]
+    end_s = max(panel.end_s for panel in panels) or 1.0
+    for axis, panel in zip(axes, panels, strict=True):
+        _draw_panel(axis, panel, end_s)
+    axes[-1].set_xlabel(time_label)
+    _draw_legend(figure, panels)
+    return figure
+
+
+def _draw_panel(axis: Any, panel: _Panel, end_s: float) -> None:
+    ranks = range(panel.num_ranks)
+    axis.set_xlim(0, end_s)
+    axis.set_ylim(panel.num_ranks - 0.5, -0.5)
+    axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axis.tick_params(length=0, labelcolor=INK)
+    axis.spines[:].set_visible(False)
+    axis.set_title(panel.title, loc="left", fontweight="bold", color=INK, fontsize=10)
+    axis.set_title(panel.caption(), loc="right", color=INK, fontsize=9)
+    own_end_s = max(span.end_s for span in panel.spans)
+    for rank in ranks:
+        axis.broken_barh([(0, own_end_s)], (rank - IDEAL / 2, IDEAL), color=IDLE, linewidth=0)
+    shades = _shades(panel.spans)
+    if panel.ideal:
+        _draw_boxes(axis, panel.ideal, IDEAL, shades, alpha=0.35)
+    _draw_boxes(axis, panel.spans, BOX_BEFORE_IDEAL if panel.ideal else BOX, shades, alpha=1.0)
+    _draw_numbers(axis, panel.spans, end_s)
+
+
+def _shades(spans: Sequence[Span]) -> dict[tuple[int, ActionKind], Colour]:
+    """Return the colour of each stage and kind: the stages of a rank from light to dark."""
+    stages_of: dict[int, set[int]] = defaultdict(set)
+    for span in spans:
+        stages_of[span.rank].add(span.action.stage)
+    shades = {}
+    for stages in stages_of.values():
+        for index, stage in enumerate(sorted(stages)):
+            darkness = index / len(stages)
+            for kind, colour in COLOURS.items():
+                shades[stage, kind] = _darkened(colour, darkness)
+    return shades
+
+
+def _darkened(colour: str, darkness: float) -> Colour:
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
+    return colorsys.hls_to_rgb(hue, lightness * (1 - 0.42 * darkness), saturation)
+
+
+def _draw_boxes(
+    axis: Any,
+    spans: Sequence[Span],
+    height: float,
+    shades: Mapping[tuple[int, ActionKind], Colour],
+    alpha: float,
+) -> None:
+    # One collection for each rank and colour: drawing boxes one by one takes minutes for many.
+    bars: dict[tuple[int, int, ActionKind], list[tuple[float, float]]] = defaultdict(list)
+    for rank, action, start_s, end_s in spans:
+        bars[rank, action.stage, action.kind].append((start_s, end_s - start_s))
+    for (rank, stage, kind), boxes in bars.items():
+        bottom, tall = rank - height / 2, height
+        if kind is ActionKind.REDUCE:
+            bottom, tall = rank + height / 2 - REDUCTION / 2, REDUCTION
+        axis.broken_barh(
+            boxes,
+            (bottom, tall),
+            facecolor=shades.get((stage, kind), COLOURS[kind]),
+            edgecolor="white",
+            linewidth=0.5,
+            alpha=alpha,
+        )
+
+
+def _draw_numbers(axis: Any, spans: Sequence[Span], end_s: float) -> None:
+    """Write the microbatches into the boxes of each kind, if they fit into half of them."""
+    of_kind: dict[ActionKind, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.action.kind.is_compute:
+            of_kind[span.action.kind].append(span)
+    for same_kind in of_kind.values():
+        size_pt = _number_size_pt(same_kind, end_s)
+        if size_pt < SMALLEST_FONT_PT:
+            continue
+        for rank, action, start_s, box_end_s in same_kind:
+            axis.text(
+                (start_s + box_end_s) / 2,
+                rank,
+                str(action.microbatch),
+                size=size_pt,
+                color="white",
+                ha="center",
+                va="center_baseline",
+            )
+
+
+def _number_size_pt(spans: Sequence[Span], end_s: float) -> float:
+    width_s = statistics.median(span.end_s - span.start_s for span in spans)
+    num_digits = max(len(str(span.action.microbatch)) for span in spans)
+    room_pt = width_s / end_s * LANE_WIDTH_PT - BOX_MARGIN_PT
+    return min(LARGEST_FONT_PT, room_pt / (DIGIT_WIDTH * num_digits))
+
+
+def _draw_legend(figure: Any, panels: Sequence[_Panel]) -> None:
+    from matplotlib.patches import Patch
+
+    present = {span.action.kind for panel in panels for span in panel.spans}
+    handles = [
+        Patch(facecolor=colour, label=NAMES[kind])
+        for kind, colour in COLOURS.items()
+        if kind in present
+    ]
+    handles.append(Patch(facecolor=IDLE, label="idle"))
+    if any(panel.ideal for panel in panels):
+        handles.append(Patch(facecolor=INK, alpha=0.25, label="ideal, behind"))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9
+    )

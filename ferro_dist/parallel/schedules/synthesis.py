@@ -1,0 +1,345 @@
+"""Synthesis: a schedule made to measure, for stages that cost what they cost.
+
+1. Collect candidates: the built-in schedules for this placement that fit the memory, and those
+   that list scheduling makes under a number of policies.
+2. Simulate them and keep those with the shortest makespans.
+3. Improve each: along its critical path, swap neighbours on a rank or put weight gradients off, for
+   as long as that makes it shorter. Only a change on that path can.
+4. Join the two parts of a backward where that costs nothing: whole backwards are cheaper to run.
+
+The result depends on the arguments alone, so ranks that share them make the same schedule.
+
+References
+----------
+P. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024: list scheduling of split backwards.
+P. J. M. van Laarhoven et al., "Job Shop Scheduling by Simulated Annealing", Operations
+Research 1992: swaps on the critical path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ferro_dist.parallel.schedules import builtin
+from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.arguments import check_count, one_per
+from ferro_dist.parallel.schedules.critical_path import critical_moves
+from ferro_dist.parallel.schedules.dependencies import Dependencies
+from ferro_dist.parallel.schedules.durations import Durations, DurationsLike
+from ferro_dist.parallel.schedules.invalid_schedule import InvalidSchedule
+from ferro_dist.parallel.schedules.list_scheduling import Policy, Problem, schedule_greedily
+from ferro_dist.parallel.schedules.notation import format_schedule
+from ferro_dist.parallel.schedules.placement import loop_placement, v_placement
+from ferro_dist.parallel.schedules.simulation import Simulation, simulate_checked
+
+__all__ = ["synthesize"]
+
+F = ActionKind.FORWARD
+B = ActionKind.BACKWARD
+I = ActionKind.BACKWARD_INPUT  # noqa: E741 - the letter of the literature
+W = ActionKind.BACKWARD_WEIGHT
+
+Lists = list[list[Action]]
+
+SIMULATED_ACTIONS = 200_000
+"""How many actions the search simulates, whatever their number in the schedule: seconds."""
+
+NUM_IMPROVED = 8
+"""How many of the candidates are improved."""
+
+
+def synthesize(
+    durations: DurationsLike,
+    memory_cap: float | Iterable[float] | None = None,
+    *,
+    placement: Sequence[int],
+    num_microbatches: int,
+    latency: float | Iterable[float] = 0.0,
+    memory: float | Iterable[float] | None = None,
+) -> list[list[Action]]:
+    """Make a schedule for measured stages, under a limit on memory.
+
+    It is never slower in simulation than the best of the built-in schedules that have this
+    placement and keep the limit.
+
+    Parameters
+    ----------
+    durations : mapping
+        See `Durations`. Backwards are split only where ``"I"`` and ``"W"`` are given.
+    memory_cap : float or sequence of float, optional
+        What may be live on every rank, or on each: bytes if `memory` is given, else microbatches
+        of a rank's whole share, as in `Simulation.peak_microbatches`. None: all that there is.
+    placement : sequence of int
+        The rank of each stage; see `placement_for`.
+    num_microbatches : int
+    latency, memory
+        As for `simulate`.
+
+    Returns
+    -------
+    list of list of Action
+        Each rank's list, without messages.
+
+    Raises
+    ------
+    ValueError
+        The limit is too low for a single microbatch, or an argument is none.
+
+    Examples
+    --------
+    >>> times = {"F": 1.0, "I": 1.1, "W": 0.8, (3, "F"): 1.6}
+    >>> lists = synthesize(times, memory_cap=4, placement=[0, 1, 2, 3], num_microbatches=8)
+    """
+    problem = _problem(durations, memory_cap, placement, num_microbatches, latency, memory)
+    return _Search(problem).run()
+
+
+def _problem(
+    durations: DurationsLike,
+    memory_cap: float | Iterable[float] | None,
+    placement: Sequence[int],
+    num_microbatches: int,
+    latency: float | Iterable[float],
+    memory: float | Iterable[float] | None,
+) -> Problem:
+    ranks = [check_count("a rank of placement", rank, least=0) for rank in placement]
+    if not ranks or set(ranks) != set(range(max(ranks) + 1)):
+        raise ValueError(f"placement must give stages to every rank from 0 up, not {placement!r}.")
+    num_ranks = max(ranks) + 1
+    if memory is None:
+        weights = [1 / ranks.count(rank) for rank in ranks]
+    else:
+        weights = one_per("memory", memory, len(ranks))
+    times = Durations(durations)
+    for stage, kind in itertools.product(range(len(ranks)), (F, B)):
+        times.of(Action(stage, kind))  # raises for a stage of which nothing is known
+    caps = [math.inf] * num_ranks
+    if memory_cap is not None:
+        caps = one_per("memory_cap", memory_cap, num_ranks)
+    shares = [0.0] * num_ranks
+    for rank, weight in zip(ranks, weights, strict=True):
+        shares[rank] += weight
+    return Problem(
+        placement=ranks,
+        num_microbatches=check_count("num_microbatches", num_microbatches),
+        durations=times,
+        latency=one_per("latency", latency, len(ranks) - 1),
+        weights=weights,
+        capacity=[_capacity(rank, cap, shares[rank]) for rank, cap in enumerate(caps)],
+    )
+
+
+def _capacity(rank: int, cap: float, one_microbatch: float) -> float:
+    if cap < one_microbatch * (1 - _ROUNDING):
+        raise ValueError(
+            f"memory_cap cannot be met: rank {rank} may hold {cap:g}, and a single "
+            f"microbatch takes {one_microbatch:g} there. Allow more, or make microbatches smaller."
+        )
+    return max(cap, one_microbatch)
+
+
+_ROUNDING = 1e-9
+"""By how much sums of the same numbers may differ with the order in which they were added."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A schedule with what is known of it."""
+
+    lists: Lists
+    dependencies: Dependencies
+    simulation: Simulation
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """Less is better: the makespan, then the sum of the times at which ranks end."""
+        ends = {span.rank: span.end_s for span in self.simulation.spans}
+        return self.simulation.makespan_s, math.fsum(ends.values())
+
+
+class _Search:
+    """Looks for the best schedule, and counts how much more may be simulated for it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._bound_s = _least_makespan(problem) * (1 + _ROUNDING)
+        self._budget = SIMULATED_ACTIONS
+
+    def run(self) -> Lists:
+        """Return the best schedule found."""
+        candidates = self._candidates()
+        # The best start seldom has the best end.
+        improved = [self._improved(candidate) for candidate in candidates[:NUM_IMPROVED]]
+        return self._joined(min(improved, key=_score)).lists
+
+    def _candidates(self) -> list[_Candidate]:
+        """Return what fits, best first, each once."""
+        found: dict[str, _Candidate] = {}
+        # Whatever it takes, all of these: the result is to be no worse than any.
+        for lists in _builtin_schedules(self._problem):
+            self._add(lists, found)
+        for lists in _greedy_schedules(self._problem):
+            if any(map(self._is_over, found.values())):
+                break
+            self._add(lists, found)
+        return sorted(found.values(), key=_score)
+
+    def _add(self, lists: Lists, found: dict[str, _Candidate]) -> None:
+        candidate = self._evaluate(lists, Dependencies(lists))
+        if candidate is not None:
+            found.setdefault(format_schedule(lists), candidate)
+
+    def _improved(self, candidate: _Candidate) -> _Candidate:
+        """Take the first move that helps, over and over, until none does."""
+        best: _Candidate | None = candidate
+        while best is not None:
+            candidate = best
+            best = next(self._better(candidate), None)
+        return candidate
+
+    def _better(self, candidate: _Candidate) -> Iterator[_Candidate]:
+        for lists in critical_moves(candidate.lists, candidate.simulation, candidate.dependencies):
+            if self._is_over(candidate):
+                return
+            moved = self._evaluate(lists, candidate.dependencies)
+            if moved is not None and moved.score < candidate.score:
+                yield moved
+
+    def _joined(self, candidate: _Candidate) -> _Candidate:
+        """Join the parts of backwards on all stages, or else on those on which it costs nothing."""
+        self._budget = max(self._budget, SIMULATED_ACTIONS // 4)
+        stages = range(len(self._problem.placement))
+        # The first stage comes first: nobody waits for the gradient of its input.
+        for chosen in (set(stages), *({stage} for stage in stages)):
+            if self._budget <= 0:
+                break
+            lists = _join_backwards(candidate.lists, chosen)
+            joined = self._evaluate(lists, Dependencies(lists))
+            if joined is not None and joined.score <= candidate.score:
+                candidate = joined
+        return candidate
+
+    def _is_over(self, candidate: _Candidate) -> bool:
+        return self._budget <= 0 or candidate.simulation.makespan_s <= self._bound_s
+
+    def _evaluate(self, lists: Lists, dependencies: Dependencies) -> _Candidate | None:
+        """Return a candidate, or None if it takes too much memory or cannot be run."""
+        problem = self._problem
+        self._budget -= sum(map(len, lists))
+        try:
+            simulation = simulate_checked(
+                lists, dependencies, problem.durations, problem.latency, problem.weights
+            )
+        except InvalidSchedule:
+            return None  # a move that made ranks wait for each other
+        peaks = simulation.peak_nbytes or []
+        pairs = zip(peaks, problem.capacity, strict=True)
+        fits = all(peak <= capacity * (1 + _ROUNDING) for peak, capacity in pairs)
+        return _Candidate(lists, dependencies, simulation) if fits else None
+
+
+def _score(candidate: _Candidate) -> tuple[float, float]:
+    return candidate.score
+
+
+def _least_makespan(problem: Problem) -> float:
+    """Return what no schedule can beat.
+
+    The greater of: the work of a rank after its first input has come, for the slowest rank; and
+    the way of one microbatch through all stages and back.
+    """
+    stages = range(len(problem.placement))
+    arrival = [0.0]
+    for stage in stages[:-1]:
+        travel = problem.travel_time(stage, stage + 1)
+        arrival.append(arrival[-1] + _time(problem, stage, F) + travel)
+    rank_bounds = (
+        arrival[min(owned)]
+        + problem.num_microbatches
+        * math.fsum(_time(problem, s, F) + _backward(problem, s) for s in owned)
+        for owned in map(problem.stages_of, range(problem.num_ranks))
+    )
+    way_down = arrival[-1] + _time(problem, stages[-1], F)
+    way_up = arrival[-1] - math.fsum(_time(problem, s, F) for s in stages[:-1])
+    way_up += math.fsum(_gradient(problem, s) for s in stages[1:]) + _backward(problem, 0)
+    return max(way_down + way_up, *rank_bounds)
+
+
+def _time(problem: Problem, stage: int, kind: ActionKind) -> float:
+    return problem.durations.of(Action(stage, kind))
+
+
+def _backward(problem: Problem, stage: int) -> float:
+    """Return the least time of a stage's backward."""
+    whole = _time(problem, stage, B)
+    if not _can_split(problem):
+        return whole
+    return min(whole, _time(problem, stage, I) + _time(problem, stage, W))
+
+
+def _gradient(problem: Problem, stage: int) -> float:
+    """Return the least time after which a stage's input gradient is there."""
+    whole = _time(problem, stage, B)
+    return min(whole, _time(problem, stage, I)) if _can_split(problem) else whole
+
+
+def _can_split(problem: Problem) -> bool:
+    return all(
+        problem.durations.has(stage, kind)
+        for stage in range(len(problem.placement))
+        for kind in (I, W)
+    )
+
+
+# Candidates
+
+
+def _builtin_schedules(problem: Problem) -> Iterator[Lists]:
+    placement, m, p = list(problem.placement), problem.num_microbatches, problem.num_ranks
+    if placement == loop_placement(p):
+        yield builtin.gpipe(p, m)
+        yield builtin.one_f_one_b(p, m)
+        if _can_split(problem):
+            yield builtin.zb_h1(p, m)
+    elif placement == loop_placement(p, len(placement) // p):
+        yield builtin.interleaved_1f1b(p, m, len(placement) // p)
+    if placement == v_placement(p) and _can_split(problem):
+        yield builtin.zb_v(p, m)
+
+
+def _greedy_schedules(problem: Problem) -> Iterator[Lists]:
+    return (schedule_greedily(problem, policy) for policy in _policies(problem))
+
+
+def _policies(problem: Problem) -> Iterator[Policy]:
+    """Yield policies, those first that have done best."""
+    shares = (1.0, 0.75, 0.5)
+    if _can_split(problem):
+        for share, prompt, patience, late, forward in itertools.product(
+            shares, (False, True), (0.0, 0.9), (True, False), (False, True)
+        ):
+            yield Policy(True, forward, late, prompt, patience, share)
+    for share, late, forward in itertools.product(shares, (True, False), (False, True)):
+        yield Policy(False, forward, late, memory_share=share)
+
+
+def _join_backwards(lists: Lists, stages: set[int]) -> Lists:
+    """Join adjacent parts of backwards on these stages."""
+    return [list(_join(actions, stages)) for actions in lists]
+
+
+def _join(actions: Sequence[Action], stages: set[int]) -> Iterator[Action]:
+    position = 0
+    while position < len(actions):
+        action = actions[position]
+        stage, kind, microbatch = action
+        weights = (stage, W, microbatch)
+        if kind is I and stage in stages and actions[position + 1 : position + 2] == [weights]:
+            yield Action(stage, B, microbatch)
+            position += 1
+        else:
+            yield action
+        position += 1

@@ -1,0 +1,332 @@
+"""A stage of a pipeline: a part of a model, run forward and backward microbatch by microbatch.
+
+`Stage` keeps what each microbatch needs from its forward to its backward. What an array
+library has to do for that is in its subclasses, of which `make_stage` chooses by the module:
+
+=========================================  ===============================================
+torch.nn.Module                            `ferro_dist.integrations.torch_stage.TorchStage`
+ferro_dist.integrations.jax_stage.JaxStage  itself
+an object with ``forward`` and ``backward``  `ferro_dist.parallel.handwritten_stage`
+=========================================  ===============================================
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import hashlib
+import importlib
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ferro_dist import interop
+from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
+from ferro_dist.parallel.receive_pool import ReceivePool
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["Keyed", "Stage", "make_stage", "microbatch_seed"]
+
+Array = Any
+Tree = Any
+LossOf = Callable[[Tree], Any]
+"""What the last stage does to its output in training: loss of output."""
+
+
+def microbatch_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
+    """Return the seed of the random numbers of one forward, the same in every schedule.
+
+    Parameters
+    ----------
+    seed : int
+        The pipeline's.
+    step : int
+        How many steps, forwards and evaluations the pipeline has run before.
+    stage, microbatch : int
+        Microbatches of replicas are counted through: with m in each pipeline, those of replica r
+        begin at r * m.
+
+    Returns
+    -------
+    int, from 0 to 2**63 - 1
+    """
+    key = struct.pack("<Qqqq", seed % (1 << 64), step, stage, microbatch)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+class Keyed(NamedTuple):
+    """One microbatch's input and the seed of its random numbers, None to leave them alone."""
+
+    parcel: Parcel
+    seed: int | None
+
+
+class _Checkpoint(NamedTuple):
+    """What is kept of a microbatch whose forward will be run again."""
+
+    keyed: Keyed
+    loss_of: LossOf | None
+    versions: Any
+    """Of its input, before the first forward."""
+
+
+class Stage(abc.ABC):
+    """One stage.
+
+    Attributes
+    ----------
+    module : object
+        What the user gave.
+    number : int
+        Its place in the pipeline.
+    is_checkpointed : bool
+        Keep only inputs, and run forward once more before backward.
+    pool : ReceivePool
+        Host memory for what it receives.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.number = 0
+        self.is_checkpointed = False
+        self.pool = ReceivePool()
+        self._saved: dict[int, Any] = {}
+        self._deferred: dict[int, Any] = {}
+
+    # What the executor asks for
+
+    def forward(self, microbatch: int, keyed: Keyed, loss_of: LossOf | None) -> Parcel:
+        """Run forward and keep what backward needs. With `loss_of`, the output is the loss."""
+        if self.is_checkpointed:
+            checkpoint = _Checkpoint(keyed, loss_of, self._versions(keyed.parcel))
+            output = self._run_unsaved(keyed, loss_of, will_replay=True)
+            self._check_unchanged(checkpoint)
+            self._saved[microbatch] = checkpoint
+            return output
+        output, self._saved[microbatch] = self._run_forward(keyed, loss_of)
+        return output
+
+    def evaluate(self, keyed: Keyed) -> Parcel:
+        """Run forward and keep nothing."""
+        return self._run_unsaved(keyed, None, will_replay=False)
+
+    def backward(self, microbatch: int, gradients: Sequence[Any]) -> list[Array | None]:
+        """Add to the weights' gradients, and return those of the input's arrays.
+
+        `gradients` has one entry for each array of the output: an array, None for no
+        gradient, or a float if the output is the loss.
+        """
+        return self._run_backward(self._take_saved(microbatch), gradients)
+
+    def backward_input(self, microbatch: int, gradients: Sequence[Any]) -> list[Array | None]:
+        """Return the gradients of the input's arrays, and leave the weights' for later."""
+        saved = self._take_saved(microbatch)
+        of_input, self._deferred[microbatch] = self._run_backward_input(saved, gradients)
+        return of_input
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add to the weights' gradients what `backward_input` has left."""
+        self._run_backward_weight(self._deferred.pop(microbatch))
+
+    def forget(self) -> None:
+        """Drop all that is kept for backwards that will not come."""
+        self._saved.clear()
+        self._deferred.clear()
+
+    @property
+    def num_live(self) -> int:
+        """How many microbatches something is kept of."""
+        return len(self._saved.keys() | self._deferred.keys())
+
+    def evaluation(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the module is in evaluation mode."""
+        return contextlib.nullcontext()
+
+    def untouched(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context after which gradients and state are what they were before."""
+        raise NotImplementedError
+
+    # Arrays between stages
+
+    def check_given(self, array: Array, name: str) -> None:
+        """Raise TypeError for an array of the user's that the module cannot take."""
+        return
+
+    @abc.abstractmethod
+    def describe(self, array: Array) -> ArraySpec: ...
+
+    def note_stream(self) -> None:
+        """Note on which stream of a GPU the calling thread computes. Called before each run."""
+        return
+
+    def receiving(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which a thread makes and receives what is for this stage."""
+        return contextlib.nullcontext()
+
+    def take_over(self, received: Array) -> None:
+        """Note that a received array on a GPU is used on the current stream from now on."""
+        return
+
+    @abc.abstractmethod
+    def allocate(self, spec: ArraySpec) -> Array:
+        """Make room for an array that will be received. Called by any thread."""
+
+    def deliver(self, spec: ArraySpec, received: Array) -> Array:
+        """Turn what was received into an input. Called by any thread."""
+        return received
+
+    def hand_over(self, output: Parcel) -> Parcel:
+        """Make an output the input of the next stage of this rank."""
+        return output
+
+    def microbatch_input(self, part: Array, whole: Array) -> Array:
+        """Make a part of what the user gave the first stage's input."""
+        return part
+
+    def deliver_input_gradient(self, x: Array, gradient: Array) -> None:
+        """Give the user the gradient of what the first stage was given, if there is a place."""
+        return
+
+    @abc.abstractmethod
+    def item(self, loss: Array) -> float:
+        """Return the value of a loss."""
+
+    @abc.abstractmethod
+    def one_like(self, loss: Array) -> Array:
+        """Return the gradient of a loss with respect to itself."""
+
+    # Weights
+
+    @abc.abstractmethod
+    def parameters(self) -> dict[str, Array]:
+        """Return the weights that are trained, by name."""
+
+    def buffers(self) -> dict[str, Array]:
+        """Return state that is no weight, by name."""
+        return {}
+
+    @abc.abstractmethod
+    def load(self, name: str, value: Array) -> None:
+        """Overwrite a parameter or buffer."""
+
+    @abc.abstractmethod
+    def gradient(self, name: str) -> Array | None: ...
+
+    @abc.abstractmethod
+    def set_gradient(self, name: str, gradient: Array | None) -> None: ...
+
+    @abc.abstractmethod
+    def take_gradient(self, name: str) -> Array | None:
+        """Return a gradient, and leave none, or zeros, in its place."""
+
+    @abc.abstractmethod
+    def add_gradient(self, name: str, gradient: Array) -> None: ...
+
+    @abc.abstractmethod
+    def zeros(self, like: Array) -> Array: ...
+
+    def plain(self, weight: Array) -> Array:
+        """Return a weight as an array that can be sent."""
+        return interop.contiguous(weight)
+
+    @abc.abstractmethod
+    def new_bucket(self, group: Backend, like: Array, count: int) -> Array:
+        """Return an array of zeros that the group reduces best, of the dtype of `like`."""
+
+    @abc.abstractmethod
+    def write(self, bucket: Array, offset: int, values: Array | float) -> None:
+        """Copy values into a bucket; one number fills one element."""
+
+    @abc.abstractmethod
+    def read(self, bucket: Array, offset: int, like: Array) -> Array:
+        """Return a copy of a part of a bucket, in the shape of `like`."""
+
+    def nonzero(self, bucket: Array, first: int) -> list[bool]:
+        """Return which elements of a bucket, from the one numbered `first`, are not 0."""
+        found: list[bool] = (bucket[first:] != 0).tolist()
+        return found
+
+    # What subclasses do; they keep nothing of a microbatch themselves
+
+    @abc.abstractmethod
+    def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, Any]: ...
+
+    @abc.abstractmethod
+    def _run_unsaved(self, keyed: Keyed, loss_of: LossOf | None, will_replay: bool) -> Parcel: ...
+
+    @abc.abstractmethod
+    def _run_backward(self, saved: Any, gradients: Sequence[Any]) -> list[Array | None]: ...
+
+    def _run_backward_input(
+        self, saved: Any, gradients: Sequence[Any]
+    ) -> tuple[list[Array | None], Any]:
+        """Where backward cannot be divided, run all of it now."""
+        return self._run_backward(saved, gradients), None
+
+    def _run_backward_weight(self, deferred: Any) -> None:
+        return
+
+    def _replay(self, keyed: Keyed, loss_of: LossOf | None) -> Any:
+        """Run forward again, for what it saves."""
+        return self._run_forward(keyed, loss_of)[1]
+
+    def _take_saved(self, microbatch: int) -> Any:
+        saved = self._saved.pop(microbatch)
+        if isinstance(saved, _Checkpoint):
+            self._check_unchanged(saved)
+            return self._replay(saved.keyed, saved.loss_of)
+        return saved
+
+    def _versions(self, inputs: Parcel) -> Any:
+        """Return what tells later whether somebody has written to a stage's input."""
+        return None
+
+    def _check_unchanged(self, checkpoint: _Checkpoint) -> None:
+        if self._versions(checkpoint.keyed.parcel) == checkpoint.versions:
+            return
+        raise ValueError(
+            f"Pipeline: stage {self.number} is checkpointed, so its forward runs twice, and its "
+            "input has been written to since the first time. If the module does that, as "
+            "ReLU(inplace=True) at its beginning, let it work out of place; if you do, between "
+            "forward and backward, pass a copy."
+        )
+
+
+def make_stage(module: Any) -> Stage:
+    """Return the stage that runs a module.
+
+    Raises
+    ------
+    TypeError
+        It is nothing that a pipeline can run.
+    """
+    if isinstance(module, Stage):
+        return module
+    if _descends_from_torch_module(type(module)):
+        # By name: torch is there, since the module is, but nothing here may need it.
+        integration = importlib.import_module("ferro_dist.integrations.torch_stage")
+        stage: Stage = integration.TorchStage(module)
+        return stage
+    if callable(getattr(module, "forward", None)) and callable(getattr(module, "backward", None)):
+        from ferro_dist.parallel.handwritten_stage import HandwrittenStage
+
+        return HandwrittenStage(module)
+    raise TypeError(
+        f"Pipeline: a stage is a torch.nn.Module, a JaxStage, or an object with forward() and "
+        f"backward(), not {_described(module)}"
+    )
+
+
+def _described(module: Any) -> str:
+    if isinstance(module, type):
+        return f"the class {module.__qualname__}: make one of it"
+    return type(module).__qualname__
+
+
+def _descends_from_torch_module(cls: type) -> bool:
+    return any(
+        (base.__module__, base.__name__) == ("torch.nn.modules.module", "Module")
+        for base in cls.__mro__
+    )

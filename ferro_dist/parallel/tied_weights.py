@@ -1,0 +1,88 @@
+"""Weights that are one, though stages on several ranks have them: an embedding and its inverse."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ferro_dist.parallel.exchange import all_gather_bytes
+from ferro_dist.parallel.gradient_reduction import GradientReduction, Weight
+from ferro_dist.parallel.outcome import raise_on_all
+from ferro_dist.parallel.stage import Stage
+from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["tie_weights"]
+
+Members = tuple[int, ...]
+
+
+def tie_weights(
+    tied: Mapping[str, Any], stages: Mapping[int, Stage], backend: Backend, bucket_nbytes: int
+) -> tuple[list[GradientReduction], list[Backend]]:
+    """Make the sums of gradients that keep tied weights one. Called by all ranks.
+
+    Parameters
+    ----------
+    tied : mapping of str to parameter or its name
+        This rank's.
+    stages : mapping of int to Stage
+    backend : Backend
+    bucket_nbytes : int
+
+    Returns
+    -------
+    reductions that this rank takes part in, groups that were made for them
+
+    Raises
+    ------
+    ValueError
+        On all ranks: there is no such weight, nobody else has it, or it has another shape there.
+    """
+    weights: dict[str, Weight] = {}
+    error = None
+    try:
+        weights = {key: _find(key, value, stages) for key, value in tied.items()}
+    except (TypeError, ValueError) as caught:
+        error = caught
+    raise_on_all(error, backend)
+    groups: list[Backend] = []
+    reductions = []
+    for members, keys in _by_members(weights, backend).items():
+        is_all = len(members) == backend.world_size
+        group = backend if is_all else backend.split(members)
+        if group is None:
+            continue
+        if not is_all:
+            groups.append(group)
+        own = [weights[key] for key in keys]
+        reductions.append(GradientReduction(own, group, ReduceOp.SUM, bucket_nbytes))
+    return reductions, groups
+
+
+def _find(key: str, value: Any, stages: Mapping[int, Stage]) -> Weight:
+    for stage in stages.values():
+        for name, parameter in stage.parameters().items():
+            if parameter is value or (isinstance(value, str) and name == value):
+                return Weight(stage, name)
+    raise ValueError(f"Pipeline: tied weight {key!r} is no parameter of a stage on this rank")
+
+
+def _by_members(weights: Mapping[str, Weight], backend: Backend) -> dict[Members, list[str]]:
+    """Return which weights are tied over which ranks, the same on all of them."""
+    own = {key: str(weight.stage.describe(weight.value)) for key, weight in weights.items()}
+    of_ranks = [json.loads(text) for text in all_gather_bytes(json.dumps(own).encode(), backend)]
+    keys_of: dict[Members, list[str]] = defaultdict(list)
+    for key in sorted({key for specs in of_ranks for key in specs}):
+        members = tuple(rank for rank, specs in enumerate(of_ranks) if key in specs)
+        if len(members) < 2:
+            raise ValueError(f"Pipeline: only rank {members[0]} has a tied weight {key!r}")
+        if len({of_ranks[rank][key] for rank in members}) > 1:
+            specs = ", ".join(f"{of_ranks[rank][key]} on rank {rank}" for rank in members)
+            raise ValueError(f"Pipeline: tied weight {key!r} is not the same: {specs}")
+        keys_of[members].append(key)
+    return dict(sorted(keys_of.items()))

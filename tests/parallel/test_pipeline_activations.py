@@ -1,0 +1,353 @@
+"""What may travel between stages, and what comes back for it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from parallel.pipeline_models import (  # noqa: E402 - needs torch
+    ONE_OF_EACH,
+    WIDTH,
+    Case,
+    assert_same,
+    batch,
+    by_name,
+    chain,
+    mean_square,
+    run_pipelined,
+    run_whole,
+)
+from torch import nn  # noqa: E402
+
+import ferro_dist as fd  # noqa: E402
+
+OnRanks = Callable[..., list[Any]]
+
+
+class Tupled(nn.Module):
+    """Passes a tuple on, of which a part is used by the next stage only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        a, b = x if isinstance(x, tuple) else (x, x)
+        return torch.tanh(self.left(a)) + b, self.right(b)
+
+
+class Mapped(nn.Module):
+    """Passes on a dict with everything that a tree may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        if not isinstance(x, dict):
+            x = {
+                "h": x,
+                "count": 0,
+                "flag": True,
+                "none": None,
+                "scale": 0.5,
+                "name": "stage",
+                3: [torch.arange(len(x)), (torch.ones(len(x), dtype=torch.bool),)],
+            }
+        assert type(x["count"]) is int
+        assert x["flag"] is True
+        assert x["none"] is None
+        assert x["scale"] == 0.5
+        assert x["name"] == "stage"
+        rows, (mask,) = x[3]
+        assert rows.dtype == torch.int64
+        assert mask.dtype == torch.bool
+        h = torch.tanh(self.layer(x["h"])) * mask[:, None] + x["scale"]
+        return {**x, "h": h, "count": x["count"] + 1}
+
+
+class Tokens(nn.Module):
+    """A first stage whose input has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+
+    def forward(self, tokens: Any) -> Any:
+        return self.embedding(tokens)
+
+
+def of_first(output: Any, target: Any) -> Any:
+    return mean_square(output[0], target) + 0.1 * output[1].square().mean()
+
+
+def of_mapping(output: Any, target: Any) -> Any:
+    return mean_square(output["h"], target) * output["count"]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+def test_tuples_travel(
+    on_ranks: OnRanks, case: tuple[str, int, int], num_microbatches: int
+) -> None:
+    model = chain(Case(*case).num_stages, lambda _: Tupled())
+    x, y = batch(6)
+    pipelined = run_pipelined(
+        on_ranks, Case(*case), model, x, y, num_microbatches, loss_fn=of_first
+    )
+    assert_same(pipelined, run_whole(model, x, y, of_first))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+def test_dicts_none_numbers_and_masks_travel(
+    on_ranks: OnRanks, case: tuple[str, int, int], num_microbatches: int
+) -> None:
+    model = chain(Case(*case).num_stages, lambda _: Mapped())
+    x, y = batch(6)
+    pipelined = run_pipelined(
+        on_ranks, Case(*case), model, x, y, num_microbatches, loss_fn=of_mapping
+    )
+    assert_same(pipelined, run_whole(model, x, y, of_mapping))
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+def test_integers_enter_without_a_gradient(on_ranks: OnRanks, case: tuple[str, int, int]) -> None:
+    size = Case(*case)
+    base = chain(size.num_stages)
+    model = nn.Sequential(nn.Sequential(Tokens().double(), base[0]), *base[1:])
+    tokens = torch.arange(9) % 11
+    _, y = batch(9)
+    pipelined = run_pipelined(on_ranks, size, model, tokens, y, 4)
+    assert_same(pipelined, run_whole(model, tokens, y))
+
+
+class Frozen(nn.Module):
+    """A stage with nothing to train, in a dtype of its own."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Any) -> Any:
+        return (x * 2).to(self.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
+def test_every_floating_dtype_travels_with_its_gradient(on_ranks: OnRanks, dtype: str) -> None:
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), Frozen(getattr(torch, dtype)), Frozen(torch.complex64)
+    )
+    x = batch(4)[0].float()
+
+    def loss_fn(output: Any) -> Any:
+        return output.real.square().mean()
+
+    def body(backend: Any) -> Any:
+        own = copy.deepcopy(model)
+        pipe = fd.Pipeline(own[backend.rank], backend, 2, "zb_h1")
+        pipe.step(x, loss_fn=loss_fn)
+        return own[0].weight.grad
+
+    loss_fn(model(x)).backward()
+    torch.testing.assert_close(on_ranks(3, body)[0], model[0].weight.grad)
+
+
+def test_arrays_may_be_strided_empty_or_scalar(on_ranks: OnRanks) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Any) -> Any:
+            h = x[0] if isinstance(x, tuple) else x
+            return h.t().contiguous().t(), h[:, :0], h.sum()
+
+    model = chain(3, lambda _: Odd())
+    x, _ = batch(5)
+    given = x.clone().requires_grad_()
+
+    def body(backend: Any) -> Any:
+        pipe = fd.Pipeline(Odd(), backend, 2, "1f1b")
+        return pipe.step(given if backend.rank == 0 else None, loss_fn=lambda o: o[2])
+
+    assert len(on_ranks(3, body)) == 3
+    assert model is not None
+    # 3 of 5 rows, and 2: the loss is a sum, weighted by the share of rows.
+    expected = torch.tensor([3 / 5] * 3 + [2 / 5] * 2, dtype=x.dtype)[:, None].expand_as(x)
+    torch.testing.assert_close(given.grad, expected)
+
+
+def test_output_that_is_the_input_passes_the_gradient_on(on_ranks: OnRanks) -> None:
+    model = chain(3, lambda s: nn.Identity() if s < 2 else nn.Linear(WIDTH, WIDTH))
+    x, y = batch(6)
+    for schedule in ("1f1b", "zb_h1"):
+        pipelined = run_pipelined(on_ranks, Case(schedule, 3, 1), model, x, y, 3)
+        assert_same(pipelined, run_whole(copy.deepcopy(model), x, y))
+
+
+def test_trees_go_in_as_inputs_and_targets(on_ranks: OnRanks) -> None:
+    class Sum(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x["a"] + x["b"] if isinstance(x, dict) else x * 2
+
+    x, y = batch(6)
+
+    def body(backend: Any) -> Any:
+        pipe = fd.Pipeline(Sum(), backend, 2, "gpipe")
+        a = x.clone().requires_grad_()
+        loss = pipe.step(
+            {"a": a, "b": y, "c": None, "d": 7},
+            (y, {"z": x}),
+            lambda o, t: (o - t[0]).square().mean() + t[1]["z"].mean(),
+        )
+        return loss, a.grad, pipe.input_grad
+
+    loss, gradient, of_tree = on_ranks(2, body)[0]
+    a = x.clone().requires_grad_()
+    expected = (2 * (a + y) - y).square().mean() + x.mean()
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-12)
+    torch.testing.assert_close(gradient, a.grad)
+    assert of_tree["b"] is None
+    torch.testing.assert_close(of_tree["a"], a.grad)
+
+
+def test_input_that_is_no_leaf_gets_its_gradient_back(on_ranks: OnRanks) -> None:
+    model = chain(2)
+    x, y = batch(6)
+    scale = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+
+    def body(backend: Any) -> None:
+        pipe = fd.Pipeline(copy.deepcopy(model)[backend.rank], backend, 3, "1f1b")
+        pipe.step(x * scale if backend.rank == 0 else None, y, mean_square)
+
+    on_ranks(2, body)
+    again = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    mean_square(model(x * again), y).backward()
+    torch.testing.assert_close(scale.grad, again.grad)
+
+
+# Memory
+
+
+class Saves(torch.autograd.Function):  # type: ignore[name-defined]
+    """Counts the tensors that it has saved and that are still there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, alive: set[Any], peak: list[int]) -> Any:
+        saved = x * 1.0
+        ctx.save_for_backward(saved)
+        marker = object.__new__(Marker)
+        ctx.marker = marker
+        key = id(marker)
+        alive.add(key)
+        weakref.finalize(marker, alive.discard, key)
+        peak[0] = max(peak[0], len(alive))
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        (_,) = ctx.saved_tensors
+        return gradient * 2.0, None, None
+
+
+class Marker:
+    """Lives as long as one node of a graph."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_1f1b_keeps_no_more_microbatches_than_ranks_below(
+    on_ranks: OnRanks, num_ranks: int
+) -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH).double()
+            self.alive: set[Any] = set()
+            self.peak = [0]
+
+        def forward(self, x: Any) -> Any:
+            return Saves.apply(self.layer(x), self.alive, self.peak)
+
+    x, y = batch(24)
+
+    def body(backend: Any) -> Any:
+        gc.disable()  # only what reference counts free counts as freed
+        try:
+            stage = Watched()
+            fd.Pipeline(stage, backend, 12, "1f1b").step(x, y, mean_square)
+            return stage.peak[0], len(stage.alive)
+        finally:
+            gc.enable()
+
+    for rank, (peak, left) in enumerate(on_ranks(num_ranks, body)):
+        assert peak <= num_ranks - rank
+        assert left == 0
+
+
+def test_output_is_released_once_it_has_been_sent(on_ranks: OnRanks) -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH).double()
+            self.outputs: list[Any] = []
+            self.alive_in_backward: list[int] = []
+
+        def forward(self, x: Any) -> Any:
+            output = self.layer(x) + 1.0  # which saves nothing of its output
+            self.outputs.append(weakref.ref(output.untyped_storage()))
+            output.register_hook(self.count)
+            return output
+
+        def count(self, _: Any) -> None:
+            self.alive_in_backward.append(sum(ref() is not None for ref in self.outputs))
+
+    x, y = batch(16)
+
+    def body(backend: Any) -> Any:
+        stage = Watched()
+        fd.Pipeline(stage, backend, 8, "gpipe").step(x, y, mean_square)
+        return stage.alive_in_backward
+
+    # Rank 1 has received all eight before it runs its first backward.
+    alive = on_ranks(2, body)[0]
+    assert alive[1:] == [0] * 7
+
+
+def test_receive_buffers_do_not_grow_with_microbatches(on_ranks: OnRanks) -> None:
+    x, y = torch.zeros(64, 4096), torch.zeros(64, 4096)
+
+    def body(backend: Any, schedule: str) -> int:
+        class Identity(nn.Module):
+            def forward(self, h: Any) -> Any:
+                return h * 1.0
+
+        pipe = fd.Pipeline(Identity(), backend, 32, schedule)
+        pipe.step(x, y, mean_square)
+        return sum(len(blocks) for s in pipe._stages.values() for blocks in s.pool._free.values())
+
+    for num_blocks in on_ranks(2, body, "1f1b"):
+        assert num_blocks <= 4
+
+
+def test_module_list_holds_the_stages_of_a_rank(on_ranks: OnRanks) -> None:
+    case = Case("interleaved_1f1b", 2, 2)
+    model = chain(4)
+    x, y = batch(4)
+
+    def body(backend: Any) -> Any:
+        own = nn.ModuleList([model[s] for s in case.stages_of(backend.rank)])
+        return fd.Pipeline(own, backend, 2, case.schedule).step(x, y, mean_square)
+
+    expected = float(mean_square(model(x), y).detach())
+    assert on_ranks(2, body) == pytest.approx([expected] * 2)
+    group = fd.SimulatedBackend.create_group(2)
+    with pytest.raises(ValueError, match="1 stages on rank 0, but 2 modules"):
+        fd.Pipeline(nn.ModuleList([model[0], model[1]]), group[0], 2, "1f1b")
+    for backend in group:
+        backend.close()

@@ -1,0 +1,388 @@
+"""What goes wrong on one rank is told on all, and hangs none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from parallel.pipeline_models import (  # noqa: E402 - needs torch
+    ONE_OF_EACH,
+    SCHEDULES,
+    WIDTH,
+    Block,
+    Case,
+    batch,
+    by_name,
+    chain,
+    make_pipeline,
+    mean_square,
+)
+from torch import nn  # noqa: E402
+
+import ferro_dist as fd  # noqa: E402
+
+OnRanks = Callable[..., list[Any]]
+
+
+def raised_by(call: Callable[[], Any]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
+
+
+# Arguments of the constructor
+
+
+def test_constructor_wants_microbatches() -> None:
+    with contextlib.ExitStack() as stack:
+        for backend in map(stack.enter_context, fd.SimulatedBackend.create_group(2)):
+            for count in (0, -1):
+                with pytest.raises(ValueError, match="num_microbatches must be > 0"):
+                    fd.Pipeline(nn.Identity(), backend, count, "gpipe")
+            for no_count in ("4", 2.0, None, True):
+                with pytest.raises(TypeError, match="num_microbatches must be an integer"):
+                    fd.Pipeline(nn.Identity(), backend, no_count, "gpipe")  # type: ignore[arg-type]
+
+
+def test_constructor_wants_two_ranks() -> None:
+    with (
+        fd.SimulatedBackend.create_group(1)[0] as alone,
+        pytest.raises(fd.InvalidWorldSize, match=r"world_size must be >= 2 .* got 1"),
+    ):
+        fd.Pipeline(nn.Identity(), alone, 2, fd.PipelineSchedule.ONE_F_ONE_B)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "words"),
+    [
+        (nn.Identity(), {"schedule": "2f2b"}, ValueError, "no schedule '2f2b'"),
+        (nn.Identity(), {"schedule": ["0F0", "1F0"]}, ValueError, "."),
+        (nn.Identity(), {"schedule": ["0F0 0B0"]}, ValueError, "1 ranks, not for 2"),
+        (object(), {}, TypeError, "a stage is a torch.nn.Module"),
+        (nn.Identity(), {"average": "median"}, ValueError, "average must be"),
+        (nn.Identity(), {"bucket_mb": 0}, ValueError, "bucket_mb must be"),
+        (nn.Identity(), {"timeout": -1}, ValueError, "timeout must be"),
+        (nn.Identity(), {"seed": "x"}, TypeError, "."),
+        (nn.Identity(), {"schedule": "zb_v"}, ValueError, "2 stages on rank 0, but 1 modules"),
+        ([nn.Identity()] * 2, {}, ValueError, "In a list, each one is a stage"),
+        ([], {}, ValueError, "module is empty"),
+        (nn.Identity, {}, TypeError, "not the class Identity: make one"),
+        (nn.Identity(), {"bucket_mb": "25"}, ValueError, "bucket_mb must be"),
+        (nn.Identity(), {"average": []}, ValueError, "average must be"),
+        (nn.Identity(), {"checkpoint": 1}, TypeError, "checkpoint must be True, False or"),
+        (nn.Identity(), {"checkpoint": [0, 2]}, ValueError, r"names stages \[2\]"),
+        (nn.Identity(), {"tied": ["w"]}, TypeError, "tied must be a dict"),
+        (nn.Identity(), {"dp": 2}, TypeError, "dp must be a group"),
+    ],
+)
+def test_constructor_checks_its_arguments(
+    module: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with contextlib.ExitStack() as stack:
+        group = [stack.enter_context(b) for b in fd.SimulatedBackend.create_group(2)]
+        with pytest.raises(error, match=words):
+            fd.Pipeline(module, group[0], 1, **{"schedule": "1f1b", **options})
+
+
+def test_constructor_wants_groups() -> None:
+    with contextlib.ExitStack() as stack:
+        group = [stack.enter_context(b) for b in fd.SimulatedBackend.create_group(2)]
+        with pytest.raises(TypeError, match=r"backend must be a group, .* not Identity"):
+            fd.Pipeline(group[0], nn.Identity(), 2)
+        with pytest.raises(ValueError, match="replicas in other pipelines, not the pipeline's own"):
+            fd.Pipeline(nn.Identity(), group[0], 2, dp=group[0])
+
+
+# Arguments of a step
+
+
+@pytest.mark.parametrize(
+    ("x", "target", "loss_fn", "weight", "error", "words"),
+    [
+        (None, batch(4)[1], mean_square, None, ValueError, "rank 0 must provide input"),
+        (torch.tensor(1.0), None, None, None, ValueError, "must have at least 1 dimension"),
+        (batch(1)[0], batch(1)[1], mean_square, None, ValueError, "1 rows, too few for 2"),
+        ((batch(4)[0], batch(5)[0]), None, None, None, ValueError, "different numbers of rows"),
+        ({"a": 3}, None, None, None, ValueError, "holds no array"),
+        (batch(4)[0], batch(4)[1], None, None, ValueError, "without a loss_fn"),
+        (batch(4)[0], batch(4)[1], "mse", None, TypeError, "loss_fn must be callable"),
+        (batch(4)[0], batch(4)[1], mean_square, [1.0], ValueError, "weight has 1 numbers"),
+        (batch(4)[0], batch(4)[1], mean_square, [0.0, 0.0], ValueError, "all weights are 0"),
+        (batch(4)[0], batch(4)[1], mean_square, [-1.0, 2.0], ValueError, "at least 0"),
+        (batch(4)[0], (batch(6)[1],), lambda o, _: o.sum(), None, ValueError, "target has 6 rows"),
+        (batch(4)[0], batch(6)[1], mean_square, None, ValueError, "target has 6 rows, the input 4"),
+        (batch(4)[0].numpy(), batch(4)[1], mean_square, None, TypeError, "input holds a numpy"),
+        (3.0, batch(4)[1], mean_square, None, ValueError, "input holds no array"),
+        (batch(4)[0], None, mean_square, None, ValueError, "give the target, too"),
+        (batch(4)[0], None, nn.MSELoss(), None, ValueError, "give the target, too"),
+        (batch(4)[0], batch(4)[1], nn.MSELoss, None, TypeError, r"make one: MSELoss\(\)"),
+        (batch(4)[0], batch(4)[1], mean_square, "ab", TypeError, "weight must be a sequence"),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_bad_arguments_raise_the_same_on_every_rank(
+    on_ranks: OnRanks,
+    num_ranks: int,
+    x: Any,
+    target: Any,
+    loss_fn: Any,
+    weight: Any,
+    error: type[Exception],
+    words: str,
+) -> None:
+    model = chain(num_ranks)
+    good_x, good_y = batch(4)
+
+    def body(backend: Any) -> str:
+        pipe = fd.Pipeline(model[backend.rank], backend, 2, "1f1b")
+        is_last = backend.rank == num_ranks - 1
+        with pytest.raises(error, match=words) as caught:
+            pipe.step(
+                x if backend.rank == 0 else None,
+                target if is_last else None,
+                loss_fn if is_last else None,
+                weight=weight if is_last else None,
+            )
+        assert not isinstance(caught.value, fd.StageFailed)
+        pipe.step(good_x, good_y, mean_square)  # the group stays usable
+        return str(caught.value)
+
+    assert len(set(on_ranks(num_ranks, body))) == 1
+
+
+def test_backward_without_forward_is_told(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        pipe = fd.Pipeline(nn.Linear(WIDTH, WIDTH).double(), backend, 2, "gpipe")
+        with pytest.raises(RuntimeError, match="needs a forward"):
+            pipe.backward([])
+        for outputs, gradients, words in (
+            ([], None, "the 2 outputs of forward, not 0"),
+            (None, None, "need grad_outputs"),
+            (None, [torch.ones(2, WIDTH)], "wants 2 grad_outputs, not 1"),
+            (None, [torch.ones(2, 1)] * 2, r"gradient of shape \(2, 1\) for an output of"),
+            ("abc", None, "a list of the 2 outputs of forward, not str"),
+            (None, torch.ones(2, 2, WIDTH), "a list of 2 grad_outputs, not Tensor"),
+            (None, [batch(2)[0].numpy()] * 2, "grad_outputs holds a numpy.ndarray"),
+            (None, [1.0, 1.0], "grad_outputs holds a float where"),
+        ):
+            made = pipe.forward(batch(4)[0])
+            with pytest.raises((TypeError, ValueError), match=words):
+                pipe.backward(made if outputs is None else outputs, gradients)
+
+    on_ranks(2, body)
+
+
+# Disagreement
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (lambda rank: {"num_microbatches": 2 + rank}, "num_microbatches=2"),
+        (lambda rank: {"schedule": ["1f1b", "gpipe"][rank]}, "schedule=one_f_one_b"),
+        (lambda rank: {"seed": rank}, "seed=0"),
+    ],
+)
+def test_ranks_that_disagree_are_told_before_the_first_microbatch(
+    on_ranks: OnRanks, options: Any, words: str
+) -> None:
+    def body(backend: Any) -> int:
+        stage = Counting()
+        chosen = {"num_microbatches": 2, "schedule": "1f1b", **options(backend.rank)}
+        pipe = fd.Pipeline(stage, backend, **chosen)
+        with pytest.raises(fd.CollectiveMismatch, match=words):
+            pipe.step(torch.zeros(6, WIDTH))
+        return stage.calls
+
+    assert on_ranks(2, body) == [0, 0]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return x
+
+
+# Stages that raise
+
+
+class Faulty(nn.Module):
+    """Raises in the forward, or in the backward, of its n-th microbatch."""
+
+    def __init__(self, inner: nn.Module, where: str, at: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.where = where
+        self.left = at
+
+    def forward(self, x: Any) -> Any:
+        if self.where == "forward":
+            self.count()
+        y = self.inner(x)
+        if self.where == "backward":
+            y.register_hook(lambda _: self.count())
+        return y
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise ZeroDivisionError("the stage's own words")
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("case", [*ONE_OF_EACH, ("1f1b", 4, 1), ("zb_v", 4, 2)], ids=by_name)
+def test_exception_of_a_stage_reaches_every_rank(
+    on_ranks: OnRanks, case: tuple[str, int, int], where: str, at: int
+) -> None:
+    size = Case(*case)
+    x, y = batch(8)
+
+    def body(backend: Any, faulty: int) -> None:
+        model = chain(size.num_stages)
+        pipe = make_pipeline(model, size, backend, 4)
+        pipe.step(x, y, mean_square)
+        model[faulty] = Faulty(model[faulty], where, at)
+        pipe = make_pipeline(model, size, backend, 4)
+        with pytest.raises(fd.StageFailed) as caught:
+            pipe.step(x, y, mean_square)
+        error = caught.value
+        assert error.stage == faulty
+        assert error.peer is not None
+        assert faulty in size.stages_of(error.peer)
+        assert f"ZeroDivisionError in stage {faulty}" in str(error)
+        assert "the stage's own words" in str(error)
+        assert "in count" in error.traceback_text
+        assert isinstance(error.__cause__, ZeroDivisionError) == (error.peer == backend.rank)
+        # The group, and the pipeline, go on.
+        model[faulty].where = "nowhere"
+        pipe.step(x, y, mean_square)
+
+    for faulty in range(size.num_stages):
+        on_ranks(size.num_ranks, body, faulty)
+
+
+@pytest.mark.parametrize("rank_at_fault", [0, 2])
+def test_large_messages_under_way_do_not_hold_up_a_failure(
+    on_ranks: OnRanks, rank_at_fault: int
+) -> None:
+    x = torch.zeros(6, 1 << 20)  # 4 MiB a row: more than any channel buffers
+
+    def body(backend: Any) -> None:
+        stage: nn.Module = Scale()
+        if backend.rank == rank_at_fault:
+            stage = Faulty(stage, "forward", 2)
+        pipe = fd.Pipeline(stage, backend, 6, "gpipe")
+        with pytest.raises(fd.StageFailed, match=f"in stage {rank_at_fault}"):
+            pipe.step(x, loss_fn=lambda output: output.mean())
+
+    on_ranks(3, body)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def test_two_stages_that_raise_are_told_of_as_one(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> tuple[Any, Any]:
+        pipe = fd.Pipeline(Faulty(Block().double(), "backward", 0), backend, 3, "1f1b")
+        with pytest.raises(fd.StageFailed) as caught:
+            pipe.step(*batch(6), mean_square)
+        return caught.value.stage, caught.value.peer
+
+    assert len(set(on_ranks(3, body))) == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (lambda x: {x}, "not builtins.set"),
+        (lambda x: torch.return_types.max((x, x)), "return_types"),
+        (lambda x: x.detach().numpy(), "returns tensors"),
+        (lambda x: x.to_sparse(), "returns dense tensors, not torch.sparse_coo"),
+    ],
+)
+def test_output_that_cannot_travel_is_told(on_ranks: OnRanks, output: Any, words: str) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return output(x)
+
+    def body(backend: Any) -> None:
+        pipe = fd.Pipeline(Odd() if backend.rank == 0 else Block(), backend, 2, "1f1b")
+        with pytest.raises(fd.StageFailed, match=words):
+            pipe.step(batch(4)[0])
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (lambda output, target: output - target, "one element, not of shape"),
+        (lambda output, target: 1.0, "one element, not 'float'"),
+        (lambda output, target: mean_square(output.detach(), target), "depends on no weight"),
+    ],
+)
+def test_loss_that_trains_nothing_is_told(on_ranks: OnRanks, loss_fn: Any, words: str) -> None:
+    def body(backend: Any) -> None:
+        pipe = fd.Pipeline(Block().double(), backend, 2, "1f1b")
+        with pytest.raises(fd.StageFailed, match=words):
+            pipe.step(batch(4)[0], batch(4)[1], loss_fn)
+
+    on_ranks(2, body)
+
+
+def test_frozen_stages_need_no_loss_that_depends_on_them(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> float:
+        stage = Block().double().requires_grad_(False)
+        return fd.Pipeline(stage, backend, 2, "1f1b").step(*batch(4), mean_square)
+
+    assert min(on_ranks(2, body)) > 0
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_module_that_writes_into_what_it_has_received_is_told(
+    on_ranks: OnRanks, checkpoint: bool
+) -> None:
+    def body(backend: Any) -> None:
+        layers = [nn.ReLU(inplace=True), Block().double()]
+        stage = nn.Sequential(*layers[backend.rank == 0 :])
+        pipe = fd.Pipeline(stage, backend, 2, "1f1b", checkpoint=checkpoint)
+        words = r"stage 1 .*\n?.*as ReLU\(inplace=True\)"
+        with pytest.raises(fd.StageFailed, match=words):
+            pipe.step(*batch(4), mean_square)
+
+    on_ranks(2, body)
+
+
+def test_ctrl_c_on_one_rank_is_told_on_the_others(on_ranks: OnRanks) -> None:
+    class Interrupted(nn.Module):
+        def forward(self, x: Any) -> Any:
+            raise KeyboardInterrupt
+
+    def body(backend: Any) -> str:
+        stage = Interrupted() if backend.rank == 1 else Block().double()
+        pipe = fd.Pipeline(stage, backend, 2, "1f1b")
+        return type(raised_by(lambda: pipe.step(*batch(4), mean_square))).__name__
+
+    assert on_ranks(3, body) == ["StageFailed", "KeyboardInterrupt", "StageFailed"]
+
+
+def test_every_schedule_is_among_those_tested() -> None:
+    assert {case[0] for case in SCHEDULES} == {case[0] for case in ONE_OF_EACH}

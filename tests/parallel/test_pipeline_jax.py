@@ -1,0 +1,161 @@
+"""Stages that are JAX functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+jnp = jax.numpy
+
+import ferro_dist as fd  # noqa: E402
+from ferro_dist.integrations.jax_stage import JaxStage  # noqa: E402
+from ferro_dist.parallel.schedules import placement_for  # noqa: E402
+
+OnRanks = Callable[..., list[Any]]
+WIDTH = 4
+CASES = [
+    ("gpipe", 2, 1),
+    ("1f1b", 3, 1),
+    ("zb_h1", 3, 1),
+    ("interleaved_1f1b", 2, 2),
+    ("zb_v", 2, 2),
+]
+
+
+def make_params(stage: int) -> Any:
+    rng = np.random.default_rng(stage)
+    weight = jnp.asarray(rng.normal(size=(WIDTH, WIDTH)), jnp.float32)
+    return {"weight": weight, "bias": jnp.zeros(WIDTH)}
+
+
+def apply(params: Any, x: Any) -> Any:
+    if not isinstance(x, dict):
+        x = {"h": x, "unused": x * 2, "ids": jnp.arange(len(x)), "none": None, "count": 0}
+    h = jnp.tanh(x["h"] @ params["weight"] + params["bias"]) + x["ids"][:, None] * 0
+    assert isinstance(x["count"], int)
+    return {**x, "h": h, "count": x["count"] + 1}
+
+
+def loss_fn(output: Any, target: Any) -> Any:
+    return ((output["h"] - target) ** 2).mean() * output["count"]
+
+
+def batch(rows: int) -> Any:
+    rng = np.random.default_rng(9)
+    x, y = rng.normal(size=(2, rows, WIDTH)).astype(np.float32)
+    return jnp.asarray(x), jnp.asarray(y)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_step_equals_jax_grad(
+    on_ranks: OnRanks, case: tuple[str, int, int], checkpoint: bool
+) -> None:
+    schedule, num_ranks, per_rank = case
+    placement = placement_for(schedule, num_ranks, per_rank)
+    params = [make_params(stage) for stage in range(len(placement))]
+    x, y = batch(7)
+
+    def whole(params: Any, x: Any) -> Any:
+        for own in params:
+            x = apply(own, x)
+        return loss_fn(x, y)
+
+    def body(backend: Any) -> Any:
+        stages = {
+            s: JaxStage(apply, params[s])
+            for s, rank in enumerate(placement)
+            if rank == backend.rank
+        }
+        module: Any = list(stages.values()) if per_rank > 1 else next(iter(stages.values()))
+        pipe = fd.Pipeline(module, backend, 3, schedule, checkpoint=checkpoint)
+        losses = [pipe.step(x, y, loss_fn) for _ in range(2)]
+        return losses, {s: stage.grads for s, stage in stages.items()}, pipe.input_grad
+
+    loss, (gradients, of_input) = jax.value_and_grad(whole, argnums=(0, 1))(params, x)
+    outcomes = on_ranks(num_ranks, body)
+    for losses, own, _ in outcomes:
+        assert losses == pytest.approx([float(loss)] * 2, rel=1e-5)
+        for stage, ours in own.items():
+            for name, gradient in ours.items():
+                theirs = 2 * gradients[stage][name]  # of two steps
+                assert_allclose(gradient, theirs, rtol=1e-4, atol=1e-6)
+    assert_allclose(outcomes[0][2], of_input, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "loss_fn", "words"),
+    [
+        ([[1.0]], loss_fn, "input holds no array"),
+        (memoryview(b"ab"), loss_fn, "not builtins.memoryview"),
+        (np.ones((4, WIDTH), np.float32), lambda o, y: o["h"] - y, "one element, not one of shape"),
+        (np.ones((4, WIDTH), np.float32), lambda o, y: 1.0, "one element, not a float"),
+    ],
+)
+def test_what_jax_cannot_differentiate_is_told(
+    on_ranks: OnRanks, x: Any, loss_fn: Any, words: str
+) -> None:
+    def body(backend: Any) -> None:
+        pipe = fd.Pipeline(JaxStage(apply, make_params(0)), backend, 2)
+        with pytest.raises((TypeError, ValueError, fd.StageFailed), match=words):
+            pipe.step(x, jnp.ones((4, WIDTH)), loss_fn)
+
+    on_ranks(2, body)
+
+
+def test_parameters_that_have_no_gradient_are_told() -> None:
+    with pytest.raises(TypeError, match=r"params\['count'\] is int32, which has no gradient"):
+        JaxStage(apply, {**make_params(0), "count": 3})
+
+
+def test_one_stage_cannot_stand_in_two_places() -> None:
+    stage = JaxStage(apply, make_params(0))
+    group = fd.SimulatedBackend.create_group(2)
+    for backend in group:
+        with backend, pytest.raises(ValueError, match="the same JaxStage as another one"):
+            fd.Pipeline([stage, stage], backend, 2, "interleaved_1f1b")
+
+
+def test_keys_do_not_depend_on_the_schedule(on_ranks: OnRanks) -> None:
+    def drop(params: Any, x: Any, rng: Any) -> Any:
+        return x * jax.random.bernoulli(rng, 0.5, x.shape) * params["scale"]
+
+    def body(backend: Any, schedule: str) -> Any:
+        stage = JaxStage(drop, {"scale": jnp.ones(())})
+        pipe = fd.Pipeline(stage, backend, 4, schedule)
+        return [
+            pipe.step(jnp.ones((8, 16)), loss_fn=lambda output: output.mean()) for _ in range(2)
+        ]
+
+    runs = [on_ranks(2, body, schedule)[0] for schedule in ("gpipe", "zb_h1")]
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_replicas_and_ties_reduce_gradients(on_ranks: OnRanks) -> None:
+    params = make_params(0)
+    x, y = batch(8)
+
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = JaxStage(apply, params if backend.rank == 0 else make_params(backend.rank))
+            share = slice(4 * grid.data.rank, 4 * grid.data.rank + 4)
+            tied = {"weight": "['weight']", "bias": "['bias']"}
+            pipe = fd.Pipeline(stage, grid.pipeline, 2, "zb_h1", dp=grid.data, tied=tied)
+            for _ in range(2):
+                pipe.step(x[share], y[share], loss_fn)
+            assert_allclose(stage.params["weight"], params["weight"])
+            return stage.grads
+
+    def whole(params: Any) -> Any:
+        return loss_fn(apply(params, apply(params, x)), y)
+
+    expected = jax.grad(whole)(params)
+    for gradients in on_ranks(4, body):
+        for name, gradient in gradients.items():
+            assert_allclose(gradient, 2 * expected[name], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,349 @@
+"""Pipelines side by side: gradients of replicas are averaged while the pipelines drain."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from parallel.pipeline_models import (  # noqa: E402 - needs torch
+    WIDTH,
+    Block,
+    Case,
+    assert_equal_gradients,
+    batch,
+    by_name,
+    chain,
+    make_pipeline,
+    mean_square,
+    run_whole,
+)
+from torch import nn  # noqa: E402
+
+import ferro_dist as fd  # noqa: E402
+from ferro_dist.parallel.schedules import ActionKind  # noqa: E402
+
+OnRanks = Callable[..., list[Any]]
+
+CASES = [
+    ("gpipe", 2, 1),
+    ("1f1b", 2, 1),
+    ("zb_h1", 2, 1),
+    ("interleaved_1f1b", 2, 2),
+    ("zb_v", 2, 2),
+    ("zb_h1", 3, 1),
+]
+
+
+def run_on_grid(
+    on_ranks: OnRanks, case: Case, model: nn.Sequential, body: Callable[..., Any], **options: Any
+) -> list[Any]:
+    def on_rank(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=case.num_ranks) as grid:
+            own = copy.deepcopy(model)
+            pipe = make_pipeline(own, case, grid.pipeline, 3, dp=grid.data, **options)
+            return body(pipe, own, grid.data.rank)
+
+    return on_ranks(2 * case.num_ranks, on_rank)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("average", ["mean", "sum"])
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_replicas_have_the_gradient_of_all_their_batches(
+    on_ranks: OnRanks, case: tuple[str, int, int], average: str, steps: int
+) -> None:
+    size = Case(*case)
+    model = chain(size.num_stages)
+    x, y = batch(12)
+
+    def body(pipe: Any, own: Any, replica: int) -> Any:
+        if replica == 1:  # what replicas start with is the first one's
+            for parameter in own.parameters():
+                parameter.data.zero_()
+        share = slice(6 * replica, 6 * replica + 6)
+        for _ in range(steps):
+            loss = pipe.step(x[share], y[share], mean_square)
+        kinds = [action.kind for action in pipe._lists[pipe.backend.rank]]
+        assert kinds.count(ActionKind.REDUCE) == size.stages_per_rank
+        return loss, {s: own[s] for s in pipe.stage_numbers}
+
+    factor = 1 if average == "mean" else 2
+    expected = run_whole(model, x, y, lambda o, t: factor * mean_square(o, t), steps=steps)
+    for loss, stages in run_on_grid(on_ranks, size, model, body, average=average):
+        assert loss == pytest.approx(expected.loss, rel=1e-12)
+        for number, stage in stages.items():
+            for name, parameter in stage.named_parameters():
+                theirs = expected.gradients[f"{number}.{name}"]
+                assert_equal_gradients(parameter.grad, theirs, f"{number}.{name}")
+
+
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_tokens_are_counted_over_all_replicas(on_ranks: OnRanks, average: str) -> None:
+    model = chain(2)
+    x, y = batch(12)
+    weight = [1.0, 2.0, 0.0, 4.0, 5.0, 6.0]
+
+    def body(pipe: Any, own: Any, replica: int) -> Any:
+        share = slice(6 * replica, 6 * replica + 6)
+        loss = pipe.step(x[share], y[share], mean_square, weight=weight[3 * replica :][:3])
+        return loss, {s: own[s] for s in pipe.stage_numbers}
+
+    parts = [mean_square(model(a), b) for a, b in zip(x.chunk(6), y.chunk(6), strict=True)]
+    expected = sum(w * part for w, part in zip(weight, parts, strict=True)) / sum(weight)
+    expected.backward()
+    outcomes = run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body, average=average)
+    for loss, stages in outcomes:
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-12)
+        for number, stage in stages.items():
+            for name, parameter in stage.named_parameters():
+                torch.testing.assert_close(parameter.grad, model[number].get_parameter(name).grad)
+
+
+def test_weight_on_one_replica_alone_is_told_on_all(on_ranks: OnRanks) -> None:
+    model = chain(2)
+    x, y = batch(6)
+
+    def body(pipe: Any, own: Any, replica: int) -> None:
+        with pytest.raises(ValueError, match="on all replicas or on none"):
+            pipe.step(x, y, mean_square, weight=[1, 1, 1] if replica else None)
+        pipe.step(x, y, mean_square)
+
+    run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body)
+
+
+@pytest.mark.parametrize("where", ["argument", "forward"])
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_failure_of_one_pipeline_reaches_the_others(
+    on_ranks: OnRanks, case: tuple[str, int, int], where: str
+) -> None:
+    size = Case(*case)
+    model = chain(size.num_stages)
+    x, y = batch(6)
+
+    def fail(_: Any) -> Any:
+        raise ZeroDivisionError("the stage's own words")
+
+    def body(pipe: Any, own: Any, replica: int) -> str:
+        pipe.step(x, y, mean_square)
+        given: Any = x
+        if replica == 1 and where == "argument":
+            given = None
+        elif replica == 1:
+            own[1].forward = fail
+        with pytest.raises((ValueError, fd.StageFailed)) as caught:
+            pipe.step(given, y, mean_square)
+        own[1].__dict__.pop("forward", None)
+        assert pipe.step(x, y, mean_square) > 0
+        return str(caught.value)
+
+    (message,) = set(run_on_grid(on_ranks, size, model, body))
+    assert ("provide input" if where == "argument" else "the stage's own words") in message
+
+
+def test_tied_weights_and_replicas_go_together(on_ranks: OnRanks) -> None:
+    model = nn.Sequential(Block(), Block()).double()
+    model[1].up.weight = model[0].up.weight
+    x, y = batch(12)
+
+    def on_rank(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            own = copy.deepcopy(model)
+            stage = own[grid.pipeline.rank]
+            tied = {"up": stage.up.weight}
+            pipe = fd.Pipeline(stage, grid.pipeline, 3, "zb_h1", dp=grid.data, tied=tied)
+            share = slice(6 * grid.data.rank, 6 * grid.data.rank + 6)
+            for _ in range(2):
+                pipe.step(x[share], y[share], mean_square)
+            return stage.up.weight.grad, stage.down.weight.grad, grid.pipeline.rank
+
+    run_whole(model, x, y, steps=2)
+    for tied, own, stage in on_ranks(4, on_rank):
+        assert_equal_gradients(tied, model[0].up.weight.grad, "tied")
+        assert_equal_gradients(own, model[stage].down.weight.grad, "own")
+
+
+def test_parameter_without_a_gradient_stays_without(on_ranks: OnRanks) -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(WIDTH, WIDTH)
+            self.sometimes = nn.Linear(WIDTH, WIDTH)
+            self.never = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("flag", torch.zeros(()))
+
+        def forward(self, h: Any) -> Any:
+            return self.sometimes(self.used(h)) if (h > 100).any() else self.used(h)
+
+    model = chain(2, lambda _: Partly())
+    x, y = batch(12)
+    x[7] = 1e3
+
+    def body(pipe: Any, own: Any, replica: int) -> Any:
+        share = slice(6 * replica, 6 * replica + 6)
+        pipe.step(x[share], y[share], mean_square)
+        stage = own[pipe.stage_numbers[0]]
+        assert stage.never.weight.grad is None
+        return stage.sometimes.weight.grad
+
+    gradients = run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body)
+    for a, b in ((gradients[0], gradients[2]), (gradients[1], gradients[3])):
+        assert_equal_gradients(a, b, "sometimes")
+    assert gradients[0] is not None
+
+
+def test_sparse_gradients_are_averaged(on_ranks: OnRanks) -> None:
+    model = nn.Sequential(nn.Embedding(5, WIDTH, sparse=True), Block()).double()
+    tokens, (_, y) = torch.arange(12) % 5, batch(12)
+
+    def body(pipe: Any, own: Any, replica: int) -> Any:
+        share = slice(6 * replica, 6 * replica + 6)
+        for _ in range(2):
+            pipe.step(tokens[share], y[share], mean_square)
+        return own[0].weight.grad if 0 in pipe.stage_numbers else None
+
+    run_whole(model, tokens, y, steps=2)
+    for gradient in run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body)[::2]:
+        assert_equal_gradients(gradient, model[0].weight.grad.to_dense(), "embedding")
+
+
+class Scales:
+    """A hand-written stage of torch: y = x * weight."""
+
+    def __init__(self) -> None:
+        self.weight, self.gradient = torch.full((1, WIDTH), 2.0), torch.zeros(1, WIDTH)
+        self.scalar, self.of_scalar = torch.tensor(1.0), torch.tensor(0.0)
+
+    def parameters(self) -> list[Any]:
+        return [self.weight, self.scalar]
+
+    def grads(self) -> list[Any]:
+        return [self.gradient, self.of_scalar]
+
+    def forward(self, x: Any) -> Any:
+        x = torch.as_tensor(x)  # from another rank it comes as NumPy's
+        return x * self.weight, x
+
+    def backward(self, x: Any, gradient: Any) -> Any:
+        gradient = torch.as_tensor(gradient)
+        self.gradient += (gradient * x).sum(0, keepdim=True)
+        self.of_scalar += gradient.sum()
+        return gradient * self.weight
+
+
+def test_handwritten_stages_of_torch_are_averaged(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = Scales()
+            pipe = fd.Pipeline(stage, grid.pipeline, 2, "1f1b", dp=grid.data, checkpoint=True)
+            x = torch.full((4, WIDTH), grid.data.rank + 1.0)
+            for _ in range(2):
+                pipe.step(x, loss_fn=lambda y: (float(y.sum()) / 2, torch.full_like(y, 0.5)))
+            whole = pipe.eval(x)
+            return stage.gradient, stage.of_scalar, whole
+
+    for rank, (gradient, of_scalar, whole) in enumerate(on_ranks(4, body)):
+        # Four rows of 1 or 2, times the other stage's weight.
+        assert gradient.tolist() == [[2 * 2 * 1.5 * 2 / 2] * WIDTH]
+        assert of_scalar.item() == 2 * WIDTH * (2 if rank % 2 == 0 else 1)
+        assert whole is None or whole.tolist() == [[4.0 * (rank // 2 + 1)] * WIDTH] * 4
+
+
+def test_replicas_drop_different_numbers(on_ranks: OnRanks) -> None:
+    def on_rank(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            dropout = nn.Dropout(0.5)
+            masks: list[list[bool]] = []
+            dropout.register_forward_hook(lambda _, x, y: masks.append((y != 0).flatten().tolist()))
+            pipe = fd.Pipeline(nn.Sequential(dropout), grid.pipeline, 2, dp=grid.data)
+            pipe.step(torch.ones(2, 64, requires_grad=True), loss_fn=torch.sum)
+            return masks
+
+    of_first_stages = on_ranks(4, on_rank)[::2]
+    masks = [tuple(mask) for masks in of_first_stages for mask in masks]
+    assert len(set(masks)) == 4, "each microbatch of each replica has a mask of its own"
+
+
+def test_weight_that_is_trained_only_later_is_told(on_ranks: OnRanks) -> None:
+    """Its gradient would stay that of one replica."""
+    model = chain(2)
+    x, y = batch(6)
+
+    def body(pipe: Any, own: Any, replica: int) -> str:
+        own[0].up.bias.requires_grad_(False)
+        pipe.step(x, y, mean_square)
+        own[0].up.bias.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"'up\.bias' of stage 0 was frozen") as caught:
+            pipe.step(x, y, mean_square)
+        own[0].up.bias.requires_grad_(False)
+        pipe.step(x, y, mean_square)
+        return str(caught.value)
+
+    assert len(set(run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body))) == 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_stages_may_be_ddp_themselves(on_ranks: OnRanks, schedule: str) -> None:
+    """Its hooks fire where weights' gradients are put off, too."""
+    model = chain(2)
+    x, y = batch(12)
+
+    def on_rank(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = copy.deepcopy(model)[grid.pipeline.rank]
+            pipe = fd.Pipeline(fd.DDP(stage, grid.data), grid.pipeline, 3, schedule)
+            share = slice(6 * grid.data.rank, 6 * grid.data.rank + 6)
+            pipe.step(x[share], y[share], mean_square)
+            return stage, grid.pipeline.rank
+
+    expected = run_whole(model, x, y)
+    for stage, number in on_ranks(4, on_rank):
+        for name, parameter in stage.named_parameters():
+            assert_equal_gradients(parameter.grad, expected.gradients[f"{number}.{name}"], name)
+
+
+def test_replicas_that_differ_are_told(on_ranks: OnRanks) -> None:
+    def on_rank(backend: Any) -> None:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = nn.Linear(2, 2 + grid.data.rank)
+            pipe = fd.Pipeline(stage, grid.pipeline, 2, dp=grid.data)
+            with pytest.raises(fd.CollectiveMismatch, match="weight"):
+                pipe.step(torch.zeros(2, 2))
+
+    on_ranks(4, on_rank)
+
+
+# The grid
+
+
+def test_grid_has_pipelines_in_rows_and_replicas_in_columns(on_ranks: OnRanks) -> None:
+    def on_rank(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=3) as grid:
+            mine = np.array([backend.rank])
+            row = fd.all_gather(mine, grid.pipeline).tolist()
+            column = fd.all_gather(mine, grid.data).tolist()
+        assert grid.pipeline.is_closed
+        assert grid.data.is_closed
+        return row, column
+
+    assert on_ranks(6, on_rank) == [
+        ([0, 1, 2], [0, 3]),
+        ([0, 1, 2], [1, 4]),
+        ([0, 1, 2], [2, 5]),
+        ([3, 4, 5], [0, 3]),
+        ([3, 4, 5], [1, 4]),
+        ([3, 4, 5], [2, 5]),
+    ]
+
+
+@pytest.mark.parametrize("size", [0, -2, 3, 5])
+def test_grid_that_does_not_fit_is_refused(size: int) -> None:
+    group = fd.SimulatedBackend.create_group(4)
+    for backend in group:
+        with backend, pytest.raises(fd.InvalidWorldSize, match="cannot be divided"):
+            fd.RankGrid(backend, pipeline=size)

@@ -1,0 +1,393 @@
+"""What a stage holds beside its microbatch: random numbers, statistics, tied weights, hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from parallel.pipeline_models import (  # noqa: E402 - needs torch
+    ONE_OF_EACH,
+    WIDTH,
+    Block,
+    Case,
+    assert_equal_gradients,
+    assert_same,
+    batch,
+    by_name,
+    chain,
+    gradients_of,
+    make_pipeline,
+    mean_square,
+    run_pipelined,
+    run_whole,
+)
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import ferro_dist as fd  # noqa: E402
+from ferro_dist.parallel.stage import microbatch_seed  # noqa: E402
+
+OnRanks = Callable[..., list[Any]]
+
+
+# Random numbers
+
+
+def noisy(_: int) -> nn.Module:
+    return nn.Sequential(Block(), nn.Dropout(0.4))
+
+
+def run_noisy(model: nn.Sequential, x: Any, y: Any, num_microbatches: int, steps: int) -> Any:
+    """Run without a pipeline, microbatch by microbatch, with the numbers a pipeline draws."""
+    for step in range(steps):
+        for m, (part, target) in enumerate(
+            zip(x.tensor_split(num_microbatches), y.tensor_split(num_microbatches), strict=True)
+        ):
+            h = part
+            for number, stage in enumerate(model):
+                torch.manual_seed(microbatch_seed(7, step, number, m))
+                h = stage(h)
+            (mean_square(h, target) * len(part) / len(x)).backward()
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+def test_dropout_does_not_depend_on_the_schedule(
+    on_ranks: OnRanks, case: tuple[str, int, int], options: Any
+) -> None:
+    model = chain(Case(*case).num_stages, noisy)
+    x, y = batch(7)
+    state = torch.get_rng_state()
+    pipelined = run_pipelined(on_ranks, Case(*case), model, x, y, 3, steps=2, seed=7, **options)
+    assert torch.equal(torch.get_rng_state(), state), "the user's own numbers go on as they were"
+    with torch.random.fork_rng():
+        expected = run_noisy(copy.deepcopy(model), x, y, 3, 2)
+    for name, parameter in expected.named_parameters():
+        assert_equal_gradients(pipelined.gradients[name], parameter.grad, name)
+
+
+def test_masks_differ_between_microbatches_steps_and_stages() -> None:
+    keys = [(s, i, st, m) for s in (0, 1) for i in (0, 1) for st in (0, 1) for m in (0, 1)]
+    assert len({microbatch_seed(*key) for key in keys}) == len(keys)
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+def test_batch_norm_counts_each_microbatch_once(
+    on_ranks: OnRanks, case: tuple[str, int, int], options: Any
+) -> None:
+    size = Case(*case)
+    model = chain(size.num_stages, lambda _: nn.Sequential(Block(), nn.BatchNorm1d(WIDTH)))
+    x, y = batch(8)
+
+    def body(backend: Any) -> Any:
+        own = copy.deepcopy(model)
+        pipe = make_pipeline(own, size, backend, 2, **options)
+        pipe.step(x, y, mean_square)
+        return {s: own[s] for s in pipe.stage_numbers}
+
+    expected = copy.deepcopy(model)
+    for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+        (mean_square(expected(part), target) / 2).backward()
+    for stages in on_ranks(size.num_ranks, body):
+        for number, stage in stages.items():
+            for name, value in stage.named_buffers():
+                torch.testing.assert_close(value, expected[number].get_buffer(name))
+            for name, value in stage.named_parameters():
+                theirs = expected[number].get_parameter(name).grad
+                assert_equal_gradients(value.grad, theirs, name)
+
+
+# Plans
+
+
+def test_plan_before_the_first_step_leaves_no_trace(on_ranks: OnRanks) -> None:
+    model = chain(2, lambda _: nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.4)))
+    x, y = batch(8)
+
+    def body(backend: Any, has_plan: bool) -> Any:
+        own = copy.deepcopy(model)[backend.rank]
+        own[0].up.bias.grad = torch.ones_like(own[0].up.bias)
+        pipe = fd.Pipeline(own, backend, 4, "zb_h1", seed=7)
+        planned = pipe.plan(x, y, mean_square) if has_plan else None
+        loss = pipe.step(x, y, mean_square)
+        return loss, gradients_of(own), dict(own.named_buffers()), planned
+
+    for planned, plain in zip(on_ranks(2, body, True), on_ranks(2, body, False), strict=True):
+        assert planned[0] == plain[0]
+        for ours, theirs in zip(planned[1:3], plain[1:3], strict=True):
+            for name, value in theirs.items():
+                assert torch.equal(ours[name], value), name
+
+
+def test_plan_is_the_same_on_all_ranks_and_shows_the_run(on_ranks: OnRanks) -> None:
+    model = chain(2)
+    x, y = batch(8)
+
+    def body(backend: Any) -> Any:
+        pipe = fd.Pipeline(copy.deepcopy(model)[backend.rank], backend, 4, "1f1b")
+        pipe.step(x, y, mean_square)
+        return pipe.plan()
+
+    plan, other = on_ranks(2, body)
+    assert str(plan) == str(other)
+    assert plan.peak_live == [2, 1]
+    assert plan.predicted.peak_live == [2, 1]
+    assert len(plan.spans) == 2 * (4 + 4)
+    assert plan.durations.keys() == {(stage, kind) for stage in (0, 1) for kind in "FB"}
+    assert plan.makespan_s > 0
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("which", [True, [0], [1, 2]])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_checkpointed_stages_have_the_same_gradients(
+    on_ranks: OnRanks, schedule: str, which: Any
+) -> None:
+    model = chain(3)
+    x, y = batch(7)
+    pipelined = run_pipelined(on_ranks, Case(schedule, 3, 1), model, x, y, 3, checkpoint=which)
+    assert_same(pipelined, run_whole(model, x, y))
+
+
+def test_checkpointed_stage_that_writes_into_its_input_is_told(on_ranks: OnRanks) -> None:
+    """Run again, it would see what it has written: with no error, and other gradients."""
+    x, y = batch(4)
+
+    def body(backend: Any) -> None:
+        model = chain(2, lambda _: nn.Sequential(nn.Hardtanh(inplace=True), Block()))
+        stage = model[0] if backend.rank == 0 else model[1][1]
+        pipe = fd.Pipeline(stage, backend, 2, "1f1b", checkpoint=[0])
+        with pytest.raises(fd.StageFailed, match=r"stage 0 is checkpointed, .* has been written"):
+            pipe.step(x.clone(), y, mean_square)
+
+    on_ranks(2, body)
+
+
+def test_input_that_changes_before_a_checkpoint_is_run_again_is_told(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        pipe = fd.Pipeline(Block().double(), backend, 2, "1f1b", checkpoint=True)
+        x, _ = batch(4)
+        outputs = pipe.forward(x)
+        x += 1
+        with pytest.raises(fd.StageFailed, match=r"stage 0 is checkpointed, .* pass a copy"):
+            pipe.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+    on_ranks(2, body)
+
+
+def test_checkpointed_stage_keeps_no_graph(on_ranks: OnRanks) -> None:
+    x, y = batch(8)
+
+    class Watched(Block):
+        def forward(self, h: Any) -> Any:
+            had_graph.append(torch.is_grad_enabled())
+            return super().forward(h)
+
+    had_graph: list[bool] = []
+
+    def body(backend: Any) -> None:
+        stage = (Watched() if backend.rank == 0 else Block()).double()
+        fd.Pipeline(stage, backend, 4, "gpipe", checkpoint=[0]).step(x, y, mean_square)
+
+    on_ranks(2, body)
+    assert had_graph == [False] * 4 + [True] * 4
+
+
+# Tied weights
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 11 * WIDTH).reshape(11, WIDTH))
+
+    def forward(self, tokens: Any) -> Any:
+        return self.table[tokens]
+
+
+class Head(nn.Module):
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, h: Any) -> Any:
+        return h @ self.table.t()
+
+
+def tied_model(num_stages: int) -> nn.Sequential:
+    embedding = Embedding()
+    middle = chain(num_stages - 2)
+    return nn.Sequential(embedding, *middle, Head(embedding.table)).double()
+
+
+def cross_entropy(output: Any, target: Any) -> Any:
+    return nn.functional.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    "case",
+    [("1f1b", 3, 1), ("zb_h1", 3, 1), ("interleaved_1f1b", 2, 2), ("zb_v", 2, 2)],
+    ids=by_name,
+)
+def test_tied_weights_have_the_sum_of_their_gradients(
+    on_ranks: OnRanks, case: tuple[str, int, int], steps: int
+) -> None:
+    size = Case(*case)
+    model = tied_model(size.num_stages)
+    tokens, labels = torch.arange(9) % 11, torch.arange(9) * 3 % 11
+
+    def body(backend: Any) -> Any:
+        own = copy.deepcopy(model)
+        stages = size.stages_of(backend.rank)
+        tied = {}
+        if stages[0] == 0 and size.num_stages - 1 not in stages:
+            tied = {"table": own[0].table}
+        elif stages[-1] == size.num_stages - 1 and 0 not in stages:
+            # As it would be loaded: another tensor, and not even equal.
+            own[-1].table = nn.Parameter(torch.zeros_like(own[-1].table))
+            tied = {"table": "table"}
+        with make_pipeline(own, size, backend, 3, tied=tied) as pipe:
+            for _ in range(steps):
+                pipe.step(tokens, labels, cross_entropy)
+            return {s: own[s].table for s in pipe.stage_numbers if s in (0, size.num_stages - 1)}
+
+    run_whole(model, tokens, labels, cross_entropy, steps=steps)
+    tables = [table for own in on_ranks(size.num_ranks, body) for table in own.values()]
+    assert len(tables) == 2
+    for table in tables:
+        torch.testing.assert_close(table.detach(), model[0].table.detach())
+        torch.testing.assert_close(table.grad, model[0].table.grad)
+
+
+def test_tie_that_does_not_fit_is_told_on_every_rank(on_ranks: OnRanks) -> None:
+    def body(backend: Any, ties: list[dict[str, Any]]) -> str:
+        pipe = fd.Pipeline(nn.Linear(2, 2 + backend.rank), backend, 1, tied=ties[backend.rank])
+        with pytest.raises(ValueError, match="tied weight") as caught:
+            pipe.step(torch.zeros(1, 2))
+        return str(caught.value)
+
+    for ties in (
+        [{"w": "weight"}, {}],
+        [{"w": "weight"}, {"w": "weight"}],
+        [{"w": "nothing"}, {"w": "weight"}],
+    ):
+        messages = on_ranks(2, body, ties)
+        assert messages[0] == messages[1]
+
+
+# Hooks and functions of the user
+
+
+class Doubles(torch.autograd.Function):  # type: ignore[name-defined]
+    """A layer in one: its backward computes both gradients at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, calls: list[int]) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.calls = calls
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.calls[0] += 1
+        return gradient * weight, (gradient * x).sum(0), None
+
+
+class WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, WIDTH, dtype=torch.float64))
+        self.block = Block().double()
+        self.calls = [0]
+
+    def forward(self, x: Any) -> Any:
+        return self.block(Doubles.apply(x, self.weight, self.calls))
+
+
+def test_function_that_the_split_would_run_twice_is_told_and_runs_once(on_ranks: OnRanks) -> None:
+    model = nn.Sequential(WithFunction(), WithFunction())
+    x, y = batch(6)
+
+    def body(backend: Any) -> Any:
+        stage = copy.deepcopy(model)[backend.rank]
+        fd.Pipeline(stage, backend, 3, "zb_h1").step(x.clone().requires_grad_(), y, mean_square)
+        return stage
+
+    with pytest.warns(RuntimeWarning, match="DoublesBackward .* would run twice"):
+        stages = on_ranks(2, body)
+    expected = run_whole(model, x, y)
+    for rank, stage in enumerate(stages):
+        assert stage.calls == [3]
+        for name, parameter in stage.named_parameters():
+            assert_equal_gradients(parameter.grad, expected.gradients[f"{rank}.{name}"], name)
+
+
+@pytest.mark.filterwarnings("ignore:Pipeline stage:RuntimeWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_modules_may_checkpoint_parts_of_themselves(on_ranks: OnRanks, use_reentrant: bool) -> None:
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block().double()
+
+        def forward(self, x: Any) -> Any:
+            return checkpoint(self.block, x, use_reentrant=use_reentrant)
+
+    model = nn.Sequential(Saving(), Saving())
+    x, y = batch(6)
+    pipelined = run_pipelined(on_ranks, Case("zb_h1", 2, 1), model, x, y, 3)
+    assert_same(pipelined, run_whole(model, x, y))
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+def test_hooks_of_parameters_and_tensors_count_once(
+    on_ranks: OnRanks, case: tuple[str, int, int]
+) -> None:
+    size = Case(*case)
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+            self.last = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            h = self.last(self.block(x))
+            if h.requires_grad:
+                h.register_hook(lambda g: g * 3)
+            return h
+
+    model = chain(size.num_stages, lambda _: Hooked())
+    x, y = batch(6)
+
+    def body(backend: Any) -> Any:
+        own = copy.deepcopy(model)
+        fired = []
+        for parameter in own.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: fired.append(id(p)))
+        pipe = make_pipeline(own, size, backend, 3)
+        pipe.step(x, y, mean_square)
+        ours = [p for s in pipe.stage_numbers for p in own[s].parameters()]
+        assert sorted(fired) == sorted([id(p) for p in ours] * 3)
+        return {s: own[s] for s in pipe.stage_numbers}
+
+    expected = run_whole(model, x, y)
+    for stages in on_ranks(size.num_ranks, body):
+        for number, stage in stages.items():
+            for name, parameter in stage.named_parameters():
+                theirs = expected.gradients[f"{number}.{name}"]
+                assert_equal_gradients(parameter.grad, theirs, f"{number}.{name}")
