@@ -6,22 +6,34 @@ mpi4py on ``MPI.COMM_SELF``, torch.distributed on its fake backend, and the floo
 Python function that takes the same arguments and does nothing.
 
     python benchmarks/call_overhead.py
+
+A second table is of NCCL: from Python to ``ncclAllReduce``, on a libnccl and a libcudart that
+return at once (`instant_cuda.py`). No GPU takes part, and the arrays only say that they are
+on one. Beside it ctypes, alone and as pynccl uses it, and nccl4py where it is installed. CAI are
+objects with ``__cuda_array_interface__`` and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
+import functools
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 # Before mpi4py reads it: locks between threads are not what is compared.
 os.environ.setdefault("MPI4PY_RC_THREAD_LEVEL", "single")
 
+import instant_cuda
 import measure
 import numpy as np
 
@@ -38,6 +50,9 @@ class Contestant:
     times_ns: list[float] = dataclasses.field(default_factory=list)
 
 
+Maker = Callable[[contextlib.ExitStack], list[Contestant]]
+
+
 class MissingError(Exception):
     """A contestant cannot take part; the message says why."""
 
@@ -46,26 +61,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--output", help="file for the JSON lines")
+    parser.add_argument("--nccl", metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    makers = nccl_makers(Path(options.nccl)) if options.nccl else HOST_MAKERS
     with contextlib.ExitStack() as stack:
-        contestants = enter_all(stack)
+        contestants = [each for make in makers for each in enter(make, stack)]
         run_rounds(contestants, 20 if options.quick else 200)
     print_table(contestants)
     run = measure.describe_run()
-    path = measure.output_path(options.output, "call_overhead")
+    path = measure.output_path(options.output, "nccl_overhead" if options.nccl else "call_overhead")
     measure.write_json_lines(path, ({**record(each), **run} for each in contestants))
     measure.say(f"\nwrote {path}")
+    if not options.nccl:
+        run_nccl(options.quick)
 
 
-def enter_all(stack: contextlib.ExitStack) -> list[Contestant]:
-    makers = (floor, ferro_dist_numpy, ferro_dist_torch, mpi, torch_fake)
-    return [each for make in makers for each in enter(make, stack)]
+def run_nccl(is_quick: bool) -> None:
+    """Measure NCCL in a process of its own: the libraries are chosen when it starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            instant_cuda.build(Path(folder))
+        except (OSError, subprocess.CalledProcessError) as error:
+            measure.say(f"missing: libraries that return at once: {error}")
+            return
+        command = [sys.executable, __file__, "--nccl", folder, *(["--quick"] if is_quick else [])]
+        environ = {**os.environ, "LD_LIBRARY_PATH": folder}
+        subprocess.run(command, env=environ, check=True)
 
 
-def enter(
-    make: Callable[[contextlib.ExitStack], list[Contestant]], stack: contextlib.ExitStack
-) -> list[Contestant]:
+def enter(make: Maker, stack: contextlib.ExitStack) -> list[Contestant]:
     try:
         return make(stack)
     except MissingError as reason:
@@ -84,11 +109,11 @@ def run_rounds(contestants: list[Contestant], rounds: int) -> None:
 
 
 def print_table(contestants: list[Contestant]) -> None:
-    measure.say(f"\n{'ns a call':<34} {'p50':>8} {'p95':>8}  statement")
+    measure.say(f"\n{'ns a call':<38} {'p50':>8} {'p95':>8}  statement")
     for each in contestants:
         p50 = statistics.median(each.times_ns)
         p95 = measure.percentile(each.times_ns, 95)
-        measure.say(f"{each.name:<34} {p50:>8.0f} {p95:>8.0f}  {each.statement}")
+        measure.say(f"{each.name:<38} {p50:>8.0f} {p95:>8.0f}  {each.statement}")
 
 
 def record(contestant: Contestant) -> dict[str, Any]:
@@ -174,6 +199,166 @@ def torch_fake(stack: contextlib.ExitStack) -> list[Contestant]:
     stack.callback(dist.destroy_process_group)
     names = {"all_reduce": dist.all_reduce, "x": torch.zeros(1)}
     return [contestant("torch.distributed, fake backend", "all_reduce(x)", names)]
+
+
+HOST_MAKERS: tuple[Maker, ...] = (floor, ferro_dist_numpy, ferro_dist_torch, mpi, torch_fake)
+
+
+# Contestants of NCCL. What they call returns at once: only the way there is measured.
+
+
+def nccl_makers(folder: Path) -> tuple[Maker, ...]:
+    tensor = instant_cuda.tensor_type(folder)
+    arrays = {"x": tensor(), "out": tensor(), "tensors": [tensor() for _ in range(100)]}
+    makers = (nccl_ferro_dist, nccl_ferro_dist_groups, nccl_ctypes, nccl4py)
+    return tuple(functools.partial(make, arrays) for make in makers)
+
+
+def instant_communicator(stack: contextlib.ExitStack) -> tuple[Any, Any]:
+    from ferro_dist._native.cuda_libraries import load_nccl
+
+    nccl = load_nccl()
+    communicator = nccl.Communicator.init_rank(1, nccl.get_unique_id(), 0, device=0)
+    stack.callback(communicator.close)
+    return nccl, communicator
+
+
+def nccl_ferro_dist(arrays: dict[str, Any], stack: contextlib.ExitStack) -> list[Contestant]:
+    _, communicator = instant_communicator(stack)
+    from ferro_dist import interop
+    from ferro_dist._native.nccl_group import NcclGroup
+
+    group = NcclGroup(communicator, interop)
+    names = {**arrays, "SUM": 0, "raw": communicator.allreduce_raw}
+    names |= {"on_stream": communicator.allreduce, "allreduce": group.allreduce}
+    return [
+        contestant("NCCL: ferro_dist, raw pointers", "raw(4096, 8192, 16, 7, 0, 0)", names),
+        contestant("NCCL: ferro_dist, one stream", "on_stream(x, out, SUM)", names),
+        contestant(
+            "NCCL: ferro_dist, order and lifetime", "allreduce(x, out, SUM, False, None, 0)", names
+        ),
+        contestant("NCCL: ferro_dist, in place", "allreduce(x, x, SUM, False, None, 0)", names),
+        contestant(
+            "NCCL: ferro_dist, CAI, in place",
+            "allreduce(x, x, SUM, False, None, 0)",
+            {**names, "x": InterfaceArray()},
+        ),
+        contestant(
+            "NCCL: ferro_dist, through a Work",
+            "allreduce(x, out, SUM, True, None, 0).wait()",
+            names,
+        ),
+    ]
+
+
+def nccl_ferro_dist_groups(arrays: dict[str, Any], stack: contextlib.ExitStack) -> list[Contestant]:
+    nccl, communicator = instant_communicator(stack)
+
+    def in_a_block() -> None:
+        with nccl.Group():
+            for x in arrays["tensors"]:
+                communicator.allreduce(x, x)
+
+    names = {**arrays, "coalesced": communicator.allreduce_coalesced, "in_a_block": in_a_block}
+    return [
+        contestant("NCCL: ferro_dist, 100 in a list", "coalesced(tensors, tensors)", names),
+        contestant("NCCL: ferro_dist, 100 in a group", "in_a_block()", names),
+    ]
+
+
+def nccl_ctypes(arrays: dict[str, Any], stack: contextlib.ExitStack) -> list[Contestant]:
+    library = ctypes.CDLL("libnccl.so.2")
+    pointer = ctypes.c_void_p
+    library.ncclAllReduce.argtypes = [
+        pointer, pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, pointer
+    ]  # fmt: skip
+    pynccl = pynccl_allreduce(library)
+    names = {"raw": library.ncclAllReduce, "pynccl": pynccl, "x": PyncclTensor()}
+    return [
+        contestant("NCCL: ctypes, raw pointers", "raw(4096, 8192, 16, 7, 0, 4096, 0)", names),
+        contestant("NCCL: ctypes as pynccl calls it", "pynccl(x, x, 0, x.stream)", names),
+    ]
+
+
+class PyncclTensor:
+    """What pynccl asks of a tensor, without the time that torch takes to answer."""
+
+    dtype = "float32"
+    stream = 0
+
+    def data_ptr(self) -> int:
+        return 4096
+
+    def numel(self) -> int:
+        return 16
+
+
+def pynccl_allreduce(library: ctypes.CDLL) -> Callable[..., None]:
+    dtypes = {"float32": 7}
+
+    def check(result: int) -> None:
+        if result != 0:
+            raise RuntimeError(result)
+
+    def allreduce(x: PyncclTensor, out: PyncclTensor, op: int, stream: int) -> None:
+        check(
+            library.ncclAllReduce(
+                ctypes.c_void_p(x.data_ptr()),
+                ctypes.c_void_p(out.data_ptr()),
+                x.numel(),
+                dtypes[x.dtype],
+                op,
+                ctypes.c_void_p(4096),
+                ctypes.c_void_p(stream),
+            )
+        )
+
+    return allreduce
+
+
+def nccl4py(arrays: dict[str, Any], stack: contextlib.ExitStack) -> list[Contestant]:
+    try:
+        import nccl.core as nccl
+        from cuda.core import Device
+    except ImportError as error:
+        raise MissingError(f"nccl4py: {error}: pip install nccl4py cuda-bindings") from None
+    Device(0).set_current()
+    communicator = nccl.Communicator.init(1, 0, nccl.get_unique_id())
+    names = {"allreduce": communicator.allreduce, "SUM": nccl.SUM}
+    tensors = [tensor_said_to_be_on_a_gpu() for _ in range(100)]
+
+    def in_a_group() -> None:
+        with nccl.group():
+            for x in tensors:
+                communicator.allreduce(x, x, nccl.SUM)
+
+    return [
+        contestant("NCCL: nccl4py, torch", "allreduce(x, x, SUM)", {**names, "x": tensors[0]}),
+        contestant("NCCL: nccl4py, CAI", "allreduce(x, x, SUM)", {**names, "x": InterfaceArray()}),
+        contestant(
+            "NCCL: nccl4py, 100 torch in a group", "in_a_group()", {"in_a_group": in_a_group}
+        ),
+    ]
+
+
+def tensor_said_to_be_on_a_gpu() -> Any:
+    """Make a tensor of which nccl4py believes that it is on a GPU: it asks the tensor alone."""
+    torch = import_torch()
+    name, bases = "SaidToBeOnAGpu", (torch.Tensor,)
+    attributes = {
+        "device": torch.device("cuda", 0),
+        "__torch_function__": torch._C._disabled_torch_function_impl,  # as fast as a plain one
+    }
+    return torch.zeros(16).as_subclass(type(name, bases, attributes))
+
+
+class InterfaceArray:
+    """An array that says where it is through ``__cuda_array_interface__``."""
+
+    __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+        "version": 3, "shape": (16,), "typestr": "<f4", "data": (4096, False), "strides": None,
+        "stream": None,
+    }  # fmt: skip
 
 
 def import_torch() -> Any:

@@ -1,0 +1,219 @@
+"""What data parallelism adds to a step: ferro_dist.DDP beside torch's, on Gloo, in one run.
+
+    python benchmarks/ddp.py --quick
+    python benchmarks/ddp.py --ranks 2,4
+    python benchmarks/ddp.py --models mlp --plot
+
+Each rank takes steps of its own model in turn: without communication, and data-parallel.
+The difference is what is measured: a step of all ranks takes as long as that of the
+slowest. One thread a rank. The systems take turns, torch's in several configurations, of
+which the best counts for each model.
+
+With --plot, also one step of ferro_dist drawn as lanes of computation and communication,
+the time that backward waits for the latter shaded, and the same as a Chrome trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ddp_timeline
+import measure
+from group import CaseRefused, Group, SystemFailed, scratch_directory
+from peers import System
+
+WORKER = str(Path(__file__).parent / "ddp_worker.py")
+MODELS = ("mlp", "gpt", "300x4KiB")
+TRANSPORTS = ("host", "tcp")
+
+_VIEWS = {"gradient_as_bucket_view": True, "static_graph": True}
+TORCH_CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "static_views": _VIEWS,
+    "one_bucket": {**_VIEWS, "bucket_cap_mb": 1000},
+    "unbound": _VIEWS,
+}
+
+
+def main() -> int:
+    options = parse_arguments()
+    results = [result for ranks in options.ranks for result in compare(ranks, options)]
+    run = measure.describe_run()
+    path = measure.output_path(options.output, f"ddp-{options.transport}")
+    measure.write_json_lines(path, ({**result.to_json(), **run} for result in results))
+    measure.say(f"\nwrote {path}")
+    if options.plot:
+        for result in results:
+            draw(result, path)
+    return 0 if results else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="few rounds, and torch in two configurations")
+    add("--ranks", default="2", help="for example 2,4")
+    add("--models", default=",".join(MODELS), help=f"any of {','.join(MODELS)}")
+    add("--transport", default="host", choices=TRANSPORTS, help="of ferro_dist")
+    add("--rounds", type=int, help="how often each system gets its turn")
+    add("--steps", type=int, help="steps of each kind in a turn")
+    add("--plot", action="store_true", help="draw a step of ferro_dist, and write its trace")
+    add("--output", help="file for the JSON lines; pictures stand beside it")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (3 if options.quick else 10)
+    options.steps = options.steps or (5 if options.quick else 20)
+    options.ranks = [int(ranks) for ranks in options.ranks.split(",")]
+    options.models = options.models.split(",")
+    unknown = sorted(set(options.models) - set(MODELS))
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(MODELS)}")
+    if min(options.rounds, options.steps) < 1 or min(options.ranks) < 2:
+        parser.error("at least one round, one step and two ranks")
+    return options
+
+
+@dataclass
+class Result:
+    """One system on one model: seconds of steps, by step the slowest rank's."""
+
+    system: System
+    model: str
+    ranks: int
+    alone_s: list[float] = field(default_factory=list)
+    parallel_s: list[float] = field(default_factory=list)
+    steps: list[ddp_timeline.Step] = field(default_factory=list)
+
+    @property
+    def added_ms(self) -> float:
+        """The median step less the median step without communication."""
+        alone, parallel = (measure.percentile(s, 50) for s in (self.alone_s, self.parallel_s))
+        return (parallel - alone) * 1e3
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "benchmark": "ddp",
+            "system": self.system.name,
+            "model": self.model,
+            "ranks": self.ranks,
+            "steps": len(self.alone_s),
+            "added_ms": round(self.added_ms, 3),
+            **{
+                f"{kind}_p{percent}_ms": round(measure.percentile(times, percent) * 1e3, 3)
+                for kind, times in (("alone", self.alone_s), ("parallel", self.parallel_s))
+                for percent in (50, 95)
+            },
+        }
+
+
+def systems(ranks: int, options: argparse.Namespace) -> Iterator[System]:
+    command = (
+        *(sys.executable, "-m", "ferro_dist.launch", "-n", str(ranks)),
+        *("--no-python", sys.executable, WORKER),
+    )
+    threads = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ours = {**threads, "BENCHMARK_SETTINGS": "{}"}
+    yield System("ferro_dist", options.transport, "FerroDdp", command, ours)
+    for name, settings in TORCH_CONFIGURATIONS.items():
+        if options.quick and name not in ("static_views", "one_bucket"):
+            continue
+        environment = {**threads, "BENCHMARK_SETTINGS": json.dumps(settings)}
+        if name == "unbound":
+            environment["BENCHMARK_UNBOUND"] = "1"
+        yield System("torch", name, "TorchDdp", command, environment)
+
+
+def compare(ranks: int, options: argparse.Namespace) -> list[Result]:
+    with scratch_directory() as directory, contextlib.ExitStack() as stack:
+        groups = []
+        for system in systems(ranks, options):
+            group = Group(system, ranks, options.transport, directory)
+            stack.callback(group.close)
+            group.launch()
+            groups.append(group)
+        groups = [group for group in groups if joins(group)]
+        results: list[Result] = []
+        for model in options.models:
+            found = measure_model(model, ranks, groups, options)
+            show(found)
+            results += found
+        for group in groups:
+            group.dismiss()
+        return results
+
+
+def joins(group: Group) -> bool:
+    """Wait for a group that was launched; say so if it does not come."""
+    try:
+        group.join()
+    except SystemFailed as error:
+        measure.say(f"missing: {error}")
+        return False
+    measure.say(f"{group.system.name}: {group.about}")
+    return True
+
+
+def measure_model(
+    model: str, ranks: int, groups: list[Group], options: argparse.Namespace
+) -> list[Result]:
+    results = {}
+    for group in groups:
+        try:
+            group.order(do="prepare", model=model)
+        except (CaseRefused, SystemFailed) as error:
+            measure.say(f"without {group.system.name} on {model}: {error}")
+            continue
+        results[group.system.name] = Result(group.system, model, ranks)
+    contestants = [group for group in groups if group.system.name in results]
+    for turn in range(options.rounds):
+        # Another one begins each round: none is always behind the same neighbour.
+        first = turn % max(1, len(contestants))
+        for group in contestants[first:] + contestants[:first]:
+            result = results[group.system.name]
+            by_rank = group.order(do="sample", times=options.steps)
+            result.alone_s += measure.slowest_rank([alone for alone, _ in by_rank])
+            result.parallel_s += measure.slowest_rank([parallel for _, parallel in by_rank])
+    if options.plot:
+        for group in contestants:
+            if group.system.is_ours:
+                results[group.system.name].steps = group.order(do="trace")
+    return list(results.values())
+
+
+def show(results: list[Result]) -> None:
+    if not results:
+        return
+    peers = [result.added_ms for result in results if not result.system.is_ours]
+    measure.say(f"\n{results[0].model}, {results[0].ranks} ranks, ms")
+    measure.say(f"{'':24}{'alone':>9}{'parallel':>10}{'added':>8}{'of best peer':>14}")
+    for result in results:
+        alone, parallel = (
+            measure.percentile(times, 50) * 1e3 for times in (result.alone_s, result.parallel_s)
+        )
+        line = f"{result.system.name:24}{alone:9.2f}{parallel:10.2f}{result.added_ms:8.2f}"
+        if peers and min(peers) > 0:
+            line += f"{result.added_ms / min(peers):14.2f}"
+        measure.say(line)
+
+
+def draw(result: Result, path: Path) -> None:
+    if not result.steps:
+        return
+    name = f"{path.stem}-{result.model}-{result.ranks}-ranks"
+    title = f"One step of {result.model} on {result.ranks} ranks"
+    trace = ddp_timeline.write_trace(result.steps, path.with_name(f"{name}.trace.json"))
+    picture = ddp_timeline.plot(result.steps, path.with_name(f"{name}.png"), title)
+    measure.say(f"wrote {trace}")
+    measure.say(f"wrote {picture}" if picture else "no picture: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""One rank that trains data-parallel, in turn with the same steps without communication.
+
+Obeys as the ranks of ``worker.py`` do.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import os
+import socket
+import time
+from typing import Any, NamedTuple
+
+import measure
+import torch
+from ddp_models import make_workload
+from worker import Adapter, FerroDist, bind, obey
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    settings = json.loads(os.environ["BENCHMARK_SETTINGS"])
+    adapter = ADAPTERS[os.environ["BENCHMARK_ADAPTER"]](settings)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ["BENCHMARK_SOCKET"])
+        obey(adapter, connection)
+
+
+class Trainer(NamedTuple):
+    """A model, or its wrapper, and its optimizer."""
+
+    model: Any
+    loss: Any
+    optimizer: Any
+
+    def step(self) -> None:
+        self.loss(self.model).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class DataParallelAdapter(Adapter):
+    """A system with data parallelism."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        super().__init__()
+
+    def obey(self, order: dict[str, Any]) -> Any:
+        if order["do"] == "prepare":
+            self._alone = self._trainer(order["model"], is_parallel=False)
+            self._parallel = self._trainer(order["model"], is_parallel=True)
+            return None
+        if order["do"] == "trace":
+            return self._trace()
+        with measure.GarbageCollectorOff():
+            return self._sample(order["times"])
+
+    def _trainer(self, name: str, is_parallel: bool) -> Trainer:
+        workload = make_workload(name, self.rank)
+        model = self.wrap(workload.model) if is_parallel else workload.model
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        trainer = Trainer(model, workload.loss, optimizer)
+        for _ in range(3):  # buckets are laid out anew after the first backward
+            trainer.step()
+        return trainer
+
+    def _sample(self, times: int) -> list[list[float]]:
+        """Seconds of steps without communication and of steps with it, in turns."""
+        alone: list[float] = []
+        parallel: list[float] = []
+        for _ in range(times):
+            for trainer, durations in ((self._alone, alone), (self._parallel, parallel)):
+                self.meet()
+                began_s = time.perf_counter()
+                trainer.step()
+                durations.append(time.perf_counter() - began_s)
+        return [alone, parallel]
+
+    def _trace(self) -> dict[str, Any]:
+        """One step: when its parts began and ended."""
+        self.meet()
+        trainer, times = self._parallel, {"begin_s": time.perf_counter()}
+        loss = trainer.loss(trainer.model)
+        times["forward_end_s"] = time.perf_counter()
+        loss.backward()
+        times["backward_end_s"] = time.perf_counter()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        times["end_s"] = time.perf_counter()
+        return {**times, **self.timeline()}
+
+    @abc.abstractmethod
+    def wrap(self, model: Any) -> Any:
+        """Make a model data-parallel."""
+
+    @abc.abstractmethod
+    def meet(self) -> None:
+        """Wait for all ranks."""
+
+    def timeline(self) -> dict[str, Any]:
+        """Return when the buckets of the last step travelled."""
+        raise NotImplementedError("this system does not say when its buckets travelled")
+
+
+class FerroDdp(DataParallelAdapter):
+    def connect(self) -> tuple[int, int]:
+        # As the benchmark of collectives joins, over either transport.
+        self._ferro = FerroDist()
+        return self._ferro.rank, self._ferro.world_size
+
+    def about(self) -> str:
+        return self._ferro.about()
+
+    def wrap(self, model: Any) -> Any:
+        return self._ferro._fd.DDP(model, self._ferro._backend, **self._settings)
+
+    def meet(self) -> None:
+        self._ferro._fd.barrier(self._ferro._backend)
+
+    def timeline(self) -> dict[str, Any]:
+        statistics = self._parallel.model.statistics()
+        return {
+            # Backward's own work, without the wait for what was not hidden.
+            "compute_end_s": statistics.backward_end_s,
+            "buckets": [
+                {
+                    "nbytes": bucket.nbytes,
+                    "ready_s": bucket.ready_s,
+                    "start_s": bucket.start_s,
+                    "end_s": bucket.end_s,
+                    "exposed_s": bucket.exposed_s,
+                }
+                for bucket in statistics.buckets
+            ],
+        }
+
+    def close(self) -> None:
+        self._ferro._backend.close()
+
+
+class TorchDdp(DataParallelAdapter):
+    def connect(self) -> tuple[int, int]:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        bind(rank)
+        import torch.distributed as dist
+
+        self._dist = dist
+        store = f"file://{os.environ['BENCHMARK_DIRECTORY']}/{os.environ['BENCHMARK_ID']}.store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+        return rank, world_size
+
+    def about(self) -> str:
+        return f"torch {torch.__version__} on Gloo"
+
+    def wrap(self, model: Any) -> Any:
+        return torch.nn.parallel.DistributedDataParallel(model, **self._settings)
+
+    def meet(self) -> None:
+        self._dist.barrier()
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+ADAPTERS = {"FerroDdp": FerroDdp, "TorchDdp": TorchDdp}
+
+
+if __name__ == "__main__":
+    main()

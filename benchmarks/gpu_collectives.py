@@ -1,0 +1,325 @@
+"""An allreduce on GPUs beside NCCL's own C API, torch.distributed and nccl4py, over sizes.
+
+    python benchmarks/gpu_collectives.py              # one rank for each GPU
+    python benchmarks/gpu_collectives.py --ranks 2    # ranks that share one, if there are fewer
+    python benchmarks/gpu_collectives.py --emulate    # no GPU: tries the program, times nothing
+
+A sample is the time from the first call of a batch until the GPU has done the last one, divided
+by their number, on the slowest rank. All contestants take turns in one process, each with a
+communicator of its own on the same libnccl. "C API" is a loop in C around ``ncclAllReduce`` on
+one stream: what the library and the hardware need.
+
+The goals: at most 1.02 of the C API from 1 MiB on, and at most 1 µs more below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import itertools
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import measure
+import numpy as np
+
+import ferro_dist as fd
+from ferro_dist.testing import emulated_gpu, run_ranks, share_gpu
+
+SIZES = "4 1K 16K 256K 1M 4M 16M 64M 256M"
+QUICK_SIZES = "4 16K 1M 64M"
+ROUNDS = 21
+BATCH_BYTES = 1 << 30  # moved in one batch, within the bounds that follow
+MIN_BATCH, MAX_BATCH = 5, 200
+TIMEOUT_S = 540.0
+
+FLOAT32, SUM = 7, 0  # ncclDataType_t, ncclRedOp_t
+
+LOOP = f"""
+#include <stddef.h>
+typedef int AllReduce(const void*, void*, size_t, int, int, void*, void*);
+int loop(AllReduce* allreduce, void* data, size_t count, void* comm, void* stream, int times) {{
+  int status = 0;
+  for (int i = 0; i < times && status == 0; ++i)
+    status = allreduce(data, data, count, {FLOAT32}, {SUM}, comm, stream);
+  return status;
+}}
+"""
+
+Call = Callable[[int], None]
+"""Makes so many calls in a row, without waiting for the GPU."""
+Contestant = Callable[[Any], Call]
+"""Prepares the calls on an array."""
+Where = tuple[Any, Any, Path, contextlib.ExitStack]
+"""The host group, the arrays, the folder of this run, and what ends with it."""
+Maker = Callable[..., dict[str, Contestant]]
+
+
+class MissingError(Exception):
+    """A contestant cannot take part; the message says why."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, help="default: the number of GPUs")
+    parser.add_argument("--sizes", nargs="+", help=f"default: {SIZES}")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
+    parser.add_argument("--emulate", action="store_true", help="on emulated GPUs")
+    parser.add_argument("--output", help="file for the JSON lines")
+    options = parser.parse_args()
+    num_gpus = 1 if options.emulate else run_ranks(1, count_gpus, backend="none")[0]
+    if num_gpus == 0:
+        sys.exit("no GPU here: python -m ferro_dist says why; --emulate tries the program")
+    ranks = options.ranks or num_gpus
+    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES).split()
+    nbytes = [measure.parse_size(size) for size in sizes]
+    rounds = 3 if options.quick else ROUNDS
+    with tempfile.TemporaryDirectory() as folder:
+        build_loop(Path(folder))
+        plan = (folder, nbytes, rounds, num_gpus, options.emulate)
+        by_rank = run_ranks(ranks, measure_all, *plan, timeout=TIMEOUT_S)
+    records = [record(ranks, num_gpus, key, by_rank) for key in by_rank[0]["times"]]
+    show(records, by_rank[0])
+    run = {**measure.describe_run(), "device": by_rank[0]["device"]}
+    if options.emulate:
+        measure.say("\nemulated: these are no GPU's times; nothing is written")
+        return
+    path = measure.output_path(options.output, "gpu_collectives")
+    measure.write_json_lines(path, ({**each, **run} for each in records))
+    measure.say(f"\nwrote {path}")
+
+
+def build_loop(folder: Path) -> None:
+    (folder / "loop.c").write_text(LOOP)
+    command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(folder / "loop.so")]
+    subprocess.run([*command, str(folder / "loop.c")], check=True)
+
+
+def count_gpus(rank: int, world_size: int, addr: str) -> int:
+    if not fd.is_nccl_available():
+        return 0
+    from ferro_dist._native.cuda_runtime import device_count
+
+    return device_count()
+
+
+# What is measured, on every rank
+
+
+def measure_all(
+    host: Any, folder: str, sizes: list[int], rounds: int, num_gpus: int, is_emulated: bool
+) -> dict[str, Any]:
+    """Let all contestants take turns; seconds a call by contestant and size."""
+    gpu: Any = EmulatedArrays() if is_emulated else TorchArrays(host.rank % num_gpus)
+    if host.world_size > num_gpus:
+        share_gpu(host.rank)
+    times: dict[tuple[str, int], list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        contestants, missing = enter_all(host, gpu, Path(folder), stack)
+        for nbytes in sizes:
+            x = gpu.zeros(max(1, nbytes // 4))
+            batch = min(MAX_BATCH, max(MIN_BATCH, BATCH_BYTES // nbytes))
+            calls = {name: prepare(x) for name, prepare in contestants.items()}
+            for turn, (name, call) in itertools.product(range(rounds + 1), calls.items()):
+                fd.barrier(host)
+                started = time.perf_counter()
+                call(batch)
+                gpu.synchronize()
+                elapsed = time.perf_counter() - started
+                if turn:  # the first warms up
+                    times.setdefault((name, nbytes), []).append(elapsed / batch)
+    return {"times": times, "missing": missing, "device": gpu.description}
+
+
+def enter_all(
+    host: Any, gpu: Any, folder: Path, stack: contextlib.ExitStack
+) -> tuple[dict[str, Contestant], list[str]]:
+    contestants: dict[str, Contestant] = {}
+    missing: list[str] = []
+    for make in (ferro_dist, c_api, torch_distributed, nccl4py):
+        contestants |= enter(make, (host, gpu, folder, stack), missing)
+    return contestants, missing
+
+
+def enter(make: Maker, where: Where, missing: list[str]) -> dict[str, Contestant]:
+    try:
+        return make(*where)
+    except MissingError as reason:
+        missing.append(str(reason))
+        return {}
+
+
+class TorchArrays:
+    def __init__(self, device: int) -> None:
+        import torch
+
+        torch.cuda.set_device(device)
+        self.torch: Any = torch
+        self.description = torch.cuda.get_device_name(device)
+        self.synchronize = torch.cuda.synchronize
+
+    def zeros(self, count: int) -> Any:
+        return self.torch.zeros(count, device="cuda")
+
+    def address(self, x: Any) -> int:
+        address: int = x.data_ptr()
+        return address
+
+    def stream(self) -> int:
+        stream: int = self.torch.cuda.current_stream().cuda_stream
+        return stream
+
+
+class EmulatedArrays:
+    description = "emulated"
+
+    def __init__(self) -> None:
+        self.gpu = emulated_gpu()
+
+    def zeros(self, count: int) -> Any:
+        return self.gpu.array(np.zeros(count, np.float32))
+
+    def address(self, x: Any) -> int:
+        address: int = x.__cuda_array_interface__["data"][0]
+        return address
+
+    def stream(self) -> int:
+        return self.gpu.current_stream
+
+    def synchronize(self) -> None:
+        self.gpu.synchronize()
+
+
+# Contestants
+
+
+def new_unique_id(host: Any) -> bytes:
+    own = bytes(fd.get_unique_id()) if host.rank == 0 else bytes(128)
+    return bytes(fd.broadcast(np.frombuffer(own, np.uint8), host))
+
+
+def ferro_dist(
+    host: Any, gpu: Any, folder: Path, stack: contextlib.ExitStack
+) -> dict[str, Contestant]:
+    backend = fd.NcclBackend(host.rank, host.world_size, new_unique_id(host))
+    stack.enter_context(backend)
+    names = {"allreduce": fd.allreduce, "backend": backend}
+    return {
+        "ferro_dist": functools.partial(loop_over, "allreduce(x, backend, out=x)", names),
+        "ferro_dist, new result": functools.partial(loop_over, "allreduce(x, backend)", names),
+    }
+
+
+def loop_over(statement: str, names: dict[str, Any], x: Any) -> Call:
+    loop = measure.compile_loop(statement, {**names, "x": x})
+    return lambda times: loop(itertools.repeat(None, times))
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+def c_api(host: Any, gpu: Any, folder: Path, stack: contextlib.ExitStack) -> dict[str, Contestant]:
+    nccl = ctypes.CDLL("libnccl.so.2")  # by its soname: the one that is loaded already
+    unique_id = UniqueId.from_buffer_copy(new_unique_id(host))
+    communicator = ctypes.c_void_p()
+    check(nccl.ncclCommInitRank(ctypes.byref(communicator), host.world_size, unique_id, host.rank))
+    stack.callback(nccl.ncclCommDestroy, communicator)
+    library = ctypes.CDLL(str(folder / "loop.so"))
+    pointer = ctypes.c_void_p
+    library.loop.argtypes = [pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_int]
+    allreduce = ctypes.cast(nccl.ncclAllReduce, pointer)
+
+    def prepare(x: Any) -> Call:
+        data, count, stream = gpu.address(x), int(np.prod(x.shape)), gpu.stream()
+        return lambda times: check(
+            library.loop(allreduce, data, count, communicator, stream, times)
+        )
+
+    return {"C API": prepare}
+
+
+def check(status: int) -> None:
+    if status != 0:
+        raise RuntimeError(f"NCCL returned {status}")
+
+
+def torch_distributed(
+    host: Any, gpu: Any, folder: Path, stack: contextlib.ExitStack
+) -> dict[str, Contestant]:
+    if not isinstance(gpu, TorchArrays):
+        raise MissingError("torch.distributed: needs a GPU")
+    import torch.distributed as dist
+
+    where = f"file://{folder}/meeting"
+    dist.init_process_group("nccl", init_method=where, rank=host.rank, world_size=host.world_size)
+    stack.callback(dist.destroy_process_group)
+    names = {"all_reduce": dist.all_reduce}
+    return {"torch.distributed": functools.partial(loop_over, "all_reduce(x)", names)}
+
+
+def nccl4py(
+    host: Any, gpu: Any, folder: Path, stack: contextlib.ExitStack
+) -> dict[str, Contestant]:
+    if not isinstance(gpu, TorchArrays):
+        raise MissingError("nccl4py: needs a GPU")
+    try:
+        import nccl.core as nccl
+    except ImportError as error:
+        raise MissingError(f"nccl4py: {error}") from None
+    unique_id = nccl.UniqueId.from_bytes(new_unique_id(host))
+    communicator = nccl.Communicator.init(host.world_size, host.rank, unique_id)
+    stack.callback(communicator.destroy)
+    names = {"allreduce": communicator.allreduce, "SUM": nccl.SUM}
+    return {"nccl4py": functools.partial(loop_over, "allreduce(x, x, SUM)", names)}
+
+
+# What it says
+
+
+def record(
+    ranks: int, num_gpus: int, key: tuple[str, int], by_rank: list[dict[str, Any]]
+) -> dict[str, Any]:
+    name, nbytes = key
+    times = measure.slowest_rank([each["times"][key] for each in by_rank])
+    p50 = statistics.median(times)
+    return {
+        "benchmark": "gpu_collectives",
+        "collective": "allreduce",
+        "name": name,
+        "ranks": ranks,
+        "gpus": num_gpus,
+        "nbytes": nbytes,
+        "p50_us": round(1e6 * p50, 3),
+        "p95_us": round(1e6 * measure.percentile(times, 95), 3),
+        "busbw_gb_s": round(measure.busbw_gb_s("allreduce", ranks, nbytes, p50), 2),
+        "samples": len(times),
+    }
+
+
+def show(records: list[dict[str, Any]], first: dict[str, Any]) -> None:
+    measure.say(f"{first['device']}, {records[0]['ranks']} ranks on {records[0]['gpus']} GPUs")
+    for reason in first["missing"]:
+        measure.say(f"missing: {reason}")
+    floor = {each["nbytes"]: each["p50_us"] for each in records if each["name"] == "C API"}
+    measure.say(f"\n{'size':>8} {'us a call':>12} {'to C API':>9} {'us more':>9}")
+    for each in sorted(records, key=lambda each: each["nbytes"]):
+        least = floor[each["nbytes"]]
+        measure.say(
+            f"{measure.format_size(each['nbytes']):>8} {each['p50_us']:>12.2f} "
+            f"{each['p50_us'] / least:>8.3f}x {each['p50_us'] - least:>9.2f}  {each['name']}"
+        )
+
+
+if __name__ == "__main__":
+    main()
