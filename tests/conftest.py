@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib.metadata
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import signal
 from collections.abc import Generator, Iterator
 
 import pytest
 from leaks import nothing_is_left
+
+import ferro_dist.testing  # sets what it preloads itself, before what is set below
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _has_failed = pytest.StashKey[bool]()
 
@@ -25,8 +35,22 @@ def pytest_runtest_makereport(
 @pytest.fixture(scope="session", autouse=True)
 def _servers_of_multiprocessing() -> None:
     """Start what `run_ranks` needs once and keeps, before anything is counted."""
+    multiprocessing.forkserver.set_forkserver_preload(_modules_of_ranks())
     multiprocessing.resource_tracker.ensure_running()
     multiprocessing.forkserver.ensure_running()
+    gc.freeze()  # thousands of tests, and what they have imported, are not searched for cycles
+
+
+def _modules_of_ranks() -> list[str]:
+    """Name what ranks need not import each for itself, which takes torch two seconds.
+
+    A torch with CUDA would bring libcudart with it, in place of which ranks put the emulated one.
+    """
+    modules = ["ferro_dist.backends.host", ferro_dist.testing.__name__]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("torch").endswith("+cpu"):
+            modules.append("torch")
+    return modules
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,17 @@ import pytest
 
 import ferro_dist as fd
 from ferro_dist.backends.base import Backend
+from ferro_dist.errors import InvalidRank, InvalidWorldSize, SizeMismatch
+
+
+class Index:
+    """An integer that is no int."""
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def __index__(self) -> int:
+        return self._value
 
 
 # No fixture: pytest would hold its group, and with it the memory, until after the test.
@@ -58,7 +70,7 @@ def test_a_tag_may_be_any_integer_of_32_bits(call: Callable[..., None], tag: int
 
 
 @CALLS
-@pytest.mark.parametrize("timeout", ["5", b"5", [5], 5j, timedelta(seconds=5)])
+@pytest.mark.parametrize("timeout", ["5", b"5", [5], 5j, timedelta(seconds=5), True, np.True_])
 def test_a_timeout_that_is_no_number_is_refused(call: Callable[..., None], timeout: Any) -> None:
     with world_of_one() as backend:
         work = fd.barrier(backend, async_op=True)
@@ -88,10 +100,88 @@ def test_a_timeout_that_is_not_positive_is_refused(
 
 
 @CALLS
-@pytest.mark.parametrize("timeout", [1, 0.5, np.float32(1), np.int16(1), float("inf")])
+@pytest.mark.parametrize("timeout", [1, 0.5, np.float32(1), np.int16(1), float("inf"), Index(1)])
 def test_a_timeout_may_be_any_positive_number(call: Callable[..., None], timeout: float) -> None:
     with world_of_one() as backend:
         call(backend, timeout=timeout)
+
+
+@pytest.mark.parametrize("one", [1, np.int64(1), np.uint8(1), Index(1)])
+def test_an_integer_may_be_of_any_type(one: Any) -> None:
+    group = fd.SimulatedBackend.create_group(one.__class__(2))
+    x = np.ones(2)
+    other = threading.Thread(target=play_rank_1, args=(group[1], x), daemon=True)
+    other.start()
+    fd.broadcast(x, group[0], root=one, tag=one, timeout=one)
+    for rooted in (fd.reduce, fd.gather):
+        rooted(x, group[0], root=one)
+    fd.scatter(None, group[0], root=one, out=np.empty(1))
+    fd.send(x, group[0], one, tag=one)
+    fd.recv(x, group[0], one)
+    fd.sendrecv(x, np.empty(2), group[0], one, one)
+    fd.batch([fd.P2POp(True, x, one)], group[0])
+    counts = [one, one]
+    fd.all_to_all(x, group[0], send_counts=counts, recv_counts=counts)
+    assert group[0].split([one]) is None
+    other.join()
+
+
+def play_rank_1(backend: fd.Backend, x: Any) -> None:
+    fd.broadcast(x, backend, root=1, tag=1)
+    for rooted in (fd.reduce, fd.gather):
+        rooted(x, backend, root=1)
+    fd.scatter(x, backend, root=1)
+    fd.recv(x.copy(), backend, 0, tag=1)
+    fd.send(x, backend, 0)
+    fd.sendrecv(x, np.empty(2), backend, 0, 0)
+    fd.recv(x.copy(), backend, 0)
+    fd.all_to_all(x, backend, send_counts=[1, 1], recv_counts=[1, 1])
+    backend.split([1])
+
+
+@pytest.mark.parametrize("no", [True, np.True_])
+def test_a_bool_is_no_integer(no: Any) -> None:
+    x = np.ones(1)
+    with world_of_one() as backend:
+        for error, use in (
+            (InvalidRank, lambda: fd.broadcast(x, backend, root=no)),
+            (InvalidRank, lambda: fd.send(x, backend, no)),
+            (InvalidRank, lambda: backend.split([no])),
+            (InvalidWorldSize, lambda: fd.SimulatedBackend.create_group(no)),
+            (InvalidWorldSize, lambda: fd.HostBackend(0, no, None)),
+            (InvalidRank, lambda: fd.HostBackend(not no, 1, None)),
+            (TypeError, lambda: fd.barrier(backend, tag=no)),
+            (SizeMismatch, lambda: fd.all_to_all(x, backend, send_counts=[no], recv_counts=[no])),
+        ):
+            with pytest.raises(error):
+                use()
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        ([1], "holds 1"),
+        ([(True, np.ones(1), 0)], "holds "),
+        (None, "not None"),
+        (5, "not 5"),
+    ],
+)
+def test_a_batch_of_no_messages_is_refused(ops: Any, message: str) -> None:
+    with (
+        world_of_one() as backend,
+        pytest.raises(TypeError, match="ops must be a sequence of P2POp") as told,
+    ):
+        fd.batch(ops, backend)
+    assert message in str(told.value)
+
+
+@pytest.mark.parametrize("members", [None, 0, 1.5])
+def test_members_that_are_no_sequence_are_refused(members: Any) -> None:
+    with (
+        world_of_one() as backend,
+        pytest.raises(TypeError, match="members must be a sequence of ranks, not"),
+    ):
+        backend.split(members)
 
 
 @pytest.mark.parametrize("shape", [2.5, "3", None, {2, 3}, (2, 3.0)])
@@ -128,3 +218,16 @@ def test_a_backend_is_not_copied(use: Callable[[Backend], Any]) -> None:
 def test_a_message_of_a_batch_says_its_direction_by_a_bool(is_send: Any) -> None:
     with pytest.raises(TypeError, match="is_send must be True or False"):
         fd.P2POp(is_send, np.ones(1), 0)
+
+
+@pytest.mark.parametrize("backend", [None, "sum", np.ones(2), fd.HostBackend, []], ids=repr)
+def test_what_is_no_group_is_named(backend: Any) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "allreduce": lambda: fd.allreduce(np.ones(2), backend),
+        "barrier": lambda: fd.barrier(backend),
+        "send": lambda: fd.send(np.ones(2), backend, 1),
+        "empty": lambda: fd.empty(2, "float32", backend),
+    }
+    for op, call in calls.items():
+        with pytest.raises(TypeError, match=f"{op}: backend must be a group"):
+            call()

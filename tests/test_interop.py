@@ -164,7 +164,7 @@ def test_frozen_parameters_can_be_written(torch: Any) -> None:
 
 
 def test_a_subclass_of_a_tensor_is_a_tensor(torch: Any) -> None:
-    class Sub(torch.Tensor):  # type: ignore[misc]
+    class Sub(torch.Tensor):
         pass
 
     x = torch.ones(3).as_subclass(Sub)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -218,6 +219,12 @@ def test_a_wrong_option_exits_with_2_and_one_line() -> None:
     code, out, err = ferrorun("--nope")
     assert (code, out) == (2, "")
     assert err == "ferrorun: there is no option --nope (see ferrorun --help)\n"
+
+
+def test_version_is_printed_on_stdout() -> None:
+    code, out, err = ferrorun("--version")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"ferrorun of ferro_dist (\d\S*|\(used from .*\))\n", out)
 
 
 def test_help_is_printed_on_stdout() -> None:
@@ -485,6 +492,9 @@ def test_no_python_runs_any_command() -> None:
 
 def test_a_script_that_cannot_be_found_exits_with_127() -> None:
     assert ferrorun("-n2", "/no/such.py") == (127, "", "ferrorun: cannot find /no/such.py\n")
+    code, _, errors = ferrorun("-n2", "env", "script.py")
+    assert code == 127
+    assert "commands after --no-python" in errors
 
 
 def test_a_command_that_cannot_be_found_exits_with_127() -> None:

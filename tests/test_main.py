@@ -57,6 +57,30 @@ def test_it_runs_as_a_module() -> None:
     assert ran.stdout.startswith(b"versions\n")
 
 
+def run_module(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ferro_dist", *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("argv", [["--bogus"], ["bogus"], ["--vers"]])
+def test_what_it_does_not_know_is_named(argv: list[str]) -> None:
+    ran = run_module(*argv)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert argv[0] in ran.stderr.splitlines()[-1]
+
+
+def test_it_prints_help_and_version() -> None:
+    assert "usage: python -m ferro_dist" in run_module("--help").stdout
+    ran = run_module("--version")
+    assert ran.returncode == 0
+    assert re.match(r"ferro_dist (\d|\(used from)", ran.stdout)
+
+
 def test_missing_packages_come_with_the_command_that_installs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,9 +175,40 @@ def test_mpi_library_is_named_and_not_initialised(soname: str, name: str) -> Non
     assert found["initialised"] == "False"
 
 
-def test_nccl_is_reported_as_it_is_built() -> None:
-    is_built = importlib.util.find_spec("ferro_dist._native.nccl") is not None
-    assert rows()["NCCL"].startswith("yes" if is_built else "no: not built in this version")
+def test_nccl_that_cannot_be_loaded_comes_with_the_command_that_installs_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "libnccl.so.2").touch()
+    found = rows(LD_LIBRARY_PATH=str(tmp_path))
+    assert found["NCCL"].startswith("no: NCCL cannot be loaded")
+    assert 'pip install "ferro_dist[cu12]"' in found["NCCL"]
+
+
+def test_nccl_and_cuda_that_are_loaded_are_named_with_their_files() -> None:
+    program = "from ferro_dist.testing import emulated_gpu; emulated_gpu(cuda=13)"
+    found = rows(program)
+    assert re.match(r"yes: NCCL 2\.\d+\.\d+ \(.*libnccl\.so\.2\)", found["NCCL"])
+    assert re.match(r"runtime 13\.\d \(.*libcudart\.so\.13\); the driver serves", found["CUDA"])
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"nvidia-nccl-cu12": "2.27.3", "nvidia-nccl-cu13": "2.28.9"}, "overwrite each other's"),
+        (
+            {"nvidia-nccl-cu12": "2.27.3", "nvidia-cuda-runtime": "13.0.48"},
+            'pip install "ferro_dist[cu12]"',
+        ),
+        ({"nvidia-nccl-cu13": "2.28.9", "nvidia-cuda-runtime": "13.0.48"}, ""),
+        ({}, ""),
+    ],
+)
+def test_wheels_of_two_cuda_versions_are_reported(
+    installed: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "version_of", installed.get)
+    assert expected in report.mixed_nccl()
+    assert bool(report.mixed_nccl()) == bool(expected)
 
 
 def test_devices_are_those_of_the_driver() -> None:

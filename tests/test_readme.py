@@ -88,6 +88,13 @@ def commands(program: str) -> list[str]:
     return [command for command in COMMANDS if command.startswith(f"{program} ")]
 
 
+def skip_without_libraries(command: str) -> None:
+    for library in ("torch", "jax"):
+        is_used = any(f"import {library}" in SCRIPTS[each] for each in SCRIPT.findall(command))
+        if is_used and not importlib.util.find_spec(library):
+            pytest.skip(f"{library} is not installed")
+
+
 def check_output(command: str, output: str) -> None:
     (script,) = SCRIPT.findall(command)
     assert comparable(output) == comparable(OUTPUTS[script])
@@ -109,6 +116,7 @@ def test_script_prints_what_the_readme_says(script: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("command", commands("ferrorun"))
 def test_ferrorun_prints_what_the_readme_says(command: str, folder: Path) -> None:
+    skip_without_libraries(command)
     program = [sys.executable, "-m", "ferro_dist.launch"]
     arguments = shlex.split(command)[1:]
     if "--nnodes" in arguments:

@@ -1,0 +1,81 @@
+"""run_ranks says what became of each rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ferro_dist as fd
+from ferro_dist.testing import RankDeath, RankFailed, run_ranks
+
+
+def rank_of(backend: fd.Backend) -> int:
+    return backend.rank
+
+
+def give_back(backend: fd.Backend, x: Any) -> Any:
+    return x
+
+
+def raise_on_rank_1(backend: fd.Backend) -> None:
+    if backend.rank == 1:
+        raise KeyError("mine")
+    fd.barrier(backend)
+
+
+def wait_for_each_other(backend: fd.Backend) -> None:
+    fd.recv(np.empty(1), backend, 1 - backend.rank, timeout=60)
+
+
+def return_a_closure(backend: fd.Backend) -> Callable[[], int]:
+    return lambda: backend.rank
+
+
+def die(backend: fd.Backend) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_early(backend: fd.Backend) -> None:
+    os._exit(5)
+
+
+def test_results_come_by_rank() -> None:
+    assert run_ranks(3, rank_of) == [0, 1, 2]
+    assert [x.sum() for x in run_ranks(2, give_back, np.ones(3_000_000))] == [3e6, 3e6]
+
+
+@pytest.mark.parametrize(
+    ("body", "timeout", "what"),
+    [
+        (raise_on_rank_1, 60, r"rank 1 raised:\n(.|\n)*KeyError: 'mine'"),
+        (die, 60, "rank 0 was killed by SIGKILL|rank 1 was killed by SIGKILL"),
+        (exit_early, 60, "rank [01] ended with code 5 before its body returned"),
+        (wait_for_each_other, 0.5, r"rank 0 did not end in time \(still running: 0, 1\)"),
+        (return_a_closure, 60, "rank [01] returned what cannot be sent to the caller"),
+    ],
+)
+def test_what_became_of_a_rank_is_said(body: Callable[..., Any], timeout: float, what: str) -> None:
+    with pytest.raises(RankFailed, match=what):
+        run_ranks(2, body, timeout=timeout)
+
+
+def test_ranks_that_may_die_leave_their_exit_code() -> None:
+    assert run_ranks(2, exit_early, may_die=[0, 1]) == [RankDeath(5)] * 2
+
+
+def test_what_cannot_be_run_is_refused_at_once() -> None:
+    with pytest.raises(fd.InvalidWorldSize):
+        run_ranks(0, rank_of)
+    with pytest.raises(TypeError, match="a function at the top level of a module"):
+        run_ranks(2, lambda backend: backend.rank)
+    with pytest.raises(TypeError, match="body must be a function, not 2"):
+        run_ranks(2, 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout must be a positive number"):
+        run_ranks(2, rank_of, timeout=-1)
+    with pytest.raises(ValueError, match="backend must be"):
+        run_ranks(2, rank_of, backend="mpi")
