@@ -18,14 +18,9 @@ class Accumulation:
 
     A gradient is *averaged* from the end of a round until something is added to it, or
     it is replaced. Averaged ones are contributed again where that changes nothing: the
-    mean of what all ranks have in common, and of what each has added to it, is right. For other
-    averages they are put aside while a round is open, and added to its result; one that the user
+    mean of what all ranks have in common, and of what each has added to it, is right. Else they
+    are put aside while a round is open, and added to its result; one that the user
     has written to meanwhile counts as this rank's own.
-
-    Parameters
-    ----------
-    is_idempotent : bool
-        Whether averaging what was averaged changes nothing.
 
     Attributes
     ----------
@@ -33,10 +28,11 @@ class Accumulation:
         By number.
     """
 
-    def __init__(self, is_idempotent: bool) -> None:
-        self._is_idempotent = is_idempotent
+    def __init__(self) -> None:
         self.parameters: list[Tensor] = []
+        self._is_idempotent = True
         self._averaged: list[Tensor] = []
+        # Of averaged gradients; unknown of those that were left where they are.
         self._versions: dict[int, int] = {}
         self._aside: dict[int, _Aside] = {}
 
@@ -53,11 +49,35 @@ class Accumulation:
             if id(parameter) in aside
         }
 
-    def begin(self) -> None:
-        """Prepare for gradients that will be averaged, or stay as they are for now."""
-        if not self._is_idempotent:
-            for number, parameter in enumerate(self.parameters):
-                self._put_aside(number, parameter)
+    def note_versions(self) -> None:
+        """Tell what is written to averaged gradients from now on."""
+        for number, gradient in enumerate(self._averaged):
+            if gradient is not None:
+                self._versions[number] = gradient._version
+
+    def was_added_to(self, number: int) -> bool:
+        """Whether something was added, once, to a gradient that is averaged, or to a sum of one."""
+        gradient, kept = self.parameters[number].grad, self._aside.get(number)
+        if kept is not None:
+            return kept.was_added_to(gradient)
+        return gradient is self._averaged[number] and (
+            gradient._version == self._versions[number] + 1
+        )
+
+    def begin(self, is_idempotent: bool) -> None:
+        """Prepare for a backward, or for an average without one.
+
+        Parameters
+        ----------
+        is_idempotent : bool
+            Whether averaging what was averaged changes nothing.
+        """
+        self._is_idempotent = is_idempotent
+        if is_idempotent:
+            self._aside.clear()  # it is part of the sums that are shown
+            return
+        for number, parameter in enumerate(self.parameters):
+            self._put_aside(number, parameter)
 
     def note_local(self, number: int) -> None:
         """Take note that this rank has added to a gradient what others have not."""
@@ -119,6 +139,10 @@ class _Aside:
     def is_shown_by(self, gradient: Tensor) -> bool:
         """Whether this is the sum, and nobody has written to it: zeroed it, for instance."""
         return gradient is self.shown and gradient._version == self._version
+
+    def was_added_to(self, gradient: Tensor) -> bool:
+        """Whether this is the sum, and something was added to it, once."""
+        return gradient is self.shown and gradient._version == self._version + 1
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:

@@ -39,14 +39,15 @@ class BackwardWatcher:
     Parameters
     ----------
     on_begin : callable
-        Returns what is to be called with the number of each parameter whose gradient is there.
+        Called with the number of the parameter whose gradient was there before the backward was
+        seen, or None. Returns what is to be called with the number of each whose gradient is there.
     on_end : callable
     on_failure : callable
     """
 
     def __init__(
         self,
-        on_begin: Callable[[], Callable[[int], object]],
+        on_begin: Callable[[int | None], Callable[[int], object]],
         on_end: Callable[[], object],
         on_failure: Callable[[], object],
     ) -> None:
@@ -90,7 +91,7 @@ class BackwardWatcher:
         # Runs for every parameter and step.
         def on_gradient(_: Tensor) -> None:
             if not self.is_open:
-                self._open()
+                self._open(number)
             self._on_gradient(number)
 
         on_gradient.is_of_ferro_dist = True  # type: ignore[attr-defined]
@@ -110,11 +111,11 @@ class BackwardWatcher:
             self._accumulators.append(node)
             yield node
 
-    def _open(self) -> None:
+    def _open(self, first: int | None = None) -> None:
         with self._opening:
             if self.is_open:
                 return
-            self._on_gradient = self._on_begin()
+            self._on_gradient = self._on_begin(first)
             self.is_open = True
             torch.autograd.Variable._execution_engine.queue_callback(_Backward(self))
 

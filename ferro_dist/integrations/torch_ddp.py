@@ -88,7 +88,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         return [*parameters.lines(), *(buffers.lines() if buffers else [])]
 
     def _prepare(self, options: Options, first_tag: int) -> None:
-        gradients = TorchGradients(options.averaging.is_idempotent)
+        gradients = TorchGradients()
         specs = specs_of(self._parameters_of_module.dense)
         has_gpu = options.backend.device is not None
         reducer = Reducer(
@@ -107,7 +107,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         # Hooks of parameters must not keep the wrapper alive, but end with it.
         this = weakref.ref(self)
         watcher = BackwardWatcher(
-            on_begin=lambda: _alive(this)._begin(),
+            on_begin=lambda first: _alive(this)._begin(first),
             on_end=lambda: _alive(this)._end(),
             on_failure=lambda: _alive(this)._fail(),
         )
@@ -141,13 +141,21 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._watch()
         parameters.accept_changes()
 
-    def _begin(self) -> Callable[[int], object]:
-        """Prepare for a backward; return what is to be told of its gradients."""
+    def _begin(self, first: int | None) -> Callable[[int], object]:
+        """Prepare for a backward; return what is to be told of its gradients.
+
+        Parameters
+        ----------
+        first : int or None
+            The parameter that has got its gradient before.
+        """
         self.__dict__["_is_local"] = self._no_sync_depth > 0
         with contextlib.nullcontext() if self._is_local else self._telling_the_others():
             if not self._is_checked:
                 self._check_parameters()
             self.__dict__["_is_checked"] = False
+            if first is not None and not self._reducer.is_idempotent:
+                self._refuse_added(first)
             if not self._is_local:
                 self._refuse_differentiable()
                 self._reducer.begin(self._gradients)
@@ -155,8 +163,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             return self._note()
 
     def _begin_accumulation(self) -> None:
-        self._gradients.begin()
-        self._sparse.begin()
+        is_idempotent = self._reducer.is_idempotent
+        self._gradients.begin(is_idempotent)
+        self._sparse.begin(is_idempotent)
 
     def _end_local(self) -> None:
         self._gradients.end_local()
@@ -199,6 +208,18 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._sparse.end_local()
         # The others would wait for buckets that never come.
         self._tell_the_others(RuntimeError("backward raised"))
+
+    def _refuse_added(self, first: int) -> None:
+        num_dense = len(self._gradients.parameters)
+        is_dense = first < num_dense
+        accumulation = self._gradients if is_dense else self._sparse
+        if accumulation.was_added_to(first if is_dense else first - num_dense):
+            raise RuntimeError(
+                "DDP: no output of forward was seen in this backward, which has added to an "
+                "average that had to be put aside before. Call the module through the wrapper, and "
+                "let it return its outputs in lists, dicts or attributes; or set gradients to None "
+                "first."
+            )
 
     def _refuse_differentiable(self) -> None:
         if torch.is_grad_enabled():
@@ -283,6 +304,13 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             setattr(self.module, name, value)
 
     # What is DDP's
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        self._gradients.note_versions()
+        self._sparse.note_versions()
+        with super().join():
+            yield
 
     def step_in_backward(self, optimizer: Any) -> None:
         """Let an optimizer step at the end of every backward that averages gradients.

@@ -22,19 +22,14 @@ Tensor: TypeAlias = Any
 class TorchGradients(Accumulation, Gradients):
     """``grad`` of each parameter that is trained, in buckets.
 
-    Parameters
-    ----------
-    is_idempotent : bool
-        Whether averaging what was averaged changes nothing.
-
     Attributes
     ----------
     is_ready : callable
         Whether a gradient was marked ready in this round.
     """
 
-    def __init__(self, is_idempotent: bool) -> None:
-        super().__init__(is_idempotent)
+    def __init__(self) -> None:
+        super().__init__()
         self.is_ready: Callable[[int], bool] = lambda number: False
 
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:

@@ -65,7 +65,7 @@ class SparseGradients(Accumulation):
     """
 
     def __init__(self, averaging: Averaging, backend: Backend, first_tag: int) -> None:
-        super().__init__(averaging.is_idempotent)
+        super().__init__()
         self._averaging = averaging
         self._backend = backend
         self._first_tag = first_tag

@@ -330,8 +330,8 @@ class DDP(Generic[ModuleT]):
         ``average="contributors"`` they do not count.
 
         One wrapper at a time: ranks that train two in turn must leave both together. Inside
-        the block each average costs one more small allreduce. The state of
-        optimizers is not sent.
+        the block each average costs one more small all_gather. The state of
+        optimizers is not sent, nor are gradients: set them to zero after the block.
         """
         self._reducer.is_attended, self._last_present = True, ()
         try:

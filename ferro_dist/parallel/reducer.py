@@ -242,6 +242,11 @@ class Reducer:
 
     # A round
 
+    @property
+    def is_idempotent(self) -> bool:
+        """Whether averaging what was averaged changes nothing: not without those who have left."""
+        return self.averaging.is_idempotent and not self.is_attended
+
     def begin(
         self, gradients: Gradients, *, weight: float | None = None, is_present: bool = True
     ) -> None:

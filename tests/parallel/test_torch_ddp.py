@@ -81,6 +81,33 @@ def test_an_average_of_before_is_not_averaged_again(
     assert on_ranks(2, body) == [expected] * 2
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_average_that_backward_has_added_to_before_it_was_seen_is_refused(
+    on_ranks: OnRanks, is_local: bool
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average="sum")
+        ddp(1.0).sum().backward()
+        if is_local:
+            with ddp.no_sync():
+                ddp(1.0).sum().backward()
+        with pytest.raises(RuntimeError, match="no output of forward was seen"):
+            ddp.module(1.0).sum().backward()
+
+    on_ranks(2, body)
+
+
+def test_a_backward_that_was_not_seen_adds_to_what_is_a_ranks_own(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average="sum")
+        ddp(1.0).sum().backward()
+        ddp.zero_grad(set_to_none=False)
+        ddp.module(1.0).sum().backward()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(2, 2)] * 2
+
+
 @OVERLAP
 def test_a_parameter_unfrozen_after_wrapping_is_averaged(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:
@@ -528,6 +555,61 @@ def test_weighted_averages_may_run_out_too(on_ranks: OnRanks) -> None:
         return seen
 
     assert on_ranks(2, body) == [[pytest.approx(5 / 3)], [pytest.approx(5 / 3), 2]]
+
+
+@OVERLAP
+@pytest.mark.parametrize(("average", "expected"), [("mean", 1.5), ("sum", 3), ("contributors", 2)])
+def test_gradients_add_up_where_ranks_have_run_out(
+    on_ranks: OnRanks, overlap: Any, average: str, expected: float
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average, overlap=overlap)
+        with ddp.join():
+            for _ in range(2 - backend.rank):
+                ddp(1.0).sum().backward()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body)[0] == (expected, expected)
+
+
+def test_gradients_of_no_sync_add_up_where_ranks_have_run_out(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        seen = []
+        ddp(1.0).sum().backward()
+        with ddp.join():
+            for _ in range(2 - 2 * backend.rank):
+                with ddp.no_sync():
+                    (10 * ddp(1.0)).sum().backward()
+                (100 * ddp(1.0)).sum().backward()
+                seen.append(gradients_of(ddp)[0])
+            with ddp.no_sync():
+                (1000 * ddp(1.0)).sum().backward()
+            seen.append(gradients_of(ddp)[0])
+        if backend.rank:
+            ddp.zero_grad()  # what it has is of before the others went on
+        (10000 * ddp(1.0)).sum().backward()
+        return seen, gradients_of(ddp)[0]
+
+    (first, total), (second, _) = on_ranks(2, body)
+    assert first == [56, 111, 1111]
+    assert second == [1001]
+    assert total == 1111 / 2 + 10000
+
+
+def test_gradients_written_to_are_a_ranks_own_where_others_have_run_out(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        ddp(1.0).sum().backward()
+        with ddp.join():
+            for value in [6.0, 4.0][: 2 - 2 * backend.rank]:
+                ddp.module.weight.grad.fill_(value)
+                ddp.sync_gradients()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body)[0] == (2, 1)
 
 
 def test_an_exception_inside_join_passes_through(on_ranks: OnRanks) -> None:

@@ -145,6 +145,17 @@ def test_rows_have_weights_and_ranks_may_run_out(on_ranks: OnRanks) -> None:
     assert on_ranks(2, body) == [[[0.25, 0.75]], [[0.25, 0.75], [0, 1]]]
 
 
+def test_rows_accumulate_where_ranks_have_run_out(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = table(backend)
+        with ddp.join():
+            for _ in range(2 - backend.rank):
+                look_up(ddp, 0)
+        return gradient_of(ddp)[0]
+
+    assert on_ranks(2, body)[0] == 1.5
+
+
 def test_rows_handed_over_are_averaged(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = table(backend)
