@@ -32,7 +32,7 @@ class Call {
   void begin_blocking() {
     if (is_blocking_) return;
     is_blocking_ = true;
-    started_ = Clock::now();
+    started_ = last_check_ = Clock::now();
     if (hooks_.begin_blocking != nullptr) hooks_.begin_blocking(hooks_.state);
   }
 
@@ -51,12 +51,23 @@ class Call {
     if (hooks_.interrupted != nullptr && hooks_.interrupted(hooks_.state))
       throw Error(ErrorCode::interrupted);
   }
+  // The same for who comes by often, at the price of a clock reading: a caller that holds an
+  // interpreter lock may have to wait for it.
+  void check_interrupt_if_due() {
+    const Clock::time_point now = Clock::now();
+    if (now - last_check_ < kCheckInterval) return;
+    last_check_ = now;
+    check_interrupt();
+  }
 
  private:
+  static constexpr std::chrono::milliseconds kCheckInterval{50};
+
   double timeout_s_;
   Hooks hooks_;
   bool is_blocking_ = false;
   Clock::time_point started_{};
+  Clock::time_point last_check_{};  // by check_interrupt_if_due()
 };
 
 // The longest a blocked call sleeps before it looks at signals, its deadline

@@ -15,7 +15,6 @@ namespace {
 // How long a rank with a core of its own looks before it sleeps: a few round
 // trips of a fast network. Waking from poll() alone costs as much.
 constexpr std::chrono::microseconds kSpin{40};
-constexpr std::chrono::milliseconds kCheckInterval{50};
 // A clock reading for each of these passes that moved something.
 constexpr unsigned kPassesPerCheck = 16;
 // Pieces that one system call gathers: a header, its payload, and what follows.
@@ -89,11 +88,10 @@ void Exchange::release_frame(Lane& lane) {
 }
 
 void Exchange::wait() {
-  if (progress()) {
+  if (progress() || (mesh_.may_spin() && spin())) {
     if (++num_passes_ % kPassesPerCheck == 0) check_caller(false);
     return;
   }
-  if (mesh_.may_spin() && spin()) return;
   do sleep();
   while (!progress());
 }
@@ -237,11 +235,7 @@ void Exchange::sleep() {
 
 // Lets signals and the deadline end the call.
 void Exchange::check_caller(bool was_signalled) {
-  const Clock::time_point now = Clock::now();
-  if (was_signalled || now - last_check_ >= kCheckInterval) {
-    last_check_ = now;
-    call_.check_interrupt();
-  }
+  was_signalled ? call_.check_interrupt() : call_.check_interrupt_if_due();
   if (call_.is_expired()) throw timeout_error();
 }
 

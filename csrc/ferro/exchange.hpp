@@ -74,7 +74,6 @@ class Exchange {
   Call& call_;
   std::size_t num_pending_ = 0;
   unsigned num_passes_ = 0;
-  Clock::time_point last_check_{};
 };
 
 }  // namespace ferro

@@ -117,6 +117,7 @@ void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots&
   };
   // Staging runs one round ahead of consuming: peers work on it meanwhile.
   for (std::uint64_t round = 0; round <= num_rounds; ++round) {
+    check_pace(call, round);
     if (is_producer && round < num_rounds) {
       await_free_slot(call, round, slots.number, roles.consumer);
       stage(round, slot_of(index_, round));
@@ -250,6 +251,7 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
 
   const std::uint64_t num_rounds = rounds.number();
   for (std::uint64_t round = 0; round < num_rounds + 2; ++round) {
+    check_pace(call, round);
     if (round < num_rounds) stage(round);
     if (round >= 1 && round <= num_rounds) reduce_share(round - 1);
     if (round >= 2 && is_collector) collect(round - 2);
@@ -418,6 +420,8 @@ bool ShmTransport::all_to_all_uneven(Call& call, const Collective& c) {
     for (int dst = 0; dst < size_; ++dst)
       if (src != dst) most = std::max<std::size_t>(most, sent[dst]);
   }
+  const std::size_t largest = std::max(most, c.send_counts[index_]) * item_size(c.dtype);
+  if (largest > shm_cost::kBriefNbytes) call.begin_blocking();
   all_to_all_rounds(call, c, c.send_counts, c.recv_counts, most);
   return false;
 }

@@ -15,6 +15,9 @@
 namespace ferro {
 namespace {
 
+// A look at the clock for each of these rounds, which take milliseconds at most.
+constexpr std::uint64_t kRoundsPerCheck = 16;
+
 // What a header carries when the input does not fit into it.
 struct Places {
   std::uint64_t in;         // in the symmetric heaps, plus one; 0 if it is not there
@@ -358,6 +361,17 @@ void ShmTransport::check_caller(Call& call, int peer) const {
   Error error(ErrorCode::timeout, members_[culprit_behind(peer)]);
   error.missing = {error.peer};
   throw error;
+}
+
+// Where no peer ever keeps this rank waiting, only this ends a call that shall not go on.
+// Nobody is to blame if it takes too long.
+void ShmTransport::check_pace(Call& call, std::uint64_t round) const {
+  if ((round + 1) % kRoundsPerCheck != 0) return;
+  call.begin_blocking();
+  const AbortReason reason = aborted();
+  if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
+  call.check_interrupt_if_due();
+  if (call.is_expired()) throw Error(ErrorCode::timeout);
 }
 
 // A peer that sleeps waits for another one, which its word names: whoever keeps it

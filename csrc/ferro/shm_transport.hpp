@@ -59,6 +59,7 @@ class ShmTransport final : public Transport {
   bool is_lost(int peer) const;
   [[noreturn]] void throw_lost(int peer) const;
   void check_caller(Call& call, int peer) const;
+  void check_pace(Call& call, std::uint64_t round) const;
   int culprit_behind(int peer) const;
   void wake_sleepers();
   void await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::* counter,

@@ -306,6 +306,23 @@ void test_timeout_names_the_missing() {
   });
 }
 
+// Also where no peer ever keeps it waiting.
+void test_a_timeout_ends_a_call_that_never_waits(int size) {
+  for (const Op op : {Op::allreduce, Op::broadcast}) {
+    const Group group = Communicator::create_group(size, size);
+    on_each_rank(group, [&](Communicator& comm, int rank) {
+      Values x(16000000), out(16000000);
+      Call call(rank == 0 ? 1e-9 : kTimeout);
+      try {
+        comm.run(call, make(op, x.size(), x.data(), out.data()));
+        CHECK(false);
+      } catch (const Error& error) {
+        CHECK(error.code == ErrorCode::timeout);
+      }
+    });
+  }
+}
+
 // ---- Several threads of one rank ---------------------------------------------------
 
 // The same engine over shared memory, and over sockets: ranks that share no memory.
@@ -361,6 +378,20 @@ ErrorCode code_of(const std::function<void()>& body) {
     return current_error().code;
   }
   return ErrorCode::none;
+}
+
+// A caller that holds an interpreter lock hears of what takes long before it begins.
+void test_an_uneven_all_to_all_tells_that_it_blocks() {
+  const Group group = Communicator::create_group(1, 2);
+  for (const std::size_t count : {10u, 1000000u}) {
+    Values x(count), out(count);
+    Collective c = make(Op::all_to_all, 0, x.data(), out.data());
+    c.send_counts = c.recv_counts = &count;
+    Blocked blocked;
+    Call call(kTimeout, blocked.hooks());
+    group[0]->run(call, c);
+    CHECK(blocked.is_set.load() == (count == 1000000));
+  }
 }
 
 // Rank 1 answers what rank 0 sends while another thread of rank 0 waits for the answer.
@@ -638,6 +669,8 @@ int main() {
   }
   test_collectives(5, 8);
   test_message_that_does_not_fit_is_dropped();
+  test_an_uneven_all_to_all_tells_that_it_blocks();
+  for (const int size : {2, 3}) test_a_timeout_ends_a_call_that_never_waits(size);
   test_closing_rank_is_named();
   test_timeout_names_the_missing();
   test_close_during_calls();
@@ -649,5 +682,5 @@ int main() {
   test_several_threads(true);
   for (const bool is_over_sockets : {false, true})
     for (const Op op : {Op::sendrecv, Op::allreduce}) test_memory_runs_out(is_over_sockets, op);
-  std::puts("engine_test: 17 tests passed");
+  std::puts("engine_test: 19 tests passed");
 }
