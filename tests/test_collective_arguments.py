@@ -45,7 +45,11 @@ def _allreduce(backend: Backend, **options: Any) -> None:
     fd.allreduce(np.ones(3), backend, **options)
 
 
-CALLS = pytest.mark.parametrize("call", [_barrier, _allreduce])
+def _scatter(backend: Backend, **options: Any) -> None:
+    fd.scatter(np.ones(3), backend, **options)
+
+
+CALLS = pytest.mark.parametrize("call", [_barrier, _allreduce, _scatter])
 
 
 @CALLS

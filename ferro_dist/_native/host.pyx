@@ -92,7 +92,8 @@ cdef class SymmetricMemory:
             # The parent's: a thread that does not exist here may hold the heap's lock.
             new shared_ptr[Heap](move(self._heap))
         elif self._data != NULL:
-            self._heap.get().free(self._data)
+            with nogil:  # another thread may hold the heap's lock for as long as backing takes
+                self._heap.get().free(self._data)
 
     def __getbuffer__(self, Py_buffer* buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self._data, self._nbytes, False, flags)
@@ -264,8 +265,10 @@ cdef class Communicator:
 
     def interrupt(self, error):
         """End the group on all ranks: `error` struck between calls that belong together."""
+        cdef shared_ptr[Engine] engine = self._engine
         if self._num_forks == num_forks:
-            self._engine.get().interrupt()
+            with nogil:  # a peer that reads nothing takes the news late
+                engine.get().interrupt()
             self._note(error)
 
     def allocate(self, Py_ssize_t nbytes):
@@ -280,7 +283,8 @@ cdef class Communicator:
         memory._num_forks = num_forks
         memory._heap = heap
         memory._nbytes = nbytes
-        memory._data = heap.get().allocate(nbytes)
+        with nogil:  # backing gigabytes takes a while
+            memory._data = memory._heap.get().allocate(memory._nbytes)
         return memory
 
     # ---- Collectives ----------------------------------------------------------
@@ -394,7 +398,7 @@ cdef class Communicator:
         c.dtype = <ferro.DType> dst.dtype
         c.count = dst.count
         c.out = dst.data
-        c.tag = tag
+        c.tag = _tag(tag)
         return self._launch(&c, src, dst, x, out, is_new, async_op, timeout)
 
     def barrier(self, bint async_op, timeout, tag):
@@ -413,7 +417,9 @@ cdef class Communicator:
         cdef size_t expected = sum(counts.recv)
         cdef object written = self._arrays.allocate_rows(x, src.count, expected) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
-        self._check_outputs("all_to_all", src, dst, expected, 1)  # never in place
+        self._check_match("all_to_all", src, dst, expected)
+        if overlap(src, dst):
+            arguments.raise_overlap("all_to_all", rank=self.rank)
         cdef Collective c = _collective(Op.all_to_all, src, dst, 0, tag)
         c.send_counts = send.data()
         c.recv_counts = recv.data()
@@ -478,6 +484,14 @@ cdef class Communicator:
     cdef inline int _check_outputs(
         self, str op, BufferView src, BufferView dst, size_t count, Py_ssize_t in_place
     ) except -1:
+        self._check_match(op, src, dst, count)
+        if dst.data != <char*> src.data + in_place and overlap(src, dst):
+            arguments.raise_overlap(op, rank=self.rank)
+        return 0
+
+    cdef inline int _check_match(
+        self, str op, BufferView src, BufferView dst, size_t count
+    ) except -1:
         if dst.device_type != src.device_type or (
             dst.device_id != src.device_id and dst.device_id >= 0 and src.device_id >= 0
         ):
@@ -487,8 +501,6 @@ cdef class Communicator:
                 op, DTYPE_NAMES[src.dtype], DTYPE_NAMES[dst.dtype], rank=self.rank)
         if dst.count != count:
             arguments.check_size(op, "out", dst.count, count, rank=self.rank)
-        if dst.data != <char*> src.data + in_place and overlap(src, dst):
-            arguments.raise_overlap(op, rank=self.rank)
         return 0
 
     cdef inline int _set_reduction(self, Collective* c, str op, BufferView src, reduce_op) except -1:

@@ -234,6 +234,26 @@ def bad_uneven_counts_are_refused(group: Group) -> None:
     _goes_on(group)
 
 
+@case()
+def uneven_chunks_in_arrays_that_overlap_are_refused(group: Group) -> None:
+    counts = [2] * group.world_size
+    nbytes = sum(counts)
+    memory = np.zeros(nbytes + 1, np.uint8)
+    if group.rank == 0:
+        for first in (0, 1):
+            _refused(
+                group,
+                InvalidArray,
+                fd.all_to_all,
+                memory[:nbytes],
+                group,
+                out=memory[first : first + nbytes],
+                send_counts=counts,
+                recv_counts=counts,
+            )
+    _goes_on(group)
+
+
 # Options
 
 
