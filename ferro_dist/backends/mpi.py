@@ -423,6 +423,7 @@ class MpiBackend(MpiGroup):
         work = BatchWork([self._post(message) for message in messages], result)
         if async_op:
             return work
+        work.start_clock()
         with self._poisoned_by_interrupt(op):
             return work.result()
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ferro_dist.arguments import UnevenCounts
+from ferro_dist.backends.mpi_progress import Requests
 from ferro_dist.errors import ChannelClosed, CollectiveMismatch
 from ferro_dist.interop import dtype_name
 from ferro_dist.reduce_op import ReduceOp
@@ -142,11 +143,14 @@ class Agreement:
         ``mpi4py.MPI``.
     comm : MPI.Intracomm
         Its point-to-point messages are this class's alone.
+    requests : Requests
+        Counts the group's collectives, of which the comparison of counts makes two.
     """
 
-    def __init__(self, mpi: Any, comm: Any) -> None:
+    def __init__(self, mpi: Any, comm: Any, requests: Requests) -> None:
         self._mpi = mpi
         self._comm = comm
+        self._requests = requests
         self._rank: int = comm.rank
         self._world_size: int = comm.size
         self._peers = [peer for peer in range(self._world_size) if peer != self._rank]
@@ -203,15 +207,13 @@ class Agreement:
         """Compare what each rank sends with what its peers expect; raise alike on all ranks."""
         sent_to_us = np.zeros(self._world_size, np.int64)
         request = self._comm.Ialltoall(np.array(counts.send, np.int64), sent_to_us)
-        while not request.Test():
-            yield
+        yield from self._requests.complete(request)
         verdict = np.array([_NONE, 0, 0], np.int64)  # sender, what it sends, what is expected
         for sender in np.flatnonzero(sent_to_us != counts.recv)[:1]:
             verdict[:] = sender, sent_to_us[sender], counts.recv[sender]
         verdicts = np.zeros((self._world_size, 3), np.int64)
         request = self._comm.Iallgather(verdict, verdicts)
-        while not request.Test():
-            yield
+        yield from self._requests.complete(request)
         self._check_verdicts(verdicts, sequence)
 
     def awaited(self) -> list[int]:

@@ -53,8 +53,8 @@ class MpiGroup(Backend):
         self._sequence = 0
         self._current_sequence = 0
         self._pid = os.getpid()
-        self._agreement = Agreement(mpi, comm)
         self._requests = Requests()
+        self._agreement = Agreement(mpi, comm, self._requests)
         self._messages = Messages(mpi, messages, self._agreement, self._requests)
         self._operands = Operands(mpi, self._rank, self._world_size)
         self._progress = Progress(self._rank, self._translate, self._listen, self._announce)
@@ -167,6 +167,7 @@ class MpiGroup(Backend):
     def _finish(self, work: MpiWork, async_op: bool) -> Any:
         if async_op:
             return work
+        work.start_clock()
         with self._poisoned_by_interrupt(work.op):
             return work.result()
 

@@ -47,7 +47,8 @@ class Call:
     awaited : callable
         The ranks that are known to be late, asked on a timeout.
     timeout_s : float
-        From the moment that somebody waits for it and it is its lane's turn.
+        From `start_clock` on: at once where the caller blocks, else from the moment that
+        somebody waits for it and it is its lane's turn.
     sequence : int or None
         The number of a collective in its group.
     """
@@ -67,12 +68,21 @@ class Call:
         self.is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.waited_since: float | None = None
+        self._waited_since: float | None = None
         self._steps: Steps | None = steps
 
     @property
     def label(self) -> str:
         return self.op if self.sequence is None else f"{self.op} #{self.sequence}"
+
+    def start_clock(self) -> None:
+        """Say that somebody waits from now on, if nobody has before."""
+        if self._waited_since is None:
+            self._waited_since = time.monotonic()
+
+    def elapsed_s(self) -> float:
+        """Return for how long it has been waited for."""
+        return 0.0 if self._waited_since is None else time.monotonic() - self._waited_since
 
     def advance(self) -> None:
         """Do what can be done without waiting."""
@@ -185,7 +195,7 @@ class Progress:
             now = time.monotonic()
             if timeout_s is not None and now - started >= timeout_s:
                 return False
-            self._check_expired(lane, now)
+            self._check_expired(lane, call)
             _pause(now - started)
 
     def poison(self, error: BaseException, is_announced: bool = False) -> None:
@@ -229,17 +239,18 @@ class Progress:
         if not isinstance(call.error, SizeMismatch):
             self.poison(call.error)
 
-    def _check_expired(self, lane: Hashable, now: float) -> None:
+    def _check_expired(self, lane: Hashable, call: Call) -> None:
+        """End the group if `call`, or the one whose turn it is, has taken too long."""
         with mpi_lock:
             calls = self._lanes.get(lane)
             if not calls:
                 return
-            first = calls[0]
-            if first.waited_since is None:
-                first.waited_since = now
-            elapsed_s = now - first.waited_since
-            if elapsed_s >= first.timeout_s:
-                self.poison(_timeout(first, self._rank, elapsed_s))
+            calls[0].start_clock()
+            for candidate in (calls[0], call):
+                elapsed_s = candidate.elapsed_s()
+                if elapsed_s >= candidate.timeout_s:
+                    self.poison(_timeout(candidate, self._rank, elapsed_s))
+                    return
 
 
 class MpiWork(Work):
@@ -258,6 +269,10 @@ class MpiWork(Work):
     def op(self) -> str:
         """Public name of the call."""
         return self._call.op
+
+    def start_clock(self) -> None:
+        """Count the call's timeout from now on: its caller blocks, also while others run."""
+        self._call.start_clock()
 
     def wait(self, timeout: float | None = None) -> None:
         if not self._progress.wait(self._lane, self._call, timeout):
@@ -280,6 +295,11 @@ class BatchWork(Work):
     def __init__(self, works: list[MpiWork], result: Any = None) -> None:
         self._works = works
         self._result = result
+
+    def start_clock(self) -> None:
+        """Count the timeout of all calls from now on."""
+        for work in self._works:
+            work.start_clock()
 
     def wait(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout

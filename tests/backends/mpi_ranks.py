@@ -177,6 +177,18 @@ def a_late_rank_is_named_by_the_timeout(group: Group) -> None:
     fd.barrier(group)
 
 
+def a_call_behind_another_keeps_its_own_timeout(group: Group) -> None:
+    other = clone(group)
+    if group.rank == 0:
+        work = fd.allreduce(np.ones(1), other, async_op=True)
+        error = raised(Timeout, fd.barrier, other, timeout=0.3)
+        assert (error.op, error.sequence) == ("barrier", 1)
+        assert error.missing == tuple(range(1, group.world_size))
+        assert raised(Timeout, work.wait) is error
+    fd.barrier(group)
+    other.close()
+
+
 def a_failure_is_told_to_all_ranks(group: Group) -> None:
     """Who waits longer need not: the group has ended when one rank has given up."""
     other = clone(group)
@@ -206,6 +218,26 @@ def control_c_ends_a_wait(group: Group) -> None:
         timer.join()
     fd.barrier(group)
     other.close()
+
+
+def a_group_left_amid_the_comparison_of_counts_is_not_freed(group: Group) -> None:
+    """MPI would wait in Free for the ranks that have not begun the comparison."""
+    from ferro_dist.backends import mpi_farewell
+
+    other = clone(group)
+    counts = [1] * group.world_size
+    x = np.zeros(group.world_size)
+    work: Any = fd.all_to_all(x, other, send_counts=counts, recv_counts=counts, async_op=True)
+    fd.barrier(group)  # everybody has sent its fingerprint, and gone no further
+    if group.rank == 0:
+        while other._agreement.awaited():
+            assert not work.is_completed()
+        other.interrupt(KeyboardInterrupt())
+    other.close()
+    if group.rank == 0:
+        assert [farewell._is_sound for farewell in mpi_farewell._leaving] == [False]
+        mpi_farewell._leaving.clear()
+    fd.barrier(group)
 
 
 def main() -> None:

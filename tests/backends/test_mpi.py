@@ -35,8 +35,10 @@ OF_ANY_SIZE = [
 BETWEEN_RANKS = [
     "messages_left_behind_do_not_reach_the_next_group",
     "a_late_rank_is_named_by_the_timeout",
+    "a_call_behind_another_keeps_its_own_timeout",
     "a_failure_is_told_to_all_ranks",
     "control_c_ends_a_wait",
+    "a_group_left_amid_the_comparison_of_counts_is_not_freed",
 ]
 # One library serves all sizes, the other the size that leaves every rank a core.
 SIZES = [("mpich", 1), ("mpich", 2), ("mpich", 3), ("mpich", 4), ("openmpi", 2)]
