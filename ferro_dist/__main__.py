@@ -111,10 +111,10 @@ def kernels() -> str:
 
 def cores() -> str:
     """Count the cores that a rank started here may use, and say what limits them."""
-    from ferro_dist.rendezvous.machine import affinity_mask, cpu_limit, usable
+    from ferro_dist.cores import count_own, cpu_limit
 
-    mask, limit = affinity_mask(), cpu_limit()
-    text = f"{usable([mask], [limit])} usable of {os.cpu_count()}"
+    limit = cpu_limit()
+    text = f"{count_own()} usable of {os.cpu_count()}"
     if limit.millicores:
         text += f" (the cgroup grants {limit.millicores / 1000:g})"
     return text

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from ferro_dist.cores import count_own
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -237,22 +239,4 @@ def _check_emulation(options: Options) -> None:
 
 def usable_cores() -> list[int]:
     """Return the cores this process may run on, no more of them than its CPU quota pays for."""
-    cores = sorted(os.sched_getaffinity(0))
-    return cores[: max(1, min(len(cores), int(_cpu_quota())))]
-
-
-def _cpu_quota() -> float:
-    """Return how many cores' worth of time the control group grants (v2, else v1)."""
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        try:
-            with open("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") as file:
-                quota = file.read()
-            with open("/sys/fs/cgroup/cpu/cpu.cfs_period_us") as file:
-                period = file.read()
-        except OSError:
-            return 1e6
-    has_limit = quota.strip().isdigit() and int(period) > 0
-    return int(quota) / int(period) if has_limit else 1e6
+    return sorted(os.sched_getaffinity(0))[: count_own()]

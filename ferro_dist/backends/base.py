@@ -7,11 +7,11 @@ public face; they call the methods here with every argument in its place.
 from __future__ import annotations
 
 import abc
-import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
+from ferro_dist.cores import count_own
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.work import Work
 
@@ -207,8 +207,11 @@ class Backend(abc.ABC):
 
     @property
     def cores_per_rank(self) -> float:
-        """How many cores each rank has, where the ranks of a host share those of the host."""
-        return len(os.sched_getaffinity(0)) / self.world_size
+        """How many cores each rank has, where the ranks of a host share those of the host.
+
+        Of a backend that does not know who shares its host: as if all ranks did.
+        """
+        return count_own() / self.world_size
 
     @property
     def device(self) -> int | None:

@@ -11,8 +11,9 @@ from ferro_dist import arguments
 from ferro_dist.arguments import UnevenCounts
 from ferro_dist.backends.base import Array, P2POp
 from ferro_dist.backends.mpi_agreement import Fingerprint
+from ferro_dist.backends.mpi_assembly import duplicate
 from ferro_dist.backends.mpi_group import MpiGroup
-from ferro_dist.backends.mpi_library import duplicate, intracomm, load_mpi
+from ferro_dist.backends.mpi_library import intracomm, load_mpi
 from ferro_dist.backends.mpi_memory import (
     Numbers,
     Source,
@@ -30,6 +31,7 @@ from ferro_dist.backends.mpi_reduction import Reduction
 from ferro_dist.backends.results import allocate_chunk, allocate_rows
 from ferro_dist.interop import BufferView, as_view
 from ferro_dist.reduce_op import ReduceOp
+from ferro_dist.rendezvous.control_plane import Deadline
 from ferro_dist.work import Work
 
 __all__ = ["MpiBackend"]
@@ -46,6 +48,9 @@ class MpiBackend(MpiGroup):
     `Work` is asked: MPI makes progress inside its own functions only. A thread of ours
     would take the interpreter's lock from the computation that it should overlap; MPICH
     has one of its own (``MPIR_CVAR_ASYNC_PROGRESS=1``).
+
+    `split` ends in a call of MPI's that knows no timeout and is deaf to Ctrl-C. Ranks are in it
+    for moments, as all have come before any begins it, unless one is stopped just then.
 
     Parameters
     ----------
@@ -69,8 +74,8 @@ class MpiBackend(MpiGroup):
         mpi = load_mpi()
         parent = mpi.COMM_WORLD if comm is None else intracomm(mpi, comm)
         timeout = arguments.check_timeout(timeout)
-        comm, messages = duplicate(parent, timeout, copies=2)
-        self._join(mpi, comm, messages, timeout)
+        deadline = Deadline(timeout)
+        self._join("init", mpi, duplicate("init", parent, deadline), deadline, timeout)
 
     # Reductions
 

@@ -13,8 +13,8 @@ import numpy as np
 from ferro_dist import arguments
 from ferro_dist.backends.base import Array, Backend
 from ferro_dist.backends.mpi_agreement import Agreement, Failure, Fingerprint
+from ferro_dist.backends.mpi_assembly import count_cores_per_rank, duplicate
 from ferro_dist.backends.mpi_farewell import Farewell, close_at_exit, free_left_groups
-from ferro_dist.backends.mpi_library import duplicate
 from ferro_dist.backends.mpi_messages import Messages
 from ferro_dist.backends.mpi_operands import Operands
 from ferro_dist.backends.mpi_progress import Call, MpiWork, Progress, Requests, Steps, mpi_lock
@@ -27,6 +27,7 @@ from ferro_dist.errors import (
     UnsupportedOp,
 )
 from ferro_dist.interop import dtype_code, numpy_dtype
+from ferro_dist.rendezvous.control_plane import Deadline
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11
@@ -40,7 +41,10 @@ _ALIGNMENT = 64
 class MpiGroup(Backend):
     """One rank's side of a group, without the operations: see `MpiBackend`."""
 
-    def _join(self, mpi: Any, comm: Any, messages: Any, timeout: float) -> None:
+    def _join(self, op: str, mpi: Any, comm: Any, deadline: Deadline, timeout: float) -> None:
+        """Make the group of `comm`, which becomes its own, with the other ranks."""
+        messages = duplicate(op, comm, deadline)
+        self._cores_per_rank = count_cores_per_rank(op, comm, deadline)
         for owned in (comm, messages):
             owned.Set_errhandler(mpi.ERRORS_RETURN)
         self._mpi = mpi
@@ -81,6 +85,10 @@ class MpiGroup(Backend):
     def is_closed(self) -> bool:
         return self._is_closed
 
+    @property
+    def cores_per_rank(self) -> float:
+        return self._cores_per_rank
+
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         self._check_open("empty")
         resolved = numpy_dtype(dtype_code(dtype))
@@ -97,8 +105,10 @@ class MpiGroup(Backend):
         def move() -> Steps:
             yield from ()
 
+        deadline = Deadline(self._limit(timeout))
         self._collective(Fingerprint.of_members(chosen), move, False, timeout)
-        # Everybody is here or about to be: this blocks for moments only.
+        # MPI has no split that could be given up. All ranks are here or about to be, and
+        # whoever dies takes the job along: only a rank that is stopped now holds up the others.
         is_member = self._rank in chosen
         colour = 0 if is_member else self._mpi.UNDEFINED
         with self._lock_for_blocking():
@@ -106,8 +116,7 @@ class MpiGroup(Backend):
         if not is_member:
             return None
         group = type(self).__new__(type(self))
-        (messages,) = duplicate(comm, self._limit(timeout), copies=1)
-        group._join(self._mpi, comm, messages, self._timeout)
+        group._join("split", self._mpi, comm, deadline, self._timeout)
         return group
 
     def shrink(self, timeout: float | None = None) -> Self:

@@ -1,13 +1,12 @@
-"""The MPI library behind mpi4py: found, loaded, and its communicators duplicated."""
+"""The MPI library behind mpi4py: found and loaded."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from ferro_dist.errors import BackendUnavailable, InvalidArray, Timeout
+from ferro_dist.errors import BackendUnavailable, InvalidArray
 
-__all__ = ["duplicate", "intracomm", "load_mpi"]
+__all__ = ["intracomm", "load_mpi"]
 
 
 def load_mpi() -> Any:
@@ -32,23 +31,3 @@ def intracomm(mpi: Any, comm: Any) -> Any:
     if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
         raise InvalidArray(f"comm must be an mpi4py.MPI.Intracomm, not {comm!r}")
     return comm
-
-
-def duplicate(parent: Any, timeout: float, copies: int) -> list[Any]:
-    """Duplicate a communicator, giving up after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    made = []
-    for _ in range(copies):
-        comm, request = parent.Idup()
-        while not request.Test():
-            if time.monotonic() > deadline:
-                raise Timeout(
-                    f"init failed on rank {parent.rank}: not all {parent.size} ranks of the "
-                    f"communicator made their MpiBackend within {timeout:.1f} s.",
-                    seconds=timeout,
-                    op="init",
-                    rank=parent.rank,
-                )
-            time.sleep(0.0001)
-        made.append(comm)
-    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from ferro_dist import arguments
 from ferro_dist._native.host import Communicator
 from ferro_dist.backends import results
 from ferro_dist.backends.engine import EngineBackend
+from ferro_dist.cores import count_own
 from ferro_dist.errors import LockPoisoned
 
 __all__ = ["SimulatedBackend"]
@@ -50,11 +50,10 @@ class SimulatedBackend(EngineBackend):
         """
         world_size = arguments.check_world_size(world_size)
         timeout = arguments.check_timeout(timeout)
-        num_cores = len(os.sched_getaffinity(0))
         siblings = _Siblings()
         return [
             cls(communicator, siblings)
-            for communicator in Communicator.create_group(world_size, num_cores, timeout, results)
+            for communicator in Communicator.create_group(world_size, count_own(), timeout, results)
         ]
 
     def split(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ferro_dist.arguments import check_timeout, integer
+from ferro_dist.cores import count_own
 from ferro_dist.errors import (
     DistributedError,
     InvalidRank,
@@ -26,7 +27,6 @@ from ferro_dist.errors import (
     NoConnection,
     Timeout,
 )
-from ferro_dist.rendezvous import machine
 from ferro_dist.rendezvous.address import (
     Address,
     Target,
@@ -214,8 +214,7 @@ def system_errors(rank: int) -> Iterator[None]:
 
 
 def world_of_one() -> Wiring:
-    cores = machine.usable([machine.affinity_mask()], [machine.cpu_limit()])
-    return Wiring(0, 1, ((0,),), num_cores=cores, addresses=("127.0.0.1",))
+    return Wiring(0, 1, ((0,),), num_cores=count_own(), addresses=("127.0.0.1",))
 
 
 # Where the ranks are

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol, TypeVar
 
+from ferro_dist.cores import CpuLimit, affinity_mask, count_usable, cpu_limit
 from ferro_dist.errors import CollectiveMismatch, Io
 from ferro_dist.rendezvous import machine
 from ferro_dist.rendezvous.address import Target, is_loopback, listen, target_of, wildcard_target
@@ -141,7 +142,7 @@ class Member:
     cores : str
         Affinity mask, hexadecimal.
     cgroup, millicores
-        See `machine.CpuLimit`.
+        See `ferro_dist.cores.CpuLimit`.
     socket : str
         Names the abstract socket at which it would serve its host's ranks.
     nonce : str
@@ -163,14 +164,14 @@ class Member:
     @classmethod
     def own(cls, shared_memory: bool, place: Place) -> Member:
         """Describe this process."""
-        limit = machine.cpu_limit()
+        limit = cpu_limit()
         return cls(
             pid=os.getpid(),
             host=machine.host_identity(),
             network=machine.network_identity(),
             address=place.own_address,
             loopback=place.loopback,
-            cores=f"{machine.affinity_mask():x}",
+            cores=f"{affinity_mask():x}",
             cgroup=limit.cgroup[:256],
             millicores=limit.millicores,
             shared_memory=bool(shared_memory),
@@ -317,9 +318,9 @@ class _Wirer:
         # Ranks of one machine compete for its cores, whether or not they share memory.
         host = self._members[self._rank].host
         here = [member for member in self._members if member.host == host]
-        return machine.usable(
+        return count_usable(
             [int(member.cores, 16) for member in here],
-            [machine.CpuLimit(member.cgroup, member.millicores) for member in here],
+            [CpuLimit(member.cgroup, member.millicores) for member in here],
         )
 
     # Step 3: shared memory

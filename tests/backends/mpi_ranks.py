@@ -31,6 +31,8 @@ from backends.contract.suite import CASES
 import ferro_dist as fd
 from ferro_dist import LockPoisoned, MpiBackend, P2POp, ReduceOp, Timeout
 from ferro_dist.backends import mpi_memory
+from ferro_dist.cores import count_own
+from ferro_dist.rendezvous import machine
 
 SUM, MEAN, PROD, MIN, MAX = ReduceOp
 
@@ -119,6 +121,16 @@ def what_is_no_communicator_is_refused(group: Group) -> None:
     raised(fd.InvalidArray, MpiBackend, MPI.COMM_NULL)
     raised(fd.InvalidArray, MpiBackend, "world")
     raised(ValueError, MpiBackend, timeout=0)
+
+
+def ranks_share_the_cores_of_their_own_host(group: Group) -> None:
+    assert group.cores_per_rank == count_own() / group.world_size
+    own_host, machine.host_identity = machine.host_identity, lambda: f"{group.rank}"
+    try:
+        with MpiBackend() as spread:
+            assert spread.cores_per_rank == count_own()
+    finally:
+        machine.host_identity = own_host
 
 
 def a_forked_child_is_refused(group: Group) -> None:

@@ -29,6 +29,7 @@ OF_ANY_SIZE = [
     "blocks_beyond_one_unit_keep_their_order",
     "a_given_communicator_is_duplicated",
     "what_is_no_communicator_is_refused",
+    "ranks_share_the_cores_of_their_own_host",
     "a_forked_child_is_refused",
     "groups_that_were_left_are_freed",
 ]

@@ -1107,49 +1107,6 @@ def test_this_process_shares_memory_with_itself() -> None:
     assert machine.host_identity().startswith(machine.network_identity().partition(":")[0])
 
 
-@pytest.mark.parametrize(
-    ("masks", "limits", "cores"),
-    [
-        ([0b1111, 0b1111], [], 4),
-        ([0b0011, 0b0110], [("", 0), ("", 0)], 3),
-        ([0b1111], [("a", 2500)], 2),
-        ([0b1111], [("a", 100)], 1),
-        ([0b1111, 0b1111], [("a", 1000), ("a", 1000)], 1),
-        ([0b1111, 0b1111], [("a", 1000), ("b", 1000)], 2),
-        ([0b1111, 0b1111], [("a", 1000), ("", 0)], 4),
-        ([0b1], [("a", 8000)], 1),
-    ],
-)
-def test_cores_are_those_of_all_ranks(
-    masks: list[int], limits: list[tuple[str, int]], cores: int
-) -> None:
-    assert machine.usable(masks, [machine.CpuLimit(*limit) for limit in limits]) == cores
-
-
-def test_the_tightest_cgroup_limit_counts(tmp_path: Any) -> None:
-    inner = tmp_path / "outer" / "inner"
-    inner.mkdir(parents=True)
-    (inner / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "outer" / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "self").write_text("0::/outer/inner\n")
-    limit = machine.cpu_limit(str(tmp_path / "self"), str(tmp_path))
-    assert limit.millicores == 1500
-
-
-def test_a_cgroup_of_version_1(tmp_path: Any) -> None:
-    folder = tmp_path / "cpu" / "job"
-    folder.mkdir(parents=True)
-    (folder / "cpu.cfs_quota_us").write_text("50000\n")
-    (folder / "cpu.cfs_period_us").write_text("100000\n")
-    (tmp_path / "self").write_text("3:cpu,cpuacct:/job\n2:memory:/job\n")
-    limit = machine.cpu_limit(str(tmp_path / "self"), str(tmp_path))
-    assert limit.millicores == 500
-
-
-def test_no_cgroup_is_no_limit(tmp_path: Any) -> None:
-    assert machine.cpu_limit(str(tmp_path / "none"), str(tmp_path)) == machine.CpuLimit()
-
-
 def test_an_infinite_timeout_is_none() -> None:
     assert Deadline(float("inf")).at == float("inf")
     with closing(join_all(2, timeout=float("inf"))):
