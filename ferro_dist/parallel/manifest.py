@@ -33,7 +33,11 @@ QUOTE_NBYTES = 512
 
 
 def agree_on_manifest(
-    lines: Sequence[str], backend: Backend, op: str, timeout: float | None = None
+    lines: Sequence[str],
+    backend: Backend,
+    op: str,
+    timeout: float | None = None,
+    member: str = "rank",
 ) -> int:
     """Raise on every rank alike if the manifests of the ranks differ.
 
@@ -46,6 +50,8 @@ def agree_on_manifest(
         Who asks, for the error: ``"DDP"``.
     timeout : float, optional
         Seconds until the others must have asked too; None for the backend's own.
+    member : str, default "rank"
+        What a rank of this group is to the user, for the error: ``"replica"``.
 
     Returns
     -------
@@ -67,7 +73,7 @@ def agree_on_manifest(
         return int(headers["number"][0, 0])
     index = _first_difference(digests, int(headers["length"].max()), backend)
     line = lines[index] if index < len(lines) else "nothing"
-    raise _mismatch(_gather_quotes(line, backend), backend, op)
+    raise _mismatch(_gather_quotes(line, backend), backend, op, member)
 
 
 def _first_difference(digests: NumpyArray, length: int, backend: Backend) -> int:
@@ -87,14 +93,14 @@ def _gather_quotes(line: str, backend: Backend) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def _mismatch(quotes: Sequence[str], backend: Backend, op: str) -> CollectiveMismatch:
+def _mismatch(quotes: Sequence[str], backend: Backend, op: str, member: str) -> CollectiveMismatch:
     ranks_of: dict[str, list[int]] = {}
     for rank, quote in enumerate(quotes):
         ranks_of.setdefault(quote, []).append(rank)
-    sides = "; ".join(f"{quote} on {_name(ranks)}" for quote, ranks in ranks_of.items())
+    sides = "; ".join(f"{quote} on {_name(ranks, member)}" for quote, ranks in ranks_of.items())
     return CollectiveMismatch(
-        f"{op}: the ranks disagree. First difference: {sides}.\n"
-        "Build the same, in the same order, on every rank.",
+        f"{op}: the {member}s disagree. First difference: {sides}.\n"
+        f"Build the same, in the same order, on every {member}.",
         op=op,
         rank=backend.rank,
         peer=_odd_one_out(list(ranks_of.values())),
@@ -109,8 +115,8 @@ def _odd_one_out(sides: Sequence[Sequence[int]]) -> int | None:
     return minority[0] if len(minority) == 1 < len(majority) else None
 
 
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _name(ranks: Sequence[int], member: str) -> str:
+    return f"{member}{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _digest(line: str) -> int:

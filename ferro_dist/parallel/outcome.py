@@ -2,8 +2,9 @@
 
 All ranks exchange one small row each: whether they failed, and their part of the loss. If one has
 failed, it tells all what happened: an exception of one rank is one of all ranks, and the group
-stays as usable as before. How ranks that wait for the one that failed get here is told at
-`StepRun.abandon` in `executor.py`.
+stays as usable as before. The replicas of a rank are each in another pipeline, so after a second
+exchange, among them, whatever happened anywhere is known everywhere. How ranks that wait for the
+one that failed get here is told at `StepRun.abandon` in `executor.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ import dataclasses
 import json
 import struct
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from ferro_dist.collective import all_gather, broadcast
-from ferro_dist.errors import ChannelClosed, DistributedError, LockPoisoned, PeerLostError
+from ferro_dist.errors import (
+    ChannelClosed,
+    CollectiveMismatch,
+    DistributedError,
+    LockPoisoned,
+    PeerLostError,
+)
 from ferro_dist.parallel.activation_channel import PeerAborted
 
 if TYPE_CHECKING:
@@ -27,14 +35,13 @@ __all__ = [
     "BadArgument",
     "FailureReport",
     "StageFailed",
-    "end_of_group",
-    "exchange_outcome",
-    "raise_failure",
-    "raise_on_all",
+    "run_on_all",
     "share_outcome",
 ]
 
-_ROW = struct.Struct("<dII")
+ResultT = TypeVar("ResultT")
+
+_ROW = struct.Struct("<dI")
 _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, IndexError, RuntimeError)
 }
@@ -49,6 +56,8 @@ class StageFailed(DistributedError):
     ----------
     peer : int
         The rank whose stage it was; there, the ``__cause__`` is what was raised.
+    replica : int or None
+        In which of the pipelines side by side, if there are several.
     stage, microbatch : int or None
         What it was at.
     traceback_text : str
@@ -61,11 +70,13 @@ class StageFailed(DistributedError):
         *,
         rank: int | None = None,
         peer: int | None = None,
+        replica: int | None = None,
         stage: int | None = None,
         microbatch: int | None = None,
         traceback_text: str = "",
     ) -> None:
         super().__init__(message, op="Pipeline", rank=rank, peer=peer)
+        self.replica = replica
         self.stage = stage
         self.microbatch = microbatch
         self.traceback_text = traceback_text
@@ -85,11 +96,18 @@ class FailureReport:
     message: str
     traceback_text: str
     rank: int
+    replica: int | None = None
     stage: int | None = None
     microbatch: int | None = None
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, where: tuple[int, int] | None) -> FailureReport:
+    def of(
+        cls,
+        error: BaseException,
+        rank: int,
+        replica: int | None,
+        where: tuple[int, int] | None,
+    ) -> FailureReport:
         kind = "stage"
         if isinstance(error, BadArgument):
             kind, error = "argument", error.__cause__ or error
@@ -98,15 +116,16 @@ class FailureReport:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         stage, microbatch = where if where is not None else (None, None)
         name = type(error).__name__
-        return cls(kind, name, str(error), text, rank, stage, microbatch)
+        return cls(kind, name, str(error), text, rank, replica, stage, microbatch)
 
     def to_error(self, rank: int) -> Exception:
         """Return what a rank raises that this has been told."""
         if self.kind == "argument":
-            return _ARGUMENT_ERRORS.get(self.error, ValueError)(self.message)
+            return self._to_argument_error(rank)
+        who = f"rank {self.rank}" + ("" if self.replica is None else f" of replica {self.replica}")
         if self.kind == "lost":
             return PeerLostError(
-                f"Pipeline: rank {self.rank} lost a rank of another group: {self.message}",
+                f"Pipeline: {who} lost a rank of another group: {self.message}",
                 op="Pipeline",
                 rank=rank,
                 peer=self.rank,
@@ -114,62 +133,69 @@ class FailureReport:
         where = "" if self.stage is None else f" in stage {self.stage}"
         which = "" if self.microbatch is None else f", microbatch {self.microbatch},"
         return StageFailed(
-            f"Pipeline: {self.error}{where}{which} on rank {self.rank}: {self.message}\n"
+            f"Pipeline: {self.error}{where}{which} on {who}: {self.message}\n"
             f"The group is still usable; zero the gradients before the next step.\n\n"
             f"{self.traceback_text}",
             rank=rank,
             peer=self.rank,
+            replica=self.replica,
             stage=self.stage,
             microbatch=self.microbatch,
             traceback_text=self.traceback_text,
         )
 
+    def _to_argument_error(self, rank: int) -> Exception:
+        if self.error == CollectiveMismatch.__name__:
+            return CollectiveMismatch(self.message, op="Pipeline", rank=rank)
+        return _ARGUMENT_ERRORS.get(self.error, ValueError)(self.message)
 
-def exchange_outcome(
-    backend: Backend, report: FailureReport | None, has_failed: bool, loss: float
-) -> tuple[FailureReport | None, np.ndarray[Any, Any]]:
-    """Tell all ranks how this one fared.
+
+def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend | None) -> ResultT:
+    """Run what all ranks run, and raise on all of them what it raises on any.
 
     Parameters
     ----------
+    part : callable
+        If it calls collectives, what it raises is the same on all ranks of these.
     backend : Backend
-    report : FailureReport, optional
-        What there is to tell.
-    has_failed : bool
-        Also true of a rank that only knows that another one has.
-    loss : float
+    replicas : Backend, optional
 
     Returns
     -------
-    report of the lowest rank that has one or None, losses by rank
+    what `part` returns
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `part` has raised it on the lowest of the ranks.
+    StageFailed
+        It has raised something else.
+    DistributedError
+        The pipeline's group has ended. The replicas have been told.
     """
-    told = b"" if report is None else json.dumps(dataclasses.asdict(report)).encode()
-    row = np.frombuffer(_ROW.pack(loss, len(told), has_failed), np.uint8)
-    rows = all_gather(row, backend).reshape(backend.world_size, _ROW.size)
-    outcomes = [_ROW.unpack(other.tobytes()) for other in rows]
-    losses = np.array([outcome[0] for outcome in outcomes])
-    root = next((rank for rank, outcome in enumerate(outcomes) if outcome[1]), None)
-    if root is None:
-        return None, losses
-    text = np.empty(outcomes[root][1], np.uint8)
-    if root == backend.rank:
-        text = np.frombuffer(told, np.uint8)
-    text = broadcast(text, backend, root)
-    return FailureReport(**json.loads(text.tobytes())), losses
+    results: list[ResultT] = []
+    failure: BaseException | None = None
+    try:
+        results.append(part())
+    except (TypeError, ValueError) as error:
+        failure = BadArgument()
+        failure.__cause__ = error
+    except BaseException as error:
+        failure = error
+    share_outcome(backend, replicas, failure)
+    (result,) = results
+    return result
 
 
 def share_outcome(
     backend: Backend,
     replicas: Backend | None,
     failure: BaseException | None,
-    where: tuple[int, int] | None,
-    loss: float,
-    is_averaged: bool,
-) -> tuple[FailureReport | None, float]:
+    where: tuple[int, int] | None = None,
+    loss: float = 0.0,
+    is_averaged: bool = True,
+) -> float:
     """Bring the loss, or a failure, to all ranks of a pipeline and then of its replicas.
-
-    Each replica of a rank is in another pipeline, so after the second exchange whatever
-    happened anywhere is known everywhere.
 
     Parameters
     ----------
@@ -186,35 +212,73 @@ def share_outcome(
 
     Returns
     -------
-    report or None, loss
+    float
+        The loss.
 
     Raises
     ------
+    ValueError, TypeError, RuntimeError, StageFailed, PeerLostError
+        What a rank had to tell; the lowest of the first replica that had.
     DistributedError
         The pipeline's group has ended. The replicas have been told.
     """
+    replica = None if replicas is None else replicas.rank
     report = None
     if failure is not None and not isinstance(failure, PeerAborted):
-        report = FailureReport.of(failure, backend.rank, where)
+        report = FailureReport.of(failure, backend.rank, replica, where)
     ended: DistributedError | None = None
     try:
-        report, losses = exchange_outcome(backend, report, failure is not None, loss)
+        report, losses = _exchange(backend, report, loss)
         loss = float(losses.sum())
     except DistributedError as error:
         ended = error
-        report = FailureReport.of(end_of_group(failure, error), backend.rank, where)
+        reason = _end_of_group(failure, error)
+        report = FailureReport.of(reason, backend.rank, replica, where)
     if replicas is not None:
         try:
-            report, losses = exchange_outcome(replicas, report, report is not None, loss)
+            report, losses = _exchange(replicas, report, loss)
             loss = float(losses.mean() if is_averaged else losses.sum())
         except DistributedError as error:
             ended = ended or error
     if ended is not None:
-        raise ended
-    return report, loss
+        raise _end_of_group(failure, ended) from None
+    if report is not None:
+        _raise_failure(failure, report, backend.rank)
+    return loss
 
 
-def raise_failure(failure: BaseException | None, told: FailureReport, rank: int) -> NoReturn:
+def _exchange(
+    backend: Backend, report: FailureReport | None, loss: float
+) -> tuple[FailureReport | None, np.ndarray[Any, Any]]:
+    """Tell all ranks how this one fared.
+
+    Parameters
+    ----------
+    backend : Backend
+    report : FailureReport, optional
+        What there is to tell.
+    loss : float
+
+    Returns
+    -------
+    report of the lowest rank that has one or None, losses by rank
+    """
+    told = b"" if report is None else json.dumps(dataclasses.asdict(report)).encode()
+    row = np.frombuffer(_ROW.pack(loss, len(told)), np.uint8)
+    rows = all_gather(row, backend).reshape(backend.world_size, _ROW.size)
+    outcomes = [_ROW.unpack(other.tobytes()) for other in rows]
+    losses = np.array([outcome[0] for outcome in outcomes])
+    root = next((rank for rank, outcome in enumerate(outcomes) if outcome[1]), None)
+    if root is None:
+        return None, losses
+    text = np.empty(outcomes[root][1], np.uint8)
+    if root == backend.rank:
+        text = np.frombuffer(told, np.uint8)
+    text = broadcast(text, backend, root)
+    return FailureReport(**json.loads(text.tobytes())), losses
+
+
+def _raise_failure(failure: BaseException | None, told: FailureReport, rank: int) -> NoReturn:
     """Raise the same on all ranks; on the one that failed, with what it raised as the cause."""
     if failure is not None and not isinstance(failure, Exception):
         raise failure  # Ctrl-C is for whoever pressed it
@@ -224,7 +288,7 @@ def raise_failure(failure: BaseException | None, told: FailureReport, rank: int)
     raise told.to_error(rank) from (None if isinstance(own, PeerAborted) else own)
 
 
-def end_of_group(failure: BaseException | None, error: DistributedError) -> BaseException:
+def _end_of_group(failure: BaseException | None, error: DistributedError) -> BaseException:
     """Return the first of the errors that tell why the group has ended."""
     if isinstance(failure, BadArgument):
         failure = failure.__cause__
@@ -235,18 +299,3 @@ def end_of_group(failure: BaseException | None, error: DistributedError) -> Base
     if isinstance(first, LockPoisoned) and isinstance(first.__cause__, DistributedError):
         return first.__cause__
     return first
-
-
-def raise_on_all(error: Exception | None, backend: Backend) -> None:
-    """Raise, on every rank, the argument error that the lowest of them has found."""
-    report = None
-    if error is not None:
-        wrapped = BadArgument()
-        wrapped.__cause__ = error
-        report = FailureReport.of(wrapped, backend.rank, None)
-    told, _ = exchange_outcome(backend, report, report is not None, 0.0)
-    if told is None:
-        return
-    if error is not None and told.rank == backend.rank:
-        raise error
-    raise told.to_error(backend.rank)

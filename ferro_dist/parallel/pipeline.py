@@ -27,16 +27,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ferro_dist import arguments
 from ferro_dist.errors import DistributedError
 from ferro_dist.parallel.ends import BackwardEnds, ForwardEnds, TrainingEnds
-from ferro_dist.parallel.executor import Program, StepRun, Wiring
-from ferro_dist.parallel.gpu_channels import GpuChannels, make_gpu_channels
-from ferro_dist.parallel.gradient_reduction import GradientReduction
-from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.outcome import (
-    BadArgument,
-    end_of_group,
-    raise_failure,
-    share_outcome,
-)
+from ferro_dist.parallel.executor import Program, StepRun
+from ferro_dist.parallel.outcome import share_outcome
 from ferro_dist.parallel.pipeline_arguments import (
     bucket_nbytes_of,
     built_in,
@@ -47,8 +39,8 @@ from ferro_dist.parallel.pipeline_arguments import (
     place,
     reduce_op,
 )
+from ferro_dist.parallel.pipeline_connection import Connection, connect
 from ferro_dist.parallel.pipeline_plan import PipelinePlan, make_plan
-from ferro_dist.parallel.replicas import connect_replicas
 from ferro_dist.parallel.schedules import (
     PipelineSchedule,
     complete,
@@ -58,7 +50,6 @@ from ferro_dist.parallel.schedules import (
     placement_of,
 )
 from ferro_dist.parallel.stage import Stage
-from ferro_dist.parallel.tied_weights import tie_weights
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -192,11 +183,7 @@ class Pipeline(Generic[ModuleT]):
         self._placement = placement_of(self._lists)
         self._stages = place(modules, self._placement, backend.rank, checkpoint)
         self._programs: dict[str, Program] = {}
-        self._wiring: Wiring | None = None
-        self._ties: list[GradientReduction] = []
-        self._trained: dict[int, set[str]] = {}
-        self._groups: list[Backend] = []
-        self._gpu_channels: GpuChannels | None = None
+        self._connection: Connection | None = None
         self._num_runs = 0
         self._pending_forward: ForwardEnds | None = None
         self._input_grad: Tree = None
@@ -404,21 +391,17 @@ class Pipeline(Generic[ModuleT]):
 
     def close(self) -> None:
         """Leave what was made for tied weights and between GPUs. Idempotent."""
-        with contextlib.ExitStack() as ends:
-            if self._gpu_channels is not None:
-                ends.callback(self._gpu_channels.close)
-            for group in reversed(self._groups):
-                ends.callback(group.close)
-        self._groups = []
+        if self._connection is not None:
+            self._connection.close()
 
     def __enter__(self) -> Pipeline[ModuleT]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._gpu_channels is not None:
+        if kind is not None and self._connection is not None:
             # Whoever hears of the exception should do so now: the others may never come to
-            # end the channels with this rank.
-            self._gpu_channels.abort()
+            # end the ways between GPUs with this rank.
+            self._connection.abort()
         self.close()
 
     def __repr__(self) -> str:
@@ -436,46 +419,23 @@ class Pipeline(Generic[ModuleT]):
 
     def _train(self, phase: str, ends: TrainingEnds | BackwardEnds) -> float:
         """Run something with a backward in it, and reduce what it adds to the gradients."""
-        reductions = [*self._ties, *self._connected.reductions.values()]
+        connection = self._connected
+        reductions = connection.reductions
 
         def prepare() -> None:
-            self._check_weights()
-            for reduction in reductions:  # ties first: what replicas share of them comes on top
+            connection.check_weights()
+            for reduction in reductions:
                 reduction.set_aside()
 
         try:
             loss = self._run(phase, ends, prepare)
-            self._sum_ties()
+            _sum_ties(connection)
         except BaseException:
             for reduction in reductions:
                 reduction.restore()
             raise
         self._input_grad = ends.deliver_input_gradient()
         return loss
-
-    def _check_weights(self) -> None:
-        """Raise BadArgument if what is trained is no longer what was made equal and is summed."""
-        for number, before in self._trained.items():
-            changed = self._stages[number].parameters().keys() ^ before
-            if changed:
-                raise BadArgument from ValueError(
-                    f"Pipeline: {min(changed)!r} of stage {number} was frozen, unfrozen, added or "
-                    "removed since the first step, and gradients of replicas or tied weights are "
-                    "summed. Make a new Pipeline"
-                )
-
-    def _sum_ties(self) -> None:
-        try:
-            for tie in self._ties:
-                tie.start()
-                tie.finish()
-        except DistributedError:
-            raise
-        except BaseException as error:
-            # The others are in this sum already, and wait for what this rank will not add.
-            for group in (*self._groups, self._backend):
-                group.interrupt(error)
-            raise
 
     def _run(
         self,
@@ -491,7 +451,8 @@ class Pipeline(Generic[ModuleT]):
             self._forget()
         step = self._num_runs
         self._num_runs += 1
-        run = StepRun(self._connected, self._program(phase), ends, step, self._seed, is_training)
+        wiring, program = self._connected.wiring, self._program(phase)
+        run = StepRun(wiring, program, ends, step, self._seed, is_training)
         failure: BaseException | None = None
         loss = 0.0
         try:
@@ -502,17 +463,14 @@ class Pipeline(Generic[ModuleT]):
             failure = error
             run.abandon()
         try:
-            told, loss = share_outcome(
+            loss = share_outcome(
                 self._backend, self._dp, failure, run.where, loss, self._op is ReduceOp.MEAN
             )
-        except DistributedError as error:
+        except BaseException:
+            self._forget()
+            raise
+        finally:
             run.close()
-            self._forget()
-            raise end_of_group(failure, error) from None
-        run.close()
-        if told is not None:
-            self._forget()
-            raise_failure(failure, told, self._backend.rank)
         if phase == "step":
             self._last_step = run
         return loss
@@ -539,45 +497,25 @@ class Pipeline(Generic[ModuleT]):
     # The first run
 
     @property
-    def _connected(self) -> Wiring:
-        assert self._wiring is not None
-        return self._wiring
+    def _connected(self) -> Connection:
+        assert self._connection is not None
+        return self._connection
 
     def _begin(self) -> None:
-        if self._wiring is None:
-            self._wiring = self._connect()
-
-    def _connect(self) -> Wiring:
-        """Make sure that all ranks mean the same, and start from the same weights."""
-        tag = agree_on_manifest(self._manifest(), self._backend, op="Pipeline")
-        reductions: dict[int, GradientReduction] = {}
-        if self._dp is not None:
-            reductions = connect_replicas(
-                self._stages,
-                self._program("step").actions,
-                self._dp,
-                self._op,
-                self._bucket_nbytes,
-                self._manifest(),
-            )
-        self._ties, self._groups = tie_weights(
-            self._tied, self._stages, self._backend, self._bucket_nbytes
-        )
-        for tie in self._ties:
-            tie.equalize()
-        if self._ties or reductions:
-            self._trained = {n: set(stage.parameters()) for n, stage in self._stages.items()}
-        self._gpu_channels = make_gpu_channels(self._lists, self._backend, self._timeout)
-        first = 0 if self._dp is None else self._dp.rank * self._num_microbatches
-        return Wiring(
-            self._backend,
-            tag,
-            self._timeout,
+        if self._connection is not None:
+            return
+        replica = 0 if self._dp is None else self._dp.rank
+        self._connection = connect(
             self._stages,
-            reductions,
-            first,
-            self._gpu_channels,
-            forecasts={},
+            self._lists,
+            self._backend,
+            self._dp,
+            settings=self._manifest(),
+            tied=self._tied,
+            op=self._op,
+            bucket_nbytes=self._bucket_nbytes,
+            first_microbatch=replica * self._num_microbatches,
+            timeout=self._timeout,
         )
 
     def _manifest(self) -> list[str]:
@@ -590,3 +528,16 @@ class Pipeline(Generic[ModuleT]):
             f"replicas={replicas}, average={self._op.name.lower()}",
             f"bucket_nbytes={self._bucket_nbytes}",
         ]
+
+
+def _sum_ties(connection: Connection) -> None:
+    try:
+        for tie in connection.ties:
+            tie.start()
+            tie.finish()
+    except DistributedError:
+        raise
+    except BaseException as error:
+        # The others are in this sum already, and wait for what this rank will not add.
+        connection.interrupt_ties(error)
+        raise

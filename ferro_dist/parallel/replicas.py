@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ferro_dist.collective import broadcast
 from ferro_dist.parallel.gradient_reduction import GradientReduction, Weight
-from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.schedules import Action, ActionKind
 from ferro_dist.parallel.stage import Stage
 from ferro_dist.reduce_op import ReduceOp
@@ -15,7 +14,16 @@ from ferro_dist.reduce_op import ReduceOp
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["connect_replicas"]
+__all__ = ["connect_replicas", "describe_state"]
+
+
+def describe_state(stages: Mapping[int, Stage]) -> list[str]:
+    """Return a line for each weight and buffer, the same on all replicas if they are alike."""
+    return [
+        f"stage {number} {name} {stage.describe(array)}"
+        for number, stage in stages.items()
+        for name, array in {**stage.parameters(), **stage.buffers()}.items()
+    ]
 
 
 def connect_replicas(
@@ -24,7 +32,6 @@ def connect_replicas(
     replicas: Backend,
     op: ReduceOp,
     bucket_nbytes: int,
-    settings: Sequence[str],
 ) -> dict[int, GradientReduction]:
     """Give all replicas the weights and buffers of the first one. Called by all of them.
 
@@ -37,25 +44,12 @@ def connect_replicas(
     replicas : Backend
     op : ReduceOp
     bucket_nbytes : int
-    settings : sequence of str
-        What else must be equal.
 
     Returns
     -------
     dict of int to GradientReduction
         For each stage that has weights of its own.
-
-    Raises
-    ------
-    CollectiveMismatch
-        The replicas differ, in what the error says.
     """
-    lines = [
-        f"stage {number} {name} {stage.describe(array)}"
-        for number, stage in stages.items()
-        for name, array in {**stage.parameters(), **stage.buffers()}.items()
-    ]
-    agree_on_manifest([*settings, *lines], replicas, op="Pipeline")
     reductions = {}
     for number, weights in _weights_by_stage(stages, actions).items():
         if weights:

@@ -4,78 +4,56 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferro_dist.parallel.exchange import all_gather_bytes
 from ferro_dist.parallel.gradient_reduction import GradientReduction, Weight
-from ferro_dist.parallel.outcome import raise_on_all
 from ferro_dist.parallel.stage import Stage
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["tie_weights"]
+__all__ = ["TiedWeight", "agree_on_ties", "find_tied_weights", "tie_weights"]
 
 Members = tuple[int, ...]
 
 
-def tie_weights(
-    tied: Mapping[str, Any], stages: Mapping[int, Stage], backend: Backend, bucket_nbytes: int
-) -> tuple[list[GradientReduction], list[Backend]]:
-    """Make the sums of gradients that keep tied weights one. Called by all ranks.
+class TiedWeight(NamedTuple):
+    """A weight of this rank, and what must be the same on the others that have it."""
 
-    Parameters
-    ----------
-    tied : mapping of str to parameter or its name
-        This rank's.
-    stages : mapping of int to Stage
-    backend : Backend
-    bucket_nbytes : int
+    weight: Weight
+    spec: str
 
-    Returns
-    -------
-    reductions that this rank takes part in, groups that were made for them
+
+def find_tied_weights(
+    tied: Mapping[str, Any], stages: Mapping[int, Stage]
+) -> dict[str, TiedWeight]:
+    """Return this rank's tied weights, given as parameters or by name.
 
     Raises
     ------
     ValueError
-        On all ranks: there is no such weight, nobody else has it, or it has another shape there.
+        There is no such weight.
     """
-    weights: dict[str, Weight] = {}
-    error = None
-    try:
-        weights = {key: _find(key, value, stages) for key, value in tied.items()}
-    except (TypeError, ValueError) as caught:
-        error = caught
-    raise_on_all(error, backend)
-    groups: list[Backend] = []
-    reductions = []
-    for members, keys in _by_members(weights, backend).items():
-        is_all = len(members) == backend.world_size
-        group = backend if is_all else backend.split(members)
-        if group is None:
-            continue
-        if not is_all:
-            groups.append(group)
-        own = [weights[key] for key in keys]
-        reductions.append(GradientReduction(own, group, ReduceOp.SUM, bucket_nbytes))
-    return reductions, groups
+    found = {}
+    for key, value in tied.items():
+        weight = _find(key, value, stages)
+        found[key] = TiedWeight(weight, str(weight.stage.describe(weight.value)))
+    return found
 
 
-def _find(key: str, value: Any, stages: Mapping[int, Stage]) -> Weight:
-    for stage in stages.values():
-        for name, parameter in stage.parameters().items():
-            if parameter is value or (isinstance(value, str) and name == value):
-                return Weight(stage, name)
-    raise ValueError(f"Pipeline: tied weight {key!r} is no parameter of a stage on this rank")
+def agree_on_ties(weights: Mapping[str, TiedWeight], backend: Backend) -> dict[Members, list[str]]:
+    """Return which weights are tied over which ranks, the same on all of them.
 
-
-def _by_members(weights: Mapping[str, Weight], backend: Backend) -> dict[Members, list[str]]:
-    """Return which weights are tied over which ranks, the same on all of them."""
-    own = {key: str(weight.stage.describe(weight.value)) for key, weight in weights.items()}
-    of_ranks = [json.loads(text) for text in all_gather_bytes(json.dumps(own).encode(), backend)]
+    Raises
+    ------
+    ValueError
+        On all ranks: nobody else has a weight, or it has another shape there.
+    """
+    own = json.dumps({key: weight.spec for key, weight in weights.items()})
+    of_ranks = [json.loads(text) for text in all_gather_bytes(own.encode(), backend)]
     keys_of: dict[Members, list[str]] = defaultdict(list)
     for key in sorted({key for specs in of_ranks for key in specs}):
         members = tuple(rank for rank, specs in enumerate(of_ranks) if key in specs)
@@ -86,3 +64,46 @@ def _by_members(weights: Mapping[str, Weight], backend: Backend) -> dict[Members
             raise ValueError(f"Pipeline: tied weight {key!r} is not the same: {specs}")
         keys_of[members].append(key)
     return dict(sorted(keys_of.items()))
+
+
+def tie_weights(
+    weights: Mapping[str, TiedWeight],
+    ties: Mapping[Members, Sequence[str]],
+    backend: Backend,
+    bucket_nbytes: int,
+) -> tuple[list[GradientReduction], list[Backend]]:
+    """Make the sums of gradients that keep tied weights one. Called by all ranks.
+
+    Parameters
+    ----------
+    weights : mapping of str to TiedWeight
+        This rank's.
+    ties : mapping of tuple of int to sequence of str
+        What `agree_on_ties` has returned.
+    backend : Backend
+    bucket_nbytes : int
+
+    Returns
+    -------
+    reductions that this rank takes part in, groups that were made for them
+    """
+    groups: list[Backend] = []
+    reductions = []
+    for members, keys in ties.items():
+        is_all = len(members) == backend.world_size
+        group = backend if is_all else backend.split(members)
+        if group is None:
+            continue
+        if not is_all:
+            groups.append(group)
+        own = [weights[key].weight for key in keys]
+        reductions.append(GradientReduction(own, group, ReduceOp.SUM, bucket_nbytes))
+    return reductions, groups
+
+
+def _find(key: str, value: Any, stages: Mapping[int, Stage]) -> Weight:
+    for stage in stages.values():
+        for name, parameter in stage.parameters().items():
+            if parameter is value or (isinstance(value, str) and name == value):
+                return Weight(stage, name)
+    raise ValueError(f"Pipeline: tied weight {key!r} is no parameter of a stage on this rank")

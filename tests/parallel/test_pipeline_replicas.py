@@ -139,6 +139,10 @@ def test_failure_of_one_pipeline_reaches_the_others(
         with pytest.raises((ValueError, fd.StageFailed)) as caught:
             pipe.step(given, y, mean_square)
         own[1].__dict__.pop("forward", None)
+        if where == "forward":
+            assert isinstance(caught.value, fd.StageFailed)
+            assert caught.value.replica == 1
+            assert f"on rank {caught.value.peer} of replica 1: " in str(caught.value)
         assert pipe.step(x, y, mean_square) > 0
         return str(caught.value)
 
@@ -307,15 +311,35 @@ def test_stages_may_be_ddp_themselves(on_ranks: OnRanks, schedule: str) -> None:
             assert_equal_gradients(parameter.grad, expected.gradients[f"{number}.{name}"], name)
 
 
-def test_replicas_that_differ_are_told(on_ranks: OnRanks) -> None:
-    def on_rank(backend: Any) -> None:
-        with fd.RankGrid(backend, pipeline=2) as grid:
-            stage = nn.Linear(2, 2 + grid.data.rank)
-            pipe = fd.Pipeline(stage, grid.pipeline, 2, dp=grid.data)
-            with pytest.raises(fd.CollectiveMismatch, match="weight"):
-                pipe.step(torch.zeros(2, 2))
+def of_width(width: int) -> dict[str, Any]:
+    return {"module": nn.Linear(2, width)}
 
-    on_ranks(4, on_rank)
+
+@pytest.mark.parametrize(
+    ("rank", "differs", "words"),
+    [
+        (2, of_width(3), r"stage 0 weight .* on replica 0; .* on replica 1"),
+        (3, of_width(3), r"stage 1 weight .* on replica 0; .* on replica 1"),
+        (3, {"num_microbatches": 3}, "num_microbatches=2 on rank 0; num_microbatches=3 on rank 1"),
+        (3, {"tied": {"w": "nothing"}}, "tied weight 'w' is no parameter"),
+        (3, {"tied": {}}, "only rank 0 has a tied weight 'w'"),
+    ],
+    ids=["first stage", "last stage", "arguments", "tie", "tie of one"],
+)
+def test_replicas_that_differ_are_told_on_every_rank(
+    on_ranks: OnRanks, rank: int, differs: dict[str, Any], words: str
+) -> None:
+    def on_rank(backend: Any) -> str:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            given = {"module": nn.Linear(2, 2), "num_microbatches": 2, "tied": {"w": "weight"}}
+            if backend.rank == rank:
+                given |= differs
+            pipe = fd.Pipeline(backend=grid.pipeline, dp=grid.data, **given)
+            with pytest.raises((TypeError, ValueError), match=words) as caught:
+                pipe.step(torch.zeros(6, 2), loss_fn=torch.sum)
+            return type(caught.value).__name__ + str(caught.value)
+
+    assert len(set(on_ranks(4, on_rank))) == 1
 
 
 # The grid

@@ -1,0 +1,164 @@
+"""What the ranks of a pipeline do once, before the first of all steps.
+
+1. Each looks at its own stages.
+2. The ranks of a pipeline compare what they were made with; so do replicas, with their weights;
+   and again those of a pipeline, what is tied.
+3. Weights that are tied, or replicas, become equal, and what sums their gradients is made.
+
+What is found in a part, be it by the replicas of one stage alone, is known on all ranks before any
+of them goes on to the next: none is left waiting for one that has raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ferro_dist.parallel.executor import Wiring
+from ferro_dist.parallel.gpu_channels import make_gpu_channels
+from ferro_dist.parallel.gradient_reduction import GradientReduction
+from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.outcome import BadArgument, run_on_all
+from ferro_dist.parallel.replicas import connect_replicas, describe_state
+from ferro_dist.parallel.schedules import Action
+from ferro_dist.parallel.stage import Stage
+from ferro_dist.parallel.tied_weights import agree_on_ties, find_tied_weights, tie_weights
+from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["Connection", "connect"]
+
+
+class Connection:
+    """What a rank has of it.
+
+    Attributes
+    ----------
+    wiring : Wiring
+    ties : list of GradientReduction
+        Those that this rank takes part in.
+    """
+
+    def __init__(
+        self, wiring: Wiring, ties: list[GradientReduction], groups: Sequence[Backend]
+    ) -> None:
+        self.wiring = wiring
+        self.ties = ties
+        self._groups = groups
+        self._trained = {}
+        if ties or wiring.reductions:
+            self._trained = {n: set(stage.parameters()) for n, stage in wiring.stages.items()}
+
+    @property
+    def reductions(self) -> list[GradientReduction]:
+        """Ties first: what replicas share of them comes on top."""
+        return [*self.ties, *self.wiring.reductions.values()]
+
+    def check_weights(self) -> None:
+        """Raise BadArgument if what is trained is no longer what was made equal and is summed."""
+        for number, before in self._trained.items():
+            changed = self.wiring.stages[number].parameters().keys() ^ before
+            if changed:
+                raise BadArgument from ValueError(
+                    f"Pipeline: {min(changed)!r} of stage {number} was frozen, unfrozen, added or "
+                    "removed since the first step, and gradients of replicas or tied weights are "
+                    "summed. Make a new Pipeline"
+                )
+
+    def interrupt_ties(self, error: BaseException) -> None:
+        """Tell the others in a sum that this rank will not add to it."""
+        for group in (*self._groups, self.wiring.backend):
+            group.interrupt(error)
+
+    def close(self) -> None:
+        """Leave the groups, and the ways between GPUs. Idempotent."""
+        with contextlib.ExitStack() as ends:
+            if self.wiring.gpu_channels is not None:
+                ends.callback(self.wiring.gpu_channels.close)
+            for group in reversed(self._groups):
+                ends.callback(group.close)
+
+    def abort(self) -> None:
+        """End the ways between GPUs at once, whatever is under way."""
+        if self.wiring.gpu_channels is not None:
+            self.wiring.gpu_channels.abort()
+
+
+def connect(
+    stages: Mapping[int, Stage],
+    schedule: Sequence[Sequence[Action]],
+    backend: Backend,
+    replicas: Backend | None,
+    *,
+    settings: Sequence[str],
+    tied: Mapping[str, Any],
+    op: ReduceOp,
+    bucket_nbytes: int,
+    first_microbatch: int,
+    timeout: float | None,
+) -> Connection:
+    """Make sure that all ranks mean the same, and start from the same weights.
+
+    Parameters
+    ----------
+    stages : mapping of int to Stage
+        This rank's.
+    schedule : sequence of sequence of Action
+        That of a step.
+    backend : Backend
+        The pipeline's group.
+    replicas : Backend, optional
+        The group of this rank's replicas.
+    settings : sequence of str
+        What must be equal on all ranks.
+    tied : mapping of str to parameter or its name
+        This rank's.
+    op : ReduceOp
+        What becomes of replicas' gradients.
+    bucket_nbytes : int
+    first_microbatch : int
+    timeout : float, optional
+
+    Raises
+    ------
+    CollectiveMismatch
+        The ranks differ; on every rank.
+    ValueError, TypeError
+        Weights will not do; on every rank.
+    """
+
+    def on_all(part: Callable[[], Any]) -> Any:
+        return run_on_all(part, backend, replicas)
+
+    weights = on_all(lambda: find_tied_weights(tied, stages))
+    tag = on_all(lambda: agree_on_manifest(settings, backend, op="Pipeline"))
+    if replicas is not None:
+        lines = [*settings, *on_all(lambda: describe_state(stages))]
+        on_all(lambda: agree_on_manifest(lines, replicas, op="Pipeline", member="replica"))
+    ties = on_all(lambda: agree_on_ties(weights, backend))
+
+    made = contextlib.ExitStack()
+
+    def make() -> Connection:
+        reductions: dict[int, GradientReduction] = {}
+        if replicas is not None:
+            actions = schedule[backend.rank]
+            reductions = connect_replicas(stages, actions, replicas, op, bucket_nbytes)
+        sums, groups = tie_weights(weights, ties, backend, bucket_nbytes)
+        for tie in sums:
+            tie.equalize()
+        channels = make_gpu_channels(schedule, backend, timeout)
+        wiring = Wiring(
+            backend, tag, timeout, stages, reductions, first_microbatch, channels, forecasts={}
+        )
+        connection = Connection(wiring, sums, groups)
+        made.callback(connection.close)
+        return connection
+
+    with made:
+        connection: Connection = on_all(make)
+        made.pop_all()
+    return connection
