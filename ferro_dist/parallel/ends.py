@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["BackwardEnds", "ForwardEnds", "TrainingEnds"]
 
 Array = Any
+NumpyArray = np.ndarray[Any, Any]
 Tree = Any
 Gradients = Sequence[Any]
 LossFn = Callable[..., Any]
@@ -54,6 +55,9 @@ class _Ends:
 
     def begin(self) -> None:
         """Check what the user gave; raise BadArgument if it will not do."""
+
+    def abandon(self) -> None:
+        """Go through what other ranks wait for in their `begin`, if this one has not."""
 
     def first_input(self, microbatch: int) -> Parcel:
         assert self._x is not None
@@ -127,20 +131,20 @@ class TrainingEnds(_Ends):
         self._loss_fn = loss_fn
         self._target: Microbatches | None = None
         self._weights: list[float] | None = None
+        self._is_told = False
         self._scales: dict[int, float] = {}
         self._losses: dict[int, Array] = {}
 
     def begin(self) -> None:
-        error: Exception | None = None
         try:
             self._check()
-        except (TypeError, ValueError) as caught:
-            error = caught
-        if self._last is not None and self._replicas is not None:
-            # Also after an error: the replicas are in this exchange, and must not wait.
-            error = self._count_weight_of_replicas(self._replicas, error)
-        if error is not None:
+            self._count_weights()
+        except (TypeError, ValueError) as error:
             raise BadArgument from error
+
+    def abandon(self) -> None:
+        if not self._is_told:
+            self._tell_replicas(has_failed=True)
 
     def loss_of(self, microbatch: int, inputs: Parcel) -> LossOf:
         loss_fn, target = self._loss_fn, self._target
@@ -200,27 +204,27 @@ class TrainingEnds(_Ends):
             self._target = Microbatches(target, self._num_microbatches, "target")
         if weight is not None:
             self._weights = shares_of_weight(weight, self._num_microbatches, self._target)
-            if self._replicas is None:
-                self._divide_weights(sum(self._weights))
 
-    def _count_weight_of_replicas(
-        self, replicas: Backend, error: Exception | None
-    ) -> Exception | None:
-        weights = self._weights
-        row = np.array([error is not None, weights is not None, sum(weights or [])], np.float64)
-        rows = all_gather(row, replicas).reshape(-1, row.size)
+    def _count_weights(self) -> None:
+        """Make weights the shares of the whole batch: that of all replicas."""
+        rows = self._tell_replicas(has_failed=False)
         if rows[:, 0].any():
-            return error  # those without one hear of it when the step ends
+            return  # what it was is heard when the step ends
         if len(set(rows[:, 1])) > 1:
-            return ValueError("Pipeline: give a weight on all replicas or on none")
-        try:
-            if weights is not None:
-                # An average over replicas divides by their number once more.
-                once_more = replicas.world_size if self._is_averaged else 1
-                self._divide_weights(float(rows[:, 2].sum()) / once_more)
-        except ValueError as caught:
-            return caught
-        return None
+            raise ValueError("Pipeline: give a weight on all replicas or on none")
+        if self._weights is not None:
+            # An average over replicas divides by their number once more.
+            once_more = len(rows) if self._is_averaged else 1
+            self._divide_weights(float(rows[:, 2].sum()) / once_more)
+
+    def _tell_replicas(self, has_failed: bool) -> NumpyArray:
+        """Return of each replica: whether it has failed, has weights, and their sum."""
+        self._is_told = True
+        weights = self._weights
+        row = np.array([has_failed, weights is not None, sum(weights or [])], np.float64)
+        if self._last is None or self._replicas is None:
+            return row[None]
+        return np.asarray(all_gather(row, self._replicas)).reshape(-1, row.size)
 
     def _divide_weights(self, total: float) -> None:
         if not total > 0:

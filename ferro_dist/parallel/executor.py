@@ -73,6 +73,9 @@ class Ends(Protocol):
     def begin(self) -> None:
         """Raise if what the user gave will not do."""
 
+    def abandon(self) -> None:
+        """Go through what other ranks wait for in their `begin`, if this one has not."""
+
     def first_input(self, microbatch: int) -> Parcel: ...
 
     def last_gradient(self, microbatch: int) -> Gradients:
@@ -192,12 +195,15 @@ class StepRun:
         """Give up, and let no other rank wait for this one.
 
         Each peer that is still due something is told instead that nothing will come, and gives
-        up in its turn. What peers have sent, or are still sending, is taken in. Reductions are
-        gone through, as replicas wait in them; what they add up to is of no use to anybody.
+        up in its turn. What peers have sent, or are still sending, is taken in. Exchanges and
+        reductions are gone through, as replicas wait in them; what they add up to is of no use
+        to anybody.
         """
         left = self._program.actions[self._position :]
         # The pipeline's group may have ended, and that of replicas not, or the other way round.
         # What is raised here is a consequence: why the step failed is known already.
+        with contextlib.suppress(Exception):
+            self._ends.abandon()
         with contextlib.suppress(Exception):
             self._dismiss_peers(left)
         with contextlib.suppress(Exception):

@@ -291,6 +291,26 @@ def test_weight_that_is_trained_only_later_is_told(on_ranks: OnRanks) -> None:
     assert len(set(run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body))) == 1
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weight_that_one_replica_alone_freezes_is_told_on_all(
+    on_ranks: OnRanks, stage: int
+) -> None:
+    """Also of the last stage, whose replicas count their weights before anything else."""
+    model = chain(2)
+    x, y = batch(6)
+
+    def body(pipe: Any, own: Any, replica: int) -> str:
+        pipe.step(x, y, mean_square)
+        own[stage].up.bias.requires_grad_(replica == 0)
+        with pytest.raises(ValueError, match=rf"'up\.bias' of stage {stage} was frozen") as caught:
+            pipe.step(x, y, mean_square)
+        own[stage].up.bias.requires_grad_(True)
+        pipe.step(x, y, mean_square)
+        return str(caught.value)
+
+    assert len(set(run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body))) == 1
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_stages_may_be_ddp_themselves(on_ranks: OnRanks, schedule: str) -> None:
     """Its hooks fire where weights' gradients are put off, too."""
