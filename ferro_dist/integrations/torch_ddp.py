@@ -25,6 +25,7 @@ from ferro_dist.integrations.torch_module import (
     specs_of,
 )
 from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
+from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.parallel.attendance import Attendance
 from ferro_dist.parallel.ddp import DDP, Kind
 from ferro_dist.parallel.manifest import agree_on_manifest
@@ -150,7 +151,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             The parameter that has got its gradient before.
         """
         self.__dict__["_is_local"] = self._no_sync_depth > 0
-        with contextlib.nullcontext() if self._is_local else self._telling_the_others():
+        with self._telling(self._tell_layers if self._is_local else self._tell_the_others):
             if not self._is_checked:
                 self._check_parameters()
             self.__dict__["_is_checked"] = False
@@ -201,13 +202,24 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             raise
 
     def _fail(self) -> None:
+        # The others would wait for what never comes: buckets, or what a layer sends.
+        error = RuntimeError("backward raised")
         if self._is_local:
             self._end_local()
+            self._tell_layers(error)
             return
         self._reducer.abandon()
         self._sparse.end_local()
-        # The others would wait for buckets that never come.
-        self._tell_the_others(RuntimeError("backward raised"))
+        self._tell_the_others(error)
+
+    def _tell_the_others(self, error: BaseException) -> None:
+        self._tell_layers(error)
+        super()._tell_the_others(error)
+
+    def _tell_layers(self, error: BaseException) -> None:
+        """End the groups in which layers of other ranks may wait."""
+        for group in groups_in_use(self.module):
+            group.interrupt(error)
 
     def _refuse_added(self, first: int) -> None:
         num_dense = len(self._gradients.parameters)
@@ -235,19 +247,24 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         """Call the module, and watch for a backward of what it returns."""
         module = self.module
         # Inside torch.compile the wrapper is the module; hooks of its parameters do the rest.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return module(*args, **kwargs)
-        # Inside a backward an exception may be how a checkpoint ends what it computes anew.
-        is_in_backward = torch._C._current_graph_task_id() >= 0
-        # Else the others go on to average, and would wait for this rank if it fails.
-        is_alone = is_in_backward or self._no_sync_depth or not self.training
-        with contextlib.nullcontext() if is_alone else self._telling_the_others():
+        with self._telling_in_forward():
+            if not torch.is_grad_enabled():
+                return module(*args, **kwargs)
             if not self._watcher.is_open:  # else it is a checkpoint that computes anew
                 self._check_parameters()
                 self.__dict__["_is_checked"] = True
             outputs = module(*args, **kwargs)
         self._watcher.watch_outputs(outputs)
         return outputs
+
+    def _telling_in_forward(self) -> contextlib.AbstractContextManager[None]:
+        # Inside a backward an exception may be how a checkpoint ends what it computes anew.
+        if torch._C._current_graph_task_id() >= 0:
+            return contextlib.nullcontext()
+        is_averaged = torch.is_grad_enabled() and self.training and not self._no_sync_depth
+        return self._telling(self._tell_the_others if is_averaged else self._tell_layers)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
         """Yield the parameters by the names that they have in the module."""

@@ -34,7 +34,7 @@ from ferro_dist.parallel.manifest import agree_on_manifest
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "groups_in_use"]
 
 Tensor = Any
 
@@ -74,7 +74,9 @@ def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
     -----
     The state_dict is that of BatchNorm. In evaluation mode nothing is communicated. In
     training mode every rank must call the module and its backward as often as the others; a
-    rank that has run out of data may give an empty batch.
+    rank that has run out of data may give an empty batch. An exception on one rank, as in a layer
+    before, ends the group of a module that is wrapped in `DDP`; without it the others find out when
+    the call's time is up. Convert the module again for the group that `shrink` makes.
 
     The gradients of weight and bias are those of this rank's loss, as with any other layer:
     `DDP` averages them.
@@ -174,6 +176,13 @@ class SyncBatchNorm(_BatchNorm):
         unbiased = var * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+def groups_in_use(module: Any) -> list[Backend]:
+    """Return the groups in which each `SyncBatchNorm` of a module that is in training waits."""
+    layers = [each for each in module.modules() if isinstance(each, SyncBatchNorm)]
+    groups = {id(each._group): each._group for each in layers if each._group and each.training}
+    return [group.backend for group in groups.values() if group.backend is not None]
 
 
 class _Group:

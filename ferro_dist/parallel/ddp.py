@@ -24,7 +24,7 @@ import contextlib
 import hashlib
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ferro_dist.backends.base import Backend
@@ -383,7 +383,7 @@ class DDP(Generic[ModuleT]):
 
     def _finish_round(self) -> bool:
         """Reduce what is left of the open round; whether any rank took part."""
-        with self._telling_the_others():
+        with self._telling(self._tell_the_others):
             attendance = self._reducer.finish()
             if attendance is not None and not attendance.present:
                 return False
@@ -393,16 +393,17 @@ class DDP(Generic[ModuleT]):
         return True
 
     @contextlib.contextmanager
-    def _telling_the_others(self) -> Iterator[None]:
-        """End the group if this rank alone fails: the others go on to collectives that it skips."""
+    def _telling(self, tell: Callable[[BaseException], object]) -> Iterator[None]:
+        """Tell if this rank alone fails: the others go on to collectives that it skips."""
         try:
             yield
         except BaseException as error:
             if not _is_known_to_all(error):
-                self._tell_the_others(error)
+                tell(error)
             raise
 
     def _tell_the_others(self, error: BaseException) -> None:
+        """End the group on all ranks."""
         if self._backend.world_size > 1:
             self._backend.interrupt(error)
 

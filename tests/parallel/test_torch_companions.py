@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,9 @@ import ferro_dist as fd
 from ferro_dist.parallel.power_sgd import PowerSGD
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from parallel.torch_cases import Raises  # noqa: E402 - needs torch
+from torch import nn  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
@@ -94,6 +99,78 @@ def test_batches_are_normalized_together(on_ranks: OnRanks, world_size: int) -> 
     expected = train(make_normalized(), slice(None), clip=None)
     for outcome in on_ranks(world_size, body):
         assert_same(outcome, expected)
+
+
+class Fails(nn.Module):
+    """The identity, but for what `where` names."""
+
+    where = ""
+
+    def forward(self, x: Any) -> Any:
+        if self.where == "forward":
+            raise KeyError("in forward")
+        return Raises.apply(x) if self.where == "backward" else x
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("is_local", [False, True], ids=["averaged", "no_sync"])
+def test_an_exception_reaches_those_who_wait_to_normalize(
+    on_ranks: OnRanks, where: str, is_local: bool
+) -> None:
+    told = threading.Barrier(3)
+
+    def body(backend: Any) -> None:
+        before, after = Fails(), Fails()
+        net = nn.Sequential(before, nn.Linear(2, 2), nn.BatchNorm1d(2), after)
+        ddp = fd.DDP(fd.convert_sync_batchnorm(net, backend), backend)
+        if backend.rank == 1:
+            (before if where == "forward" else after).where = where
+        error = KeyError if backend.rank == 1 else fd.DistributedError
+        rounds = ddp.no_sync() if is_local else contextlib.nullcontext()
+        with rounds, pytest.raises(error, match=r"rank 1|in forward|in backward"):
+            ddp(torch.randn(4, 2)).sum().backward()
+        told.wait(60)  # before any rank leaves the groups
+
+    on_ranks(3, body)
+
+
+def test_an_exception_without_gradients_reaches_those_who_wait_to_normalize(
+    on_ranks: OnRanks,
+) -> None:
+    told = threading.Barrier(2)
+
+    def body(backend: Any) -> None:
+        net = torch.nn.Sequential(Fails(), torch.nn.BatchNorm1d(2))
+        ddp = fd.DDP(fd.convert_sync_batchnorm(net, backend), backend)
+        ddp.eval()
+        net[0].where = "forward" if backend.rank else ""
+        with pytest.raises(KeyError) if backend.rank else contextlib.nullcontext():
+            ddp(torch.randn(4, 2))  # nobody waits
+        ddp.train()
+        error = KeyError if backend.rank else fd.DistributedError
+        with torch.no_grad(), pytest.raises(error, match=r"rank 1|in forward"):
+            ddp(torch.randn(4, 2))
+        told.wait(60)
+
+    on_ranks(2, body)
+
+
+def test_a_normalized_module_goes_on_in_a_smaller_group(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        net = torch.nn.Sequential(Fails(), torch.nn.BatchNorm1d(2))
+        ddp = fd.DDP(fd.convert_sync_batchnorm(net, backend), backend)
+        net[0].where = "forward" if backend.rank == 1 else ""
+        with pytest.raises((KeyError, fd.DistributedError)):
+            ddp(torch.randn(4, 2)).sum().backward()
+        net[0].where = ""
+        with backend.shrink() as rest:
+            net = fd.convert_sync_batchnorm(ddp.into_inner(), rest)
+            again = fd.DDP(net, rest)
+            again(torch.full((1, 2), rest.rank + 1.0)).sum().backward()
+            again.verify()
+            return rest.world_size
+
+    assert on_ranks(3, body) == [3] * 3
 
 
 def test_a_sharded_optimizer_steps_averaged_gradients(on_ranks: OnRanks) -> None:
