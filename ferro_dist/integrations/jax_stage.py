@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,7 +88,8 @@ class JaxStage(Stage):
         self.params = params
         self.grads: Tree = None
         self._takes_rng = "rng" in inspect.signature(apply).parameters
-        # By the structure of the input, and the loss function: both are part of what is compiled.
+        # By what is compiled beside arrays: the structure of the input, and which of it is
+        # differentiable. The loss is not compiled.
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     # Arrays between stages
@@ -257,10 +259,14 @@ class JaxStage(Stage):
         compiled: Callable[..., Any] = jax.jit(forward)
         return compiled
 
+    def _draw_seed(self, will_replay: bool) -> int | None:
+        return secrets.randbits(63) if self._takes_rng else None
+
     def _key(self, seed: int | None) -> Array:
         if not self._takes_rng:
             return None
-        return jax.random.key((seed or 0) & 0xFFFFFFFF)
+        assert seed is not None
+        return jax.random.key(seed & 0xFFFFFFFF)
 
     def _named(self, tree: Tree) -> dict[str, Array]:
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)

@@ -275,6 +275,13 @@ class TorchStage(Stage):
     def _run_backward_weight(self, deferred: WeightPart) -> None:
         deferred.run()
 
+    def _draw_seed(self, will_replay: bool) -> int | None:
+        if not will_replay:
+            return None
+        # The second time must draw what the first has drawn.
+        with _generator_lock:
+            return int(torch.randint(1 << 62, ()))
+
     def _random_numbers(self, keyed: Keyed) -> contextlib.AbstractContextManager[Any]:
         """Draw random numbers by a microbatch's seed, and leave the user's as they were."""
         if keyed.seed is None:

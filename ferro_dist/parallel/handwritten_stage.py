@@ -30,6 +30,7 @@ import copy
 import inspect
 import math
 import numbers
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -213,6 +214,9 @@ class HandwrittenStage(Stage):
     def _run_backward_weight(self, deferred: Any) -> None:
         if deferred is not None:
             self.module.backward_weight(*deferred)
+
+    def _draw_seed(self, will_replay: bool) -> int | None:
+        return secrets.randbits(63) if self._takes_rng else None
 
     def _rng(self, seed: int | None) -> dict[str, Any]:
         if not self._takes_rng:

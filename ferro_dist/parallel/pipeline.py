@@ -93,9 +93,10 @@ class Pipeline(Generic[ModuleT]):
         before backward.
     seed : int or None, default 0
         Each forward draws random numbers by this, the step, the stage and the microbatch
-        (`microbatch_seed`), counted through all replicas. None leaves random numbers alone. torch
-        has one generator for a process, so ranks that are threads run their modules one at a
-        time, unless it is None.
+        (`microbatch_seed`), counted through all replicas. torch has one generator for a process,
+        so ranks that are threads run their modules one at a time. With None torch modules draw
+        what they would without a pipeline, but for checkpointed ones, of which each forward
+        draws a seed; a stage that is given an `rng` gets one that nobody can foretell.
     bucket_mb : float, default 25
         Largest bucket of gradients, in MiB.
     timeout : float, optional

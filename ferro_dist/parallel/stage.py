@@ -99,6 +99,7 @@ class Stage(abc.ABC):
 
     def forward(self, microbatch: int, keyed: Keyed, loss_of: LossOf | None) -> Parcel:
         """Run forward and keep what backward needs. With `loss_of`, the output is the loss."""
+        keyed = self._with_seed(keyed, self.is_checkpointed)
         if self.is_checkpointed:
             checkpoint = _Checkpoint(keyed, loss_of, self._versions(keyed.parcel))
             output = self._run_unsaved(keyed, loss_of, will_replay=True)
@@ -110,6 +111,7 @@ class Stage(abc.ABC):
 
     def evaluate(self, keyed: Keyed) -> Parcel:
         """Run forward and keep nothing."""
+        keyed = self._with_seed(keyed, will_replay=False)
         return self._run_unsaved(keyed, None, will_replay=False)
 
     def backward(self, microbatch: int, gradients: Sequence[Any]) -> list[Array | None]:
@@ -248,7 +250,16 @@ class Stage(abc.ABC):
         found: list[bool] = (bucket[first:] != 0).tolist()
         return found
 
+    def _with_seed(self, keyed: Keyed, will_replay: bool) -> Keyed:
+        return (
+            keyed if keyed.seed is not None else keyed._replace(seed=self._draw_seed(will_replay))
+        )
+
     # What subclasses do; they keep nothing of a microbatch themselves
+
+    def _draw_seed(self, will_replay: bool) -> int | None:
+        """Return a seed for a forward that was given none, if it cannot do without."""
+        return None
 
     @abc.abstractmethod
     def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, Any]: ...

@@ -156,6 +156,29 @@ def test_trees_and_random_numbers(on_ranks: OnRanks) -> None:
     assert outcomes[0][0][1]["ids"] is None
 
 
+def test_forward_that_runs_twice_without_a_seed_draws_the_same_numbers(on_ranks: OnRanks) -> None:
+    class Drops:
+        def __init__(self) -> None:
+            self.masks: list[Array] = []
+
+        def forward(self, x: Any, rng: Any) -> Any:
+            self.masks.append(rng.random(x.shape) < 0.5)
+            return x * self.masks[-1], self.masks[-1]
+
+        def backward(self, mask: Any, gradient: Any) -> Any:
+            return gradient * mask
+
+    def body(backend: Any) -> Any:
+        stage = Drops()
+        pipe = fd.Pipeline(stage, backend, 2, "gpipe", seed=None, checkpoint=True)
+        pipe.step(np.ones((2, 512)), loss_fn=lambda y: (y.sum(), np.ones_like(y)))
+        return [mask.tobytes() for mask in stage.masks]
+
+    for masks in on_ranks(2, body):
+        assert sorted(masks[:2]) == sorted(masks[2:])
+        assert masks[0] != masks[1]
+
+
 def test_eval_puts_outputs_together(on_ranks: OnRanks) -> None:
     x, _ = batch(7)
 

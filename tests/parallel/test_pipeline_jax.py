@@ -137,6 +137,30 @@ def test_keys_do_not_depend_on_the_schedule(on_ranks: OnRanks) -> None:
     assert runs[0][0] != runs[0][1]
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_without_a_seed_each_forward_has_a_key_of_its_own(
+    on_ranks: OnRanks, checkpoint: bool
+) -> None:
+    def drop(params: Any, x: Any, rng: Any) -> Any:
+        return x * jax.random.bernoulli(rng, 0.5, x.shape) * params["scale"]
+
+    def body(backend: Any) -> Any:
+        stage = JaxStage(drop, {"scale": jnp.ones(())})
+        pipe = fd.Pipeline(stage, backend, 2, seed=None, checkpoint=checkpoint)
+        steps = []
+        for _ in range(2):
+            stage.grads = None
+            loss = pipe.step(jnp.ones((2, 512)), loss_fn=jnp.mean)
+            # The loss is the scale times the share of ones, where both stages have drawn one.
+            assert stage.grads["scale"] == pytest.approx(loss)
+            steps.append(pipe.input_grad)
+        pipe.eval(jnp.ones((2, 512)))
+        return steps
+
+    masks = np.concatenate(on_ranks(2, body)[0]) != 0
+    assert len({mask.tobytes() for mask in masks}) == 4
+
+
 def test_replicas_and_ties_reduce_gradients(on_ranks: OnRanks) -> None:
     params = make_params(0)
     x, y = batch(8)

@@ -72,6 +72,22 @@ def test_dropout_does_not_depend_on_the_schedule(
         assert_equal_gradients(pipelined.gradients[name], parameter.grad, name)
 
 
+def test_forward_that_runs_twice_without_a_seed_draws_the_same_numbers(on_ranks: OnRanks) -> None:
+    """Otherwise backward would be that of an output which nobody was sent."""
+
+    def body(backend: Any) -> Any:
+        stage = nn.Sequential(nn.Linear(WIDTH, 512), nn.Dropout(0.5), nn.Linear(512, WIDTH))
+        masks: list[bytes] = []
+        stage[1].register_forward_hook(lambda _, x, y: masks.append((y != 0).numpy().tobytes()))
+        pipe = fd.Pipeline(stage.double(), backend, 2, "gpipe", seed=None, checkpoint=True)
+        pipe.step(*batch(2), mean_square)
+        return masks
+
+    for masks in on_ranks(2, body):
+        assert sorted(masks[:2]) == sorted(masks[2:])
+        assert masks[0] != masks[1]
+
+
 def test_masks_differ_between_microbatches_steps_and_stages() -> None:
     keys = [(s, i, st, m) for s in (0, 1) for i in (0, 1) for st in (0, 1) for m in (0, 1)]
     assert len({microbatch_seed(*key) for key in keys}) == len(keys)
