@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,10 @@ __all__ = ["RankDeath", "RankFailed", "emulated_gpu", "run_ranks", "share_gpu"]
 # From a server that has imported the package already: a process takes milliseconds
 # to start, and inherits no thread, lock or descriptor of the caller.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["ferro_dist.backends.host", "ferro_dist.testing"])
+_PRELOADED = ["ferro_dist.backends.host", "ferro_dist.testing"]
 
-# What an interpreter may take to exit once its body has returned.
-_EXIT_S = 10.0
+# What all ranks together may take to exit once their bodies have returned.
+_EXIT_S = 30.0
 
 
 class RankFailed(AssertionError):
@@ -111,9 +112,9 @@ def run_ranks(
         ``"host"`` or ``"tcp"``, or ``"none"`` for a body that makes its own group: it is
         called as ``body(rank, world_size, addr, *args)``, and `addr` suits `HostBackend`.
     timeout : float
-        Seconds until all must have ended.
+        Seconds until all bodies must have returned.
     may_die : collection of int
-        Ranks that may end without a result: they get a `RankDeath`.
+        Ranks that may end without a result, for which they get a `RankDeath`, or die after it.
     emulate_gpu : bool
         Call `emulated_gpu` in each process first.
 
@@ -124,7 +125,7 @@ def run_ranks(
     Raises
     ------
     RankFailed
-        For the first rank that failed. The others are killed.
+        For the first rank that failed, also while it exited. The others are killed.
     TypeError
         `body` is no module-level function: other processes could not import it.
     """
@@ -135,6 +136,7 @@ def run_ranks(
     _check_body(body)
     addr = f"unix:@ferro-dist-test-{secrets.token_hex(8)}"
     token = secrets.token_bytes(16)
+    _preload()
     run = _Run()
     with _killing_survivors(run):
         for rank in range(world_size):
@@ -151,7 +153,16 @@ def run_ranks(
             process.start()
             sending.close()
         _collect(run, time.monotonic() + timeout, set(may_die))
+        _await_exits(run, time.monotonic() + _EXIT_S, set(may_die))
     return [rank.result for rank in run.ranks]
+
+
+def _preload() -> None:
+    """Let the server, if it does not run yet, import the package beside what its user wants."""
+    wanted = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    if wanted == ["__main__"]:  # the default: nobody has asked for it, and it may be large
+        wanted = []
+    _CONTEXT.set_forkserver_preload(list(dict.fromkeys([*wanted, *_PRELOADED])))
 
 
 def _check_body(body: Callable[..., Any]) -> None:
@@ -228,31 +239,49 @@ def _settle(rank: _Rank, may_die: set[int]) -> None:
         rank.process.join()
         value = RankDeath(rank.process.exitcode or 0)
         if rank.number not in may_die:
-            raise RankFailed(rank.number, _describe_end(value.exitcode))
+            raise RankFailed(rank.number, _describe_end(value.exitcode, "before its body returned"))
     rank.result, rank.is_done = value, True
 
 
-def _describe_end(exitcode: int) -> str:
-    if exitcode < 0:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    return f"ended with code {exitcode} before its body returned"
+def _await_exits(run: _Run, deadline: float, may_die: set[int]) -> None:
+    """Wait for the interpreters of bodies that have returned: crashes and hangs at exit count."""
+    for rank in run.ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+        exitcode = rank.process.exitcode
+        if exitcode == 0 or rank.number in may_die:
+            continue
+        if exitcode is None:
+            raise RankFailed(rank.number, "did not exit in time after its body had returned")
+        raise RankFailed(rank.number, _describe_end(exitcode, "after its body had returned"))
+
+
+def _describe_end(exitcode: int, when: str) -> str:
+    how = (
+        f"was killed by {_signal_name(-exitcode)}"
+        if exitcode < 0
+        else f"ended with code {exitcode}"
+    )
+    return f"{how} {when}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 @contextlib.contextmanager
 def _killing_survivors(run: _Run) -> Iterator[None]:
     try:
         yield
-    except BaseException:
-        for rank in run.ranks:
-            if rank.process.is_alive():
-                rank.process.kill()
-        raise
     finally:
+        started = [rank for rank in run.ranks if rank.process.pid is not None]
+        for rank in started:
+            rank.process.kill()  # nothing, if it has ended
+        for rank in started:
+            rank.process.join()
         for rank in run.ranks:
-            if rank.process.pid is not None:
-                rank.process.join(_EXIT_S)
-                rank.process.kill()  # nothing, if it has ended
-                rank.process.join()
             rank.process.close()
             rank.connection.close()
 

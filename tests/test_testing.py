@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ferro_dist as fd
+from ferro_dist import testing
 from ferro_dist.testing import RankDeath, RankFailed, run_ranks
 
 
@@ -44,6 +48,16 @@ def exit_early(backend: fd.Backend) -> None:
     os._exit(5)
 
 
+def die_at_exit(backend: fd.Backend) -> int:
+    Finalize(None, os.kill, (os.getpid(), signal.SIGSEGV), exitpriority=0)
+    return backend.rank
+
+
+def never_exit(backend: fd.Backend) -> int:
+    Finalize(None, signal.pause, exitpriority=0)
+    return backend.rank
+
+
 def test_results_come_by_rank() -> None:
     assert run_ranks(3, rank_of) == [0, 1, 2]
     assert [x.sum() for x in run_ranks(2, give_back, np.ones(3_000_000))] == [3e6, 3e6]
@@ -57,6 +71,7 @@ def test_results_come_by_rank() -> None:
         (exit_early, 60, "rank [01] ended with code 5 before its body returned"),
         (wait_for_each_other, 0.5, r"rank 0 did not end in time \(still running: 0, 1\)"),
         (return_a_closure, 60, "rank [01] returned what cannot be sent to the caller"),
+        (die_at_exit, 60, "rank 0 was killed by SIGSEGV after its body had returned"),
     ],
 )
 def test_what_became_of_a_rank_is_said(body: Callable[..., Any], timeout: float, what: str) -> None:
@@ -66,6 +81,25 @@ def test_what_became_of_a_rank_is_said(body: Callable[..., Any], timeout: float,
 
 def test_ranks_that_may_die_leave_their_exit_code() -> None:
     assert run_ranks(2, exit_early, may_die=[0, 1]) == [RankDeath(5)] * 2
+    assert run_ranks(2, die_at_exit, may_die=[0, 1]) == [0, 1]
+
+
+def test_a_rank_that_hangs_at_exit_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "_EXIT_S", 0.1)
+    with pytest.raises(RankFailed, match="rank 0 did not exit in time"):
+        run_ranks(2, never_exit)
+
+
+def test_the_users_own_preloaded_modules_stay() -> None:
+    program = """
+import multiprocessing, multiprocessing.forkserver as server
+multiprocessing.set_forkserver_preload(["decimal"])
+import ferro_dist.testing
+assert server._forkserver._preload_modules == ["decimal"]
+ferro_dist.testing._preload()
+assert server._forkserver._preload_modules[0] == "decimal"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_what_cannot_be_run_is_refused_at_once() -> None:
