@@ -320,6 +320,9 @@ def test_dry_run_prints_commands_for_a_shell_and_no_secret(tmp_path: Path) -> No
     assert "'X=1 2'" in lines[3]
     assert lines[3].endswith("a script.py' 'it'\"'\"'s'")
     assert "hush" not in out
+    _, out, _ = ferrorun("-n1", "--dry-run", "--env", "FERRO_DIST_TOKEN=hush", "-m", "x")
+    assert "'FERRO_DIST_TOKEN=<secret>'" in out
+    assert "hush" not in out
 
 
 def test_a_closed_reader_of_a_dry_run_does_no_harm() -> None:
@@ -433,6 +436,13 @@ def test_a_taken_rendezvous_port_is_an_error() -> None:
         code, out, err = ferrorun("-n1", "--rdzv-endpoint", endpoint, "-m", "this")
     assert (code, out) == (1, "")
     assert err.startswith(f"ferrorun: cannot listen on {endpoint}: Address already in use.")
+    assert err.count("\n") == 1
+
+
+def test_a_name_that_no_host_can_have_is_an_error() -> None:
+    code, out, err = ferrorun("-n1", "--rdzv-endpoint", "a..b:29500", "-m", "this")
+    assert (code, out) == (1, "")
+    assert err.startswith("ferrorun: cannot listen on a..b:29500: ")
     assert err.count("\n") == 1
 
 

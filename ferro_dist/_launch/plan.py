@@ -38,12 +38,12 @@ class Rendezvous:
 
     @classmethod
     def placeholder(cls, options: Options) -> Rendezvous:
-        """Return what --dry-run shows: nothing is bound, and no secret is printed."""
+        """Return what --dry-run shows: nothing is bound."""
         if options.endpoint is None:
-            return cls("127.0.0.1:<port>", "127.0.0.1", "<port>", "<secret>", "<fd>")
+            return cls("127.0.0.1:<port>", "127.0.0.1", "<port>", "", "<fd>")
         host, port = options.endpoint
         fd = "<fd>" if options.node_rank == 0 else None
-        return cls(join_host_port(host, port), host, str(port + 1), "<secret>", fd)
+        return cls(join_host_port(host, port), host, str(port + 1), "", fd)
 
 
 class RankCommand:
@@ -136,7 +136,7 @@ def _core(options: Options, local_rank: int) -> int | None:
 
 
 def describe(commands: Iterable[RankCommand]) -> str:
-    """Return the commands as lines that a shell accepts, for --dry-run."""
+    """Return the commands as lines that a shell accepts, without the secret, for --dry-run."""
     import shlex
 
     lines = []
@@ -144,7 +144,8 @@ def describe(commands: Iterable[RankCommand]) -> str:
         place = "" if command.core is None else f", bound to core {command.core}"
         lines.append(f"# rank {command.rank}{place}")
         unset = [word for key in command.unset for word in ("-u", key)]
-        pairs = [f"{key}={value}" for key, value in command.env.items()]
+        shown = command.env | {"FERRO_DIST_TOKEN": "<secret>"}
+        pairs = [f"{key}={value}" for key, value in shown.items()]
         lines.append(shlex.join(["env", *unset, *pairs, *command.argv]))
     return "".join(f"{line}\n" for line in lines)
 

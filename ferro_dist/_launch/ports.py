@@ -69,9 +69,10 @@ def _bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a name that no host can have
+        reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(
-            f"cannot listen on {join_host_port(host, port)}: {error.strerror}. "
+            f"cannot listen on {join_host_port(host, port)}: {reason}. "
             "Host 0 needs an address of its own and a free port there.",
             EXIT_CANNOT_LISTEN,
         ) from None
