@@ -188,15 +188,26 @@ def find_token(token: bytes | str | None, environ: Mapping[str, str]) -> tuple[b
     ------
     NoConnection
         The token is empty or cannot be read.
+    TypeError
+        `token` is neither bytes nor str.
     """
     if token is not None:
-        return _checked(token.encode() if isinstance(token, str) else bytes(token), "token"), True
+        return _checked(_encoded(token), "token"), True
     source = token_source(environ)
     if source == TOKEN_VARIABLE:
         return _checked(os.fsencode(environ[source]), source), True
     if source == TOKEN_FD_VARIABLE:
         return _checked(_token_of_fd(environ[source]), source), True
     return _token_of_file(_token_folder(environ)), False
+
+
+def _encoded(token: bytes | str) -> bytes:
+    if isinstance(token, str):
+        return token.encode()
+    try:
+        return bytes(memoryview(token))  # bytes() alone would make so many zeros of an int
+    except TypeError:
+        raise TypeError(f"token must be bytes or str, not {type(token).__name__}") from None
 
 
 def _checked(token: bytes, source: str) -> bytes:

@@ -44,7 +44,7 @@ from ferro_dist.rendezvous import (
 )
 from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr
 from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_digest
-from ferro_dist.rendezvous.control_plane import Deadline
+from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import Member
 
 TOKEN = b"a secret of these tests"
@@ -833,6 +833,12 @@ def test_an_empty_token_is_refused() -> None:
             find_token(None, environ)
     with pytest.raises(NoConnection, match="token is empty"):
         find_token(b"", {})
+
+
+@pytest.mark.parametrize("token", [1234, 0, True, ["a"]])
+def test_a_token_that_is_no_text_is_refused(token: Any) -> None:
+    with pytest.raises(TypeError, match="token must be bytes or str"):
+        find_token(token, {})
 
 
 def test_the_token_comes_through_a_descriptor() -> None:
