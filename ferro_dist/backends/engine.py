@@ -18,7 +18,7 @@ import numpy as np
 from ferro_dist import arguments, interop
 from ferro_dist._native.host import Communicator, HostWork, begin_exit
 from ferro_dist.backends.bound import BoundBackend
-from ferro_dist.errors import ChannelClosed
+from ferro_dist.errors import ChannelClosed, DistributedError
 from ferro_dist.work import Work
 
 __all__ = ["EngineBackend"]
@@ -93,9 +93,12 @@ class EngineBackend(BoundBackend):
         if not self.is_closed:
             self._communicator.interrupt(error)
 
+    def _seconds(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else arguments.check_timeout(timeout)
+
     def _time_to_shrink(self, timeout: float | None) -> float:
         """Return a timeout for `shrink`, if this rank may call it at all."""
-        seconds = self.timeout if timeout is None else arguments.check_timeout(timeout)
+        seconds = self._seconds(timeout)
         if self.is_closed:
             raise ChannelClosed("This rank has closed the group.", op="shrink", rank=self.rank)
         return seconds
@@ -115,16 +118,22 @@ class EngineBackend(BoundBackend):
         _holders_of_sockets.discard(self)
 
     @contextlib.contextmanager
-    def _ended_by_interrupt(self) -> Iterator[None]:
-        """End the group if it is left in the middle of several calls that belong together."""
+    def _splitting(self) -> Iterator[None]:
+        """Make one call of the several that a split consists of.
+
+        Their errors name it, and the group ends if it is left in the middle of them.
+        """
         try:
             yield
+        except DistributedError as error:
+            error.op = "split"
+            raise
         except BaseException as error:
             if isinstance(error, MemoryError) or not isinstance(error, Exception):
                 self._communicator.interrupt(error)
             raise
 
-    def _check_members(self, members: Sequence[int], timeout: float | None) -> tuple[int, ...]:
+    def _check_members(self, members: Sequence[int], timeout: float) -> tuple[int, ...]:
         """Return `members` once all ranks of this group have named the same ones."""
         chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
         digest = np.frombuffer(hashlib.sha256(repr(chosen).encode()).digest(), np.uint8)

@@ -14,6 +14,7 @@ from ferro_dist._native.host import Communicator, create_segment
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.engine import EngineBackend
+from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import Group, Segment, Wiring
 
 __all__ = ["HostBackend", "TcpBackend"]
@@ -112,17 +113,17 @@ class HostBackend(EngineBackend):
         return self._wiring.num_cores / len(self._wiring.local_ranks)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> HostBackend | None:
-        chosen = self._check_members(members, timeout)
-        if self.rank not in chosen:
-            return None
-        seconds = self.timeout if timeout is None else timeout
-        with self._ended_by_interrupt():
+        deadline = Deadline(self._seconds(timeout))
+        with self._splitting():
+            chosen = self._check_members(members, deadline.remaining_s)
+            if self.rank not in chosen:
+                return None
             return rendezvous.connect_through(
-                lambda blob: self._gather_bytes(blob, chosen, seconds),
+                lambda blob: self._gather_bytes(blob, chosen, deadline),
                 chosen.index(self.rank),
                 len(chosen),
                 token=self._wiring.token,
-                timeout=seconds,
+                timeout=deadline.remaining_s,
                 shared_memory=self._shares_memory,
                 create_segment=create_segment,
                 addresses=[self._wiring.addresses[member] for member in chosen],
@@ -158,6 +159,7 @@ class HostBackend(EngineBackend):
             if some other rank fails.
         """
         members = self.local_ranks
+        deadline = Deadline(self.timeout)
 
         def adopt_wiring(wiring: Wiring) -> Group:
             with contextlib.closing(wiring):
@@ -165,27 +167,27 @@ class HostBackend(EngineBackend):
                 return adopt(wiring.segment_fd)
 
         return rendezvous.connect_through(
-            lambda blob: self._gather_bytes(blob, members, self.timeout),
+            lambda blob: self._gather_bytes(blob, members, deadline),
             members.index(self.rank),
             len(members),
             token=self._wiring.token,
-            timeout=self.timeout,
+            timeout=deadline.remaining_s,
             create_segment=create,
             addresses=[self._wiring.addresses[member] for member in members],
             adopt=adopt_wiring,
         )
 
-    def _gather_bytes(self, blob: bytes, members: Sequence[int], timeout: float) -> list[bytes]:
+    def _gather_bytes(self, blob: bytes, members: Sequence[int], deadline: Deadline) -> list[bytes]:
         """Exchange byte strings among `members` alone, by messages: first sizes, then contents."""
         sizes = self._exchange(
-            np.array([len(blob)]), [np.empty(1, np.int64) for _ in members], members, timeout
+            np.array([len(blob)]), [np.empty(1, np.int64) for _ in members], members, deadline
         )
         blobs = [np.empty(int(size[0]), np.uint8) for size in sizes]
-        received = self._exchange(np.frombuffer(blob, np.uint8), blobs, members, timeout)
+        received = self._exchange(np.frombuffer(blob, np.uint8), blobs, members, deadline)
         return [array.tobytes() for array in received]
 
     def _exchange(
-        self, own: Any, outs: list[Any], members: Sequence[int], timeout: float
+        self, own: Any, outs: list[Any], members: Sequence[int], deadline: Deadline
     ) -> list[Any]:
         ops = []
         for index, member in enumerate(members):
@@ -193,7 +195,7 @@ class HostBackend(EngineBackend):
                 outs[index] = own
             else:
                 ops += [P2POp(True, own, member), P2POp(False, outs[index], member)]
-        self.batch(ops, False, timeout, 0)
+        self.batch(ops, False, deadline.remaining_s, 0)
         return outs
 
 

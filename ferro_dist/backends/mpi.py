@@ -31,7 +31,7 @@ from ferro_dist.backends.mpi_reduction import Reduction
 from ferro_dist.backends.results import allocate_chunk, allocate_rows
 from ferro_dist.interop import BufferView, as_view
 from ferro_dist.reduce_op import ReduceOp
-from ferro_dist.rendezvous.control_plane import Deadline
+from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import Work
 
 __all__ = ["MpiBackend"]

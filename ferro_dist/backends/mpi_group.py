@@ -27,7 +27,7 @@ from ferro_dist.errors import (
     UnsupportedOp,
 )
 from ferro_dist.interop import dtype_code, numpy_dtype
-from ferro_dist.rendezvous.control_plane import Deadline
+from ferro_dist.rendezvous.deadline import Deadline
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11

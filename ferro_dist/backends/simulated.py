@@ -11,7 +11,8 @@ from ferro_dist._native.host import Communicator
 from ferro_dist.backends import results
 from ferro_dist.backends.engine import EngineBackend
 from ferro_dist.cores import count_own
-from ferro_dist.errors import LockPoisoned
+from ferro_dist.errors import DistributedError, Io, LockPoisoned
+from ferro_dist.rendezvous.deadline import Deadline
 
 __all__ = ["SimulatedBackend"]
 
@@ -59,16 +60,32 @@ class SimulatedBackend(EngineBackend):
     def split(
         self, members: Sequence[int], timeout: float | None = None
     ) -> SimulatedBackend | None:
-        chosen = self._check_members(members, timeout)
+        deadline = Deadline(self._seconds(timeout))
         key = self._num_splits
         self._num_splits += 1
-        with self._ended_by_interrupt():
+        with self._splitting():
+            chosen = self._check_members(members, deadline.remaining_s)
             if self.rank == chosen[0]:
-                self._siblings.publish(key, self.create_group(len(chosen), timeout=self.timeout))
-            self.barrier(False, timeout, 0)
+                self._siblings.publish(key, self._make_part(len(chosen)))
+            self.barrier(False, deadline.remaining_s, 0)
         if self.rank not in chosen:
             return None
-        return self._siblings.take(key, chosen.index(self.rank))
+        part = self._siblings.take(key, chosen.index(self.rank))
+        if isinstance(part, DistributedError):
+            raise Io(
+                f"split failed on rank {self.rank}: rank {chosen[0]} cannot make the group: {part}",
+                op="split",
+                rank=self.rank,
+                peer=chosen[0],
+            ) from part
+        return part
+
+    def _make_part(self, world_size: int) -> list[SimulatedBackend] | list[DistributedError]:
+        """Make a group for siblings, or what keeps them from having one."""
+        try:
+            return self.create_group(world_size, timeout=self.timeout)
+        except DistributedError as error:
+            return [error] * world_size
 
     def shrink(self, timeout: float | None = None) -> SimulatedBackend:
         seconds = self._time_to_shrink(timeout)
@@ -87,13 +104,15 @@ class _Siblings:
     def __init__(self) -> None:
         self.succession = _Succession()
         self._lock = threading.Lock()
-        self._groups: dict[int, dict[int, SimulatedBackend]] = {}
+        self._groups: dict[int, dict[int, SimulatedBackend | DistributedError]] = {}
 
-    def publish(self, key: int, group: list[SimulatedBackend]) -> None:
+    def publish(
+        self, key: int, group: Sequence[SimulatedBackend] | Sequence[DistributedError]
+    ) -> None:
         with self._lock:
             self._groups[key] = dict(enumerate(group))
 
-    def take(self, key: int, rank: int) -> SimulatedBackend:
+    def take(self, key: int, rank: int) -> SimulatedBackend | DistributedError:
         with self._lock:
             group = self._groups[key]
             backend = group.pop(rank)

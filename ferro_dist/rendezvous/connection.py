@@ -47,11 +47,11 @@ from ferro_dist.rendezvous.authentication import (
 )
 from ferro_dist.rendezvous.control_plane import (
     Coordinator,
-    Deadline,
     Exchange,
     ParentExchange,
     Participant,
 )
+from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import EventLoop
 from ferro_dist.rendezvous.wiring import Group, Member, Place, Segment, Wiring, wire
 

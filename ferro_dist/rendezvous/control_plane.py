@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import math
 import os
 import socket
 import struct
@@ -28,6 +27,7 @@ from ferro_dist.errors import (
 )
 from ferro_dist.rendezvous.address import Address, Target
 from ferro_dist.rendezvous.authentication import AuthenticationFailed, Claim, Role, introduce
+from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import Acceptor, Dialler, EventLoop, Stream
 from ferro_dist.rendezvous.frame import (
     MAX_CONTRIBUTION_NBYTES,
@@ -43,7 +43,7 @@ from ferro_dist.rendezvous.frame import (
     unpack_list,
 )
 
-__all__ = ["Coordinator", "Deadline", "Exchange", "ParentExchange", "Participant"]
+__all__ = ["Coordinator", "Exchange", "ParentExchange", "Participant"]
 
 # Whoever failed waits this long for the others to have read why.
 FAREWELL_S = 0.3
@@ -53,17 +53,6 @@ LATECOMERS_S = 0.4
 VERDICT_S = 0.5
 # A restarted rank 0 may find its predecessor's listener, with another token, for a moment.
 AUTHENTICATION_GRACE_S = 3.0
-
-
-class Deadline:
-    """The moment at which a rendezvous must have ended."""
-
-    def __init__(self, timeout: float) -> None:
-        self.seconds = timeout
-        self.at = time.monotonic() + timeout if math.isfinite(timeout) else math.inf
-
-    def __str__(self) -> str:
-        return f"within {self.seconds:.1f} s"
 
 
 class Exchange(abc.ABC):

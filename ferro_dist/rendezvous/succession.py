@@ -56,11 +56,11 @@ from ferro_dist.rendezvous.connection import (
 )
 from ferro_dist.rendezvous.control_plane import (
     Coordinator,
-    Deadline,
     Exchange,
     Participant,
     describe_ranks,
 )
+from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import Acceptor, EventLoop
 from ferro_dist.rendezvous.frame import FrameKind, ProtocolError, decode_error
 from ferro_dist.rendezvous.roll_call import (

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -42,3 +45,28 @@ def die_while_joining(rank: int, world_size: int, addr: str) -> str:
 def test_a_death_before_the_group_stands_is_told_to_all(world_size: int) -> None:
     told = run_ranks(world_size, die_while_joining, backend="none", may_die=[1])
     assert told == ["in time", RankDeath(-signal.SIGKILL), *["in time"] * (world_size - 2)]
+
+
+def record_the_steps_of_a_split(backend: fd.HostBackend) -> list[float]:
+    timeouts: list[float] = []
+
+    def record(step: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any) -> Any:
+            timeouts.append(args[-2])
+            return step(*args)
+
+        return recorded
+
+    backend.all_gather, backend.batch = record(backend.all_gather), record(backend.batch)
+    part = backend.split([1, 0], timeout=TIMEOUT_S)
+    assert part is not None
+    part.close()
+    return timeouts
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_all_steps_of_a_split_have_one_timeout(transport: str) -> None:
+    for timeouts in run_ranks(2, record_the_steps_of_a_split, backend=transport):
+        assert len(timeouts) > 2
+        assert max(timeouts) <= TIMEOUT_S
+        assert all(earlier > later for earlier, later in pairwise(timeouts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -169,6 +170,35 @@ def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
 def test_a_group_may_be_given_back_without_closing_it() -> None:
     for group in fd.SimulatedBackend.create_group(3):
         assert group.world_size == 3
+
+
+def test_all_members_hear_that_their_group_could_not_be_made() -> None:
+    group = fd.SimulatedBackend.create_group(3, timeout=30)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def body(rank: fd.SimulatedBackend) -> fd.Io | None:
+        try:
+            assert rank.split([1, 2]) is None
+        except fd.Io as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda rank: rank.barrier(False, None, 0), group))  # all threads run
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            outsider, *members = threads.map(body, group)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert outsider is None
+        for number, error in enumerate(members, start=1):
+            assert error is not None
+            assert (error.op, error.rank, error.peer) == ("split", number, 1)
+        for part in threads.map(lambda rank: rank.split([0, 1, 2]), group):
+            assert part is not None
+            part.close()
+    for rank in group:
+        rank.close()
 
 
 def test_counts_above_two_to_the_31_are_moved() -> None:

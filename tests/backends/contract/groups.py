@@ -293,6 +293,17 @@ def a_rank_that_does_not_come_is_named_by_the_timeout(group: Group) -> None:
 
 
 @case(min_ranks=2)
+def a_split_that_a_rank_does_not_call_is_named_by_the_timeout(group: Group) -> None:
+    other = clone(group, timeout=20)
+    late = group.world_size - 1
+    if group.rank != late:
+        error = raised(Timeout, other.split, [0, late], timeout=0.1)
+        assert (error.op, error.missing, error.rank) == ("split", (late,), group.rank)
+    fd.barrier(group)
+    other.close()
+
+
+@case(min_ranks=2)
 def a_receive_times_out_and_names_its_peer(group: Group) -> None:
     for is_async in (False, True):
         other = clone(group, timeout=20)
