@@ -280,7 +280,7 @@ class TorchStage(Stage):
             return None
         # The second time must draw what the first has drawn.
         with _generator_lock:
-            return int(torch.randint(1 << 62, ()))
+            return int(torch.randint(1 << 62, (), device="cpu"))
 
     def _random_numbers(self, keyed: Keyed) -> contextlib.AbstractContextManager[Any]:
         """Draw random numbers by a microbatch's seed, and leave the user's as they were."""

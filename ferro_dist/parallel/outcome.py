@@ -23,8 +23,10 @@ from ferro_dist.errors import (
     ChannelClosed,
     CollectiveMismatch,
     DistributedError,
+    InvalidArray,
     LockPoisoned,
     PeerLostError,
+    UnsupportedOp,
 )
 from ferro_dist.parallel.activation_channel import PeerAborted
 
@@ -43,7 +45,16 @@ ResultT = TypeVar("ResultT")
 
 _ROW = struct.Struct("<dI")
 _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, IndexError, RuntimeError)
+    kind.__name__: kind
+    for kind in (
+        ValueError,
+        TypeError,
+        IndexError,
+        RuntimeError,
+        CollectiveMismatch,
+        InvalidArray,
+        UnsupportedOp,
+    )
 }
 
 
@@ -145,9 +156,10 @@ class FailureReport:
         )
 
     def _to_argument_error(self, rank: int) -> Exception:
-        if self.error == CollectiveMismatch.__name__:
-            return CollectiveMismatch(self.message, op="Pipeline", rank=rank)
-        return _ARGUMENT_ERRORS.get(self.error, ValueError)(self.message)
+        error = _ARGUMENT_ERRORS.get(self.error, ValueError)(self.message)
+        if isinstance(error, DistributedError):
+            error.op, error.rank = "Pipeline", rank
+        return error
 
 
 def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend | None) -> ResultT:

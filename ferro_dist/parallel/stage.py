@@ -251,9 +251,9 @@ class Stage(abc.ABC):
         return found
 
     def _with_seed(self, keyed: Keyed, will_replay: bool) -> Keyed:
-        return (
-            keyed if keyed.seed is not None else keyed._replace(seed=self._draw_seed(will_replay))
-        )
+        if keyed.seed is not None:
+            return keyed
+        return keyed._replace(seed=self._draw_seed(will_replay))
 
     # What subclasses do; they keep nothing of a microbatch themselves
 

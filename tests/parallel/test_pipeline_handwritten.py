@@ -235,6 +235,25 @@ def test_checkpointed_module_may_write_into_its_input(on_ranks: OnRanks) -> None
         assert_allclose(kept[1], again[1])
 
 
+@pytest.mark.parametrize("use", ["tied", "dp"])
+def test_weight_that_cannot_be_sent_is_told_on_every_rank(on_ranks: OnRanks, use: str) -> None:
+    def body(backend: Any) -> str:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            layer = Layer(0)
+            if backend.rank == 3:
+                layer.weights["weight"] = layer.weights["weight"].astype(">f8")
+            options: Any = {"dp": grid.data} if use == "dp" else {"tied": {"w": "weight"}}
+            pipe = fd.Pipeline(layer, grid.pipeline, 2, **options)
+            if use == "tied" and grid.data.rank == 0:
+                pipe.step(*batch(4), square)
+                return ""
+            with pytest.raises(fd.InvalidArray) as caught:
+                pipe.step(*batch(4), square)
+            return str(caught.value)
+
+    assert len(set(on_ranks(4, body)) - {""}) == 1
+
+
 class LostInTie(Layer):
     """Cannot tell its gradients once a backward has run."""
 
