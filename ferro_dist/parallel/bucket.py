@@ -204,6 +204,9 @@ class Bucket:
         Makes an array of the module's library of a NumPy array, over the same memory.
     wire : numpy.ndarray, optional
         What is reduced in place of the buffer: as many elements of another dtype.
+    kept : dict, optional
+        What a reduction of the user's own keeps of parameters, by name. It passes to the buckets
+        that come after this one, and is empty at first.
 
     Attributes
     ----------
@@ -231,6 +234,7 @@ class Bucket:
     views: list[Any]
     lanes: NumpyArray
     controls: NumpyArray
+    kept: dict[str, Any]
 
     def __init__(
         self,
@@ -240,11 +244,13 @@ class Bucket:
         buffer: NumpyArray,
         as_array: Callable[[NumpyArray], Any],
         wire: NumpyArray | None = None,
+        kept: dict[str, Any] | None = None,
     ) -> None:
         # Padding is reduced too: memory as it came may hold signalling or slow values.
         buffer.fill(0)
         self._set_place(index, members, layout)
         self._as_array = as_array
+        self.kept = {} if kept is None else kept
         self.buffer = buffer
         self.flat = as_array(buffer)
         self.wire = buffer if wire is None else wire

@@ -86,7 +86,7 @@ class PowerSGD:
         Parameters
         ----------
         bucket : Bucket
-            Its ``buffer`` and ``layout`` are used, and ``is_on_gpu`` to refuse a GPU's.
+            Its ``buffer``, ``layout`` and ``kept`` are used, and ``is_on_gpu`` to refuse a GPU's.
         backend : Backend
         op : ReduceOp
             `MEAN` or `SUM`.
@@ -97,7 +97,7 @@ class PowerSGD:
         with self._lock:
             factors = self._factors.get(bucket)
             if factors is None:
-                factors = self._factors[bucket] = _Factors(gradients, backend, self.rank)
+                factors = self._factors[bucket] = _Factors(bucket, gradients, backend, self.rank)
         with np.errstate(invalid="ignore", over="ignore"):  # NaN is passed on, and seen there
             factors.reduce(gradients, backend, op)
 
@@ -112,9 +112,14 @@ class PowerSGD:
 
 
 class _Factors:
-    """What is kept of one bucket: errors, right factors, and where both factors travel."""
+    """What is kept of one bucket: errors, right factors, and where both factors travel.
 
-    def __init__(self, gradients: Sequence[NumpyArray], backend: Backend, rank: int) -> None:
+    Errors outlive it: they are found again by the names of their parameters.
+    """
+
+    def __init__(
+        self, bucket: Bucket, gradients: Sequence[NumpyArray], backend: Backend, rank: int
+    ) -> None:
         dtype = _compute_dtype(gradients[0].dtype)
         is_low_rank = [_is_worthwhile(gradient, rank) for gradient in gradients]
         self._compressed = [i for i, is_low in enumerate(is_low_rank) if is_low]
@@ -127,9 +132,12 @@ class _Factors:
         )
         self._left, self._uncompressed = views[: len(shapes)], views[len(shapes) :]
         self._second, self._right = _flat_views(backend, dtype, [(m, rank) for _, m in shapes])
-        self._errors = [np.zeros(shape, dtype) for shape in shapes]
+        self._errors = [
+            _error_of(bucket.layout.names[i], shape, dtype, bucket.kept)
+            for i, shape in zip(self._compressed, shapes, strict=True)
+        ]
         for k in range(len(shapes)):
-            self._forget(k)
+            self._draw(k)
 
     def reduce(self, gradients: Sequence[NumpyArray], backend: Backend, op: ReduceOp) -> None:
         """Replace gradients by their product of factors, and those not compressed exactly."""
@@ -170,6 +178,9 @@ class _Factors:
     def _forget(self, k: int) -> None:
         """Begin anew with the k-th matrix."""
         self._errors[k].fill(0)
+        self._draw(k)
+
+    def _draw(self, k: int) -> None:
         # By its number, so that all ranks draw the same.
         self._right[k][:] = np.random.default_rng(k).standard_normal(self._right[k].shape)
 
@@ -189,6 +200,16 @@ def _out_of_reach(what: str) -> InvalidArray:
     return InvalidArray(
         f"DDP: PowerSGD computes with NumPy, and {what} on a GPU. Use compress='bf16'.", op="DDP"
     )
+
+
+def _error_of(
+    name: str, shape: tuple[int, int], dtype: np.dtype[Any], kept: dict[str, Any]
+) -> NumpyArray:
+    """Return what was left out of a parameter's gradients so far."""
+    error: NumpyArray | None = kept.get(name)
+    if error is None or error.shape != shape or error.dtype != dtype:
+        error = kept[name] = np.zeros(shape, dtype)
+    return error
 
 
 def _matrix_shape(gradient: NumpyArray) -> tuple[int, int]:

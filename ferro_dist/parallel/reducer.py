@@ -181,6 +181,7 @@ class Reducer:
         self._gpu_memory = gpu_memory
         self._bucket_nbytes = bucket_nbytes
         self._compress = compress
+        self._kept: dict[str, Any] = {}
         # A reduction of the user's own runs on the user's thread.
         self._is_overlapped = is_overlapped and not callable(compress)
         self._follows_order = follows_order
@@ -231,7 +232,7 @@ class Reducer:
             return GpuBucket(index, members, layout, self._gpu_memory, wire)
         if wire is None:
             buffer = self.backend.empty(layout.count, layout.dtype)
-            return Bucket(index, members, layout, buffer, self._as_array)
+            return Bucket(index, members, layout, buffer, self._as_array, kept=self._kept)
         buffer = np.empty(layout.count, layout.dtype)
         sent = self.backend.empty(layout.count, wire)
         return Bucket(index, members, layout, buffer, self._as_array, sent)
@@ -486,14 +487,12 @@ class Reducer:
 
     def _agree_on_order(self) -> None:
         """Lay the buckets out in the order in which rank 0's gradients became ready."""
-        self._has_order = True
         seen = dict.fromkeys(self._ready_order)  # some came twice
         order = np.array([*seen, *(n for n in self._order if n not in seen)], np.int64)
         order = broadcast_row(order, self.backend, self.tag_of(ORDER))
         if tuple(order.tolist()) != self._order:
-            statistics = self.statistics
             self.lay_out(self.specs, order.tolist())
-            self._has_order, self.statistics = True, statistics
+        self._has_order = True
 
     # Ranks that disagree
 

@@ -207,3 +207,46 @@ def test_compressed_gradients_train_all_ranks_alike(on_ranks: OnRanks) -> None:
     train(exact, slice(None), clip=None)
     # What is left out of a step comes with a later one: most of the way is made.
     assert loss < whole_loss(make_mlp()) - 0.5 * (whole_loss(make_mlp()) - whole_loss(exact))
+
+
+class Shuffled(nn.Module):
+    """Two matrices, of which the gradient of the first is ready first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.extra = (
+            nn.Parameter(torch.zeros(12, 12, dtype=torch.float64)) for _ in range(3)
+        )
+
+    def forward(self, slope: Any) -> Any:
+        return (self.second * slope).sum().sin() + (self.first * slope).sum()
+
+
+@pytest.mark.parametrize("cause", ["order", "frozen"])
+def test_what_was_left_out_comes_once_buckets_are_laid_out_anew(
+    on_ranks: OnRanks, cause: str
+) -> None:
+    """The first step alone has gradients: what it does not give must come with the others."""
+
+    def slope_of(rank: int) -> Any:
+        generator = torch.Generator().manual_seed(rank)
+        factors = torch.randn(2, 3, 12, generator=generator, dtype=torch.float64)
+        return factors[0].T @ factors[1]
+
+    def body(backend: Any) -> Any:
+        net = Shuffled()
+        ddp = fd.DDP(net, backend, compress=PowerSGD(1))
+        ddp(slope_of(backend.rank)).backward()
+        given = [net.first.grad.clone(), net.second.grad.clone()]
+        net.extra.requires_grad_(cause == "order")
+        for _ in range(30):
+            ddp.zero_grad()
+            ddp(torch.zeros(12, 12)).backward()
+            given[0] += net.first.grad
+            given[1] += net.second.grad
+        return given
+
+    mean = (slope_of(0) + slope_of(1)) / 2
+    for given in on_ranks(2, body):
+        for total in given:
+            torch.testing.assert_close(total, mean, rtol=1e-9, atol=1e-9)
