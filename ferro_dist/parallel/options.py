@@ -84,11 +84,9 @@ class Options:
             self.compress.check_reach(specs)
 
     def __str__(self) -> str:
-        how = getattr(self.compress, "__qualname__", None) or (
-            type(self.compress).__qualname__ if callable(self.compress) else repr(self.compress)
-        )
+        compress = _name_of(self.compress)
         return (
-            f"bucket_mb={self.bucket_mb}, compress={how}, sync_buffers={self.sync_buffers}, "
+            f"bucket_mb={self.bucket_mb}, compress={compress}, sync_buffers={self.sync_buffers}, "
             f"average={self.average!r}, root={operator.index(self.root)}"
         )
 
@@ -103,3 +101,10 @@ def check_root(root: int, backend: Backend) -> int:
             rank=backend.rank,
         )
     return root
+
+
+def _name_of(compress: Compression) -> str:
+    """Name what is equal on all ranks: a function's name, not where it lies in memory."""
+    if isinstance(compress, PowerSGD) or not callable(compress):
+        return repr(compress)
+    return getattr(compress, "__qualname__", type(compress).__qualname__)

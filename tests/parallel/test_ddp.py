@@ -472,6 +472,14 @@ def test_settings_that_differ_are_named(on_ranks: OnRanks) -> None:
         assert "average='sum', root=0 on rank 1" in str(error)
 
 
+def test_ranks_of_power_sgd_that_differ_are_named(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> fd.CollectiveMismatch:
+        return disagreement(backend, Linear(), compress=fd.PowerSGD(2 + backend.rank))
+
+    for error in on_ranks(2, body):
+        assert "compress=PowerSGD(3), " in str(error)
+
+
 def test_names_that_differ_far_behind_are_told_apart(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> fd.CollectiveMismatch:
         return disagreement(backend, {"layer." * 200 + str(backend.rank): np.zeros(1)})
