@@ -28,6 +28,7 @@ from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.parallel.attendance import Attendance
 from ferro_dist.parallel.ddp import DDP, Kind
+from ferro_dist.parallel.interruption import telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.options import Options
@@ -151,7 +152,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             The parameter that has got its gradient before.
         """
         self.__dict__["_is_local"] = self._no_sync_depth > 0
-        with self._telling(self._tell_layers if self._is_local else self._tell_the_others):
+        with telling(self._tell_layers if self._is_local else self._tell_the_others):
             if not self._is_checked:
                 self._check_parameters()
             self.__dict__["_is_checked"] = False
@@ -264,7 +265,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         if torch._C._current_graph_task_id() >= 0:
             return contextlib.nullcontext()
         is_averaged = torch.is_grad_enabled() and self.training and not self._no_sync_depth
-        return self._telling(self._tell_the_others if is_averaged else self._tell_layers)
+        return telling(self._tell_the_others if is_averaged else self._tell_layers)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
         """Yield the parameters by the names that they have in the module."""

@@ -26,6 +26,7 @@ import torch
 from ferro_dist.collective import allreduce
 from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
+from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.reduce_op import ReduceOp
 
@@ -101,7 +102,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     parameter is not stepped.
 
     A share of the state is nowhere but on its owner: if a rank is lost, go on from a
-    checkpoint.
+    checkpoint. An exception on one rank alone, in a step or its closure, ends the group: the
+    others would wait for that rank.
 
     With ``torch.amp.GradScaler`` all ranks skip a step if the gradients of one overflowed. Each
     rank scales its own loss: scales may differ between ranks, and gradients are right. Call
@@ -177,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad(), telling(self._tell_the_others):
                 loss = closure()
         with torch.no_grad():
             self._step()
@@ -190,9 +192,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         if where.reduced:
             self._check_is_clipped_last(where)
-        else:
-            self._unscale()
-            self._reduce_gradients()
+        with telling(self._tell_the_others):
+            if not where.reduced:
+                self._unscale()
+                self._reduce_gradients()
+            self._step_shares()
+        self._drop_reduced()
+
+    def _step_shares(self) -> None:
         self._consolidated = None
         self._pass_options(self.param_groups, self._inner.param_groups)
         for shard in self._shards:
@@ -201,7 +208,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._pass_options(self._inner.param_groups, self.param_groups)
         for shard in self._shards:
             shard.share_parameters()
-        self._drop_reduced()
+
+    def _tell_the_others(self, error: BaseException) -> None:
+        interrupt(self._backend, error)
 
     def _survey(self) -> _Survey:
         """Ask all ranks how they stand: what one of them must do, or refuses, all do."""

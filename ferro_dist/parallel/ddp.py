@@ -24,13 +24,14 @@ import contextlib
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ferro_dist.backends.base import Backend
-from ferro_dist.errors import ChannelClosed, DistributedError, InvalidArray
-from ferro_dist.parallel.attendance import Attendance, WeightError, check_weight
+from ferro_dist.errors import ChannelClosed
+from ferro_dist.parallel.attendance import Attendance, check_weight
 from ferro_dist.parallel.compression import Compression
+from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.options import Options, check_root
 from ferro_dist.parallel.reducer import NoGradients, Reducer
@@ -383,7 +384,7 @@ class DDP(Generic[ModuleT]):
 
     def _finish_round(self) -> bool:
         """Reduce what is left of the open round; whether any rank took part."""
-        with self._telling(self._tell_the_others):
+        with telling(self._tell_the_others):
             attendance = self._reducer.finish()
             if attendance is not None and not attendance.present:
                 return False
@@ -392,20 +393,8 @@ class DDP(Generic[ModuleT]):
             self._after_round(self._root_among(attendance), attendance)
         return True
 
-    @contextlib.contextmanager
-    def _telling(self, tell: Callable[[BaseException], object]) -> Iterator[None]:
-        """Tell if this rank alone fails: the others go on to collectives that it skips."""
-        try:
-            yield
-        except BaseException as error:
-            if not _is_known_to_all(error):
-                tell(error)
-            raise
-
     def _tell_the_others(self, error: BaseException) -> None:
-        """End the group on all ranks."""
-        if self._backend.world_size > 1:
-            self._backend.interrupt(error)
+        interrupt(self._backend, error)
 
     def _attend(self) -> bool:
         """Take part in a round of the others; whether there was anybody else."""
@@ -452,13 +441,6 @@ def _check_backend(module: object, backend: object) -> None:
         )
     if backend.is_closed:
         raise ChannelClosed("DDP: the group is closed. Make a new one.", op="DDP")
-
-
-def _is_known_to_all(error: BaseException) -> bool:
-    """Whether the other ranks get this error, or one of the same cause, by themselves."""
-    if isinstance(error, InvalidArray):
-        return False
-    return isinstance(error, (DistributedError, WeightError))
 
 
 def _refuse_params(method: str, params: object) -> None:

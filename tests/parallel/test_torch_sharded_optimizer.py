@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import ferro_dist as fd
 from ferro_dist.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch.optim import SGD  # noqa: E402 - needs torch
 
 OnRanks = Callable[..., list[Any]]
 
@@ -457,6 +460,39 @@ def test_a_closure_is_called_once(on_ranks: OnRanks) -> None:
         return float(optimizer.step(closure)), p.tolist()
 
     assert on_ranks(3, body) == [(2.0, [0.0, 0.0])] * 3
+
+
+class Refuses(SGD):
+    """Refuses to step a parameter with a negative element."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if any((p < 0).any() for p in group["params"]):
+                raise KeyError("no such step")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("where", ["step", "closure"])
+def test_a_step_that_fails_on_one_rank_tells_the_others(on_ranks: OnRanks, where: str) -> None:
+    told = threading.Barrier(3)
+
+    def body(backend: Any) -> None:
+        p = torch.nn.Parameter(torch.ones(30))
+        if where == "step":
+            p.data[15] = -1  # in the share of rank 1
+        optimizer = fd.ShardedOptimizer([p], Refuses, backend, divides_parameters=True, lr=1.0)
+
+        def closure() -> None:
+            p.grad = torch.ones(30)
+            if where == "closure" and backend.rank == 1:
+                raise KeyError("no such batch")
+
+        error = KeyError if backend.rank == 1 else fd.DistributedError
+        with pytest.raises(error, match=r"rank 1|no such"):
+            optimizer.step(closure)
+        told.wait(60)  # before any rank leaves the group
+
+    on_ranks(3, body)
 
 
 def test_ranks_that_disagree_are_told(on_ranks: OnRanks) -> None:

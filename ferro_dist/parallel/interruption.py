@@ -1,0 +1,39 @@
+"""An exception on one rank alone, told to those who would wait for that rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ferro_dist.errors import DistributedError, InvalidArray
+from ferro_dist.parallel.attendance import WeightError
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = ["interrupt", "telling"]
+
+
+@contextlib.contextmanager
+def telling(tell: Callable[[BaseException], object]) -> Iterator[None]:
+    """Tell if this rank alone fails: the others go on to collectives that it skips."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_known_to_all(error):
+            tell(error)
+        raise
+
+
+def interrupt(backend: Backend, error: BaseException) -> None:
+    """End a group on all ranks; where there are no others, nobody waits."""
+    if backend.world_size > 1:
+        backend.interrupt(error)
+
+
+def _is_known_to_all(error: BaseException) -> bool:
+    """Whether the other ranks get this error, or one of the same cause, by themselves."""
+    if isinstance(error, InvalidArray):
+        return False
+    return isinstance(error, (DistributedError, WeightError))
