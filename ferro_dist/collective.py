@@ -22,18 +22,20 @@ tag : int
     A mark of your own, from 0 to 2**32 - 1. Ranks whose tags differ have come from
     different lines of a program, and mismatch.
 
-Arrays are in host memory, of any library with the buffer protocol or DLPack: NumPy,
-torch, JAX. Input that is not C-contiguous is copied first. Shapes are checked by the
-number of elements. Any rank's array may be empty or 0-dimensional if all are.
+Arrays are of any library with the buffer protocol or DLPack: NumPy, torch, JAX, CuPy. They
+are in host memory; on a GPU with `NcclBackend`, on either with `HybridBackend`. Input that
+is not C-contiguous is copied first. Shapes are checked by the number of elements. Any
+rank's array may be empty or 0-dimensional if all are.
 
 Dtypes: booleans (MIN and MAX), integers (all but MEAN), floats (all), complex
 numbers (SUM, MEAN, PROD). 16-bit floats are summed in float32. All ranks get the
 same bits.
 
 Errors that all functions share: `InvalidArray`, `UnsupportedOp`, `SizeMismatch`,
-`InvalidRank` (this rank's arguments; nothing was sent), `CollectiveMismatch`
-(the group stays usable), `Timeout`, `PeerLostError`, `ChannelClosed`, `Io` (it
-does not), `LockPoisoned` (it did not before).
+`InvalidRank`, `ValueError` (timeout), `OverflowError` (tag), `TypeError` (either): this
+rank's arguments, of which nothing was sent; `CollectiveMismatch` (the group stays usable);
+`Timeout`, `PeerLostError`, `ChannelClosed`, `Io` (it does not); `LockPoisoned` (it did not
+before).
 """
 
 from __future__ import annotations
@@ -319,7 +321,7 @@ def scatter(
 
     Returns
     -------
-    array or Work
+    `out`, or without it array, shape (n, ...), or Work
     """
     try:
         return backend.scatter(x, out, root, async_op, timeout, tag)
@@ -363,6 +365,17 @@ def empty(shape: int | Sequence[int], dtype: Any, backend: Backend) -> Any:
     numpy.ndarray
         torch and JAX view it without a copy: ``torch.from_numpy(x)``. It stays valid
         after the group is closed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A bad or negative `shape`.
+    InvalidArray
+        There is no such `dtype` here.
+    MemoryError
+        There is no room for it.
+    ChannelClosed, LockPoisoned
+        The group has ended.
     """
     try:
         return backend.empty(shape, dtype)

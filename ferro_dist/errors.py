@@ -111,6 +111,8 @@ class CollectiveMismatch(SizeMismatch):
 class Timeout(DistributedError, TimeoutError):
     """Not every rank arrived in time. The group is unusable afterwards.
 
+    Except where ``Work.wait(timeout)`` alone gave up: the call goes on then, and so does the group.
+
     Attributes
     ----------
     missing : tuple of int

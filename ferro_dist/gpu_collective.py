@@ -1,9 +1,10 @@
 """Collectives that insist on arrays of a GPU.
 
 They go through NCCL where the group has it (`NcclBackend`, `HybridBackend`). Elsewhere they
-raise `UnsupportedOp`, unless ``FERROTORCH_ENABLE_GPU_FALLBACK`` allows the way through the
-host's memory; then each call gives a `GpuFallbackWarning`. The ordinary collectives do the
-same with a GPU's arrays, and take the host's as well.
+raise `UnsupportedOp`. On groups of the engine (`HostBackend`, `TcpBackend`, `SimulatedBackend`)
+``FERROTORCH_ENABLE_GPU_FALLBACK`` allows the way through the host's memory; then each call gives
+a `GpuFallbackWarning`. The ordinary collectives do the same with a GPU's arrays, and take the
+host's as well; messages know no such way.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def gpu_allreduce(
     InvalidArray
         `x` is in the host's memory.
     UnsupportedOp
-        The group has no NCCL, and the way through the host's memory is not allowed.
+        The group has no NCCL, and the way through the host's memory is not allowed, or not
+        there (MPI).
     """
     _check_on_gpu(x, "gpu_allreduce", backend.rank)
     return collective.allreduce(

@@ -1,4 +1,4 @@
-"""Arrays of a GPU through a group that reaches none: by way of the host's memory.
+"""Arrays of a GPU through a group of the engine, which reaches none: by way of the host's memory.
 
 Only where the user has asked for it, by ``FERROTORCH_ENABLE_GPU_FALLBACK``: the way is long,
 and a program that takes it unnoticed is slow for no reason that anybody sees. Unset, empty,

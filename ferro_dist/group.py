@@ -69,7 +69,8 @@ def init(
         ``"host"``, ``"tcp"``, or ``"hybrid"`` for a group with a GPU on every rank.
     device : int, optional
         For ``"hybrid"``: this rank's GPU, which becomes the thread's current one. By default the
-        ranks of a host take its GPUs in turn.
+        ranks of a host take its GPUs in turn, if the launcher has numbered them; else, as with
+        `rank` and `world_size` from here, it is the one that is current already.
     unique_id : UniqueId or bytes, optional
         For ``"hybrid"``: NCCL's identifier of the group. By default rank 0 makes one.
     config : dict, optional
@@ -86,8 +87,12 @@ def init(
         What was found is no place in a group, or two sources disagree.
     NoConnection, Timeout, PeerLostError
         The ranks could not connect; the message names the culprit.
+    Io
+        A system call failed on some rank; the error says which.
     BackendUnavailable
         ``"hybrid"``: some rank has no NCCL or no GPU.
+    ValueError, TypeError
+        A bad `backend`, `timeout` or `token`, or an option that does not go with the backend.
 
     Examples
     --------

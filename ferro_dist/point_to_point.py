@@ -114,9 +114,24 @@ def sendrecv(
 
     Parameters and errors not listed here are common to all: see `ferro_dist.point_to_point`.
 
+    Parameters
+    ----------
+    x : array, any shape
+    out : array, C-contiguous and writable
+        The dtype and number of elements that `src` sends. It may not overlap `x`.
+    dst, src : int
+        They may be the same rank.
+
     Returns
     -------
     `out` or Work
+
+    Raises
+    ------
+    SelfSend
+        `dst` or `src` is this rank.
+    SizeMismatch
+        Something else was sent; it was dropped.
     """
     try:
         return backend.sendrecv(x, out, dst, src, async_op, timeout, tag)

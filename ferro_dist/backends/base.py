@@ -57,11 +57,11 @@ class Backend(abc.ABC):
 
     For each collective: `out` None allocates the result with the library, dtype
     and device of `x`; `async_op` returns a `Work` at once; `timeout` is in
-    seconds, None for the backend's own; `tag` is any int that must agree on all ranks.
+    seconds, None for the backend's own; `tag` is an int from 0 to 2**32 - 1, the same on all ranks.
     """
 
     name: str
-    """Short lower-case name: ``"host"``, ``"tcp"``, ``"simulated"``, ``"mpi"``."""
+    """``"host"``, ``"tcp"``, ``"simulated"``, ``"mpi"``, ``"nccl"`` or ``"hybrid"``."""
 
     @property
     @abc.abstractmethod
@@ -203,7 +203,32 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def split(self, members: Sequence[int], timeout: float | None = None) -> Backend | None:
-        """Make a sub-group of these ranks; None on ranks outside it. Called by all ranks."""
+        """Make a sub-group of these ranks. Called by all ranks of this group.
+
+        Parameters
+        ----------
+        members : sequence of int
+            Ranks of this group, the same on all of them. Their order is that of the new one:
+            ``members[i]`` becomes its rank i.
+        timeout : float, optional
+            Seconds until the new group must stand; None for the backend's own.
+
+        Returns
+        -------
+        Backend or None
+            Of the same kind, with the same timeout; None on ranks outside.
+
+        Raises
+        ------
+        InvalidRank, TypeError, ValueError
+            Bad `members` or `timeout`; nothing was sent.
+        CollectiveMismatch
+            The ranks named different members. This group stays usable.
+        Timeout, PeerLostError, ChannelClosed
+            As every call. This group has ended.
+        Io, NoConnection
+            The members could not connect. This group stays usable.
+        """
 
     @property
     def cores_per_rank(self) -> float:

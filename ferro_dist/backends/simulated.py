@@ -48,6 +48,15 @@ class SimulatedBackend(EngineBackend):
         Returns
         -------
         list of SimulatedBackend, by rank
+
+        Raises
+        ------
+        InvalidWorldSize
+            `world_size` is no positive integer.
+        ValueError, TypeError
+            `timeout` is no positive number.
+        MemoryError, Io
+            There is no room, or no descriptor, for the group's memory.
         """
         world_size = arguments.check_world_size(world_size)
         timeout = arguments.check_timeout(timeout)

@@ -1,7 +1,7 @@
 """Many conversations over sockets, driven by one thread.
 
 A conversation is a generator that knows bytes and nothing of sockets (see
-`ferro_dist.frame.Conversation`); a `Stream` holds one over a socket. An `Acceptor`
+`ferro_dist.rendezvous.frame.Conversation`); a `Stream` holds one over a socket. An `Acceptor`
 answers whoever connects and keeps only who proves to be of the group; a `Dialler`
 connects again and again until somebody proves it. No one of them waits for another.
 """
