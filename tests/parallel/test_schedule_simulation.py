@@ -24,6 +24,9 @@ from ferro_dist.parallel.schedules import (
     zb_h1,
     zb_v,
 )
+from ferro_dist.parallel.schedules.dependencies import Dependencies
+from ferro_dist.parallel.schedules.durations import Durations
+from ferro_dist.parallel.schedules.simulation import simulate_checked
 
 untimed = settings(deadline=None)
 times = st.fixed_dictionaries({kind: st.integers(1, 4) for kind in ("F", "B", "I", "W", "REDUCE")})
@@ -181,6 +184,21 @@ def test_reductions_run_beside_compute_one_after_the_other() -> None:
 
 def test_one_phase_may_be_simulated_alone() -> None:
     assert simulate(["0F0 0F1", "1F0 1F1"], phase="forward").makespan_s == 3
+
+
+def test_it_looks_at_each_action_a_few_times_at_most() -> None:
+    class Counted(Dependencies):
+        num_looks = 0
+
+        def of(self, action: Any) -> Any:
+            self.num_looks += 1
+            return super().of(action)
+
+    lists = complete("zb_v", 32, 256)
+    dependencies = Counted(lists)
+    run = simulate_checked(lists, dependencies, Durations({"F": 1, "I": 1, "W": 1}))
+    assert len(run.spans) == sum(action.kind.is_compute for actions in lists for action in actions)
+    assert dependencies.num_looks <= 2 * sum(map(len, lists))
 
 
 def test_an_unsound_schedule_is_refused() -> None:
