@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from parallel.pipeline_models import (  # noqa: E402 - needs torch
-    ONE_OF_EACH,
+    SCHEDULES,
     WIDTH,
     Case,
     assert_same,
@@ -94,12 +94,12 @@ def of_mapping(output: Any, target: Any) -> Any:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+@pytest.mark.parametrize("case", SCHEDULES, ids=by_name)
 def test_tuples_travel(
     on_ranks: OnRanks, case: tuple[str, int, int], num_microbatches: int
 ) -> None:
     model = chain(Case(*case).num_stages, lambda _: Tupled())
-    x, y = batch(6)
+    x, y = batch(7)
     pipelined = run_pipelined(
         on_ranks, Case(*case), model, x, y, num_microbatches, loss_fn=of_first
     )
@@ -107,19 +107,19 @@ def test_tuples_travel(
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+@pytest.mark.parametrize("case", SCHEDULES, ids=by_name)
 def test_dicts_none_numbers_and_masks_travel(
     on_ranks: OnRanks, case: tuple[str, int, int], num_microbatches: int
 ) -> None:
     model = chain(Case(*case).num_stages, lambda _: Mapped())
-    x, y = batch(6)
+    x, y = batch(7)
     pipelined = run_pipelined(
         on_ranks, Case(*case), model, x, y, num_microbatches, loss_fn=of_mapping
     )
     assert_same(pipelined, run_whole(model, x, y, of_mapping))
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+@pytest.mark.parametrize("case", SCHEDULES, ids=by_name)
 def test_integers_enter_without_a_gradient(on_ranks: OnRanks, case: tuple[str, int, int]) -> None:
     size = Case(*case)
     base = chain(size.num_stages)

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from parallel.pipeline_models import (  # noqa: E402 - needs torch
     ONE_OF_EACH,
+    SCHEDULES,
     WIDTH,
     Block,
     Case,
@@ -33,6 +34,14 @@ import ferro_dist as fd  # noqa: E402
 from ferro_dist.parallel.stage import microbatch_seed  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
+
+KEPT_AND_CHECKPOINTED = [
+    *(pytest.param(case, {}, id=f"{by_name(case)}-kept") for case in SCHEDULES),
+    *(
+        pytest.param(case, {"checkpoint": True}, id=f"{by_name(case)}-checkpointed")
+        for case in ONE_OF_EACH
+    ),
+]
 
 
 # Random numbers
@@ -56,8 +65,7 @@ def run_noisy(model: nn.Sequential, x: Any, y: Any, num_microbatches: int, steps
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+@pytest.mark.parametrize(("case", "options"), KEPT_AND_CHECKPOINTED)
 def test_dropout_does_not_depend_on_the_schedule(
     on_ranks: OnRanks, case: tuple[str, int, int], options: Any
 ) -> None:
@@ -96,8 +104,7 @@ def test_masks_differ_between_microbatches_steps_and_stages() -> None:
 # Statistics
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+@pytest.mark.parametrize(("case", "options"), KEPT_AND_CHECKPOINTED)
 def test_batch_norm_counts_each_microbatch_once(
     on_ranks: OnRanks, case: tuple[str, int, int], options: Any
 ) -> None:
@@ -253,11 +260,7 @@ def cross_entropy(output: Any, target: Any) -> Any:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize(
-    "case",
-    [("1f1b", 3, 1), ("zb_h1", 3, 1), ("interleaved_1f1b", 2, 2), ("zb_v", 2, 2)],
-    ids=by_name,
-)
+@pytest.mark.parametrize("case", SCHEDULES, ids=by_name)
 def test_tied_weights_have_the_sum_of_their_gradients(
     on_ranks: OnRanks, case: tuple[str, int, int], steps: int
 ) -> None:
