@@ -23,7 +23,7 @@ from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.attendance import RollCall, check_weight
 from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets
 from ferro_dist.parallel.compression import Compression, compression_of, wire_dtype
-from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
 from ferro_dist.reduce_op import ReduceOp
 
@@ -54,6 +54,10 @@ class _Terms:
     most_buckets: int = 0
     """Of any tree so far: as many calls another rank may have under way."""
     statistics: Statistics = field(default_factory=Statistics)
+
+    def explained(self, error: CollectiveMismatch, lines: Sequence[str]) -> CollectiveMismatch:
+        """Return the error that says how the trees of the ranks differ, if they do."""
+        return explain_mismatch(error, lines, self.backend, _OP, self.most_buckets)
 
 
 class PytreeReducer:
@@ -242,7 +246,7 @@ class PytreeReducer:
             try:
                 tag = agree_on_manifest(lines, terms.backend, op=_OP)
             except CollectiveMismatch as error:
-                raise _explained(error, lines, terms) from None
+                raise terms.explained(error, lines) from None
             reduction = self._reductions[specs] = _Reduction(terms, specs, lines, tag)
         return reduction
 
@@ -371,7 +375,7 @@ class _Reduction:
             with contextlib.suppress(CollectiveMismatch):
                 work.wait()
         self._reset()
-        return _explained(error, self._lines, self._terms)
+        return self._terms.explained(error, self._lines)
 
     def _check_is_well(self) -> None:
         if self._failure is not None:
@@ -513,31 +517,6 @@ def _broadcast(leaf: Any, backend: Backend, root: int) -> Any:
         return broadcast(array, backend, root)
     state = broadcast(jax.random.key_data(array), backend, root)
     return jax.random.wrap_key_data(state, impl=jax.random.key_impl(array))
-
-
-def _explained(
-    error: CollectiveMismatch, lines: Sequence[str], terms: _Terms
-) -> CollectiveMismatch:
-    """Bring all ranks to one point again; return the error that says how their trees differ.
-
-    That is `error` itself if they do not, or have been compared already.
-    """
-    if error.op == _OP:
-        return error
-    # Buckets that other ranks have under way are answered by as many failures of ours.
-    for _ in range(terms.most_buckets + 1):
-        answer = _disagreement(lines, terms.backend)
-        if answer is None or answer.op == _OP:
-            return answer or error
-    return error
-
-
-def _disagreement(lines: Sequence[str], backend: Backend) -> CollectiveMismatch | None:
-    try:
-        agree_on_manifest(lines, backend, _OP, timeout=backend.timeout / 10)
-    except CollectiveMismatch as error:
-        return error.with_traceback(None)  # which would hold the caller, and with it the error
-    return None
 
 
 def _delivered(like: Any, average: NumpyArray) -> Any:

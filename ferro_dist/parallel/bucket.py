@@ -234,7 +234,6 @@ class Bucket:
     views: list[Any]
     lanes: NumpyArray
     controls: NumpyArray
-    kept: dict[str, Any]
 
     def __init__(
         self,
@@ -248,9 +247,8 @@ class Bucket:
     ) -> None:
         # Padding is reduced too: memory as it came may hold signalling or slow values.
         buffer.fill(0)
-        self._set_place(index, members, layout)
+        self._set_place(index, members, layout, kept)
         self._as_array = as_array
-        self.kept = {} if kept is None else kept
         self.buffer = buffer
         self.flat = as_array(buffer)
         self.wire = buffer if wire is None else wire
@@ -266,10 +264,17 @@ class Bucket:
         self.controls = buffer[layout.controls_offset :]
         self.reset()
 
-    def _set_place(self, index: int, members: Sequence[int], layout: BucketLayout) -> None:
+    def _set_place(
+        self,
+        index: int,
+        members: Sequence[int],
+        layout: BucketLayout,
+        kept: dict[str, Any] | None,
+    ) -> None:
         self.index = index
         self.members = tuple(members)
         self.layout = layout
+        self.kept: dict[str, Any] = {} if kept is None else kept
 
     def reset(self) -> None:
         """Expect all gradients anew."""

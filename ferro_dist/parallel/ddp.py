@@ -154,7 +154,9 @@ class DDP(Generic[ModuleT]):
     waits until the other hosts have come to the same backward. If a rank is lost, averages
     under way are undefined, and a step that was queued behind them as well: go on from a
     checkpoint. `HybridBackend` names the rank that failed, soon; NCCL alone tells nobody, and
-    the others find out when a call's time is up.
+    the others find out when a call's time is up. Nor does it compare calls: over an `NcclBackend`
+    freeze, unfreeze and convert parameters on all ranks before the same forward. One that does so
+    alone makes another call than the others, and what comes of that is undefined.
 
     Examples
     --------

@@ -41,6 +41,8 @@ class GpuBucket(Bucket):
     memory : GpuMemory
     wire_dtype : numpy.dtype, optional
         As what the content is reduced.
+    kept : dict, optional
+        As `Bucket` takes it.
 
     Attributes
     ----------
@@ -57,10 +59,11 @@ class GpuBucket(Bucket):
         layout: BucketLayout,
         memory: GpuMemory,
         wire_dtype: np.dtype[Any] | None = None,
+        kept: dict[str, Any] | None = None,
     ) -> None:
         from ferro_dist._native.cuda_stream import current_stream_of_array
 
-        self._set_place(index, members, layout)
+        self._set_place(index, members, layout, kept)
         self._stream_of = current_stream_of_array  # asked for every gradient
         self._memory = memory
         whole = memory.empty(layout.count + self._tail_count, layout.dtype)

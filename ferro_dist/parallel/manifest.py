@@ -23,7 +23,7 @@ from ferro_dist.parallel.exchange import all_gather_rows
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["agree_on_manifest"]
+__all__ = ["agree_on_manifest", "explain_mismatch"]
 
 NumpyArray = np.ndarray[Any, Any]
 
@@ -74,6 +74,40 @@ def agree_on_manifest(
     index = _first_difference(digests, int(headers["length"].max()), backend)
     line = lines[index] if index < len(lines) else "nothing"
     raise _mismatch(_gather_quotes(line, backend), backend, op, member)
+
+
+def explain_mismatch(
+    error: CollectiveMismatch, lines: Sequence[str], backend: Backend, op: str, num_under_way: int
+) -> CollectiveMismatch:
+    """Bring all ranks to one point again; return the error that says how their manifests differ.
+
+    Called by all ranks, each of which has got a mismatch and waited for its own calls.
+
+    Parameters
+    ----------
+    error : CollectiveMismatch
+        Returned if the manifests do not differ, or if it tells of that already.
+    lines, backend, op
+        As `agree_on_manifest` takes them.
+    num_under_way : int
+        The most calls that another rank may have under way.
+    """
+    if error.op == op:
+        return error
+    # Each of those calls is answered by a failure of ours.
+    for _ in range(num_under_way + 1):
+        answer = _disagreement(lines, backend, op)
+        if answer is None or answer.op == op:
+            return answer or error
+    return error
+
+
+def _disagreement(lines: Sequence[str], backend: Backend, op: str) -> CollectiveMismatch | None:
+    try:
+        agree_on_manifest(lines, backend, op, timeout=backend.timeout / 10)
+    except CollectiveMismatch as error:
+        return error.with_traceback(None)  # which would hold the caller, and with it the error
+    return None
 
 
 def _first_difference(digests: NumpyArray, length: int, backend: Backend) -> int:

@@ -51,7 +51,7 @@ from ferro_dist.parallel.bucket import Bucket, BucketLayout, ParameterSpec, assi
 from ferro_dist.parallel.compression import Compression, wire_dtype
 from ferro_dist.parallel.exchange import broadcast_row
 from ferro_dist.parallel.gpu_bucket import GpuBucket
-from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.manifest import explain_mismatch
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
 from ferro_dist.reduce_op import ReduceOp
@@ -229,7 +229,7 @@ class Reducer:
         wire = wire_dtype(self._compress, layout.dtype)
         if specs[0].is_on_gpu:
             assert self._gpu_memory is not None, "no module has parameters out of reach"
-            return GpuBucket(index, members, layout, self._gpu_memory, wire)
+            return GpuBucket(index, members, layout, self._gpu_memory, wire, self._kept)
         if wire is None:
             buffer = self.backend.empty(layout.count, layout.dtype)
             return Bucket(index, members, layout, buffer, self._as_array, kept=self._kept)
@@ -503,19 +503,7 @@ class Reducer:
                 if bucket.work is not None:
                     bucket.work.wait()
         lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(self.specs)]
-        # Buckets that other ranks have under way are answered by as many failures of ours.
-        for _ in range(len(self.buckets) + 1):
-            answer = self._disagreement(lines)
-            if answer is None or answer.op == "DDP":
-                return answer or error
-        return error
-
-    def _disagreement(self, lines: Sequence[str]) -> CollectiveMismatch | None:
-        try:
-            agree_on_manifest(lines, self.backend, "DDP", timeout=self.backend.timeout / 10)
-        except CollectiveMismatch as error:
-            return error.with_traceback(None)  # which would hold the caller, and with it the error
-        return None
+        return explain_mismatch(error, lines, self.backend, "DDP", len(self.buckets))
 
 
 def _digest(specs: Sequence[ParameterSpec]) -> int:
