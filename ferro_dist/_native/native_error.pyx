@@ -115,12 +115,15 @@ cdef object _timeout(const Error& error, str where, dict facts):
     cdef str names = _ranks(missing) if missing else "the group"
     if missing == (error.rank,):
         names = "this rank"
+    cdef str remedy = _remedy(names, len(missing))
     if error.reporter >= 0 and error.reporter != error.rank:
         what = f"rank {error.reporter} gave up waiting for {names}"
-    else:
-        what = _text(error.detail) or _silence(facts["op"], names, error.elapsed_s)
+    elif error.detail.empty():
+        what = _silence(facts["op"], names, error.elapsed_s)
+    else:  # it has not had its turn, and waited for no other rank
+        what, remedy = _text(error.detail), "Let that call end first, or pass a larger timeout."
     return Timeout(
-        f"{where}: {what}.\n{_remedy(names, len(missing))}",
+        f"{where}: {what}.\n{remedy}",
         missing=missing, seconds=error.elapsed_s, **facts)
 
 

@@ -170,6 +170,9 @@ def test_a_thread_that_never_got_its_turn_ends_the_group(transport: str, fifo: s
     errors, _ = run_ranks(2, wait_beside_another_thread, fifo, backend=transport)
     assert len(errors) == 2
     assert {error.kind for error in errors} <= {"Timeout", "LockPoisoned"}, errors
+    for error in errors:
+        is_about_a_turn = "is inside a call of the same group" in error.message
+        assert is_about_a_turn == ("Let that call end first" in error.message), error
 
 
 # What two ranks call, where they should call the same.
