@@ -30,6 +30,7 @@ __all__ = [
     "check_out_dtype",
     "check_patience",
     "check_peer",
+    "check_place",
     "check_reduction",
     "check_root",
     "check_same_members",
@@ -47,6 +48,8 @@ __all__ = [
     "reduce_op_of",
     "uneven_counts",
 ]
+
+MAX_WORLD_SIZE = 1 << 16
 
 _INTEGERS = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 _REAL_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -90,14 +93,27 @@ def name_call(error: Exception, op: str, backend: Any) -> None:
 
 
 def check_world_size(world_size: int) -> int:
-    """Return the number of ranks; raise InvalidWorldSize unless it is a positive integer."""
+    """Return the number of ranks; raise InvalidWorldSize for what is none."""
     try:
         size = integer(world_size)
     except TypeError:
         size = 0
-    if size < 1:
-        raise InvalidWorldSize(f"world_size must be a positive integer, not {world_size!r}.")
+    if not 1 <= size <= MAX_WORLD_SIZE:
+        raise InvalidWorldSize(
+            f"world_size must be an integer from 1 to {MAX_WORLD_SIZE}, not {world_size!r}."
+        )
     return size
+
+
+def check_place(rank: int, world_size: int) -> tuple[int, int]:
+    """Return rank and world size as ints, if they are a place in a group.
+
+    Raises InvalidRank, InvalidWorldSize.
+    """
+    size = check_world_size(world_size)
+    if not _is_rank(rank, size):
+        raise InvalidRank(f"rank must be an integer from 0 to {size - 1}, not {rank!r}.")
+    return integer(rank), size
 
 
 def check_root(op: str, root: int, *, rank: int, world_size: int) -> int:

@@ -10,10 +10,10 @@ import numpy as np
 
 from ferro_dist import arguments, interop
 from ferro_dist._native.cuda_libraries import load_nccl
-from ferro_dist.backends.attendance import share_attendance
 from ferro_dist.backends.base import Array, Backend, P2POp
 from ferro_dist.backends.host import HostBackend
 from ferro_dist.backends.nccl import END_GRACE_S, NcclBackend, get_unique_id
+from ferro_dist.backends.nccl_attendance import share_attendance
 from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.work import Work

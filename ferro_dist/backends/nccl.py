@@ -20,7 +20,6 @@ from ferro_dist.errors import (
     UnsupportedOp,
 )
 from ferro_dist.reduce_op import ReduceOp
-from ferro_dist.rendezvous import check_place
 from ferro_dist.work import Work
 
 if TYPE_CHECKING:
@@ -422,7 +421,7 @@ def _connect(
     timeout: float,
     config: dict[str, Any],
 ) -> Communicator:
-    rank, world_size = check_place(rank, world_size)
+    rank, world_size = arguments.check_place(rank, world_size)
     seconds = arguments.check_timeout(timeout)
     nccl = load_nccl()
     if not isinstance(unique_id, nccl.UniqueId):

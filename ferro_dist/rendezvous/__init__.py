@@ -1,14 +1,14 @@
 """How the ranks of a group find each other, prove who they are, and connect.
 
-Reading order: `environment` (which rank is this), `connection` (the entrance),
-`authentication`, `wiring` (who is connected to whom, and how), `succession` (what
-survivors do); below them `control_plane`, `roll_call`, `event_loop`, `frame`, `address`
-and `machine`.
+Reading order: `environment` (which rank is this), `launchers` and `rank_zero` (what it reads),
+`connection` (the entrance), `authentication`, `wiring` (who is connected to whom, and how),
+`succession` (what survivors do); below them `control_plane`, `roll_call`, `event_loop`,
+`frame`, `address`, `machine` and `deadline`.
 
 Standard library only. What it makes are descriptors; the engine gets them connected.
 """
 
-from ferro_dist.rendezvous.connection import check_place, connect, connect_through
+from ferro_dist.rendezvous.connection import connect, connect_through
 from ferro_dist.rendezvous.environment import Placement, placement
 from ferro_dist.rendezvous.succession import connect_survivors
 from ferro_dist.rendezvous.wiring import Wiring
@@ -16,7 +16,6 @@ from ferro_dist.rendezvous.wiring import Wiring
 __all__ = [
     "Placement",
     "Wiring",
-    "check_place",
     "connect",
     "connect_survivors",
     "connect_through",

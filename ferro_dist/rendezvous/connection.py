@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ferro_dist.arguments import check_timeout, integer
+from ferro_dist.arguments import check_place, check_timeout
 from ferro_dist.cores import count_own
 from ferro_dist.errors import (
     DistributedError,
-    InvalidRank,
     InvalidWorldSize,
     Io,
     NoConnection,
@@ -55,10 +54,9 @@ from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import EventLoop
 from ferro_dist.rendezvous.wiring import Group, Member, Place, Segment, Wiring, wire
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "check_place", "connect", "connect_through"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "connect", "connect_through"]
 
 DEFAULT_TIMEOUT_S = 300.0
-MAX_WORLD_SIZE = 1 << 16
 # Who finds rank 0's address taken asks there whether it is rank 0 a second time.
 DUPLICATE_CHECK_S = 0.5
 
@@ -184,23 +182,6 @@ def connect_through(
         exchange = ParentExchange(loop, all_gather, rank, world_size, deadline)
         place = KnownPlace(views)
         return wire(exchange, secret, create_segment, shared_memory, place, adopt)
-
-
-def check_place(rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and world size as ints, if they are a place in a group."""
-    try:
-        size = integer(world_size)
-    except TypeError:
-        raise InvalidWorldSize(f"world_size must be an int, got {world_size!r}") from None
-    try:
-        number = integer(rank)
-    except TypeError:
-        raise InvalidRank(f"rank must be an int, got {rank!r}") from None
-    if not 1 <= size <= MAX_WORLD_SIZE:
-        raise InvalidWorldSize(f"world_size must be 1 to {MAX_WORLD_SIZE}, got {size}")
-    if not 0 <= number < size:
-        raise InvalidRank(f"rank must be 0 to {size - 1} in a world of {size}, got {number}")
-    return number, size
 
 
 @contextlib.contextmanager

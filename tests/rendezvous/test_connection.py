@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ferro_dist.arguments import check_place
 from ferro_dist.errors import (
     CollectiveMismatch,
     DistributedError,
@@ -36,7 +37,6 @@ from ferro_dist.errors import (
 from ferro_dist.rendezvous import (
     Wiring,
     authentication,
-    check_place,
     connect,
     connect_through,
     frame,

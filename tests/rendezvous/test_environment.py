@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from ferro_dist.errors import InvalidRank, InvalidWorldSize, NoConnection
 from ferro_dist.rendezvous.address import DERIVED_PORTS, Address, derived_addr, parse_addresses
-from ferro_dist.rendezvous.environment import Placement, first_host, placement
+from ferro_dist.rendezvous.environment import Placement, placement
+from ferro_dist.rendezvous.rank_zero import first_host
 
 Environ = dict[str, str]
 
