@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import threading
 from collections.abc import Hashable, Iterator, Sequence
@@ -21,7 +20,8 @@ from ferro_dist.errors import CollectiveMismatch, InvalidArray, UnsupportedOp
 from ferro_dist.integrations.jax_tap import tap_leaves
 from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.attendance import RollCall, check_weight
-from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets
+from ferro_dist.parallel.averaging import REDUCE_OPS
+from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets, bucket_nbytes_of
 from ferro_dist.parallel.compression import Compression, compression_of, wire_dtype
 from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
@@ -36,9 +36,7 @@ __all__ = ["PytreeReducer", "describe_leaves", "float_positions", "is_array"]
 NumpyArray = np.ndarray[Any, Any]
 Pytree = Any
 
-_MIB = 1 << 20
 _OP = "DDP"
-_REDUCE_OPS = {"mean": ReduceOp.MEAN, "sum": ReduceOp.SUM}
 
 
 @dataclass
@@ -109,10 +107,8 @@ class PytreeReducer:
         compress: Compression = None,
         is_overlapped: bool = True,
     ) -> None:
-        if average not in _REDUCE_OPS:
+        if average not in REDUCE_OPS:
             raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
-        if not 0 < bucket_mb < math.inf:
-            raise ValueError(f"bucket_mb must be a positive number, not {bucket_mb!r}")
         if callable(compression_of(compress)):
             raise TypeError(
                 "compress must be None, 'fp16' or 'bf16' for JAX: a function would have to "
@@ -126,7 +122,7 @@ class PytreeReducer:
                 rank=backend.rank,
             )
         self._terms = _Terms(
-            backend, _REDUCE_OPS[average], math.ceil(bucket_mb * _MIB), compress, is_overlapped
+            backend, REDUCE_OPS[average], bucket_nbytes_of(bucket_mb), compress, is_overlapped
         )
         # By structure of the tree: a program that is traced anew, for another batch size,
         # on one rank alone, must not agree on anything again.
@@ -266,8 +262,7 @@ class _Reduction:
         # Last layers first, as backward goes: in the order of their names, layer 10 after 9.
         positions = {spec.name: position for position, spec in enumerate(specs)}
         ready_order = sorted(specs, key=lambda spec: _natural(spec.name), reverse=True)
-        limit = terms.bucket_nbytes
-        parts = assign_buckets(ready_order, limit, min(_MIB, limit))
+        parts = assign_buckets(ready_order, terms.bucket_nbytes)
         self.groups = [[positions[spec.name] for spec in part] for part in parts]
         self._specs = tuple(specs)
         self._buckets = [_Bucket(BucketLayout(part), terms) for part in parts]

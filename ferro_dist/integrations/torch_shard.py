@@ -10,13 +10,13 @@ array serves both directions of a step:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ferro_dist.collective import all_gather, broadcast, reduce_scatter
+from ferro_dist.integrations.torch_gradients import as_tensor
 from ferro_dist.parallel.shard_layout import Fragment, ShardLayout
 
 if TYPE_CHECKING:
@@ -140,11 +140,7 @@ class Shard:
 def _zeros(shape: tuple[int, int], like: Tensor, backend: Backend) -> Tensor:
     if like.device.type != "cpu":
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    dtype = str(like.dtype).removeprefix("torch.")
-    memory = backend.empty(math.prod(shape), dtype)
-    # As bytes: torch takes no bfloat16 from NumPy.
-    flat = torch.from_numpy(memory.view("uint8")).view(like.dtype)
-    return flat.zero_().view(shape)
+    return as_tensor(backend.empty(shape, like.dtype)).zero_()
 
 
 def _elements(tensor: Tensor, fragment: Fragment) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 from ferro_dist.collective import allreduce
 from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
+from ferro_dist.parallel.averaging import REDUCE_OPS
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.reduce_op import ReduceOp
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["ShardedOptimizer"]
 
 Tensor = Any
-
-_REDUCE_OPS = {"mean": ReduceOp.MEAN, "sum": ReduceOp.SUM}
 
 # What these do to an element depends on that element alone. By exact class: a subclass may
 # look at more.
@@ -478,9 +477,9 @@ def _check_class(optimizer_class: object) -> None:
 def _reduce_op(average: str | None) -> ReduceOp | None:
     if average is None:
         return None
-    if average not in _REDUCE_OPS:
+    if average not in REDUCE_OPS:
         raise ValueError(f"average must be 'mean', 'sum' or None, not {average!r}")
-    return _REDUCE_OPS[average]
+    return REDUCE_OPS[average]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from ferro_dist.parallel.bucket import COUNTABLE, Bucket
 from ferro_dist.reduce_op import ReduceOp
 
-__all__ = ["Averaging"]
+__all__ = ["REDUCE_OPS", "Averaging"]
+
+REDUCE_OPS = {"mean": ReduceOp.MEAN, "sum": ReduceOp.SUM}
+"""Of averages that are one reduction. The mean's division is part of it."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Averaging:
 
     @property
     def reduce_op(self) -> ReduceOp:
-        """The reduction of buckets. The mean's division is part of it."""
-        return ReduceOp.MEAN if self.name == "mean" else ReduceOp.SUM
+        """The reduction of buckets."""
+        return REDUCE_OPS.get(self.name, ReduceOp.SUM)
 
     @property
     def num_counters(self) -> int:

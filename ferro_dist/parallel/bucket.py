@@ -24,9 +24,20 @@ import numpy as np
 if TYPE_CHECKING:
     from ferro_dist.work import Work
 
-__all__ = ["Bucket", "BucketLayout", "ParameterSpec", "assign_buckets", "is_same_memory", "view_of"]
+__all__ = [
+    "Bucket",
+    "BucketLayout",
+    "ParameterSpec",
+    "assign_buckets",
+    "bucket_nbytes_of",
+    "is_same_memory",
+    "view_of",
+]
 
 NumpyArray = np.ndarray[Any, Any]
+
+MIB = 1 << 20
+FIRST_BUCKET_NBYTES = MIB
 
 ALIGNMENT_NBYTES = 64
 """A cache line, and the widest vector load: where a gradient of a bucket may start."""
@@ -78,8 +89,28 @@ class ParameterSpec:
         return f"{self.name!r} {self.dtype.name} {self.shape}{order}{place}"
 
 
+def bucket_nbytes_of(bucket_mb: float) -> int:
+    """Return the size of the largest bucket.
+
+    Parameters
+    ----------
+    bucket_mb : float
+        In MiB, as the user gives it.
+
+    Raises
+    ------
+    ValueError
+        It is no positive number.
+    """
+    if not 0 < bucket_mb < math.inf:
+        raise ValueError(f"bucket_mb must be a positive number, not {bucket_mb!r}")
+    return math.ceil(bucket_mb * MIB)
+
+
 def assign_buckets(
-    parameters: Iterable[ParameterSpec], bucket_nbytes: int, first_bucket_nbytes: int
+    parameters: Iterable[ParameterSpec],
+    bucket_nbytes: int,
+    first_bucket_nbytes: int = FIRST_BUCKET_NBYTES,
 ) -> list[list[ParameterSpec]]:
     """Divide parameters into buckets of one dtype, in one memory, of bounded size.
 
@@ -93,8 +124,8 @@ def assign_buckets(
     bucket_nbytes : int
         The largest bucket. A parameter that is larger has a bucket to itself.
     first_bucket_nbytes : int
-        The largest first bucket. A small one is full early, so that communication
-        starts while most of backward is still to come.
+        The largest first bucket, if that is less. A small one is full early, so that
+        communication starts while most of backward is still to come.
 
     Returns
     -------
@@ -104,16 +135,16 @@ def assign_buckets(
     """
     closed: list[_OpenBucket] = []
     by_kind: dict[tuple[np.dtype[Any], bool], _OpenBucket] = {}
-    is_first = True
+    limit_nbytes = min(first_bucket_nbytes, bucket_nbytes)
     for position, spec in enumerate(parameters):
         kind = spec.dtype, spec.is_on_gpu
         bucket = by_kind.get(kind)
         if bucket is None or not bucket.has_room_for(spec):
             if bucket is not None:
                 closed.append(bucket)
-            bucket = _OpenBucket(first_bucket_nbytes if is_first else bucket_nbytes)
+            bucket = _OpenBucket(limit_nbytes)
             by_kind[kind] = bucket
-            is_first = False
+            limit_nbytes = bucket_nbytes
         bucket.add(spec, position)
     ready_order = sorted([*closed, *by_kind.values()], key=lambda bucket: bucket.last_position)
     return [bucket.specs for bucket in ready_order]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ferro_dist.errors import InvalidRank
 from ferro_dist.parallel.averaging import Averaging
-from ferro_dist.parallel.bucket import ParameterSpec
+from ferro_dist.parallel.bucket import ParameterSpec, bucket_nbytes_of
 from ferro_dist.parallel.compression import Compression, compression_of
 from ferro_dist.parallel.power_sgd import PowerSGD
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
 __all__ = ["Options", "check_root"]
-
-MIB = 1 << 20
 
 CORES_TO_OVERLAP = 2.0
 """Cores for each rank from which on backward and a reduction do not take turns on one."""
@@ -44,8 +41,7 @@ class Options:
     root: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.bucket_mb < math.inf:
-            raise ValueError(f"bucket_mb must be a positive number, not {self.bucket_mb!r}")
+        _ = self.bucket_nbytes
         if self.overlap not in (True, False, "always"):
             raise ValueError(f"overlap must be True, False or 'always', not {self.overlap!r}")
         compression_of(self.compress)
@@ -55,7 +51,7 @@ class Options:
     @property
     def bucket_nbytes(self) -> int:
         """Largest bucket."""
-        return math.ceil(self.bucket_mb * MIB)
+        return bucket_nbytes_of(self.bucket_mb)
 
     @property
     def averaging(self) -> Averaging:

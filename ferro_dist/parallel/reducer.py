@@ -64,9 +64,6 @@ __all__ = ["Gradients", "NoGradients", "Reducer"]
 
 NumpyArray = np.ndarray[Any, Any]
 
-MIB = 1 << 20
-FIRST_BUCKET_NBYTES = MIB
-
 # Control lanes of the last bucket.
 LATE = 0
 NUM_CONTROLS = 1
@@ -208,11 +205,7 @@ class Reducer:
         self._has_order = not self._follows_order
         self.specs = tuple(specs)
         numbers = {spec.name: number for number, spec in enumerate(specs)}
-        groups = assign_buckets(
-            [specs[number] for number in order],
-            self._bucket_nbytes,
-            min(FIRST_BUCKET_NBYTES, self._bucket_nbytes),
-        )
+        groups = assign_buckets([specs[number] for number in order], self._bucket_nbytes)
         self.buckets = [
             self._make_bucket(index, [numbers[spec.name] for spec in group], group)
             for index, group in enumerate(groups)
