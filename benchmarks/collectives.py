@@ -29,7 +29,7 @@ from pathlib import Path
 import measure
 import report
 from cases import COLLECTIVES, DTYPES, Case
-from group import CaseRefused, Group, SystemFailed, scratch_directory
+from group import CaseRefused, Group, SystemFailed, joins, scratch_directory
 from peers import System, systems
 
 SIZES = "4,1K,16K,256K,4M,64M"
@@ -175,17 +175,6 @@ def launch(
     stack.callback(group.close)
     group.launch()
     return group
-
-
-def joins(group: Group) -> bool:
-    """Wait for a group that was launched; say so if it does not come."""
-    try:
-        group.join()
-    except SystemFailed as error:
-        measure.say(f"missing: {error}")
-        return False
-    measure.say(f"{group.system.name}: {group.about}")
-    return True
 
 
 def start_distance(directory: Path, options: Options, stack: contextlib.ExitStack) -> Group | None:

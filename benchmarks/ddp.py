@@ -3,11 +3,13 @@
     python benchmarks/ddp.py --quick
     python benchmarks/ddp.py --ranks 2,4
     python benchmarks/ddp.py --models mlp --plot
+    python benchmarks/ddp.py --ranks 1 --models 300x4KiB   # DDP's own time, nothing is sent
+    python benchmarks/ddp.py --transport gpu               # beside torch's on NCCL
 
 Each rank takes steps of its own model in turn: without communication, and data-parallel.
 The difference is what is measured: a step of all ranks takes as long as that of the
 slowest. One thread a rank. The systems take turns, torch's in several configurations, of
-which the best counts for each model.
+which the best counts for each model. Ranks share a GPU where there are fewer.
 
 With --plot, also one step of ferro_dist drawn as lanes of computation and communication,
 the time that backward waits for the latter shaded, and the same as a Chrome trace.
@@ -26,12 +28,12 @@ from typing import Any
 
 import ddp_timeline
 import measure
-from group import CaseRefused, Group, SystemFailed, scratch_directory
+from group import CaseRefused, Group, SystemFailed, joins, scratch_directory
 from peers import System
 
 WORKER = str(Path(__file__).parent / "ddp_worker.py")
 MODELS = ("mlp", "gpt", "300x4KiB")
-TRANSPORTS = ("host", "tcp")
+TRANSPORTS = ("host", "tcp", "gpu")
 
 _VIEWS = {"gradient_as_bucket_view": True, "static_graph": True}
 TORCH_CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -76,8 +78,8 @@ def parse_arguments() -> argparse.Namespace:
     unknown = sorted(set(options.models) - set(MODELS))
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(MODELS)}")
-    if min(options.rounds, options.steps) < 1 or min(options.ranks) < 2:
-        parser.error("at least one round, one step and two ranks")
+    if min(options.rounds, options.steps, *options.ranks) < 1:
+        parser.error("at least one round, one step and one rank")
     return options
 
 
@@ -88,6 +90,7 @@ class Result:
     system: System
     model: str
     ranks: int
+    num_parameters: int
     alone_s: list[float] = field(default_factory=list)
     parallel_s: list[float] = field(default_factory=list)
     steps: list[ddp_timeline.Step] = field(default_factory=list)
@@ -98,6 +101,10 @@ class Result:
         alone, parallel = (measure.percentile(s, 50) for s in (self.alone_s, self.parallel_s))
         return (parallel - alone) * 1e3
 
+    @property
+    def added_us_per_parameter(self) -> float:
+        return self.added_ms * 1e3 / self.num_parameters
+
     def to_json(self) -> dict[str, Any]:
         return {
             "benchmark": "ddp",
@@ -106,6 +113,7 @@ class Result:
             "ranks": self.ranks,
             "steps": len(self.alone_s),
             "added_ms": round(self.added_ms, 3),
+            "added_us_per_parameter": round(self.added_us_per_parameter, 3),
             **{
                 f"{kind}_p{percent}_ms": round(measure.percentile(times, percent) * 1e3, 3)
                 for kind, times in (("alone", self.alone_s), ("parallel", self.parallel_s))
@@ -150,28 +158,17 @@ def compare(ranks: int, options: argparse.Namespace) -> list[Result]:
         return results
 
 
-def joins(group: Group) -> bool:
-    """Wait for a group that was launched; say so if it does not come."""
-    try:
-        group.join()
-    except SystemFailed as error:
-        measure.say(f"missing: {error}")
-        return False
-    measure.say(f"{group.system.name}: {group.about}")
-    return True
-
-
 def measure_model(
     model: str, ranks: int, groups: list[Group], options: argparse.Namespace
 ) -> list[Result]:
     results = {}
     for group in groups:
         try:
-            group.order(do="prepare", model=model)
+            num_parameters = group.order(do="prepare", model=model)[0]
         except (CaseRefused, SystemFailed) as error:
             measure.say(f"without {group.system.name} on {model}: {error}")
             continue
-        results[group.system.name] = Result(group.system, model, ranks)
+        results[group.system.name] = Result(group.system, model, ranks, num_parameters)
     contestants = [group for group in groups if group.system.name in results]
     for turn in range(options.rounds):
         # Another one begins each round: none is always behind the same neighbour.
@@ -193,12 +190,14 @@ def show(results: list[Result]) -> None:
         return
     peers = [result.added_ms for result in results if not result.system.is_ours]
     measure.say(f"\n{results[0].model}, {results[0].ranks} ranks, ms")
-    measure.say(f"{'':24}{'alone':>9}{'parallel':>10}{'added':>8}{'of best peer':>14}")
+    heads = f"{'alone':>9}{'parallel':>10}{'added':>8}{'us a parameter':>16}{'of best peer':>14}"
+    measure.say(f"{'':24}{heads}")
     for result in results:
         alone, parallel = (
             measure.percentile(times, 50) * 1e3 for times in (result.alone_s, result.parallel_s)
         )
         line = f"{result.system.name:24}{alone:9.2f}{parallel:10.2f}{result.added_ms:8.2f}"
+        line += f"{result.added_us_per_parameter:16.2f}"
         if peers and min(peers) > 0:
             line += f"{result.added_ms / min(peers):14.2f}"
         measure.say(line)

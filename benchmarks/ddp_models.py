@@ -13,10 +13,15 @@ __all__ = ["MODELS", "Workload", "make_workload"]
 
 
 class Workload(NamedTuple):
-    """A model, and what computes the loss of one fixed batch with it or a wrapper of it."""
+    """A model, one fixed batch, and what computes the loss of a model or a wrapper of it."""
 
     model: Any
-    loss: Callable[[Any], Any]
+    batch: tuple[Any, ...]
+    loss: Callable[..., Any]
+
+    def to(self, device: str) -> Workload:
+        """Return the same on a device."""
+        return Workload(self.model.to(device), tuple(x.to(device) for x in self.batch), self.loss)
 
 
 def make_workload(name: str, rank: int) -> Workload:
@@ -34,7 +39,9 @@ def _mlp(generator: torch.Generator) -> Workload:
     x = torch.randn(32, widths[0], generator=generator)
     y = torch.randint(widths[-1], (32,), generator=generator)
     return Workload(
-        nn.Sequential(*layers[:-1]), lambda model: nn.functional.cross_entropy(model(x), y)
+        nn.Sequential(*layers[:-1]),
+        (x, y),
+        lambda model, x, y: nn.functional.cross_entropy(model(x), y),
     )
 
 
@@ -68,11 +75,11 @@ def _gpt(generator: torch.Generator) -> Workload:
     shape = (4, _Gpt.context + 1)
     tokens = torch.randint(_Gpt.vocabulary, shape, generator=generator)
 
-    def loss(model: Any) -> Any:
+    def loss(model: Any, tokens: Any) -> Any:
         scores = model(tokens[:, :-1])
         return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
-    return Workload(_Gpt(), loss)
+    return Workload(_Gpt(), (tokens,), loss)
 
 
 class _Scales(nn.Module):
@@ -90,7 +97,7 @@ class _Scales(nn.Module):
 
 def _small(generator: torch.Generator) -> Workload:
     x = torch.randn(1, 1024, generator=generator)
-    return Workload(_Scales(), lambda model: model(x).square().mean())
+    return Workload(_Scales(), (x,), lambda model, x: model(x).square().mean())
 
 
 MODELS: dict[str, Callable[[torch.Generator], Workload]] = {

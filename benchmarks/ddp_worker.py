@@ -17,6 +17,29 @@ import torch
 from ddp_models import make_workload
 from worker import Adapter, FerroDist, bind, obey
 
+from ferro_dist.testing import share_gpu
+
+IS_ON_GPU = os.environ["BENCHMARK_TRANSPORT"] == "gpu"
+DEVICE = "cuda" if IS_ON_GPU else "cpu"
+
+
+def synchronize() -> None:
+    """Wait until the GPU has done what was asked of it."""
+    if IS_ON_GPU:
+        torch.cuda.synchronize()
+
+
+def choose_gpu(rank: int, world_size: int) -> None:
+    """Take a GPU of one's own, or share one where there are fewer than ranks."""
+    if not IS_ON_GPU:
+        return
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise RuntimeError("torch finds no GPU here")
+    torch.cuda.set_device(rank % num_gpus)
+    if num_gpus < world_size:
+        share_gpu(rank)
+
 
 def main() -> None:
     torch.set_num_threads(1)
@@ -31,11 +54,15 @@ class Trainer(NamedTuple):
     """A model, or its wrapper, and its optimizer."""
 
     model: Any
+    batch: tuple[Any, ...]
     loss: Any
     optimizer: Any
 
+    def forward(self) -> Any:
+        return self.loss(self.model, *self.batch)
+
     def step(self) -> None:
-        self.loss(self.model).backward()
+        self.forward().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -51,17 +78,17 @@ class DataParallelAdapter(Adapter):
         if order["do"] == "prepare":
             self._alone = self._trainer(order["model"], is_parallel=False)
             self._parallel = self._trainer(order["model"], is_parallel=True)
-            return None
+            return len(list(self._alone.model.parameters()))
         if order["do"] == "trace":
             return self._trace()
         with measure.GarbageCollectorOff():
             return self._sample(order["times"])
 
     def _trainer(self, name: str, is_parallel: bool) -> Trainer:
-        workload = make_workload(name, self.rank)
+        workload = make_workload(name, self.rank).to(DEVICE)
         model = self.wrap(workload.model) if is_parallel else workload.model
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        trainer = Trainer(model, workload.loss, optimizer)
+        trainer = Trainer(model, workload.batch, workload.loss, optimizer)
         for _ in range(3):  # buckets are laid out anew after the first backward
             trainer.step()
         return trainer
@@ -72,9 +99,11 @@ class DataParallelAdapter(Adapter):
         parallel: list[float] = []
         for _ in range(times):
             for trainer, durations in ((self._alone, alone), (self._parallel, parallel)):
+                synchronize()
                 self.meet()
                 began_s = time.perf_counter()
                 trainer.step()
+                synchronize()
                 durations.append(time.perf_counter() - began_s)
         return [alone, parallel]
 
@@ -82,7 +111,7 @@ class DataParallelAdapter(Adapter):
         """One step: when its parts began and ended."""
         self.meet()
         trainer, times = self._parallel, {"begin_s": time.perf_counter()}
-        loss = trainer.loss(trainer.model)
+        loss = trainer.forward()
         times["forward_end_s"] = time.perf_counter()
         loss.backward()
         times["backward_end_s"] = time.perf_counter()
@@ -106,7 +135,8 @@ class DataParallelAdapter(Adapter):
 
 class FerroDdp(DataParallelAdapter):
     def connect(self) -> tuple[int, int]:
-        # As the benchmark of collectives joins, over either transport.
+        choose_gpu(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        # As the benchmark of collectives joins, over any transport.
         self._ferro = FerroDist()
         return self._ferro.rank, self._ferro.world_size
 
@@ -144,15 +174,17 @@ class TorchDdp(DataParallelAdapter):
     def connect(self) -> tuple[int, int]:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         bind(rank)
+        choose_gpu(rank, world_size)
         import torch.distributed as dist
 
         self._dist = dist
         store = f"file://{os.environ['BENCHMARK_DIRECTORY']}/{os.environ['BENCHMARK_ID']}.store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+        library = "nccl" if IS_ON_GPU else "gloo"
+        dist.init_process_group(library, init_method=store, rank=rank, world_size=world_size)
         return rank, world_size
 
     def about(self) -> str:
-        return f"torch {torch.__version__} on Gloo"
+        return f"torch {torch.__version__} on {'NCCL' if IS_ON_GPU else 'Gloo'}"
 
     def wrap(self, model: Any) -> Any:
         return torch.nn.parallel.DistributedDataParallel(model, **self._settings)

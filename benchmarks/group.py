@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import measure
 from peers import WORKER, System
 
 START_TIMEOUT_S = 60.0
@@ -160,6 +161,17 @@ class Group:
         lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
         last = [line.strip() for line in lines if line.strip()]
         return f": {last[-1]}" if last else ""
+
+
+def joins(group: Group) -> bool:
+    """Wait for a group that was launched; say so if it does not come."""
+    try:
+        group.join()
+    except SystemFailed as error:
+        measure.say(f"missing: {error}")
+        return False
+    measure.say(f"{group.system.name}: {group.about}")
+    return True
 
 
 class _Channel:

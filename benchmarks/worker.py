@@ -206,8 +206,9 @@ class FerroDist(CollectiveAdapter):
         import ferro_dist as fd
 
         self._fd = fd
-        is_tcp = os.environ["BENCHMARK_TRANSPORT"] == "tcp"
-        self._backend = self._tcp_backend() if is_tcp else fd.init()
+        transport = os.environ["BENCHMARK_TRANSPORT"]
+        make = {"tcp": self._tcp_backend, "gpu": lambda: fd.init(backend="hybrid")}
+        self._backend = make.get(transport, fd.init)()
         return self._backend.rank, self._backend.world_size
 
     def about(self) -> str:
