@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator
 from typing import Any
 
+from ferro_dist.arguments import check_patience
 from ferro_dist.errors import DistributedError, LockPoisoned, SizeMismatch, Timeout
 from ferro_dist.work import Work
 
@@ -185,8 +186,6 @@ class Progress:
 
     def wait(self, lane: Hashable, call: Call, timeout_s: float | None) -> bool:
         """Move everything on until `call` has ended; False once `timeout_s` is over."""
-        if timeout_s is not None and not timeout_s >= 0:
-            raise ValueError(f"timeout must be a number of seconds, not {timeout_s!r}.")
         started = time.monotonic()
         while True:
             self.advance()
@@ -275,8 +274,9 @@ class MpiWork(Work):
         self._call.start_clock()
 
     def wait(self, timeout: float | None = None) -> None:
-        if not self._progress.wait(self._lane, self._call, timeout):
-            raise _still_running(self._call, timeout or 0.0)
+        patience = None if timeout is None else check_patience(timeout)
+        if not self._progress.wait(self._lane, self._call, patience):
+            raise _still_running(self._call, patience or 0.0)
         self._call.value()
 
     def is_completed(self) -> bool:
@@ -302,7 +302,7 @@ class BatchWork(Work):
             work.start_clock()
 
     def wait(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + check_patience(timeout)
         errors: list[DistributedError] = []
         for work in self._works:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -95,6 +95,16 @@ def waiting_may_be_given_up_and_taken_up_again(group: Group) -> None:
         assert work.result()[0] == 1
 
 
+@case()
+def to_wait_for_what_is_no_time_is_refused(group: Group) -> None:
+    for work in (fd.barrier(group, async_op=True), fd.batch([], group, async_op=True)):
+        for seconds in (-1.0, float("nan")):
+            raised(ValueError, work.wait, seconds)
+        for no_number in ("1", True):
+            raised(TypeError, work.wait, no_number)
+        work.wait()
+
+
 @case(min_ranks=2)
 def arrays_live_until_their_call_is_done(group: Group) -> None:
     """The caller drops everything at once: the call owns what it reads and writes."""
