@@ -16,6 +16,7 @@ from ferro_dist.backends.nccl import END_GRACE_S, NcclBackend, get_unique_id
 from ferro_dist.backends.nccl_attendance import share_attendance
 from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray
 from ferro_dist.reduce_op import ReduceOp
+from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import Work
 
 if TYPE_CHECKING:
@@ -160,9 +161,10 @@ class HybridBackend(Backend):
         return self._host.empty(shape, dtype)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> HybridBackend | None:
-        host = self._host.split(members, timeout)
+        deadline = Deadline(self.timeout if timeout is None else arguments.check_timeout(timeout))
+        host = self._host.split(members, deadline.remaining_s)
         try:
-            nccl = self._nccl.split(members, timeout)
+            nccl = self._nccl.split(members, deadline.remaining_s)
         except BaseException:
             if host is not None:
                 host.close()

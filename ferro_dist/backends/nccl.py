@@ -20,6 +20,7 @@ from ferro_dist.errors import (
     UnsupportedOp,
 )
 from ferro_dist.reduce_op import ReduceOp
+from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import Work
 
 if TYPE_CHECKING:
@@ -311,16 +312,17 @@ class NcclBackend(BoundBackend):
         if self.is_closed:
             raise ChannelClosed("This rank has closed the group.", op="split", rank=self.rank)
         chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
-        self._check_agreement(chosen, timeout)
+        deadline = Deadline(self.timeout if timeout is None else arguments.check_timeout(timeout))
+        self._check_agreement(chosen, deadline)
         is_member = self.rank in chosen
         key = chosen.index(self.rank) if is_member else 0
         color = 0 if is_member else None
-        communicator = self.comm.split(color, key, timeout=timeout, **self._config)
+        communicator = self.comm.split(color, key, timeout=deadline.remaining_s, **self._config)
         if communicator is None:
             return None
         return type(self).__new__(type(self))._adopt(communicator, None, self._config)
 
-    def _check_agreement(self, members: tuple[int, ...], timeout: float | None) -> None:
+    def _check_agreement(self, members: tuple[int, ...], deadline: Deadline) -> None:
         """Raise CollectiveMismatch unless all ranks of the group named the same members."""
         from ferro_dist._native.cuda_memory import DeviceMemory, copy_async
 
@@ -332,8 +334,8 @@ class NcclBackend(BoundBackend):
         copy_async(own.address, masks[self.rank].ctypes.data, masks[0].nbytes, stream)
         # A call of the group, so that a rank that stays away is a Timeout. To wait for the
         # stream instead would be without end, and deaf to Ctrl-C.
-        self.all_gather(own, gathered, True, timeout, 0)
-        self._group.synchronize(None if timeout is None else timeout + WATCHDOG_GRACE_S)
+        self.all_gather(own, gathered, True, deadline.remaining_s, 0)
+        self._group.synchronize(deadline.remaining_s + WATCHDOG_GRACE_S)
         copy_async(masks.ctypes.data, gathered.address, masks.nbytes, stream)
         stream.synchronize()
         arguments.check_same_members([row.tobytes() for row in masks], members, rank=self.rank)
