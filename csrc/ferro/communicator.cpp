@@ -207,7 +207,7 @@ void Communicator::await(Call& call, Task& task) {
   }
   task.rethrow();
   // It was done in the last moment, but the group has been told otherwise.
-  if (cause != ErrorCode::none) throw Error(cause, rank_);
+  if (cause != ErrorCode::none) throw failure(Error(cause), task.collective.op, *task.sequence, call);
 }
 
 // ---- Calls on the progress threads ----------------------------------------------
@@ -260,9 +260,10 @@ void Communicator::run_collectives() noexcept {
     call.begin_blocking();
     std::unique_ptr<Error> error;
     try {
-      const Gate::Pass pass(collective_gate_, call);
+      const Gate::Pass pass = enter(collective_gate_, call, task->collective.op, num_collectives_);
       // close() found the gate free, and will not end what starts now.
       if (collective_queue_.is_stopped()) throw Error(ErrorCode::closed);
+      task->sequence = num_collectives_.load(std::memory_order_relaxed);
       run_now(call, task->collective);
     } catch (const std::exception&) {
       error = std::make_unique<Error>(current_error());

@@ -63,7 +63,8 @@ class Task {
   Collective collective;  // the op alone, if there are messages
   std::unique_ptr<Batch> messages;
   const double timeout_s;
-  // Its place among the exchanges, if its messages have been posted by who submitted it.
+  // Its place among the collectives or exchanges, once it has begun: messages may have been
+  // posted by who submitted them.
   std::optional<std::uint64_t> sequence;
 
  private:

@@ -82,8 +82,9 @@ class TaskQueue {
     for (const std::shared_ptr<Task>& task : left) retire(*task, std::make_unique<Error>(ErrorCode::closed));
   }
 
-  // Once stopped: waits for the thread to end.
+  // Stops, and waits for the thread to end.
   void join() {
+    stop();  // else a task that is pushed meanwhile would start another one
     if (thread_.joinable()) thread_.join();
   }
 

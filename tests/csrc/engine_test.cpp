@@ -574,6 +574,77 @@ void test_close_ends_the_calls_of_all_threads(bool is_over_sockets) {
   CHECK(peer == ErrorCode::channel_closed);
 }
 
+// ---- Calls that queue --------------------------------------------------------------
+
+// A task that cannot even start makes the peers wait like one that fails.
+void test_a_task_that_cannot_start_ends_the_group() {
+  const Group group = Communicator::create_group(2, 2);
+  Blocked blocked;
+  ErrorCode patient = ErrorCode::none;
+  Values x(1), y(1);
+  std::thread waits([&] {
+    Call call(kTimeout, blocked.hooks());
+    patient = code_of([&] { group[0]->run(call, make(Op::allreduce, 1, x.data(), x.data())); });
+  });
+  blocked.await();
+  const std::shared_ptr<Task> task = group[0]->submit(make(Op::broadcast, 1, y.data(), y.data()), 0.05);
+  Call call(kTimeout);
+  CHECK(task->wait(call));
+  try {
+    task->rethrow();
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.code == ErrorCode::timeout && error.op == Op::broadcast && error.rank == 0);
+    CHECK(error.sequence == 1);
+  }
+  waits.join();
+  CHECK(patient == ErrorCode::timeout && group[1]->has_ended());
+}
+
+// Interrupted in the moment in which what it had queued for is done after all.
+void test_a_queued_call_that_ends_too_late_says_which_it_was() {
+  const Group group = Communicator::create_group(2, 2);
+  struct Interruption {
+    Communicator& comm;
+    std::atomic<bool> is_queued{false};
+    static void begin(void* self) noexcept { static_cast<Interruption*>(self)->is_queued.store(true); }
+    static bool strike(void* self) noexcept {
+      // Behind the queued call: once this is done, so is that.
+      const std::shared_ptr<Task> last =
+          static_cast<Interruption*>(self)->comm.submit(make(Op::barrier, 0, nullptr, nullptr), kTimeout);
+      Call call(kTimeout);
+      return last->wait(call);
+    }
+  } interruption{*group[0]};
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    Values x(1);
+    const Collective allreduce = make(Op::allreduce, 1, x.data(), x.data());
+    if (rank == 1) {
+      while (!interruption.is_queued.load()) std::this_thread::yield();
+      run(comm, make(Op::barrier, 0, nullptr, nullptr));
+      run(comm, allreduce);
+      run(comm, make(Op::barrier, 0, nullptr, nullptr));
+      return;
+    }
+    comm.submit(make(Op::barrier, 0, nullptr, nullptr), kTimeout);
+    Call call(kTimeout, {Interruption::begin, Interruption::strike, &interruption});
+    try {
+      comm.run(call, allreduce);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.code == ErrorCode::interrupted && error.op == Op::allreduce);
+      CHECK(error.sequence == 1 && error.rank == 0 && error.peer == 0);
+    }
+  });
+}
+
+void test_a_queue_that_was_joined_starts_no_thread() {
+  TaskQueue queue;
+  queue.join();
+  const auto task = std::make_shared<Task>(make(Op::barrier, 0, nullptr, nullptr), 1, kTimeout);
+  CHECK(code_of([&] { queue.push(task, [] {}); }) == ErrorCode::closed);
+}
+
 // ---- Memory that runs out ----------------------------------------------------------
 
 // Memory ends with the n-th allocation of rank 0's call: either nothing was sent, and the
@@ -671,6 +742,9 @@ int main() {
   test_message_that_does_not_fit_is_dropped();
   test_an_uneven_all_to_all_tells_that_it_blocks();
   for (const int size : {2, 3}) test_a_timeout_ends_a_call_that_never_waits(size);
+  test_a_task_that_cannot_start_ends_the_group();
+  test_a_queued_call_that_ends_too_late_says_which_it_was();
+  test_a_queue_that_was_joined_starts_no_thread();
   test_closing_rank_is_named();
   test_timeout_names_the_missing();
   test_close_during_calls();
@@ -682,5 +756,5 @@ int main() {
   test_several_threads(true);
   for (const bool is_over_sockets : {false, true})
     for (const Op op : {Op::sendrecv, Op::allreduce}) test_memory_runs_out(is_over_sockets, op);
-  std::puts("engine_test: 19 tests passed");
+  std::puts("engine_test: 22 tests passed");
 }
