@@ -206,17 +206,8 @@ void Exchange::check_frame(Lane& lane, const Frame& frame) {
 
 void Exchange::sleep() {
   check_caller(false);
+  list_poll_entries();
   std::vector<pollfd>& entries = mesh_.poll_entries_;
-  entries.clear();
-  for (Lane& lane : mesh_.lanes_) {
-    short events = lane.said_goodbye ? 0 : POLLRDHUP;
-    if (!lane.sends.empty()) events |= POLLOUT;
-    if (!lane.receives.empty()) events |= POLLIN;
-    // poll() reports a hang-up even if not asked: a peer that left in order, and
-    // of whom nothing is expected, must not be listed at all.
-    if (events != 0) entries.push_back({lane.stream.fd(), events, 0});
-  }
-  entries.push_back({mesh_.wake_fd_.get(), POLLIN, 0});
   const double slice_s = std::chrono::duration<double>(kWaitSlice).count();
   const double timeout_s = std::min(slice_s, std::max(call_.remaining_s(), 0.0));
   const int num_ready = poll(entries.data(), entries.size(), static_cast<int>(timeout_s * 1e3) + 1);
@@ -231,6 +222,21 @@ void Exchange::sleep() {
   note_awaited();
   const std::lock_guard<std::mutex> lock(mesh_.streams_mutex_);
   mesh_.examine_hangups();
+}
+
+// With the lock, since another thread of this rank may be finding a goodbye.
+void Exchange::list_poll_entries() {
+  const std::lock_guard<std::mutex> lock(mesh_.streams_mutex_);
+  mesh_.poll_entries_.clear();
+  for (Lane& lane : mesh_.lanes_) {
+    short events = lane.said_goodbye ? 0 : POLLRDHUP;
+    if (!lane.sends.empty()) events |= POLLOUT;
+    if (!lane.receives.empty()) events |= POLLIN;
+    // poll() reports a hang-up even if not asked: a peer that left in order, and
+    // of whom nothing is expected, must not be listed at all.
+    if (events != 0) mesh_.poll_entries_.push_back({lane.stream.fd(), events, 0});
+  }
+  mesh_.poll_entries_.push_back({mesh_.wake_fd_.get(), POLLIN, 0});
 }
 
 // Lets signals and the deadline end the call.

@@ -65,6 +65,7 @@ class Exchange {
   void check_frame(Lane& lane, const Frame& frame);
   bool spin();
   void sleep();
+  void list_poll_entries();
   void check_caller(bool was_signalled);
   std::vector<int> awaited() const;
   void note_awaited();

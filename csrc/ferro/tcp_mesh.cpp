@@ -186,10 +186,10 @@ void TcpMesh::tell_all(const Words& last_words) noexcept {
   // First to all whose stream has room, then to those who must read first: a peer
   // that reads nothing waits for somebody else, and shall not delay the others' news.
   // Only the end of a stream lets its peer know that these are last words.
-  for (const std::int64_t patience_ns : {std::int64_t{0}, deadline_ns})
+  for (const bool may_wait : {false, true})
     for (Lane& lane : lanes_) {
-      tell(lane, last_words, patience_ns);
-      if (lane.told_nbytes == last_words.nbytes || patience_ns != 0) lane.stream.shut_down();
+      tell(lane, last_words, may_wait ? deadline_ns : 0);
+      if (lane.told_nbytes == last_words.nbytes || may_wait) lane.stream.shut_down();
     }
 }
 
@@ -210,8 +210,14 @@ void TcpMesh::tell(Lane& lane, const Words& last_words, std::int64_t deadline_ns
     pollfd entry{lane.stream.fd(), POLLOUT | POLLIN | POLLRDHUP, 0};
     if (moved.nbytes == 0 && poll(&entry, 1, static_cast<int>(left_ms)) <= 0) return;
     // It may be telling us the same: nobody would read, and nobody have room.
-    if ((entry.revents & POLLIN) != 0) lane.stream.discard_unread();
+    if ((entry.revents & POLLIN) != 0) discard_unread(lane);
   }
+}
+
+// Keeps the last words, which others may be looking for.
+void TcpMesh::discard_unread(Lane& lane) noexcept {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  lane.stream.discard_unread();
 }
 
 // ---- Who is missing ------------------------------------------------------------

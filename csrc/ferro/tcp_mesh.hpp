@@ -152,6 +152,7 @@ class TcpMesh {
   Words words_of(const Frame& farewell, const RankSet& awaited) const noexcept;
   void tell_all(const Words& last_words) noexcept;
   void tell(Lane& lane, const Words& last_words, std::int64_t deadline_ns) noexcept;
+  void discard_unread(Lane& lane) noexcept;
   void await_last_words(std::int64_t deadline_ns);
   std::uint32_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
 

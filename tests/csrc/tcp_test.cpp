@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "ferro/cost_model.hpp"
+#include "ferro/exchange.hpp"
 #include "ferro/tcp_channel.hpp"
 #include "ferro/tcp_transport.hpp"
 #include "ferro/wide_float.hpp"
@@ -359,6 +360,49 @@ void unknown_types_are_refused() {
   close(theirs);
 }
 
+// ---- Several threads of one rank (for ThreadSanitizer) ----------------------------
+
+// One thread tells a peer that reads nothing of the end, another looks for what it says.
+void a_stream_is_read_while_its_peer_is_told() {
+  const auto [ours, theirs] = connected_sockets();
+  TcpMesh mesh(0, 2, {{1, ours}}, false);
+  const std::vector<char> noise(1 << 16);
+  while (send(ours, noise.data(), noise.size(), MSG_DONTWAIT) > 0) continue;
+  std::atomic<bool> is_told{false};
+  std::thread teller([&mesh, &is_told] {
+    mesh.abort({ErrorCode::timeout, 1, 0, 0});
+    is_told.store(true);
+  });
+  std::thread peer([&, peer = theirs] {
+    while (!is_told.load()) send(peer, noise.data(), 64, MSG_DONTWAIT | MSG_NOSIGNAL);
+  });
+  while (!is_told.load()) {
+    Testimonies testimonies;
+    mesh.add_testimonies(testimonies);
+  }
+  teller.join();
+  peer.join();
+  close(theirs);
+}
+
+// One thread waits for a peer while another finds that a third rank has left.
+void a_goodbye_is_found_beside_a_wait() {
+  for (int round = 0; round < 20; ++round) {
+    Meshes meshes = make_meshes(3);
+    std::thread waits([&meshes] {
+      Call call(kTimeout);
+      Exchange exchange(*meshes[0], call);
+      char payload[4096];  // more than last words fill
+      exchange.receive(2, payload, sizeof payload);
+      expect(error_of([&] { exchange.finish(); }).peer == 2, "who kept a rank waiting");
+    });
+    meshes[1]->close();
+    while (!meshes[0]->has_said_goodbye(1)) std::this_thread::yield();
+    meshes[2]->close();
+    waits.join();
+  }
+}
+
 // ---- Messages ------------------------------------------------------------------
 
 PointToPoint message_of(bool is_send, Values& values, std::uint32_t tag = 0) {
@@ -497,6 +541,8 @@ int main() {
   signals_end_a_wait();
   garbage_is_refused();
   unknown_types_are_refused();
+  a_stream_is_read_while_its_peer_is_told();
+  a_goodbye_is_found_beside_a_wait();
   messages_arrive_in_order();
   messages_that_do_not_fit_are_dropped_whole();
   lengths_are_checked_before_they_are_believed();
