@@ -19,8 +19,9 @@ namespace {
 
 // All heaps together stay well inside the 128 TiB that a process may address.
 constexpr std::size_t kMaxHeaps = std::size_t{16} << 40;
-// Far more than any machine has room for, and few enough that no size overflows.
-constexpr int kMaxRanks = 1 << 15;
+// With more, a rank's share of a two-shot round would be less than a line pair; no machine has
+// room for as many, either.
+constexpr int kMaxRanks = 1024;
 
 std::size_t memory_of_machine() {
   return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
@@ -60,7 +61,11 @@ void back_with_memory(int fd, std::size_t nbytes) {
 // Sizes grow with the square of the ranks. Backing more than there is would end in the
 // kernel killing some process, not in an error.
 void check_that_ranks_fit(int size) {
-  if (size <= kMaxRanks && SegmentLayout(size).fixed_nbytes <= memory_of_machine() / 2) return;
+  if (size > kMaxRanks)
+    throw Error(ErrorCode::unsupported, -1,
+                "at most " + std::to_string(kMaxRanks) + " ranks of one host share memory, not " +
+                    std::to_string(size));
+  if (SegmentLayout(size).fixed_nbytes <= memory_of_machine() / 2) return;
   throw Error(ErrorCode::out_of_memory, -1,
               std::to_string(size) + " ranks on one host need more shared memory than half of its memory");
 }

@@ -574,6 +574,12 @@ void test_close_ends_the_calls_of_all_threads(bool is_over_sockets) {
   CHECK(peer == ErrorCode::channel_closed);
 }
 
+void test_more_ranks_than_a_round_divides_among_are_refused() {
+  CHECK(code_of([] { Segment::create_file(1025); }) == ErrorCode::unsupported);
+  const SegmentLayout layout(1024);
+  CHECK(layout.window_nbytes / SegmentLayout::kRoundSlots / 1024 >= kLinePair);
+}
+
 // ---- Calls that queue --------------------------------------------------------------
 
 // A task that cannot even start makes the peers wait like one that fails.
@@ -745,6 +751,7 @@ int main() {
   test_a_task_that_cannot_start_ends_the_group();
   test_a_queued_call_that_ends_too_late_says_which_it_was();
   test_a_queue_that_was_joined_starts_no_thread();
+  test_more_ranks_than_a_round_divides_among_are_refused();
   test_closing_rank_is_named();
   test_timeout_names_the_missing();
   test_close_during_calls();
@@ -756,5 +763,5 @@ int main() {
   test_several_threads(true);
   for (const bool is_over_sockets : {false, true})
     for (const Op op : {Op::sendrecv, Op::allreduce}) test_memory_runs_out(is_over_sockets, op);
-  std::puts("engine_test: 22 tests passed");
+  std::puts("engine_test: 23 tests passed");
 }
