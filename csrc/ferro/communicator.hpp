@@ -26,7 +26,8 @@ struct Wiring {
   std::vector<int> collective_sockets;  // by rank, -1 for local ones; owned by the Communicator,
   std::vector<int> message_sockets;     // also if its construction throws
   std::vector<std::vector<int>> hosts;  // all ranks, by host
-  int num_cores = 1;                    // that local_ranks may use together
+  int num_colocated = 1;  // ranks of this machine, this one included, whether they share memory or not
+  int num_cores = 1;      // that they may use together
 };
 
 class Communicator {

@@ -61,12 +61,12 @@ std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is
 }  // namespace
 
 ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members,
-                           int num_cores, bool are_processes)
+                           SpinPolicy spin, bool are_processes)
     : segment_(std::move(segment)),
       index_(index),
       size_(static_cast<int>(members.size())),
       members_(std::move(members)),
-      spin_(SpinPolicy::for_ranks(size_, num_cores)),
+      spin_(spin),
       sources_(members_.size()),
       outputs_(members_.size()) {
   inputs_.of_rank.resize(members_.size());

@@ -18,9 +18,8 @@ namespace ferro {
 class ShmTransport final : public Transport {
  public:
   // `index` is this rank's place in the segment, `members` the group's rank at
-  // every place. Ranks that are processes of their own are watched for death;
-  // `num_cores` is what all of them may use together.
-  ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members, int num_cores,
+  // every place. Ranks that are processes of their own are watched for death.
+  ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members, SpinPolicy spin,
                bool are_processes);
   ~ShmTransport() override;
 

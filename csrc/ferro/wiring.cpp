@@ -44,14 +44,14 @@ void connect_memory(Channels& channels, const std::shared_ptr<Segment>& segment,
 std::vector<std::shared_ptr<Communicator>> Communicator::create_group(int world_size, int num_cores) {
   const std::shared_ptr<Segment> segment = Segment::create(world_size);
   const std::vector<int> ranks = all_ranks(world_size);
+  const SpinPolicy spin = SpinPolicy::for_ranks(world_size, num_cores);
   std::vector<std::shared_ptr<Communicator>> group;
   for (const int rank : ranks) {
     Parts parts;
-    parts.transport = std::make_unique<ShmTransport>(segment, rank, ranks, num_cores, false);
+    parts.transport = std::make_unique<ShmTransport>(segment, rank, ranks, spin, false);
     Channels channels(ranks.size());
     connect_memory(channels, segment, ranks, rank);
-    parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, rank,
-                                                  SpinPolicy::for_ranks(world_size, num_cores));
+    parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, rank, spin);
     parts.heap = std::make_shared<Heap>(segment, rank);
     group.push_back(std::shared_ptr<Communicator>(new Communicator(rank, world_size, std::move(parts))));
   }
@@ -62,7 +62,7 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   const int index = index_of(wiring.local_ranks, wiring.rank);
   const auto num_local = static_cast<int>(wiring.local_ranks.size());
   const bool has_remote = num_local < wiring.world_size;
-  const bool may_spin = num_local <= wiring.num_cores;
+  const SpinPolicy spin = SpinPolicy::for_ranks(wiring.num_colocated, wiring.num_cores);
 
   // Owned from the start, so that none is left open if something below throws.
   std::vector<UniqueFd> message_sockets;
@@ -70,8 +70,9 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   std::vector<TcpMesh::Socket> sockets;
   for (int peer = 0; peer < wiring.world_size; ++peer)
     if (wiring.collective_sockets[peer] >= 0) sockets.push_back({peer, wiring.collective_sockets[peer]});
-  const auto mesh =
-      has_remote ? std::make_shared<TcpMesh>(wiring.rank, wiring.world_size, sockets, may_spin) : nullptr;
+  const auto mesh = has_remote ? std::make_shared<TcpMesh>(wiring.rank, wiring.world_size, sockets,
+                                                           wiring.num_colocated <= wiring.num_cores)
+                               : nullptr;
 
   Channels channels(static_cast<std::size_t>(wiring.world_size));
   for (int peer = 0; peer < wiring.world_size; ++peer)
@@ -84,7 +85,7 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   std::unique_ptr<ShmTransport> local;
   if (segment) {
     connect_memory(channels, segment, wiring.local_ranks, index);
-    local = std::make_unique<ShmTransport>(segment, index, wiring.local_ranks, wiring.num_cores, true);
+    local = std::make_unique<ShmTransport>(segment, index, wiring.local_ranks, spin, true);
   }
 
   Parts parts;
@@ -95,8 +96,7 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   } else {
     parts.transport = std::make_unique<HostsTransport>(std::move(local), mesh, wiring.hosts);
   }
-  parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, index,
-                                                SpinPolicy::for_ranks(num_local, wiring.num_cores));
+  parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, index, spin);
   if (segment) parts.heap = std::make_shared<Heap>(segment, index);
   return std::shared_ptr<Communicator>(new Communicator(wiring.rank, wiring.world_size, std::move(parts)));
 }

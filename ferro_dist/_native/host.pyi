@@ -54,6 +54,7 @@ class Communicator:
         segment_fd: int,
         collective_sockets: Sequence[int],
         message_sockets: Sequence[int],
+        num_colocated: int,
         num_cores: int,
         timeout: float,
         arrays: Any,

@@ -191,13 +191,14 @@ cdef class Communicator:
     @staticmethod
     def connect(
         int rank, int world_size, hosts, int segment_fd, collective_sockets, message_sockets,
-        int num_cores, double timeout, arrays,
+        int num_colocated, int num_cores, double timeout, arrays,
     ):
         """One rank of processes. Takes the sockets over; the segment's descriptor stays the caller's."""
         cdef Wiring wiring
         wiring.rank = rank
         wiring.world_size = world_size
         wiring.segment_fd = segment_fd
+        wiring.num_colocated = num_colocated
         wiring.num_cores = num_cores
         wiring.collective_sockets = collective_sockets
         wiring.message_sockets = message_sockets

@@ -85,6 +85,7 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
         vector[int] collective_sockets
         vector[int] message_sockets
         vector[vector[int]] hosts
+        int num_colocated
         int num_cores
 
     # `Communicator` is the name of what Python sees; the engine's is this.

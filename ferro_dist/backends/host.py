@@ -92,6 +92,7 @@ class HostBackend(EngineBackend):
                 -1 if wiring.segment_fd is None else wiring.segment_fd,
                 collective_sockets,
                 message_sockets,
+                wiring.num_colocated,
                 wiring.num_cores,
                 timeout,
                 results,
@@ -110,7 +111,7 @@ class HostBackend(EngineBackend):
 
     @property
     def cores_per_rank(self) -> float:
-        return self._wiring.num_cores / len(self._wiring.local_ranks)
+        return self._wiring.num_cores / self._wiring.num_colocated
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> HostBackend | None:
         deadline = Deadline(self._seconds(timeout))

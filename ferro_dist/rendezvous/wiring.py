@@ -66,8 +66,11 @@ class Wiring:
     sockets : dict of int to tuple of int
         For each peer that shares no memory: sockets for collectives and for
         point-to-point messages. Non-blocking, TCP_NODELAY, not inherited.
+    num_colocated : int
+        Ranks of this machine, itself included: those that share memory, and those that
+        could but do not.
     num_cores : int
-        Cores that the ranks of this host may use together.
+        Cores that they may use together.
     addresses : tuple of str
         Where this rank reaches each rank's host; for `connect_through`.
     token : bytes
@@ -83,6 +86,7 @@ class Wiring:
     hosts: tuple[tuple[int, ...], ...]
     segment_fd: int | None = None
     sockets: dict[int, tuple[int, int]] = field(default_factory=dict)
+    num_colocated: int = 1
     num_cores: int = 1
     addresses: tuple[str, ...] = ()
     token: bytes = field(default=b"", repr=False)
@@ -303,24 +307,19 @@ class _Wirer:
             )
 
     def _plan(self) -> Wiring:
+        # They compete for cores, whether or not they share memory.
+        host = self._members[self._rank].host
+        colocated = [member for member in self._members if member.host == host]
         return Wiring(
             self._rank,
             self._exchange.world_size,
             self._agree_on_hosts(),
-            num_cores=self._count_cores(),
+            num_colocated=len(colocated),
+            num_cores=_count_cores(colocated),
             addresses=self._place.views(self._rank, self._members),
             token=self._token,
             identity=self._group,
             spans_networks=len({member.network for member in self._members}) > 1,
-        )
-
-    def _count_cores(self) -> int:
-        # Ranks of one machine compete for its cores, whether or not they share memory.
-        host = self._members[self._rank].host
-        here = [member for member in self._members if member.host == host]
-        return count_usable(
-            [int(member.cores, 16) for member in here],
-            [CpuLimit(member.cgroup, member.millicores) for member in here],
         )
 
     # Step 3: shared memory
@@ -496,6 +495,13 @@ class _Mesh:
         for sock in self._sockets.values():
             sock.close()
         self._sockets.clear()
+
+
+def _count_cores(members: Sequence[Member]) -> int:
+    return count_usable(
+        [int(member.cores, 16) for member in members],
+        [CpuLimit(member.cgroup, member.millicores) for member in members],
+    )
 
 
 def _group_by_host(members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:

@@ -70,3 +70,12 @@ def test_all_steps_of_a_split_have_one_timeout(transport: str) -> None:
         assert len(timeouts) > 2
         assert max(timeouts) <= TIMEOUT_S
         assert all(earlier > later for earlier, later in pairwise(timeouts))
+
+
+def cores_of_a_rank(backend: fd.Backend) -> float:
+    return backend.cores_per_rank
+
+
+def test_ranks_of_one_machine_compete_for_its_cores_also_over_tcp() -> None:
+    together, apart = (run_ranks(3, cores_of_a_rank, backend=name) for name in ("host", "tcp"))
+    assert apart == together

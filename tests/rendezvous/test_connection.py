@@ -159,6 +159,7 @@ def closing(wirings: Sequence[Wiring]) -> Iterator[None]:
 def test_a_world_of_one_needs_no_address() -> None:
     wiring = connect(0, 1, None, create_segment=make_segment, adopt=keep)
     assert (wiring.hosts, wiring.segment_fd, wiring.sockets) == (((0,),), None, {})
+    assert wiring.num_colocated == 1
     assert wiring.num_cores >= 1
 
 
@@ -173,6 +174,7 @@ def test_ranks_of_a_host_share_one_segment(size: int) -> None:
         assert len({status.st_ino for status in statuses}) == 1
         assert statuses[0].st_size == 4096 * size
         assert len({wiring.num_cores for wiring in wirings}) == 1
+        assert {wiring.num_colocated for wiring in wirings} == {size}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -182,6 +184,7 @@ def test_without_shared_memory_every_pair_has_two_sockets(size: int) -> None:
         for wiring in wirings:
             assert wiring.segment_fd is None
             assert wiring.hosts == tuple((rank,) for rank in range(size))
+            assert wiring.num_colocated == size
             assert sorted(wiring.sockets) == [r for r in range(size) if r != wiring.rank]
         check_sockets(wirings)
 
