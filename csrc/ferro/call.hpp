@@ -21,6 +21,8 @@ struct Hooks {
   void* state = nullptr;
 };
 
+constexpr double kUnlimited = 1e9;  // seconds
+
 // One call in progress. Lives on the caller's stack or in its Task.
 class Call {
  public:

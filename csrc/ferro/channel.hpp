@@ -3,6 +3,7 @@
 #ifndef FERRO_CHANNEL_HPP
 #define FERRO_CHANNEL_HPP
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -11,6 +12,9 @@
 
 namespace ferro {
 
+// About the most that one message moves before others, and the caller's signals, have their turn.
+constexpr std::size_t kTurnNbytes = std::size_t{1} << 20;
+
 // One message on its way, progressed in pieces so that many can be under way at once.
 struct Message {
   explicit Message(const PointToPoint& point_to_point) : op(point_to_point) {}
@@ -18,6 +22,9 @@ struct Message {
   // recv, once the header is known: starts to discard the message if it is not
   // what the receive was posted for. `src` is the sender's rank.
   void check_fits(DType dtype, std::uint64_t count, std::uint32_t tag, int src);
+
+  // How far the payload, of `nbytes`, may get in a turn that begins now.
+  std::size_t end_of_turn(std::size_t nbytes) const { return done + std::min(kTurnNbytes, nbytes - done); }
 
   PointToPoint op;
   std::size_t done = 0;             // payload bytes moved so far
@@ -32,7 +39,7 @@ class Channel {
  public:
   virtual ~Channel() = default;
 
-  // Moves what can be moved without waiting. True once the message is complete.
+  // Moves what can be moved without waiting, for one turn. True once the message is complete.
   // A receive throws Error{size_mismatch} (with peer and Message::mismatch) only
   // after the message that does not fit has been taken off the stream whole, so
   // that the next one is found. Throws peer_lost or channel_closed if the other

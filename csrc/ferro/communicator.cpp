@@ -4,8 +4,11 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
+
+#include "ferro/shm_cost.hpp"
 
 namespace ferro {
 namespace {
@@ -13,19 +16,18 @@ namespace {
 // How long a progress thread spins before it sleeps: it shares its core with the
 // very computation that it is there to overlap.
 constexpr SpinPolicy kBackgroundSpin{20, 10};
-constexpr double kUnlimited = 1e9;
 
 // How long a call that had to queue waits on for the message thread to say which rank did
 // not come, where it could itself only say that the time is up.
 constexpr double kGraceS = 0.5;
 
 // Messages that cost their sender less than waking a thread would.
-constexpr std::size_t kBriefBytes = 512 * 1024;
+constexpr std::size_t kAtOnceNbytes = 512 * 1024;
 
-bool is_brief(const std::vector<PointToPoint>& messages) {
+std::size_t nbytes_of(const std::vector<PointToPoint>& messages) {
   std::size_t nbytes = 0;
   for (const PointToPoint& message : messages) nbytes += message.nbytes();
-  return nbytes <= kBriefBytes;
+  return nbytes;
 }
 
 bool is_fatal(ErrorCode code) {
@@ -161,6 +163,7 @@ void Communicator::run_now(Call& call, const Collective& collective) {
 
 void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& messages) {
   check_open();
+  if (nbytes_of(messages) > shm_cost::kBriefNbytes) call.begin_blocking();
   Batch batch(messages);
   {
     const Gate::Pass pass = enter(messenger_->gate(), call, op, num_exchanges_);
@@ -223,7 +226,7 @@ std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint
                                            double timeout_s) {
   check_open();
   auto task = std::make_shared<Task>(op, messages, timeout_s);
-  if (is_brief(messages) && start_at_once(task)) return task;
+  if (nbytes_of(messages) <= kAtOnceNbytes && start_at_once(task)) return task;
   message_queue_.push(task, [this] { run_messages(); });
   messenger_->notify();
   return task;
@@ -249,24 +252,23 @@ bool Communicator::start_at_once(const std::shared_ptr<Task>& task) {
     }
     is_done = task->messages->is_done();
   }
-  is_done ? task->finish(outcome(*task, Call(task->timeout_s))) : messenger_->notify();
+  is_done ? task->finish(outcome(*task)) : messenger_->notify();
   return true;
 }
 
 void Communicator::run_collectives() noexcept {
   block_signals();
-  while (const std::shared_ptr<Task> task = collective_queue_.pop(true)) {
-    Call call(task->timeout_s);
-    call.begin_blocking();
-    std::unique_ptr<Error> error;
+  while (const std::shared_ptr<Task> task = collective_queue_.pop()) {
+    task->call.begin_blocking();
+    std::optional<Error> error;
     try {
-      const Gate::Pass pass = enter(collective_gate_, call, task->collective.op, num_collectives_);
+      const Gate::Pass pass = enter(collective_gate_, task->call, task->collective.op, num_collectives_);
       // close() found the gate free, and will not end what starts now.
       if (collective_queue_.is_stopped()) throw Error(ErrorCode::closed);
       task->sequence = num_collectives_.load(std::memory_order_relaxed);
-      run_now(call, task->collective);
+      run_now(task->call, task->collective);
     } catch (const std::exception&) {
-      error = std::make_unique<Error>(current_error());
+      error = current_error();
     }
     collective_queue_.retire(*task, std::move(error));
   }
@@ -275,11 +277,13 @@ void Communicator::run_collectives() noexcept {
 
 void Communicator::run_messages() noexcept {
   block_signals();
-  std::vector<UnderWay> under_way;
-  while (!under_way.empty() || message_queue_.await_task())
+  Tasks under_way, done;
+  while (!under_way.empty() || message_queue_.await_task()) {
+    move_messages(under_way, done);
     // Outside the gate: who hears that the last is done may close the group, and must find it idle.
-    for (const UnderWay& done : move_messages(under_way))
-      message_queue_.retire(*done.task, outcome(*done.task, done.call));
+    for (const std::shared_ptr<Task>& task : done) message_queue_.retire(*task, outcome(*task));
+    done.clear();
+  }
   Call unhurried(kUnlimited);
   {
     const Gate::Pass pass(messenger_->gate(), unhurried);
@@ -288,75 +292,88 @@ void Communicator::run_messages() noexcept {
   message_queue_.abandon();
 }
 
-// Until something is done, which is returned.
-std::vector<Communicator::UnderWay> Communicator::move_messages(std::vector<UnderWay>& under_way) noexcept {
+// Until some of it is done.
+void Communicator::move_messages(Tasks& under_way, Tasks& done) noexcept {
   Call unhurried(kUnlimited);
   const Gate::Pass pass(messenger_->gate(), unhurried);
-  const auto is_done = [](const UnderWay& candidate) { return candidate.task->messages->is_done(); };
+  const auto is_done = [](const std::shared_ptr<Task>& task) { return task->messages->is_done(); };
   try {
-    for (int idle = 0; std::none_of(under_way.begin(), under_way.end(), is_done); ++idle) {
+    unsigned num_passes = 0;
+    for (int idle = 0; std::none_of(under_way.begin(), under_way.end(), is_done);) {
       const std::uint32_t heard = messenger_->news();
       start_submitted(under_way);
       if (message_queue_.is_stopped()) throw Error(ErrorCode::closed);
-      if (under_way.empty()) return {};
-      if (messenger_->progress()) idle = 0;
-      if (idle != 0) await_messages(under_way, idle, heard);
+      if (under_way.empty()) return;
+      if (!messenger_->progress()) {
+        await_messages(under_way, ++idle, heard);
+        continue;
+      }
+      idle = 0;
+      if (++num_passes % Messenger::kPassesPerCheck != 0) continue;
+      check_messages(under_way);
+      messenger_->make_way(unhurried);
     }
   } catch (const std::exception&) {
     messenger_->end(current_error());
   }
-  const auto left = std::stable_partition(under_way.begin(), under_way.end(), is_done);
-  std::vector<UnderWay> done(under_way.begin(), left);
-  under_way.erase(under_way.begin(), left);
+  for (auto task = under_way.begin(); task != under_way.end();) {
+    const auto next = std::next(task);
+    if (is_done(*task)) done.splice(done.end(), under_way, task);
+    task = next;
+  }
   if (under_way.empty()) messenger_->relieve();
-  return done;
 }
 
-void Communicator::start_submitted(std::vector<UnderWay>& under_way) {
-  while (std::shared_ptr<Task> task = message_queue_.pop(false)) {
+void Communicator::start_submitted(Tasks& under_way) noexcept {
+  if (message_queue_.num_waiting() == 0) return;
+  for (Tasks submitted = message_queue_.pop_all(); !submitted.empty();) {
     try {
-      start(under_way, task);
+      start(*submitted.front());
+      under_way.splice(under_way.end(), submitted, submitted.begin());
     } catch (const std::bad_alloc&) {  // nothing of it was sent
-      message_queue_.retire(*task, std::make_unique<Error>(current_error()));
+      message_queue_.retire(*submitted.front(), current_error());
+      submitted.pop_front();
     }
   }
 }
 
-void Communicator::start(std::vector<UnderWay>& under_way, const std::shared_ptr<Task>& task) {
-  under_way.reserve(under_way.size() + 1);
-  if (!task->sequence) {
-    messenger_->post(*task->messages);
-    task->sequence = next(num_exchanges_);
+void Communicator::start(Task& task) {
+  if (!task.sequence) {
+    messenger_->post(*task.messages);
+    task.sequence = next(num_exchanges_);
   }
-  under_way.push_back({task, Call(task->timeout_s)});
-  under_way.back().call.begin_blocking();
+  task.call.begin_blocking();
 }
 
-void Communicator::await_messages(std::vector<UnderWay>& under_way, int idle, std::uint32_t heard) {
+void Communicator::check_messages(const Tasks& under_way) const {
+  const AbortReason reason = transport_->aborted();
+  if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
+  for (const std::shared_ptr<Task>& task : under_way)
+    if (!task->messages->is_done() && task->call.is_expired()) messenger_->throw_timeout(*task->messages);
+}
+
+void Communicator::await_messages(const Tasks& under_way, int idle, std::uint32_t heard) {
   const bool may_spin = !messenger_->gate().is_awaited();
   if (may_spin && idle < kBackgroundSpin.pauses) return pause_briefly();
   if (may_spin && idle < kBackgroundSpin.pauses + kBackgroundSpin.yields) {
     sched_yield();
     return;
   }
-  const AbortReason reason = transport_->aborted();
-  if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
-  for (const UnderWay& candidate : under_way)
-    if (candidate.call.is_expired()) messenger_->throw_timeout(*candidate.task->messages);
-  for (const UnderWay& candidate : under_way) Messenger::set_owner_away(*candidate.task->messages, true);
+  check_messages(under_way);
+  for (const std::shared_ptr<Task>& task : under_way) Messenger::set_owner_away(*task->messages, true);
   Call unhurried(kUnlimited);
   messenger_->sleep(unhurried, heard);
-  for (const UnderWay& candidate : under_way) Messenger::set_owner_away(*candidate.task->messages, false);
+  for (const std::shared_ptr<Task>& task : under_way) Messenger::set_owner_away(*task->messages, false);
 }
 
 // What a task whose messages are done ends with.
-std::unique_ptr<Error> Communicator::outcome(const Task& task, const Call& call) noexcept {
+std::optional<Error> Communicator::outcome(const Task& task) noexcept {
   try {
     task.messages->rethrow();
-  } catch (const Error& error) {
-    return std::make_unique<Error>(failure(error, task.collective.op, *task.sequence, call));
+  } catch (const std::exception&) {
+    return failure(current_error(), task.collective.op, *task.sequence, task.call);
   }
-  return nullptr;
+  return std::nullopt;
 }
 
 }  // namespace ferro

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "ferro/call.hpp"
@@ -97,18 +98,15 @@ class Communicator {
   void await(Call& call, Task& task);
   void check_open() const;
 
-  struct UnderWay {  // a task of the message thread
-    std::shared_ptr<Task> task;
-    Call call;
-  };
   bool start_at_once(const std::shared_ptr<Task>& task);
   void run_collectives() noexcept;
   void run_messages() noexcept;
-  std::vector<UnderWay> move_messages(std::vector<UnderWay>& under_way) noexcept;
-  void start_submitted(std::vector<UnderWay>& under_way);
-  void start(std::vector<UnderWay>& under_way, const std::shared_ptr<Task>& task);
-  void await_messages(std::vector<UnderWay>& under_way, int idle, std::uint32_t heard);
-  std::unique_ptr<Error> outcome(const Task& task, const Call& call) noexcept;
+  void move_messages(Tasks& under_way, Tasks& done) noexcept;
+  void start_submitted(Tasks& under_way) noexcept;
+  void start(Task& task);
+  void check_messages(const Tasks& under_way) const;
+  void await_messages(const Tasks& under_way, int idle, std::uint32_t heard);
+  std::optional<Error> outcome(const Task& task) noexcept;
 
   const int rank_;
   const int world_size_;

@@ -53,7 +53,11 @@ inline Error current_error() noexcept {
   try {
     throw;
   } catch (const Error& error) {
-    return error;
+    try {
+      return error;
+    } catch (const std::bad_alloc&) {
+      return Error(error.code, error.peer);
+    }
   } catch (const std::bad_alloc&) {
     return Error(ErrorCode::out_of_memory, -1, "out of memory");
   } catch (const std::exception& error) {

@@ -6,6 +6,8 @@
 #ifndef FERRO_GATE_HPP
 #define FERRO_GATE_HPP
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -30,6 +32,22 @@ class Gate {
     Gate& gate_;
   };
 
+  // A moment outside for who is inside. Whoever waits comes in before it ends.
+  class Leave {
+   public:
+    explicit Leave(Gate& gate) : gate_(gate) { gate_.leave(); }
+    ~Leave() {
+      gate_.let_in();
+      Call unhurried(kUnlimited);
+      gate_.enter(unhurried);
+    }
+    Leave(const Leave&) = delete;
+    Leave& operator=(const Leave&) = delete;
+
+   private:
+    Gate& gate_;
+  };
+
   // For the few who cannot use a Pass.
   void enter(Call& call) {
     if (!try_enter()) enter_slowly(call);
@@ -43,25 +61,38 @@ class Gate {
     if (state_.exchange(kFree, std::memory_order_release) == kAwaited) futex_wake_all(state_);
   }
   // For who is inside: whether another thread wants to be. Informs, orders nothing.
-  bool is_awaited() const { return state_.load(std::memory_order_relaxed) == kAwaited; }
+  bool is_awaited() const { return num_waiting_.load(std::memory_order_relaxed) != 0; }
 
  private:
   static constexpr std::uint32_t kFree = 0, kTaken = 1, kAwaited = 2;
+  // Who waits was woken, and comes within a few; not if a handler of its signals runs first.
+  static constexpr int kMaxYields = 1000;
+
+  struct Waiting {
+    explicit Waiting(Gate& gate) : gate(gate) { gate.num_waiting_.fetch_add(1, std::memory_order_relaxed); }
+    ~Waiting() { gate.num_waiting_.fetch_sub(1, std::memory_order_relaxed); }
+    Gate& gate;
+  };
 
   __attribute__((noinline)) void enter_slowly(Call& call) {
     call.begin_blocking();
+    const Waiting waiting(*this);
     while (state_.exchange(kAwaited, std::memory_order_acquire) != kFree) {
-      if (call.is_expired()) {
-        futex_wake_all(state_);  // we marked it awaited; whoever else waits must not depend on us
+      if (call.is_expired())
         throw Error(ErrorCode::timeout, -1, "another thread of this rank is inside a call of the same group");
-      }
       call.check_interrupt();
       const double slice = std::chrono::duration<double>(kWaitSlice).count();
       futex_wait(state_, kAwaited, std::max(0.0, std::min(slice, call.remaining_s())));
     }
   }
 
+  void let_in() {
+    for (int i = 0; i < kMaxYields && is_awaited() && state_.load(std::memory_order_relaxed) == kFree; ++i)
+      sched_yield();
+  }
+
   std::atomic<std::uint32_t> state_{kFree};
+  std::atomic<int> num_waiting_{0};
 };
 
 }  // namespace ferro

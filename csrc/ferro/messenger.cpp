@@ -16,8 +16,6 @@ namespace {
 // system call waits for both: the sockets are polled, the memory looked at this often.
 constexpr int kMixedPollMs = 1;
 
-constexpr double kUnlimited = 1e9;  // seconds
-
 }  // namespace
 
 Messenger::Messenger(const Transport& transport, std::vector<std::unique_ptr<Channel>> channels,
@@ -86,7 +84,7 @@ bool Messenger::progress() {
 
 bool Messenger::progress(Lane& lane) {
   bool has_moved = false;
-  while (!lane.messages.empty()) {
+  for (std::size_t nbytes = 0; nbytes < kTurnNbytes && !lane.messages.empty();) {
     auto& [message, batch] = lane.messages.front();
     const std::size_t done_before = message->done;
     const bool was_started = message->is_started;
@@ -101,6 +99,7 @@ bool Messenger::progress(Lane& lane) {
       if (batch->error_ == nullptr) batch->error_ = std::make_shared<const Error>(error);
       is_complete = true;
     }
+    nbytes += message->done - done_before;
     has_moved |= is_complete || message->done != done_before || message->is_started != was_started;
     if (!is_complete) break;
     if (--batch->remaining_ == 0 && batch->is_owner_away_) tell_others();
@@ -137,6 +136,16 @@ void Messenger::check_group() const {
   if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
 }
 
+void Messenger::check_caller(const Call& call, const Batch& batch) const {
+  check_group();
+  if (call.is_expired()) throw_timeout(batch);
+}
+
+void Messenger::make_way(Call& call) {
+  const Gate::Leave leave(gate_);
+  call.check_interrupt_if_due();
+}
+
 void Messenger::run(Call& call, Batch& batch) {
   try {
     check_group();
@@ -146,9 +155,16 @@ void Messenger::run(Call& call, Batch& batch) {
       progress();
     }
     if (!batch.is_done()) call.begin_blocking();
+    unsigned num_passes = 0;
     for (int idle = 0; !batch.is_done();) {
-      idle = progress() ? 0 : idle + 1;
-      if (idle == 0) continue;
+      if (progress()) {
+        idle = 0;
+        if (++num_passes % kPassesPerCheck != 0 || batch.is_done()) continue;
+        check_caller(call, batch);
+        make_way(call);
+        continue;
+      }
+      ++idle;
       // Who waits at the gate may have something that moves.
       const bool may_spin = !gate_.is_awaited();
       if (may_spin && idle < spin_.pauses) {
@@ -156,8 +172,7 @@ void Messenger::run(Call& call, Batch& batch) {
       } else if (may_spin && idle < spin_.pauses + spin_.yields) {
         sched_yield();
       } else {
-        check_group();
-        if (call.is_expired()) throw_timeout(batch);
+        check_caller(call, batch);
         set_owner_away(batch, true);
         sleep(call, news());
         set_owner_away(batch, false);

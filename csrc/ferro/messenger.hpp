@@ -62,8 +62,13 @@ class Messenger {
   void post(Batch& batch);
   // Progresses until `batch`, which was posted, is done. Lets go of the gate while it sleeps.
   void run(Call& call, Batch& batch);
-  // Moves what can be moved. False if nothing could. Throws what ended a peer or the group.
+  // Moves what can be moved, a turn for each peer and direction. False if nothing could.
+  // Throws what ended a peer or the group.
   bool progress();
+  // For who always has something to move, after each kPassesPerCheck passes of that: lets in
+  // who waits at the gate, and the caller's signals.
+  void make_way(Call& call);
+  static constexpr unsigned kPassesPerCheck = 8;
   // Fails all that was posted, by whomever: the group has ended.
   void end(const Error& why) noexcept;
 
@@ -96,6 +101,7 @@ class Messenger {
   bool progress(Lane& lane);
   void withdraw(const Batch& batch);
   void check_group() const;
+  void check_caller(const Call& call, const Batch& batch) const;
   class Absence;
   bool begin_watch();
   void watch();

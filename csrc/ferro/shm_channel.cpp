@@ -44,7 +44,8 @@ void ShmChannel::wake_peer() {
 
 bool ShmChannel::try_send(Message& message) {
   if (!message.is_started && !start_send(message)) return false;
-  while (message.done < message.op.nbytes() && write_piece(message) != 0) {
+  const std::size_t end = message.end_of_turn(message.op.nbytes());
+  while (message.done < end && write_piece(message) != 0) {
     outgoing_.bytes_written.store(bytes_written_, std::memory_order_seq_cst);
     wake_peer();
   }
@@ -100,10 +101,10 @@ bool ShmChannel::try_recv(Message& message) {
     // What a peer published before it departed counts.
     if (!start_recv(message)) throw Error(ErrorCode::channel_closed, peer_rank_);
   }
-  read_some(message);
+  read_until(message.end_of_turn(message.incoming_nbytes), message);
   if (message.done != message.incoming_nbytes) {
     if (!has_departed()) return false;
-    read_some(message);
+    read_until(message.incoming_nbytes, message);
     if (message.done != message.incoming_nbytes) throw Error(ErrorCode::channel_closed, peer_rank_);
   }
   ++messages_received_;
@@ -133,8 +134,8 @@ bool ShmChannel::start_recv(Message& message) {
   return true;
 }
 
-void ShmChannel::read_some(Message& message) {
-  while (message.done < message.incoming_nbytes) {
+void ShmChannel::read_until(std::size_t end, Message& message) {
+  while (message.done < end) {
     if (peer_bytes_written_ == bytes_read_) {
       // The counter lags behind where a first piece was published by its cell alone.
       peer_bytes_written_ = std::max(bytes_read_, incoming_.bytes_written.load(std::memory_order_acquire));

@@ -30,8 +30,7 @@ class ShmChannel final : public Channel {
   bool start_send(Message& message);
   bool start_recv(Message& message);
   std::size_t write_piece(Message& message);
-  void write_some(Message& message);
-  void read_some(Message& message);
+  void read_until(std::size_t end, Message& message);
   void wake_peer();
   bool has_departed() const;
 

@@ -20,49 +20,50 @@ namespace ferro {
 class Task {
  public:
   // Copies the counts; the arrays stay the caller's, and must live until the task is done.
-  Task(const Collective& call, int world_size, double seconds) : collective(call), timeout_s(seconds) {
-    if (call.send_counts == nullptr) return;
-    send_counts_.assign(call.send_counts, call.send_counts + world_size);
-    recv_counts_.assign(call.recv_counts, call.recv_counts + world_size);
+  Task(const Collective& what, int world_size, double timeout_s) : collective(what), call(timeout_s) {
+    if (what.send_counts == nullptr) return;
+    send_counts_.assign(what.send_counts, what.send_counts + world_size);
+    recv_counts_.assign(what.recv_counts, what.recv_counts + world_size);
     collective.send_counts = send_counts_.data();
     collective.recv_counts = recv_counts_.data();
   }
-  Task(Op op, const std::vector<PointToPoint>& ops, double seconds)
-      : messages(std::make_unique<Batch>(ops)), timeout_s(seconds) {
+  Task(Op op, const std::vector<PointToPoint>& ops, double timeout_s)
+      : messages(std::make_unique<Batch>(ops)), call(timeout_s) {
     collective.op = op;
   }
 
   bool is_done() const { return state_.load(std::memory_order_acquire) == kDone; }
 
   // Blocks until the task is done. False if the caller's time ran out before.
-  bool wait(Call& call) {
+  bool wait(Call& waiter) {
     for (int i = 0; i < SpinPolicy::kBriefPauses && !is_done(); ++i) pause_briefly();
     if (is_done()) return true;
-    call.begin_blocking();
+    waiter.begin_blocking();
     while (!is_done()) {
-      if (call.is_expired()) return false;
-      call.check_interrupt();
+      if (waiter.is_expired()) return false;
+      waiter.check_interrupt();
       const double slice = std::chrono::duration<double>(kWaitSlice).count();
       std::uint32_t state = kPending;
       if (!state_.compare_exchange_strong(state, kAwaited) && state == kDone) break;
-      futex_wait(state_, kAwaited, std::max(0.0, std::min(slice, call.remaining_s())));
+      futex_wait(state_, kAwaited, std::max(0.0, std::min(slice, waiter.remaining_s())));
     }
     return true;
   }
 
   // Once done: throws what the task did.
   void rethrow() const {
-    if (error_ != nullptr) throw *error_;
+    if (error_) throw *error_;
   }
 
-  void finish(std::unique_ptr<Error> error) {
+  // Needs no memory: who runs out of it must be able to say so.
+  void finish(std::optional<Error> error) noexcept {
     error_ = std::move(error);
     if (state_.exchange(kDone, std::memory_order_seq_cst) == kAwaited) futex_wake_all(state_);
   }
 
   Collective collective;  // the op alone, if there are messages
   std::unique_ptr<Batch> messages;
-  const double timeout_s;
+  Call call;  // of who runs it
   // Its place among the collectives or exchanges, once it has begun: messages may have been
   // posted by who submitted them.
   std::optional<std::uint64_t> sequence;
@@ -71,7 +72,7 @@ class Task {
   static constexpr std::uint32_t kPending = 0, kAwaited = 1, kDone = 2;
 
   std::vector<std::size_t> send_counts_, recv_counts_;
-  std::unique_ptr<Error> error_;
+  std::optional<Error> error_;
   std::atomic<std::uint32_t> state_{kPending};
 };
 

@@ -6,15 +6,19 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
 #include "ferro/task.hpp"
 
 namespace ferro {
+
+// Tasks pass from one list to another without needing memory.
+using Tasks = std::list<std::shared_ptr<Task>>;
 
 class TaskQueue {
  public:
@@ -46,19 +50,29 @@ class TaskQueue {
     return !is_stopped();
   }
 
-  // The next task, waiting for one if `may_wait`; null if there is none, or the queue was stopped.
-  std::shared_ptr<Task> pop(bool may_wait) {
+  // The next task, waiting for one; null if the queue was stopped.
+  std::shared_ptr<Task> pop() {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (may_wait) has_changed_.wait(lock, [this] { return is_stopped() || !tasks_.empty(); });
-    if (is_stopped() || tasks_.empty()) return nullptr;
+    has_changed_.wait(lock, [this] { return is_stopped() || !tasks_.empty(); });
+    if (is_stopped()) return nullptr;
     std::shared_ptr<Task> task = std::move(tasks_.front());
     tasks_.pop_front();
     num_waiting_.fetch_sub(1, std::memory_order_acq_rel);
     return task;
   }
 
+  // All tasks there are; none if the queue was stopped.
+  Tasks pop_all() noexcept {
+    Tasks all;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_stopped()) return all;
+    all.swap(tasks_);
+    num_waiting_.fetch_sub(static_cast<int>(all.size()), std::memory_order_acq_rel);
+    return all;
+  }
+
   // Reports a task done. It stops counting first: its waiter's next call may run at once.
-  void retire(Task& task, std::unique_ptr<Error> error) {
+  void retire(Task& task, std::optional<Error> error) noexcept {
     num_pending_.fetch_sub(1, std::memory_order_acq_rel);
     task.finish(std::move(error));
   }
@@ -73,13 +87,13 @@ class TaskQueue {
   }
 
   // Once stopped, by the queue's thread as the last that it does: fails what nobody will run.
-  void abandon() {
-    std::deque<std::shared_ptr<Task>> left;
+  void abandon() noexcept {
+    Tasks left;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       left.swap(tasks_);
     }
-    for (const std::shared_ptr<Task>& task : left) retire(*task, std::make_unique<Error>(ErrorCode::closed));
+    for (const std::shared_ptr<Task>& task : left) retire(*task, Error(ErrorCode::closed));
   }
 
   // Stops, and waits for the thread to end.
@@ -91,7 +105,7 @@ class TaskQueue {
  private:
   std::mutex mutex_;  // tasks_, thread_
   std::condition_variable has_changed_;
-  std::deque<std::shared_ptr<Task>> tasks_;
+  Tasks tasks_;
   std::thread thread_;
   std::atomic<int> num_pending_{0};
   std::atomic<int> num_waiting_{0};

@@ -62,12 +62,11 @@ bool TcpChannel::try_send(Message& message) {
     outgoing_nbytes_ = 0;
     message.is_started = true;
   }
-  const std::size_t nbytes = message.op.nbytes();
-  while (outgoing_nbytes_ < sizeof outgoing_ || message.done < nbytes) {
+  const std::size_t nbytes = message.op.nbytes(), end = message.end_of_turn(nbytes);
+  while (outgoing_nbytes_ < sizeof outgoing_ || message.done < end) {
     const std::size_t header_left = sizeof outgoing_ - outgoing_nbytes_;
-    const iovec pieces[2] = {
-        {reinterpret_cast<char*>(&outgoing_) + outgoing_nbytes_, header_left},
-        {static_cast<char*>(message.op.data) + message.done, std::min(nbytes - message.done, kCallNbytes)}};
+    const iovec pieces[2] = {{reinterpret_cast<char*>(&outgoing_) + outgoing_nbytes_, header_left},
+                             {static_cast<char*>(message.op.data) + message.done, end - message.done}};
     const TcpStream::Moved moved = header_left > 0 ? stream_.send(pieces, 2) : stream_.send(pieces + 1, 1);
     if (moved.has_ended) throw_if_certain();
     if (moved.nbytes == 0) return false;
@@ -75,14 +74,14 @@ bool TcpChannel::try_send(Message& message) {
     outgoing_nbytes_ += of_header;
     message.done += moved.nbytes - of_header;
   }
-  return true;
+  return message.done == nbytes;
 }
 
 bool TcpChannel::try_recv(Message& message) {
   if (!message.is_started && !try_recv_header(message)) return false;
-  while (message.done < message.incoming_nbytes) {
+  for (const std::size_t end = message.end_of_turn(message.incoming_nbytes); message.done < end;) {
     const std::size_t wanted =
-        std::min(message.incoming_nbytes - message.done, message.is_discarding ? kDropNbytes : kCallNbytes);
+        message.is_discarding ? std::min(end - message.done, kDropNbytes) : end - message.done;
     char* const place = message.is_discarding ? dropped_.reserve(kDropNbytes)
                                               : static_cast<char*>(message.op.data) + message.done;
     const TcpStream::Moved moved = stream_.receive(place, wanted);
@@ -90,6 +89,7 @@ bool TcpChannel::try_recv(Message& message) {
     if (moved.nbytes == 0) return false;
     message.done += moved.nbytes;
   }
+  if (message.done < message.incoming_nbytes) return false;
   if (message.is_discarding) throw Error(ErrorCode::size_mismatch, stream_.peer(), message.mismatch);
   return true;
 }

@@ -20,8 +20,17 @@ using namespace ferro;
 
 // How many allocations of this thread still succeed; negative: all.
 thread_local int allocations_left = -1;
+// The same for the engine's own threads.
+std::atomic<int> background_allocations_left{-1};
+thread_local bool is_of_test = false;
+
+bool has_background_memory() {
+  if (is_of_test || background_allocations_left.load() < 0) return true;
+  return background_allocations_left.fetch_sub(1) != 0;
+}
 
 __attribute__((noinline)) void* operator new(std::size_t nbytes) {
+  if (!has_background_memory()) throw std::bad_alloc();
   if (allocations_left == 0) {
     allocations_left = -1;  // what is left of the call may have some again
     throw std::bad_alloc();
@@ -701,6 +710,123 @@ void test_memory_runs_out(bool is_over_sockets, Op op) {
   }
 }
 
+// Memory ends with the n-th allocation of the thread that moves what rank 0 has submitted.
+void test_memory_runs_out_behind_the_caller(bool is_over_sockets) {
+  is_of_test = true;
+  bool is_over = false;
+  for (int n = 0; !is_over; ++n) {
+    const Group group = group_of(2, is_over_sockets);
+    std::vector<Values> x, y;
+    for (std::size_t i = 0; i < 40; ++i) {
+      const std::size_t count = i % 2 == 0 ? 200000 : 7;  // moved by the progress thread, by the submitter
+      x.push_back(values(0, count));
+      y.emplace_back(count);
+    }
+    std::vector<std::shared_ptr<Task>> tasks;
+    background_allocations_left.store(n);
+    for (Values& each : y) tasks.push_back(group[0]->submit(Op::recv, {recv_of(1, each)}, kTimeout));
+    std::thread peer([&] {
+      is_of_test = true;
+      for (Values& each : x) {
+        Call call(kTimeout);
+        if (code_of([&] { group[1]->exchange(call, Op::send, {send_of(0, each)}); }) != ErrorCode::none)
+          return;
+      }
+    });
+    bool is_whole = true;
+    for (const std::shared_ptr<Task>& task : tasks) {
+      if (!is_whole) group[0]->close();  // else a later one might get what was meant for it
+      Call call(kTimeout);
+      CHECK(task->wait(call));
+      const ErrorCode code = code_of([&] { task->rethrow(); });
+      CHECK(code == ErrorCode::none || code == ErrorCode::out_of_memory || code == ErrorCode::closed ||
+            code == ErrorCode::size_mismatch);
+      is_whole &= code == ErrorCode::none;
+    }
+    is_over = background_allocations_left.exchange(-1) > 0;
+    CHECK(is_whole || !is_over);
+    group[0]->close();
+    peer.join();
+  }
+}
+
+// ---- Messages that keep moving ------------------------------------------------------
+
+// More than can be moved while a test waits, however fast the peer is.
+std::vector<PointToPoint> endless(const PointToPoint& message) {
+  return std::vector<PointToPoint>(20000, message);
+}
+
+// What ends rank 0's endless send to rank 1, which keeps pace.
+ErrorCode end_of_stream(
+    const Group& group, bool is_async, Call call, const std::function<void()>& meanwhile = [] {}) {
+  Values x(4000000), y(4000000);
+  std::thread receiver([&] {
+    Call patient(kTimeout);
+    code_of([&] { group[1]->exchange(patient, Op::batch, endless(recv_of(0, y))); });
+  });
+  ErrorCode code = ErrorCode::none;
+  std::thread sender([&] {
+    code = code_of([&] {
+      const std::vector<PointToPoint> messages = endless(send_of(1, x));
+      if (!is_async) return group[0]->exchange(call, Op::batch, messages);
+      const std::shared_ptr<Task> task = group[0]->submit(Op::batch, messages, call.timeout_s());
+      Call patient(kTimeout);
+      CHECK(task->wait(patient));
+      task->rethrow();
+    });
+  });
+  meanwhile();
+  sender.join();
+  receiver.join();
+  return code;
+}
+
+void test_a_stream_ends_at_its_deadline(bool is_over_sockets) {
+  for (const bool is_async : {false, true})
+    CHECK(end_of_stream(group_of(2, is_over_sockets), is_async, Call(0.1)) == ErrorCode::timeout);
+}
+
+void test_signals_end_a_stream(bool is_over_sockets) {
+  Hooks hooks;
+  hooks.interrupted = [](void*) noexcept { return true; };
+  CHECK(end_of_stream(group_of(2, is_over_sockets), false, Call(kTimeout, hooks)) == ErrorCode::interrupted);
+}
+
+void test_other_threads_get_in_beside_a_stream(bool is_over_sockets) {
+  for (const bool is_async : {false, true}) {
+    const Group group = group_of(3, is_over_sockets);
+    const ErrorCode code = end_of_stream(group, is_async, Call(kTimeout), [&group] {
+      std::thread peer([&group] {
+        Values heard(1);
+        for (int i = 0; i < 10; ++i) {
+          Call call(kTimeout);
+          group[2]->exchange(call, Op::recv, {recv_of(0, heard)});
+        }
+      });
+      Values word(1);
+      for (int i = 0; i < 10; ++i) {
+        Call call(kTimeout / 2);
+        group[0]->exchange(call, Op::send, {send_of(2, word)});
+      }
+      peer.join();
+      group[0]->close();
+    });
+    CHECK(code == ErrorCode::closed);
+  }
+}
+
+void test_a_large_message_tells_that_it_blocks() {
+  const Group group = Communicator::create_group(2, 2);
+  for (const std::size_t count : {10u, 100000u}) {
+    Values x(count);
+    Blocked blocked;
+    Call call(kTimeout, blocked.hooks());
+    group[0]->exchange(call, Op::send, {send_of(1, x)});  // the ring has room for it
+    CHECK(blocked.is_set.load() == (count == 100000));
+  }
+}
+
 void test_several_threads(bool is_over_sockets) {
   test_a_blocked_receive_keeps_no_thread_from_sending(is_over_sockets, false);
   test_a_blocked_receive_keeps_no_thread_from_sending(is_over_sockets, true);
@@ -763,5 +889,12 @@ int main() {
   test_several_threads(true);
   for (const bool is_over_sockets : {false, true})
     for (const Op op : {Op::sendrecv, Op::allreduce}) test_memory_runs_out(is_over_sockets, op);
-  std::puts("engine_test: 23 tests passed");
+  test_a_large_message_tells_that_it_blocks();
+  for (const bool is_over_sockets : {false, true}) {
+    test_a_stream_ends_at_its_deadline(is_over_sockets);
+    test_signals_end_a_stream(is_over_sockets);
+    test_other_threads_get_in_beside_a_stream(is_over_sockets);
+    test_memory_runs_out_behind_the_caller(is_over_sockets);
+  }
+  std::puts("engine_test: 28 tests passed");
 }

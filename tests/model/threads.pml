@@ -102,13 +102,17 @@ proctype thread(byte i) {
   do
   :: progress(has_moved, j, k);
      if :: is_done[i] -> break :: else fi;
-     is_away[i] = true;
-     has_moved = false;
      if
-     :: !is_watched -> sleep_as_watch(i, has_moved, j, k)
-     :: else -> follow(i, heard)
-     fi;
-     is_away[i] = false
+     :: has_moved -> leave(); enter() /* makes way for the others, and goes on */
+     :: true ->
+        is_away[i] = true;
+        has_moved = false;
+        if
+        :: !is_watched -> sleep_as_watch(i, has_moved, j, k)
+        :: else -> follow(i, heard)
+        fi;
+        is_away[i] = false
+     fi
   od;
 #ifndef BUG_NO_RELIEF
   if
