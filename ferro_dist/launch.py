@@ -17,7 +17,7 @@ Front and supervisor are both subreapers: a process that a rank left behind, eve
 that made itself a daemon, becomes the child of whichever of the two is alive, where it
 is found and stopped.
 
-None of this imports the rest of ferro_dist, nor argparse, dataclasses, typing or
+None of this imports more of ferro_dist than `cores`, nor argparse, dataclasses, typing or
 subprocess: they take longer to load than two ranks take to start.
 """
 
