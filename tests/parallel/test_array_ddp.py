@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
+from parallel.refused_reduction import assert_refusal_is_told
 
 import ferro_dist as fd
 
@@ -146,25 +146,9 @@ def test_gradients_whose_weights_were_refused_may_be_averaged(
 
 
 def test_a_reduction_that_fails_on_one_rank_tells_the_others(on_ranks: OnRanks) -> None:
-    def compress(bucket: Any, backend: Any, op: Any) -> None:
-        if backend.rank == 1:
-            raise KeyError("no such reduction")
-        fd.allreduce(bucket.gradients, backend, op, out=bucket.gradients)
-
-    told = threading.Event()
-
-    def body(backend: Any) -> None:
-        ddp = fd.DDP(Layers(), backend, compress=compress)
-        if backend.rank == 1:
-            with pytest.raises(KeyError, match="no such reduction"):
-                ddp.sync_gradients()
-            assert told.wait(60), "before this rank leaves the group"
-        else:
-            with pytest.raises(fd.DistributedError, match="rank 1"):
-                ddp.sync_gradients()
-            told.set()
-
-    on_ranks(2, body)
+    assert_refusal_is_told(
+        on_ranks, lambda backend, **options: fd.DDP(Layers(), backend, **options)
+    )
 
 
 def test_a_wrapper_that_gave_its_module_back_holds_no_bucket(on_ranks: OnRanks) -> None:

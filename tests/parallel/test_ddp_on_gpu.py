@@ -1,4 +1,8 @@
-"""DDP of arrays on GPUs, emulated ones: over NCCL alone, and beside the host's arrays."""
+"""DDP of arrays on GPUs, emulated ones: over NCCL alone, and beside the host's arrays.
+
+Models on the GPU are of arrays: torch makes no tensor over the memory of an emulated one. Its
+modules are trained on the CPU beside it here, and on real GPUs in `gpu.test_ddp_on_real_gpu`.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,21 +15,21 @@ from ferro_dist.parallel.power_sgd import PowerSGD
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from parallel.torch_cases import Raises  # noqa: E402 - needs torch
+from parallel.torch_failures import Raises  # noqa: E402 - needs torch
+from parallel.torch_regression import (  # noqa: E402
+    assert_same,
+    backward,
+    loss_of,
+    own,
+    randomize,
+    weights,
+)
 from torch import nn  # noqa: E402
+from torch.nn.utils import clip_grad_norm_  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
-ROWS, STEPS = 12, 20
-
-
-def randomize(net: Any) -> Any:
-    """With a generator of its own: ranks are threads, that of torch is for all of them."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) / 3)
-    return net.double()
+STEPS = 20
 
 
 def make_mlp() -> Any:
@@ -46,36 +47,22 @@ def make_normalized() -> Any:
     )
 
 
-def backward(net: Any, rows: slice) -> None:
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(ROWS, 7, generator=generator, dtype=torch.float64)
-    y = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
-    torch.nn.functional.mse_loss(net(x[rows]), y[rows]).backward()
-
-
-def own(backend: Any) -> slice:
-    return slice(backend.rank, None, backend.world_size)
-
-
-def weights(net: Any) -> list[Any]:
-    return [value.detach().tolist() for value in net.state_dict().values()]
-
-
-def train(net: Any, rows: slice, clip: float | None, optimizer: Any = None) -> list[Any]:
+def train(
+    net: Any,
+    rows: slice,
+    clip: float | None,
+    optimizer: Any = None,
+    clip_by_norm: Callable[[float], Any] | None = None,
+) -> list[Any]:
     optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=0.01)
+    clip_by_norm = clip_by_norm or functools.partial(clip_grad_norm_, list(net.parameters()))
     for _ in range(STEPS):
         optimizer.zero_grad()
         backward(net, rows)
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+            clip_by_norm(clip)
         optimizer.step()
     return weights(net)
-
-
-def assert_same(actual: list[Any], expected: list[Any]) -> None:
-    # Means of other order: some units in the last place of float64 at each of 20 steps.
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -173,24 +160,21 @@ def test_a_normalized_module_goes_on_in_a_smaller_group(on_ranks: OnRanks) -> No
     assert on_ranks(3, body) == [3] * 3
 
 
-def test_a_sharded_optimizer_steps_averaged_gradients(on_ranks: OnRanks) -> None:
+def test_a_sharded_optimizer_clips_and_steps_averaged_gradients(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         net = fd.DDP(make_mlp(), backend)
         optimizer = fd.ShardedOptimizer(
             net.parameters(), torch.optim.AdamW, backend, average=None, lr=0.01
         )
-        return train(net, own(backend), None, optimizer)
+        return train(net, own(backend), 0.1, optimizer, optimizer.clip_grad_norm_)
 
-    expected = train(make_mlp(), slice(None), clip=None)
+    expected = train(make_mlp(), slice(None), clip=0.1)
     for outcome in on_ranks(3, body):
         assert_same(outcome, expected)
 
 
 def whole_loss(net: Any) -> float:
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(ROWS, 7, generator=generator, dtype=torch.float64)
-    y = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
-    return float(torch.nn.functional.mse_loss(net(x), y).detach())
+    return float(loss_of(net, slice(None)).detach())
 
 
 def test_compressed_gradients_train_all_ranks_alike(on_ranks: OnRanks) -> None:

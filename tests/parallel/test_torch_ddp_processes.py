@@ -14,7 +14,6 @@ from parallel.torch_cases import (  # noqa: E402 - needs torch
     STEPS,
     Branches,
     Case,
-    Dies,
     Repeated,
     build,
     cnn,
@@ -25,22 +24,12 @@ from parallel.torch_cases import (  # noqa: E402 - needs torch
     state_of,
     train_gan,
 )
+from parallel.torch_failures import Dies, lose_rank_1  # noqa: E402
+from parallel.torch_scale import Scale, gradients_of, scale  # noqa: E402
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.testing import RankDeath, run_ranks  # noqa: E402
-
-
-class Scale(nn.Module):
-    """y = weight * x + bias, one element each: every gradient is known by heart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
-        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
-    def forward(self, x: float) -> Any:
-        return self.weight * x + self.bias
 
 
 class BiasFirst(nn.Module):
@@ -51,10 +40,6 @@ class BiasFirst(nn.Module):
         self.bias, self.weight = (nn.Parameter(torch.zeros(1)) for _ in range(2))
 
 
-def gradients_of(module: Any) -> list[float | None]:
-    return [None if p.grad is None else p.grad.item() for p in module.parameters()]
-
-
 # Where torch's DDP is silently wrong, or raises. The ranks' inputs are 1 and 2.
 
 
@@ -62,42 +47,42 @@ def two_backwards(ddp: Any, rank: int) -> None:
     y = ddp(rank + 1.0)
     y.sum().backward(retain_graph=True)
     (10 * y).sum().backward()
-    assert gradients_of(ddp) == [16.5, 11]
+    assert gradients_of(ddp) == (16.5, 11)
 
 
 def unfrozen_after_wrapping(ddp: Any, rank: int) -> None:
     ddp.module.weight.requires_grad_(False)
     ddp(rank + 1.0).sum().backward()
-    assert gradients_of(ddp) == [None, 1]
+    assert gradients_of(ddp) == (None, 1)
     ddp.module.weight.requires_grad_(True)
     ddp.zero_grad()
     ddp(rank + 1.0).sum().backward()
-    assert gradients_of(ddp) == [1.5, 1]
+    assert gradients_of(ddp) == (1.5, 1)
 
 
 def unused_on_one_rank(ddp: Any, rank: int) -> None:
     (ddp(2.0) if rank else ddp.module.bias * 4).sum().backward()
-    assert gradients_of(ddp) == [1, 2.5]
+    assert gradients_of(ddp) == (1, 2.5)
 
 
 def output_in_an_object(ddp: Any, rank: int) -> None:
     y = ddp.module(rank + 1.0)  # past the wrapper: no output is seen at all
     (lambda: y)().sum().backward()
-    assert gradients_of(ddp) == [1.5, 1]
+    assert gradients_of(ddp) == (1.5, 1)
 
 
 def accumulated(ddp: Any, rank: int) -> None:
     with ddp.no_sync():
         ddp(rank + 1.0).sum().backward()
     ddp(10 * (rank + 1.0)).sum().backward()
-    assert gradients_of(ddp) == [16.5, 2]
+    assert gradients_of(ddp) == (16.5, 2)
 
 
 def weighted(ddp: Any, rank: int) -> None:
     with ddp.no_sync():
         ddp(rank + 1.0).sum().backward()
     ddp.sync_gradients(weight=[1, 3][rank])
-    assert gradients_of(ddp) == [1.75, 1]
+    assert gradients_of(ddp) == (1.75, 1)
 
 
 def uneven(ddp: Any, rank: int) -> None:
@@ -106,12 +91,12 @@ def uneven(ddp: Any, rank: int) -> None:
             ddp.zero_grad()
             ddp(2.0).sum().backward()
         # Rank 0 has left when rank 1 takes its second step.
-        assert gradients_of(ddp) == ([1, 0.5] if rank else [2, 1])
+        assert gradients_of(ddp) == ((1, 0.5) if rank else (2, 1))
 
 
 def compiled(ddp: Any, rank: int) -> None:
     torch.compile(ddp, backend="eager")(torch.full((1,), rank + 1.0).double()).sum().backward()
-    assert gradients_of(ddp) == [1.5, 1]
+    assert gradients_of(ddp) == (1.5, 1)
 
 
 PROBES: list[Callable[[Any, int], None]] = [
@@ -130,7 +115,7 @@ def probe(backend: Any) -> None:
     torch.set_num_threads(1)
     for check in PROBES:
         for overlap in (False, "always"):
-            ddp = fd.DDP(Scale(), backend, bucket_mb=1e-5, overlap=overlap)
+            ddp = scale(backend, overlap=overlap)
             check(ddp, backend.rank)
             ddp.verify()
     for other in (BiasFirst(), Scale().float(), Scale().requires_grad_(False)):
@@ -204,36 +189,10 @@ def test_a_cnn_with_sync_batch_norm_and_a_gan_equal_one_process() -> None:
 # A rank that dies
 
 
-def lose_a_rank(backend: Any, overlap: Any, steps_in_backward: bool) -> float:
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    ddp = fd.DDP(module, backend, bucket_mb=1e-5, overlap=overlap)
-    optimizer = torch.optim.Adam(ddp.parameters())
-    ddp(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if steps_in_backward:
-        ddp.step_in_backward(optimizer)
-    before = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
-    y = module[:2](torch.ones(1, 4))
-    y = module[2:](Dies.apply(y) if backend.rank == 1 else y)
-    with pytest.raises(fd.PeerLostError) as caught:
-        y.sum().backward()
-    assert caught.value.peer == 1
-    after = (module.state_dict(), optimizer.state_dict())
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    with backend.shrink() as rest:
-        again = fd.DDP(ddp.into_inner(), rest, bucket_mb=1e-5, overlap=overlap)
-        again.zero_grad()
-        again(torch.full((1, 4), rest.rank + 1.0)).sum().backward()
-        again.verify()
-        total: float = again.module[0].weight.grad.sum().item()
-        return total
-
-
 @pytest.mark.parametrize(
     ("overlap", "steps_in_backward"), [(False, True), ("always", False)], ids=["after", "beside"]
 )
 def test_survivors_of_a_death_in_backward_go_on(overlap: Any, steps_in_backward: bool) -> None:
-    first, dead, last = run_ranks(3, lose_a_rank, overlap, steps_in_backward, may_die=[1])
+    first, dead, last = run_ranks(3, lose_rank_1, Dies, overlap, steps_in_backward, may_die=[1])
     assert isinstance(dead, RankDeath)
     assert first == last

@@ -14,11 +14,17 @@ from ferro_dist.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from torch.optim import SGD  # noqa: E402 - needs torch
+from parallel.torch_regression import (  # noqa: E402 - needs torch
+    assert_same,
+    backward,
+    own,
+    randomize,
+    weights,
+)
+from torch.optim import SGD  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
-ROWS = 12
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "adamw": ("AdamW", {"lr": 0.01}),
@@ -29,43 +35,16 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model() -> Any:
-    net = torch.nn.Sequential(
-        torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3), torch.nn.PReLU()
-    ).double()
-    randomize(net)
-    return net
-
-
-def randomize(net: Any) -> None:
-    """With a generator of its own: ranks are threads, that of torch is for all of them."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) / 3)
-
-
-def data() -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(ROWS, 7, generator=generator, dtype=torch.float64)
-    return x, torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
-
-
-def backward(net: Any, rows: slice) -> None:
-    x, y = data()
-    torch.nn.functional.mse_loss(net(x[rows]), y[rows]).backward()
+    return randomize(
+        torch.nn.Sequential(
+            torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3), torch.nn.PReLU()
+        )
+    )
 
 
 def make(kind: str) -> tuple[type, dict[str, Any]]:
     name, options = OPTIMIZERS[kind]
     return getattr(torch.optim, name), options
-
-
-def own(backend: Any) -> slice:
-    return slice(backend.rank, None, backend.world_size)
-
-
-def weights(net: Any) -> list[Any]:
-    return [p.detach().tolist() for p in net.parameters()]
 
 
 def train_plain(kind: str, steps: int = 20, clip: float | None = None) -> Any:
@@ -101,25 +80,19 @@ def weights_after_training(backend: Any, kind: str) -> Any:
     return weights(train_sharded(backend, kind)[0])
 
 
-def assert_same_weights(actual: Any, expected: Any) -> None:
-    # Means of other order: some units in the last place of float64 at each of 20 steps.
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-9, atol=1e-10)
-
-
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_steps_are_those_of_the_plain_optimizer(
     on_ranks: OnRanks, kind: str, world_size: int
 ) -> None:
     outcomes = on_ranks(world_size, weights_after_training, kind)
-    assert_same_weights(outcomes[0], weights(train_plain(kind)[0]))
+    assert_same(outcomes[0], weights(train_plain(kind)[0]))
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
 def test_steps_of_processes_are_those_of_the_plain_optimizer() -> None:
     outcomes = run_ranks(2, weights_after_training, "adamw")
-    assert_same_weights(outcomes[0], weights(train_plain("adamw")[0]))
+    assert_same(outcomes[0], weights(train_plain("adamw")[0]))
     assert outcomes[0] == outcomes[1]
 
 
@@ -140,7 +113,7 @@ def test_clipping_is_that_of_the_whole_gradient(on_ranks: OnRanks, kind: str, cl
     def body(backend: Any) -> Any:
         return weights(train_sharded(backend, kind, 5, clip)[0])
 
-    assert_same_weights(on_ranks(3, body)[0], weights(train_plain(kind, 5, clip)[0]))
+    assert_same(on_ranks(3, body)[0], weights(train_plain(kind, 5, clip)[0]))
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
@@ -288,7 +261,7 @@ def test_state_goes_to_a_plain_optimizer_and_back(on_ranks: OnRanks, kind: str) 
         plain.zero_grad()
         backward(net, slice(None))
         plain.step()
-    assert_same_weights(weights(net), weights(train_plain(kind)[0]))
+    assert_same(weights(net), weights(train_plain(kind)[0]))
 
     def resume(backend: Any) -> Any:
         net = model()
@@ -302,7 +275,7 @@ def test_state_goes_to_a_plain_optimizer_and_back(on_ranks: OnRanks, kind: str) 
         return weights(net)
 
     # Over another number of ranks than it was saved by.
-    assert_same_weights(on_ranks(2, resume)[0], weights(train_plain(kind)[0]))
+    assert_same(on_ranks(2, resume)[0], weights(train_plain(kind)[0]))
 
 
 def test_state_is_brought_together_on_demand_alone(on_ranks: OnRanks) -> None:
@@ -347,7 +320,7 @@ def test_a_schedule_and_groups_act_on_the_shares(on_ranks: OnRanks) -> None:
     def plain(groups: Any) -> Any:
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
-    assert_same_weights(on_ranks(3, body)[0], train(model(), plain, slice(None)))
+    assert_same(on_ranks(3, body)[0], train(model(), plain, slice(None)))
 
 
 def test_a_parameter_used_nowhere_is_not_stepped(on_ranks: OnRanks) -> None:
@@ -363,30 +336,6 @@ def test_a_parameter_used_nowhere_is_not_stepped(on_ranks: OnRanks) -> None:
         assert (nowhere == 1).all()
 
     on_ranks(2, body)
-
-
-def test_gradients_that_are_equal_already_are_not_communicated(on_ranks: OnRanks) -> None:
-    def body(backend: Any) -> Any:
-        net = model()
-        optimizer = fd.ShardedOptimizer(
-            net.parameters(), torch.optim.SGD, backend, average=None, lr=0.05, momentum=0.9
-        )
-        for _ in range(5):
-            optimizer.zero_grad()
-            backward(net, slice(None))  # as DDP would leave them
-            optimizer.clip_grad_norm_(0.1)
-            optimizer.step()
-        return weights(net)
-
-    net = model()
-    plain = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(5):
-        plain.zero_grad()
-        backward(net, slice(None))
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        plain.step()
-    for outcome in on_ranks(2, body):
-        assert_same_weights(outcome, weights(net))
 
 
 def test_sum_adds_the_gradients(on_ranks: OnRanks) -> None:
@@ -416,18 +365,18 @@ def test_dtypes_may_be_mixed(on_ranks: OnRanks, dtype: str) -> None:
 
 
 def test_parameters_of_any_layout_are_stepped(on_ranks: OnRanks) -> None:
+    x = torch.ones(2, 3, 5, 5, dtype=torch.float64)
+
     def body(backend: Any) -> Any:
-        net = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        randomize(net)
+        net = randomize(torch.nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
         optimizer = fd.ShardedOptimizer(net.parameters(), torch.optim.SGD, backend, lr=0.1)
-        net(torch.ones(2, 3, 5, 5)).sum().backward()
+        net(x).sum().backward()
         optimizer.step()
         assert net.weight.is_contiguous(memory_format=torch.channels_last)
         return weights(net)
 
-    net = torch.nn.Conv2d(3, 4, 3)
-    randomize(net)
-    net(torch.ones(2, 3, 5, 5)).sum().backward()
+    net = randomize(torch.nn.Conv2d(3, 4, 3))
+    net(x).sum().backward()
     torch.optim.SGD(net.parameters(), lr=0.1).step()
     for outcome in on_ranks(3, body):
         for a, b in zip(outcome, weights(net), strict=True):

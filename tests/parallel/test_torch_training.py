@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from parallel.torch_cases import (  # noqa: E402 - needs torch
+from gpu.gpu_ranks import connect  # noqa: E402 - needs torch
+from parallel.torch_cases import (  # noqa: E402
     CASES,
     STEPS,
     Case,
@@ -28,7 +29,7 @@ from parallel.torch_cases import (  # noqa: E402 - needs torch
 )
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.testing import run_ranks  # noqa: E402
+from ferro_dist.testing import emulated_gpu, run_ranks  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
@@ -52,6 +53,13 @@ def train_cases(backend: Any, overlap: Any, names: list[str]) -> bytes:
     return file.getvalue()
 
 
+def assert_cases_trained_alike(names: list[str], saved: list[bytes]) -> None:
+    replicas = [torch.load(io.BytesIO(states)) for states in saved]
+    for name in names:
+        of_case = [of_rank[name] for of_rank in replicas]
+        assert_trained_alike(CASES[name], of_case, train_alone(CASES[name], len(saved)))
+
+
 # Four are more than most machines of tests have cores: there those that differ in what they do.
 SOME = ["mlp in many buckets", "cnn with batch norm", "branches", "sparse", "frozen and unfrozen"]
 
@@ -65,10 +73,22 @@ def test_twenty_steps_of_processes_equal_one_process(
     world_size: int, overlap: Any, names: list[str]
 ) -> None:
     saved = run_ranks(world_size, train_cases, overlap, names, timeout=120)
-    replicas = [torch.load(io.BytesIO(states)) for states in saved]
-    for name in names:
-        of_case = [of_rank[name] for of_rank in replicas]
-        assert_trained_alike(CASES[name], of_case, train_alone(CASES[name], world_size))
+    assert_cases_trained_alike(names, saved)
+
+
+def train_cases_beside_a_gpu(rank: int, world_size: int, addr: str, names: list[str]) -> bytes:
+    emulated_gpu()
+    with connect("hybrid", rank, world_size, addr) as backend:
+        return train_cases(backend, "always", names)
+
+
+def test_twenty_steps_beside_emulated_gpus_equal_one_process() -> None:
+    """Of modules on the CPU: torch makes no tensor over the memory of an emulated GPU."""
+    names = [*SOME, "lstm", "tied transformer"]
+    saved = run_ranks(
+        2, train_cases_beside_a_gpu, names, backend="none", emulate_gpu=True, timeout=120
+    )
+    assert_cases_trained_alike(names, saved)
 
 
 # One process on the whole batch, in one forward

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -278,30 +276,6 @@ class Slotted:
 
     def __init__(self, hidden: Any) -> None:
         self.hidden = hidden
-
-
-class Dies(torch.autograd.Function):
-    """The identity, until its gradient is asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Raises(torch.autograd.Function):
-    """The identity, until its gradient is asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        raise KeyError("in backward")
 
 
 def loss_of_outputs(unpack: Callable[[Any], Any]) -> Callable[[Any, Any, int, int], Any]:

@@ -1,0 +1,369 @@
+"""Gradients of several backward passes, with weights, and of ranks that run out of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from parallel.torch_scale import OVERLAP, Scale, gradients_of, scale  # noqa: E402
+from torch import nn  # noqa: E402 - needs torch
+
+import ferro_dist as fd  # noqa: E402
+
+OnRanks = Callable[..., list[Any]]
+
+
+# Accumulation
+
+
+@OVERLAP
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_gradients_of_no_sync_are_averaged_with_the_next(
+    on_ranks: OnRanks, overlap: Any, average: str
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average, overlap=overlap)
+        steps = []
+        for _ in range(2):
+            with ddp.no_sync():
+                ddp(backend.rank + 1.0).sum().backward()
+                own = gradients_of(ddp)
+                (10 * ddp(backend.rank + 1.0)).sum().backward()
+            (100 * ddp(backend.rank + 1.0)).sum().backward()
+            steps.append((own, gradients_of(ddp)))
+            ddp.zero_grad()
+        return steps
+
+    factor = 1 if average == "mean" else 2
+    total = (166.5 * factor, 111 * factor)
+    assert on_ranks(2, body) == [[((rank + 1, 1), total)] * 2 for rank in range(2)]
+
+
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_no_sync_after_an_average_shows_the_sum_of_both(on_ranks: OnRanks, average: str) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        ddp(backend.rank + 1.0).sum().backward()
+        with ddp.no_sync():
+            (10 * ddp(backend.rank + 1.0)).sum().backward()
+        shown = gradients_of(ddp)
+        (100 * ddp(backend.rank + 1.0)).sum().backward()
+        return shown, gradients_of(ddp)
+
+    factor = 1 if average == "mean" else 2
+    for rank, (shown, total) in enumerate(on_ranks(2, body)):
+        assert shown == (1.5 * factor + 10 * (rank + 1), factor + 10)
+        assert total == (166.5 * factor, 111 * factor)
+
+
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_gradients_that_are_zeroed_in_place_start_anew(on_ranks: OnRanks, average: str) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        with ddp.no_sync():
+            ddp(7.0).sum().backward()
+        for _ in range(3):
+            ddp.zero_grad(set_to_none=False)
+            ddp(backend.rank + 1.0).sum().backward()
+        return gradients_of(ddp)
+
+    factor = 1 if average == "mean" else 2
+    assert on_ranks(2, body) == [(1.5 * factor, 1 * factor)] * 2
+
+
+def test_no_sync_is_judged_where_backward_is_called(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        with ddp.no_sync():
+            y = ddp(backend.rank + 1.0)
+        y.sum().backward()
+        inside = gradients_of(ddp)
+        ddp.zero_grad()
+        y = ddp(backend.rank + 1.0)
+        with ddp.no_sync():
+            y.sum().backward()
+        return inside, gradients_of(ddp)
+
+    assert on_ranks(2, body) == [((1.5, 1), (1, 1)), ((1.5, 1), (2, 1))]
+
+
+def test_a_weight_makes_the_mean_a_weighted_one(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        with ddp.no_sync():
+            ddp(backend.rank + 1.0).sum().backward()
+        named = ddp.sync_gradients(weight=[1, 3][backend.rank])
+        assert named["weight"] is ddp.module.weight.grad
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [((1 * 1 + 2 * 3) / 4, 1)] * 2
+
+
+def test_a_weight_on_some_ranks_or_of_nothing_is_refused_on_all(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        with pytest.raises(ValueError, match="weights of all ranks are 0"):
+            ddp.sync_gradients(weight=0)
+        with pytest.raises(fd.CollectiveMismatch):
+            ddp.sync_gradients(weight=None if backend.rank else 2.0)
+        for weight in (-1, float("nan"), True, "3"):
+            with pytest.raises((TypeError, ValueError)):
+                ddp.sync_gradients(weight=weight)
+        with pytest.raises(ValueError, match="takes no weight"):
+            scale(backend, average="contributors").sync_gradients(weight=1)
+        fd.barrier(backend)
+
+    on_ranks(2, body)
+
+
+def refuse_weights(ddp: Any, weights: tuple[Any, ...]) -> None:
+    with pytest.raises((ValueError, fd.CollectiveMismatch)):
+        ddp.sync_gradients(weight=weights[ddp.backend.rank])
+
+
+REFUSED = pytest.mark.parametrize("weights", [(0, 0), (2.0, None)], ids=["of nothing", "on one"])
+
+
+@REFUSED
+@pytest.mark.parametrize(("average", "factor"), [("mean", 1), ("sum", 2)])
+def test_gradients_whose_weights_were_refused_are_still_this_ranks_own(
+    on_ranks: OnRanks, average: str, factor: int, weights: tuple[Any, ...]
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        with ddp.no_sync():
+            (ddp(2.0) if backend.rank else ddp.module.bias * 4).sum().backward()
+        own = gradients_of(ddp)
+        refuse_weights(ddp, weights)
+        assert gradients_of(ddp) == own
+        ddp.sync_gradients()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(factor, 2.5 * factor)] * 2
+
+
+@REFUSED
+def test_averages_that_were_put_aside_survive_weights_that_are_refused(
+    on_ranks: OnRanks, weights: tuple[Any, ...]
+) -> None:
+    class Sometimes(Scale):
+        def forward(self, x: float) -> Any:
+            return self.weight * x + self.bias if x else self.bias + 0
+
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(Sometimes(), backend, bucket_mb=1e-5, average="sum")
+        ddp(backend.rank + 1.0).sum().backward()
+        with ddp.no_sync():
+            (10 * ddp(0.0)).sum().backward()
+        shown = gradients_of(ddp)
+        refuse_weights(ddp, weights)
+        after = gradients_of(ddp)
+        ddp.sync_gradients()
+        return shown, after, gradients_of(ddp)
+
+    assert on_ranks(2, body) == [((3, 12), (3, 12), (3, 22))] * 2
+
+
+def test_gradients_set_by_hand_are_averaged(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        ddp.module.weight.grad = torch.full((1,), 2.0 * backend.rank, dtype=torch.float64)
+        ddp.sync_gradients()
+        return gradients_of(ddp)
+
+    assert on_ranks(3, body) == [(2, None)] * 3
+
+
+def test_gradients_handed_over_are_averaged_in_place(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        own = torch.full((1,), 2.0 * backend.rank, dtype=torch.float64)
+        grads = {"weight": own} if backend.rank else {}
+        assert ddp.sync_gradients(grads) is grads
+        assert gradients_of(ddp) == (None, None)
+        for wrong in ({"other": own}, {"weight": own.float()}, {"weight": 3.0}, [own], 7):
+            with pytest.raises((TypeError, ValueError)):
+                ddp.sync_gradients(wrong)
+        return {name: grad.item() for name, grad in grads.items()}
+
+    assert on_ranks(2, body) == [{"weight": 1}] * 2
+
+
+def test_an_optimizer_steps_where_gradients_are_averaged_alone(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> list[float]:
+        ddp = scale(backend)
+        ddp.step_in_backward(torch.optim.SGD(ddp.parameters(), lr=1))
+        weights = []
+        with ddp.no_sync():
+            ddp(backend.rank + 1.0).sum().backward()
+        weights.append(ddp.weight.item())
+        ddp(backend.rank + 1.0).sum().backward()
+        weights.append(ddp.weight.item())
+        with ddp.join():
+            for _ in range(backend.rank):
+                ddp(5.0).sum().backward()
+        weights.append(ddp.weight.item())
+        ddp.step_in_backward(None)
+        ddp(1.0).sum().backward()
+        assert gradients_of(ddp) == (1, 1)
+        return [*weights, ddp.weight.item()]
+
+    assert on_ranks(2, body) == [[1, -2, -4.5, -4.5]] * 2
+
+
+def test_optimizers_that_cannot_step_in_backward_are_refused(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        with pytest.raises(TypeError, match="takes an optimizer"):
+            ddp.step_in_backward(torch.optim.SGD)
+        with pytest.raises(ValueError, match="LBFGS"):
+            ddp.step_in_backward(torch.optim.LBFGS(ddp.parameters()))
+        with pytest.raises(ValueError, match="none of the module's"):
+            ddp.step_in_backward(torch.optim.SGD(Scale().parameters(), lr=1))
+        mine = [ddp.weight] if backend.rank else list(ddp.parameters())
+        with pytest.raises(fd.CollectiveMismatch, match="'bias' in group 0 on rank 0"):
+            ddp.step_in_backward(torch.optim.SGD(mine, lr=1))
+        ddp(1.0).sum().backward()
+        assert gradients_of(ddp) == (1, 1)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("is_backward", [True, False], ids=["backward", "sync_gradients"])
+def test_an_optimizer_that_fails_on_one_rank_tells_the_others(
+    on_ranks: OnRanks, is_backward: bool
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise KeyError("no such step")
+
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(nn.BatchNorm1d(2), backend)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1)
+        ddp.step_in_backward(optimizer)
+        if backend.rank == 1:
+            optimizer.register_step_pre_hook(refuse)
+        loss = ddp(torch.randn(4, 2)).sum()
+        error = KeyError if backend.rank == 1 else fd.DistributedError
+        with pytest.raises(error, match=r"no such step|rank 1"):
+            loss.backward() if is_backward else ddp.sync_gradients()
+
+    on_ranks(2, body)
+
+
+# Uneven numbers of batches
+
+
+@OVERLAP
+@pytest.mark.parametrize(("average", "share"), [("mean", 1 / 3), ("contributors", 1)])
+def test_ranks_may_run_out_of_data_one_by_one(
+    on_ranks: OnRanks, overlap: Any, average: str, share: float
+) -> None:
+    def body(backend: Any) -> Any:
+        module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        ddp = fd.DDP(module, backend, average=average, overlap=overlap, bucket_mb=1e-5)
+        seen = []
+        with ddp.join():
+            for _ in range(2 * backend.rank + 1):
+                ddp.zero_grad()
+                ddp(torch.randn(3, 2)).sum().backward()
+                seen.append(ddp.module[1].bias.grad.item())
+                module[1].bias.data += 1
+        ddp.verify()
+        ddp.zero_grad()
+        ddp(torch.randn(3, 2)).sum().backward()
+        assert ddp.module[1].bias.grad.item() == pytest.approx(3)
+        return seen, module[1].bias.item()
+
+    outcomes = on_ranks(3, body)
+    assert [len(seen) for seen, _ in outcomes] == [1, 3, 5]
+    last = outcomes[2][0]
+    # Each bias has a gradient of 3, the rows of a batch; after two steps rank 2 is alone.
+    assert last[0] == pytest.approx(3)
+    assert last[4] == pytest.approx(3 * share)
+    assert len({bias for _, bias in outcomes}) == 1
+
+
+def test_weighted_averages_may_run_out_too(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        seen = []
+        with ddp.join():
+            for _ in range(backend.rank + 1):
+                ddp.zero_grad()
+                with ddp.no_sync():
+                    ddp(backend.rank + 1.0).sum().backward()
+                ddp.sync_gradients(weight=backend.rank + 1.0)
+                seen.append(ddp.module.weight.grad.item())
+        return seen
+
+    assert on_ranks(2, body) == [[pytest.approx(5 / 3)], [pytest.approx(5 / 3), 2]]
+
+
+@OVERLAP
+@pytest.mark.parametrize(("average", "expected"), [("mean", 1.5), ("sum", 3), ("contributors", 2)])
+def test_gradients_add_up_where_ranks_have_run_out(
+    on_ranks: OnRanks, overlap: Any, average: str, expected: float
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average, overlap=overlap)
+        with ddp.join():
+            for _ in range(2 - backend.rank):
+                ddp(1.0).sum().backward()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body)[0] == (expected, expected)
+
+
+def test_gradients_of_no_sync_add_up_where_ranks_have_run_out(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        seen = []
+        ddp(1.0).sum().backward()
+        with ddp.join():
+            for _ in range(2 - 2 * backend.rank):
+                with ddp.no_sync():
+                    (10 * ddp(1.0)).sum().backward()
+                (100 * ddp(1.0)).sum().backward()
+                seen.append(gradients_of(ddp)[0])
+            with ddp.no_sync():
+                (1000 * ddp(1.0)).sum().backward()
+            seen.append(gradients_of(ddp)[0])
+        if backend.rank:
+            ddp.zero_grad()  # what it has is of before the others went on
+        (10000 * ddp(1.0)).sum().backward()
+        return seen, gradients_of(ddp)[0]
+
+    (first, total), (second, _) = on_ranks(2, body)
+    assert first == [56, 111, 1111]
+    assert second == [1001]
+    assert total == 1111 / 2 + 10000
+
+
+def test_gradients_written_to_are_a_ranks_own_where_others_have_run_out(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        ddp(1.0).sum().backward()
+        with ddp.join():
+            for value in [6.0, 4.0][: 2 - 2 * backend.rank]:
+                ddp.module.weight.grad.fill_(value)
+                ddp.sync_gradients()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body)[0] == (2, 1)
+
+
+def test_an_exception_inside_join_passes_through(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        with pytest.raises(KeyError), ddp.join():
+            raise KeyError("no such batch")
+        ddp(1.0).sum().backward()
+        assert gradients_of(ddp) == (1, 1)
+
+    on_ranks(2, body)

@@ -1,0 +1,201 @@
+"""DDP of a torch module on ranks that fail, and modules that it refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from parallel.refused_reduction import assert_refusal_is_told  # noqa: E402
+from parallel.torch_failures import Raises, lose_rank_1  # noqa: E402
+from parallel.torch_scale import OVERLAP, Scale, gradients_of, scale  # noqa: E402
+from torch import nn  # noqa: E402 - needs torch
+
+import ferro_dist as fd  # noqa: E402
+from ferro_dist.integrations.torch_module import ModuleParameters  # noqa: E402
+
+OnRanks = Callable[..., list[Any]]
+
+
+@OVERLAP
+def test_an_exception_in_one_backward_reaches_the_others(on_ranks: OnRanks, overlap: Any) -> None:
+    first, *others = on_ranks(3, lose_rank_1, Raises, overlap, bool(overlap))
+    assert others == [first] * 2
+
+
+@OVERLAP
+def test_an_exception_in_one_forward_reaches_the_others(on_ranks: OnRanks, overlap: Any) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(nn.Linear(2, 2), backend, overlap=overlap)
+        wrong, right = torch.ones(1, 3), torch.ones(1, 2)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="shapes"):
+            ddp(wrong)  # nobody waits for gradients of this one
+        with ddp.no_sync(), pytest.raises(RuntimeError, match="shapes"):
+            ddp(wrong)
+        ddp(right).sum().backward()
+        if backend.rank == 1:
+            with pytest.raises(RuntimeError, match="shapes"):
+                ddp(wrong)
+        else:
+            with pytest.raises(fd.DistributedError) as caught:
+                ddp(right).sum().backward()
+            assert caught.value.peer == 1
+
+    on_ranks(3, body)
+
+
+def test_an_exception_ends_no_group_in_which_nobody_waits(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(nn.Linear(2, 2), backend)
+        wrong, right = torch.ones(1, 3), torch.ones(1, 2)
+        ddp.eval()
+        with pytest.raises(RuntimeError, match="shapes"):
+            ddp(wrong)
+        ddp.train()
+        if backend.world_size == 1:
+            with pytest.raises(RuntimeError, match="shapes"):
+                ddp(wrong)
+            with pytest.raises(KeyError, match="in backward"):
+                ddp(Raises.apply(right.clone().requires_grad_())).sum().backward()
+        ddp.zero_grad()
+        ddp(right).sum().backward()
+        assert ddp.module.bias.grad.tolist() == [1, 1]
+
+    for world_size in (1, 2):
+        on_ranks(world_size, body)
+
+
+def create_graph(ddp: Any) -> None:
+    ddp(1.0).sum().backward(create_graph=True)
+
+
+def replace_a_parameter(ddp: Any) -> None:
+    ddp.module.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    ddp(1.0)
+
+
+def replace_a_parameter_after_forward(ddp: Any) -> None:
+    loss = ddp.module(1.0).sum()
+    ddp.module.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    "fail", [create_graph, replace_a_parameter, replace_a_parameter_after_forward]
+)
+def test_a_backward_that_is_refused_on_one_rank_tells_the_others(
+    on_ranks: OnRanks, fail: Callable[[Any], None]
+) -> None:
+    told = threading.Event()
+
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        if backend.rank == 1:
+            with pytest.raises((RuntimeError, ValueError), match=r"create_graph|replaced"):
+                fail(ddp)
+            assert told.wait(60), "before this rank leaves the group"
+        else:
+            with pytest.raises(fd.DistributedError) as caught:
+                ddp(1.0).sum().backward()
+            told.set()
+            assert caught.value.peer == 1
+
+    on_ranks(2, body)
+
+
+def test_a_reduction_of_the_users_own_that_fails_tells_the_others(on_ranks: OnRanks) -> None:
+    def make(backend: Any, **options: Any) -> Any:
+        ddp = scale(backend, **options)
+        ddp.module.weight.grad = torch.ones(1, dtype=torch.float64)
+        return ddp
+
+    assert_refusal_is_told(on_ranks, make)
+
+
+def test_a_graph_outlives_its_wrapper(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        module = Scale()
+        fd.DDP(module, backend)(backend.rank + 1.0).sum().backward()
+        ddp = fd.DDP(module, backend)
+        loss = ddp(backend.rank + 1.0).sum()
+        ddp.into_inner()
+        loss.backward()
+        return gradients_of(module)
+
+    assert on_ranks(2, body) == [(2, 2), (4, 2)]
+
+
+def test_a_change_is_seen_until_it_is_accepted(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        module = Scale()
+        parameters = ModuleParameters(module, backend)
+        module.bias.requires_grad_(False)
+        # What all ranks must agree on first may be refused, and is asked again.
+        assert parameters.have_changed()
+        assert parameters.have_changed()
+        parameters.accept_changes()
+        assert not parameters.have_changed()
+
+    on_ranks(1, body)
+
+
+def test_a_module_is_wrapped_once_at_a_time(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        module = Scale()
+        ddp = fd.DDP(module, backend)
+        with pytest.raises(ValueError, match="wrapped by another DDP already"):
+            fd.DDP(nn.Sequential(module), backend)
+        del ddp
+        ddp = fd.DDP(module, backend, average="sum")
+        assert ddp.into_inner() is module
+        module(1.0).sum().backward()
+        assert gradients_of(module) == (1, 1), "nothing of a wrapper is left"
+        with pytest.raises(ValueError, match="into_inner"):
+            ddp(1.0)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ddp: ddp.module.add_module("extra", nn.Linear(1, 1)),
+        lambda ddp: ddp.module.load_state_dict(ddp.state_dict(), assign=True),
+        lambda ddp: delattr(ddp.module, "bias"),
+    ],
+    ids=["added", "replaced", "removed"],
+)
+def test_other_parameters_than_those_wrapped_are_refused(
+    on_ranks: OnRanks, change: Callable[[Any], Any]
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        change(ddp)
+        with pytest.raises(ValueError, match="after the module was wrapped"):
+            ddp(1.0)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: nn.LazyLinear(2), ValueError, "has no shape yet"),
+        (lambda: nn.Linear(2, 2, device="meta"), fd.InvalidArray, "is on meta"),
+        (nn.ReLU, ValueError, "ReLU has no parameters"),
+    ],
+    ids=["lazy", "meta", "nothing to train"],
+)
+def test_modules_that_cannot_be_wrapped(
+    on_ranks: OnRanks, make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    def body(backend: Any) -> None:
+        with pytest.raises(error, match=message):
+            fd.DDP(make(), backend)
+        fd.barrier(backend)
+
+    on_ranks(2, body)

@@ -1,0 +1,239 @@
+"""DDP of a torch module behaves as the module does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from parallel.torch_cases import non_reentrant  # noqa: E402
+from parallel.torch_scale import OVERLAP, Scale, gradients_of, scale  # noqa: E402
+from torch import nn  # noqa: E402 - needs torch
+
+import ferro_dist as fd  # noqa: E402
+from ferro_dist.integrations.torch_gradients import gpu_view  # noqa: E402
+from ferro_dist.parallel.bucket import ParameterSpec  # noqa: E402
+
+OnRanks = Callable[..., list[Any]]
+
+
+# Buffers
+
+
+def test_buffers_are_those_of_root_after_each_average(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        norm = nn.BatchNorm1d(2)
+        ddp = fd.DDP(norm, backend, root=1)
+        torch.manual_seed(backend.rank)
+        # Two forwards before a backward: as a critic sees real and generated samples.
+        x = [torch.randn(4, 2), torch.randn(4, 2)]
+        (ddp(x[0]).square().sum() + ddp(x[1]).sum()).backward()
+        ddp.verify()
+        return norm.running_mean.tolist(), norm.num_batches_tracked.item(), x
+
+    outcomes = on_ranks(3, body)
+    x = outcomes[1][2]
+    expected = 0.9 * 0.1 * x[0].mean(0) + 0.1 * x[1].mean(0)
+    for mean, batches, _ in outcomes:
+        assert mean == pytest.approx(expected.tolist(), rel=1e-5)
+        assert batches == 2
+
+
+def test_buffers_are_left_alone_on_request(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        norm = nn.BatchNorm1d(2)
+        ddp = fd.DDP(norm, backend, sync_buffers=False)
+        ddp(torch.full((4, 2), 1.0 + backend.rank)).sum().backward()
+        ddp.verify()
+        return norm.running_mean[0].item()
+
+    assert on_ranks(2, body) == pytest.approx([0.1, 0.2])
+
+
+def test_a_rank_whose_buffers_have_changed_tells_the_others(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        norm = nn.BatchNorm1d(2)
+        ddp = fd.DDP(norm, backend)
+        loss = ddp(torch.randn(4, 2)).sum()
+        if backend.rank == 1:
+            norm.running_mean = torch.zeros(3)
+        error = ValueError if backend.rank == 1 else fd.DistributedError
+        with pytest.raises(error, match="running_mean" if backend.rank == 1 else "rank 1"):
+            loss.backward()
+
+    on_ranks(2, body)
+
+
+def test_a_graph_that_is_kept_survives_the_exchange_of_buffers(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(nn.BatchNorm1d(2), backend)
+        y = ddp(torch.randn(4, 2))
+        y.square().sum().backward(retain_graph=True)
+        y.square().sum().backward()
+
+    on_ranks(2, body)
+
+
+# As the module behaves
+
+
+def test_the_wrapper_is_a_module(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        assert isinstance(ddp, fd.DDP)
+        assert isinstance(ddp, nn.Module)
+        assert ddp.backend is backend
+        assert ddp.learning_rate == 0.1
+        ddp.learning_rate = 0.2
+        assert ddp.module.learning_rate == 0.2
+        assert ddp.weight is ddp.module.weight
+        assert not ddp.eval().module.training
+        assert ddp.train().module.training
+        assert [name for name, _ in ddp.named_parameters()] == ["weight", "bias"]
+        assert not hasattr(ddp, "no_such_attribute")
+        with pytest.raises(AttributeError):
+            ddp.module = Scale()
+        assert "Scale" in repr(ddp)
+
+    on_ranks(1, body)
+
+
+def test_the_state_is_that_of_the_module(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        module = nn.Sequential(Scale(), nn.BatchNorm1d(1))
+        ddp = fd.DDP(module, backend)
+        state = ddp.state_dict()
+        assert list(state) == list(module.state_dict())
+        of_torch = {f"module.{name}": tensor + 1 for name, tensor in state.items()}
+        ddp.load_state_dict(of_torch)
+        assert module[0].weight.item() == 2
+        ddp.load_state_dict({**ddp.state_dict(), "0.weight": torch.full((1,), 5.0)})
+        assert module[0].weight.item() == 5
+        with pytest.raises(RuntimeError, match=r"0\.weight"):
+            ddp.load_state_dict({})
+
+    on_ranks(1, body)
+
+
+def test_a_wrapper_inside_a_module_saves_and_loads(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        outer = nn.ModuleDict({"inner": fd.DDP(Scale(), backend)})
+        assert list(outer.state_dict()) == ["inner.weight", "inner.bias"]
+        for prefix in ("inner.", "inner.module."):
+            state = {f"{prefix}{n}": torch.full((1,), 3.0) for n in ("weight", "bias")}
+            outer.load_state_dict(state)
+            assert outer["inner"].weight.item() == 3
+            outer["inner"].weight.data.zero_()
+
+    on_ranks(1, body)
+
+
+@OVERLAP
+def test_a_converted_module_goes_on(on_ranks: OnRanks, overlap: Any) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, overlap=overlap)
+        ddp(1.0).sum().backward()
+        ddp.zero_grad()
+        ddp.float()
+        ddp(backend.rank + 1.0).sum().backward()
+        assert ddp.weight.grad.dtype == torch.float32
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(1.5, 1)] * 2
+
+
+def test_gradients_keep_the_memory_order_of_their_parameters(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        ddp = fd.DDP(conv, backend)
+        ddp(torch.ones(1, 2, 4, 4)).sum().backward()
+        assert conv.weight.grad.stride() == conv.weight.stride()
+
+    on_ranks(2, body)
+
+
+def test_a_wrapper_that_is_checkpointed_ends_no_group(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), backend)
+        x = torch.full((1, 2), backend.rank + 1.0, requires_grad=True)
+        # What is computed anew stops by an exception, which passes through forward.
+        torch.autograd.grad(non_reentrant(ddp, x).sum(), x)
+        assert ddp.statistics().num_rounds == 0
+        non_reentrant(ddp, x).sum().backward()
+        gradient = ddp.module[0].weight.grad
+        assert torch.equal(fd.broadcast(gradient, backend), gradient)
+
+    on_ranks(2, body)
+
+
+def test_places_in_one_tensor_count_their_changes_apart() -> None:
+    flat = torch.zeros(300)
+    order = (0, 2, 3, 1)
+    specs = [
+        ParameterSpec("w", (2, 3), np.dtype("f4")),
+        ParameterSpec("c", (2, 3, 4, 5), np.dtype("f4"), order),
+    ]
+    w, c = (gpu_view(flat, offset, spec) for offset, spec in zip((0, 16), specs, strict=True))
+    assert c.is_contiguous(memory_format=torch.channels_last)
+    before = c._version
+    w += 1
+    assert c._version == before
+    c += 2
+    assert flat.sum().item() == w.numel() + 2 * c.numel()
+    assert flat[16:136].eq(2).all()
+
+
+def test_a_copy_trains_by_itself(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average="sum")
+        twin = copy.deepcopy(ddp)
+        assert twin.module is not ddp.module
+        twin(backend.rank + 1.0).sum().backward()
+        assert gradients_of(ddp) == (None, None)
+        ddp(10.0 * backend.rank).sum().backward()
+        return gradients_of(twin), gradients_of(ddp)
+
+    assert on_ranks(2, body) == [((3, 2), (10, 2))] * 2
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["module", "wrapper"])
+def test_compiled_modules_are_averaged(on_ranks: OnRanks, outside: bool) -> None:
+    def body(backend: Any) -> Any:
+        module = nn.Linear(1, 1)
+        compiled = torch.compile(module, backend="eager")
+        ddp = fd.DDP(module if outside else compiled, backend)
+        call = torch.compile(ddp, backend="eager") if outside else ddp
+        call(torch.full((1, 1), backend.rank + 1.0)).sum().backward()
+        return [p.grad.item() for p in module.parameters()]
+
+    # One at a time: the compiler is not made for threads.
+    assert on_ranks(1, body) == [[1, 1]]
+
+
+def test_gradients_lie_in_memory_that_all_ranks_reach(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        ddp(1.0).sum().backward()
+        buffers = [bucket.buffer for bucket in ddp._reducer.buckets]
+        for parameter in ddp.parameters():
+            gradient = parameter.grad.numpy()
+            assert any(np.shares_memory(gradient, buffer) for buffer in buffers)
+
+    on_ranks(2, body)
+
+
+def test_clipping_by_the_global_norm_is_the_same_on_all_ranks(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        ddp(3.0 * backend.rank).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+        return norm.item(), gradients_of(ddp)
+
+    outcomes = on_ranks(3, body)
+    assert outcomes == [outcomes[0]] * 3
+    assert outcomes[0][0] == pytest.approx(10**0.5)

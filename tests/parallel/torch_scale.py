@@ -1,0 +1,37 @@
+"""A torch module of which every gradient is known by heart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ferro_dist as fd
+
+OVERLAP = pytest.mark.parametrize("overlap", [False, "always"])
+
+torch.set_num_threads(1)
+
+
+class Scale(nn.Module):
+    """y = weight * x + bias, one element each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.learning_rate = 0.1
+
+    def forward(self, x: float) -> Any:
+        return self.weight * x + self.bias
+
+
+def scale(backend: Any, **options: Any) -> Any:
+    """Wrap one, with a bucket for each parameter."""
+    return fd.DDP(Scale(), backend, bucket_mb=1e-5, **options)
+
+
+def gradients_of(module: Any) -> tuple[float | None, ...]:
+    return tuple(None if p.grad is None else p.grad.item() for p in module.parameters())
