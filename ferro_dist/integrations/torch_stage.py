@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
+from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.receive_pool import SMALLEST_NBYTES
@@ -127,6 +128,10 @@ class TorchStage(Stage):
 
     def one_like(self, loss: Tensor) -> Tensor:
         return torch.ones_like(loss, requires_grad=False)
+
+    def interrupt(self, error: BaseException) -> None:
+        for group in groups_in_use(self.module):
+            group.interrupt(error)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:

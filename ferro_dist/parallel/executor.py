@@ -191,17 +191,20 @@ class StepRun:
         computed_s = sum(span.end_s - span.start_s for span in self.spans)
         self.overhead_s = ended_s - begun_s - self.waited_s - computed_s
 
-    def abandon(self) -> None:
+    def abandon(self, failure: BaseException) -> None:
         """Give up, and let no other rank wait for this one.
 
         Each peer that is still due something is told instead that nothing will come, and gives
         up in its turn. What peers have sent, or are still sending, is taken in. Exchanges and
         reductions are gone through, as replicas wait in them; what they add up to is of no use
-        to anybody.
+        to anybody. Of what a module itself exchanges with its replicas nobody knows how often it
+        was still to come, so that ends.
         """
         left = self._program.actions[self._position :]
         # The pipeline's group may have ended, and that of replicas not, or the other way round.
         # What is raised here is a consequence: why the step failed is known already.
+        for stage in self._wiring.stages.values():
+            stage.interrupt(failure)
         with contextlib.suppress(Exception):
             self._ends.abandon()
         with contextlib.suppress(Exception):

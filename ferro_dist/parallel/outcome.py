@@ -43,7 +43,7 @@ __all__ = [
 
 ResultT = TypeVar("ResultT")
 
-_ROW = struct.Struct("<dI")
+_ROW = struct.Struct("<dI?")
 _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -274,15 +274,19 @@ def _exchange(
     Returns
     -------
     report of the lowest rank that has one or None, losses by rank
+        One that a rank was lost counts only if there is no other.
     """
     told = b"" if report is None else json.dumps(dataclasses.asdict(report)).encode()
-    row = np.frombuffer(_ROW.pack(loss, len(told)), np.uint8)
+    is_lost = report is not None and report.kind == "lost"
+    row = np.frombuffer(_ROW.pack(loss, len(told), is_lost), np.uint8)
     rows = all_gather(row, backend).reshape(backend.world_size, _ROW.size)
     outcomes = [_ROW.unpack(other.tobytes()) for other in rows]
     losses = np.array([outcome[0] for outcome in outcomes])
-    root = next((rank for rank, outcome in enumerate(outcomes) if outcome[1]), None)
-    if root is None:
+    reporting = [rank for rank, outcome in enumerate(outcomes) if outcome[1]]
+    if not reporting:
         return None, losses
+    # That a peer is lost may be what another one's exception has led to.
+    root = min(reporting, key=lambda rank: (outcomes[rank][2], rank))
     text = np.empty(outcomes[root][1], np.uint8)
     if root == backend.rank:
         text = np.frombuffer(told, np.uint8)

@@ -94,7 +94,8 @@ class Pipeline(Generic[ModuleT]):
     seed : int or None, default 0
         Each forward draws random numbers by this, the step, the stage and the microbatch
         (`microbatch_seed`), counted through all replicas. torch has one generator for a process,
-        so ranks that are threads run their modules one at a time. With None torch modules draw
+        so ranks that are threads run their modules one at a time: modules that wait for those of
+        replicas, as `SyncBatchNorm` does, need None there. With None torch modules draw
         what they would without a pipeline, but for checkpointed ones, of which each forward
         draws a seed; a stage that is given an `rng` gets one that nobody can foretell.
     bucket_mb : float, default 25
@@ -131,6 +132,9 @@ class Pipeline(Generic[ModuleT]):
 
     An array that a stage returns is the pipeline's: the stage must not write to it later.
     A stage must not write into its input.
+
+    A step that fails ends the groups of the `SyncBatchNorm` layers in its stages, in which replicas
+    may wait: convert the modules again before the next one.
 
     In the first step the ranks compare schedules and numbers of microbatches; if they differ, it
     raises `CollectiveMismatch` on all of them.
@@ -462,7 +466,7 @@ class Pipeline(Generic[ModuleT]):
             loss = ends.loss if isinstance(ends, TrainingEnds) else 0.0
         except BaseException as error:
             failure = error
-            run.abandon()
+            run.abandon(error)
         try:
             loss = share_outcome(
                 self._backend, self._dp, failure, run.where, loss, self._op is ReduceOp.MEAN

@@ -142,6 +142,10 @@ class Stage(abc.ABC):
         """How many microbatches something is kept of."""
         return len(self._saved.keys() | self._deferred.keys())
 
+    def interrupt(self, error: BaseException) -> None:
+        """Tell replicas that wait in the module itself for what will not come."""
+        return
+
     def evaluation(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the module is in evaluation mode."""
         return contextlib.nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -329,6 +330,76 @@ def test_stages_may_be_ddp_themselves(on_ranks: OnRanks, schedule: str) -> None:
     for stage, number in on_ranks(4, on_rank):
         for name, parameter in stage.named_parameters():
             assert_equal_gradients(parameter.grad, expected.gradients[f"{number}.{name}"], name)
+
+
+def normalized(_: int) -> nn.Module:
+    return nn.Sequential(Block(), nn.BatchNorm1d(WIDTH))
+
+
+def on_normalized_grid(backend: Any, case: Case, whole: Any, body: Callable[..., Any]) -> Any:
+    """Run `body` in a pipeline whose stages normalize over all replicas."""
+    with fd.RankGrid(backend, pipeline=case.num_ranks) as grid:
+        model = copy.deepcopy(whole)
+        for stage in case.stages_of(grid.pipeline.rank):
+            fd.convert_sync_batchnorm(model[stage], grid.data)
+        # Without a seed: ranks that are threads would run their modules one at a time.
+        pipe = make_pipeline(model, case, grid.pipeline, 2, dp=grid.data, seed=None)
+        return body(pipe, model, grid)
+
+
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_replicas_may_normalize_together(on_ranks: OnRanks, case: tuple[str, int, int]) -> None:
+    size = Case(*case)
+    x, y = batch(12)
+
+    def body(pipe: Any, own: Any, grid: Any) -> Any:
+        share = slice(6 * grid.data.rank, 6 * grid.data.rank + 6)
+        pipe.step(x[share], y[share], mean_square)
+        return {s: own[s] for s in pipe.stage_numbers}
+
+    model = chain(size.num_stages, normalized)
+    expected = copy.deepcopy(model)
+    of_microbatches = [torch.tensor([0, 1, 2, 6, 7, 8]), torch.tensor([3, 4, 5, 9, 10, 11])]
+    for rows in of_microbatches:
+        (mean_square(expected(x[rows]), y[rows]) / 2).backward()
+    for stages in on_ranks(2 * size.num_ranks, on_normalized_grid, size, model, body):
+        for number, stage in stages.items():
+            for name, value in stage.named_buffers():
+                torch.testing.assert_close(value, expected[number].get_buffer(name))
+            for name, parameter in stage.named_parameters():
+                theirs = expected[number].get_parameter(name).grad
+                assert_equal_gradients(parameter.grad, theirs, f"{number}.{name}")
+
+
+@pytest.mark.parametrize("where", ["argument", "forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_exception_reaches_replicas_that_wait_to_normalize(
+    on_ranks: OnRanks, stage: int, where: str
+) -> None:
+    x, y = batch(6)
+    told = threading.Barrier(4)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("the stage's own words")
+
+    def body(pipe: Any, own: Any, grid: Any) -> str:
+        pipe.step(x, y, mean_square)
+        given = x
+        if grid.data.rank == 1 and where == "argument":
+            given = None
+        elif grid.data.rank == 1 and where == "forward":
+            own[stage][0].register_forward_pre_hook(fail)
+        elif grid.data.rank == 1:
+            own[stage].register_full_backward_pre_hook(fail)
+        with pytest.raises((ValueError, fd.DistributedError)) as caught:
+            pipe.step(given, y, mean_square)
+        told.wait(60)  # before any rank leaves the groups
+        return str(caught.value)
+
+    (message,) = set(
+        on_ranks(4, on_normalized_grid, Case("1f1b", 2, 1), chain(2, normalized), body)
+    )
+    assert ("provide input" if where == "argument" else "the stage's own words") in message
 
 
 def of_width(width: int) -> dict[str, Any]:
