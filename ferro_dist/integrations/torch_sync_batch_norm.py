@@ -76,7 +76,8 @@ def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
     training mode every rank must call the module and its backward as often as the others; a
     rank that has run out of data may give an empty batch. An exception on one rank, as in a layer
     before, ends the group of a module that is wrapped in `DDP` or a stage of a `Pipeline`; without
-    these the others find out when the call's time is up. Convert the module again for the group that `shrink` makes.
+    these the others find out when the call's time is up. Convert the module again for the group
+    that `shrink` makes.
 
     The gradients of weight and bias are those of this rank's loss, as with any other layer:
     `DDP` averages them.
