@@ -17,6 +17,7 @@ from ferro_dist._native.libferro cimport Collective, Engine, Heap, Op, PointToPo
 
 import copy
 import os
+import sys
 import weakref
 from time import monotonic
 
@@ -46,6 +47,7 @@ cdef double UNLIMITED = 1e9  # seconds
 cdef double SHORTEST_TIMEOUT = 1e-3  # of what is left for the rest of a call
 cdef enum:
     MAX_TAG = 0xFFFFFFFF
+cdef Py_ssize_t NEVER = sys.maxsize
 cdef object NO_TAG = 0  # the interpreter has but one
 
 # How often this process has been forked from another, which must not use its groups.
@@ -418,9 +420,7 @@ cdef class Communicator:
         cdef size_t expected = sum(counts.recv)
         cdef object written = self._arrays.allocate_rows(x, src.count, expected) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
-        self._check_match("all_to_all", src, dst, expected)
-        if overlap(src, dst):
-            arguments.raise_overlap("all_to_all", rank=self.rank)
+        self._check_outputs("all_to_all", src, dst, expected, NEVER)
         cdef Collective c = _collective(Op.all_to_all, src, dst, 0, tag)
         c.send_counts = send.data()
         c.recv_counts = recv.data()
@@ -481,17 +481,10 @@ cdef class Communicator:
                 "HybridBackend, or copy it to the host first.", op=op, rank=self.rank)
         return view
 
-    # `in_place` is how many bytes past the start of x an out that shares its memory begins.
+    # `in_place` is how many bytes past the start of x an out that shares its memory begins;
+    # NEVER if it must not.
     cdef inline int _check_outputs(
         self, str op, BufferView src, BufferView dst, size_t count, Py_ssize_t in_place
-    ) except -1:
-        self._check_match(op, src, dst, count)
-        if dst.data != <char*> src.data + in_place and overlap(src, dst):
-            arguments.raise_overlap(op, rank=self.rank)
-        return 0
-
-    cdef inline int _check_match(
-        self, str op, BufferView src, BufferView dst, size_t count
     ) except -1:
         if dst.device_type != src.device_type or (
             dst.device_id != src.device_id and dst.device_id >= 0 and src.device_id >= 0
@@ -502,6 +495,8 @@ cdef class Communicator:
                 op, DTYPE_NAMES[src.dtype], DTYPE_NAMES[dst.dtype], rank=self.rank)
         if dst.count != count:
             arguments.check_size(op, "out", dst.count, count, rank=self.rank)
+        if (in_place == NEVER or dst.data != <char*> src.data + in_place) and overlap(src, dst):
+            arguments.raise_overlap(op, rank=self.rank)
         return 0
 
     cdef inline int _set_reduction(self, Collective* c, str op, BufferView src, reduce_op) except -1:

@@ -65,7 +65,8 @@ def close_under(backend: fd.Backend, name: str) -> list[Told]:
     is_on_its_way.wait()
     # From here the call is anywhere between its first instruction and its sleep.
     threading.Event().wait(random.Random(name).uniform(0, 0.02))
-    fd.send(np.empty(0), backend, 1, async_op=True)  # there is work for the peers to miss
+    # The peers miss something even if the call has yet to begin.
+    fd.recv(np.empty(1), backend, 1, async_op=True)
     backend.close()
     outcome = thread.outcome()
     backend.close()
