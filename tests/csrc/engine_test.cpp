@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "ferro/communicator.hpp"
+#include "ferro/shm_channel.hpp"
+#include "ferro/shm_transport.hpp"
 #include "loopback.hpp"
 
 using namespace ferro;
@@ -752,6 +754,55 @@ void test_memory_runs_out_behind_the_caller(bool is_over_sockets) {
 
 // ---- Messages that keep moving ------------------------------------------------------
 
+// To a peer that always takes another byte, and never the last.
+class EndlessChannel final : public Channel {
+ public:
+  bool try_send(Message& message) override {
+    ++message.done;
+    return false;
+  }
+  bool try_recv(Message&) override { return false; }
+};
+
+void test_moving_data_keeps_nobody_waiting() {
+  const std::shared_ptr<Segment> segment = Segment::create(2);
+  const SpinPolicy spin = SpinPolicy::for_ranks(2, 2);
+  const ShmTransport transport(segment, 0, {0, 1}, spin, false);
+  std::vector<std::unique_ptr<Channel>> channels(2);
+  channels[1] = std::make_unique<EndlessChannel>();
+  Messenger messenger(transport, std::move(channels), segment, 0, spin);
+  Values x(1);
+  const auto end_of_send = [&](Call call) {
+    Batch batch({send_of(1, x)});
+    const Gate::Pass pass(messenger.gate(), call);
+    messenger.post(batch);
+    return code_of([&] { messenger.run(call, batch); });
+  };
+  CHECK(end_of_send(Call(0.05)) == ErrorCode::timeout);
+  Hooks hooks;
+  hooks.interrupted = [](void*) noexcept { return true; };
+  CHECK(end_of_send(Call(kTimeout, hooks)) == ErrorCode::interrupted);
+
+  Blocked blocked;
+  std::thread other([&] {
+    blocked.await();
+    Call call(kTimeout / 2);
+    const Gate::Pass pass(messenger.gate(), call);
+    messenger.end(Error(ErrorCode::closed));
+  });
+  CHECK(end_of_send(Call(kTimeout, blocked.hooks())) == ErrorCode::closed);
+  other.join();
+}
+
+void test_a_message_moves_in_turns() {
+  const std::shared_ptr<Segment> segment = Segment::create(2);
+  ShmChannel sender(segment, 0, 1, 1);
+  Values x(1000000);
+  Message sent(send_of(1, x));
+  CHECK(!sender.try_send(sent) && sent.done < 2 * kTurnNbytes);
+  CHECK(!sender.try_send(sent) && sent.done == segment->layout().channel_nbytes);
+}
+
 // More than can be moved while a test waits, however fast the peer is.
 std::vector<PointToPoint> endless(const PointToPoint& message) {
   return std::vector<PointToPoint>(20000, message);
@@ -890,11 +941,13 @@ int main() {
   for (const bool is_over_sockets : {false, true})
     for (const Op op : {Op::sendrecv, Op::allreduce}) test_memory_runs_out(is_over_sockets, op);
   test_a_large_message_tells_that_it_blocks();
+  test_moving_data_keeps_nobody_waiting();
+  test_a_message_moves_in_turns();
   for (const bool is_over_sockets : {false, true}) {
     test_a_stream_ends_at_its_deadline(is_over_sockets);
     test_signals_end_a_stream(is_over_sockets);
     test_other_threads_get_in_beside_a_stream(is_over_sockets);
     test_memory_runs_out_behind_the_caller(is_over_sockets);
   }
-  std::puts("engine_test: 28 tests passed");
+  std::puts("engine_test: 30 tests passed");
 }
