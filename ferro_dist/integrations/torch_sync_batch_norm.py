@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ferro_dist.collective import all_gather, allreduce
+from ferro_dist.parallel.interruption import KnownToAll
 from ferro_dist.parallel.manifest import agree_on_manifest
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class SyncBatchNorm(_BatchNorm):
         mean, var, count = _Statistics.apply(x, self._group.backend, self._tag)
         if count.device.type == "cpu" and count < 2:
             # Not asked of a GPU, whose stream every layer would wait for.
-            raise ValueError(
+            raise KnownToAll(
                 f"SyncBatchNorm: the batches of all ranks have {int(count)} values for each "
                 "channel; a variance needs two."
             )

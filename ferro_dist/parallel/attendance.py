@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ferro_dist.parallel.exchange import Rows
+from ferro_dist.parallel.interruption import KnownToAll
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Attendance", "RollCall", "WeightError", "check_weight"]
 
 
-class WeightError(ValueError):
-    """The weights of the ranks make no average. Raised on all of them."""
+class WeightError(KnownToAll):
+    """The weights of the ranks make no average."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ferro_dist.errors import DistributedError, InvalidArray
-from ferro_dist.parallel.attendance import WeightError
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["interrupt", "telling"]
+__all__ = ["KnownToAll", "interrupt", "telling"]
+
+
+class KnownToAll(ValueError):
+    """Raised on every rank alike, of what all have told each other; the group stays usable."""
 
 
 @contextlib.contextmanager
@@ -36,4 +39,4 @@ def _is_known_to_all(error: BaseException) -> bool:
     """Whether the other ranks get this error, or one of the same cause, by themselves."""
     if isinstance(error, InvalidArray):
         return False
-    return isinstance(error, (DistributedError, WeightError))
+    return isinstance(error, (DistributedError, KnownToAll))

@@ -142,6 +142,18 @@ def test_an_exception_without_gradients_reaches_those_who_wait_to_normalize(
     on_ranks(2, body)
 
 
+def test_too_few_values_to_normalize_end_no_group(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        net = fd.convert_sync_batchnorm(nn.BatchNorm1d(2), backend)
+        ddp = fd.DDP(net, backend)
+        with pytest.raises(ValueError, match="1 values for each channel"):
+            ddp(torch.ones(1 - backend.rank, 2))
+        ddp(torch.ones(2, 2)).sum().backward()
+        return net.bias.grad.tolist()
+
+    assert on_ranks(2, body) == [[2, 2]] * 2
+
+
 def test_a_normalized_module_goes_on_in_a_smaller_group(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         net = torch.nn.Sequential(Fails(), torch.nn.BatchNorm1d(2))
