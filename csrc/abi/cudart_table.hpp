@@ -22,6 +22,7 @@ struct Cudart {
   decltype(&::cudaGetDeviceCount) cudaGetDeviceCount = ::cudaGetDeviceCount;
   decltype(&::cudaGetDevice) cudaGetDevice = ::cudaGetDevice;
   decltype(&::cudaSetDevice) cudaSetDevice = ::cudaSetDevice;
+  decltype(&::cudaDeviceGetAttribute) cudaDeviceGetAttribute = ::cudaDeviceGetAttribute;
   decltype(&::cudaDeviceGetPCIBusId) cudaDeviceGetPCIBusId = ::cudaDeviceGetPCIBusId;
 
   decltype(&::cudaStreamCreateWithFlags) cudaStreamCreateWithFlags = ::cudaStreamCreateWithFlags;

@@ -14,7 +14,7 @@
 namespace ferro::nccl {
 namespace {
 
-// How long abort() lets a call return that is inside NCCL.
+// How long an abort lets a call return that is inside NCCL.
 constexpr std::chrono::seconds kCallGrace{1};
 // How long, in seconds, whoever gives something back waits for its turn before it lets others go.
 constexpr double kTurnGrace = 1;
@@ -31,10 +31,11 @@ void refuse_forked_copy() {
   if (first_use != num_forks()) throw ended(ErrorKind::forked);
 }
 
-// Gives something back; true once that is done. A communicator that has ended took it along,
-// and one that another call keeps busy is asked again.
+// Gives something back, on the reaper's thread; true once that is done. A communicator that has ended took it
+// along, and one that another call keeps busy is asked again.
 template <typename GiveBack>
 bool give_back_quietly(const Communicator& communicator, GiveBack give_back) noexcept {
+  stay_on_device(communicator.cuda(), communicator.device());
   Patience patience(kTurnGrace);
   try {
     give_back(patience);
@@ -60,6 +61,7 @@ std::shared_ptr<Communicator> Communicator::init(const Cudart& cuda, int device,
   const char* function = ids.size() == 1 ? "ncclCommInitRankConfig" : "ncclCommInitRankScalable";
   if (ids.size() > 1) require(ncclCommInitRankScalable, function, "2.23");
   auto self = std::make_shared<Communicator>(cuda, device);
+  self->keep_texts(config);
   const DeviceGuard guard(cuda, device);
   ncclResult_t result;
   {
@@ -79,6 +81,7 @@ std::shared_ptr<Communicator> Communicator::join(const Cudart& cuda, int device,
   refuse_forked_copy();
   require(ncclCommGrow, "ncclCommGrow", "2.29.2");
   auto self = std::make_shared<Communicator>(cuda, device);
+  self->keep_texts(config);
   const DeviceGuard guard(cuda, device);
   ncclResult_t result;
   {
@@ -89,9 +92,19 @@ std::shared_ptr<Communicator> Communicator::join(const Cudart& cuda, int device,
   return self;
 }
 
+void Communicator::keep_texts(ncclConfig_t& config) {
+  for (const char** text : {&config.netName, &config.commName}) {
+    if (*text == nullptr) continue;
+    texts_.push_back(std::make_unique<const std::string>(*text));
+    *text = texts_.back()->c_str();
+  }
+}
+
 template <typename Make>
-std::shared_ptr<Communicator> Communicator::make_child(const char* function, Patience& patience, Make make) {
+std::shared_ptr<Communicator> Communicator::make_child(const char* function, ncclConfig_t& config,
+                                                       Patience& patience, Make make) {
   auto child = std::make_shared<Communicator>(cuda_, device_);
+  child->keep_texts(config);
   const DeviceGuard guard(cuda_, device_);
   {
     Turn turn(*this, function, patience);
@@ -106,7 +119,7 @@ std::shared_ptr<Communicator> Communicator::make_child(const char* function, Pat
 
 std::shared_ptr<Communicator> Communicator::split(int color, int key, ncclConfig_t config,
                                                   Patience& patience) {
-  return make_child("ncclCommSplit", patience, [&](ncclComm_t parent, ncclComm_t* child) {
+  return make_child("ncclCommSplit", config, patience, [&](ncclComm_t parent, ncclComm_t* child) {
     return ncclCommSplit(parent, color, key, child, &config);
   });
 }
@@ -114,7 +127,7 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key, ncclConfig
 std::shared_ptr<Communicator> Communicator::shrink(std::vector<int> excluded, int flags, ncclConfig_t config,
                                                    Patience& patience) {
   require(ncclCommShrink, "ncclCommShrink", "2.27");
-  return make_child("ncclCommShrink", patience, [&](ncclComm_t parent, ncclComm_t* child) {
+  return make_child("ncclCommShrink", config, patience, [&](ncclComm_t parent, ncclComm_t* child) {
     return ncclCommShrink(parent, excluded.data(), static_cast<int>(excluded.size()), child, &config, flags);
   });
 }
@@ -122,7 +135,7 @@ std::shared_ptr<Communicator> Communicator::shrink(std::vector<int> excluded, in
 std::shared_ptr<Communicator> Communicator::grow(int world_size, const ncclUniqueId* id, ncclConfig_t config,
                                                  Patience& patience) {
   require(ncclCommGrow, "ncclCommGrow", "2.29.2");
-  return make_child("ncclCommGrow", patience, [&](ncclComm_t parent, ncclComm_t* child) {
+  return make_child("ncclCommGrow", config, patience, [&](ncclComm_t parent, ncclComm_t* child) {
     return ncclCommGrow(parent, world_size, id, -1, child, &config);
   });
 }
@@ -331,22 +344,25 @@ void Communicator::revoke(Patience& patience) {
 
 void Communicator::abort() noexcept {
   is_aborting_.store(true, std::memory_order_release);
+  Reaper::instance().end(shared_from_this());
+}
+
+void Communicator::abort_now() noexcept {
+  is_aborting_.store(true, std::memory_order_release);
   Lock lock(lock_, std::defer_lock);
   const auto deadline = Patience::Clock::now() + kCallGrace;
   while (!lock.try_lock() && Patience::Clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::microseconds(50));
-  if (ncclComm_t aborted = handle_.exchange(nullptr, std::memory_order_acq_rel)) {
-    const DeviceGuard guard(cuda_, device_);
-    ncclCommAbort(aborted);
-  }
+  const ncclComm_t aborted = handle_.exchange(nullptr, std::memory_order_acq_rel);
   std::vector<std::shared_ptr<Communicator>> children;
   if (lock.owns_lock()) {
     children.swap(unfinished_);
     lock.unlock();
   }
+  if (aborted != nullptr) ncclCommAbort(aborted);
   for (const auto& child : children) {
     child->adopt_newborn();
-    child->abort();
+    child->abort_now();
   }
   is_ended_.store(true, std::memory_order_release);
 }
@@ -354,26 +370,23 @@ void Communicator::abort() noexcept {
 bool Communicator::advance_end(Patience::Clock::time_point deadline) noexcept {
   if (is_ended()) return true;
   if (has_error_ || is_aborting_) {
-    abort();
+    abort_now();
     return true;
   }
   Lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock()) {
     // Some call of the device's is in NCCL. One that hangs there is not waited for.
     if (Patience::Clock::now() < deadline) return false;
-    abort();
+    abort_now();
     return true;
   }
   if (handle() == nullptr) return is_ended_ = true;
-  const DeviceGuard guard(cuda_, device_);
   if (!finalize_quietly(handle(), deadline)) return false;
   if (!is_finalized_) {
     lock.unlock();
-    abort();
+    abort_now();
     return true;
   }
-  // Taken out, it is nobody else's to call. Without the lock, as in abort: it waits for graphs
-  // that hold the communicator, perhaps for ever, and others of the device go on meanwhile.
   const ncclComm_t finalized = handle_.exchange(nullptr);
   lock.unlock();
   if (finalized != nullptr) ncclCommDestroy(finalized);

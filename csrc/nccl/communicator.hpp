@@ -7,11 +7,14 @@
 // - NCCL is called under the device's lock only, which is let go between two questions.
 //   A communicator that is in progress is `busy_`: its other callers wait.
 // - abort() waits for nobody: it sets is_aborting_, which callers see between two
-//   questions, and takes the lock. Only a call that hangs inside NCCL is not waited for
-//   longer than a second: abort is what makes it return.
+//   questions, and leaves the rest to the reaper, who takes the communicator out under the
+//   lock. Only a call that hangs inside NCCL is not waited for longer than a second: abort is
+//   what makes it return.
 // - The first error stays. A communicator that has one, or is in progress, is aborted,
 //   never destroyed: destroying it would leave the thread inside a group for good.
-// - Ending it is left to the reaper's threads, which are in no group of NCCL's.
+// - Ending it is left to the reaper's threads, which are in no group of NCCL's. What ends it
+//   is called without the lock: NCCL waits there for graphs that hold the communicator,
+//   perhaps for ever, and others of the device go on meanwhile.
 #ifndef FERRO_NCCL_COMMUNICATOR_HPP
 #define FERRO_NCCL_COMMUNICATOR_HPP
 
@@ -19,6 +22,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "abi/cudart_table.hpp"
@@ -89,7 +93,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Stops what is under way, here and on ranks that wait for it; only shrink, split and an
   // end can follow.
   void revoke(Patience& patience);
-  // At once and from any thread. Ranks that wait for this one are not told.
+  // At once and from any thread; wait_ended() tells when NCCL is done with it. Ranks that wait
+  // for this one are not told.
   void abort() noexcept;
   // Waits until the reaper has ended it.
   void wait_ended(Patience& patience) const {
@@ -120,11 +125,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   friend class Turn;
   using Lock = std::unique_lock<std::mutex>;
 
+  // For the reaper's thread: takes the communicator out, and lets NCCL abort it.
+  void abort_now() noexcept;
   // Waits for a communicator in the making and asks it who it is; aborts it if that fails.
   void complete(ncclResult_t result, const char* function, Patience& patience);
   void adopt_newborn() noexcept;
   template <typename Make>
-  std::shared_ptr<Communicator> make_child(const char* function, Patience& patience, Make make);
+  std::shared_ptr<Communicator> make_child(const char* function, ncclConfig_t& config, Patience& patience,
+                                           Make make);
+  // Copies the texts of a configuration and puts the copies in their place.
+  void keep_texts(ncclConfig_t& config);
   void check_healthy() const;
   ncclComm_t handle() const noexcept { return handle_.load(std::memory_order_acquire); }
   // True once nothing is left to wait for; is_finalized_ says how it went.
@@ -132,12 +142,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   const Cudart& cuda_;
   const int device_;
+  // NCCL keeps their addresses. Unchanged once it is made.
+  std::vector<std::unique_ptr<const std::string>> texts_;
   const int num_forks_;
   std::mutex& lock_;  // the device's
   int rank_ = -1;
   int world_size_ = 0;
 
-  // Written under lock_; abort() takes it out without if a call hangs.
+  // Written under lock_; abort_now() takes it out without if a call hangs.
   std::atomic<ncclComm_t> handle_{nullptr};
   // Where NCCL's own thread writes the handle of a communicator in the making.
   ncclComm_t newborn_ = nullptr;

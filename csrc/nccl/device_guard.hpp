@@ -27,6 +27,10 @@ class DeviceGuard {
   bool has_changed_ = false;
 };
 
+// For threads of our own, which keep the device. A guard would put them back on device 0: a
+// process that has nothing there gets a context on it then, of hundreds of megabytes.
+inline void stay_on_device(const Cudart& cuda, int device) noexcept { cuda.cudaSetDevice(device); }
+
 }  // namespace ferro::nccl
 
 #endif  // FERRO_NCCL_DEVICE_GUARD_HPP

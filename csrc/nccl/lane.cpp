@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "nccl/device_guard.hpp"
+#include "nccl/event.hpp"
 #include "nccl/fork.hpp"
 #include "nccl/library.hpp"
 #include "nccl/reaper.hpp"
@@ -18,6 +19,9 @@ namespace {
 // How long ranks that have made their last call may go on, when one has left that will not:
 // other ranks may still be fed by what theirs has not sent.
 constexpr double kDrainGrace = 0.5;  // seconds
+
+// How long CUDA may leave the question open whether a call is done that ought to be.
+constexpr double kAnswerGrace = 5;  // seconds
 
 // The default streams are those of the thread's current device, which need not be ours.
 class DefaultStreamGuard {
@@ -33,21 +37,6 @@ class DefaultStreamGuard {
   }
 
   std::optional<DeviceGuard> guard_;
-};
-
-// Asks about an event where that would be refused because some thread captures a graph.
-class RelaxedCapture {
- public:
-  explicit RelaxedCapture(const Cudart& cuda) noexcept : cuda_(cuda) {
-    cuda_.cudaThreadExchangeStreamCaptureMode(&mode_);
-  }
-  ~RelaxedCapture() { cuda_.cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  const Cudart& cuda_;
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 // A call that has been written down.
@@ -88,6 +77,7 @@ Lane::~Lane() {
   if (num_forks_ != num_forks()) return;  // the parent's
   for (const Flight& flight : flights_) cuda_.cudaEventDestroy(flight.done);
   for (cudaEvent_t event : spare_events_) cuda_.cudaEventDestroy(event);
+  if (next_event_ != nullptr) cuda_.cudaEventDestroy(next_event_);
   if (arrival_ != nullptr) cuda_.cudaEventDestroy(arrival_);
   if (owns_stream_ && stream_ != nullptr) cuda_.cudaStreamDestroy(stream_);
 }
@@ -107,6 +97,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   const bool is_captured = std::any_of(callers, callers + num_callers,
                                        [this](cudaStream_t stream) { return is_capturing(stream); });
   order_after(callers, num_callers);
+  communicator_->check_open();  // CUDA may have blocked there until the communicator was ended
   Attendance::Entry entry;
   const Entered entered{attendance_.get(), &entry};
   if (attendance_ != nullptr && !is_captured) {
@@ -120,17 +111,24 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
     if (attendance_ != nullptr && !communicator_->has_failed()) attendance_->retract(entry);
     throw;
   }
-  const std::lock_guard<std::mutex> lock(lock_);
   const cudaEvent_t done = take_event();
   check(cuda_.cudaEventRecord(done, stream_), "cudaEventRecord");
   if (!is_async || is_captured) order_behind(done, callers, num_callers);
-  if (is_captured) {
-    spare_events_.push_back(done);  // the graph keeps its place; the event may be recorded anew
-    return 0;
+  bool is_crowded = false;
+  std::uint64_t ticket = 0;
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    if (is_captured) {
+      spare_events_.push_back(done);  // the graph keeps its place; the event may be recorded anew
+    } else {
+      flights_.push_back({done, op, timeout_s, now_s(), std::move(entry)});
+      ticket = num_launched_.fetch_add(1, std::memory_order_acq_rel) + 1;
+    }
+    is_crowded = flights_.size() >= retire_at_;
+    prepare_event();
   }
-  if (flights_.size() >= retire_at_) retire();
-  flights_.push_back({done, op, timeout_s, now_s(), std::move(entry)});
-  return num_launched_.fetch_add(1, std::memory_order_acq_rel) + 1;
+  if (is_crowded) num_done();
+  return ticket;
 }
 
 void Lane::order_after(const cudaStream_t* callers, std::size_t num_callers) {
@@ -164,24 +162,40 @@ ncclResult_t Lane::issue_all(const Operation* operations, std::size_t count) {
 }
 
 cudaEvent_t Lane::take_event() {
-  if (!spare_events_.empty()) {
-    const cudaEvent_t event = spare_events_.back();
-    spare_events_.pop_back();
-    return event;
-  }
+  if (next_event_ != nullptr) return std::exchange(next_event_, nullptr);
   cudaEvent_t event = nullptr;
   const DeviceGuard guard(cuda_, communicator_->device());
   check(cuda_.cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
   return event;
 }
 
+void Lane::prepare_event() {
+  // One that was retired while hand_back() uses it must not be recorded anew.
+  if (spare_events_.empty() || num_borrowed_ != 0) return;
+  next_event_ = spare_events_.back();
+  spare_events_.pop_back();
+}
+
 void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::size_t num_callers) {
   communicator_->check_open();
-  const std::lock_guard<std::mutex> lock(lock_);
-  const std::uint64_t num_done = num_done_.load(std::memory_order_relaxed);
-  if (ticket <= num_done) return;
+  cudaEvent_t done = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    const std::uint64_t num_done = num_done_.load(std::memory_order_relaxed);
+    if (ticket <= num_done) return;
+    done = flights_[ticket - num_done - 1].done;
+    ++num_borrowed_;
+  }
+  struct Loan {
+    ~Loan() {
+      const std::lock_guard<std::mutex> lock(lane.lock_);
+      --lane.num_borrowed_;
+    }
+    Lane& lane;
+  };
+  const Loan loan{*this};
   const DefaultStreamGuard guard(*communicator_, callers, num_callers);
-  order_behind(flights_[ticket - num_done - 1].done, callers, num_callers);
+  order_behind(done, callers, num_callers);
 }
 
 void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
@@ -197,29 +211,42 @@ void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
 bool Lane::is_done(std::uint64_t ticket) { return ticket <= num_seen_done() || ticket <= num_done(); }
 
 std::uint64_t Lane::num_done() {
-  const std::lock_guard<std::mutex> lock(lock_);
+  const std::lock_guard<std::mutex> lock(retire_lock_);
   retire();
-  return num_done_.load(std::memory_order_relaxed);
+  return num_done_.load(std::memory_order_acquire);
 }
 
 // Calls end in order: the events are searched for the last one that has passed.
 void Lane::retire() {
+  const double begin_s = now_s();
   std::size_t done = 0;
-  std::size_t not_done = flights_.size();
-  if (not_done != 0 && has_passed(flights_.back().done)) done = not_done;
+  std::size_t not_done = num_flights();
+  if (not_done != 0 && has_passed(cuda_, event_of(not_done - 1))) done = not_done;
   while (done < not_done) {
     const std::size_t middle = done + (not_done - done) / 2;
-    if (has_passed(flights_[middle].done))
+    if (has_passed(cuda_, event_of(middle)))
       done = middle + 1;
     else
       not_done = middle;
   }
+  const std::lock_guard<std::mutex> lock(lock_);
   for (std::size_t i = 0; i < done; ++i) {
     spare_events_.push_back(flights_.front().done);
     flights_.pop_front();
   }
   num_done_.fetch_add(done, std::memory_order_release);
   retire_at_ = std::max(kMinFlights, 2 * flights_.size());
+  asked_s_ = begin_s;
+}
+
+std::size_t Lane::num_flights() {
+  const std::lock_guard<std::mutex> lock(lock_);
+  return flights_.size();
+}
+
+cudaEvent_t Lane::event_of(std::size_t flight) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  return flights_[flight].done;
 }
 
 void Lane::heed(Alarm alarm) {
@@ -237,6 +264,16 @@ void Lane::leave() noexcept {
   if (attendance_ == nullptr || num_forks_ != num_forks()) return;
   attendance_->leave(!communicator_->has_failed() && !communicator_->is_aborted());
   has_left_.store(true, std::memory_order_release);
+}
+
+void Lane::observe() noexcept {
+  stay_on_device(cuda_, communicator_->device());
+  try {
+    num_done();
+  } catch (const Error&) {
+    // Whoever calls next is told. Relaxed: nothing is published with it.
+    is_device_lost_.store(true, std::memory_order_relaxed);
+  }
 }
 
 void Lane::look_after() noexcept {
@@ -260,15 +297,13 @@ bool Lane::is_overdue() noexcept {
   Error error(ErrorKind::timeout);
   {
     const std::lock_guard<std::mutex> lock(lock_);
-    try {
-      retire();
-    } catch (const Error&) {
-      return false;  // the device has failed; whoever calls next is told
-    }
-    if (flights_.empty()) return false;
+    if (flights_.empty() || is_device_lost_.load(std::memory_order_relaxed)) return false;
     const Flight& oldest = flights_.front();
     error.elapsed_s = now_s() - oldest.begin_s;
     if (error.elapsed_s < oldest.timeout_s) return false;
+    // It may have been done in time, and nobody have asked since.
+    const bool has_asked = asked_s_ > oldest.begin_s + oldest.timeout_s;
+    if (!has_asked && error.elapsed_s < oldest.timeout_s + kAnswerGrace) return false;
     error.function = function_of(oldest.op);
     const Entered entered{attendance_.get(), &oldest.entry};
     if (attendance_ != nullptr) tell_missing(&entered, error);
@@ -302,18 +337,6 @@ bool Lane::is_forsaken() noexcept {
   if (quitter < 0) return false;
   communicator_->fail(Error(ErrorKind::deserted, "ncclCommFinalize", quitter));
   return true;
-}
-
-bool Lane::has_passed(cudaEvent_t event) const {
-  const RelaxedCapture relaxed(cuda_);
-  const cudaError_t status = cuda_.cudaEventQuery(event);
-  if (status == cudaErrorNotReady) return false;
-  check(status, "cudaEventQuery");
-  return true;
-}
-
-void Lane::check(cudaError_t status, const char* function) const {
-  if (status != cudaSuccess) throw Error(ErrorKind::cuda, function, status);
 }
 
 }  // namespace ferro::nccl

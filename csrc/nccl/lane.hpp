@@ -63,7 +63,10 @@ class Lane {
   void leave() noexcept;
 
   // For the watchdog: ends the communicator if a rank is gone or the oldest call is overdue.
+  // Asks CUDA nothing.
   void look_after() noexcept;
+  // For the watchdog's other thread: finds out which calls are done.
+  void observe() noexcept;
 
  private:
   struct Flight {
@@ -82,18 +85,23 @@ class Lane {
   void order_behind(cudaEvent_t done, const cudaStream_t* callers, std::size_t num_callers);
   bool is_capturing(cudaStream_t stream) const;
   ncclResult_t issue_all(const Operation* operations, std::size_t count);
-  cudaEvent_t take_event();  // under lock_, as the next
-  void retire();
-  bool has_passed(cudaEvent_t event) const;
-  void check(cudaError_t status, const char* function) const;
+  cudaEvent_t take_event();  // under the device's lock
+  void prepare_event();      // under lock_ and the device's
+  void retire();             // under retire_lock_
+  std::size_t num_flights();
+  cudaEvent_t event_of(std::size_t flight);
 
   const std::shared_ptr<Communicator> communicator_;
   const Cudart& cuda_;
   const bool owns_stream_;
   const int num_forks_;
   cudaStream_t stream_;
-  cudaEvent_t arrival_ = nullptr;  // used under the device's lock, as launch is
+  cudaEvent_t arrival_ = nullptr;     // used under the device's lock, as launch is
+  cudaEvent_t next_event_ = nullptr;  // the same: what the next call records, if it is there already
 
+  // Held by whoever asks CUDA which calls are done; taken before lock_. Flights go under both.
+  std::mutex retire_lock_;
+  // Never held during a call of CUDA's, which blocks the host while a stream is full.
   std::mutex lock_;
   Alarm alarm_;  // under lock_
   // Set before the first call, to stay; then used under the device's lock, and read under lock_.
@@ -105,6 +113,9 @@ class Lane {
   std::deque<Flight> flights_;                  // under lock_
   std::size_t retire_at_ = kMinFlights;         // under lock_: how many flights may gather
   std::vector<cudaEvent_t> spare_events_;       // under lock_
+  int num_borrowed_ = 0;                        // under lock_: events that hand_back() uses
+  double asked_s_ = 0;                          // under lock_: when CUDA was asked last that has answered
+  std::atomic<bool> is_device_lost_{false};     // CUDA has answered with an error
   std::atomic<std::uint64_t> num_done_{0};      // written under lock_
   std::atomic<std::uint64_t> num_launched_{0};  // written under lock_
 };

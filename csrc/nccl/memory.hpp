@@ -3,6 +3,7 @@
 #define FERRO_NCCL_MEMORY_HPP
 
 #include <cstddef>
+#include <vector>
 
 #include "abi/cudart_table.hpp"
 #include "nccl/patience.hpp"
@@ -10,9 +11,14 @@
 namespace ferro::nccl {
 
 void* allocate(const Cudart& cuda, int device, std::size_t nbytes, Patience& patience);
-void free(const Cudart& cuda, int device, void* data, Patience& patience);
+
+// NCCL takes memory away under kernels that use it, where cudaFree waits for the whole device.
+// Both wait for what `users`, streams of the device, were given before: that does not hang with
+// other streams, and breaks no capture of a graph, as waiting for the device does.
+void free(const Cudart& cuda, int device, void* data, const std::vector<cudaStream_t>& users,
+          Patience& patience);
 // By the reaper, for whoever may be inside a group.
-void free_later(const Cudart& cuda, int device, void* data) noexcept;
+void free_later(const Cudart& cuda, int device, void* data, const std::vector<cudaStream_t>& users) noexcept;
 
 }  // namespace ferro::nccl
 

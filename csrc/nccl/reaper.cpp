@@ -5,6 +5,8 @@
 #include <system_error>
 #include <thread>
 
+#include "nccl/device_guard.hpp"
+
 namespace ferro::nccl {
 namespace {
 
@@ -44,6 +46,7 @@ void Reaper::start_ending(const std::shared_ptr<Communicator>& communicator) {
 }
 
 bool Reaper::advance(const std::shared_ptr<Communicator>& communicator) noexcept {
+  stay_on_device(communicator->cuda(), communicator->device());
   Patience::Clock::time_point deadline;
   {
     const std::lock_guard<std::mutex> lock(lock_);

@@ -37,7 +37,8 @@ void Watchdog::on_done(void (*hook)()) {
 }
 
 void Watchdog::start() {
-  if (!thread_.joinable()) thread_ = std::thread(&Watchdog::work, this);
+  if (!guard_.joinable()) guard_ = std::thread(&Watchdog::work, this, &Watchdog::look_after_all);
+  if (!observer_.joinable()) observer_ = std::thread(&Watchdog::work, this, &Watchdog::observe_all);
   changed_.notify_all();
 }
 
@@ -68,13 +69,17 @@ std::vector<std::shared_ptr<Lane>> Watchdog::lanes() {
   return alive;
 }
 
-void Watchdog::look() {
+void Watchdog::look_after_all() {
   for (auto& communicator : watched())
     if (communicator->discover_error()) Reaper::instance().end(std::move(communicator));
+  for (const auto& lane : lanes()) lane->look_after();
+}
+
+void Watchdog::observe_all() {
   bool is_any_done = false;
   for (const auto& lane : lanes()) {
     const std::uint64_t before = lane->num_seen_done();
-    lane->look_after();
+    lane->observe();
     is_any_done |= lane->num_seen_done() != before;
   }
   void (*hook)() = nullptr;
@@ -85,7 +90,7 @@ void Watchdog::look() {
   if (hook != nullptr) hook();
 }
 
-void Watchdog::work() noexcept {
+void Watchdog::work(Look look) noexcept {
   std::unique_lock<std::mutex> lock(lock_);
   while (!is_stopping_) {
     if (communicators_.empty() && lanes_.empty())
@@ -93,7 +98,7 @@ void Watchdog::work() noexcept {
     else
       changed_.wait_for(lock, kBetweenLooks);
     lock.unlock();
-    look();
+    (this->*look)();
     lock.lock();
   }
 }
@@ -104,7 +109,8 @@ void Watchdog::stop() noexcept {
     is_stopping_ = true;
     changed_.notify_all();
   }
-  if (thread_.joinable()) thread_.join();
+  for (std::thread* each : {&guard_, &observer_})
+    if (each->joinable()) each->join();
 }
 
 void shut_down(double grace_s) noexcept {

@@ -188,6 +188,10 @@ class EmulatedGpu:
         self.check(self.cudart.cudaGetDevice(ctypes.byref(device)))
         return device.value
 
+    def has_context(self, number: int) -> bool:
+        """Tell whether this process has a context on a device, which takes memory of a GPU."""
+        return bool(self.cudart.ferroEmulationHasContext(number))
+
     @contextlib.contextmanager
     def device(self, number: int) -> Iterator[None]:
         """Make a device the current one of the calling thread."""
@@ -352,11 +356,12 @@ class EmulatedEvent:
 
 
 class EmulatedGraph:
-    """What `EmulatedGpu.capture` recorded; ``close()`` it before communicators that are in it."""
+    """What `EmulatedGpu.capture` recorded; it must go before communicators that are in it."""
 
     def __init__(self, gpu: EmulatedGpu) -> None:
         self._gpu = gpu
-        self._executable: int | None = None
+        self._executable = 0
+        self._finalizer: weakref.finalize[[EmulatedGpu, int], EmulatedGraph] | None = None
 
     def end_capture(self, stream: EmulatedStream) -> None:
         gpu = self._gpu
@@ -366,7 +371,9 @@ class EmulatedGraph:
             gpu.cudart.cudaGraphInstantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
         )
         gpu.check(gpu.cudart.cudaGraphDestroy(graph))
-        self._executable = executable.value
+        self._executable = executable.value or 0
+        self._finalizer = weakref.finalize(self, _destroy_graph, gpu, self._executable)
+        self._finalizer.atexit = False
 
     def launch(self, stream: Any = None) -> None:
         """Run it once in `stream`, or in the current one."""
@@ -375,9 +382,8 @@ class EmulatedGraph:
 
     def close(self) -> None:
         """Destroy it. Idempotent."""
-        executable, self._executable = self._executable, None
-        if executable is not None:
-            self._gpu.check(self._gpu.cudart.cudaGraphExecDestroy(ctypes.c_void_p(executable)))
+        if self._finalizer is not None:
+            self._finalizer()
 
 
 def _handle(stream: Any) -> ctypes.c_void_p:
@@ -422,3 +428,7 @@ def _destroy_stream(gpu: EmulatedGpu, handle: int) -> None:
 
 def _destroy_event(gpu: EmulatedGpu, handle: int) -> None:
     gpu.cudart.cudaEventDestroy(ctypes.c_void_p(handle))
+
+
+def _destroy_graph(gpu: EmulatedGpu, executable: int) -> None:
+    gpu.cudart.cudaGraphExecDestroy(ctypes.c_void_p(executable))

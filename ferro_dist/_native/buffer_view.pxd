@@ -33,6 +33,9 @@ cdef BufferView output_view_of(object array)
 # Whether output_view_of would return this very view.
 cdef bint is_output(BufferView view)
 
+# Whether it is an array of JAX, whose work a view waits for, since JAX has no stream of the caller's.
+cdef bint is_of_jax(object array)
+
 # Finds the stream on which the owner's library works now, for one that says so through
 # DLPack's exchange table (torch). False where it does not.
 cdef bint current_stream_of(BufferView view, void** stream) except -1

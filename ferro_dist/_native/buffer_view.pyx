@@ -175,6 +175,10 @@ cdef bint current_stream_of(BufferView view, void** stream) except -1:
     return True
 
 
+cdef bint is_of_jax(object array):
+    return hasattr(array, "block_until_ready")
+
+
 cdef inline bint _requires_grad(object array):
     if (<PyObject*> array).ob_type == ndarray_type:
         return False
@@ -406,17 +410,24 @@ cdef int _check_torch_bits(object array, BufferView view, const DLTensor* tensor
             f"cannot move this {_name(array)}: it has no memory of its own. Pass its .clone(), "
             "or the tensor that it wraps."
         )
-    if (view.dtype == COMPLEX64 or view.dtype == COMPLEX128) and array.is_conj():
+    cdef bint is_complex = view.dtype == COMPLEX64 or view.dtype == COMPLEX128
+    if is_complex and _is_of_torch(array) and array.is_conj():
         raise InvalidArray(
             f"cannot move this {_name(array)}: its conjugation is pending. Pass .resolve_conj()."
         )
     # A negation is pending in the imaginary part of a pending conjugate and its views: every
     # second number in memory. To ask costs as much as all the rest, so only such are asked.
-    if view.dtype >= FLOAT16 and not _has_dense_strides(tensor) and array.is_neg():
+    cdef bint may_be_part = view.dtype >= FLOAT16 and not _has_dense_strides(tensor)
+    if may_be_part and _is_of_torch(array) and array.is_neg():
         raise InvalidArray(
             f"cannot move this {_name(array)}: its negation is pending. Pass .resolve_neg()."
         )
     return 0
+
+
+cdef bint _is_of_torch(object array):
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
 
 
 cdef inline bint _has_dense_strides(const DLTensor* tensor) noexcept:
@@ -544,7 +555,8 @@ cdef BufferView _view_of_any(object array):
     cdef BufferView view = None
     if PyObject_CheckBuffer(array):
         view = _view_through_buffer(array)
-    if view is None:
+    # What JAX says there is neither awaited nor kept from being donated to a computation.
+    if view is None and not is_of_jax(array):
         view = _view_through_cuda_array_interface(array)
     if view is None:
         view = _view_through_capsule(array)
@@ -725,7 +737,7 @@ cdef int _cuda_device_of(object array) except? -1:
 # --- DLPack capsules --------------------------------------------------------------------
 
 cdef BufferView _view_through_capsule(object array):
-    """Describe through ``__dlpack__``; None where there is none. Never copies, never waits."""
+    """Describe through ``__dlpack__``; None where there is none. Never copies; waits for JAX alone."""
     if not hasattr(array, "__dlpack__"):
         return None
     try:
@@ -749,7 +761,8 @@ cdef str _why_no_capsule(object array, object cause):
 cdef object _export_capsule(object array):
     array = _readable(array)
     options = {}
-    if array.__dlpack_device__()[0] in (CUDA, CUDA_MANAGED):
+    # JAX takes no -1, and its arrays have been waited for.
+    if array.__dlpack_device__()[0] in (CUDA, CUDA_MANAGED) and not is_of_jax(array):
         options["stream"] = -1  # no waiting: whoever uses the view orders streams
     try:
         return array.__dlpack__(max_version=(DLPACK_MAJOR, 0), **options)
@@ -759,7 +772,7 @@ cdef object _export_capsule(object array):
 
 cdef object _readable(object array):
     """Let pending work of JAX finish, and autograd of an old torch permit the export."""
-    if hasattr(array, "block_until_ready"):
+    if is_of_jax(array):
         array.block_until_ready()
     return array.detach() if _requires_grad(array) else array
 
@@ -800,5 +813,5 @@ cdef BufferView _adopt_unversioned(object array, object capsule):
         raise
     view._capsule = managed
     # The old struct cannot say so, and JAX still hands it out for its immutable arrays.
-    view.is_readonly = hasattr(array, "block_until_ready")
+    view.is_readonly = is_of_jax(array)
     return view

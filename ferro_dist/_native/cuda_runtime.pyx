@@ -4,8 +4,8 @@ cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
 
 from ferro_dist._native.libcudart cimport (
-    Cudart, cudaError_t, cudaErrorInsufficientDriver, cudaErrorMemoryAllocation, cudaErrorNoDevice,
-    cudaSuccess,
+    Cudart, cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor, cudaError_t,
+    cudaErrorInsufficientDriver, cudaErrorMemoryAllocation, cudaErrorNoDevice, cudaSuccess,
 )
 
 from ferro_dist._native.cuda_libraries import load_cudart
@@ -13,6 +13,7 @@ from ferro_dist.errors import BackendUnavailable, Io
 
 __all__ = [
     "DeviceGuard",
+    "compute_capability",
     "current_device",
     "device_count",
     "driver_version",
@@ -42,7 +43,10 @@ cdef int CHECK_CUDA(cudaError_t status, str function) except -1:
 
 
 cdef int raise_cuda(int status, str function) except -1:
-    cdef const Cudart* cuda = cudart()
+    return _raise_of(cudart(), status, function)
+
+
+cdef int _raise_of(const Cudart* cuda, int status, str function) except -1:
     cdef cudaError_t error = <cudaError_t> status
     name = cuda.cudaGetErrorName(error).decode()
     text = cuda.cudaGetErrorString(error).decode()
@@ -62,8 +66,13 @@ def versions_of(functions):
     cdef const Cudart* cuda = _table(functions)
     cdef int runtime = 0
     cdef int driver = 0
-    CHECK_CUDA(cuda.cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion")
-    CHECK_CUDA(cuda.cudaDriverGetVersion(&driver), "cudaDriverGetVersion")
+    # Not CHECK_CUDA, which asks for the table that is being chosen.
+    cdef cudaError_t status = cuda.cudaRuntimeGetVersion(&runtime)
+    if status != cudaSuccess:
+        _raise_of(cuda, <int> status, "cudaRuntimeGetVersion")
+    status = cuda.cudaDriverGetVersion(&driver)
+    if status != cudaSuccess:
+        _raise_of(cuda, <int> status, "cudaDriverGetVersion")
     return runtime, driver
 
 
@@ -98,6 +107,20 @@ def current_device():
 def set_device(int device):
     """Make a device this thread's current one."""
     CHECK_CUDA(cudart().cudaSetDevice(device), "cudaSetDevice")
+
+
+def compute_capability(int device):
+    """Return what a device can do, as in the names of architectures: 90 for sm_90."""
+    cdef int major = 0
+    cdef int minor = 0
+    cdef const Cudart* cuda = cudart()
+    CHECK_CUDA(
+        cuda.cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+        "cudaDeviceGetAttribute")
+    CHECK_CUDA(
+        cuda.cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+        "cudaDeviceGetAttribute")
+    return 10 * major + minor
 
 
 def pci_bus_id(int device):

@@ -1,5 +1,7 @@
 # Streams and events, own or borrowed.
 
+from libcpp.vector cimport vector
+
 from ferro_dist._native.buffer_view cimport BufferView
 from ferro_dist._native.libcudart cimport cudaEvent_t, cudaStream_t
 
@@ -26,6 +28,9 @@ cdef cudaStream_t stream_handle(object stream) except? NULL
 
 # The stream on which the owner of `view` works now.
 cdef cudaStream_t current_stream(BufferView view) except? NULL
+
+# Those on which the libraries of arrays that are imported work now, in this thread.
+cdef vector[cudaStream_t] streams_of_thread(int device) except *
 
 # The answer of the library asked last, for many arrays in a row: those of one type that has
 # an exchange table, on one device, have one current stream. `array_type` is null to begin with.

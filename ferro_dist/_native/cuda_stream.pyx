@@ -4,8 +4,9 @@ import sys
 
 cimport cython
 from libc.stdint cimport uintptr_t
+from libcpp.vector cimport vector
 
-from ferro_dist._native.buffer_view cimport BufferView, current_stream_of
+from ferro_dist._native.buffer_view cimport BufferView, current_stream_of, is_of_jax
 from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart
 from ferro_dist._native.libcudart cimport (
     cudaErrorNotReady, cudaError_t, cudaEvent_t, cudaEventDisableTiming, cudaStream_t,
@@ -187,6 +188,7 @@ cdef class Event:
 
 cdef bint _is_ready(cudaError_t status, str function) except -1:
     if status == cudaErrorNotReady:
+        cudart().cudaGetLastError()  # else it would be the next one's who asks
         return False
     CHECK_CUDA(status, function)
     return True
@@ -203,12 +205,14 @@ cdef cudaStream_t stream_handle(object stream) except? NULL:
         # A method; in the first releases of cuda.core, a property.
         _version, handle = protocol() if callable(protocol) else protocol
         return <cudaStream_t> <uintptr_t> handle
-    for name in ("cuda_stream", "ptr"):  # torch, CuPy
+    for name in ("cuda_stream", "ptr", "handle"):  # torch, CuPy, Numba
         handle = getattr(stream, name, None)
+        if hasattr(handle, "value"):  # a number of ctypes, with None for null
+            handle = handle.value or 0
         if isinstance(handle, int):
             return <cudaStream_t> <uintptr_t> handle
     raise TypeError(
-        f"stream must be a stream of torch, CuPy or cuda.core, an object with __cuda_stream__, or "
+        f"stream must be a stream of torch, CuPy, Numba or cuda.core, an object with __cuda_stream__, or "
         f"the address of a CUDA stream, not {stream!r}.")
 
 
@@ -231,6 +235,22 @@ cdef cudaStream_t known_stream(BufferView view, KnownStream* known) except? NULL
     return known.stream
 
 
+cdef vector[cudaStream_t] streams_of_thread(int device) except *:
+    cdef vector[cudaStream_t] streams
+    torch = sys.modules.get("torch")
+    cupy = sys.modules.get("cupy")
+    emulated_array = sys.modules.get("ferro_dist._native.emulated_array")
+    if torch is not None and torch.cuda.is_initialized():
+        streams.push_back(<cudaStream_t> <uintptr_t> torch.cuda.current_stream(device).cuda_stream)
+    if cupy is not None:
+        streams.push_back(<cudaStream_t> <uintptr_t> cupy.cuda.get_current_stream(device).ptr)
+    if emulated_array is not None:
+        streams.push_back(<cudaStream_t> <uintptr_t> emulated_array.current_stream())
+    if streams.empty():
+        streams.push_back(cudaStreamLegacy)
+    return streams
+
+
 cdef cudaStream_t _stream_of_library(BufferView view) except? NULL:
     """Ask the library of an array that has no exchange table.
 
@@ -244,6 +264,8 @@ cdef cudaStream_t _stream_of_library(BufferView view) except? NULL:
     if package == "torch":  # of before the exchange table
         torch = sys.modules["torch"]
         return <cudaStream_t> <uintptr_t> torch.cuda.current_stream(view.device_id).cuda_stream
+    if is_of_jax(view.owner):
+        return cudaStreamLegacy
     interface = getattr(view.owner, "__cuda_array_interface__", None)
     named = None if interface is None else interface.get("stream")
     return cudaStreamLegacy if named is None else <cudaStream_t> <uintptr_t> named

@@ -179,14 +179,6 @@ cdef class EmulatedArray:
         with self.memory.gpu.device(self.device):
             return self.memory.gpu.empty(self.shape if shape is None else shape, self.dtype)
 
-    def is_conj(self):
-        """False: no operation is pending here, as it can be in torch's tensors."""
-        return False
-
-    def is_neg(self):
-        """False, as `is_conj`."""
-        return False
-
     def _shadow(self):
         itemsize = self.dtype.itemsize
         # NumPy does not look at memory that it only makes views of.

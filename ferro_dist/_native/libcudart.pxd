@@ -1,5 +1,5 @@
 # The CUDA runtime as a table of functions: csrc/abi/cudart.h and cudart_table.hpp,
-# which say why a table. `load_cudart` of cuda.pyx gives it.
+# which say why a table. `load_cudart` of cuda_libraries.py gives it.
 
 
 cdef extern from "abi/cudart.h" nogil:
@@ -35,6 +35,10 @@ cdef extern from "abi/cudart.h" nogil:
         cudaStreamCaptureStatusActive
         cudaStreamCaptureStatusInvalidated
 
+    enum cudaDeviceAttr:
+        cudaDevAttrComputeCapabilityMajor
+        cudaDevAttrComputeCapabilityMinor
+
     struct cudaPointerAttributes:
         cudaMemoryType type
         int device
@@ -53,6 +57,7 @@ cdef extern from "abi/cudart_table.hpp" namespace "ferro" nogil:
         cudaError_t cudaGetDeviceCount(int* count) noexcept
         cudaError_t cudaGetDevice(int* device) noexcept
         cudaError_t cudaSetDevice(int device) noexcept
+        cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attr, int device) noexcept
         cudaError_t cudaDeviceGetPCIBusId(char* bus_id, int size, int device) noexcept
 
         cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) noexcept

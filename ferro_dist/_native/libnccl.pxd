@@ -254,8 +254,10 @@ cdef extern from "nccl/memory.hpp" namespace "ferro::nccl" nogil:
     void* allocate(
         const Cudart& cuda, int device, size_t nbytes, Patience& patience) except +raise_nccl
     void free "ferro::nccl::free"(
-        const Cudart& cuda, int device, void* data, Patience& patience) except +raise_nccl
-    void free_later(const Cudart& cuda, int device, void* data) noexcept
+        const Cudart& cuda, int device, void* data, const vector[cudaStream_t]& users,
+        Patience& patience) except +raise_nccl
+    void free_later(
+        const Cudart& cuda, int device, void* data, const vector[cudaStream_t]& users) noexcept
 
 
 cdef extern from "nccl/reaper.hpp" namespace "ferro::nccl" nogil:

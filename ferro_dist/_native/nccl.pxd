@@ -24,6 +24,7 @@ cdef class Communicator:
     cdef public double timeout
     cdef object _first_error
     cdef int _num_forks
+    cdef int _compute_capability  # of the device, ten times; 0 until somebody asks
 
     # Launches on the operation's stream, or adds to the group that this thread collects
     # and that then keeps the views.
@@ -38,6 +39,7 @@ cdef class Communicator:
     cdef BufferView output(self, object array, str op)
     # Fills in the dtype and count of `view` as NCCL has them, for moving or for reducing.
     cdef int set_elements(self, Operation* o, str op, BufferView view, size_t count) except -1
+    cdef int check_float8(self, str op, int dtype) except -1
     cdef int set_reduction(self, Operation* o, str op, BufferView view, reduce_op) except -1
     cdef int check_output(
         self, str op, BufferView src, BufferView dst, size_t count, Py_ssize_t in_place) except -1

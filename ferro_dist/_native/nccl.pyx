@@ -7,6 +7,7 @@
 import atexit
 import copy
 import os
+import sys
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
@@ -21,7 +22,7 @@ from libcpp.vector cimport vector
 from ferro_dist._native cimport libnccl
 from ferro_dist._native.buffer_view cimport BufferView, is_output, output_view_of, overlap, view_of
 from ferro_dist._native.cuda_runtime cimport cudart
-from ferro_dist._native.cuda_stream cimport known_stream, KnownStream, stream_handle
+from ferro_dist._native.cuda_stream cimport known_stream, KnownStream, stream_handle, streams_of_thread
 from ferro_dist._native.libcudart cimport Cudart, cudaStream_t
 from ferro_dist._native.libnccl cimport (
     Alarm, current_group, GroupedOperation, launch_group, Native, NativeLane, NCCL_API_MAGIC, ncclBfloat16,
@@ -39,7 +40,7 @@ import numpy
 
 from ferro_dist import arguments
 from ferro_dist._native.cuda_libraries import OLDEST_NCCL
-from ferro_dist._native.cuda_runtime import current_device
+from ferro_dist._native.cuda_runtime import compute_capability, current_device
 from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import (
     BackendUnavailable,
@@ -47,6 +48,7 @@ from ferro_dist.errors import (
     InvalidArray,
     Io,
     LockPoisoned,
+    Timeout,
     UnsupportedOp,
 )
 from ferro_dist.reduce_op import ReduceOp
@@ -70,8 +72,9 @@ __all__ = [
 
 cdef Py_ssize_t NEVER_IN_PLACE = -0x7FFFFFFFFFFFFFFF
 cdef int CUDA = 2  # DLPack's number
+cdef int HOPPER = 90  # the compute capability, ten times
 cdef double DEFAULT_TIMEOUT = 300  # seconds
-cdef double ABORT_GRACE = 30  # seconds that NCCL may take to abort
+cdef double ABORT_GRACE = 5  # seconds that NCCL may take to abort
 cdef size_t TYPICAL_SIZE = 128  # operations of a group, which need no more memory up to there
 cdef double EXIT_GRACE = 5  # seconds, for all communicators together
 
@@ -276,7 +279,7 @@ cdef ncclConfig_t _default_config() noexcept:
 
 
 cdef ncclConfig_t _config(dict options) except *:
-    """Fill in what is given; texts must live in `options` until NCCL has copied them."""
+    """Fill in what is given; texts must live in `options` until the communicator has copied them."""
     cdef ncclConfig_t config = _default_config()
     cdef char* place
     for name, value in options.items():
@@ -583,19 +586,31 @@ cdef class Communicator:
     def abort(self):
         """End the communicator at once, whatever other threads and the GPU are doing with it.
 
-        Other ranks are not told. Idempotent.
+        Other ranks are not told. Idempotent. Returns when NCCL is done with it, after a few
+        seconds at most: CUDA graphs that captured its calls keep NCCL from freeing its memory
+        for as long as they live, which `is_closed` tells.
         """
         cdef shared_ptr[Native] native = self._native
         if self._num_forks != num_forks() or native.get() == NULL:
             return
-        with nogil:
-            native.get().abort()
+        cdef Patience patience = Patience(ABORT_GRACE, _is_interrupted, NULL)
+        try:
+            with nogil:
+                native.get().abort()
+                native.get().wait_ended(patience)
+        except Timeout:
+            pass  # it can be called no more, which is what was asked for
 
     def close(self, *, timeout=None):
         """End the communicator; what was launched is waited for. Idempotent.
 
         Healthy ones are finalized and destroyed, which takes until the other ranks do so, at
         most `timeout` seconds; after that, or after an error, it is aborted.
+
+        Raises
+        ------
+        Timeout
+            NCCL still keeps it: CUDA graphs that captured its calls live, and must go first.
         """
         cdef shared_ptr[Native] native = self._native
         if self._num_forks != num_forks() or native.get() == NULL:
@@ -1001,22 +1016,41 @@ cdef class Communicator:
         return 0
 
     cdef int set_elements(self, Operation* o, str op, BufferView view, size_t count) except -1:
-        o.dtype = ELEMENTS[view.dtype].dtype
+        # Not every NCCL and GPU knows floats of 8 bits, and all can move them as the bytes that
+        # they are.
+        o.dtype = ncclUint8 if view.dtype >= FLOAT8_E4M3 else ELEMENTS[view.dtype].dtype
         o.count = count * <size_t> ELEMENTS[view.dtype].count
-        if view.dtype >= FLOAT8_E4M3 and version_code < 22400:
-            # NCCL before 2.24 moves them too, as the bytes that they are.
-            o.dtype = ncclUint8
         return 0
 
     cdef int set_reduction(self, Operation* o, str op, BufferView view, reduce_op) except -1:
         cdef int reduction
+        if view.dtype >= FLOAT8_E4M3:
+            self.check_float8(op, view.dtype)
+            o.dtype = ELEMENTS[view.dtype].dtype
         if type(reduce_op) is PreMulSum:
             o.reduce_op = (<PreMulSum> reduce_op).open(self, op, view.dtype)
+            if current_group() != NULL:
+                # Launched when the block ends, by when nobody else may hold it.
+                (<Group> current_group())._kept.append(reduce_op)
             return 0
         reduction = reduce_op
         if not _is_reducible(view.dtype, reduction):
             self._refuse_reduction(op, view.dtype, reduce_op)
         o.reduce_op = REDUCE_OPS[reduction]
+        return 0
+
+    # NCCL refuses them when it launches, and a non-blocking communicator does not get over it.
+    cdef int check_float8(self, str op, int dtype) except -1:
+        if version_code < 22400:
+            raise UnsupportedOp(
+                f"{op}: NCCL reduces {DTYPE_NAMES[dtype]} since 2.24, and this one is older. Convert the "
+                "array.", op=op, rank=self.rank)
+        if self._compute_capability == 0:
+            self._compute_capability = compute_capability(self.device)
+        if self._compute_capability < HOPPER:
+            raise UnsupportedOp(
+                f"{op}: NCCL reduces {DTYPE_NAMES[dtype]} on GPUs of sm_90 and newer, and this one is "
+                f"sm_{self._compute_capability}. Convert the array.", op=op, rank=self.rank)
         return 0
 
     cdef int _refuse_reduction(self, str op, int dtype, reduce_op) except -1:
@@ -1255,15 +1289,21 @@ cdef class Lane:
         return 0
 
     cdef bint is_done(self, uint64_t ticket) except -1:
+        cdef bint done
         try:
-            return self._lane.get().is_done(ticket)
+            with nogil:
+                done = self._lane.get().is_done(ticket)
+            return done
         except BaseException as error:
             self._communicator.note(error)
             raise
 
     cdef uint64_t num_done(self) except? 0:
+        cdef uint64_t count
         try:
-            return self._lane.get().num_done()
+            with nogil:
+                count = self._lane.get().num_done()
+            return count
         except BaseException as error:
             self._communicator.note(error)
             raise
@@ -1309,6 +1349,7 @@ cdef void on_done(void (*hook)() noexcept nogil) noexcept:
 # ---- What NCCL keeps for a communicator ----------------------------------------------
 
 @cython.final
+@cython.no_gc_clear  # __dealloc__ needs the communicator
 cdef class PreMulSum:
     """A reduction that multiplies each rank's input by a number of its own, then sums.
 
@@ -1358,6 +1399,8 @@ cdef PreMulSum _make_premul_sum(Communicator communicator, scalar, str dtype, do
     cdef int code = CODES[dtype] if dtype in CODES else -1
     if code < 0 or ELEMENTS[code].count != 1 or ELEMENTS[code].dtype < ncclFloat16:
         raise UnsupportedOp(f"premul_sum: NCCL multiplies floats, and {dtype!r} is none.")
+    if code >= FLOAT8_E4M3:
+        communicator.check_float8("premul_sum", code)
     cdef bytes value = numpy.array(scalar, _numpy_dtype(dtype)).tobytes()
     cdef char* data = value
     cdef Patience patience = communicator._patience(seconds)
@@ -1383,6 +1426,7 @@ def _numpy_dtype(str dtype):
 
 
 @cython.final
+@cython.no_gc_clear  # __dealloc__ needs the communicator
 cdef class Registration:
     """Memory that a communicator knows of, kept alive; made by `Communicator.register`."""
 
@@ -1439,7 +1483,8 @@ cdef class Window:
 
     cdef Communicator _communicator
     cdef BufferView _view
-    cdef ncclWindow_t _window
+    cdef ncclWindow_t _window  # null also where NCCL makes none
+    cdef bint _is_closed
 
     def __init__(self):
         raise TypeError("A Window is made by Communicator.register_window")
@@ -1448,6 +1493,7 @@ cdef class Window:
         """Give the window back, on all ranks. Idempotent."""
         cdef ncclWindow_t window = self._window
         self._window = NULL
+        self._is_closed = True
         if window == NULL or self._communicator.is_closed:
             return
         cdef Patience patience = self._communicator._patience(self._communicator._seconds(timeout))
@@ -1460,8 +1506,12 @@ cdef class Window:
         self._view = None
 
     cdef ncclWindow_t open(self, Communicator communicator) except NULL:
-        if self._window == NULL:
+        if self._is_closed:
             raise ValueError("This Window is closed.")
+        if self._window == NULL:
+            raise UnsupportedOp(
+                "put: NCCL has made no window of this memory, as it does where the GPUs of the ranks do "
+                "not reach each other's.", op="put")
         if communicator is not self._communicator:
             raise UnsupportedOp("put: this Window is another communicator's.", op="put")
         return self._window
@@ -1523,19 +1573,26 @@ cdef class NcclMemory:
         return CUDA, self.device
 
     def close(self):
-        """Free the memory. Idempotent."""
+        """Free the memory, once the stream in which this thread works is done with it. Idempotent.
+
+        Other streams that use it must be done before.
+        """
         cdef void* data = self._data
         cdef const Cudart* cuda = cudart()
         self._data = NULL
         if data == NULL or self._num_forks != num_forks():
             return
+        cdef vector[cudaStream_t] users = streams_of_thread(self.device)
         cdef Patience patience = Patience(DEFAULT_TIMEOUT, _is_interrupted, NULL)
         with nogil:
-            libnccl.free(cuda[0], self.device, data, patience)
+            libnccl.free(cuda[0], self.device, data, users, patience)
 
-    def __dealloc__(self):
-        if self._data != NULL and self._num_forks == num_forks():
-            libnccl.free_later(cudart()[0], self.device, self._data)
+    def __del__(self):
+        # Not __dealloc__, which may call no Python: the libraries know their streams.
+        if self._data == NULL or self._num_forks != num_forks() or sys.is_finalizing():
+            return
+        libnccl.free_later(cudart()[0], self.device, self._data, streams_of_thread(self.device))
+        self._data = NULL
 
 
 # ---- Helpers -------------------------------------------------------------------------
@@ -1602,7 +1659,7 @@ cdef inline bint _is_reducible(int dtype, int reduction) noexcept:
         return False
     if dtype >= FLOAT8_E4M3:
         # ncclAvg multiplies by 1/n in the dtype itself, whose smallest step is larger.
-        return reduction != MEAN and version_code >= 22400
+        return reduction != MEAN
     if ELEMENTS[dtype].is_number:
         return reduction != MEAN or ELEMENTS[dtype].dtype >= ncclFloat16
     if dtype == BOOLEAN:

@@ -81,6 +81,11 @@ cdef object _exception_of(const Error& error, str function, op):
 
 
 cdef object _timeout(const Error& error, str function, op):
+    if function == "ncclCommDestroy":
+        return Timeout(
+            f"NCCL has not freed the communicator after {error.elapsed_s:.1f} s. It waits for CUDA graphs "
+            "that captured calls of it: delete them first. Calls are refused already.",
+            seconds=error.elapsed_s, op=op)
     return Timeout(
         f"{function} was not done after {error.elapsed_s:.1f} s: {_reason(error)}\nCheck that all ranks "
         "make the same call and that NCCL_SOCKET_IFNAME names a network that connects them; "

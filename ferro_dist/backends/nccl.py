@@ -105,7 +105,8 @@ class NcclBackend(BoundBackend):
 
     Calls do not block the host: they wait for the stream on which the caller's library
     works now, run on the group's own stream, and let the caller's stream wait for the
-    result. Arrays in flight stay referenced. Calls can be captured in a CUDA graph.
+    result. Arrays in flight stay referenced. Calls can be captured in a CUDA graph, which must
+    go before the group is closed: NCCL waits for it.
 
     Arrays in host memory are refused: `HybridBackend` takes both kinds.
 
@@ -342,8 +343,9 @@ class NcclBackend(BoundBackend):
 
     def shrink(self, timeout: float | None = None) -> NcclBackend:
         raise UnsupportedOp(
-            "shrink: NCCL cannot tell which ranks are left. HybridBackend can, or name them: "
-            "backend.comm.shrink(excluded, abort=True).",
+            "shrink: NCCL cannot tell which ranks are left. HybridBackend can. Before an error has "
+            "ended the group, name them: backend.comm.shrink(excluded, abort=True); afterwards let "
+            "those that are left make a new NcclBackend.",
             op="shrink",
             rank=self.rank,
         )

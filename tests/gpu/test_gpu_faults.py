@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -61,6 +62,28 @@ def test_a_call_that_hangs_is_a_timeout_that_names_it() -> None:
     for outcome, seconds in ranks(2, hang):
         assert outcome == ("Timeout", "LockPoisoned", "allreduce")
         assert seconds > 0.4
+
+
+def fill_the_stream(rank: int, world_size: int, addr: str, depth: int) -> tuple[str, str]:
+    """A stream that is full keeps whoever gives it more from returning, with all of CUDA."""
+    os.environ["FERRO_EMULATION_STREAM_DEPTH"] = str(depth)
+    gpu = emulated_gpu(faults="point=allreduce,act=hang")
+    group = connect_with_patience(rank, world_size, addr, 0.5)
+    x = gpu.array(np.ones(4))
+    with contextlib.suppress(DistributedError):
+        for _ in range(200):
+            fd.allreduce(x, group, out=x, async_op=True)
+    with pytest.raises(DistributedError) as told:
+        group.synchronize()
+    group.close()
+    return type(told.value).__name__, type(told.value.__cause__).__name__
+
+
+# A call is four operations of the group's stream: each of them meets the end once.
+@pytest.mark.parametrize("depth", range(61, 65))
+def test_a_full_stream_keeps_no_timeout_from_being_told(depth: int) -> None:
+    outcomes = run_ranks(1, fill_the_stream, depth, backend="none")
+    assert outcomes == [("LockPoisoned", "Timeout")]
 
 
 def miss_a_rank(rank: int, world_size: int, addr: str) -> str:

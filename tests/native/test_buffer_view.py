@@ -20,6 +20,7 @@ from ferro_dist._native.buffer_view import BufferView, as_output, as_view
 from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import InvalidArray
 from ferro_dist.interop import numpy_dtype
+from ferro_dist.testing import emulated_gpu, run_ranks
 
 DTYPES = [numpy_dtype(code) for code in range(len(DTYPE_NAMES))]
 
@@ -288,6 +289,18 @@ def test_a_refused_capsule_is_given_back_once(options: dict[str, Any], message: 
         as_view(x)
     gc.collect()
     assert x.deleted == 1
+
+
+def view_another_librarys_table(rank: int, world_size: int, addr: str) -> list[int]:
+    """Only torch's tensors have pending conjugations, and methods that tell of them."""
+    gpu = emulated_gpu()
+    x = gpu.array(np.arange(6).reshape(2, 3), dtype="complex64")
+    return [as_view(array).count for array in (x, x[0, 0], x[:, 1])]
+
+
+def test_arrays_with_an_exchange_table_need_not_be_torchs() -> None:
+    [counts] = run_ranks(1, view_another_librarys_table, backend="none", emulate_gpu=True)
+    assert counts == [6, 1, 2]
 
 
 # __cuda_array_interface__

@@ -107,6 +107,32 @@ def test_library_that_cannot_be_loaded_comes_with_the_remedy(tmp_path: Path) -> 
     assert 'pip install "ferro_dist[cu12]"' in run(program, tmp_path)
 
 
+def test_a_runtime_that_fails_is_told_with_its_own_words(tmp_path: Path) -> None:
+    header = (ROOT / "csrc" / "abi" / "cudart.h").read_text()
+    names = re.findall(r"^cudaError_t (\w+)\(", re.sub(r"//.*", "", header), re.MULTILINE)
+    words = "".join(
+        f'const char* cudaGetError{what}(int e) {{ return "{text}"; }}\n'
+        for what, text in (("Name", "cudaErrorUnknown"), ("String", "it is broken"))
+    )
+    (tmp_path / "cudart.c").write_text(
+        words + "".join(f"int {name}(void) {{ return 999; }}\n" for name in names)
+    )
+    for version in (12, 13):
+        soname = f"libcudart.so.{version}"
+        script = tmp_path / f"{version}.map"
+        script.write_text(f"{soname} {{ global: *; }};")
+        options = f"-Wl,-soname,{soname}", f"-Wl,--version-script,{script}"
+        command = ["cc", "-shared", "-fPIC", *options]
+        paths = ["-o", str(tmp_path / soname), str(tmp_path / "cudart.c")]
+        subprocess.run([*command, *paths], check=True, capture_output=True, timeout=60)
+    program = (
+        "from ferro_dist._native.cuda_libraries import load_cudart\n"
+        "try: load_cudart()\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    assert "it is broken (cudaErrorUnknown)" in run(program, tmp_path)
+
+
 def test_library_that_is_too_old_is_refused(tmp_path: Path) -> None:
     build_old_nccl(tmp_path, 22005)
     program = (

@@ -33,7 +33,14 @@ class GpuArrayOfJax:
         return device
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
+        if "stream" in options:
+            raise RuntimeError("cudaErrorInvalidResourceHandle")  # of -1, which it does not know
+        return self.array.__dlpack__(stream=-1, **options)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Says where the array is, computed or not; some dtypes have no name there."""
+        return {**self.array.__cuda_array_interface__, "version": 2, "stream": None}
 
 
 GpuArrayOfJax.__module__ = "jaxlib._jax"
@@ -69,8 +76,9 @@ def reduce_like_jax(rank: int, world_size: int, addr: str, dtype: str) -> None:
     sys.modules["jax"] = library_like_jax(gpu.stream())
     with connect("nccl", rank, world_size, addr) as group:
         values = np.arange(6).reshape(2, 3).astype(interop.numpy_dtype(interop.dtype_code(dtype)))
-        x: Any = GpuArrayOfJax(gpu.array(values))
         gpu.set_delay(DELAY_US)
+        with gpu.stream():  # computed in a stream that waits for no other
+            x: Any = GpuArrayOfJax(gpu.array(values))
         for result, wanted in (
             (fd.allreduce(x, group), 2 * values),
             (fd.allreduce(x, group, async_op=True).result(), 2 * values),

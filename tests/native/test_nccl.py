@@ -7,8 +7,10 @@ import gc
 import os
 import pickle
 import threading
+import time
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from nccl_ranks import TIMEOUT_S, connect, ranked, values
@@ -113,6 +115,73 @@ def multiply_and_sum(backend: Any) -> list[Any]:
 
 def test_premul_sum_weighs_each_rank() -> None:
     assert ranks(2, multiply_and_sum) == [[10, 21, 32, 43]] * 2
+
+
+def drop_premul_sum_in_a_group(backend: Any) -> list[Any]:
+    """The reduction is nobody's but the group's, which has still to be launched."""
+    communicator = connect(backend)
+    x, out = ranked(backend.rank, 4), emulated_gpu().empty(4)
+    with load_nccl().Group():
+        communicator.allreduce(x, out, communicator.premul_sum(10.0**backend.rank, "float32"))
+        gc.collect()
+        settle()
+    result = values(out)
+    communicator.close()
+    return result
+
+
+def settle() -> None:
+    """Let the reaper give back what it has been given."""
+    time.sleep(0.05)
+
+
+def test_a_group_keeps_the_reductions_of_its_operations() -> None:
+    assert ranks(2, drop_premul_sum_in_a_group) == [[10, 21, 32, 43]] * 2
+
+
+def collect_cycles(backend: Any) -> list[Any]:
+    """The collector clears what a cycle holds before it frees it."""
+    gpu = emulated_gpu()
+    communicator = connect(backend)
+    x = gpu.array(np.ones(4, np.float32))
+    for make in (
+        lambda: communicator.register(x),
+        lambda: communicator.premul_sum(2.0, "float32"),
+    ):
+        cycle: list[Any] = [make()]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+    x = ranked(backend.rank, 2)
+    communicator.allreduce(x, x)
+    result = values(x)
+    communicator.close()
+    return result
+
+
+def test_what_a_communicator_keeps_may_be_part_of_a_cycle() -> None:
+    assert ranks(2, collect_cycles) == [[1, 3]] * 2
+
+
+def move_float8(backend: Any) -> list[Any]:
+    os.environ["FERRO_EMULATION_COMPUTE_CAPABILITY"] = "89"
+    gpu = emulated_gpu()
+    communicator = connect(backend)
+    x = gpu.array((np.arange(4) + backend.rank).astype(ml_dtypes.float8_e4m3fn))
+    for reduction in ("allreduce", "reduce_scatter"):
+        out = x if reduction == "allreduce" else gpu.empty(2, x.dtype)
+        with pytest.raises(UnsupportedOp, match="sm_90"):
+            getattr(communicator, reduction)(x, out)
+    with pytest.raises(UnsupportedOp, match="sm_90"):
+        communicator.premul_sum(2.0, "float8_e4m3fn")
+    communicator.broadcast(x, x, 1)
+    result = values(x)
+    communicator.close()
+    return result
+
+
+def test_float8_is_moved_by_gpus_that_cannot_add_it() -> None:
+    assert ranks(2, move_float8) == [[1, 2, 3, 4]] * 2
 
 
 # Groups
@@ -250,6 +319,26 @@ def split_in_two(backend: Any) -> tuple[int, int] | None:
 
 def test_split_orders_ranks_by_key_and_leaves_out_those_without_color() -> None:
     assert ranks(3, split_in_two) == [(1, 2), (0, 2), None]
+
+
+def fail_under_a_name(backend: Any) -> str:
+    """NCCL keeps the address of a communicator's name."""
+    gpu = emulated_gpu()
+    communicator = connect(backend, comm_name="the" + " parent" * 4)
+    others = [bytes([65 + number % 26]) * 31 for number in range(1000)]
+    gpu.set_faults("point=allreduce,act=remote_error")
+    x = ranked(backend.rank, 2)
+    with contextlib.suppress(DistributedError):
+        communicator.allreduce(x, x)
+        gpu.synchronize()
+    communicator.close()
+    del others
+    return str(load_nccl().get_last_error())
+
+
+def test_the_name_of_a_communicator_lives_as_long_as_it_does() -> None:
+    for words in ranks(2, fail_under_a_name):
+        assert words.startswith("the" + " parent" * 4)
 
 
 def shrink_by_one(backend: Any) -> list[Any] | None:
@@ -606,6 +695,37 @@ def suspend_and_resume(backend: Any) -> float:
 
 def test_a_suspended_communicator_works_once_it_is_resumed() -> None:
     assert ranks(2, suspend_and_resume) == [2.0] * 2
+
+
+def drop_memory_in_use(backend: Any) -> list[float]:
+    """NCCL takes memory away while the GPU uses it: first the stream must be done with it."""
+    gpu = emulated_gpu()
+    nccl = load_nccl()
+    communicator = connect(backend)
+    stream = gpu.stream()
+    results = []
+    for is_closed in (False, True):
+        with stream:
+            memory = nccl.NcclMemory(4096)
+            x = array_over(memory, (1024,), np.dtype("float32"))
+            gpu.write(x, np.full(1024, 7.0))
+            out = gpu.empty(1024)
+            stream.synchronize()
+            gpu.set_delay(50_000)
+            communicator.broadcast(x, out, 0)
+            del x
+            if is_closed:
+                memory.close()
+            del memory
+            gc.collect()
+            results.append(values(out)[-1])
+            gpu.set_delay(0)
+    communicator.close()
+    return results
+
+
+def test_memory_is_freed_when_the_stream_has_passed_its_use() -> None:
+    assert ranks(2, drop_memory_in_use) == [[7.0, 7.0]] * 2
 
 
 def put_into_the_next_rank(backend: Any) -> list[list[float]]:

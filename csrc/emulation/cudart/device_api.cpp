@@ -5,6 +5,7 @@
 #include <string>
 
 #include "emulation/cudart/runtime.hpp"
+#include "emulation/environment.hpp"
 
 using namespace emulation;
 
@@ -83,6 +84,8 @@ void synchronize_device(int device) {
   }
 }
 
+int compute_capability() { return static_cast<int>(setting("COMPUTE_CAPABILITY", 90, 50, 999)); }
+
 // What a program may ask a device: numbers as in cudaDeviceAttr. An H100's where one
 // is needed; 0 for whatever the emulation has not got.
 int attribute_of(int attribute) {
@@ -100,7 +103,9 @@ int attribute_of(int attribute) {
     case 115:
       return 1;  // MemoryPoolsSupported
     case 75:
-      return 9;  // ComputeCapabilityMajor
+      return compute_capability() / 10;  // ComputeCapabilityMajor
+    case 76:
+      return compute_capability() % 10;  // ComputeCapabilityMinor
     default:
       return 0;
   }
@@ -138,6 +143,7 @@ EMULATION_API cudaError_t cudaSetDevice(int device) {
   return guarded([&] {
     require_device(device);
     current_device() = device;
+    make_context();  // since CUDA 12
   });
 }
 
@@ -168,7 +174,7 @@ EMULATION_API cudaError_t cudaGetDeviceFlags(unsigned* flags) {
   });
 }
 
-EMULATION_API cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int device) {
+EMULATION_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   return guarded([&] {
     require(value != nullptr);
     require_device(device);
@@ -237,6 +243,11 @@ EMULATION_API void ferroEmulationSetActivity(const char* operation) { set_activi
 // Faults at point=malloc, as FERRO_EMULATION_FAULT gives them. 0 if understood.
 EMULATION_API int ferroEmulationSetMemoryFaults(const char* plan) {
   return runtime().faults.set(plan == nullptr ? "" : plan) ? 0 : -1;
+}
+
+// Whether some call has made a context on the device.
+EMULATION_API int ferroEmulationHasContext(int device) {
+  return runtime().contexts.at(static_cast<std::size_t>(device)) ? 1 : 0;
 }
 
 // Streams that exist, or still have work: for tests that look for leaks.

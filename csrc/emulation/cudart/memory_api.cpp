@@ -128,6 +128,7 @@ void fill(void* dst, int value, std::size_t nbytes, cudaStream_t handle, bool is
 EMULATION_API cudaError_t cudaMalloc(void** data, std::size_t nbytes) {
   return guarded([&] {
     refuse_locked();
+    make_context();
     allocate(data, MemoryKind::device, nbytes);
   });
 }

@@ -77,6 +77,7 @@ Runtime::Runtime()
     : num_devices(static_cast<int>(setting("DEVICES", 1, 0, 64))),
       memory(num_devices, static_cast<std::size_t>(setting("MEMORY_MB", 8192, 1, 1 << 20)) * kMiB),
       pid(getpid()),
+      contexts(static_cast<std::size_t>(num_devices)),
       legacy(static_cast<std::size_t>(num_devices)) {
   install_fault_report();
 }
@@ -89,6 +90,12 @@ Runtime& runtime() {
 int& current_device() {
   thread_local int device = 0;
   return device;
+}
+
+// Relaxed: a fact on its own, for tests that have joined whoever made it.
+void make_context() {
+  const auto device = static_cast<std::size_t>(current_device());
+  if (device < runtime().contexts.size()) runtime().contexts[device].store(true, std::memory_order_relaxed);
 }
 
 cudaStreamCaptureMode& capture_mode_of_thread() {

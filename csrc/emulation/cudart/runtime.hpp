@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -66,6 +67,8 @@ struct Runtime {
   Memory memory;
   FaultPlan faults;
   const pid_t pid;
+  // By device: whether some call has made a context on it.
+  std::vector<std::atomic<bool>> contexts;
 
   // Over all below, over every Event, Graph and Capture, and over the order in which
   // operations are submitted: never held during a wait.
@@ -86,6 +89,8 @@ Runtime& runtime();
 
 // The device of the calling thread.
 int& current_device();
+// What most calls do first: on a GPU it takes hundreds of megabytes.
+void make_context();
 cudaStreamCaptureMode& capture_mode_of_thread();
 
 // Under the runtime's lock.

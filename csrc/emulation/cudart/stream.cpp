@@ -47,6 +47,13 @@ void be_late(const Asker& asker, int late_us) {
   }
 }
 
+// How many operations a stream takes before it blocks whoever gives it more, and with him all
+// of CUDA. A GPU's takes about a thousand.
+std::size_t max_items() {
+  static const auto most = static_cast<std::size_t>(setting("STREAM_DEPTH", 1 << 30, 1, 1 << 30));
+  return most;
+}
+
 std::atomic<int>& delay() {
   static std::atomic<int> microseconds{static_cast<int>(setting("DELAY_US", 0, 0, 10'000'000))};
   return microseconds;
@@ -116,10 +123,11 @@ StreamPtr Stream::start(cudaStream_t handle, int device, unsigned flags, int pri
 
 MilestonePtr Stream::submit(Operation operation) {
   auto done = std::make_shared<Milestone>();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return items_.size() < max_items(); });
   items_.push_back({std::move(operation), delay_us() > 0 ? Asker::here() : Asker{}, done});
   latest_ = done;
-  changed_.notify_one();
+  changed_.notify_all();
   return done;
 }
 
@@ -141,6 +149,7 @@ void Stream::work() {
     if (items_.empty()) return;
     const Item item = std::move(items_.front());
     items_.pop_front();
+    changed_.notify_all();
     lock.unlock();
     carry_out(item);
     item.done->reach();

@@ -10,6 +10,7 @@ namespace {
 void create_stream(cudaStream_t* out, unsigned flags, int priority) {
   require(out != nullptr && (flags & ~cudaStreamNonBlocking) == 0);
   require(runtime().num_devices > 0, cudaErrorNoDevice);
+  make_context();
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const cudaStream_t handle = runtime().streams.next_handle();
   const StreamPtr stream = Stream::start(handle, current_device(), flags, std::clamp(priority, -5, 0));
@@ -244,6 +245,7 @@ EMULATION_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned 
   return guarded([&] {
     require(event != nullptr);
     require(runtime().num_devices > 0, cudaErrorNoDevice);
+    make_context();
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     auto made = std::make_shared<Event>();
     made->flags = flags;
@@ -273,6 +275,7 @@ EMULATION_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream
 
 EMULATION_API cudaError_t cudaEventQuery(cudaEvent_t event) {
   return guarded([&] {
+    make_context();
     const MilestonePtr milestone = milestone_of(event);
     require(!milestone || milestone->is_reached(), cudaErrorNotReady);
   });
@@ -333,6 +336,7 @@ EMULATION_API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamC
 EMULATION_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return guarded([&] {
     require(mode != nullptr);
+    make_context();
     std::swap(*mode, capture_mode_of_thread());
   });
 }

@@ -86,6 +86,7 @@ ncclResult_t Communicator::run(std::function<void()> job) {
   pthread_sigmask(SIG_SETMASK, &all, &before);
   std::thread([self = shared_from_this(), job = std::move(job), asker] {
     cudart().ask_for(asker.data());
+    cudart().set_device(self->device);
     self->run_in_thread(job);
   }).detach();
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -133,7 +134,8 @@ ncclResult_t Communicator::state() {
 }
 
 void Communicator::fail_later(ncclResult_t code, const std::string& text) {
-  set_last_error(text);
+  // As the real one, it has the caller's text and no copy of it.
+  set_last_error(config.commName == nullptr ? text : std::string(config.commName) + ": " + text);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (error_ == ncclSuccess) error_ = code;
 }
@@ -171,6 +173,7 @@ void Communicator::connect() {
 
 void Communicator::finalize() {
   await_no_pending();
+  await_graphs("ncclCommFinalize");
   segment_->barrier(Lane::control, stop_);
   is_finalized = true;
 }

@@ -1,0 +1,42 @@
+// Whether streams have come to a point that was marked in them.
+#ifndef FERRO_NCCL_EVENT_HPP
+#define FERRO_NCCL_EVENT_HPP
+
+#include "abi/cudart_table.hpp"
+#include "nccl/error.hpp"
+
+namespace ferro::nccl {
+
+inline void check(cudaError_t status, const char* function) {
+  if (status != cudaSuccess) throw Error(ErrorKind::cuda, function, status);
+}
+
+// Asks about an event where that would be refused because some thread captures a graph.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Cudart& cuda) noexcept : cuda_(cuda) {
+    cuda_.cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~RelaxedCapture() { cuda_.cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  const Cudart& cuda_;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+inline bool has_passed(const Cudart& cuda, cudaEvent_t event) {
+  const RelaxedCapture relaxed(cuda);
+  const cudaError_t status = cuda.cudaEventQuery(event);
+  if (status == cudaErrorNotReady) {
+    cuda.cudaGetLastError();  // else it would be the next one's who asks
+    return false;
+  }
+  check(status, "cudaEventQuery");
+  return true;
+}
+
+}  // namespace ferro::nccl
+
+#endif  // FERRO_NCCL_EVENT_HPP
