@@ -35,12 +35,8 @@ Messenger::Messenger(const Transport& transport, std::vector<std::unique_ptr<Cha
     has_sockets_ |= lanes_[i].channel != nullptr && lanes_[i].channel->poll_fd() >= 0;
   }
   if (!has_sockets_) return;
-  event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (event_fd_ < 0) throw Error(ErrorCode::io, -1, "eventfd failed");
-}
-
-Messenger::~Messenger() {
-  if (event_fd_ >= 0) ::close(event_fd_);
+  event_fd_ = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (event_fd_.get() < 0) throw Error(ErrorCode::io, -1, "eventfd failed");
 }
 
 void Messenger::post(Batch& batch) {
@@ -257,7 +253,7 @@ bool Messenger::begin_watch() {
     word.store(kAwake, std::memory_order_relaxed);
     return false;
   }
-  poll_entries_.assign(1, {event_fd_, POLLIN, 0});
+  poll_entries_.assign(1, {event_fd_.get(), POLLIN, 0});
   poll_ms_ = static_cast<int>(kWaitSlice.count());
   for (const Lane* lane : lanes_in_use_) {
     const int fd = lane->channel->poll_fd();
@@ -277,7 +273,7 @@ void Messenger::watch() {
   poll(poll_entries_.data(), poll_entries_.size(), poll_ms_);
   if (poll_entries_.front().revents != 0) {
     std::uint64_t count;
-    [[maybe_unused]] const ssize_t drained = read(event_fd_, &count, sizeof count);
+    [[maybe_unused]] const ssize_t drained = read(event_fd_.get(), &count, sizeof count);
   }
 }
 
@@ -287,9 +283,9 @@ void Messenger::follow(std::uint32_t heard) {
 
 void Messenger::notify() {
   call_followers();
-  if (event_fd_ >= 0) {
+  if (event_fd_.get() >= 0) {
     const std::uint64_t one = 1;
-    [[maybe_unused]] const ssize_t written = write(event_fd_, &one, sizeof one);
+    [[maybe_unused]] const ssize_t written = write(event_fd_.get(), &one, sizeof one);
   } else {
     is_notified_.store(true, std::memory_order_seq_cst);
     unpark(segment_->message_sleeper(index_));

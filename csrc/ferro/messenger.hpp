@@ -23,6 +23,7 @@
 #include "ferro/gate.hpp"
 #include "ferro/parking.hpp"
 #include "ferro/transport.hpp"
+#include "ferro/unique_fd.hpp"
 
 namespace ferro {
 
@@ -53,7 +54,6 @@ class Messenger {
   // one of this host, null where no peer shares it.
   Messenger(const Transport& transport, std::vector<std::unique_ptr<Channel>> channels,
             std::shared_ptr<Segment> segment, int index, SpinPolicy spin);
-  ~Messenger();
 
   // Held by whoever calls what follows, but for news() and notify().
   Gate& gate() { return gate_; }
@@ -117,7 +117,7 @@ class Messenger {
   std::vector<Lane> lanes_;  // 2 * peer + is_outgoing
   std::vector<Lane*> lanes_in_use_;
   bool has_sockets_ = false;
-  int event_fd_ = -1;
+  UniqueFd event_fd_;
 
   Gate gate_;
   // Guarded by the gate; while there is a watch, what it polls is its own.

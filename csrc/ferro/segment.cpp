@@ -13,6 +13,7 @@
 
 #include "ferro/pages.hpp"
 #include "ferro/parking.hpp"
+#include "ferro/unique_fd.hpp"
 
 namespace ferro {
 namespace {
@@ -70,14 +71,6 @@ void check_that_ranks_fit(int size) {
               std::to_string(size) + " ranks on one host need more shared memory than half of its memory");
 }
 
-struct FileDescriptor {
-  int fd;
-  ~FileDescriptor() {
-    if (fd >= 0) close(fd);
-  }
-  int release() { return std::exchange(fd, -1); }
-};
-
 }  // namespace
 
 SegmentLayout::SegmentLayout(int num_ranks) : size(num_ranks) {
@@ -114,13 +107,13 @@ std::size_t SegmentLayout::channel_stride() const {
 
 int Segment::create_file(int size) {
   check_that_ranks_fit(size);
-  FileDescriptor file{memfd_create("ferro_dist", MFD_CLOEXEC | MFD_ALLOW_SEALING)};
-  if (file.fd < 0) throw_errno("memfd_create");
+  UniqueFd file(memfd_create("ferro_dist", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (file.get() < 0) throw_errno("memfd_create");
   const SegmentLayout layout(size);
-  if (ftruncate(file.fd, static_cast<off_t>(layout.total_nbytes())) != 0)
+  if (ftruncate(file.get(), static_cast<off_t>(layout.total_nbytes())) != 0)
     throw_errno("ftruncate of shared memory");
-  back_with_memory(file.fd, layout.fixed_nbytes);
-  if (fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) throw_errno("fcntl(F_ADD_SEALS)");
+  back_with_memory(file.get(), layout.fixed_nbytes);
+  if (fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) throw_errno("fcntl(F_ADD_SEALS)");
   return file.release();
 }
 
@@ -139,8 +132,8 @@ std::shared_ptr<Segment> Segment::map_file(int fd, int size) {
 }
 
 std::shared_ptr<Segment> Segment::create(int size) {
-  const FileDescriptor file{create_file(size)};
-  return map_file(file.fd, size);
+  const UniqueFd file(create_file(size));
+  return map_file(file.get(), size);
 }
 
 void Segment::abort(AbortReason reason) noexcept {
