@@ -71,14 +71,18 @@ def reduce_like_jax(rank: int, world_size: int, addr: str, dtype: str) -> None:
     from gpu.gpu_ranks import connect
 
     import ferro_dist as fd
+    from ferro_dist._native.cuda_memory import copy_async
 
     gpu = emulated_gpu()
     sys.modules["jax"] = library_like_jax(gpu.stream())
     with connect("nccl", rank, world_size, addr) as group:
         values = np.arange(6).reshape(2, 3).astype(interop.numpy_dtype(interop.dtype_code(dtype)))
-        gpu.set_delay(DELAY_US)
-        with gpu.stream():  # computed in a stream that waits for no other
-            x: Any = GpuArrayOfJax(gpu.array(values))
+        with gpu.stream():  # one that no other waits for
+            source, computed = gpu.array(values), gpu.array(np.zeros_like(values))
+            gpu.set_delay(DELAY_US)
+            for part in (0, 0, 0, 0, values.nbytes):  # the last comes long after a call's own delay
+                copy_async(computed.address, source.address, part, gpu.current_stream)
+        x: Any = GpuArrayOfJax(computed)
         for result, wanted in (
             (fd.allreduce(x, group), 2 * values),
             (fd.allreduce(x, group, async_op=True).result(), 2 * values),
