@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -13,11 +15,27 @@ import ferro_dist as fd
 OnRanks = Callable[..., list[Any]]
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage while ranks are threads.
+
+    torch's checkpoint reads the state of the process's generator, under a lock of the generator's
+    and with an allocation. A collection there frees tensors, which lets go of the interpreter's
+    lock; another thread that comes to read the state has that one, and waits for the other.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @pytest.fixture
 def on_ranks() -> OnRanks:
     """Run ``body(backend, *arguments)`` on each rank of a simulated group.
 
-    Returns what the bodies return, by rank, or raises the first error of any.
+    Returns what the bodies return, by rank, or raises the first error of any. Only what reference
+    counts free is freed meanwhile.
     """
 
     def run(world_size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -27,7 +45,7 @@ def on_ranks() -> OnRanks:
                 return body(backend, *arguments)
 
         group = fd.SimulatedBackend.create_group(world_size)
-        with ThreadPoolExecutor(world_size) as threads:
+        with _no_collection(), ThreadPoolExecutor(world_size) as threads:
             ranks = [threads.submit(rank, backend) for backend in group]
             done, _ = wait(ranks, return_when=FIRST_EXCEPTION)
             failed = [future for future in ranks if future in done and future.exception()]
