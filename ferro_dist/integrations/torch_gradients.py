@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,17 @@ from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.bucket import Bucket, ParameterSpec
 from ferro_dist.parallel.reducer import Gradients
 
-__all__ = ["GivenGradients", "TorchGradients", "as_tensor", "gpu_view", "spec_of"]
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = [
+    "GivenGradients",
+    "TorchGradients",
+    "as_tensor",
+    "gpu_view",
+    "spec_of",
+    "zeros_in_group",
+]
 
 Tensor: TypeAlias = Any
 
@@ -191,6 +201,13 @@ def as_tensor(buffer: np.ndarray[Any, Any]) -> Tensor:
     if buffer.dtype.name == "bfloat16":  # which torch does not know as NumPy's
         return torch.from_numpy(buffer.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(buffer)
+
+
+def zeros_in_group(shape: int | tuple[int, ...], like: Tensor, backend: Backend) -> Tensor:
+    """Return zeros where `like` lies; of a CPU's, in memory that the ranks of a host share."""
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return as_tensor(backend.empty(shape, like.dtype)).zero_()
 
 
 def gpu_view(flat: Tensor, offset: int, spec: ParameterSpec) -> Tensor:

@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ferro_dist.collective import all_gather, broadcast, reduce_scatter
-from ferro_dist.integrations.torch_gradients import as_tensor
+from ferro_dist.integrations.torch_gradients import zeros_in_group
 from ferro_dist.parallel.shard_layout import Fragment, ShardLayout
 
 if TYPE_CHECKING:
@@ -133,14 +131,8 @@ class Shard:
         like = self.parameters[0]
         shape = self._backend.world_size, self._layout.row_count
         if self._flat is None or self._flat.device != like.device:
-            self._flat = _zeros(shape, like, self._backend)
+            self._flat = zeros_in_group(shape, like, self._backend)
         return self._flat
-
-
-def _zeros(shape: tuple[int, int], like: Tensor, backend: Backend) -> Tensor:
-    if like.device.type != "cpu":
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    return as_tensor(backend.empty(shape, like.dtype)).zero_()
 
 
 def _elements(tensor: Tensor, fragment: Fragment) -> Tensor:

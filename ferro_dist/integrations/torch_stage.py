@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
+from ferro_dist.integrations.torch_gradients import zeros_in_group
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
@@ -190,11 +191,7 @@ class TorchStage(Stage):
         return torch.zeros_like(like)
 
     def new_bucket(self, group: Backend, like: Tensor, count: int) -> Tensor:
-        if like.device.type != "cpu":
-            return torch.zeros(count, dtype=like.dtype, device=like.device)
-        dtype = str(like.dtype).removeprefix("torch.")
-        # As bytes: torch takes no bfloat16 from NumPy.
-        return torch.from_numpy(group.empty(count, dtype).view("uint8")).view(like.dtype).zero_()
+        return zeros_in_group(count, like, group)
 
     def write(self, bucket: Tensor, offset: int, values: Tensor | float) -> None:
         if isinstance(values, torch.Tensor):

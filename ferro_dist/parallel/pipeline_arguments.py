@@ -10,6 +10,7 @@ from typing import Any
 from ferro_dist import arguments
 from ferro_dist.backends.base import Backend
 from ferro_dist.errors import InvalidWorldSize, UnsupportedOp
+from ferro_dist.parallel.averaging import REDUCE_OPS
 from ferro_dist.parallel.schedules import PipelineSchedule, pipeline_schedule_of
 from ferro_dist.parallel.stage import Stage, make_stage
 from ferro_dist.reduce_op import ReduceOp
@@ -26,7 +27,6 @@ __all__ = [
 ]
 
 MIB = 1 << 20
-_REDUCE_OPS = {"mean": ReduceOp.MEAN, "sum": ReduceOp.SUM}
 
 
 def place(
@@ -151,9 +151,9 @@ def check_groups(backend: Any, replicas: Any) -> None:
 
 def reduce_op(average: Any) -> ReduceOp:
     """Return what `average` names."""
-    if not isinstance(average, str) or average not in _REDUCE_OPS:
+    if not isinstance(average, str) or average not in REDUCE_OPS:
         raise ValueError(f"Pipeline: average must be 'mean' or 'sum', not {average!r}")
-    return _REDUCE_OPS[average]
+    return REDUCE_OPS[average]
 
 
 def bucket_nbytes_of(bucket_mb: Any) -> int:
