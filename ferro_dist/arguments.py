@@ -49,7 +49,7 @@ __all__ = [
     "uneven_counts",
 ]
 
-MAX_WORLD_SIZE = 1 << 16
+MAX_WORLD_SIZE = 8190  # what the engine can name in an error: kMaxWorldSize of error.hpp
 
 _INTEGERS = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 _REAL_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})

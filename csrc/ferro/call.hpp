@@ -61,6 +61,13 @@ class Call {
     last_check_ = now;
     check_interrupt();
   }
+  // Between two pieces of long work in which no peer is waited for: nobody is to blame if it
+  // takes too long.
+  void check_at_work() {
+    begin_blocking();
+    check_interrupt_if_due();
+    if (is_expired()) throw Error(ErrorCode::timeout);
+  }
 
  private:
   static constexpr std::chrono::milliseconds kCheckInterval{50};

@@ -21,6 +21,9 @@ constexpr SpinPolicy kBackgroundSpin{20, 10};
 // not come, where it could itself only say that the time is up.
 constexpr double kGraceS = 0.5;
 
+// How long who gives up waiting for a task tries to find out whom that waits for.
+constexpr double kGlanceS = 0.1;
+
 // Messages that cost their sender less than waking a thread would.
 constexpr std::size_t kAtOnceNbytes = 512 * 1024;
 
@@ -210,10 +213,38 @@ void Communicator::await(Call& call, Task& task) {
   }
   task.rethrow();
   // It was done in the last moment, but the group has been told otherwise.
-  if (cause != ErrorCode::none) throw failure(Error(cause), task.collective.op, *task.sequence, call);
+  if (cause != ErrorCode::none) throw failure(Error(cause), task.collective.op, task.sequence, call);
 }
 
 // ---- Calls on the progress threads ----------------------------------------------
+
+void Communicator::wait(Call& call, Task& task) {
+  if (task.wait(call)) return;
+  Error error(ErrorCode::under_way);
+  error.op = task.collective.op;
+  error.sequence = task.sequence;
+  error.rank = rank_;
+  error.elapsed_s = call.timeout_s();
+  error.missing = awaited_by(task);
+  if (error.missing.size() == 1) error.peer = error.missing.front();
+  if (!task.is_done()) throw error;
+}
+
+// Whom a task waits for or, before its turn, what is before it. Empty where that is not known.
+std::vector<int> Communicator::awaited_by(const Task& task) {
+  if (task.messages == nullptr) {
+    RankSet ranks;
+    transport_->add_awaited(ranks);
+    return ranks_of(ranks);
+  }
+  try {
+    Call brief(kGlanceS);
+    const Gate::Pass pass(messenger_->gate(), brief);
+    return messenger_->awaited_by(*task.messages);
+  } catch (const Error&) {  // whoever moves messages has been kept from it
+    return Messenger::peers_of(*task.messages);
+  }
+}
 
 std::shared_ptr<Task> Communicator::submit(const Collective& collective, double timeout_s) {
   check_open();
@@ -338,7 +369,7 @@ void Communicator::start_submitted(Tasks& under_way) noexcept {
 }
 
 void Communicator::start(Task& task) {
-  if (!task.sequence) {
+  if (!task.has_begun()) {
     messenger_->post(*task.messages);
     task.sequence = next(num_exchanges_);
   }
@@ -371,7 +402,7 @@ std::optional<Error> Communicator::outcome(const Task& task) noexcept {
   try {
     task.messages->rethrow();
   } catch (const std::exception&) {
-    return failure(current_error(), task.collective.op, *task.sequence, task.call);
+    return failure(current_error(), task.collective.op, task.sequence, task.call);
   }
   return std::nullopt;
 }

@@ -53,6 +53,8 @@ class Communicator {
   // submitted; messages to or from one peer likewise, independent of collectives.
   std::shared_ptr<Task> submit(const Collective& collective, double timeout_s);
   std::shared_ptr<Task> submit(Op op, const std::vector<PointToPoint>& messages, double timeout_s);
+  // Blocks until the task is done. Throws Error{under_way} if the caller's time runs out before.
+  void wait(Call& call, Task& task);
 
   // Ends the group on every rank. From any thread, also while another is inside a call.
   void abort(ErrorCode code) noexcept;
@@ -96,6 +98,7 @@ class Communicator {
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
   void add_missing(Error& error) noexcept;
   void await(Call& call, Task& task);
+  std::vector<int> awaited_by(const Task& task);
   void check_open() const;
 
   bool start_at_once(const std::shared_ptr<Task>& task);

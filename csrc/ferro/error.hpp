@@ -29,7 +29,11 @@ enum class ErrorCode : std::uint8_t {
   forked,          // a child process uses its parent's group
   out_of_memory,
   superseded,  // `peer` went on in a successor of this group
+  under_way,   // who waited for a call gave up; the call goes on
 };
+
+// Of a call that has not begun.
+constexpr std::uint64_t kNoSequence = ~std::uint64_t{0};
 
 struct Error : std::exception {
   explicit Error(ErrorCode error_code = ErrorCode::none, int culprit = -1, std::string facts = {})
@@ -39,12 +43,12 @@ struct Error : std::exception {
 
   ErrorCode code;
   Op op = Op::barrier;         // the call that failed; filled in by the Communicator, with
-  std::uint64_t sequence = 0;  // its number in this group and
+  std::uint64_t sequence = 0;  // its number in this group, kNoSequence if it has none yet, and
   int rank = -1;               // the rank that raises
   int peer = -1;               // the culprit, -1 if there is none
   int reporter = -1;           // the rank that ended the group, if it was another
-  std::vector<int> missing;    // timeout: every rank that was waited for
-  double elapsed_s = 0;        // timeout: how long
+  std::vector<int> missing;    // timeout, under_way: every rank that was waited for
+  double elapsed_s = 0;        // the same: how long
   std::string detail;
 };
 

@@ -208,7 +208,10 @@ void Exchange::sleep() {
   check_caller(false);
   list_poll_entries();
   std::vector<pollfd>& entries = mesh_.poll_entries_;
-  const double slice_s = std::chrono::duration<double>(kWaitSlice).count();
+  // The first is a short one: after it, it is known for whom this rank waits.
+  const double slice_s = call_.elapsed_s() < kPresenceSeconds
+                             ? 2 * kPresenceSeconds
+                             : std::chrono::duration<double>(kWaitSlice).count();
   const double timeout_s = std::min(slice_s, std::max(call_.remaining_s(), 0.0));
   const int num_ready = poll(entries.data(), entries.size(), static_cast<int>(timeout_s * 1e3) + 1);
   if (num_ready <= 0) {

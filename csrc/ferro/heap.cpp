@@ -12,13 +12,27 @@
 #include "ferro/pages.hpp"
 
 namespace ferro {
+namespace {
+
+// Tens of milliseconds' worth, where all cores are at it.
+constexpr std::size_t kBackedAtOnceNbytes = std::size_t{32} << 20;
+
+}  // namespace
 
 Heap::Heap(std::shared_ptr<Segment> segment, int index)
     : segment_(std::move(segment)),
       base_(segment_->heap(index)),
       free_{{0, segment_->layout().heap_nbytes}} {}
 
-void* Heap::allocate(std::size_t nbytes) {
+// Signals are heard without the lock: their handlers may free what lies here.
+void* Heap::allocate(Call& call, std::size_t nbytes) {
+  for (;;) {
+    if (void* const data = try_allocate(nbytes)) return data;
+    call.check_interrupt_if_due();
+  }
+}
+
+void* Heap::try_allocate(std::size_t nbytes) {
   const std::size_t alignment = nbytes >= kHugePage ? kHugePage : kLinePair;
   const std::size_t size = round_up(std::max<std::size_t>(nbytes, 1), kLinePair);
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -26,7 +40,7 @@ void* Heap::allocate(std::size_t nbytes) {
     const std::size_t begin = block->first, end = begin + block->second;
     const std::size_t at = round_up(begin, alignment);
     if (at + size > end || at + size < at) continue;
-    back_until(at + size);
+    if (!back_until(at + size)) return nullptr;
     free_.erase(block);
     if (at > begin) free_.emplace(begin, at - begin);
     if (at + size < end) free_.emplace(at + size, end - at - size);
@@ -54,13 +68,15 @@ void Heap::free(void* data) {
   free_.erase(block);
 }
 
-void Heap::back_until(std::size_t end) {
-  if (end <= backed_nbytes_) return;
-  const std::size_t wanted = std::min(round_up(end, kHugePage), segment_->layout().heap_nbytes);
+bool Heap::back_until(std::size_t end) {
+  if (end <= backed_nbytes_) return true;
+  const std::size_t most = std::min(end, backed_nbytes_ + kBackedAtOnceNbytes);
+  const std::size_t wanted = std::min(round_up(most, kHugePage), segment_->layout().heap_nbytes);
   if (madvise(base_ + backed_nbytes_, wanted - backed_nbytes_, kPopulateWrite) != 0 && errno != EINVAL)
     throw Error(ErrorCode::out_of_memory, -1,
                 "backing symmetric memory: " + std::generic_category().message(errno));
   backed_nbytes_ = wanted;
+  return end <= backed_nbytes_;
 }
 
 }  // namespace ferro

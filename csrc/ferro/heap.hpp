@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 
+#include "ferro/call.hpp"
 #include "ferro/segment.hpp"
 
 namespace ferro {
@@ -20,14 +21,17 @@ class Heap {
   Heap(std::shared_ptr<Segment> segment, int index);
 
   // Cache-line aligned, and huge-page aligned from a huge page on. Never null.
-  // Throws Error{out_of_memory} where there is no memory to back it.
-  void* allocate(std::size_t nbytes);
+  // Throws Error{out_of_memory} where there is no memory to back it. Backing gigabytes takes
+  // seconds: in between it hears the caller's signals.
+  void* allocate(Call& call, std::size_t nbytes);
   void free(void* data);
 
  private:
+  // Null if more of the memory has to be backed first, part of which it has done.
+  void* try_allocate(std::size_t nbytes);
   // Backs [0, end) of the heap with memory, beforehand: otherwise a machine short of
-  // memory would kill the process at the first touch.
-  void back_until(std::size_t end);
+  // memory would kill the process at the first touch. False if it has done a part of it.
+  bool back_until(std::size_t end);
 
   const std::shared_ptr<Segment> segment_;  // the arrays outlive the group
   unsigned char* const base_;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "ferro/cost_model.hpp"
+#include "ferro/passes.hpp"
 #include "ferro/tcp_transport.hpp"
 #include "ferro/wide_float.hpp"
 
@@ -18,10 +19,6 @@ constexpr double kStepPatienceSeconds = 0.05;
 void begin_step(Call& call) { call.extend(kStepPatienceSeconds); }
 
 char* bytes(const void* data) { return static_cast<char*>(const_cast<void*>(data)); }
-
-void copy(void* dst, const void* src, std::size_t nbytes) {
-  if (dst != src && nbytes > 0) std::memmove(dst, src, nbytes);
-}
 
 // A mean is divided once, when the sum over all hosts is known.
 ReduceOp step_op(ReduceOp op) { return op == ReduceOp::mean ? ReduceOp::sum : op; }
@@ -118,6 +115,11 @@ void HostsTransport::add_testimonies(Testimonies& testimonies) {
   if (local_ != nullptr) local_->add_testimonies(testimonies);
 }
 
+void HostsTransport::add_awaited(RankSet& ranks) const {
+  ranks |= mesh_->awaited();
+  if (local_ != nullptr) local_->add_awaited(ranks);
+}
+
 // What this rank testifies, should the group end while it waits inside its host.
 void HostsTransport::note_awaited(const Call& call) const {
   RankSet ranks;
@@ -175,7 +177,7 @@ void HostsTransport::dispatch(Call& call, const Collective& collective, std::uin
 void HostsTransport::run_local(Call& call, Op op, DType dtype, std::size_t count, const void* in, void* out,
                                int root, ReduceOp reduce_op) {
   if (local_ == nullptr) {
-    if (in != nullptr && out != nullptr) copy(out, in, count * item_size(dtype));
+    if (in != nullptr && out != nullptr) copy_in_passes(call, out, in, count * item_size(dtype));
     return;
   }
   Collective collective;
@@ -310,8 +312,8 @@ void HostsTransport::prepare_riding(Call& call, const Collective& collective, ch
 
 void HostsTransport::deliver_riding(const Collective& collective, char* array) {
   if (collective.op == Op::broadcast) {
-    if (collective.out != nullptr)
-      copy(collective.out, array, collective.count * item_size(collective.dtype));
+    const std::size_t nbytes = collective.count * item_size(collective.dtype);
+    if (collective.out != nullptr && nbytes > 0) std::memcpy(collective.out, array, nbytes);
     return;
   }
   if (collective.op == Op::reduce && rank_ != collective.root) return;
@@ -447,7 +449,7 @@ void HostsTransport::broadcast(Call& call, const Collective& collective) {
     run_local(call, Op::broadcast, collective.dtype, collective.count, collective.in, out, collective.root);
   const auto part_of = [&](int i) {
     const Range range = chunk_range(collective.count, num_planes_, i);
-    return Part{out + range.begin * item, range.count};
+    return Part{out + range.first * item, range.count};
   };
   begin_step(call);
   if (plane_) {
@@ -472,7 +474,7 @@ void HostsTransport::all_gather(Call& call, const Collective& collective) {
     return bytes(collective.out) + static_cast<std::size_t>(rank) * nbytes;
   };
   // The input may be a part of the output that is about to be received.
-  copy(chunk_of(rank_), collective.in, nbytes);
+  copy_in_passes(call, chunk_of(rank_), collective.in, nbytes);
   Exchange exchange(*mesh_, call);
   for (int host = 0; host < num_hosts(); ++host) {
     const std::vector<int>& ranks = hosts_[static_cast<std::size_t>(host)];
@@ -521,7 +523,7 @@ void HostsTransport::all_to_all(Call& call, const Collective& original) {
   // Always from a copy inside the host: pieces of its ranks need not lie together,
   // and what is received may replace what has yet to be sent.
   char* const input = packed_.reserve(in_nbytes);
-  copy(input, collective.in, in_nbytes);
+  copy_in_passes(call, input, collective.in, in_nbytes);
   collective.in = input;
   exchange_remote(call, collective, -1);
   begin_step(call);
@@ -541,7 +543,7 @@ void HostsTransport::all_to_all(Call& call, const Collective& original) {
   char* end = outgoing;
   for (const int rank : locals()) {
     const Piece piece = outgoing_piece(collective, rank_, -1, rank);
-    copy(end, piece.data, piece.nbytes);
+    copy_in_passes(call, end, piece.data, piece.nbytes);
     end += piece.nbytes;
   }
   local.in = outgoing;
@@ -553,11 +555,11 @@ void HostsTransport::all_to_all(Call& call, const Collective& original) {
   if (local_ != nullptr)
     run_local(call, local);
   else
-    copy(incoming, outgoing, send_nbytes);
+    copy_in_passes(call, incoming, outgoing, send_nbytes);
   const char* begin = incoming;
   for (const int rank : locals()) {
     const Piece piece = incoming_piece(collective, rank_, -1, rank);
-    copy(piece.data, begin, piece.nbytes);
+    copy_in_passes(call, piece.data, begin, piece.nbytes);
     begin += piece.nbytes;
   }
 }
@@ -570,7 +572,7 @@ void HostsTransport::gather(Call& call, const Collective& original) {
   if (is_root) {
     // The input may be a part of the output that is about to be received.
     char* const own = bytes(collective.out) + static_cast<std::size_t>(rank_) * nbytes;
-    copy(own, collective.in, nbytes);
+    copy_in_passes(call, own, collective.in, nbytes);
     collective.in = own;
   }
   exchange_remote(call, collective, root);
@@ -579,8 +581,8 @@ void HostsTransport::gather(Call& call, const Collective& original) {
   char* const gathered = is_root ? received_.reserve(nbytes * locals().size()) : nullptr;
   run_local(call, Op::gather, collective.dtype, collective.count, collective.in, gathered, root);
   for (std::size_t i = 0; is_root && i < locals().size(); ++i)
-    copy(bytes(collective.out) + static_cast<std::size_t>(locals()[i]) * nbytes, gathered + i * nbytes,
-         nbytes);
+    copy_in_passes(call, bytes(collective.out) + static_cast<std::size_t>(locals()[i]) * nbytes,
+                   gathered + i * nbytes, nbytes);
 }
 
 void HostsTransport::scatter(Call& call, const Collective& collective) {
@@ -591,7 +593,8 @@ void HostsTransport::scatter(Call& call, const Collective& collective) {
   if (host_of(root) != host_) return;
   char* const packed = rank_ == root ? packed_.reserve(nbytes * locals().size()) : nullptr;
   for (std::size_t i = 0; rank_ == root && i < locals().size(); ++i)
-    copy(packed + i * nbytes, outgoing_piece(collective, rank_, root, locals()[i]).data, nbytes);
+    copy_in_passes(call, packed + i * nbytes, outgoing_piece(collective, rank_, root, locals()[i]).data,
+                   nbytes);
   run_local(call, Op::scatter, collective.dtype, collective.count, packed, collective.out, root);
 }
 

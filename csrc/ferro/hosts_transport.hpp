@@ -31,7 +31,7 @@ class HostsTransport final : public Transport {
   AbortReason aborted() const noexcept override;
   void add_lost(std::vector<int>& ranks) override;
   std::vector<int> find_missing() override;
-  void add_awaited(RankSet& ranks) const override { ranks |= mesh_->awaited(); }
+  void add_awaited(RankSet& ranks) const override;
   void testify(const RankSet& awaited) noexcept override { mesh_->set_awaited(awaited); }
   void add_testimonies(Testimonies& testimonies) override;
   std::uint32_t succession() const noexcept override;

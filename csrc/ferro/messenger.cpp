@@ -16,6 +16,12 @@ namespace {
 // system call waits for both: the sockets are polled, the memory looked at this often.
 constexpr int kMixedPollMs = 1;
 
+std::vector<int> sorted_set(std::vector<int> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
+}
+
 }  // namespace
 
 Messenger::Messenger(const Transport& transport, std::vector<std::unique_ptr<Channel>> channels,
@@ -182,13 +188,25 @@ void Messenger::run(Call& call, Batch& batch) {
   batch.rethrow();
 }
 
-void Messenger::throw_timeout(const Batch& batch) const {
-  Error error(ErrorCode::timeout);
+// The peers that something of the batch is still due from or to: all, if it has not been posted.
+std::vector<int> Messenger::awaited_by(const Batch& batch) const {
+  std::vector<int> peers;
   for (const Lane* lane : lanes_in_use_)
     for (const auto& posted : lane->messages)
-      if (posted.second == &batch) error.missing.push_back(lane->peer);
-  std::sort(error.missing.begin(), error.missing.end());
-  error.missing.erase(std::unique(error.missing.begin(), error.missing.end()), error.missing.end());
+      if (posted.second == &batch) peers.push_back(lane->peer);
+  if (peers.empty() && !batch.is_done()) return peers_of(batch);
+  return sorted_set(std::move(peers));
+}
+
+std::vector<int> Messenger::peers_of(const Batch& batch) {
+  std::vector<int> peers;
+  for (const Message& message : batch.messages_) peers.push_back(message.op.peer);
+  return sorted_set(std::move(peers));
+}
+
+void Messenger::throw_timeout(const Batch& batch) const {
+  Error error(ErrorCode::timeout);
+  error.missing = awaited_by(batch);
   if (!error.missing.empty()) error.peer = error.missing.front();
   throw error;
 }

@@ -89,6 +89,9 @@ class Messenger {
 
   // Throws timeout, naming the peers that something of the batch is still due from or to.
   [[noreturn]] void throw_timeout(const Batch& batch) const;
+  std::vector<int> awaited_by(const Batch& batch) const;
+  // All that it is to or from. Needs no gate.
+  static std::vector<int> peers_of(const Batch& batch);
   bool is_idle() const { return lanes_in_use_.empty(); }
 
  private:

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "ferro/kernels.hpp"
+#include "ferro/passes.hpp"
 #include "ferro/shm_cost.hpp"
 #include "ferro/shm_transport.hpp"
 
@@ -18,22 +19,19 @@ namespace {
 // So many rounds are in flight at least, however many pieces a slot has.
 constexpr std::size_t kMinSlots = 8;
 
+// A look at the clock for each of these rounds, which take milliseconds at most.
+constexpr std::uint64_t kRoundsPerCheck = 16;
+bool is_check_due(std::uint64_t round) { return (round + 1) % kRoundsPerCheck == 0; }
+
 const unsigned char* bytes(const void* data) { return static_cast<const unsigned char*>(data); }
 unsigned char* bytes(void* data) { return static_cast<unsigned char*>(data); }
 
 // Part of an output of `output_nbytes`. It may be copied onto itself where the collective is in place.
-void copy_block(void* dst, const void* src, std::size_t nbytes, std::size_t output_nbytes) {
+void copy_part(void* dst, const void* src, std::size_t nbytes, std::size_t output_nbytes) {
   if (nbytes != 0 && dst != src) copy_to_user(dst, src, nbytes, output_nbytes);
 }
-void copy_block(void* dst, const void* src, std::size_t nbytes) { copy_block(dst, src, nbytes, nbytes); }
 
 std::size_t ceil_div(std::size_t n, std::size_t d) { return (n + d - 1) / d; }
-
-// Elements [first, first + count).
-struct Range {
-  std::size_t first;
-  std::size_t count;
-};
 
 // The share of rank `index` of `size` in `whole`: whole cache lines, so that no
 // two ranks write to the same one.
@@ -99,6 +97,23 @@ void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t fir
                                                      divisor_of(c, size_));
 }
 
+void ShmTransport::reduce_in_passes(Call& call, const Collective& c, std::size_t first) {
+  const std::size_t itemsize = item_size(c.dtype);
+  in_passes(
+      c.count, itemsize * static_cast<std::size_t>(size_ + 1), [&] { check_at_work(call); },
+      [&](Range range) {
+        reduce_inputs(c, bytes(c.out) + range.first * itemsize, first + range.first, range.count);
+      });
+}
+
+void ShmTransport::copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const {
+  in_passes(
+      nbytes, 2, [&] { check_at_work(call); },
+      [&](Range range) {
+        copy_part(bytes(dst) + range.first, bytes(src) + range.first, range.count, nbytes);
+      });
+}
+
 ShmTransport::Slots ShmTransport::slots_for(std::size_t nbytes, int num_pieces) const {
   const std::size_t window = segment_->layout().window_nbytes;
   const auto pieces = static_cast<std::size_t>(std::max(1, num_pieces));
@@ -117,7 +132,7 @@ void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots&
   };
   // Staging runs one round ahead of consuming: peers work on it meanwhile.
   for (std::uint64_t round = 0; round <= num_rounds; ++round) {
-    check_pace(call, round);
+    if (is_check_due(round)) check_at_work(call);
     if (is_producer && round < num_rounds) {
       await_free_slot(call, round, slots.number, roles.consumer);
       stage(round, slot_of(index_, round));
@@ -150,11 +165,11 @@ void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_
 
 bool ShmTransport::allreduce(Call& call, const Collective& c) {
   if (inputs_.are_complete && inputs_.are_symmetric) {
-    allreduce_symmetric(c);
+    allreduce_symmetric(call, c);
     return true;
   }
   if (inputs_.are_complete && !inputs_.are_borrowed) {
-    reduce_inputs(c, c.out, 0, c.count);
+    reduce_in_passes(call, c, 0);
   } else if (shm_cost::one_shot_wins(c.count * item_size(c.dtype), size_)) {
     allreduce_one_shot(call, c);
   } else {
@@ -164,16 +179,21 @@ bool ShmTransport::allreduce(Call& call, const Collective& c) {
 }
 
 // Each rank reduces its share from everybody's input into everybody's output.
-void ShmTransport::allreduce_symmetric(const Collective& c) {
+void ShmTransport::allreduce_symmetric(Call& call, const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
   const Range share = share_of({0, c.count}, size_, index_, itemsize);
-  const std::size_t offset = share.first * itemsize;
-  for (int peer = 0; peer < size_; ++peer) {
-    sources_[peer] = inputs_.of_rank[peer] + offset;
-    outputs_[peer] = inputs_.symmetric_output_of_rank[peer] + offset;
-  }
-  reduce_to_all(c.dtype, c.reduce_op, outputs_.data(), size_, sources_.data(), size_, share.count,
-                divisor_of(c, size_), c.count * itemsize);
+  const auto reduce_range = [&](Range range) {
+    const std::size_t offset = (share.first + range.first) * itemsize;
+    for (int peer = 0; peer < size_; ++peer) {
+      sources_[peer] = inputs_.of_rank[peer] + offset;
+      outputs_[peer] = inputs_.symmetric_output_of_rank[peer] + offset;
+    }
+    reduce_to_all(c.dtype, c.reduce_op, outputs_.data(), size_, sources_.data(), size_, range.count,
+                  divisor_of(c, size_), c.count * itemsize);
+  };
+  in_passes(
+      share.count, itemsize * static_cast<std::size_t>(2 * size_), [&] { check_at_work(call); },
+      reduce_range);
 }
 
 // Each rank stages all of its input and reduces all of everybody's.
@@ -251,7 +271,7 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
 
   const std::uint64_t num_rounds = rounds.number();
   for (std::uint64_t round = 0; round < num_rounds + 2; ++round) {
-    check_pace(call, round);
+    if (is_check_due(round)) check_at_work(call);
     if (round < num_rounds) stage(round);
     if (round >= 1 && round <= num_rounds) reduce_share(round - 1);
     if (round >= 2 && is_collector) collect(round - 2);
@@ -264,14 +284,14 @@ bool ShmTransport::reduce(Call& call, const Collective& c) {
     reduce_two_shot(call, c, index_of_[c.root]);
     return false;
   }
-  if (is_root(c)) reduce_inputs(c, c.out, 0, c.count);
+  if (is_root(c)) reduce_in_passes(call, c, 0);
   return inputs_.are_borrowed;
 }
 
 bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
   if (inputs_.are_complete) {
-    reduce_inputs(c, c.out, c.count * index_, c.count);
+    reduce_in_passes(call, c, c.count * index_);
     return inputs_.are_borrowed;
   }
   const Slots slots = slots_for(c.count * itemsize, size_ - 1);
@@ -301,7 +321,7 @@ bool ShmTransport::broadcast(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
   const int root = index_of_[c.root];
   if (inputs_.of_rank[root] != nullptr && inputs_.are_complete) {
-    copy_block(c.out, inputs_.of_rank[root], nbytes);
+    copy_block(call, c.out, inputs_.of_rank[root], nbytes);
     return inputs_.are_borrowed;
   }
   const Slots slots = slots_for(nbytes, 1);
@@ -312,7 +332,7 @@ bool ShmTransport::broadcast(Call& call, const Collective& c) {
         const Range range = rounds[round];
         staging_.copy(slot, bytes(c.in) + range.first, range.count);
         // Now, while it is in the cache.
-        copy_block(bytes(c.out) + range.first, bytes(c.in) + range.first, range.count, nbytes);
+        copy_part(bytes(c.out) + range.first, bytes(c.in) + range.first, range.count, nbytes);
       },
       [&](std::uint64_t round) {
         if (index_ != root)
@@ -326,9 +346,9 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
   unsigned char* own = bytes(c.out) + index_ * nbytes;
   if (inputs_.are_complete) {
-    copy_block(own, c.in, nbytes);
+    copy_block(call, own, c.in, nbytes);
     for (int peer = 0; peer < size_; ++peer)
-      if (peer != index_) copy_block(bytes(c.out) + peer * nbytes, inputs_.of_rank[peer], nbytes);
+      if (peer != index_) copy_block(call, bytes(c.out) + peer * nbytes, inputs_.of_rank[peer], nbytes);
     return inputs_.are_borrowed;
   }
   const Slots slots = slots_for(nbytes, 1);
@@ -338,7 +358,7 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
       [&](std::uint64_t round, void* slot) {
         const Range range = rounds[round];
         staging_.copy(slot, bytes(c.in) + range.first, range.count);
-        copy_block(own + range.first, bytes(c.in) + range.first, range.count, nbytes * size_);
+        copy_part(own + range.first, bytes(c.in) + range.first, range.count, nbytes * size_);
       },
       [&](std::uint64_t round) {
         for (int peer = 0; peer < size_; ++peer)
@@ -352,10 +372,10 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
 bool ShmTransport::gather(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
   const int root = index_of_[c.root];
-  if (index_ == root) copy_block(bytes(c.out) + index_ * nbytes, c.in, nbytes);
+  if (index_ == root) copy_block(call, bytes(c.out) + index_ * nbytes, c.in, nbytes);
   if (inputs_.are_complete) {
     for (int peer = 0; peer < size_ && index_ == root; ++peer)
-      if (peer != root) copy_block(bytes(c.out) + peer * nbytes, inputs_.of_rank[peer], nbytes);
+      if (peer != root) copy_block(call, bytes(c.out) + peer * nbytes, inputs_.of_rank[peer], nbytes);
     return inputs_.are_borrowed;
   }
   const Slots slots = slots_for(nbytes, 1);
@@ -378,10 +398,10 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
   const int root = index_of_[c.root];
   if (inputs_.are_complete) {
-    copy_block(c.out, inputs_.of_rank[root] + index_ * nbytes, nbytes);
+    copy_block(call, c.out, inputs_.of_rank[root] + index_ * nbytes, nbytes);
     return inputs_.are_borrowed;
   }
-  if (index_ == root) copy_block(c.out, bytes(c.in) + root * nbytes, nbytes);
+  if (index_ == root) copy_block(call, c.out, bytes(c.in) + root * nbytes, nbytes);
   const Slots slots = slots_for(nbytes, size_ - 1);
   const Rounds rounds(nbytes, slots.piece_nbytes);
   run_rounds(
@@ -405,7 +425,7 @@ bool ShmTransport::all_to_all(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
   if (inputs_.are_complete) {
     for (int peer = 0; peer < size_; ++peer)
-      copy_block(bytes(c.out) + peer * nbytes, inputs_.of_rank[peer] + index_ * nbytes, nbytes);
+      copy_block(call, bytes(c.out) + peer * nbytes, inputs_.of_rank[peer] + index_ * nbytes, nbytes);
     return inputs_.are_borrowed;
   }
   const std::vector<std::size_t> counts(size_, c.count);
@@ -442,7 +462,7 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
     const std::size_t first = std::min(range.first, count);
     return Range{first, std::min(range.count, count - first)};
   };
-  copy_block(bytes(c.out) + recv_first[index_] * itemsize, bytes(c.in) + send_first[index_] * itemsize,
+  copy_block(call, bytes(c.out) + recv_first[index_] * itemsize, bytes(c.in) + send_first[index_] * itemsize,
              send_counts[index_] * itemsize);
   run_rounds(
       call, rounds.number(), slots, {},

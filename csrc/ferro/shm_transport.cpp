@@ -15,9 +15,6 @@
 namespace ferro {
 namespace {
 
-// A look at the clock for each of these rounds, which take milliseconds at most.
-constexpr std::uint64_t kRoundsPerCheck = 16;
-
 // What a header carries when the input does not fit into it.
 struct Places {
   std::uint64_t in;         // in the symmetric heaps, plus one; 0 if it is not there
@@ -104,15 +101,17 @@ void ShmTransport::add_lost(std::vector<int>& ranks) {
 
 // While headers are missing, everybody whose own is; later, the one that is waited for.
 void ShmTransport::add_awaited(RankSet& ranks) const {
-  if (awaited_ < 0) return;
+  const std::uint64_t awaited = awaited_.load(std::memory_order_relaxed);
+  if (awaited == kNobody) return;
+  const std::uint32_t sequence = sequence_of(awaited);
   bool has_all_headers = true;
   for (int peer = 0; peer < size_; ++peer) {
-    const HeaderSlot& slot = segment_->header(peer, sequence_ & 1);
-    if (sequence_of(slot.flag.load(std::memory_order_acquire)) == sequence_) continue;
+    const HeaderSlot& slot = segment_->header(peer, sequence & 1);
+    if (sequence_of(slot.flag.load(std::memory_order_acquire)) == sequence) continue;
     has_all_headers = false;
     ranks.set(static_cast<std::size_t>(members_[culprit_behind(peer)]));
   }
-  if (has_all_headers) ranks.set(static_cast<std::size_t>(members_[awaited_]));
+  if (has_all_headers) ranks.set(static_cast<std::size_t>(members_[static_cast<std::uint32_t>(awaited)]));
 }
 
 void ShmTransport::testify(const RankSet& awaited) noexcept {
@@ -140,8 +139,7 @@ bool ShmTransport::advance_succession(std::uint32_t from, std::uint32_t to) noex
 }
 
 void ShmTransport::run(Call& call, const Collective& collective) {
-  const AbortReason reason = aborted();
-  if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
+  check_group();
   if (collective.count * item_size(collective.dtype) > shm_cost::kBriefNbytes) call.begin_blocking();
   publish_header(collective);
   await_headers(call);
@@ -315,16 +313,29 @@ void ShmTransport::await(Call& call, int peer, Ready ready) {
 template <class Ready>
 __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, Ready ready) {
   call.begin_blocking();
+  awaited_.store(flag_of(sequence_, static_cast<std::uint32_t>(peer)), std::memory_order_relaxed);
+  if (!spin(ready)) sleep(call, peer, ready);
+  // Not before: while we wait, others read here for whom.
+  awaited_.store(kNobody, std::memory_order_relaxed);
+}
+
+// Whether it was ready before it was time to sleep.
+template <class Ready>
+bool ShmTransport::spin(Ready ready) const {
   for (int i = 0; i < spin_.pauses; ++i) {
-    if (ready()) return;
+    if (ready()) return true;
     pause_briefly();
   }
   for (int i = 0; i < spin_.yields; ++i) {
-    if (ready()) return;
+    if (ready()) return true;
     sched_yield();
   }
+  return false;
+}
+
+template <class Ready>
+void ShmTransport::sleep(Call& call, int peer, Ready ready) {
   std::atomic<std::uint32_t>& word = segment_->collective_sleeper(index_);
-  awaited_ = peer;
   while (!ready()) {
     if (is_lost(peer)) {
       if (ready()) break;  // what a peer published before it departed counts
@@ -339,9 +350,7 @@ __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, 
                  std::max(0.0, std::min(slice, call.remaining_s())));
     }
   }
-  // Not before: while we wait, others read here for whom.
   word.store(kAwake, std::memory_order_relaxed);
-  awaited_ = -1;
 }
 
 bool ShmTransport::is_lost(int peer) const {
@@ -350,8 +359,7 @@ bool ShmTransport::is_lost(int peer) const {
 }
 
 void ShmTransport::throw_lost(int peer) const {
-  const AbortReason reason = aborted();
-  if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
+  check_group();
   throw Error(ErrorCode::channel_closed, members_[peer]);
 }
 
@@ -364,14 +372,14 @@ void ShmTransport::check_caller(Call& call, int peer) const {
 }
 
 // Where no peer ever keeps this rank waiting, only this ends a call that shall not go on.
-// Nobody is to blame if it takes too long.
-void ShmTransport::check_pace(Call& call, std::uint64_t round) const {
-  if ((round + 1) % kRoundsPerCheck != 0) return;
-  call.begin_blocking();
+void ShmTransport::check_at_work(Call& call) const {
+  check_group();
+  call.check_at_work();
+}
+
+void ShmTransport::check_group() const {
   const AbortReason reason = aborted();
   if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
-  call.check_interrupt_if_due();
-  if (call.is_expired()) throw Error(ErrorCode::timeout);
 }
 
 // A peer that sleeps waits for another one, which its word names: whoever keeps it

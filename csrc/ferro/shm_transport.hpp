@@ -55,10 +55,15 @@ class ShmTransport final : public Transport {
   void await(Call& call, int peer, Ready ready);
   template <class Ready>
   void await_slowly(Call& call, int peer, Ready ready);
+  template <class Ready>
+  bool spin(Ready ready) const;
+  template <class Ready>
+  void sleep(Call& call, int peer, Ready ready);
   bool is_lost(int peer) const;
   [[noreturn]] void throw_lost(int peer) const;
   void check_caller(Call& call, int peer) const;
-  void check_pace(Call& call, std::uint64_t round) const;
+  void check_at_work(Call& call) const;
+  void check_group() const;
   int culprit_behind(int peer) const;
   void wake_sleepers();
   void await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::* counter,
@@ -78,7 +83,7 @@ class ShmTransport final : public Transport {
   bool gather(Call& call, const Collective& collective);
   bool scatter(Call& call, const Collective& collective);
 
-  void allreduce_symmetric(const Collective& collective);
+  void allreduce_symmetric(Call& call, const Collective& collective);
   void allreduce_one_shot(Call& call, const Collective& collective);
   // The first half alone, with only the root collecting results, is reduce.
   void reduce_two_shot(Call& call, const Collective& collective, int sole_collector);
@@ -86,6 +91,9 @@ class ShmTransport final : public Transport {
                          const std::size_t* recv_counts, std::size_t most);
   void reduce_inputs(const Collective& collective, void* dst, std::size_t first, std::size_t count,
                      std::size_t output_nbytes = 0) const;
+  // out = elements from `first` on, as many as the collective counts, read where peers have them.
+  void reduce_in_passes(Call& call, const Collective& collective, std::size_t first);
+  void copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const;
 
   // What one round of a collective asks of this rank.
   struct Roles {
@@ -132,7 +140,10 @@ class ShmTransport final : public Transport {
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
-  int awaited_ = -1;            // whom the call in progress waits for, in the slow part of a wait
+  // In the slow part of a wait: for whom, and in which sequence, as flag_of(sequence, index).
+  // kNobody otherwise. Informs other threads, orders nothing.
+  static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
+  std::atomic<std::uint64_t> awaited_{kNobody};
   std::size_t next_small_ = 0;  // where the own ring goes on
   Inputs inputs_;
   StagingWriter staging_;

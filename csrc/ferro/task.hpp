@@ -65,8 +65,9 @@ class Task {
   std::unique_ptr<Batch> messages;
   Call call;  // of who runs it
   // Its place among the collectives or exchanges, once it has begun: messages may have been
-  // posted by who submitted them.
-  std::optional<std::uint64_t> sequence;
+  // posted by who submitted them. Written by who begins it, read by who waits; orders nothing.
+  std::atomic<std::uint64_t> sequence{kNoSequence};
+  bool has_begun() const { return sequence.load(std::memory_order_relaxed) != kNoSequence; }
 
  private:
   static constexpr std::uint32_t kPending = 0, kAwaited = 1, kDone = 2;

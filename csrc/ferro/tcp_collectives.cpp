@@ -6,6 +6,7 @@
 
 #include "ferro/cost_model.hpp"
 #include "ferro/fingerprint.hpp"
+#include "ferro/passes.hpp"
 #include "ferro/wide_float.hpp"
 
 namespace ferro {
@@ -14,10 +15,6 @@ namespace {
 char* bytes(void* data) { return static_cast<char*>(data); }
 // The engine never writes through what came from `in`; pieces go both ways.
 char* bytes(const void* data) { return static_cast<char*>(const_cast<void*>(data)); }
-
-void copy(void* dst, const void* src, std::size_t nbytes) {
-  if (dst != src && nbytes > 0) std::memmove(dst, src, nbytes);
-}
 
 bool overlap(const void* a, std::size_t a_nbytes, const void* b, std::size_t b_nbytes) {
   const std::less<const char*> before;
@@ -223,14 +220,14 @@ void TcpCollectives::run(Call& call, const Collective& collective) {
 Piece TcpCollectives::chunk_of(const Collective& collective, const void* base, int i) const {
   const std::size_t item = item_size(collective.dtype);
   const Range range = chunk_range(collective.count, size(), i);
-  return {bytes(base) + range.begin * item, range.count * item};
+  return {bytes(base) + range.first * item, range.count * item};
 }
 
 void TcpCollectives::allreduce(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   const std::size_t partial_nbytes =
       collective.count * item_size(partial_dtype(collective.dtype, collective.reduce_op));
-  if (size() == 1) return copy(collective.out, collective.in, nbytes);
+  if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   switch (choose_allreduce(size(), static_cast<double>(nbytes), static_cast<double>(partial_nbytes))) {
     case AllreduceAlgorithm::one_shot:
       return allreduce_one_shot(call, collective);
@@ -352,7 +349,8 @@ void TcpCollectives::allreduce_two_shot(Call& call, const Collective& collective
 
 void TcpCollectives::broadcast(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  if (member(index_) == collective.root) copy(collective.out, collective.in, collective.out ? nbytes : 0);
+  if (member(index_) == collective.root)
+    copy_in_passes(call, collective.out, collective.in, collective.out ? nbytes : 0);
   if (size() == 1) return;
   switch (choose_broadcast(size(), static_cast<double>(nbytes))) {
     case BroadcastAlgorithm::binomial:
@@ -433,7 +431,7 @@ void TcpCollectives::broadcast_scatter(Call& call, const Collective& collective)
 
 void TcpCollectives::reduce(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  if (size() == 1) return copy(collective.out, collective.in, nbytes);
+  if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   if (is_reduce_direct(size(), static_cast<double>(nbytes))) return reduce_direct(call, collective);
   reduce_scattered(call, collective);
 }
@@ -493,7 +491,7 @@ void TcpCollectives::reduce_scattered(Call& call, const Collective& collective) 
 void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   const auto chunk_of = [&](int i) { return bytes(collective.in) + static_cast<std::size_t>(i) * nbytes; };
-  if (size() == 1) return copy(collective.out, collective.in, nbytes);
+  if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   // A result written over chunks that are still to be sent must wait elsewhere.
   const bool is_over_input = collective.out != chunk_of(index_) &&
                              overlap(collective.out, nbytes, collective.in, nbytes * members_.size());
@@ -508,7 +506,7 @@ void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
     if (!ring.reduce_arrived()) exchange.wait();
   }
   exchange.finish();
-  copy(collective.out, out, nbytes);
+  copy_in_passes(call, collective.out, out, nbytes);
 }
 
 void TcpCollectives::all_gather(Call& call, const Collective& collective) {
@@ -516,7 +514,7 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
   // From here on the input is not looked at: it may be a part of the output that
   // is about to be received.
   char* const own = bytes(collective.out) + static_cast<std::size_t>(index_) * nbytes;
-  copy(own, collective.in, nbytes);
+  copy_in_passes(call, own, collective.in, nbytes);
   if (size() > 2 && is_all_gather_doubling(size(), static_cast<double>(nbytes)))
     return all_gather_bruck(call, collective);
   Exchange exchange(mesh_, call);
@@ -568,7 +566,9 @@ void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
   }
   const Piece own_in = outgoing_piece(collective, index_, root, index_);
   const Piece own_out = incoming_piece(collective, index_, root, index_);
-  const auto keep_own = [&] { copy(own_out.data, own_in.data, std::min(own_in.nbytes, own_out.nbytes)); };
+  const auto keep_own = [&] {
+    copy_in_passes(call, own_out.data, own_in.data, std::min(own_in.nbytes, own_out.nbytes));
+  };
   // In place, the own piece of a gather may lie where another's belongs, and that
   // of a scatter belongs where another's lies until it is sent.
   if (collective.op != Op::scatter) keep_own();

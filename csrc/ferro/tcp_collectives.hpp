@@ -14,11 +14,6 @@
 
 namespace ferro {
 
-// Elements [begin, begin + count) of an array.
-struct Range {
-  std::size_t begin;
-  std::size_t count;
-};
 // The i-th of `parts` nearly equal parts; the first ones are the larger.
 Range chunk_range(std::size_t count, int parts, int i);
 

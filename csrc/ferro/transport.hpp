@@ -41,9 +41,10 @@ class Transport {
   // were in a collective. May wait for kInquestSeconds. Empty where nobody tells.
   virtual std::vector<int> find_missing() { return {}; }
 
-  // For a transport that joins the ranks of one host only: what testimony.hpp needs.
-  // Adds the ranks for which the call waits that runs on this thread.
+  // Adds the ranks for which the collective in progress waits, as far as that is known. From
+  // any thread.
   virtual void add_awaited(RankSet& ranks) const = 0;
+  // For a transport that joins the ranks of one host only: what testimony.hpp needs.
   // Lets the others know for whom this rank was waiting, whatever it waited in. Before abort().
   virtual void testify(const RankSet& awaited) noexcept = 0;
   // Adds what other ranks have said so far.

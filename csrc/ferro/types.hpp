@@ -85,6 +85,12 @@ struct Collective {
   std::uint32_t tag = 0;  // the caller's own mark; ranks that disagree on it mismatch
 };
 
+// Elements [first, first + count) of an array.
+struct Range {
+  std::size_t first;
+  std::size_t count;
+};
+
 // One message between two ranks, as one of them calls it.
 struct PointToPoint {
   bool is_send = false;

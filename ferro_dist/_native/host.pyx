@@ -29,7 +29,6 @@ from ferro_dist.errors import (
     InvalidArray,
     LockPoisoned,
     SizeMismatch,
-    Timeout,
     UnsupportedOp,
 )
 
@@ -122,10 +121,7 @@ cdef class HostWork:
         cdef double seconds = UNLIMITED if timeout is None else arguments.check_patience(timeout)
         if self._communicator._num_forks != num_forks:
             self._communicator._refuse()
-        if not ferro.wait(self._task, seconds):
-            raise Timeout(
-                f"The call is still under way after {seconds:g} s. It goes on; wait again.",
-                rank=self._communicator.rank, seconds=seconds)
+        ferro.wait(self._communicator._engine, self._task, seconds)
         self._views = None
         self._communicator._in_flight.discard(self)
         try:
@@ -286,8 +282,7 @@ cdef class Communicator:
         memory._num_forks = num_forks
         memory._heap = heap
         memory._nbytes = nbytes
-        with nogil:  # backing gigabytes takes a while
-            memory._data = memory._heap.get().allocate(memory._nbytes)
+        memory._data = ferro.allocate(memory._heap, memory._nbytes)
         return memory
 
     # ---- Collectives ----------------------------------------------------------

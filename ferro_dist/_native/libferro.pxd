@@ -66,7 +66,6 @@ cdef extern from "ferro/segment.hpp" namespace "ferro" nogil:
 
 cdef extern from "ferro/heap.hpp" namespace "ferro" nogil:
     cdef cppclass Heap:
-        void* allocate(size_t nbytes) except +raise_native
         void free(void* data) noexcept
 
 
@@ -122,7 +121,9 @@ cdef extern from "python_call.hpp" namespace "ferro::python":
              double timeout_s) except +raise_native
     void exchange(const shared_ptr[Engine]& engine, Op op, const vector[PointToPoint]& messages,
                   double timeout_s) except +raise_native
-    cpp_bool wait(const shared_ptr[Task]& task, double timeout_s) except +raise_native
+    void wait(const shared_ptr[Engine]& engine, const shared_ptr[Task]& task,
+              double timeout_s) except +raise_native
+    void* allocate(const shared_ptr[Heap]& heap, size_t nbytes) except +raise_native
     cpp_bool close(const shared_ptr[Engine]& engine) noexcept
     void begin_exit() noexcept
     Alarm alarm_of(const shared_ptr[Engine]& engine) except +raise_native

@@ -33,6 +33,7 @@ cdef extern from "ferro/error.hpp" namespace "ferro" nogil:
         closed
         out_of_memory
         superseded
+        under_way
 
     cdef cppclass Error:
         ErrorCode code
@@ -46,6 +47,7 @@ cdef extern from "ferro/error.hpp" namespace "ferro" nogil:
         string detail
 
     Error current_error() noexcept
+    const uint64_t NO_SEQUENCE "ferro::kNoSequence"
 
 
 cdef extern from "ferro/types.hpp" namespace "ferro" nogil:
@@ -72,8 +74,10 @@ cdef object _exception_of(const Error& error):
         "op": (<bytes> name_of(<Op> error.op)).decode(),
         "rank": error.rank if error.rank >= 0 else None,
         "peer": error.peer if error.peer >= 0 else None,
-        "sequence": error.sequence if error.rank >= 0 else None,
+        "sequence": error.sequence if error.rank >= 0 and error.sequence != NO_SEQUENCE else None,
     }
+    if error.code == ErrorCode.under_way:
+        return _under_way(error, facts)
     cdef str where = _where(facts)
     if error.code == ErrorCode.timeout:
         return _timeout(error, where, facts)
@@ -118,12 +122,26 @@ cdef object _timeout(const Error& error, str where, dict facts):
     cdef str remedy = _remedy(names, len(missing))
     if error.reporter >= 0 and error.reporter != error.rank:
         what = f"rank {error.reporter} gave up waiting for {names}"
+    elif not missing and error.detail.empty():
+        # Long work of its own, or a call before it that waits.
+        what = "its time was up, and it waited for no other rank itself"
+        remedy = "Pass a larger timeout, or see whom the calls before it wait for."
     elif error.detail.empty():
         what = _silence(facts["op"], names, error.elapsed_s)
     else:  # it has not had its turn, and waited for no other rank
         what, remedy = _text(error.detail), "Let that call end first, or pass a larger timeout."
     return Timeout(
         f"{where}: {what}.\n{remedy}",
+        missing=missing, seconds=error.elapsed_s, **facts)
+
+
+cdef object _under_way(const Error& error, dict facts):
+    cdef size_t i
+    cdef tuple missing = tuple([error.missing[i] for i in range(error.missing.size())])
+    cdef str waiting = f", waiting for {_ranks(missing)}" if missing else ""
+    return Timeout(
+        f"{_call(facts)} is still under way on rank {error.rank} after {error.elapsed_s:g} s{waiting}.\n"
+        "It goes on; wait again.",
         missing=missing, seconds=error.elapsed_s, **facts)
 
 
@@ -151,7 +169,11 @@ cdef str _silence(str op, str names, double elapsed_s):
 cdef str _where(dict facts):
     if facts["rank"] is None:
         return "The group"
-    return f"{facts['op']} #{facts['sequence']} failed on rank {facts['rank']}"
+    return f"{_call(facts)} failed on rank {facts['rank']}"
+
+
+cdef str _call(dict facts):
+    return facts["op"] if facts["sequence"] is None else f"{facts['op']} #{facts['sequence']}"
 
 
 cdef str _reported_by(const Error& error):

@@ -119,10 +119,16 @@ inline void exchange(const std::shared_ptr<Communicator>& communicator, Op op,
   communicator->exchange(call.get(), op, messages);
 }
 
-// False if the time ran out first.
-inline bool wait(const std::shared_ptr<Task>& task, double timeout_s) {
+inline void wait(const std::shared_ptr<Communicator>& communicator, const std::shared_ptr<Task>& task,
+                 double timeout_s) {
   PythonCall call(timeout_s);
-  return task->wait(call.get());
+  communicator->wait(call.get(), *task);
+}
+
+inline void* allocate(const std::shared_ptr<Heap>& heap, std::size_t nbytes) {
+  PythonCall call(kUnlimited);
+  call.release_lock();  // backing memory takes a while, and another thread may be at it
+  return heap->allocate(call.get(), nbytes);
 }
 
 inline void begin_exit() noexcept { InterpreterExit::begin(); }

@@ -145,7 +145,7 @@ class Progress:
         listen: Callable[[], None],
         announce: Callable[[BaseException], None],
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self._translate = translate
         self._listen = listen
         self._announce = announce
@@ -167,14 +167,14 @@ class Progress:
                 "This group belongs to the parent process: a forked child cannot use it. "
                 "Start the child with the spawn method, and make a group there.",
                 op=op,
-                rank=self._rank,
+                rank=self.rank,
             )
         if self.first_error is not None:
             raise LockPoisoned(
                 f"{op}: the group ended with an earlier error: {self.first_error} "
                 "Make a new group.",
                 op=op,
-                rank=self._rank,
+                rank=self.rank,
             ) from self.first_error
 
     def advance(self) -> None:
@@ -248,7 +248,7 @@ class Progress:
             for candidate in (calls[0], call):
                 elapsed_s = candidate.elapsed_s()
                 if elapsed_s >= candidate.timeout_s:
-                    self.poison(_timeout(candidate, self._rank, elapsed_s))
+                    self.poison(_timeout(candidate, self.rank, elapsed_s))
                     return
 
 
@@ -276,7 +276,7 @@ class MpiWork(Work):
     def wait(self, timeout: float | None = None) -> None:
         patience = None if timeout is None else check_patience(timeout)
         if not self._progress.wait(self._lane, self._call, patience):
-            raise _still_running(self._call, patience or 0.0)
+            raise _still_running(self._call, self._progress.rank, patience or 0.0)
         self._call.value()
 
     def is_completed(self) -> bool:
@@ -370,12 +370,16 @@ def _ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-def _still_running(call: Call, seconds: float) -> Timeout:
+def _still_running(call: Call, rank: int, seconds: float) -> Timeout:
     missing = [] if call.is_done else call.awaited()
+    waiting = f", waiting for {_ranks(missing)}" if missing else ""
     return Timeout(
-        f"{call.label} is still under way after {seconds:.1f} s. It goes on: wait again.",
+        f"{call.label} is still under way on rank {rank} after {seconds:g} s{waiting}. "
+        "It goes on; wait again.",
         missing=missing,
         seconds=seconds,
         op=call.op,
+        rank=rank,
+        peer=missing[0] if len(missing) == 1 else None,
         sequence=call.sequence,
     )

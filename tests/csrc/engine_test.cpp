@@ -106,7 +106,8 @@ class Array {
  public:
   Array(Communicator& comm, bool is_symmetric, const Values& initial)
       : heap_(comm.heap()), size_(initial.size()) {
-    data_ = static_cast<std::int32_t*>(is_symmetric ? heap_->allocate(size_ * 4)
+    Call call(kTimeout);
+    data_ = static_cast<std::int32_t*>(is_symmetric ? heap_->allocate(call, size_ * 4)
                                                     : std::malloc(std::max<std::size_t>(1, size_ * 4)));
     if (!is_symmetric) heap_.reset();
     std::copy(initial.begin(), initial.end(), data_);
@@ -591,6 +592,40 @@ void test_more_ranks_than_a_round_divides_among_are_refused() {
   CHECK(layout.window_nbytes / SegmentLayout::kRoundSlots / 1024 >= kLinePair);
 }
 
+// ---- Signals inside long work ------------------------------------------------------
+
+// Symmetric arrays are reduced without a wait; the caller's signals are heard all the same.
+void test_a_signal_ends_a_long_reduction_of_symmetric_arrays() {
+  // Strikes once a part of the result is there.
+  struct Signal {
+    const volatile std::int32_t* first;
+    static void begin(void*) noexcept { std::this_thread::sleep_for(std::chrono::milliseconds(60)); }
+    static bool strike(void* self) noexcept { return *static_cast<Signal*>(self)->first != 0; }
+  };
+  const Group group = Communicator::create_group(2, 2);
+  on_each_rank(group, [](Communicator& comm, int rank) {
+    constexpr std::size_t n = 16000000;
+    Array x(comm, true, Values(n, 1)), out(comm, true, Values(n, 0));
+    Signal signal{out.data()};
+    Call call(kTimeout, rank == 0 ? Hooks{Signal::begin, Signal::strike, &signal} : Hooks{});
+    const ErrorCode code = code_of([&] { comm.run(call, make(Op::allreduce, n, x.data(), out.data())); });
+    CHECK(code == ErrorCode::interrupted);
+    CHECK(rank == 1 || out[n / 2 - 1] == 0);
+    comm.close();  // the peer may be in the middle of a pass over these arrays until it knows
+  });
+}
+
+void test_a_signal_ends_the_backing_of_symmetric_memory() {
+  const Group group = Communicator::create_group(2, 2);
+  Call call(kTimeout, {[](void*) noexcept { std::this_thread::sleep_for(std::chrono::milliseconds(60)); },
+                       [](void*) noexcept { return true; }, nullptr});
+  call.begin_blocking();
+  CHECK(code_of([&] { group[0]->heap()->allocate(call, std::size_t{256} << 20); }) == ErrorCode::interrupted);
+  Call patient(kTimeout);
+  void* const data = group[0]->heap()->allocate(patient, std::size_t{64} << 20);
+  group[0]->heap()->free(data);
+}
+
 // ---- Calls that queue --------------------------------------------------------------
 
 // A task that cannot even start makes the peers wait like one that fails.
@@ -925,6 +960,8 @@ int main() {
   test_message_that_does_not_fit_is_dropped();
   test_an_uneven_all_to_all_tells_that_it_blocks();
   for (const int size : {2, 3}) test_a_timeout_ends_a_call_that_never_waits(size);
+  test_a_signal_ends_a_long_reduction_of_symmetric_arrays();
+  test_a_signal_ends_the_backing_of_symmetric_memory();
   test_a_task_that_cannot_start_ends_the_group();
   test_a_queued_call_that_ends_too_late_says_which_it_was();
   test_a_queue_that_was_joined_starts_no_thread();
@@ -949,5 +986,5 @@ int main() {
     test_other_threads_get_in_beside_a_stream(is_over_sockets);
     test_memory_runs_out_behind_the_caller(is_over_sockets);
   }
-  std::puts("engine_test: 30 tests passed");
+  std::puts("engine_test: 32 tests passed");
 }

@@ -95,6 +95,46 @@ def waiting_may_be_given_up_and_taken_up_again(group: Group) -> None:
         assert work.result()[0] == 1
 
 
+@case(min_ranks=2)
+def who_gives_up_waiting_for_a_message_hears_who_is_missing(group: Group) -> None:
+    work = fd.recv(np.empty(1), group, 1, async_op=True) if group.rank == 0 else None
+    if work is not None:
+        error = raised(Timeout, work.wait, 0.01)
+        assert (error.op, error.rank, error.missing) == ("recv", 0, (1,))
+    fd.barrier(group)
+    if group.rank == 1:
+        fd.send(np.ones(1), group, 0)
+    if work is not None:
+        work.wait()
+
+
+@case(min_ranks=2)
+def who_gives_up_waiting_for_a_collective_hears_who_is_missing(group: Group) -> None:
+    if group.rank == 0:
+        works = [fd.barrier(group, async_op=True), fd.allreduce(np.ones(2), group, async_op=True)]
+        others = tuple(range(1, group.world_size))
+        error = raised(Timeout, works[0].wait, 0.05)
+        while not error.missing:  # the call has yet to begin
+            error = raised(Timeout, works[0].wait, 0.05)
+        assert (error.op, error.rank) == ("barrier", 0)
+        assert isinstance(error.sequence, int)
+        # Over hosts those that a rank itself waits for: of another host, its leader.
+        assert set(error.missing) <= set(others)
+        # It has not begun: whom it waits for is whom the one before it waits for.
+        behind = raised(Timeout, works[1].wait, 0.0)
+        assert (behind.op, behind.rank) == ("allreduce", 0)
+        assert behind.missing
+        assert set(behind.missing) <= set(others)
+        for peer in others:
+            fd.send(np.ones(1), group, peer)
+        for work in works:
+            work.wait()
+    else:
+        fd.recv(np.empty(1), group, 0)
+        fd.barrier(group)
+        fd.allreduce(np.ones(2), group)
+
+
 @case()
 def to_wait_for_what_is_no_time_is_refused(group: Group) -> None:
     for work in (fd.barrier(group, async_op=True), fd.batch([], group, async_op=True)):
