@@ -22,6 +22,11 @@ ABI = Path("csrc/abi")
 EMULATION = Path("csrc/emulation")
 EMULATED = Path("ferro_dist/_emulation")
 
+# csrc/nccl, beside the extensions that call it. A library, since they are several and must
+# share its threads and locks.
+COMMUNICATORS = "libferro_nccl.so"
+CALL_COMMUNICATORS = ("nccl", "nccl_connection", "nccl_group", "nccl_memory", "nccl_resource")
+
 # The CUDA runtimes that there are: for each, cudart.pyx is compiled and linked once.
 CUDART_VERSIONS = (12, 13)
 
@@ -48,6 +53,12 @@ COMPILE_ARGS = [
     "-Wno-unused-function",
     "-Wno-missing-field-initializers",
     "-Wno-cast-function-type",
+]
+
+# Its own functions are its own, whatever else of their names is loaded: nothing is looked up.
+COMMUNICATOR_ARGS = [
+    *(each for each in COMPILE_ARGS if each != "-fvisibility=hidden"),
+    "-fno-semantic-interposition",
 ]
 
 # Hidden: both emulated libraries are loaded into one process for everybody to see, and
@@ -81,7 +92,7 @@ COMPILED_PYTHON = ("collective", "point_to_point")
 
 
 def extensions() -> list[Extension]:
-    """One for each .pyx, two for cudart.pyx. `host` holds the engine, `nccl` the communicators."""
+    """One for each .pyx, two for cudart.pyx. `host` holds the engine."""
     names = [path.stem for path in sorted(NATIVE.glob("*.pyx")) if path.stem != "cudart"]
     return [
         *(Extension(f"ferro_dist.{name}", [f"ferro_dist/{name}.py"]) for name in COMPILED_PYTHON),
@@ -91,8 +102,7 @@ def extensions() -> list[Extension]:
 
 
 def extension(name: str, source: Path) -> Extension:
-    folders = {"host": ENGINE, "nccl": NCCL}
-    sources = sources_in(folders[name]) if name in folders else []
+    sources = sources_in(ENGINE) if name == "host" else []
     headers = [
         path
         for folder in (ENGINE, NCCL, ABI, NATIVE)
@@ -111,15 +121,19 @@ def extension(name: str, source: Path) -> Extension:
 
 
 def soname_of(extension_name: str) -> str | None:
-    """Return the CUDA library that an extension is linked against, None if it is none."""
-    if extension_name == "nccl":
+    """Return the library that an extension is linked against, None if it is none."""
+    if extension_name in CALL_COMMUNICATORS:
+        return COMMUNICATORS
+    if extension_name == "nccl_library":
         return "libnccl.so.2"
     version = extension_name.removeprefix("cudart")
     return f"libcudart.so.{version}" if version.isdigit() else None
 
 
 def run_path_args(soname: str | None) -> list[str]:
-    return [f"-Wl,--enable-new-dtags,-rpath,{RUNPATHS[soname]}"] if soname else []
+    if soname is None:
+        return []
+    return [f"-Wl,--enable-new-dtags,-rpath,{RUNPATHS.get(soname, '$ORIGIN')}"]
 
 
 def kernel_sources() -> list[str]:
@@ -191,7 +205,8 @@ class BuildNative(build_ext):  # setuptools has no types
     def build_extensions(self) -> None:
         strip_run_paths(self.compiler)
         strip_debug_information(self.compiler)
-        self.link_against_stubs()
+        compile_in_parallel(self.compiler, self.parallel or 1)
+        self.link_libraries()
         # Here and not in setup(): an sdist, which asks only for the sources, then
         # lists the .pyx, and metadata are read without Cython's seconds.
         from Cython.Build import cythonize
@@ -206,7 +221,6 @@ class BuildNative(build_ext):  # setuptools has no types
         )
         for extension, generated in zip(self.extensions, translated, strict=True):
             extension.sources = generated.sources
-        compile_in_parallel(self.compiler, self.parallel or 1)
         super().build_extensions()
         self.build_emulation()
 
@@ -224,8 +238,17 @@ class BuildNative(build_ext):  # setuptools has no types
         shutil.copyfile(source, copy)
         return str(copy)
 
-    def link_against_stubs(self) -> None:
-        """Give the extensions for CUDA a library to be linked against, which need not be here.
+    def link_libraries(self) -> None:
+        """Give the extensions for CUDA the libraries that they are linked against."""
+        libraries = {soname: self.link_stub(soname) for soname in RUNPATHS}
+        libraries[COMMUNICATORS] = self.link_communicators(libraries["libnccl.so.2"])
+        for extension in self.extensions:
+            soname = soname_of(extension.name.rpartition(".")[2])
+            if soname is not None:
+                extension.extra_objects = [libraries[soname]]
+
+    def link_stub(self, soname: str) -> str:
+        """Make a stand-in for a library of CUDA's, which need not be here.
 
         It has the real one's name and functions that do nothing; what is loaded at run
         time is the real one. So the package builds on a machine without CUDA, as
@@ -233,16 +256,24 @@ class BuildNative(build_ext):  # setuptools has no types
         """
         folder = Path(self.build_temp) / "stubs"
         folder.mkdir(parents=True, exist_ok=True)
-        for extension in self.extensions:
-            soname = soname_of(extension.name.rpartition(".")[2])
-            if soname is None:
-                continue
-            header = ABI / f"{soname.removeprefix('lib').partition('.')[0]}.h"
-            source = folder / f"{soname}.c"
-            stubs = [f"int {name}(void) {{ return 0; }}" for name in declared_functions(header)]
-            source.write_text("\n".join(stubs) + "\n", encoding="utf-8")
-            objects = self.compiler.compile([str(source)], output_dir=self.build_temp)
-            extension.extra_objects = [self.link_library(soname, objects, folder)]
+        header = ABI / f"{soname.removeprefix('lib').partition('.')[0]}.h"
+        source = folder / f"{soname}.c"
+        stubs = [f"int {name}(void) {{ return 0; }}" for name in declared_functions(header)]
+        source.write_text("\n".join(stubs) + "\n", encoding="utf-8")
+        objects = self.compiler.compile([str(source)], output_dir=self.build_temp)
+        return self.link_library(soname, objects, folder)
+
+    def link_communicators(self, nccl: str) -> str:
+        folder = Path(self.build_lib) / NATIVE
+        folder.mkdir(parents=True, exist_ok=True)
+        objects = self.compiler.compile(
+            sources_in(NCCL),
+            output_dir=self.build_temp,
+            include_dirs=["csrc"],
+            extra_preargs=COMMUNICATOR_ARGS,
+        )
+        link_args = ["-Wl,-Bsymbolic", *run_path_args("libnccl.so.2")]
+        return self.link_library(COMMUNICATORS, [*objects, nccl], folder, link_args)
 
     def build_emulation(self) -> None:
         """Build the emulated libraries beside the extensions."""
@@ -271,10 +302,12 @@ class BuildNative(build_ext):  # setuptools has no types
         )
         return objects
 
-    def link_library(self, soname: str, objects: list[str], folder: Path) -> str:
+    def link_library(
+        self, soname: str, objects: list[str], folder: Path, link_args: Sequence[str] = ()
+    ) -> str:
         """Link a shared library of that name in `folder`; return its path."""
         library = folder / soname
-        link_args = [f"-Wl,-soname,{soname}", "-pthread"]
+        link_args = [f"-Wl,-soname,{soname}", "-pthread", *link_args]
         script = version_script(soname)
         if script is not None:
             path = Path(self.build_temp) / f"{soname}.map"
@@ -293,6 +326,7 @@ class BuildNative(build_ext):  # setuptools has no types
         if not self.inplace:
             self.copy_extensions_to_source()
         # In place, too: setuptools builds elsewhere then, and copies what it knows of.
+        shutil.copy(Path(self.build_lib) / NATIVE / COMMUNICATORS, NATIVE)
         for library in (Path(self.build_lib) / EMULATED).glob("*.so.*"):
             shutil.copy(library, EMULATED)
 

@@ -123,7 +123,7 @@ def device_empty(shape: Sequence[int], code: int, device: int) -> Array:
     UnsupportedOp
         Neither is.
     """
-    from ferro_dist._native.nccl import NcclMemory
+    from ferro_dist._native.nccl_memory import NcclMemory
 
     dtype = numpy_dtype(code)
     library = next((each for each in (_EMULATED, _TORCH, _CUPY) if each.has_gpu()), None)

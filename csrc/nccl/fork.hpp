@@ -8,8 +8,9 @@
 namespace ferro::nccl {
 
 // How often this process was forked from another; asking costs a load, where
-// getpid() is a system call.
-inline int& num_forks() noexcept {
+// getpid() is a system call. Visible, of which GCC makes one in the process: the module that
+// makes an object and the one that asks whether it is this process's may differ.
+__attribute__((visibility("default"))) inline int& num_forks() noexcept {
   static int count = (pthread_atfork(nullptr, nullptr, [] { ++num_forks(); }), 0);
   return count;
 }

@@ -122,7 +122,8 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
       spare_events_.push_back(done);  // the graph keeps its place; the event may be recorded anew
     } else {
       flights_.push_back({done, op, timeout_s, now_s(), std::move(entry)});
-      ticket = num_launched_.fetch_add(1, std::memory_order_acq_rel) + 1;
+      ticket = num_launched_.load(std::memory_order_relaxed) + 1;
+      num_launched_.store(ticket, std::memory_order_release);
     }
     is_crowded = flights_.size() >= retire_at_;
     prepare_event();

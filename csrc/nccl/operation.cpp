@@ -43,9 +43,9 @@ class Exchange {
   ncclResult_t result_;
 };
 
-ncclResult_t all_to_all(const Operation& o, ncclComm_t comm, int world_size) {
-  if (ncclAlltoAll != nullptr) return ncclAlltoAll(o.in, o.out, o.count, o.dtype, comm, o.stream);
-  Exchange exchange(o.dtype, o.count, comm, o.stream);
+ncclResult_t all_to_all(const Operation& o, cudaStream_t stream, ncclComm_t comm, int world_size) {
+  if (ncclAlltoAll != nullptr) return ncclAlltoAll(o.in, o.out, o.count, o.dtype, comm, stream);
+  Exchange exchange(o.dtype, o.count, comm, stream);
   for (int peer = 0; peer < world_size; ++peer) {
     exchange.send(o.in, peer, peer);
     exchange.recv(o.out, peer, peer);
@@ -53,30 +53,30 @@ ncclResult_t all_to_all(const Operation& o, ncclComm_t comm, int world_size) {
   return exchange.end();
 }
 
-ncclResult_t gather(const Operation& o, ncclComm_t comm, int rank, int world_size) {
-  if (ncclGather != nullptr) return ncclGather(o.in, o.out, o.count, o.dtype, o.peer, comm, o.stream);
-  Exchange exchange(o.dtype, o.count, comm, o.stream);
+ncclResult_t gather(const Operation& o, cudaStream_t stream, ncclComm_t comm, int rank, int world_size) {
+  if (ncclGather != nullptr) return ncclGather(o.in, o.out, o.count, o.dtype, o.peer, comm, stream);
+  Exchange exchange(o.dtype, o.count, comm, stream);
   exchange.send(o.in, 0, o.peer);
   for (int peer = 0; rank == o.peer && peer < world_size; ++peer) exchange.recv(o.out, peer, peer);
   return exchange.end();
 }
 
-ncclResult_t scatter(const Operation& o, ncclComm_t comm, int rank, int world_size) {
-  if (ncclScatter != nullptr) return ncclScatter(o.in, o.out, o.count, o.dtype, o.peer, comm, o.stream);
-  Exchange exchange(o.dtype, o.count, comm, o.stream);
+ncclResult_t scatter(const Operation& o, cudaStream_t stream, ncclComm_t comm, int rank, int world_size) {
+  if (ncclScatter != nullptr) return ncclScatter(o.in, o.out, o.count, o.dtype, o.peer, comm, stream);
+  Exchange exchange(o.dtype, o.count, comm, stream);
   for (int peer = 0; rank == o.peer && peer < world_size; ++peer) exchange.send(o.in, peer, peer);
   exchange.recv(o.out, 0, o.peer);
   return exchange.end();
 }
 
-ncclResult_t put(const Operation& o, ncclComm_t comm) {
+ncclResult_t put(const Operation& o, cudaStream_t stream, ncclComm_t comm) {
   return ncclPutSignal(o.in, o.count, o.dtype, o.peer, o.window, o.offset, o.signal, o.context, 0, comm,
-                       o.stream);
+                       stream);
 }
 
-ncclResult_t wait_signal(const Operation& o, ncclComm_t comm) {
+ncclResult_t wait_signal(const Operation& o, cudaStream_t stream, ncclComm_t comm) {
   ncclWaitSignalDesc_t awaited = {o.signal_count, o.peer, o.signal, o.context};
-  return ncclWaitSignal(1, &awaited, comm, o.stream);
+  return ncclWaitSignal(1, &awaited, comm, stream);
 }
 
 }  // namespace
@@ -101,34 +101,34 @@ void check_available(Op op) {
   if (op == Op::wait_signal) require(ncclWaitSignal, "ncclWaitSignal", "2.29.2");
 }
 
-ncclResult_t issue(const Operation& o, ncclComm_t comm, int rank, int world_size) {
+ncclResult_t issue(const Operation& o, cudaStream_t stream, ncclComm_t comm, int rank, int world_size) {
   switch (o.op) {
     case Op::allreduce:
-      return ncclAllReduce(o.in, o.out, o.count, o.dtype, o.reduce_op, comm, o.stream);
+      return ncclAllReduce(o.in, o.out, o.count, o.dtype, o.reduce_op, comm, stream);
     case Op::broadcast:
-      return ncclBroadcast(o.in, o.out, o.count, o.dtype, o.peer, comm, o.stream);
+      return ncclBroadcast(o.in, o.out, o.count, o.dtype, o.peer, comm, stream);
     case Op::reduce:
-      return ncclReduce(o.in, o.out, o.count, o.dtype, o.reduce_op, o.peer, comm, o.stream);
+      return ncclReduce(o.in, o.out, o.count, o.dtype, o.reduce_op, o.peer, comm, stream);
     case Op::all_gather:
-      return ncclAllGather(o.in, o.out, o.count, o.dtype, comm, o.stream);
+      return ncclAllGather(o.in, o.out, o.count, o.dtype, comm, stream);
     case Op::reduce_scatter:
-      return ncclReduceScatter(o.in, o.out, o.count, o.dtype, o.reduce_op, comm, o.stream);
+      return ncclReduceScatter(o.in, o.out, o.count, o.dtype, o.reduce_op, comm, stream);
     case Op::all_to_all:
-      return all_to_all(o, comm, world_size);
+      return all_to_all(o, stream, comm, world_size);
     case Op::gather:
-      return gather(o, comm, rank, world_size);
+      return gather(o, stream, comm, rank, world_size);
     case Op::scatter:
-      return scatter(o, comm, rank, world_size);
+      return scatter(o, stream, comm, rank, world_size);
     case Op::send:
-      return ncclSend(o.in, o.count, o.dtype, o.peer, comm, o.stream);
+      return ncclSend(o.in, o.count, o.dtype, o.peer, comm, stream);
     case Op::recv:
-      return ncclRecv(o.out, o.count, o.dtype, o.peer, comm, o.stream);
+      return ncclRecv(o.out, o.count, o.dtype, o.peer, comm, stream);
     case Op::put:
-      return put(o, comm);
+      return put(o, stream, comm);
     case Op::signal:
-      return ncclSignal(o.peer, o.signal, o.context, 0, comm, o.stream);
+      return ncclSignal(o.peer, o.signal, o.context, 0, comm, stream);
     case Op::wait_signal:
-      return wait_signal(o, comm);
+      return wait_signal(o, stream, comm);
   }
   return ncclInvalidArgument;
 }

@@ -52,9 +52,10 @@ std::size_t item_size(ncclDataType_t dtype) noexcept;
 // Throws ErrorKind::too_old if the loaded library has no such call, nor can do without it.
 void check_available(Op op);
 
-// Makes the call on `comm`. Where the loaded library is older than all_to_all, gather and
-// scatter (2.28), sends and receives in a group do the same.
-ncclResult_t issue(const Operation& operation, ncclComm_t comm, int rank, int world_size);
+// Makes the call on `comm` and `stream`, whatever the operation's is. Where the loaded library is older than
+// all_to_all, gather and scatter (2.28), sends and receives in a group do the same.
+ncclResult_t issue(const Operation& operation, cudaStream_t stream, ncclComm_t comm, int rank,
+                   int world_size);
 
 }  // namespace ferro::nccl
 

@@ -59,11 +59,16 @@ class EmulatedGpu:
     ----------
     cudart, nccl : ctypes.CDLL
         The emulated libraries, for calls that nothing here makes.
+    streams : mapping of int to EmulatedStream
+        Those made here, by their handles.
     """
 
     def __init__(self, cudart: ctypes.CDLL, nccl: ctypes.CDLL) -> None:
         self.cudart = cudart
         self.nccl = nccl
+        self.streams: weakref.WeakValueDictionary[int, EmulatedStream] = (
+            weakref.WeakValueDictionary()
+        )
         cudart.cudaGetErrorString.restype = ctypes.c_char_p
 
     # Arrays
@@ -241,7 +246,8 @@ class EmulatedGpu:
 
     def _allocate(self, shape: tuple[int, ...], dtype: Any, stream: Any) -> EmulatedArray:
         nbytes = math.prod(shape) * dtype.itemsize
-        memory = _Memory(self, nbytes, current_stream() if stream is None else stream)
+        where = current_stream() if stream is None else stream
+        memory = _Memory(self, nbytes, self.streams.get(where, where))
         return EmulatedArray(memory, memory.address, shape, None, dtype, self.current_device)
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
@@ -264,7 +270,8 @@ class _Memory:
     """An allocation of one stream.
 
     Its last array takes it along: as the allocators of GPU libraries have it, once what
-    the stream was given is done. Work in other streams is not waited for, and faults.
+    the stream was given is done. Work in other streams is not waited for, and faults. It keeps
+    its stream: what one that is gone still does could not be waited for.
     """
 
     def __init__(self, gpu: EmulatedGpu, nbytes: int, stream: Any) -> None:
@@ -274,7 +281,7 @@ class _Memory:
             gpu.check(gpu.cudart.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(nbytes)))
         self.address = address.value or 0
         # Not at exit: streams may still be working, as they may be on a GPU.
-        weakref.finalize(self, _free, gpu, self.address, _handle(stream)).atexit = False
+        weakref.finalize(self, _free, gpu, self.address, stream).atexit = False
 
 
 def array_over(memory: Any, shape: tuple[int, ...], dtype: Any) -> EmulatedArray:
@@ -299,6 +306,7 @@ class EmulatedStream:
         gpu.check(gpu.cudart.cudaStreamCreateWithFlags(ctypes.byref(handle), flags))
         self.handle = handle.value or 0
         self._before: list[int] = []
+        gpu.streams[self.handle] = self
         weakref.finalize(self, _destroy_stream, gpu, self.handle).atexit = False
 
     def __cuda_stream__(self) -> tuple[int, int]:
@@ -414,9 +422,9 @@ def _relaxed_capture(gpu: EmulatedGpu) -> Iterator[None]:
         gpu.cudart.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-def _free(gpu: EmulatedGpu, address: int, stream: ctypes.c_void_p) -> None:
+def _free(gpu: EmulatedGpu, address: int, stream: Any) -> None:
     pointer = ctypes.c_void_p(address)
-    if gpu.cudart.cudaFreeAsync(pointer, stream) != 0:  # the stream is gone, or is captured
+    if gpu.cudart.cudaFreeAsync(pointer, _handle(stream)) != 0:  # it is gone, or is captured
         gpu.cudart.cudaGetLastError()
         with _relaxed_capture(gpu):
             gpu.cudart.cudaFree(pointer)

@@ -1,7 +1,29 @@
 # The border between arrays of any library and raw memory: what host.pyx and
-# nccl.pyx read of an array.
+# nccl_operation.pyx read of an array.
 
 from ferro_dist._native.dlpack cimport DLManagedTensor, DLManagedTensorVersioned
+
+
+# ferro::DType, in its order.
+cdef enum DType:
+    BOOLEAN
+    INT8
+    UINT8
+    INT16
+    UINT16
+    INT32
+    UINT32
+    INT64
+    UINT64
+    FLOAT16
+    BFLOAT16
+    FLOAT32
+    FLOAT64
+    COMPLEX64
+    COMPLEX128
+    E4M3
+    E5M2
+    DTYPE_COUNT
 
 
 cdef class BufferView:
@@ -10,13 +32,16 @@ cdef class BufferView:
     cdef readonly size_t count          # elements
     cdef readonly size_t nbytes
     cdef readonly int itemsize
-    cdef readonly int dtype             # a value of ferro::DType
+    cdef readonly int dtype             # a DType
     cdef readonly int device_type       # DLPack's number: 1 CPU, 2 CUDA
     cdef readonly int device_id         # -1 where a CUDA array does not tell
     cdef readonly bint is_readonly
     cdef readonly bint is_contiguous    # C order, no gaps
 
-    # What must be given back when the view goes; at most one of the three is set.
+
+# One whose memory was handed out by its owner, and must be given back; one of the three is set.
+# Apart from the others, which are made and freed faster without.
+cdef class ExportedView(BufferView):
     cdef Py_buffer* _buffer
     cdef DLManagedTensor* _capsule
     cdef DLManagedTensorVersioned* _versioned

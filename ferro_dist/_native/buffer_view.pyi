@@ -1,8 +1,10 @@
 from typing import Any, final
 
+from typing_extensions import disjoint_base
+
 __all__ = ["BufferView", "as_output", "as_view"]
 
-@final
+@disjoint_base
 class BufferView:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     @property
@@ -25,6 +27,9 @@ class BufferView:
     def is_readonly(self) -> bool: ...
     @property
     def is_contiguous(self) -> bool: ...
+
+@final
+class ExportedView(BufferView): ...
 
 def as_view(array: Any) -> BufferView: ...
 def as_output(array: Any) -> BufferView: ...

@@ -34,27 +34,6 @@ from ferro_dist.errors import InvalidArray
 __all__ = ["BufferView", "as_output", "as_view"]
 
 
-# ferro::DType, in its order.
-cdef enum DType:
-    BOOLEAN
-    INT8
-    UINT8
-    INT16
-    UINT16
-    INT32
-    UINT32
-    INT64
-    UINT64
-    FLOAT16
-    BFLOAT16
-    FLOAT32
-    FLOAT64
-    COMPLEX64
-    COMPLEX128
-    E4M3
-    E5M2
-    DTYPE_COUNT
-
 cdef int UNSUPPORTED = -1
 
 cdef int[<int> DTYPE_COUNT] ITEM_SIZES
@@ -66,9 +45,8 @@ SUPPORTED = (
 )
 
 
-@cython.final
 @cython.freelist(32)
-@cython.no_gc_clear  # the owner must outlive what __dealloc__ gives back
+@cython.no_gc_clear  # the owner must outlive what an ExportedView gives back
 cdef class BufferView:
     """Memory of an array, described; made by `as_view`.
 
@@ -89,6 +67,12 @@ cdef class BufferView:
             f"<BufferView of {self.count} elements, dtype {self.dtype}, at {self.address:#x}, "
             f"device ({self.device_type}, {self.device_id})>"
         )
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class ExportedView(BufferView):
+    """A view that gives back what its owner has handed out."""
 
     def __dealloc__(self):
         if self._buffer != NULL:
@@ -187,6 +171,12 @@ cdef inline bint _requires_grad(object array):
 
 cdef inline BufferView _new_view(object owner):
     cdef BufferView view = BufferView.__new__(BufferView)
+    view.owner = owner
+    return view
+
+
+cdef inline ExportedView _new_exported(object owner):
+    cdef ExportedView view = ExportedView.__new__(ExportedView)
     view.owner = owner
     return view
 
@@ -394,7 +384,8 @@ cdef BufferView _view_through_exchange_api(object array, DLExchangeApi* api):
         raise InvalidArray(
             f"cannot move this {_name(array)}: {_first_line(cause)}. {_remedy(array)}"
         ) from cause
-    cdef BufferView view = _view_of_dltensor(array, &tensor)
+    cdef BufferView view = _new_view(array)
+    _fill(view, &tensor)
     _check_torch_bits(array, view, &tensor)
     return view
 
@@ -443,11 +434,11 @@ cdef inline bint _has_dense_strides(const DLTensor* tensor) noexcept:
 
 # --- DLPack tensors ---------------------------------------------------------------------
 
-cdef BufferView _view_of_dltensor(object array, const DLTensor* tensor):
+cdef int _fill(BufferView view, const DLTensor* tensor) except -1:
     cdef int dtype = _dtype_of_dlpack(tensor.dtype)
     if dtype == UNSUPPORTED:
-        raise _unsupported_dtype(array, getattr(array, "dtype", _dlpack_name(tensor.dtype)))
-    cdef BufferView view = _new_view(array)
+        raise _unsupported_dtype(
+            view.owner, getattr(view.owner, "dtype", _dlpack_name(tensor.dtype)))
     cdef size_t count = 1
     cdef int axis
     for axis in range(tensor.ndim):
@@ -455,8 +446,7 @@ cdef BufferView _view_of_dltensor(object array, const DLTensor* tensor):
     _set_size(view, dtype, count)
     view.data = NULL if tensor.data == NULL else <char*> tensor.data + tensor.byte_offset
     view.is_contiguous = _is_contiguous(tensor.ndim, tensor.shape, tensor.strides, 1)
-    _set_device(view, tensor.device.device_type, tensor.device.device_id)
-    return view
+    return _set_device(view, tensor.device.device_type, tensor.device.device_id)
 
 
 cdef inline int _dtype_of_dlpack(DLDataType dtype) noexcept:
@@ -597,7 +587,7 @@ cdef BufferView _view_through_buffer(object array):
 
     JAX's bfloat16 arrays and those on a GPU are so.
     """
-    cdef BufferView view = _new_view(array)
+    cdef ExportedView view = _new_exported(array)
     cdef Py_buffer* buffer = <Py_buffer*> PyMem_Malloc(sizeof(Py_buffer))
     if buffer == NULL:
         raise MemoryError
@@ -778,40 +768,26 @@ cdef object _readable(object array):
 
 
 cdef BufferView _adopt_versioned(object array, object capsule):
-    cdef DLManagedTensorVersioned* managed = <DLManagedTensorVersioned*> PyCapsule_GetPointer(
+    cdef ExportedView view = _new_exported(array)
+    view._versioned = <DLManagedTensorVersioned*> PyCapsule_GetPointer(
         capsule, "dltensor_versioned"
     )
     PyCapsule_SetName(capsule, "used_dltensor_versioned")
-    cdef uint32_t major = managed.version.major
+    cdef uint32_t major = view._versioned.version.major
     if major != DLPACK_MAJOR:
-        if managed.deleter != NULL:
-            managed.deleter(managed)
         raise InvalidArray(
             f"cannot move this {_name(array)}: its DLPack is of version {major}, not {DLPACK_MAJOR}"
         )
-    cdef BufferView view
-    try:
-        view = _view_of_dltensor(array, &managed.tensor)
-    except BaseException:
-        if managed.deleter != NULL:
-            managed.deleter(managed)
-        raise
-    view._versioned = managed
-    view.is_readonly = managed.flags & DLPACK_READ_ONLY
+    _fill(view, &view._versioned.tensor)
+    view.is_readonly = view._versioned.flags & DLPACK_READ_ONLY
     return view
 
 
 cdef BufferView _adopt_unversioned(object array, object capsule):
-    cdef DLManagedTensor* managed = <DLManagedTensor*> PyCapsule_GetPointer(capsule, "dltensor")
+    cdef ExportedView view = _new_exported(array)
+    view._capsule = <DLManagedTensor*> PyCapsule_GetPointer(capsule, "dltensor")
     PyCapsule_SetName(capsule, "used_dltensor")
-    cdef BufferView view
-    try:
-        view = _view_of_dltensor(array, &managed.tensor)
-    except BaseException:
-        if managed.deleter != NULL:
-            managed.deleter(managed)
-        raise
-    view._capsule = managed
+    _fill(view, &view._capsule.tensor)
     # The old struct cannot say so, and JAX still hands it out for its immutable arrays.
     view.is_readonly = is_of_jax(array)
     return view

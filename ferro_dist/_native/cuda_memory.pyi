@@ -1,10 +1,11 @@
 from typing import Any, final
 
-__all__ = ["DeviceMemory", "PinnedMemory", "copy_async", "fill_async", "location_of"]
+from typing_extensions import disjoint_base
 
-@final
-class DeviceMemory:
-    def __init__(self, nbytes: int, device: int | None = None) -> None: ...
+__all__ = ["DeviceMemory", "GpuBytes", "PinnedMemory", "copy_async", "fill_async", "location_of"]
+
+@disjoint_base
+class GpuBytes:
     @property
     def nbytes(self) -> int: ...
     @property
@@ -14,6 +15,10 @@ class DeviceMemory:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class DeviceMemory(GpuBytes):
+    def __init__(self, nbytes: int, device: int | None = None) -> None: ...
     def close(self) -> None: ...
 
 @final

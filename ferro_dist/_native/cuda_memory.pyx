@@ -6,6 +6,7 @@ from libc.stdint cimport uintptr_t
 
 from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart
 from ferro_dist._native.cuda_stream cimport stream_handle
+from ferro_dist._native.dlpack cimport CUDA
 from ferro_dist._native.libcudart cimport (
     Cudart, cudaError_t, cudaHostAllocDefault, cudaMemcpyDefault, cudaMemoryTypeDevice,
     cudaMemoryTypeHost, cudaMemoryTypeManaged, cudaPointerAttributes, cudaStream_t,
@@ -14,35 +15,22 @@ from ferro_dist._native.libnccl cimport num_forks
 
 from ferro_dist._native.cuda_runtime import DeviceGuard, current_device
 
-__all__ = ["DeviceMemory", "PinnedMemory", "copy_async", "fill_async", "location_of"]
+__all__ = [
+    "DeviceMemory", "GpuBytes", "PinnedMemory", "copy_async", "fill_async", "location_of",
+]
 
 
-@cython.final
-cdef class DeviceMemory:
-    """Bytes of a GPU, not initialized; exports ``__cuda_array_interface__`` as uint8.
+cdef class GpuBytes:
+    """Bytes of a GPU, whoever allocates them; exports ``__cuda_array_interface__`` as uint8."""
 
-    Parameters
-    ----------
-    nbytes : int
-    device : int, optional
-        The current device if not given.
-    """
-
-    cdef void* _data
-    cdef readonly size_t nbytes
-    cdef readonly int device
-    cdef int _num_forks
-
-    def __init__(self, size_t nbytes, device=None):
-        cdef const Cudart* cuda = cudart()
-        cdef cudaError_t status
+    cdef int describe(self, size_t nbytes, device) except -1:
         self.nbytes = nbytes
         self.device = current_device() if device is None else device
         self._num_forks = num_forks()
-        with DeviceGuard(self.device):
-            with nogil:
-                status = cuda.cudaMalloc(&self._data, nbytes)
-            CHECK_CUDA(status, "cudaMalloc")
+        return 0
+
+    cdef bint is_own(self) noexcept:
+        return self._num_forks == num_forks()
 
     @property
     def address(self):
@@ -56,7 +44,28 @@ cdef class DeviceMemory:
         }
 
     def __dlpack_device__(self):
-        return 2, self.device
+        return <int> CUDA, self.device
+
+
+@cython.final
+cdef class DeviceMemory(GpuBytes):
+    """Bytes of a GPU, not initialized.
+
+    Parameters
+    ----------
+    nbytes : int
+    device : int, optional
+        The current device if not given.
+    """
+
+    def __init__(self, size_t nbytes, device=None):
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
+        self.describe(nbytes, device)
+        with DeviceGuard(self.device):
+            with nogil:
+                status = cuda.cudaMalloc(&self._data, nbytes)
+            CHECK_CUDA(status, "cudaMalloc")
 
     def close(self):
         """Free the memory, once the device has done all its work. Idempotent."""
@@ -64,7 +73,7 @@ cdef class DeviceMemory:
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
         self._data = NULL
-        if data == NULL or self._num_forks != num_forks():
+        if data == NULL or not self.is_own():
             return
         with nogil:  # waits for the device
             status = cuda.cudaFree(data)
@@ -72,7 +81,7 @@ cdef class DeviceMemory:
 
     def __dealloc__(self):
         cdef const Cudart* cuda
-        if self._data != NULL and self._num_forks == num_forks():
+        if self._data != NULL and self.is_own():
             cuda = cudart()
             with nogil:
                 cuda.cudaFree(self._data)

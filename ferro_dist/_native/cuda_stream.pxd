@@ -1,5 +1,6 @@
 # Streams and events, own or borrowed.
 
+from cpython.object cimport PyObject
 from libcpp.vector cimport vector
 
 from ferro_dist._native.buffer_view cimport BufferView
@@ -33,11 +34,19 @@ cdef cudaStream_t current_stream(BufferView view) except? NULL
 cdef vector[cudaStream_t] streams_of_thread(int device) except *
 
 # The answer of the library asked last, for many arrays in a row: those of one type that has
-# an exchange table, on one device, have one current stream. `array_type` is null to begin with.
+# an exchange table, on one device, have one current stream. Begins as KnownStream(NULL, -1, NULL).
 cdef struct KnownStream:
     void* array_type
     int device
     cudaStream_t stream
 
+
 # current_stream, asking again only where the answer may be another.
-cdef cudaStream_t known_stream(BufferView view, KnownStream* known) except? NULL
+cdef inline cudaStream_t known_stream(BufferView view, KnownStream* known) except? NULL:
+    cdef void* array_type = <void*> (<PyObject*> view.owner).ob_type
+    if known.array_type == array_type and known.device == view.device_id:
+        return known.stream
+    return learn_stream(view, known)
+
+# current_stream, kept in `known` where others have the same.
+cdef cudaStream_t learn_stream(BufferView view, KnownStream* known) except? NULL

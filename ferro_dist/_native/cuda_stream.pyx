@@ -3,6 +3,7 @@
 import sys
 
 cimport cython
+from cpython.object cimport PyObject
 from libc.stdint cimport uintptr_t
 from libcpp.vector cimport vector
 
@@ -223,15 +224,13 @@ cdef cudaStream_t current_stream(BufferView view) except? NULL:
     return _stream_of_library(view)
 
 
-cdef cudaStream_t known_stream(BufferView view, KnownStream* known) except? NULL:
-    cdef object cls = type(view.owner)
-    cdef void* array_type = <void*> cls
+cdef cudaStream_t learn_stream(BufferView view, KnownStream* known) except? NULL:
     cdef void* stream = NULL
-    if known.array_type == array_type and known.device == view.device_id:
-        return known.stream
     if not current_stream_of(view, &stream):
         return _stream_of_library(view)
-    known[0] = KnownStream(array_type, view.device_id, <cudaStream_t> stream)
+    known.array_type = <void*> (<PyObject*> view.owner).ob_type
+    known.device = view.device_id
+    known.stream = <cudaStream_t> stream
     return known.stream
 
 

@@ -6,11 +6,8 @@ from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 
-from ferro_dist._native.dlpack cimport (
-    BFLOAT, BOOL, COMPLEX, CUDA, DLDataType, DLDevice, DLManagedTensor, FLOAT, FLOAT8_E4M3FN,
-    FLOAT8_E5M2, INT, UINT,
-)
-from ferro_dist._native.dlpack_export cimport delete_managed, drop_capsule
+from ferro_dist._native.dlpack cimport CUDA, DLDataType, DLDevice, DLManagedTensor
+from ferro_dist._native.dlpack_export cimport delete_managed, dlpack_dtype_of, drop_capsule
 
 import math
 
@@ -26,11 +23,6 @@ cdef enum:
     MAX_NDIM = 64
     LEGACY_STREAM = 1  # its number in DLPack, and a handle that CUDA takes for it
     NO_STREAM = -1     # whoever asks puts streams in order himself
-
-cdef dict CODES = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
-cdef dict CODES_OF_EXTENSIONS = {
-    "bfloat16": BFLOAT, "float8_e4m3fn": FLOAT8_E4M3FN, "float8_e5m2": FLOAT8_E5M2,
-}
 
 
 @cython.final
@@ -60,7 +52,7 @@ cdef class DeviceArray:
         self.shape = shape
         self.dtype = numpy.dtype(dtype)
         self.device = device
-        self._dlpack_dtype = _dlpack_dtype_of(self.dtype)
+        self._dlpack_dtype = dlpack_dtype_of(self.dtype)
         # Some memory even for no elements: CUDA allocates none, and says null.
         self._memory = DeviceMemory(max(1, math.prod(shape) * self.dtype.itemsize), device)
         for axis, extent in enumerate(shape):
@@ -87,11 +79,6 @@ cdef class DeviceArray:
         with DeviceGuard(self.device):
             written = Stream.borrow(LEGACY_STREAM, self.device).record()
             Stream.borrow(stream, self.device).wait(written)
-
-
-cdef DLDataType _dlpack_dtype_of(object dtype) except *:
-    return DLDataType(
-        CODES_OF_EXTENSIONS.get(dtype.name, CODES.get(dtype.kind)), dtype.itemsize * 8, 1)
 
 
 # The shape lies in the array, which its exports keep alive.

@@ -1,11 +1,25 @@
-# What arrays need to hand themselves out in a DLPack capsule: the reference that an export
-# holds to its array, and its end.
+# What arrays need to hand themselves out in a DLPack capsule: their dtype's name, the reference
+# that an export holds to its array, and its end.
 
 from cpython.mem cimport PyMem_Free
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from cpython.ref cimport Py_DECREF
 
-from ferro_dist._native.dlpack cimport DLManagedTensor
+from ferro_dist._native.dlpack cimport (
+    BFLOAT, BOOL, COMPLEX, DLDataType, DLManagedTensor, FLOAT, FLOAT8_E4M3FN, FLOAT8_E5M2, INT, UINT,
+)
+
+
+# Of a dtype of NumPy or ml_dtypes.
+cdef inline DLDataType dlpack_dtype_of(object dtype) except *:
+    kinds = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
+    extensions = {
+        "bfloat16": BFLOAT, "float8_e4m3fn": FLOAT8_E4M3FN, "float8_e5m2": FLOAT8_E5M2,
+    }
+    code = extensions.get(dtype.name, kinds.get(dtype.kind))
+    if code is None:
+        raise TypeError(f"DLPack has no name for {dtype}")
+    return DLDataType(code, dtype.itemsize * 8, 1)
 
 
 # A deleter, of a tensor from PyMem_Malloc whose context is a reference to the array.

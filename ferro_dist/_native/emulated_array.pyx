@@ -13,11 +13,10 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 
 from ferro_dist._native.dlpack cimport (
-    BFLOAT, BOOL, COMPLEX, CUDA, DLDataType, DLDevice, DLExchangeApi, DLManagedTensor,
-    DLManagedTensorVersioned, DLPACK_MAJOR, DLTensor, DLVersion, FLOAT, FLOAT8_E4M3FN, FLOAT8_E5M2,
-    INT, UINT,
+    BFLOAT, CUDA, DLDataType, DLDevice, DLExchangeApi, DLManagedTensor, DLManagedTensorVersioned,
+    DLPACK_MAJOR, DLTensor, DLVersion, FLOAT8_E4M3FN, FLOAT8_E5M2,
 )
-from ferro_dist._native.dlpack_export cimport delete_managed, drop_capsule
+from ferro_dist._native.dlpack_export cimport delete_managed, dlpack_dtype_of, drop_capsule
 
 import numpy
 
@@ -85,7 +84,7 @@ cdef class EmulatedArray:
         self.dtype = numpy.dtype(dtype)
         self.device = device
         self._address = address
-        self._dlpack_dtype = _dlpack_dtype_of(self.dtype)
+        self._dlpack_dtype = dlpack_dtype_of(self.dtype)
         cdef int axis
         for axis in range(len(shape)):
             self._shape[axis] = shape[axis]
@@ -243,17 +242,6 @@ cdef tuple _contiguous_strides(tuple shape):
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
     return tuple(strides)
-
-
-cdef DLDataType _dlpack_dtype_of(object dtype) except *:
-    codes = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
-    extensions = {
-        "bfloat16": BFLOAT, "float8_e4m3fn": FLOAT8_E4M3FN, "float8_e5m2": FLOAT8_E5M2,
-    }
-    code = extensions.get(dtype.name, codes.get(dtype.kind))
-    if code is None:
-        raise TypeError(f"an emulated array cannot hold {dtype}")
-    return DLDataType(code, dtype.itemsize * 8, 1)
 
 
 # --- DLPack -----------------------------------------------------------------------------

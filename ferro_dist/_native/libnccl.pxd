@@ -270,10 +270,9 @@ cdef extern from "nccl/watchdog.hpp" namespace "ferro::nccl" nogil:
 
 
 cdef extern from "nccl/lane.hpp" namespace "ferro::nccl" nogil:
-    # As with communicators: `Lane` is the one in nccl.pyx.
-    cdef cppclass NativeLane "ferro::nccl::Lane":
+    cdef cppclass Lane:
         @staticmethod
-        shared_ptr[NativeLane] open(
+        shared_ptr[Lane] open(
             shared_ptr[Native] communicator, cudaStream_t stream) except +raise_nccl
 
         uint64_t launch(

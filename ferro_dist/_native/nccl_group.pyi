@@ -4,7 +4,9 @@ from typing import Any, final
 from ferro_dist._native.cuda_stream import Stream
 from ferro_dist._native.nccl import Communicator
 
-__all__ = ["NcclGroup", "NcclWork"]
+__all__ = ["NcclGroup", "NcclWork", "attendance_nbytes"]
+
+def attendance_nbytes(num_members: int) -> int: ...
 
 @final
 class NcclWork:

@@ -1,24 +1,30 @@
 # A group over NCCL as Python sees it: the methods of a Backend, on one stream.
 #
-# nccl.pyx checks arguments and describes operations; csrc/nccl/lane.hpp orders streams.
+# nccl_operation.pyx checks arguments and describes operations; csrc/nccl/lane.hpp orders streams.
 # Here results are allocated, and arrays stay referenced until the GPU is done with them.
 
 cimport cython
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport uint64_t
+from libcpp.memory cimport shared_ptr
 from libcpp.vector cimport vector
 
+from ferro_dist._native cimport libnccl
 from ferro_dist._native.buffer_view cimport BufferView, output_view_of, overlap, view_of
 from ferro_dist._native.cuda_stream cimport current_stream, known_stream, KnownStream, stream_handle
 from ferro_dist._native.libcudart cimport cudaStream_t
-from ferro_dist._native.libnccl cimport Op, Operation
-from ferro_dist._native.nccl cimport Communicator, Lane, on_done, open_lane, output_of
+from ferro_dist._native.libnccl cimport Alarm, Lane, Op, Operation, Patience
+from ferro_dist._native.nccl cimport Communicator
+from ferro_dist._native.nccl_connection cimport check_usable, Noting
+from ferro_dist._native.nccl_operation cimport NEVER_IN_PLACE, output_of
+from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 
 from ferro_dist import arguments
 from ferro_dist._native.cuda_memory import DeviceMemory
 from ferro_dist._native.cuda_stream import Stream
 from ferro_dist.errors import DistributedError, InvalidArray, Timeout
 
-__all__ = ["NcclGroup", "NcclWork"]
+__all__ = ["NcclGroup", "NcclWork", "attendance_nbytes"]
 
 cdef object NO_TAG = 0  # the interpreter has but one
 # Arrays of at least this many bytes are let go as soon as anybody can tell that the GPU is
@@ -56,7 +62,7 @@ cdef class NcclWork:
 
         With `timeout`, block the host for at most that many seconds until the call is done.
         """
-        self._group._communicator.check_usable()
+        check_usable(self._group._communicator)
         if timeout is not None:
             self._group._synchronize(self._ticket, arguments.check_patience(timeout))
             return
@@ -65,16 +71,29 @@ cdef class NcclWork:
         _add_stream(&callers, self._second)
         for view in self._others or ():
             _add_stream(&callers, view)
-        self._group._lane.hand_back(self._ticket, callers.data(), callers.size())
+        try:  # not Noting: it takes longer than the call
+            with nogil:
+                self._group._lane.get().hand_back(self._ticket, callers.data(), callers.size())
+        except BaseException as error:
+            self._group._communicator.note(error)
+            raise
 
     def is_completed(self):
+        cdef bint done = False
         if self._group._communicator._first_error is not None:
             return True
-        return self._group._lane.is_done(self._ticket)
+        with Noting(self._group._communicator), nogil:
+            done = self._group._lane.get().is_done(self._ticket)
+        return done
 
     def result(self, timeout=None):
         self.wait(timeout)
         return self._group._deliver(self._x, self._written, self._is_new)
+
+
+def attendance_nbytes(int num_members):
+    """Return how much memory so many ranks need for `NcclGroup.attend`."""
+    return libnccl.attendance_nbytes(num_members)
 
 
 @cython.final
@@ -93,12 +112,15 @@ cdef class NcclGroup:
     """
 
     cdef Communicator _communicator
-    cdef Lane _lane
+    cdef shared_ptr[Lane] _lane  # its errors are the communicator's
     cdef readonly int rank
     cdef readonly int world_size
     cdef object _arrays
     cdef object _lender          # of a stream that is not the group's own
-    cdef list _in_flight         # work in the order of its tickets, until it is done
+    # What calls keep alive until they are done, two places for each, in the order of their
+    # tickets; and how many calls came before the first of them.
+    cdef list _kept
+    cdef uint64_t _num_let_go
     cdef object _scratch         # what barriers reduce
     cdef bint _is_closed
     cdef object __weakref__
@@ -112,8 +134,9 @@ cdef class NcclGroup:
         self.world_size = communicator.world_size
         self._arrays = arrays
         self._lender = stream
-        self._in_flight = []
-        self._lane = open_lane(communicator, handle)
+        self._kept = []
+        check_usable(communicator)
+        self._lane = Lane.open(communicator._native, handle)
 
     @property
     def communicator(self):
@@ -134,16 +157,16 @@ cdef class NcclGroup:
     @property
     def stream(self):
         """The group's stream; borrowed, valid while the group is."""
-        return Stream.borrow(<size_t> self._lane.stream(), self._communicator.device)
+        return Stream.borrow(<size_t> self._lane.get().stream(), self._communicator.device)
 
     @property
     def num_in_flight(self):
         """How many calls still hold their arrays."""
-        return len(self._in_flight)
+        return len(self._kept) // 2
 
     def heed(self, alarm):
         """End the group when another one of the same ranks, whose `alarm` this is, loses a rank."""
-        self._lane.heed(alarm)
+        self._lane.get().heed((<Alarm*> PyCapsule_GetPointer(alarm, "ferro::Alarm"))[0])
 
     def attend(self, int fd, members):
         """Write down what this rank calls, for those ranks that share the memory behind `fd`.
@@ -157,12 +180,12 @@ cdef class NcclGroup:
         members : sequence of int
             The ranks that share it, this one too, in the same order on all of them.
         """
-        self._lane.attend(fd, members)
+        self._lane.get().attend(fd, members)
 
     def synchronize(self, timeout=None):
         """Block until all calls made so far are done."""
-        self._communicator.check_usable()
-        self._synchronize(self._lane.num_launched(), self._patience(timeout))
+        check_usable(self._communicator)
+        self._synchronize(self._lane.get().num_launched(), self._patience(timeout))
 
     def leave(self):
         """Wait for what is under way, and tell the others that no call will follow. Idempotent.
@@ -173,14 +196,14 @@ cdef class NcclGroup:
             return
         self._is_closed = True
         try:
-            self._synchronize(self._lane.num_launched(), self._communicator.timeout)
+            self._synchronize(self._lane.get().num_launched(), self._communicator.timeout)
         except DistributedError:
             pass  # then the communicator is aborted, which ends what is under way
         except BaseException:
             self._communicator.abort()  # Ctrl-C: whoever is impatient is not made to wait again
             raise
         finally:
-            self._lane.leave()
+            self._lane.get().leave()
 
     def close(self, timeout=None):
         """Leave the group, and end this side of it. Idempotent.
@@ -192,14 +215,14 @@ cdef class NcclGroup:
             self.leave()
         finally:
             self._communicator.close(timeout=timeout)
-            self._in_flight.clear()
+            self._kept.clear()
             _busy.discard(self)
 
     def abort(self):
         """Leave the group at once; what is under way ends. Idempotent."""
         self._is_closed = True
         self._communicator.abort()
-        self._lane.leave()
+        self._lane.get().leave()
 
     # ---- Collectives ----------------------------------------------------------
 
@@ -302,7 +325,7 @@ cdef class NcclGroup:
             self._scratch = DeviceMemory(1, self._communicator.device)
         cdef BufferView view = view_of(self._scratch)
         cdef Operation o
-        cdef cudaStream_t own = self._lane.stream()
+        cdef cudaStream_t own = self._lane.get().stream()
         self._communicator.describe_allreduce(&o, view, view, 0)
         cdef object work = self._launch_on(
             &o, 1, &own, 1, view, None, None, None, None, False, True, timeout, tag)
@@ -336,7 +359,7 @@ cdef class NcclGroup:
     cdef BufferView _copy_of(self, BufferView view, array):
         if view.count == 0:
             return view
-        self._communicator._check_device(view, "all_to_all")
+        self._communicator.check_device(view, "all_to_all")
         return self._communicator.input(self._arrays.copy(array), "all_to_all")
 
     cdef int _add_part(
@@ -411,7 +434,7 @@ cdef class NcclGroup:
         cdef BufferView view = view_of(array)
         if not view.is_contiguous:
             view = view_of(self._arrays.contiguous(array))
-        self._communicator._check_device(view, op)
+        self._communicator.check_device(view, op)
         return view
 
     # Arrays of two libraries may be worked on in two streams.
@@ -421,8 +444,7 @@ cdef class NcclGroup:
     ):
         cdef cudaStream_t[2] callers
         cdef size_t num_callers = 1
-        cdef KnownStream known
-        known.array_type = NULL
+        cdef KnownStream known = KnownStream(NULL, -1, NULL)
         callers[0] = known_stream(first, &known)
         if second is not None and second is not first:
             callers[1] = known_stream(second, &known)
@@ -449,69 +471,89 @@ cdef class NcclGroup:
         bint async_op, timeout, tag,
     ):
         cdef double seconds = self._check_call(timeout, tag)
+        cdef uint64_t ticket = 0
+        if count != 0:
+            ticket = self._call(operations, count, callers, num_callers, async_op, seconds)
+        if not async_op:
+            if ticket != 0:
+                self._keep(ticket, first, others if second is None else second)
+            return self._deliver(x, written, is_new)
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         work._group = self
+        work._ticket = ticket
         work._first = first
         work._second = second
         work._others = others
-        if count != 0:
-            work._ticket = self._lane.launch(
-                operations, count, callers, num_callers, async_op, seconds)
-            if work._ticket != 0:
-                self._hold(work)
-            if first is not None and first.nbytes >= LARGE:
-                self._lane.num_done()
-            self._let_go()
-        if not async_op:
-            return self._deliver(x, written, is_new)
         work._x = x
         work._written = written
         work._is_new = is_new
+        if ticket != 0:
+            self._keep(ticket, first, work)
         return work
 
     cdef inline double _check_call(self, timeout, tag) except? -1:
         """Return the call's seconds."""
-        self._communicator.check_usable()
+        check_usable(self._communicator)
         if tag is not NO_TAG:
             arguments.check_tag(tag)
         return self._seconds(timeout)
 
+    cdef uint64_t _call(
+        self, const Operation* operations, size_t count, const cudaStream_t* callers, size_t num_callers,
+        bint async_op, double seconds,
+    ) except? 0:
+        """Launch, and return the call's ticket; 0 where it became part of a CUDA graph."""
+        cdef Patience patience = Patience(seconds, is_interrupted, NULL)
+        try:  # not Noting: it takes longer than the call
+            with nogil:
+                return self._lane.get().launch(
+                    operations, count, callers, num_callers, async_op, seconds, patience)
+        except BaseException as error:
+            self._communicator.note(error)
+            raise
+
     # Whatever makes an array go may run code of its library, or let other threads run, which
     # call and let go themselves: first the list is made right, then arrays are forgotten.
 
-    cdef int _hold(self, NcclWork work) except -1:
-        """Keep the arrays of a call; of two threads, the later ticket may be the first here."""
-        cdef Py_ssize_t place = len(self._in_flight)
-        while place > 0 and (<NcclWork> self._in_flight[place - 1])._ticket > work._ticket:
-            place -= 1
-        self._in_flight.insert(place, work)
-        if len(self._in_flight) == 1:
-            _busy.add(self)
-        return 0
+    cdef int _keep(self, uint64_t ticket, BufferView first, object second) except -1:
+        """Keep the arrays of a call until it is done, and let go of those of calls that are."""
+        cdef Py_ssize_t place = <Py_ssize_t> (2 * (ticket - self._num_let_go - 1))
+        if ticket > self._num_let_go:
+            if not self._kept:
+                _busy.add(self)
+            # Another thread's call may have come before and its arrays come later.
+            while len(self._kept) < place + 2:
+                self._kept.append(None)
+            self._kept[place] = first
+            self._kept[place + 1] = second
+        if first is not None and first.nbytes >= LARGE:
+            with Noting(self._communicator), nogil:
+                self._lane.get().num_done()
+        return self._let_go()
 
     cdef int _let_go(self) except -1:
         """Forget the arrays of calls that are known to be done, which are the oldest."""
-        cdef uint64_t num_done = self._lane.num_seen_done()
-        cdef Py_ssize_t finished = 0
-        while (finished < len(self._in_flight)
-               and (<NcclWork> self._in_flight[finished])._ticket <= num_done):
-            finished += 1
-        if finished == 0:
+        cdef uint64_t num_done = self._lane.get().num_seen_done()
+        if num_done <= self._num_let_go:
             return 0
-        cdef list done = self._in_flight[:finished]
-        del self._in_flight[:finished]
-        if not self._in_flight:
+        cdef Py_ssize_t finished = <Py_ssize_t> (2 * (num_done - self._num_let_go))
+        cdef list done = self._kept[:finished]
+        del self._kept[:finished]
+        self._num_let_go = num_done
+        if not self._kept:
             _busy.discard(self)
-        cdef NcclWork work
-        for work in done:
-            # The work may live on with its user; its arrays need not.
-            work._second = None
-            work._others = None
+        for kept in done:
+            if type(kept) is NcclWork:
+                # The work may live on with its user; its arrays need not.
+                (<NcclWork> kept)._second = None
+                (<NcclWork> kept)._others = None
         return 0
 
     cdef int _synchronize(self, uint64_t ticket, double seconds) except -1:
+        cdef Patience patience = patience_of(seconds)
         try:
-            self._lane.synchronize(ticket, seconds)
+            with Noting(self._communicator), nogil:
+                self._lane.get().synchronize(ticket, patience)
         except Timeout as error:
             if error.op is not None:  # of the call itself, which has ended the group
                 raise
@@ -532,9 +574,6 @@ cdef class NcclGroup:
         if type(timeout) is float and timeout > 0:
             return timeout
         return arguments.check_timeout(timeout)
-
-
-cdef Py_ssize_t NEVER_IN_PLACE = -0x7FFFFFFFFFFFFFFF
 
 
 cdef int _add_stream(vector[cudaStream_t]* streams, BufferView view) except -1:
@@ -574,4 +613,4 @@ cdef void _ask_for_letting_go() noexcept nogil:
     Py_AddPendingCall(_let_all_go, NULL)
 
 
-on_done(_ask_for_letting_go)
+libnccl.on_done(_ask_for_letting_go)

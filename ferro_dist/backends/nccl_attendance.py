@@ -34,7 +34,7 @@ def share_attendance(host: HostBackend, nccl: NcclBackend) -> None:
 
 def _create(num_members: int) -> int:
     """Make the memory, zeros, that no member can make smaller under the others."""
-    from ferro_dist._native.nccl import attendance_nbytes
+    from ferro_dist._native.nccl_group import attendance_nbytes
 
     fd = os.memfd_create("ferro_dist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

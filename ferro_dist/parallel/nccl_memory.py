@@ -72,7 +72,7 @@ class GpuMemory:
 
     def _make_probe(self) -> Array:
         """Make an array that nobody uses: by it its library tells any thread's current stream."""
-        from ferro_dist._native.nccl import NcclMemory
+        from ferro_dist._native.nccl_memory import NcclMemory
 
         memory = NcclMemory(1, self.device)
         return interop.array_over(memory, (1,), np.dtype(np.uint8), self._like)
@@ -82,7 +82,7 @@ class _RegisteredMemory:
     """Memory that NCCL allocated, and a communicator has registered while any array is over it."""
 
     def __init__(self, nbytes: int, group: NcclBackend, probe: Array) -> None:
-        from ferro_dist._native.nccl import NcclMemory
+        from ferro_dist._native.nccl_memory import NcclMemory
 
         self._probe = probe
         self._memory = NcclMemory(nbytes, group.device)

@@ -47,6 +47,7 @@ EXCLUDED: dict[str, tuple[tuple[str, ...], str]] = {
     "arrays_live_until_their_call_is_done": (_BOTH, _HOST_LIFETIME),
     "work_that_was_waited_for_holds_nothing_back": (_BOTH, _HOST_LIFETIME),
     "a_rank_that_does_not_come_is_named_by_the_timeout": (_BOTH, _NO_CULPRIT),
+    "who_gives_up_waiting_for_*": (_BOTH, _NO_CULPRIT),
     "a_split_that_a_rank_does_not_call_is_named_by_the_timeout": (_NCCL, _NO_CULPRIT),
     "a_receive_times_out_and_names_its_peer": (_BOTH, _NO_CULPRIT),
     "a_queued_call_times_out": (_BOTH, _NO_CULPRIT),

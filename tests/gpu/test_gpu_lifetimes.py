@@ -67,7 +67,7 @@ def test_a_thousand_groups_leave_nothing() -> None:
 def work_on_the_second_gpu(rank: int, world_size: int, addr: str) -> list[bool]:
     gpu = emulated_gpu(devices=2)
     from ferro_dist._native.cuda_runtime import set_device
-    from ferro_dist._native.nccl import NcclMemory
+    from ferro_dist._native.nccl_memory import NcclMemory
 
     set_device(1)
     x = gpu.array(np.ones(4))

@@ -61,7 +61,8 @@ def run(program: str, *folders: Path, expected: int = 0) -> str:
 @pytest.mark.parametrize(
     ("module", "soname", "folder"),
     [
-        ("nccl", "libnccl.so.2", "nvidia/nccl/lib"),
+        ("libferro_nccl", "libnccl.so.2", "nvidia/nccl/lib"),
+        ("nccl_library", "libnccl.so.2", "nvidia/nccl/lib"),
         ("cudart12", "libcudart.so.12", "nvidia/cuda_runtime/lib"),
         ("cudart13", "libcudart.so.13", "nvidia/cu13/lib"),
     ],
@@ -69,7 +70,7 @@ def run(program: str, *folders: Path, expected: int = 0) -> str:
 def test_modules_need_the_real_library_and_look_for_the_wheels(
     module: str, soname: str, folder: str
 ) -> None:
-    (path,) = NATIVE.glob(f"{module}.*.so")
+    (path,) = NATIVE.glob(f"{module}.*so")
     ran = subprocess.run(["readelf", "-d", str(path)], capture_output=True, text=True, check=True)
     assert f"Shared library: [{soname}]" in ran.stdout
     assert f"Library runpath: [$ORIGIN/../../{folder}]" in ran.stdout
@@ -84,7 +85,7 @@ def test_only_the_modules_of_cuda_need_cuda() -> None:
         )
         if re.search(r"\[lib(nccl|cudart)", ran.stdout):
             linked.append(path.name.partition(".")[0])
-    assert sorted(linked) == ["cudart12", "cudart13", "nccl"]
+    assert sorted(linked) == ["cudart12", "cudart13", "libferro_nccl", "nccl_library"]
 
 
 def test_importing_the_package_loads_no_cuda() -> None:

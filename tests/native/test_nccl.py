@@ -521,10 +521,11 @@ def test_a_group_is_open_once() -> None:
 def ask_while_locked(backend: Any) -> str:
     """Another thread hangs inside NCCL with the device's lock, and needs the GIL to go on."""
     gpu = emulated_gpu()
-    nccl = load_nccl()
+    from ferro_dist._native.nccl_memory import NcclMemory
+
     communicator, other = connect(backend), connect(backend)
     gpu.set_faults("point=mem_alloc,act=stuck")
-    thread = threading.Thread(target=nccl.NcclMemory, args=(64,))
+    thread = threading.Thread(target=NcclMemory, args=(64,))
     thread.start()
     while not other_thread_is_in_nccl(communicator):
         os.sched_yield()
@@ -700,13 +701,14 @@ def test_a_suspended_communicator_works_once_it_is_resumed() -> None:
 def drop_memory_in_use(backend: Any) -> list[float]:
     """NCCL takes memory away while the GPU uses it: first the stream must be done with it."""
     gpu = emulated_gpu()
-    nccl = load_nccl()
+    from ferro_dist._native.nccl_memory import NcclMemory
+
     communicator = connect(backend)
     stream = gpu.stream()
     results = []
     for is_closed in (False, True):
         with stream:
-            memory = nccl.NcclMemory(4096)
+            memory = NcclMemory(4096)
             x = array_over(memory, (1024,), np.dtype("float32"))
             gpu.write(x, np.full(1024, 7.0))
             out = gpu.empty(1024)
@@ -730,10 +732,11 @@ def test_memory_is_freed_when_the_stream_has_passed_its_use() -> None:
 
 def put_into_the_next_rank(backend: Any) -> list[list[float]]:
     gpu = emulated_gpu(delay_us=300)
-    nccl = load_nccl()
+    from ferro_dist._native.nccl_memory import NcclMemory
+
     communicator = connect(backend)
     right, left = (backend.rank + 1) % 3, (backend.rank - 1) % 3
-    memory = nccl.NcclMemory(1 << 16)
+    memory = NcclMemory(1 << 16)
     window = communicator.register_window(memory)
     stream = gpu.stream()
     with stream:
@@ -769,9 +772,10 @@ def test_puts_and_signals_arrive_in_windows() -> None:
 def reduce_in_windows(backend: Any) -> list[float]:
     """Memory registered in both ways stays usable, and is given back in any order."""
     emulated_gpu()
-    nccl = load_nccl()
+    from ferro_dist._native.nccl_memory import NcclMemory
+
     communicator = connect(backend)
-    memory = nccl.NcclMemory(1 << 12)
+    memory = NcclMemory(1 << 12)
     x = array_over(memory, (4,), np.dtype("float32"))
     emulated_gpu().write(x, np.arange(4) + backend.rank)
     window = communicator.register_window(x, symmetric=False)

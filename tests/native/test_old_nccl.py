@@ -71,8 +71,10 @@ def test_parts_are_moved_by_sends_and_receives(old_library: str) -> None:
 
 def ask_for_what_is_newer(backend: Any, path: str) -> None:
     nccl = load(path)
+    from ferro_dist._native.nccl_memory import NcclMemory
+
     communicator = connect(backend)
-    memory = nccl.NcclMemory(4096)
+    memory = NcclMemory(4096)
     x = ranked(0)
     ids = [nccl.get_unique_id(), nccl.get_unique_id()]
     calls: list[tuple[str, str, Callable[[], Any]]] = [

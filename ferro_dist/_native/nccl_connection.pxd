@@ -1,0 +1,44 @@
+# A native communicator, and what must be true to call it.
+
+from libcpp.memory cimport shared_ptr
+
+from ferro_dist._native.libnccl cimport Native, ncclCommMemStat_t, num_forks, Patience
+from ferro_dist._native.nccl_operation cimport Member
+
+
+cdef class Connection(Member):
+    cdef shared_ptr[Native] _native
+    cdef readonly bint is_blocking
+    cdef public double timeout
+    cdef object _first_error
+    cdef int _num_forks
+
+    # Takes over what is in _native.
+    cdef int adopt(self, double timeout, bint is_blocking) except -1
+    # For one call: checks that it can be made, too. None stands for the connection's own timeout.
+    cdef Patience patience(self, timeout) except *
+    # Raises why it cannot be called.
+    cdef int refuse(self) except -1
+    # Names this rank in an error, and remembers the one that ended the communicator.
+    cdef int note(self, object error) except -1
+
+    cdef int _check_own(self) except -1
+    cdef object _memory(self, ncclCommMemStat_t statistic)
+    cdef double _seconds(self, timeout) except? -1
+
+
+# Whether it was made in this process, and not in one that this was forked from.
+cdef inline bint is_own(Connection connection) noexcept:
+    return connection._num_forks == num_forks()
+
+
+cdef inline int check_usable(Connection connection) except -1:
+    if connection._first_error is not None or not is_own(connection):
+        connection.refuse()
+    return 0
+
+
+# `with Noting(connection), nogil:` is round every call of NCCL that may fail. Where that is too
+# slow, note() is called itself.
+cdef class Noting:
+    cdef Connection _connection

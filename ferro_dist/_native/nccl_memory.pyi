@@ -1,0 +1,11 @@
+from typing import final
+
+from ferro_dist._native.cuda_memory import GpuBytes
+
+__all__ = ["NcclMemory"]
+
+@final
+class NcclMemory(GpuBytes):
+    def __init__(self, nbytes: int, device: int | None = None) -> None: ...
+    def close(self) -> None: ...
+    def __del__(self) -> None: ...

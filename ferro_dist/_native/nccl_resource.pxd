@@ -1,0 +1,35 @@
+# What NCCL keeps for a communicator.
+
+from ferro_dist._native.buffer_view cimport BufferView
+from ferro_dist._native.libnccl cimport ncclRedOp_t, ncclWindow_t
+from ferro_dist._native.nccl_connection cimport Connection
+
+
+cdef class PreMulSum:
+    cdef Connection _connection
+    cdef ncclRedOp_t _reduce_op
+    cdef int _dtype
+    cdef bint _is_closed
+
+    # NCCL's number of it, if it can be used in such a call.
+    cdef ncclRedOp_t open(self, Connection connection, str op, int dtype) except *
+
+
+cdef class Registration:
+    cdef Connection _connection
+    cdef BufferView _view
+    cdef void* _registration
+
+
+cdef class Window:
+    cdef Connection _connection
+    cdef BufferView _view
+    cdef ncclWindow_t _window  # null also where NCCL makes none
+    cdef bint _is_closed
+
+    cdef ncclWindow_t open(self, Connection connection) except NULL
+
+
+cdef PreMulSum make_premul_sum(Connection connection, scalar, str dtype, timeout)
+cdef Registration make_registration(Connection connection, BufferView view, timeout)
+cdef Window make_window(Connection connection, BufferView view, int flags, timeout)

@@ -1,0 +1,168 @@
+# What NCCL keeps for a communicator until it is given back, or the communicator ends.
+
+cimport cython
+
+from ferro_dist._native.buffer_view cimport BufferView, E4M3
+from ferro_dist._native.libnccl cimport (
+    ncclDataType_t, ncclRedOp_t, ncclScalarHostImmediate, ncclWindow_t, Patience,
+)
+from ferro_dist._native.nccl_connection cimport Connection, is_own, Noting
+from ferro_dist._native.nccl_operation cimport float_code, nccl_dtype
+
+import numpy
+
+from ferro_dist import arguments
+from ferro_dist.dtypes import DTYPE_NAMES
+from ferro_dist.errors import UnsupportedOp
+
+__all__ = ["PreMulSum", "Registration", "Window"]
+
+
+@cython.final
+@cython.no_gc_clear  # __dealloc__ needs the communicator
+cdef class PreMulSum:
+    """A reduction that multiplies each rank's input by a number of its own, then sums.
+
+    Made by `Communicator.premul_sum`; of that communicator and one dtype.
+    """
+
+    def __init__(self):
+        raise TypeError("A PreMulSum is made by Communicator.premul_sum")
+
+    @property
+    def value(self):
+        """NCCL's number of the reduction, for the methods that take raw pointers."""
+        return <int> self.open(self._connection, "premul_sum", self._dtype)
+
+    def close(self, *, timeout=None):
+        """Give the reduction back. Idempotent."""
+        if self._is_closed or self._connection.is_closed:
+            return
+        cdef Patience patience = self._connection.patience(timeout)
+        self._is_closed = True
+        with Noting(self._connection), nogil:
+            self._connection._native.get().destroy_reduce_op(self._reduce_op, patience)
+
+    cdef ncclRedOp_t open(self, Connection connection, str op, int dtype) except *:
+        if self._is_closed:
+            raise ValueError("This PreMulSum is closed.")
+        if connection is not self._connection:
+            raise UnsupportedOp(f"{op}: this PreMulSum is another communicator's.", op=op)
+        if dtype != self._dtype:
+            arguments.check_out_dtype(
+                op, DTYPE_NAMES[dtype], DTYPE_NAMES[self._dtype], rank=connection.rank)
+        return self._reduce_op
+
+    def __dealloc__(self):
+        if self._is_closed or self._connection is None:
+            return
+        if is_own(self._connection):
+            self._connection._native.get().destroy_reduce_op_later(self._reduce_op)
+
+
+cdef PreMulSum make_premul_sum(Connection connection, scalar, str dtype, timeout):
+    cdef PreMulSum made = PreMulSum.__new__(PreMulSum)
+    cdef int code = float_code(dtype)
+    if code >= E4M3:
+        connection.check_float8("premul_sum", code)
+    cdef bytes value = numpy.array(scalar, _numpy_dtype(dtype)).tobytes()
+    cdef char* data = value
+    cdef ncclDataType_t native_dtype = nccl_dtype(code)
+    cdef Patience patience = connection.patience(timeout)
+    with Noting(connection), nogil:
+        made._reduce_op = connection._native.get().create_premul_sum(
+            data, native_dtype, ncclScalarHostImmediate, patience)
+    made._connection = connection
+    made._dtype = code
+    return made
+
+
+def _numpy_dtype(str dtype):
+    if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        import ml_dtypes
+
+        return numpy.dtype(getattr(ml_dtypes, dtype))
+    return numpy.dtype(dtype)
+
+
+@cython.final
+@cython.no_gc_clear  # __dealloc__ needs the communicator
+cdef class Registration:
+    """Memory that a communicator knows of, kept alive; made by `Communicator.register`."""
+
+    def __init__(self):
+        raise TypeError("A Registration is made by Communicator.register")
+
+    def close(self, *, timeout=None):
+        """Let the communicator forget the memory. Idempotent."""
+        cdef void* registration = self._registration
+        self._registration = NULL
+        if registration == NULL or self._connection.is_closed:
+            return
+        cdef Patience patience = self._connection.patience(timeout)
+        with Noting(self._connection), nogil:
+            self._connection._native.get().deregister_buffer(registration, patience)
+        self._view = None
+
+    def __dealloc__(self):
+        if self._registration != NULL and is_own(self._connection):
+            self._connection._native.get().deregister_later(self._registration)
+
+
+cdef Registration make_registration(Connection connection, BufferView view, timeout):
+    cdef Registration made = Registration.__new__(Registration)
+    cdef Patience patience = connection.patience(timeout)
+    connection.check_device(view, "register")
+    made._connection = connection
+    made._view = view
+    with Noting(connection), nogil:
+        made._registration = connection._native.get().register_buffer(
+            view.data, view.nbytes, patience)
+    return made
+
+
+@cython.final
+cdef class Window:
+    """Memory that all ranks of a communicator reach; made by `Communicator.register_window`.
+
+    Stays until it is closed, or its communicator is: giving it back is a call of all ranks,
+    which no collector can make.
+    """
+
+    def __init__(self):
+        raise TypeError("A Window is made by Communicator.register_window")
+
+    def close(self, *, timeout=None):
+        """Give the window back, on all ranks. Idempotent."""
+        cdef ncclWindow_t window = self._window
+        self._window = NULL
+        self._is_closed = True
+        if window == NULL or self._connection.is_closed:
+            return
+        cdef Patience patience = self._connection.patience(timeout)
+        with Noting(self._connection), nogil:
+            self._connection._native.get().deregister_window(window, patience)
+        self._view = None
+
+    cdef ncclWindow_t open(self, Connection connection) except NULL:
+        if self._is_closed:
+            raise ValueError("This Window is closed.")
+        if self._window == NULL:
+            raise UnsupportedOp(
+                "put: NCCL has made no window of this memory, as it does where the GPUs of the ranks do "
+                "not reach each other's.", op="put")
+        if connection is not self._connection:
+            raise UnsupportedOp("put: this Window is another communicator's.", op="put")
+        return self._window
+
+
+cdef Window make_window(Connection connection, BufferView view, int flags, timeout):
+    cdef Window made = Window.__new__(Window)
+    cdef Patience patience = connection.patience(timeout)
+    connection.check_device(view, "register_window")
+    made._connection = connection
+    made._view = view
+    with Noting(connection), nogil:
+        made._window = connection._native.get().register_window(
+            view.data, view.nbytes, flags, patience)
+    return made
