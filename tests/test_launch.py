@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+from ferro_dist import arguments
+from ferro_dist._launch import command_line
 from ferro_dist._launch.command_line import LaunchError, Options, parse, usable_cores
 from ferro_dist._launch.output import LINE_NBYTES, Stream
 from ferro_dist._launch.plan import Rendezvous, describe, plan
@@ -186,6 +188,8 @@ def test_two_dashes_end_the_options() -> None:
         (["-n", "0", "-m", "x"], "--nproc takes a whole number of at least 1, not '0'"),
         (["-n", "two", "-m", "x"], "not 'two'"),
         (["-n", "²", "-m", "x"], "not '²'"),
+        (["-n", "9" * 5000, "-m", "x"], "whole number"),
+        (["-n", "100000", "-m", "x"], "at most 8190 ranks, not 100000"),
         (["-n", "-1", "-m", "x"], "not '-1'"),
         (["--nope", "-m", "x"], "there is no option --nope"),
         (["-n"], "--nproc needs a value"),
@@ -213,6 +217,10 @@ def test_a_wrong_option_is_refused(argv: list[str], message: str) -> None:
         parsed(*argv)
     assert message in str(raised.value)
     assert raised.value.exit_code == 2
+
+
+def test_as_many_ranks_can_be_started_as_a_group_can_have() -> None:
+    assert command_line.MAX_WORLD_SIZE == arguments.MAX_WORLD_SIZE
 
 
 def test_a_wrong_option_exits_with_2_and_one_line() -> None:
@@ -937,6 +945,17 @@ def test_an_interrupted_job_exits_with_130(launch: Launch) -> None:
     code, _, err = job.finish()
     assert code == 130
     assert "was killed by SIGINT: KeyboardInterrupt\n" in err
+
+
+def test_a_job_can_be_called_off_while_its_ranks_are_being_started() -> None:
+    # Rank 0 signals the front, which is the supervisor's parent, as soon as it runs.
+    script = (
+        'read -r _ _ _ front _ < /proc/$PPID/stat; echo up; [ "$RANK" != 0 ] || kill -TERM $front;'
+        "exec sleep 600"
+    )
+    code, out, _ = ferrorun("-n", "300", "--no-python", "sh", "-c", script)
+    assert code == 128 + signal.SIGTERM
+    assert len(out.splitlines()) < 150
 
 
 def test_clean_up_after_an_interrupt_is_not_disturbed(launch: Launch) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 EXIT_USAGE = 2
 EXIT_NOT_FOUND = 127
 
+# What the engine can name in an error: kMaxWorldSize of csrc/ferro/error.hpp.
+MAX_WORLD_SIZE = 8190
+
 # Where the libraries lie that --emulate-gpu puts in place of the real ones.
 EMULATION_DIR = os.path.join(os.path.dirname(os.path.dirname(__file__)), "_emulation")
 
@@ -163,9 +166,14 @@ def _apply(options: Options, name: str, value: str) -> None:
 
 
 def _integer(name: str, value: str, minimum: int) -> int:
-    if not (value.isascii() and value.isdigit() and int(value) >= minimum):
+    if not (_is_number(value) and int(value) >= minimum):
         raise LaunchError(f"{name} takes a whole number of at least {minimum}, not {value!r}")
     return int(value)
+
+
+def _is_number(text: str) -> bool:
+    # Thousands of digits are too many for int().
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _env(value: str) -> tuple[str, str]:
@@ -181,7 +189,7 @@ def _endpoint(value: str) -> tuple[str, int]:
     host, separator, port = value.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     # One below the limit: MASTER_PORT is the next port.
-    if not (host and separator and port.isascii() and port.isdigit() and 0 < int(port) < 65535):
+    if not (host and separator and _is_number(port) and 0 < int(port) < 65535):
         raise LaunchError(
             f"--rdzv-endpoint takes host:port with a port from 1 to 65534, not {value!r}"
         )
@@ -189,6 +197,8 @@ def _endpoint(value: str) -> tuple[str, int]:
 
 
 def _check_hosts(options: Options, environ: Mapping[str, str], is_nproc_given: bool) -> None:
+    if options.world_size > MAX_WORLD_SIZE:
+        raise LaunchError(f"a job has at most {MAX_WORLD_SIZE} ranks, not {options.world_size}")
     if options.node_rank >= options.nnodes:
         raise LaunchError(f"--node-rank {options.node_rank} is not below --nnodes {options.nnodes}")
     if options.nnodes == 1:

@@ -78,6 +78,7 @@ class Job:
         self._output = output
         self._logs = logs
         self._control: int | None = control
+        self._orders = b""  # read from it and not obeyed yet
         self._wakeup = _wake_on_sigchld()
         self._ranks: dict[int, Rank] = {}  # the living, by process id
         self._streams: dict[int, Stream] = {}  # the open ones, by descriptor
@@ -105,6 +106,8 @@ class Job:
                 rank = self._spawner.start(command, self._logs[index] if self._logs else None)
                 self._ranks[rank.pid] = rank
                 self._streams.update((stream.fd, stream) for stream in rank.streams)
+                if self._is_called_off():
+                    break
         except OSError as error:
             number = len(self._ranks) + self._commands[0].rank
             self._settle(EXIT_CANNOT_RUN, f"cannot start rank {number}: {error.strerror}")
@@ -113,7 +116,21 @@ class Job:
             self._check_started(rank)
         if self._exit_code is not None:
             self._kill()
+        self._follow(self._orders)
         self._reap()
+
+    def _is_called_off(self) -> bool:
+        """Hear the front between two starts: of thousands of ranks they take minutes."""
+        assert self._control is not None
+        if not select.select([self._control], [], [], 0)[0]:
+            return False
+        orders = self._hear()
+        self._orders += orders
+        told = (order & ~FROM_TERMINAL for order in orders)
+        stopping = next((signum for signum in told if signum in STOPPING), None)
+        if stopping is not None:
+            self._settle(EXIT_SIGNALLED + stopping, "")
+        return not orders or stopping is not None
 
     def _check_started(self, rank: Rank) -> None:
         error = rank.start_error()
@@ -228,15 +245,26 @@ class Job:
 
     def _obey(self) -> None:
         """Do what the front says, or what its end means."""
+        self._follow(self._hear())
+
+    def _hear(self) -> bytes:
+        """Return what the front says; nothing if it is dead."""
         assert self._control is not None
         orders = os.read(self._control, PIPE_NBYTES)
+        if not orders:
+            self._abandon()
+        return orders
+
+    def _follow(self, orders: bytes) -> None:
         for order in orders:
             self._forward(signal.Signals(order & ~FROM_TERMINAL), bool(order & FROM_TERMINAL))
-        if not orders:
-            self._control = None
-            self._settle(EXIT_SIGNALLED + signal.SIGKILL, "")
-            self._output.drop()
-            self._kill()
+
+    def _abandon(self) -> None:
+        """Kill what the front, which is dead, has left to us."""
+        self._control = None
+        self._settle(EXIT_SIGNALLED + signal.SIGKILL, "")
+        self._output.drop()
+        self._kill()
 
     def _forward(self, signum: signal.Signals, is_from_terminal: bool) -> None:
         self._was_told_to_stop |= signum in STOPPING
