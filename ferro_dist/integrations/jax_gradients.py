@@ -121,9 +121,8 @@ class PytreeReducer:
                 op="DDP",
                 rank=backend.rank,
             )
-        self._terms = _Terms(
-            backend, REDUCE_OPS[average], bucket_nbytes_of(bucket_mb), compress, is_overlapped
-        )
+        bucket_nbytes = bucket_nbytes_of(bucket_mb, "DDP")
+        self._terms = _Terms(backend, REDUCE_OPS[average], bucket_nbytes, compress, is_overlapped)
         # By structure of the tree: a program that is traced anew, for another batch size,
         # on one rank alone, must not agree on anything again.
         self._reductions: dict[Hashable, _Reduction] = {}

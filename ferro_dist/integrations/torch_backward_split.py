@@ -48,8 +48,9 @@ __all__ = ["WeightPart", "run_input_part"]
 Node = Any
 Tensor = Any
 
-REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
-"""Refuses to run with goals."""
+UNDIVIDED = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
+"""A re-entrant checkpoint refuses to run with goals, what torch.compile has made to run and keep
+what it has saved. A graph with one of them runs whole."""
 
 
 class WeightPart:
@@ -96,8 +97,8 @@ def run_input_part(
     if not inputs:
         return _WholeBackward(edges, gradients)
     graph = _Graph([edge.node for edge in edges], inputs)
-    if graph.has_reentrant_checkpoint:
-        tell(REENTRANT_CHECKPOINT)
+    if graph.undivided is not None:
+        tell(graph.undivided)
         torch.autograd.backward(edges, gradients)
         return WeightPart()
     waiting, urgent = graph.divide(tell)
@@ -146,7 +147,7 @@ class _Graph:
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Tensor]) -> None:
         self._parents: dict[Node, list[Node]] = {}
         self._leaves: list[Node] = []
-        self.has_reentrant_checkpoint = False
+        self.undivided: str | None = None
         self._walk(roots)
         wanted = {id(tensor) for tensor in inputs}
         of_inputs = [leaf for leaf in self._leaves if id(leaf.variable) in wanted]
@@ -205,8 +206,8 @@ class _Graph:
             node = to_do.pop()
             if hasattr(node, "variable"):
                 self._leaves.append(node)
-            elif node.name() == REENTRANT_CHECKPOINT:
-                self.has_reentrant_checkpoint = True
+            elif node.name() in UNDIVIDED:
+                self.undivided = node.name()
             for child, _ in node.next_functions:
                 if child is None:
                     continue

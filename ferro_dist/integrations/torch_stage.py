@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
 from ferro_dist.integrations.torch_gradients import zeros_in_group
+from ferro_dist.integrations.torch_random import Seeded, draw_seed
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
@@ -37,10 +37,6 @@ _OF_NUMPY = {
     getattr(torch, name): np.dtype(name)
     for name in ("float16", "float32", "float64", "int32", "int64", "complex64", "complex128")
 }
-
-# Held while a module runs on random numbers of its own: torch has one generator for all
-# threads, and ranks may be threads.
-_generator_lock = threading.Lock()
 
 
 class _Saved(NamedTuple):
@@ -219,7 +215,7 @@ class TorchStage(Stage):
             if loss_of is not None:
                 output = _checked_loss(loss_of(output))
                 self._check_dependence(output, parcel)
-        structure, arrays = _flatten_tensors(output)
+            structure, arrays = _flatten_tensors(output)
         saved = _Saved(
             [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in parcel.arrays],
             [get_gradient_edge(y) if y.requires_grad else None for y in arrays],
@@ -281,8 +277,7 @@ class TorchStage(Stage):
         if not will_replay:
             return None
         # The second time must draw what the first has drawn.
-        with _generator_lock:
-            return int(torch.randint(1 << 62, (), device="cpu"))
+        return draw_seed()
 
     def _random_numbers(self, keyed: Keyed) -> contextlib.AbstractContextManager[Any]:
         """Draw random numbers by a microbatch's seed, and leave the user's as they were."""
@@ -291,7 +286,7 @@ class TorchStage(Stage):
         generators = [torch.default_generator]
         if torch.cuda.is_initialized():
             generators += [torch.cuda.default_generators[i] for i in self._gpus_of(keyed.parcel)]
-        return _Seeded(generators, keyed.seed)
+        return Seeded(generators, keyed.seed)
 
     def _gpus_of(self, inputs: Parcel) -> set[int]:
         """Return the GPUs on which the module draws random numbers: its own, and its input's."""
@@ -336,26 +331,6 @@ def _told_of_writes(stage: int) -> Iterator[None]:
         ) from error
 
 
-class _Seeded:
-    """Entered for every microbatch, and so no generator function, which takes twice as long."""
-
-    def __init__(self, generators: Sequence[Any], seed: int) -> None:
-        self._generators = generators
-        self._seed = seed
-        self._states: list[Any] = []
-
-    def __enter__(self) -> None:
-        _generator_lock.acquire()
-        self._states = [generator.get_state() for generator in self._generators]
-        for generator in self._generators:
-            generator.manual_seed(self._seed)
-
-    def __exit__(self, *_: object) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-        _generator_lock.release()
-
-
 def _checked_loss(loss: Any) -> Tensor:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss.reshape(())
@@ -369,13 +344,16 @@ def _flatten_tensors(output: Any) -> tuple[pytree.Structure, list[Tensor]]:
         if not isinstance(array, torch.Tensor):
             raise TypeError(
                 "Pipeline: a torch stage returns tensors (and None, numbers, tuples, lists, "
-                f"dicts), not {type(array).__qualname__}"
+                f"dicts), not {type(array).__module__}.{type(array).__qualname__}"
             )
+        if array.is_nested:
+            raise TypeError("Pipeline: a torch stage returns no nested tensor: to_padded_tensor()")
         if array.layout is not torch.strided:
             raise TypeError(
                 f"Pipeline: a torch stage returns dense tensors, not {array.layout}: to_dense()"
             )
-    return structure, arrays
+    # What is said to be conjugated or negated, and is not yet, cannot be read as it lies in memory.
+    return structure, [array.resolve_conj().resolve_neg() for array in arrays]
 
 
 def _with_gradient(

@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ferro_dist.collective import all_gather, allreduce
+from ferro_dist.integrations.torch_random import while_others_draw
 from ferro_dist.parallel.interruption import KnownToAll
 from ferro_dist.parallel.manifest import agree_on_manifest
 
@@ -210,7 +211,8 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, backend: Backend, tag: int) -> tuple[Tensor, Tensor, Tensor]:
         own = _own_statistics(x.detach())
-        rows = all_gather(own, backend, tag=tag).view(backend.world_size, -1)
+        with while_others_draw():
+            rows = all_gather(own, backend, tag=tag).view(backend.world_size, -1)
         mean, var, count = _combine(rows)
         ctx.save_for_backward(x, mean, count)
         ctx.mark_non_differentiable(count)

@@ -3,7 +3,7 @@
 A message is a header of fixed size and then the arrays, each as it lies in memory. A GPU's
 arrays go by themselves, from GPU to GPU (`gpu_channels`):
 
-    | step, kind, stage, microbatch, rows, length | description ... | rest of it, if long | arrays |
+    | run, call, kind, stage, microbatch, rows, length | description ... | rest, if long | arrays |
 
 The description is the structure of the tree with dtype and shape of each array, so nobody has to
 know beforehand what a stage will return, and nobody has to run it to find out.
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from ferro_dist.parallel.gpu_channels import GpuChannels
     from ferro_dist.work import Work
 
-__all__ = ["ArraySpec", "Forecasts", "Memory", "Parcel", "PeerAborted", "Receiver", "Sender"]
+__all__ = ["ArraySpec", "Forecasts", "Memory", "Parcel", "PeerAborted", "Receiver", "Run", "Sender"]
 
 Array = Any
 
 HEADER_NBYTES = 256
-_FIELDS = struct.Struct("<IIiiIII")
+_FIELDS = struct.Struct("<IBIiiII?I")
 _ROOM_NBYTES = HEADER_NBYTES - _FIELDS.size
 _ABORT = 0
 _CODES = {
@@ -53,6 +53,16 @@ _CODES = {
         (ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT), start=_ABORT + 1
     )
 }
+
+
+CALLS = ("step", "forward", "backward", "eval")
+
+
+class Run(NamedTuple):
+    """One run of a pipeline: its number, and which of `CALLS` was made."""
+
+    number: int
+    call: str
 
 
 class ArraySpec(NamedTuple):
@@ -67,13 +77,15 @@ class ArraySpec(NamedTuple):
 class Parcel(NamedTuple):
     """A tree on its way from stage to stage, with the share of the batch that it stands for.
 
-    `rows` of the `total_rows` that the batch has; both zero with gradients.
+    `rows` of the `total_rows` that the batch has, both zero with gradients; and whether the rank of
+    the first stage was given a weight, which is that of the last stage's to use.
     """
 
     structure: pytree.Structure
     arrays: Sequence[Array]
     rows: int = 0
     total_rows: int = 0
+    is_weighted: bool = False
 
 
 class PeerAborted(Exception):
@@ -119,7 +131,7 @@ class Sender:
     gpu_channels : GpuChannels or None
     tag : int
         Of all messages of this pipeline.
-    step : int
+    run : Run
     timeout : float or None
     """
 
@@ -128,28 +140,36 @@ class Sender:
         backend: Backend,
         gpu_channels: GpuChannels | None,
         tag: int,
-        step: int,
+        run: Run,
         timeout: float | None,
     ) -> None:
         self._backend = backend
         self._gpu_channels = gpu_channels
         self._tag = tag
-        self._step = step
+        self._run = run
         self._timeout = timeout
         self._under_way: list[Work] = []
 
-    def send(self, peer: int, receive: Action, parcel: Parcel, describe: Describe) -> None:
-        """Start to send what the peer's action `receive` is for."""
+    def send(self, peer: int, receive: Action, parcel: Parcel, describe: Describe) -> int:
+        """Start to send what the peer's action `receive` is for.
+
+        Returns
+        -------
+        int
+            How many bytes of arrays go from host to host.
+        """
         specs = tuple(map(describe, parcel.arrays))
         description = _encode(parcel.structure, specs)
         head, rest = description[:_ROOM_NBYTES], description[_ROOM_NBYTES:]
         fields = _FIELDS.pack(
-            self._step,
+            self._run.number,
+            CALLS.index(self._run.call),
             _CODES[receive.kind],
             receive.stage,
             receive.microbatch,
             parcel.rows,
             parcel.total_rows,
+            parcel.is_weighted,
             len(description),
         )
         ops = [P2POp(True, _header(fields + head), peer)]
@@ -162,10 +182,11 @@ class Sender:
                 # First: if it cannot be started, the header that tells of it is not sent.
                 self._under_way.append(self._gpu_channels.send(on_gpu, peer, self._timeout))
         self._start(ops + [P2POp(True, array, peer) for array in payload])
+        return sum(array.nbytes for array in payload)
 
     def abort(self, peer: int) -> None:
         """Tell a peer that nothing more will come in this step."""
-        fields = _FIELDS.pack(self._step, _ABORT, 0, 0, 0, 0, 0)
+        fields = _FIELDS.pack(self._run.number, 0, _ABORT, 0, 0, 0, 0, False, 0)
         self._start([P2POp(True, _header(fields), peer)])
 
     def release_sent(self) -> None:
@@ -194,7 +215,7 @@ class Receiver:
     ----------
     backend : Backend
     peer : int
-    gpu_channels, tag, step, timeout
+    gpu_channels, tag, run, timeout
         As in `Sender`.
     expected : sequence of Action
         The receives of the whole step, in the order of this rank's list.
@@ -210,7 +231,7 @@ class Receiver:
         gpu_channels: GpuChannels | None,
         peer: int,
         tag: int,
-        step: int,
+        run: Run,
         timeout: float | None,
         expected: Sequence[Action],
         memory_of: Callable[[int], Memory],
@@ -220,7 +241,7 @@ class Receiver:
         self._gpu_channels = gpu_channels
         self._peer = peer
         self._tag = tag
-        self._step = step
+        self._run = run
         self._timeout = timeout
         self._expected = expected
         self._memory_of = memory_of
@@ -307,18 +328,23 @@ class Receiver:
     def _receive(self, receive: Action) -> _Arrival:
         self._recv(self._header)
         head = self._header.tobytes()
-        step, code, stage, microbatch, rows, total_rows, length = _FIELDS.unpack_from(head)
+        number, call, code, stage, microbatch, *share, length = _FIELDS.unpack_from(head)
         if code == _ABORT:
             raise PeerAborted
-        if (step, code, stage, microbatch) != (
-            self._step,
+        if (number, CALLS[call]) != self._run:
+            raise RuntimeError(
+                f"Pipeline: rank {self._peer} has called {CALLS[call]}(), its run {number}, and "
+                f"this rank {self._run.call}(), its run {self._run.number}. All ranks make the "
+                "same calls of one pipeline, in the same order"
+            )
+        if (code, stage, microbatch) != (
             _CODES[receive.kind],
             receive.stage,
             receive.microbatch,
         ):
             raise RuntimeError(
-                f"Pipeline: rank {self._peer} sent stage {stage}, microbatch {microbatch} of step "
-                f"{step} where {receive} of step {self._step} was due."
+                f"Pipeline: rank {self._peer} sent stage {stage}, microbatch {microbatch} where "
+                f"{receive} was due."
             )
         structure, specs = _decode(self._description(head, length))
         self._forecasts[receive.kind, receive.stage] = specs
@@ -338,7 +364,7 @@ class Receiver:
                     under_way = self._gpu_channels.recv(on_gpu, self._peer, self._timeout)
         self._recv(*on_host)
         delivered = list(map(memory.deliver, specs, arrays))
-        return _Arrival(receive, Parcel(structure, delivered, rows, total_rows), on_gpu, under_way)
+        return _Arrival(receive, Parcel(structure, delivered, *share), on_gpu, under_way)
 
     def _description(self, head: bytes, length: int) -> bytes:
         inline = head[_FIELDS.size : _FIELDS.size + length]

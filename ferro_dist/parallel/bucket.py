@@ -15,6 +15,7 @@ and without walking a graph. Control lanes are the reducer's, for what else rank
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -89,22 +90,25 @@ class ParameterSpec:
         return f"{self.name!r} {self.dtype.name} {self.shape}{order}{place}"
 
 
-def bucket_nbytes_of(bucket_mb: float) -> int:
+def bucket_nbytes_of(bucket_mb: Any, caller: str) -> int:
     """Return the size of the largest bucket.
 
     Parameters
     ----------
     bucket_mb : float
         In MiB, as the user gives it.
+    caller : str
+        What the user gives it to.
 
     Raises
     ------
     ValueError
         It is no positive number.
     """
-    if not 0 < bucket_mb < math.inf:
-        raise ValueError(f"bucket_mb must be a positive number, not {bucket_mb!r}")
-    return math.ceil(bucket_mb * MIB)
+    mib = float(bucket_mb) if isinstance(bucket_mb, numbers.Real) else math.nan
+    if not 0 < mib < math.inf:
+        raise ValueError(f"{caller}: bucket_mb must be a positive number, not {bucket_mb!r}")
+    return math.ceil(mib * MIB)
 
 
 def assign_buckets(

@@ -146,8 +146,17 @@ class TrainingEnds(_Ends):
         if not self._is_told:
             self._tell_replicas(has_failed=True)
 
+    def first_input(self, microbatch: int) -> Parcel:
+        weight = self._arguments[3]
+        return super().first_input(microbatch)._replace(is_weighted=weight is not None)
+
     def loss_of(self, microbatch: int, inputs: Parcel) -> LossOf:
         loss_fn, target = self._loss_fn, self._target
+        if inputs.is_weighted and self._weights is None:
+            raise BadArgument from ValueError(
+                "Pipeline: the rank of the first stage was given a weight, and that of the last, "
+                "which counts by it, was not. Give it there"
+            )
         # Before the loss, which would broadcast, or raise something else.
         if target is not None and target.total_rows != inputs.total_rows:
             raise BadArgument from ValueError(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ferro_dist.parallel import pytree
-from ferro_dist.parallel.activation_channel import Forecasts, Parcel, Receiver, Sender
+from ferro_dist.parallel.activation_channel import Forecasts, Parcel, Receiver, Run, Sender
 from ferro_dist.parallel.schedules import Action, ActionKind, Span, placement_of
 from ferro_dist.parallel.stage import Keyed, LossOf, Stage, microbatch_seed
 
@@ -111,11 +111,10 @@ class StepRun:
     wiring : Wiring
     program : Program
     ends : Ends
-    step : int
-        A number that all ranks have for this run alone.
+    run : Run
+        Its number is the same on all ranks, and this run's alone. All but eval keep what backward
+        needs.
     seed : int or None
-    is_training : bool
-        Whether stages keep what backward needs.
 
     Attributes
     ----------
@@ -127,6 +126,9 @@ class StepRun:
         How long it neither computed nor waited.
     peak_live : int
         The most pairs of stage and microbatch that were between forward and backward.
+    message_nbytes : dict of int to int
+        The most that a message of this rank between a stage and the next has held, by the former;
+        of what goes from host to host.
     where : tuple of int or None
         Stage and microbatch that are being computed.
     """
@@ -136,24 +138,24 @@ class StepRun:
         wiring: Wiring,
         program: Program,
         ends: Ends,
-        step: int,
+        run: Run,
         seed: int | None,
-        is_training: bool = True,
     ) -> None:
         self.spans: list[Span] = []
         self.waited_s = 0.0
         self.overhead_s = 0.0
         self.peak_live = 0
+        self.message_nbytes: dict[int, int] = defaultdict(int)
         self.where: tuple[int, int] | None = None
         self._wiring = wiring
         self._program = program
         self._ends = ends
-        self._step = step
+        self._run = run
         self._seed = seed
-        self._is_training = is_training
+        self._is_training = run.call != "eval"
         self._position = 0
         self._num_live = 0
-        self._sender = Sender(wiring.backend, wiring.gpu_channels, wiring.tag, step, wiring.timeout)
+        self._sender = Sender(wiring.backend, wiring.gpu_channels, wiring.tag, run, wiring.timeout)
         self._receivers: dict[int, Receiver] = {}
         self._inputs: dict[tuple[int, int], Parcel] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
@@ -241,7 +243,7 @@ class StepRun:
         if self._seed is not None:
             # Replicas have other data, and must not drop the same of it.
             counted = self._wiring.first_microbatch + microbatch
-            seed = microbatch_seed(self._seed, self._step, number, counted)
+            seed = microbatch_seed(self._seed, self._run.number, number, counted)
         is_last = number == self._program.num_stages - 1
         self.where = number, microbatch
         started_s = time.perf_counter()
@@ -321,8 +323,11 @@ class StepRun:
         stage = self._wiring.stages[send.stage]
         parcel = self._to_send.pop(send)
         self.where = send.stage, send.microbatch
-        self._sender.send(self._program.peer_of[send], send.other_side, parcel, stage.describe)
+        receive = send.other_side
+        nbytes = self._sender.send(self._program.peer_of[send], receive, parcel, stage.describe)
         self.where = None
+        boundary = min(send.stage, receive.stage)
+        self.message_nbytes[boundary] = max(self.message_nbytes[boundary], nbytes)
 
     def _reduce(self, action: Action) -> None:
         reduction = self._wiring.reductions.get(action.stage)
@@ -338,7 +343,7 @@ class StepRun:
                 self._wiring.gpu_channels,
                 peer,
                 self._wiring.tag,
-                self._step,
+                self._run,
                 self._wiring.timeout,
                 self._program.expected[peer],
                 self._wiring.stages.__getitem__,

@@ -156,7 +156,14 @@ class HandwrittenStage(Stage):
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        before = copy.deepcopy(self.module.__dict__)
+        try:
+            before = copy.deepcopy(vars(self.module))
+        except Exception as error:
+            raise TypeError(
+                "Pipeline: a plan() before the first step leaves stages as they were, and a "
+                f"{type(self.module).__qualname__} cannot be copied for that: {error}. Take a "
+                "step first"
+            ) from error
         try:
             yield
         finally:

@@ -51,7 +51,7 @@ class Options:
     @property
     def bucket_nbytes(self) -> int:
         """Largest bucket."""
-        return bucket_nbytes_of(self.bucket_mb)
+        return bucket_nbytes_of(self.bucket_mb, "DDP")
 
     @property
     def averaging(self) -> Averaging:

@@ -143,8 +143,9 @@ class FailureReport:
             )
         where = "" if self.stage is None else f" in stage {self.stage}"
         which = "" if self.microbatch is None else f", microbatch {self.microbatch},"
+        what = f": {self.message}" if self.message else ""
         return StageFailed(
-            f"Pipeline: {self.error}{where}{which} on {who}: {self.message}\n"
+            f"Pipeline: {self.error}{where}{which} on {who}{what}\n"
             f"The group is still usable; zero the gradients before the next step.\n\n"
             f"{self.traceback_text}",
             rank=rank,

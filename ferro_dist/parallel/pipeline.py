@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ferro_dist import arguments
 from ferro_dist.errors import DistributedError
+from ferro_dist.parallel.activation_channel import Run
+from ferro_dist.parallel.bucket import bucket_nbytes_of
 from ferro_dist.parallel.ends import BackwardEnds, ForwardEnds, TrainingEnds
 from ferro_dist.parallel.executor import Program, StepRun
-from ferro_dist.parallel.outcome import share_outcome
+from ferro_dist.parallel.outcome import run_on_all, share_outcome
 from ferro_dist.parallel.pipeline_arguments import (
-    bucket_nbytes_of,
-    built_in,
     check_groups,
     checked_count,
     checked_ties,
@@ -43,6 +43,7 @@ from ferro_dist.parallel.pipeline_connection import Connection, connect
 from ferro_dist.parallel.pipeline_plan import PipelinePlan, make_plan
 from ferro_dist.parallel.schedules import (
     PipelineSchedule,
+    built_in,
     complete,
     format_schedule,
     insert_reductions,
@@ -77,7 +78,7 @@ class Pipeline(Generic[ModuleT]):
         The pipeline's group, two ranks or more. It stays the caller's to close.
     num_microbatches : int
         Into how many parts a batch is cut.
-    schedule : PipelineSchedule, str, or one list of actions for each rank
+    schedule : PipelineSchedule, str, or one list or line of actions for each rank
         ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"zb_h1"``, ``"zb_v"``, or a schedule of
         your own: see `ferro_dist.parallel.schedules.parse_schedule`.
     dp : Backend, optional
@@ -94,9 +95,9 @@ class Pipeline(Generic[ModuleT]):
     seed : int or None, default 0
         Each forward draws random numbers by this, the step, the stage and the microbatch
         (`microbatch_seed`), counted through all replicas. torch has one generator for a process,
-        so ranks that are threads run their modules one at a time: modules that wait for those of
-        replicas, as `SyncBatchNorm` does, need None there. With None torch modules draw
-        what they would without a pipeline, but for checkpointed ones, of which each forward
+        so ranks that are threads run their modules one at a time: modules of your own that wait
+        for other ranks need None there; `SyncBatchNorm` does not. With None torch modules draw what
+        they would without a pipeline, but for checkpointed ones, of which each forward
         draws a seed; a stage that is given an `rng` gets one that nobody can foretell.
     bucket_mb : float, default 25
         Largest bucket of gradients, in MiB.
@@ -170,7 +171,7 @@ class Pipeline(Generic[ModuleT]):
         self._backend = backend
         self._dp = dp
         self._op = reduce_op(average)
-        self._bucket_nbytes = bucket_nbytes_of(bucket_mb)
+        self._bucket_nbytes = bucket_nbytes_of(bucket_mb, "Pipeline")
         self._timeout = None if timeout is None else arguments.check_timeout(timeout)
         self._seed = seed if seed is None else arguments.integer(seed)
         self._tied = checked_ties(tied)
@@ -359,7 +360,7 @@ class Pipeline(Generic[ModuleT]):
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluation())
-            self._run("forward", ends, is_training=False)
+            self._run("eval", ends)
         return ends.whole_output
 
     def plan(
@@ -384,8 +385,12 @@ class Pipeline(Generic[ModuleT]):
         self._begin()
         if self._last_step is None:
             with contextlib.ExitStack() as untouched:
-                for stage in self._stages.values():
-                    untouched.enter_context(stage.untouched())
+
+                def protect() -> None:
+                    for stage in self._stages.values():
+                        untouched.enter_context(stage.untouched())
+
+                run_on_all(protect, self._backend, self._dp)
                 # What takes longer the first time must not be taken for the rule.
                 for _ in range(2):
                     self._train("step", self._training_ends(x, target, loss_fn, None))
@@ -422,7 +427,7 @@ class Pipeline(Generic[ModuleT]):
         is_averaged = self._op is ReduceOp.MEAN
         return TrainingEnds(*self._end_stages, x, target, loss_fn, weight, self._dp, is_averaged)
 
-    def _train(self, phase: str, ends: TrainingEnds | BackwardEnds) -> float:
+    def _train(self, call: str, ends: TrainingEnds | BackwardEnds) -> float:
         """Run something with a backward in it, and reduce what it adds to the gradients."""
         connection = self._connected
         reductions = connection.reductions
@@ -433,7 +438,7 @@ class Pipeline(Generic[ModuleT]):
                 reduction.set_aside()
 
         try:
-            loss = self._run(phase, ends, prepare)
+            loss = self._run(call, ends, prepare)
             _sum_ties(connection)
         except BaseException:
             for reduction in reductions:
@@ -444,20 +449,18 @@ class Pipeline(Generic[ModuleT]):
 
     def _run(
         self,
-        phase: str,
+        call: str,
         ends: TrainingEnds | ForwardEnds | BackwardEnds,
         prepare: Callable[[], None] = lambda: None,
-        *,
-        is_training: bool = True,
     ) -> float:
-        """Run a program; return the loss, or raise what went wrong anywhere."""
-        if phase == "step":
+        """Run what `call` asks for; return the loss, or raise what went wrong anywhere."""
+        if call == "step":
             self._pending_forward = None
             self._forget()
-        step = self._num_runs
+        number = Run(self._num_runs, call)
         self._num_runs += 1
-        wiring, program = self._connected.wiring, self._program(phase)
-        run = StepRun(wiring, program, ends, step, self._seed, is_training)
+        wiring, program = self._connected.wiring, self._program(call)
+        run = StepRun(wiring, program, ends, number, self._seed)
         failure: BaseException | None = None
         loss = 0.0
         try:
@@ -476,7 +479,7 @@ class Pipeline(Generic[ModuleT]):
             raise
         finally:
             run.close()
-        if phase == "step":
+        if call == "step":
             self._last_step = run
         return loss
 
@@ -490,7 +493,8 @@ class Pipeline(Generic[ModuleT]):
         last = self._stages.get(self.num_stages - 1)
         return first, last, self._num_microbatches, self._placement[0]
 
-    def _program(self, phase: str) -> Program:
+    def _program(self, call: str) -> Program:
+        phase = "forward" if call == "eval" else call
         program = self._programs.get(phase)
         if program is None:
             lists = self._lists if phase == "step" else one_phase(self._lists, phase)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +9,10 @@ from ferro_dist import arguments
 from ferro_dist.backends.base import Backend
 from ferro_dist.errors import InvalidWorldSize, UnsupportedOp
 from ferro_dist.parallel.averaging import REDUCE_OPS
-from ferro_dist.parallel.schedules import PipelineSchedule, pipeline_schedule_of
 from ferro_dist.parallel.stage import Stage, make_stage
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [
-    "bucket_nbytes_of",
-    "built_in",
     "check_groups",
     "checked_count",
     "checked_ties",
@@ -25,8 +20,6 @@ __all__ = [
     "place",
     "reduce_op",
 ]
-
-MIB = 1 << 20
 
 
 def place(
@@ -83,13 +76,6 @@ def modules_of(module: Any) -> list[Any]:
     if is_list and not len(module):
         raise ValueError("Pipeline: module is empty; every rank has a stage, or several in a list")
     return list(module) if is_list else [module]
-
-
-def built_in(schedule: Any) -> PipelineSchedule | None:
-    """Return the built-in schedule that this is or names; None if it is a written one."""
-    if isinstance(schedule, (str, PipelineSchedule)):
-        return pipeline_schedule_of(schedule)
-    return None
 
 
 def checked_count(num_microbatches: int) -> int:
@@ -154,11 +140,3 @@ def reduce_op(average: Any) -> ReduceOp:
     if not isinstance(average, str) or average not in REDUCE_OPS:
         raise ValueError(f"Pipeline: average must be 'mean' or 'sum', not {average!r}")
     return REDUCE_OPS[average]
-
-
-def bucket_nbytes_of(bucket_mb: Any) -> int:
-    """Return the size of a bucket in bytes."""
-    mib = float(bucket_mb) if isinstance(bucket_mb, numbers.Real) else math.nan
-    if not 0 < mib < math.inf:
-        raise ValueError(f"Pipeline: bucket_mb must be a positive number, not {bucket_mb!r}")
-    return math.ceil(mib * MIB)

@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ferro_dist.errors import DistributedError
 from ferro_dist.parallel.executor import Wiring
 from ferro_dist.parallel.gpu_channels import make_gpu_channels
 from ferro_dist.parallel.gradient_reduction import GradientReduction
@@ -23,7 +24,12 @@ from ferro_dist.parallel.outcome import BadArgument, run_on_all
 from ferro_dist.parallel.replicas import connect_replicas, describe_state
 from ferro_dist.parallel.schedules import Action
 from ferro_dist.parallel.stage import Stage
-from ferro_dist.parallel.tied_weights import agree_on_ties, find_tied_weights, tie_weights
+from ferro_dist.parallel.tied_weights import (
+    agree_on_ties,
+    find_tied_weights,
+    split_for_ties,
+    tie_weights,
+)
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -141,20 +147,37 @@ def connect(
     ties = on_all(lambda: agree_on_ties(weights, backend))
 
     made = contextlib.ExitStack()
+    own_groups: list[Backend] = []
 
     def make() -> Connection:
+        try:
+            return make_together()
+        except DistributedError:
+            raise
+        except BaseException as error:
+            # Out of memory, perhaps. The others wait for calls that this rank will not make.
+            for group in (*own_groups, backend, *([] if replicas is None else [replicas])):
+                group.interrupt(error)
+            raise
+
+    def make_together() -> Connection:
         reductions: dict[int, GradientReduction] = {}
         if replicas is not None:
             actions = schedule[backend.rank]
             reductions = connect_replicas(stages, actions, replicas, op, bucket_nbytes)
-        sums, groups = tie_weights(weights, ties, backend, bucket_nbytes)
+        groups = split_for_ties(ties, backend)
+        for group in groups.values():
+            if group is not backend:
+                own_groups.append(group)
+                made.callback(group.close)
+        sums = tie_weights(weights, ties, groups, bucket_nbytes)
         for tie in sums:
             tie.equalize()
         channels = make_gpu_channels(schedule, backend, timeout)
         wiring = Wiring(
             backend, tag, timeout, stages, reductions, first_microbatch, channels, forecasts={}
         )
-        connection = Connection(wiring, sums, groups)
+        connection = Connection(wiring, sums, own_groups)
         made.callback(connection.close)
         return connection
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ferro_dist.collective import allreduce
 from ferro_dist.parallel.exchange import all_gather_bytes
-from ferro_dist.parallel.schedules import Action, Simulation, Span, simulate
+from ferro_dist.parallel.schedules import Action, Simulation, Span, placement_of, simulate
 from ferro_dist.point_to_point import recv, send
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from ferro_dist.parallel.executor import StepRun
 
 __all__ = ["PipelinePlan", "make_plan"]
+
+Bytes = np.ndarray[Any, Any]
 
 _NUM_PINGS = 5
 
@@ -34,8 +38,8 @@ class PipelinePlan:
     schedule : list of list of Action
     durations : dict of (int, str) to float
         Seconds of each kind of action on each stage; medians.
-    latency_s : float
-        Of a small message between neighbours.
+    latency_s : list of float
+        Of a message between each stage and the next, as large as the run's largest there.
     predicted : Simulation
     spans : list of Span
         The run, by the clock of rank 0.
@@ -47,7 +51,7 @@ class PipelinePlan:
 
     schedule: list[list[Action]]
     durations: dict[tuple[int, str], float]
-    latency_s: float
+    latency_s: list[float]
     predicted: Simulation
     spans: list[Span]
     peak_live: list[int]
@@ -74,7 +78,7 @@ class PipelinePlan:
         """Draw the run, and behind it the simulated one; needs matplotlib."""
         from ferro_dist.parallel.schedules.plot import plot
 
-        plot(self.spans, path, ideal=self.predicted.spans)
+        plot(_in_ms(self.spans), path, ideal=_in_ms(self.predicted.spans), time_label="time, ms")
 
     def __str__(self) -> str:
         rows = [
@@ -95,21 +99,24 @@ class PipelinePlan:
 
 def make_plan(lists: list[list[Action]], run: StepRun, backend: Backend) -> PipelinePlan:
     """Bring together what all ranks have measured. Called by all ranks."""
-    offset_s, latency_s = _compare_clocks(backend)
+    offset_s = _compare_clocks(backend)
     own = {
         "spans": [(str(s.action), s.start_s - offset_s, s.end_s - offset_s) for s in run.spans],
-        "latency_s": latency_s,
+        "message_nbytes": list(run.message_nbytes.items()),
         "overhead_s": run.overhead_s,
         "peak_live": run.peak_live,
     }
     measured = [json.loads(m) for m in all_gather_bytes(json.dumps(own).encode(), backend)]
+    nbytes: dict[int, int] = defaultdict(int)
+    for boundary, count in (pair for of_rank in measured for pair in of_rank["message_nbytes"]):
+        nbytes[boundary] = max(nbytes[boundary], count)
+    latency_s = _latencies(placement_of(lists), nbytes, backend)
     spans = [
         Span(rank, Action.parse(text), start_s, end_s)
         for rank, of_rank in enumerate(measured)
         for text, start_s, end_s in of_rank["spans"]
     ]
     durations = _medians(spans)
-    latency_s = max(of_rank["latency_s"] for of_rank in measured)
     return PipelinePlan(
         lists,
         durations,
@@ -121,6 +128,10 @@ def make_plan(lists: list[list[Action]], run: StepRun, backend: Backend) -> Pipe
     )
 
 
+def _in_ms(spans: Sequence[Span]) -> list[Span]:
+    return [Span(rank, action, 1e3 * start, 1e3 * end) for rank, action, start, end in spans]
+
+
 def _medians(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
     times: dict[tuple[int, str], list[float]] = defaultdict(list)
     for span in spans:
@@ -128,31 +139,59 @@ def _medians(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
     return {key: statistics.median(values) for key, values in times.items()}
 
 
-def _compare_clocks(backend: Backend) -> tuple[float, float]:
-    """Return how far this rank's clock is ahead of rank 0's, and the time a message takes.
+def _latencies(
+    placement: Sequence[int], nbytes: Mapping[int, int], backend: Backend
+) -> list[float]:
+    """Return what a message takes between each stage and the next. Called by all ranks.
+
+    One boundary after the other: all at once would measure each other.
+    """
+    latencies = np.zeros(len(placement) - 1)
+    for boundary, (rank, other) in enumerate(itertools.pairwise(placement)):
+        if rank == other or backend.rank not in (rank, other):
+            continue
+        message = np.zeros(max(nbytes[boundary], 1), np.uint8)
+        if backend.rank == other:
+            _answer(message, backend, rank)
+        else:
+            round_trips_s = [_ping(message, backend, other) for _ in range(_NUM_PINGS)]
+            latencies[boundary] = min(round_trips_s) / 2
+    found: list[float] = allreduce(latencies, backend).tolist()
+    return found
+
+
+def _compare_clocks(backend: Backend) -> float:
+    """Return how far this rank's clock is ahead of rank 0's.
 
     Rank 0 asks each rank for its time. The answer of the quickest round was given halfway.
     """
-    mine = np.empty(1)
+    told = np.empty(1)
     if backend.rank != 0:
-        for _ in range(_NUM_PINGS):
-            recv(mine, backend, 0)
-            mine[0] = time.perf_counter()
-            send(mine, backend, 0)
-        recv(answer := np.empty(2), backend, 0)
-        return float(answer[0]), float(answer[1])
-    latency_s = 0.0
+        _answer(told, backend, 0, lambda: told.fill(time.perf_counter()))
+        recv(told, backend, 0)
+        return float(told[0])
     for rank in range(1, backend.world_size):
-        rounds = [_ping(backend, rank, mine) for _ in range(_NUM_PINGS)]
-        round_trip_s, offset_s = min(rounds)
-        latency_s = max(latency_s, round_trip_s / 2)
-        send(np.array([offset_s, round_trip_s / 2]), backend, rank)
-    return 0.0, latency_s
+        rounds = []
+        for _ in range(_NUM_PINGS):
+            round_trip_s = _ping(told, backend, rank)
+            rounds.append((round_trip_s, told[0] - (time.perf_counter() - round_trip_s / 2)))
+        send(np.array([min(rounds)[1]]), backend, rank)
+    return 0.0
 
 
-def _ping(backend: Backend, rank: int, theirs: np.ndarray[Any, Any]) -> tuple[float, float]:
+def _ping(message: Bytes, backend: Backend, rank: int) -> float:
+    """Send something there and back; return how long that took."""
     asked_s = time.perf_counter()
-    send(theirs, backend, rank)
-    recv(theirs, backend, rank)
-    answered_s = time.perf_counter()
-    return answered_s - asked_s, float(theirs[0]) - (asked_s + answered_s) / 2
+    send(message, backend, rank)
+    recv(message, backend, rank)
+    return time.perf_counter() - asked_s
+
+
+def _answer(
+    message: Bytes, backend: Backend, rank: int, write: Callable[[], None] = lambda: None
+) -> None:
+    """Send back, once `write` has written into it, what `_ping` sends on another rank."""
+    for _ in range(_NUM_PINGS):
+        recv(message, backend, rank)
+        write()
+        send(message, backend, rank)

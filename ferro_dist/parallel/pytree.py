@@ -175,9 +175,18 @@ def _constant(value: object) -> Structure:
         return (kind.__name__, value)
     if isinstance(value, float) and kind is float:
         return ("float", value.hex())
+    plain = next(
+        (base for base in (tuple, list, dict, bool, int, float, str) if isinstance(value, base)),
+        None,
+    )
+    remedy = (
+        ""
+        if plain is None
+        else f": the stage after it would get a plain {plain.__name__}, so make one of it"
+    )
     raise TypeError(
         "what travels between stages is made of arrays, None, bool, int, float, str, tuple, list "
-        f"and dict, not {kind.__module__}.{kind.__qualname__}"
+        f"and dict, not {kind.__module__}.{kind.__qualname__}{remedy}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferro_dist.parallel.exchange import all_gather_bytes
@@ -15,7 +15,7 @@ from ferro_dist.reduce_op import ReduceOp
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["TiedWeight", "agree_on_ties", "find_tied_weights", "tie_weights"]
+__all__ = ["TiedWeight", "agree_on_ties", "find_tied_weights", "split_for_ties", "tie_weights"]
 
 Members = tuple[int, ...]
 
@@ -66,12 +66,23 @@ def agree_on_ties(weights: Mapping[str, TiedWeight], backend: Backend) -> dict[M
     return dict(sorted(keys_of.items()))
 
 
+def split_for_ties(ties: Iterable[Members], backend: Backend) -> dict[Members, Backend]:
+    """Return the group of each tie that this rank is in. Called by all ranks."""
+    groups = {}
+    for members in ties:
+        is_all = len(members) == backend.world_size
+        group = backend if is_all else backend.split(members)
+        if group is not None:
+            groups[members] = group
+    return groups
+
+
 def tie_weights(
     weights: Mapping[str, TiedWeight],
     ties: Mapping[Members, Sequence[str]],
-    backend: Backend,
+    groups: Mapping[Members, Backend],
     bucket_nbytes: int,
-) -> tuple[list[GradientReduction], list[Backend]]:
+) -> list[GradientReduction]:
     """Make the sums of gradients that keep tied weights one. Called by all ranks.
 
     Parameters
@@ -80,25 +91,20 @@ def tie_weights(
         This rank's.
     ties : mapping of tuple of int to sequence of str
         What `agree_on_ties` has returned.
-    backend : Backend
+    groups : mapping of tuple of int to Backend
+        What `split_for_ties` has returned.
     bucket_nbytes : int
 
     Returns
     -------
-    reductions that this rank takes part in, groups that were made for them
+    reductions that this rank takes part in
     """
-    groups: list[Backend] = []
-    reductions = []
-    for members, keys in ties.items():
-        is_all = len(members) == backend.world_size
-        group = backend if is_all else backend.split(members)
-        if group is None:
-            continue
-        if not is_all:
-            groups.append(group)
-        own = [weights[key].weight for key in keys]
-        reductions.append(GradientReduction(own, group, ReduceOp.SUM, bucket_nbytes))
-    return reductions, groups
+    return [
+        GradientReduction(
+            [weights[key].weight for key in ties[members]], group, ReduceOp.SUM, bucket_nbytes
+        )
+        for members, group in groups.items()
+    ]
 
 
 def _find(key: str, value: Any, stages: Mapping[int, Stage]) -> Weight:

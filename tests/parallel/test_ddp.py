@@ -578,6 +578,7 @@ def test_a_module_without_grads_is_refused(on_ranks: OnRanks) -> None:
     [
         ({"bucket_mb": 0}, ValueError, "bucket_mb"),
         ({"bucket_mb": float("nan")}, ValueError, "bucket_mb"),
+        ({"bucket_mb": "25"}, ValueError, "bucket_mb must be a positive number, not '25'"),
         ({"average": "median"}, ValueError, "'sum' or 'contributors', not 'median'"),
         ({"compress": "zip"}, ValueError, "compress must be None, 'fp16', 'bf16' or callable"),
         ({"compress": 16}, TypeError, "compress must be"),

@@ -181,6 +181,24 @@ def test_arrays_may_be_strided_empty_or_scalar(on_ranks: OnRanks) -> None:
     torch.testing.assert_close(given.grad, expected)
 
 
+def test_conjugates_and_negatives_that_are_pending_travel(on_ranks: OnRanks) -> None:
+    class Conjugate(nn.Module):
+        def forward(self, x: Any) -> Any:
+            z = torch.complex(x, 2 * x).conj()
+            return z, z.imag  # of a conjugate: a negative that is pending
+
+    class Parts(nn.Module):
+        def forward(self, parts: Any) -> Any:
+            z, imaginary = parts
+            return z.real + 3 * z.imag + 5 * imaginary
+
+    model = chain(3, lambda s: (nn.Linear(WIDTH, WIDTH), Conjugate(), Parts())[s])
+    x, y = batch(6)
+    for schedule in ("1f1b", "zb_h1"):
+        pipelined = run_pipelined(on_ranks, Case(schedule, 3, 1), model, x, y, 3)
+        assert_same(pipelined, run_whole(copy.deepcopy(model), x, y))
+
+
 def test_output_that_is_the_input_passes_the_gradient_on(on_ranks: OnRanks) -> None:
     model = chain(3, lambda s: nn.Identity() if s < 2 else nn.Linear(WIDTH, WIDTH))
     x, y = batch(6)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -25,6 +27,7 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
+from ferro_dist.parallel.handwritten_stage import HandwrittenStage  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
@@ -157,6 +160,18 @@ def test_bad_arguments_raise_the_same_on_every_rank(
     assert len(set(on_ranks(num_ranks, body))) == 1
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_weight_that_nobody_would_count_by_is_told(on_ranks: OnRanks, schedule: str) -> None:
+    def body(backend: Any) -> None:
+        pipe = fd.Pipeline(Block().double(), backend, 2, schedule)
+        weight = [1.0, 3.0]
+        with pytest.raises(ValueError, match=r"first stage was given a weight, .* Give it there"):
+            pipe.step(*batch(4), mean_square, weight=weight if backend.rank == 0 else None)
+        pipe.step(*batch(4), mean_square, weight=weight)
+
+    on_ranks(3, body)
+
+
 def test_backward_without_forward_is_told(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         pipe = fd.Pipeline(nn.Linear(WIDTH, WIDTH).double(), backend, 2, "gpipe")
@@ -212,6 +227,26 @@ class Counting(nn.Module):
     def forward(self, x: Any) -> Any:
         self.calls += 1
         return x
+
+
+@pytest.mark.parametrize("calls", [("step", "eval"), ("eval", "step"), ("forward", "step")])
+def test_ranks_that_make_different_calls_do_not_wait(
+    on_ranks: OnRanks, calls: tuple[str, str]
+) -> None:
+    met = threading.Barrier(2)
+
+    def body(backend: Any) -> str:
+        pipe = fd.Pipeline(Block().double(), backend, 2, "1f1b")
+        x, y = batch(4)
+        step = {"step": lambda: pipe.step(x, y, mean_square)}
+        call = {**step, "eval": lambda: pipe.eval(x), "forward": lambda: pipe.forward(x)}
+        error = raised_by(call[calls[backend.rank]])
+        met.wait()
+        return f"{type(error).__name__}: {error}"
+
+    errors = on_ranks(2, body)
+    assert "was interrupted inside a call" in errors[0]
+    assert f"rank 0 has called {calls[0]}(), its run 0, and this rank {calls[1]}()" in errors[1]
 
 
 # Stages that raise
@@ -316,6 +351,8 @@ def test_two_stages_that_raise_are_told_of_as_one(on_ranks: OnRanks) -> None:
         (lambda x: torch.return_types.max((x, x)), "return_types"),
         (lambda x: x.detach().numpy(), "returns tensors"),
         (lambda x: x.to_sparse(), "returns dense tensors, not torch.sparse_coo"),
+        (lambda x: torch.nested.nested_tensor(list(x)), "returns no nested tensor"),
+        (lambda x: (x, np.float64(1)), "not numpy.float64"),
     ],
 )
 def test_output_that_cannot_travel_is_told(on_ranks: OnRanks, output: Any, words: str) -> None:
@@ -382,6 +419,93 @@ def test_ctrl_c_on_one_rank_is_told_on_the_others(on_ranks: OnRanks) -> None:
         return type(raised_by(lambda: pipe.step(*batch(4), mean_square))).__name__
 
     assert on_ranks(3, body) == ["StageFailed", "KeyboardInterrupt", "StageFailed"]
+
+
+# What is made before the first step, and for a plan
+
+
+class Doubling:
+    """A hand-written stage of one weight."""
+
+    def __init__(self) -> None:
+        self.weight, self.gradient = np.full(3, 2.0), np.zeros(3)
+
+    def forward(self, x: Any) -> Any:
+        return x * self.weight, x
+
+    def backward(self, x: Any, gradient: Any) -> Any:
+        self.gradient += (x * gradient).sum(axis=0)
+        return gradient * self.weight
+
+    def parameters(self) -> Any:
+        return {"weight": self.weight}
+
+    def grads(self) -> Any:
+        return {"weight": self.gradient}
+
+
+def sum_and_ones(y: Any) -> Any:
+    return y.sum(), np.ones_like(y)
+
+
+def test_stage_that_cannot_be_copied_for_a_plan_is_told_on_every_rank(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> None:
+        stage: Any = Doubling()
+        if backend.rank == 1:
+            stage.lock = threading.Lock()
+        pipe = fd.Pipeline(stage, backend, 2)
+        with pytest.raises(TypeError, match=r"a Doubling cannot be copied .* Take a step first"):
+            pipe.plan(np.ones((4, 3)), loss_fn=sum_and_ones)
+        pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones)
+        pipe.plan()
+
+    on_ranks(3, body)
+
+
+class Full(HandwrittenStage):
+    """Finds no memory for what sums gradients."""
+
+    def new_bucket(self, group: Any, like: Any, count: int) -> Any:
+        raise MemoryError("no room for gradients")
+
+
+@pytest.mark.parametrize("at_fault", [0, 3])
+def test_replica_that_cannot_begin_keeps_none_waiting(on_ranks: OnRanks, at_fault: int) -> None:
+    met = threading.Barrier(4)
+
+    def body(backend: Any) -> BaseException | None:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = (Full if backend.rank == at_fault else HandwrittenStage)(Doubling())
+            pipe = fd.Pipeline(stage, grid.pipeline, 2, dp=grid.data)
+            error = raised_by(lambda: pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones))
+            met.wait()  # no error of another rank is due to this one's leaving
+            return error
+
+    assert_only_one_ran_out_of_memory(on_ranks(4, body), at_fault)
+
+
+@pytest.mark.parametrize("at_fault", [0, 2])
+def test_tie_that_cannot_be_made_keeps_none_waiting(on_ranks: OnRanks, at_fault: int) -> None:
+    met = threading.Barrier(3)
+
+    def body(backend: Any) -> BaseException | None:
+        stage = (Full if backend.rank == at_fault else HandwrittenStage)(Doubling())
+        tied = {"one": "weight"} if backend.rank != 1 else None
+        pipe = fd.Pipeline(stage, backend, 2, tied=tied)
+        error = raised_by(lambda: pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones))
+        met.wait()
+        return error
+
+    assert_only_one_ran_out_of_memory(on_ranks(3, body), at_fault)
+
+
+def assert_only_one_ran_out_of_memory(errors: list[Any], at_fault: int) -> None:
+    assert isinstance(errors.pop(at_fault), MemoryError)
+    for error in errors:
+        assert isinstance(error, fd.ChannelClosed)
+        assert "was interrupted inside a call" in str(error)
 
 
 def test_every_schedule_is_among_those_tested() -> None:

@@ -336,15 +336,35 @@ def normalized(_: int) -> nn.Module:
     return nn.Sequential(Block(), nn.BatchNorm1d(WIDTH))
 
 
+def dropped_and_normalized(_: int) -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3))
+
+
 def on_normalized_grid(backend: Any, case: Case, whole: Any, body: Callable[..., Any]) -> Any:
     """Run `body` in a pipeline whose stages normalize over all replicas."""
     with fd.RankGrid(backend, pipeline=case.num_ranks) as grid:
         model = copy.deepcopy(whole)
         for stage in case.stages_of(grid.pipeline.rank):
             fd.convert_sync_batchnorm(model[stage], grid.data)
-        # Without a seed: ranks that are threads would run their modules one at a time.
-        pipe = make_pipeline(model, case, grid.pipeline, 2, dp=grid.data, seed=None)
+        pipe = make_pipeline(model, case, grid.pipeline, 2, dp=grid.data)
         return body(pipe, model, grid)
+
+
+def test_masks_of_replicas_that_normalize_together_follow_from_the_seed(on_ranks: OnRanks) -> None:
+    size = Case("1f1b", 2, 1)
+    x, y = batch(6)
+    model = chain(size.num_stages, dropped_and_normalized)
+
+    def body(pipe: Any, own: Any, grid: Any) -> Any:
+        pipe.step(x, y, mean_square)
+        return [own[s][1].weight.grad for s in pipe.stage_numbers]
+
+    before = torch.random.get_rng_state()
+    runs = [on_ranks(4, on_normalized_grid, size, model, body) for _ in range(2)]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for one, other in zip(*runs, strict=True):
+        for gradient, again in zip(one, other, strict=True):
+            torch.testing.assert_close(gradient, again)
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_name)

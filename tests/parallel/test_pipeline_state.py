@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
+from ferro_dist.integrations import torch_random  # noqa: E402
 from ferro_dist.parallel.stage import microbatch_seed  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
@@ -168,6 +170,24 @@ def test_plan_is_the_same_on_all_ranks_and_shows_the_run(on_ranks: OnRanks) -> N
     assert len(plan.spans) == 2 * (4 + 4)
     assert plan.durations.keys() == {(stage, kind) for stage in (0, 1) for kind in "FB"}
     assert plan.makespan_s > 0
+
+
+def test_plan_counts_what_messages_take(on_ranks: OnRanks) -> None:
+    class Widen(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.repeat(1, 100_000)
+
+    def body(backend: Any) -> Any:
+        stages = [nn.Linear(WIDTH, WIDTH).double(), Widen(), nn.Identity(), nn.Identity()]
+        own = [stages[stage] for stage in ((0, 3), (1, 2))[backend.rank]]
+        pipe = fd.Pipeline(own, backend, 2, "zb_v")
+        pipe.step(batch(2)[0], loss_fn=torch.mean)
+        return pipe.plan()
+
+    plan, _ = on_ranks(2, body)
+    narrow_s, on_one_rank_s, wide_s = plan.latency_s
+    assert on_one_rank_s == 0
+    assert 0 < narrow_s < wide_s  # 40 bytes, and 4 MB
 
 
 # Checkpoints
@@ -372,6 +392,28 @@ def test_modules_may_checkpoint_parts_of_themselves(on_ranks: OnRanks, use_reent
     assert_same(pipelined, run_whole(model, x, y))
 
 
+def test_compiled_modules_are_told_and_run_whole(on_ranks: OnRanks) -> None:
+    model = chain(2)
+    x, y = batch(6)
+
+    def body(backend: Any) -> Any:
+        stage = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)).double()
+        stage[0].load_state_dict(model[backend.rank].state_dict())
+        nn.init.eye_(stage[1].weight)
+        nn.init.zeros_(stage[1].bias)
+        stage[0].compile(backend="aot_eager")
+        pipe = fd.Pipeline(stage, backend, 3, "zb_h1")
+        assert pipe.step(x.clone().requires_grad_(), y, mean_square) == pytest.approx(expected.loss)
+        return gradients_of(stage[0])
+
+    expected = run_whole(model, x, y)
+    with pytest.warns(RuntimeWarning, match="CompiledFunctionBackward .* would run twice"):
+        outcomes = on_ranks(2, body)
+    for rank, gradients in enumerate(outcomes):
+        for name, gradient in gradients.items():
+            assert_equal_gradients(gradient, expected.gradients[f"{rank}.{name}"], name)
+
+
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
 def test_hooks_of_parameters_and_tensors_count_once(
     on_ranks: OnRanks, case: tuple[str, int, int]
@@ -410,3 +452,35 @@ def test_hooks_of_parameters_and_tensors_count_once(
             for name, parameter in stage.named_parameters():
                 theirs = expected.gradients[f"{number}.{name}"]
                 assert_equal_gradients(parameter.grad, theirs, f"{number}.{name}")
+
+
+class InterruptedLock:
+    """A lock at which Ctrl-C comes when it is taken for the second time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.times = 0
+
+    def acquire(self) -> bool:
+        self.times += 1
+        if self.times == 2:
+            raise KeyboardInterrupt
+        return self.lock.acquire()
+
+    def release(self) -> None:
+        self.lock.release()  # raises unless it is held
+
+
+def test_an_interrupt_while_others_draw_takes_nothing_from_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock = InterruptedLock()
+    monkeypatch.setattr(torch_random, "_lock", lock)
+    generator = torch.Generator()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        torch_random.Seeded([generator], 2),
+        torch_random.while_others_draw(),
+    ):
+        lock.lock.acquire()  # another thread's turn
+    assert lock.lock.locked()

@@ -68,6 +68,12 @@ def test_other_types_are_refused_by_name(tree: Any) -> None:
         pytree.flatten(tree)
 
 
+@pytest.mark.parametrize(("tree", "plain"), [(Pair(1, 2), "tuple"), (OrderedDict(a=1), "dict")])
+def test_subclasses_are_refused_with_what_to_make_of_them(tree: Any, plain: str) -> None:
+    with pytest.raises(TypeError, match=f"would get a plain {plain}, so make one of it"):
+        pytree.flatten(tree)
+
+
 @pytest.mark.parametrize(
     ("gradient", "error", "words"),
     [

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ferro_dist.parallel.pipeline_plan import PipelinePlan
 from ferro_dist.parallel.schedules import (
+    ActionKind,
     InvalidSchedule,
     complete,
     interleaved_1f1b,
@@ -19,6 +23,7 @@ from ferro_dist.parallel.schedules import (
     zb_h1,
     zb_v,
 )
+from ferro_dist.parallel.schedules.plot import COLOURS, _darkened
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,6 +72,66 @@ def test_a_measured_run_is_drawn_over_its_ideal(tmp_path: Path) -> None:
     drawn = texts(path)
     assert {"ideal, behind", "reduction", "time, s"} <= set(drawn)
     assert any(text.endswith("· 1.100 × ideal") for text in drawn)
+
+
+def test_a_plan_is_drawn_in_milliseconds(tmp_path: Path) -> None:
+    lists = complete("1f1b", 2, 4)
+    predicted = simulate(lists, {"F": 0.01, "B": 0.02})
+    plan = PipelinePlan(lists, {}, [0.0], predicted, predicted.spans, [2, 1], [0.0, 0.0])
+    plan.plot(tmp_path / "plan.svg")
+    drawn = texts(tmp_path / "plan.svg")
+    assert "time, ms" in drawn
+    assert any(text.startswith("makespan 150 ") for text in drawn)
+
+
+def test_numbers_are_left_out_of_boxes_that_are_narrower_than_others(tmp_path: Path) -> None:
+    run = [(0, f"0F{m}", float(m), m + 0.9) for m in range(10)] + [(0, "0F10", 10.0, 10.05)]
+    drawn = texts(plot(run, tmp_path / "run.svg"))
+    assert "9" in drawn
+    assert "10" not in drawn[drawn.index("9") :]
+
+
+@pytest.mark.parametrize("seen", ["by all", "without red", "without green", "without blue"])
+def test_kinds_are_told_apart_whatever_colours_one_sees(seen: str) -> None:
+    kinds = [
+        [_darkened(colour, darkness) for darkness in (0.0, 0.5)]
+        for kind, colour in COLOURS.items()
+        if kind is not ActionKind.REDUCE  # which has a place of its own
+    ]
+    for one, other in itertools.combinations(kinds, 2):
+        for a, b in itertools.product(one, other):
+            assert np.linalg.norm(in_cielab(a, seen) - in_cielab(b, seen)) > 15
+
+
+# G. M. Machado et al., "A Physiologically-based Model for Simulation of Color Vision Deficiency",
+# IEEE TVCG 2009: severity 1, for linear RGB.
+SEEN: dict[str, Any] = {
+    "by all": np.eye(3),
+    "without red": [
+        [0.1523, 1.0526, -0.2049],
+        [0.1145, 0.7863, 0.0992],
+        [-0.0039, -0.0481, 1.0520],
+    ],
+    "without green": [
+        [0.3673, 0.8606, -0.2280],
+        [0.2801, 0.6725, 0.0474],
+        [-0.0118, 0.0429, 0.9689],
+    ],
+    "without blue": [
+        [1.2555, -0.0767, -0.1788],
+        [-0.0784, 0.9308, 0.1476],
+        [0.0047, 0.6914, 0.3039],
+    ],
+}
+XYZ_OF_RGB = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+WHITE = [0.9505, 1.0, 1.0888]
+
+
+def in_cielab(colour: Any, seen: str) -> Any:
+    """Return a colour where distances are how different it looks; 2 is just noticed."""
+    linear = np.clip(SEEN[seen] @ np.power(colour, 2.2), 0, 1)
+    x, y, z = np.cbrt(np.asarray(XYZ_OF_RGB) @ linear / WHITE)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def test_messages_in_a_timeline_are_left_out(tmp_path: Path) -> None:

@@ -229,6 +229,7 @@ def test_sizes_must_be_positive_integers(bad: Any) -> None:
 def test_a_written_schedule_is_checked_against_the_pipeline() -> None:
     written = ["0F0 0B0", "1F0 1B0"]
     assert format_schedule(generate(written, 2, 1)) == "0F0 0B0\n1F0 1B0"
+    assert generate("0F0 0B0\n1F0 1B0\n", 2, 1) == generate(written, 2, 1)
     with pytest.raises(InvalidSchedule, match="for 2 ranks, not for 3"):
         generate(written, 3, 1)
     with pytest.raises(InvalidSchedule, match="lacks 0F1"):

@@ -35,6 +35,60 @@ def test_two_backwards_after_one_forward_add_up(on_ranks: OnRanks, overlap: Any)
     assert on_ranks(2, body) == [(1.5 + 15, 1 + 10)] * 2
 
 
+class Orders(nn.Module):
+    """Parameters of several sizes and memory orders, whose gradients differ in each element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.zeros(3))
+        self.large = nn.Parameter(torch.zeros(20_000))  # more than 64 KiB
+        channels_last = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        self.channels_last = nn.Parameter(channels_last)
+        self.turned = nn.Parameter(torch.zeros(4, 5).T)
+        self.scalar = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: float) -> Any:
+        return x * sum((p * weights_like(p)).sum() for p in self.parameters())
+
+
+def weights_like(p: Any) -> Any:
+    return torch.arange(1.0, p.numel() + 1).reshape(p.shape)
+
+
+@OVERLAP
+def test_gradients_of_all_sizes_and_memory_orders_come_to_their_elements(
+    on_ranks: OnRanks, overlap: Any
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(Orders(), backend, overlap=overlap)
+        for step in range(1, 4):
+            ddp(step * (backend.rank + 1.0)).backward()
+            for p in ddp.parameters():
+                assert torch.equal(p.grad, 1.5 * step * weights_like(p))
+            ddp.zero_grad(set_to_none=step == 1)
+
+    on_ranks(2, body)
+
+
+@OVERLAP
+def test_an_average_that_a_graph_has_saved_does_not_change_unnoticed(
+    on_ranks: OnRanks, overlap: Any
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend, overlap=overlap)
+        for _ in range(2):  # buckets stay where they are after the first
+            ddp.zero_grad()
+            ddp(1.0).backward()
+        factor = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        of_average = (factor * ddp.weight.grad).sum()
+        ddp.zero_grad()
+        ddp(2.0).backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            of_average.backward()
+
+    on_ranks(2, body)
+
+
 @OVERLAP
 @pytest.mark.parametrize(
     ("average", "expected"), [("sum", (3 + 30, 2 + 20)), ("contributors", (1.5 + 15, 1 + 10))]

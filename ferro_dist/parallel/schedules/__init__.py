@@ -20,6 +20,7 @@ from ferro_dist.parallel.schedules.messages import insert_messages
 from ferro_dist.parallel.schedules.notation import format_schedule, parse_schedule
 from ferro_dist.parallel.schedules.pipeline_schedule import (
     PipelineSchedule,
+    built_in,
     complete,
     generate,
     one_phase,
@@ -42,6 +43,7 @@ __all__ = [
     "PipelineSchedule",
     "Simulation",
     "Span",
+    "built_in",
     "complete",
     "format_schedule",
     "generate",

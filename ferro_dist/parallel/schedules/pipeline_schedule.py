@@ -15,6 +15,7 @@ from ferro_dist.parallel.schedules.validation import validate
 
 __all__ = [
     "PipelineSchedule",
+    "built_in",
     "complete",
     "generate",
     "one_phase",
@@ -46,9 +47,17 @@ def pipeline_schedule_of(schedule: PipelineSchedule | str) -> PipelineSchedule:
         names = ", ".join(map(repr, _BY_NAME))
         raise InvalidSchedule(
             f"There is no schedule {schedule!r}, but {names}. One of your own is a sequence "
-            "with the actions of each rank."
+            "with the actions of each rank, or a text with a line for each."
         )
     return member
+
+
+def built_in(schedule: PipelineSchedule | str | WrittenSchedule) -> PipelineSchedule | None:
+    """Return the built-in schedule that this is or names; None if it is a written one."""
+    is_written = isinstance(schedule, str) and len(schedule.split()) > 1
+    if isinstance(schedule, (PipelineSchedule, str)) and not is_written:
+        return pipeline_schedule_of(schedule)
+    return None
 
 
 _BY_NAME = {
@@ -93,7 +102,7 @@ def generate(
     Parameters
     ----------
     schedule : PipelineSchedule, str, or sequence with the actions of each rank
-        See `parse_schedule` for the latter.
+        A name, or a written one: see `parse_schedule`.
     num_ranks, num_microbatches : int
         At least 1.
     stages_per_rank : int, optional
@@ -104,11 +113,12 @@ def generate(
     InvalidSchedule
         There is no such schedule, it has no such number of stages, or it is not sound.
     """
-    if not isinstance(schedule, (PipelineSchedule, str)):
+    member = built_in(schedule)
+    if member is None:
+        assert not isinstance(schedule, PipelineSchedule)
         lists = parse_schedule(schedule)
         validate(lists, num_ranks=num_ranks, num_microbatches=num_microbatches)
         return lists
-    member = pipeline_schedule_of(schedule)
     count = _stages_per_rank(member, stages_per_rank)
     if member is PipelineSchedule.INTERLEAVED_1F1B:
         return builtin.interleaved_1f1b(num_ranks, num_microbatches, count)

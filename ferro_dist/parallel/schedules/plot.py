@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import math
 import os
 import statistics
 from collections import defaultdict
@@ -26,12 +27,13 @@ Drawable = Simulation | WrittenSchedule | Timeline
 
 Colour = tuple[float, float, float]
 
+# Of different lightness, too: told apart without red, green or blue, in light and dark shades.
 COLOURS: Mapping[ActionKind, str] = {
-    ActionKind.FORWARD: "#4f8fd6",
-    ActionKind.BACKWARD: "#e8964a",
-    ActionKind.BACKWARD_INPUT: "#5cb585",
-    ActionKind.BACKWARD_WEIGHT: "#bda347",
-    ActionKind.REDUCE: "#9a6fb0",
+    ActionKind.FORWARD: "#3b69d6",
+    ActionKind.BACKWARD: "#993f30",
+    ActionKind.BACKWARD_INPUT: "#57bf7d",
+    ActionKind.BACKWARD_WEIGHT: "#d6ac2e",
+    ActionKind.REDUCE: "#3e1d53",
 }
 NAMES: Mapping[ActionKind, str] = {
     ActionKind.FORWARD: "forward",
@@ -42,6 +44,8 @@ NAMES: Mapping[ActionKind, str] = {
 }
 IDLE = "#eeeeec"
 INK = "#2b2b2b"
+BRIGHT = 0.35
+"""The luminance from which on a box has dark numbers."""
 
 WIDTH_IN = 12.0
 LANE_IN = 0.34
@@ -101,10 +105,16 @@ def plot(
 
     Examples
     --------
-    This makes ``docs/schedules.png``; a stage of ZB-V is half as large as one of 1F1B:
+    This makes ``docs/schedules.png``; where a rank has two stages, they are half as large:
 
     >>> halves = {"F": 0.5, "I": 0.5, "W": 0.5}
-    >>> runs = {"1F1B": one_f_one_b(4, 8), "ZB-V": simulate(zb_v(4, 8), halves)}
+    >>> runs = {
+    ...     "GPipe": gpipe(4, 8),
+    ...     "1F1B": one_f_one_b(4, 8),
+    ...     "interleaved 1F1B": simulate(interleaved_1f1b(4, 8, 2), halves),
+    ...     "ZB-H1": zb_h1(4, 8),
+    ...     "ZB-V": simulate(zb_v(4, 8), halves),
+    ... }
     >>> plot(runs, "docs/schedules.png", time_label="time, in forwards")
     """
     matplotlib = _matplotlib()
@@ -217,7 +227,7 @@ def _draw_panel(axis: Any, panel: _Panel, end_s: float) -> None:
     if panel.ideal:
         _draw_boxes(axis, panel.ideal, IDEAL, shades, alpha=0.35)
     _draw_boxes(axis, panel.spans, BOX_BEFORE_IDEAL if panel.ideal else BOX, shades, alpha=1.0)
-    _draw_numbers(axis, panel.spans, end_s)
+    _draw_numbers(axis, panel.spans, shades, end_s)
 
 
 def _shades(spans: Sequence[Span]) -> dict[tuple[int, ActionKind], Colour]:
@@ -265,8 +275,13 @@ def _draw_boxes(
         )
 
 
-def _draw_numbers(axis: Any, spans: Sequence[Span], end_s: float) -> None:
-    """Write the microbatches into the boxes of each kind, if they fit into half of them."""
+def _draw_numbers(
+    axis: Any,
+    spans: Sequence[Span],
+    shades: Mapping[tuple[int, ActionKind], Colour],
+    end_s: float,
+) -> None:
+    """Write the microbatches into the boxes that have room, if half of a kind's have."""
     of_kind: dict[ActionKind, list[Span]] = defaultdict(list)
     for span in spans:
         if span.action.kind.is_compute:
@@ -276,12 +291,15 @@ def _draw_numbers(axis: Any, spans: Sequence[Span], end_s: float) -> None:
         if size_pt < SMALLEST_FONT_PT:
             continue
         for rank, action, start_s, box_end_s in same_kind:
+            number = str(action.microbatch)
+            if _room_pt(box_end_s - start_s, end_s) < size_pt * DIGIT_WIDTH * len(number):
+                continue
             axis.text(
                 (start_s + box_end_s) / 2,
                 rank,
-                str(action.microbatch),
+                number,
                 size=size_pt,
-                color="white",
+                color=INK if _luminance(shades[action.stage, action.kind]) > BRIGHT else "white",
                 ha="center",
                 va="center_baseline",
             )
@@ -290,8 +308,19 @@ def _draw_numbers(axis: Any, spans: Sequence[Span], end_s: float) -> None:
 def _number_size_pt(spans: Sequence[Span], end_s: float) -> float:
     width_s = statistics.median(span.end_s - span.start_s for span in spans)
     num_digits = max(len(str(span.action.microbatch)) for span in spans)
-    room_pt = width_s / end_s * LANE_WIDTH_PT - BOX_MARGIN_PT
+    # A little less: boxes of about that width have numbers, too.
+    room_pt = 0.85 * _room_pt(width_s, end_s)
     return min(LARGEST_FONT_PT, room_pt / (DIGIT_WIDTH * num_digits))
+
+
+def _room_pt(width_s: float, end_s: float) -> float:
+    return width_s / end_s * LANE_WIDTH_PT - BOX_MARGIN_PT
+
+
+def _luminance(colour: Colour) -> float:
+    """Return how bright a colour is to the eye, from 0 to 1; roughly, as a screen has it."""
+    weights = (0.2126, 0.7152, 0.0722)
+    return math.fsum(w * math.pow(share, 2.2) for w, share in zip(weights, colour, strict=True))
 
 
 def _draw_legend(figure: Any, panels: Sequence[_Panel]) -> None:
