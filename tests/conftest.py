@@ -42,11 +42,13 @@ def _servers_of_multiprocessing() -> None:
 
 
 def _modules_of_ranks() -> list[str]:
-    """Name what ranks need not import each for itself, which takes torch two seconds.
+    """Name what ranks need not import each for itself.
 
-    A torch with CUDA would bring libcudart with it, in place of which ranks put the emulated one.
+    pytest, which the files of their bodies import, is most of what a short-lived rank would
+    compute; torch takes two seconds. One with CUDA would bring libcudart with it, in place of
+    which ranks put the emulated one.
     """
-    modules = ["ferro_dist.backends.host", ferro_dist.testing.__name__]
+    modules = ["ferro_dist.backends.host", ferro_dist.testing.__name__, "hypothesis", "pytest"]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.metadata.version("torch").endswith("+cpu"):
             modules.append("torch")
