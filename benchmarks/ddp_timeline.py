@@ -12,8 +12,9 @@ __all__ = ["plot", "write_trace"]
 Step = dict[str, Any]
 """What a rank says of one step: see ``ddp_worker.py``. All ranks have one clock."""
 
-_COLOURS = {"forward": "#4f8fd6", "backward": "#e8964a", "optimizer": "#5cb585"}
-_BUCKETS, _EXPOSED = "#9a6fb0", "#d64f4f"
+# Those of `ferro_dist.parallel.schedules.plot`, which colour-blind readers tell apart.
+_COLOURS = {"forward": "#3b69d6", "backward": "#993f30", "optimizer": "#d6ac2e"}
+_BUCKETS, _EXPOSED = "#57bf7d", "#2b2b2b"
 
 
 def plot(steps: Sequence[Step], path: Path, title: str) -> Path | None:
@@ -25,7 +26,7 @@ def plot(steps: Sequence[Step], path: Path, title: str) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(12, 1.3 + 0.8 * len(steps)))
+    figure, axis = plt.subplots(figsize=(12, 1.3 + 0.8 * len(steps)), layout="constrained")
     origin_s = min(step["begin_s"] for step in steps)
     for rank, step in enumerate(steps):
         _draw(axis, step, origin_s, lane=-2.4 * rank)
@@ -34,10 +35,12 @@ def plot(steps: Sequence[Step], path: Path, title: str) -> Path | None:
     axis.set_yticklabels(
         [f"rank {rank} {'communication' if part else 'computation'}" for _, rank, part in lanes]
     )
+    axis.tick_params(axis="y", length=0)
+    axis.spines[:].set_visible(False)
+    axis.set_xlim(0, 1e3 * (max(step["end_s"] for step in steps) - origin_s))
     axis.set_xlabel("time, ms")
     axis.set_title(title)
-    _explain(axis)
-    figure.tight_layout()
+    _explain(figure)
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
@@ -100,12 +103,12 @@ def _draw(axis: Any, step: Step, origin_s: float, lane: float) -> None:
         box(lane - 1, bucket["start_s"], bucket["end_s"], color=_BUCKETS)
 
 
-def _explain(axis: Any) -> None:
+def _explain(figure: Any) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
     patches.append(Patch(color=_BUCKETS, label="bucket"))
-    patches.append(Patch(color=_EXPOSED, alpha=0.2, label="exposed"))
-    # Below, where no lane is.
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.25)}
-    axis.legend(handles=patches, fontsize="small", ncols=len(patches), frameon=False, **place)
+    patches.append(Patch(color=_EXPOSED, alpha=0.2, label="exposed: backward waits"))
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9
+    )
