@@ -168,7 +168,7 @@ def batch(
 
     Examples
     --------
-    >>> fd.batch([fd.P2POp(True, x, right), fd.P2POp(False, y, left)], backend)
+    >>> fd.batch([fd.P2POp("send", x, right), fd.P2POp("recv", y, left)], backend)
     """
     messages = _checked(ops)
     try:

@@ -103,7 +103,7 @@ def call_of(op: str, backend: Backend, count: int) -> Callable[[], Any]:
         "send_recv": send_recv,
         "sendrecv": lambda: fd.sendrecv(chunk, out, backend, right, left),
         "batch": lambda: fd.batch(
-            [fd.P2POp(True, chunk, right), fd.P2POp(False, out, left)], backend
+            [fd.P2POp("send", chunk, right), fd.P2POp("recv", out, left)], backend
         ),
     }
     return calls[op]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ferro_dist.cores import count_own
 from ferro_dist.reduce_op import ReduceOp
@@ -26,7 +26,7 @@ class P2POp:
 
     Parameters
     ----------
-    is_send : bool
+    op : {"send", "recv"}
     array : array
         What is sent, or what is received into.
     peer : int
@@ -34,16 +34,16 @@ class P2POp:
 
     Raises
     ------
-    TypeError
-        `is_send` is no bool, but for instance a function, which would count as True.
+    ValueError
+        `op` is something else.
     """
 
     __slots__ = ("array", "is_send", "peer")
 
-    def __init__(self, is_send: bool, array: Array, peer: int) -> None:
-        if not isinstance(is_send, bool):
-            raise TypeError(f"is_send must be True or False, not {is_send!r}.")
-        self.is_send = is_send
+    def __init__(self, op: Literal["send", "recv"], array: Array, peer: int) -> None:
+        if not isinstance(op, str) or op not in ("send", "recv"):
+            raise ValueError(f"P2POp: op must be 'send' or 'recv', not {op!r}.")
+        self.is_send = op == "send"
         self.array = array
         self.peer = peer
 

@@ -195,7 +195,7 @@ class HostBackend(EngineBackend):
             if member == self.rank:
                 outs[index] = own
             else:
-                ops += [P2POp(True, own, member), P2POp(False, outs[index], member)]
+                ops += [P2POp("send", own, member), P2POp("recv", outs[index], member)]
         self.batch(ops, False, deadline.remaining_s, 0)
         return outs
 

@@ -172,22 +172,22 @@ class Sender:
             parcel.is_weighted,
             len(description),
         )
-        ops = [P2POp(True, _header(fields + head), peer)]
+        ops = [P2POp("send", _header(fields + head), peer)]
         if rest:
-            ops.append(P2POp(True, np.frombuffer(rest, np.uint8), peer))
+            ops.append(P2POp("send", np.frombuffer(rest, np.uint8), peer))
         payload = [interop.contiguous(array) for array in parcel.arrays]
         if self._gpu_channels is not None:
             payload, on_gpu = _by_place(payload, specs)
             if on_gpu:
                 # First: if it cannot be started, the header that tells of it is not sent.
                 self._under_way.append(self._gpu_channels.send(on_gpu, peer, self._timeout))
-        self._start(ops + [P2POp(True, array, peer) for array in payload])
+        self._start(ops + [P2POp("send", array, peer) for array in payload])
         return sum(array.nbytes for array in payload)
 
     def abort(self, peer: int) -> None:
         """Tell a peer that nothing more will come in this step."""
         fields = _FIELDS.pack(self._run.number, 0, _ABORT, 0, 0, 0, 0, False, 0)
-        self._start([P2POp(True, _header(fields), peer)])
+        self._start([P2POp("send", _header(fields), peer)])
 
     def release_sent(self) -> None:
         """Let go of what has been sent; raise what a send has raised."""
@@ -378,7 +378,7 @@ class Receiver:
         if len(arrays) == 1:
             self._backend.recv(arrays[0], self._peer, False, self._timeout, self._tag)
         elif arrays:
-            ops = [P2POp(False, array, self._peer) for array in arrays]
+            ops = [P2POp("recv", array, self._peer) for array in arrays]
             self._backend.batch(ops, False, self._timeout, self._tag)
 
 

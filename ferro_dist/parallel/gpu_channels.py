@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ferro_dist.backends.nccl import END_GRACE_S
 from ferro_dist.parallel.schedules import Action, placement_of
@@ -48,11 +48,11 @@ class GpuChannels:
 
     def send(self, arrays: Sequence[Array], peer: int, timeout: float | None) -> Work:
         """Start to send arrays of this rank's GPU. Blocks neither the host nor its streams."""
-        return self._start(self._channels[self._rank, peer], True, arrays, RECEIVER, timeout)
+        return self._start(self._channels[self._rank, peer], "send", arrays, RECEIVER, timeout)
 
     def recv(self, arrays: Sequence[Array], peer: int, timeout: float | None) -> Work:
         """Start to receive into arrays of this rank's GPU, as `send`."""
-        return self._start(self._channels[peer, self._rank], False, arrays, SENDER, timeout)
+        return self._start(self._channels[peer, self._rank], "recv", arrays, SENDER, timeout)
 
     def close(self) -> None:
         """Wait for what is under way, and end them. Idempotent."""
@@ -70,14 +70,14 @@ class GpuChannels:
     def _start(
         self,
         channel: NcclBackend,
-        is_send: bool,
+        op: Literal["send", "recv"],
         arrays: Sequence[Array],
         peer: int,
         timeout: float | None,
     ) -> Work:
         from ferro_dist.point_to_point import P2POp
 
-        ops = [P2POp(is_send, array, peer) for array in arrays]
+        ops = [P2POp(op, array, peer) for array in arrays]
         work: Work = channel.batch(ops, True, timeout, 0)
         return work
 

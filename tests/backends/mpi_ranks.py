@@ -93,7 +93,7 @@ def _pass_round_the_ring(group: Group, every: list[Any]) -> None:
     if size > 1:
         out = np.empty_like(every[rank])
         right, left = (rank + 1) % size, (rank - 1) % size
-        fd.batch([P2POp(True, every[rank], right), P2POp(False, out, left)], group)
+        fd.batch([P2POp("send", every[rank], right), P2POp("recv", out, left)], group)
         assert_array_equal(out, every[left])
 
 

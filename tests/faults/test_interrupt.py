@@ -26,7 +26,7 @@ WAITS: dict[str, Callable[[fd.Backend], Any]] = {
     "barrier": lambda b: fd.barrier(b),
     "recv": lambda b: fd.recv(np.empty(2), b, 1),
     "send": lambda b: fd.send(np.ones(LARGE), b, 1),
-    "batch": lambda b: fd.batch([fd.P2POp(False, np.empty(2), peer) for peer in (1, 2)], b),
+    "batch": lambda b: fd.batch([fd.P2POp("recv", np.empty(2), peer) for peer in (1, 2)], b),
     "work": lambda b: fd.allreduce(np.ones(2), b, async_op=True).wait(),
     "recv work": lambda b: fd.recv(np.empty(2), b, 1, async_op=True).wait(),
     "behind work": lambda b: (fd.barrier(b, async_op=True), fd.allreduce(np.ones(2), b)),

@@ -128,7 +128,10 @@ class OnDevice(BoundBackend):
 
     def _batch(self, ops: Sequence[P2POp], is_async: bool, timeout: Any, tag: int) -> Any:
         placed = _Placed(self.arrays, [op.array for op in ops])
-        on_gpu = [P2POp(op.is_send, x, op.peer) for op, x in zip(ops, placed.devices, strict=True)]
+        on_gpu = [
+            P2POp("send" if op.is_send else "recv", x, op.peer)
+            for op, x in zip(ops, placed.devices, strict=True)
+        ]
         outcome = self.group.batch(on_gpu, is_async, timeout, tag)
         outs = [op.array for op in ops if not op.is_send]
         if is_async:

@@ -286,7 +286,7 @@ def send_without_nccl(group: Any) -> None:
         lambda: fd.send(x, group, other),
         lambda: fd.recv(out, group, other),
         lambda: fd.sendrecv(x, out, group, other, other),
-        lambda: fd.batch([fd.P2POp(True, x, other)], group),
+        lambda: fd.batch([fd.P2POp("send", x, other)], group),
     ]
     for refused in refusals:
         with pytest.raises(UnsupportedOp, match="HybridBackend") as told:

@@ -47,10 +47,10 @@ def batch_both_kinds(rank: int, world_size: int, addr: str) -> None:
         for is_async in (False, True):
             host, device = np.empty(200_000), gpu.empty(1000)
             ops = [
-                fd.P2POp(False, device, other),
-                fd.P2POp(True, np.full(200_000, rank), other),
-                fd.P2POp(True, gpu.array(np.full(1000, rank, np.float32)), other),
-                fd.P2POp(False, host.view(np.int64), other),
+                fd.P2POp("recv", device, other),
+                fd.P2POp("send", np.full(200_000, rank), other),
+                fd.P2POp("send", gpu.array(np.full(1000, rank, np.float32)), other),
+                fd.P2POp("recv", host.view(np.int64), other),
             ]
             work = fd.batch(ops, group, async_op=is_async)
             if is_async:
@@ -70,18 +70,18 @@ def batch_with_a_mistake(rank: int, world_size: int, addr: str) -> None:
     with connect("hybrid", rank, world_size, addr) as group:
         host, device = np.full(4, rank), gpu.array(np.full(4, rank))
         mistakes = [
-            fd.P2POp(False, np.arange(8)[::2], other),
-            fd.P2POp(False, gpu.empty(8)[::2], other),
-            fd.P2POp(True, host, 7),
-            fd.P2POp(True, device, 7),
+            fd.P2POp("recv", np.arange(8)[::2], other),
+            fd.P2POp("recv", gpu.empty(8)[::2], other),
+            fd.P2POp("send", host, 7),
+            fd.P2POp("send", device, 7),
         ]
         for mistake in mistakes:
-            good = [fd.P2POp(True, host, other), fd.P2POp(True, device, other)]
+            good = [fd.P2POp("send", host, other), fd.P2POp("send", device, other)]
             with pytest.raises((InvalidArray, fd.InvalidRank)):
                 fd.batch([*good, mistake], group)
         outs = np.empty(4, np.int64), gpu.empty(4, "int64")
-        received = [fd.P2POp(False, out, other) for out in outs]
-        fd.batch([fd.P2POp(True, host, other), fd.P2POp(True, device, other), *received], group)
+        received = [fd.P2POp("recv", out, other) for out in outs]
+        fd.batch([fd.P2POp("send", host, other), fd.P2POp("send", device, other), *received], group)
         assert outs[0].tolist() == outs[1].numpy().tolist() == [other] * 4
         assert group.nccl.comm is not None
 

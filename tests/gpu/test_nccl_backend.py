@@ -35,7 +35,7 @@ def refuse_host_arrays(rank: int, world_size: int, addr: str) -> None:
             lambda: fd.send(host, group, 1 - rank),
             lambda: fd.recv(host, group, 1 - rank),
             lambda: fd.allreduce(device, group, out=host),
-            lambda: fd.batch([fd.P2POp(True, host, 1 - rank)], group),
+            lambda: fd.batch([fd.P2POp("send", host, 1 - rank)], group),
         ]
         for call in calls:
             with pytest.raises(UnsupportedOp, match="HybridBackend") as told:

@@ -147,7 +147,7 @@ def _every_call(group: Group) -> list[Any]:
             lambda: fd.send(x, group, other),
             lambda: fd.recv(x, group, other),
             lambda: fd.sendrecv(x, np.empty(1), group, other, other),
-            lambda: fd.batch([P2POp(True, x, other)], group),
+            lambda: fd.batch([P2POp("send", x, other)], group),
             lambda: fd.send(x, group, other, async_op=True),
         ]
     return calls

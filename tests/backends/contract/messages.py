@@ -116,11 +116,11 @@ def a_batch_moves_everything_at_once(group: Group) -> None:
     for counts in ((4, 1, 0), (300_000, 2, 100_000)):
         outs = {peer: [np.empty(n, np.int64) for n in counts] for peer in peers}
         sends = [
-            P2POp(True, np.full(n, 10 * group.rank + i), p)
+            P2POp("send", np.full(n, 10 * group.rank + i), p)
             for p in peers
             for i, n in enumerate(counts)
         ]
-        recvs = [P2POp(False, out, peer) for peer in peers for out in outs[peer]]
+        recvs = [P2POp("recv", out, peer) for peer in peers for out in outs[peer]]
         assert fd.batch([*sends, *recvs], group) is None
         for peer in peers:
             for i, out in enumerate(outs[peer]):
@@ -250,10 +250,10 @@ def an_awaited_message_that_does_not_fit_is_dropped(group: Group) -> None:
 @case(min_ranks=2)
 def a_misfit_in_a_batch_spares_the_rest(group: Group) -> None:
     if group.rank == 0:
-        fd.batch([P2POp(True, np.full(n, n), 1) for n in (4, 2, 3)], group)
+        fd.batch([P2POp("send", np.full(n, n), 1) for n in (4, 2, 3)], group)
     if group.rank == 1:
         outs = [np.zeros(n, np.int64) for n in (4, 1, 3)]
-        raised(SizeMismatch, fd.batch, [P2POp(False, out, 0) for out in outs], group)
+        raised(SizeMismatch, fd.batch, [P2POp("recv", out, 0) for out in outs], group)
         assert (outs[0] == 4).all()
         assert (outs[1] == 0).all()
         assert (outs[2] == 3).all()

@@ -81,16 +81,16 @@ def messages_to_no_rank_are_refused(group: Group) -> None:
     for peer in (group.world_size, -1, 1.5, None):
         _refused(group, InvalidRank, fd.send, x, group, peer)
         _refused(group, InvalidRank, fd.recv, x, group, peer)
-        _refused(group, InvalidRank, fd.batch, [P2POp(True, x, peer)], group)
+        _refused(group, InvalidRank, fd.batch, [P2POp("send", x, peer)], group)
     _refused(group, SelfSend, fd.send, x, group, own)
     _refused(group, SelfSend, fd.recv, x, group, own, async_op=True)
-    _refused(group, SelfSend, fd.batch, [P2POp(False, x, own)], group)
+    _refused(group, SelfSend, fd.batch, [P2POp("recv", x, own)], group)
     if group.world_size > 1:
         other = (own + 1) % group.world_size
         _refused(group, SelfSend, fd.sendrecv, x, np.empty(1), group, other, own)
         _refused(group, SelfSend, fd.sendrecv, x, np.empty(1), group, own, other)
         # The first of the batch is fine, and must not be sent alone.
-        _refused(group, SelfSend, fd.batch, [P2POp(True, x, other), P2POp(True, x, own)], group)
+        _refused(group, SelfSend, fd.batch, [P2POp("send", x, other), P2POp("send", x, own)], group)
     _goes_on(group)
 
 
