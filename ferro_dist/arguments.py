@@ -26,6 +26,7 @@ from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [
     "UnevenCounts",
+    "check_apart",
     "check_members",
     "check_out_dtype",
     "check_patience",
@@ -255,6 +256,36 @@ def raise_overlap(op: str, *, rank: int) -> NoReturn:
         op=op,
         rank=rank,
     )
+
+
+def check_apart(ops: Sequence[Any], views: Sequence[Any], *, rank: int) -> None:
+    """Raise InvalidArray if a batch receives where another of its messages reads or writes.
+
+    Parameters
+    ----------
+    ops : sequence of P2POp
+    views : sequence of BufferView
+        Of their arrays.
+    """
+    if all(op.is_send for op in ops):
+        return
+    extents = [
+        (view.address, view.address + view.nbytes, op.is_send)
+        for op, view in zip(ops, views, strict=True)
+        if view.nbytes
+    ]
+    end_of_any = end_of_received = 0
+    for begin, end, is_send in sorted(extents):
+        if begin < (end_of_received if is_send else end_of_any):
+            raise InvalidArray(
+                "batch: an array that is received into overlaps another of the batch. Pass arrays "
+                "that do not share memory.",
+                op="batch",
+                rank=rank,
+            )
+        end_of_any = max(end_of_any, end)
+        if not is_send:
+            end_of_received = max(end_of_received, end)
 
 
 def raise_mixed_devices(op: str, *, rank: int) -> NoReturn:

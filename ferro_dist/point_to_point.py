@@ -165,6 +165,8 @@ def batch(
     ------
     TypeError
         `ops` holds something else. Nothing was sent.
+    InvalidArray
+        An array that is received into shares memory with another of the batch. Nothing was sent.
 
     Examples
     --------

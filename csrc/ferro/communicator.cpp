@@ -77,7 +77,7 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   const AbortReason reason = transport_->aborted();
   if (reason.code != ErrorCode::none) {
     error.reporter = reason.reporter;
-    if (error.code == ErrorCode::timeout && error.missing.empty()) add_missing(error);
+    if (error.code == ErrorCode::timeout) settle_timeout(error, reason);
   } else if (error.code == ErrorCode::closed) {
     abort(ErrorCode::channel_closed);
   } else if (is_fatal(error.code)) {
@@ -86,7 +86,21 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   return error;
 }
 
-// For a call that was told of a timeout, and could see nothing of it itself.
+// Of a timeout once another rank has ended the group: all tell the same end. What this one saw
+// counts as far as it is that end: it may know of more ranks that are missing.
+void Communicator::settle_timeout(Error& error, const AbortReason& reason) noexcept {
+  const std::vector<int>& seen = error.missing;
+  const bool is_same =
+      reason.code == ErrorCode::timeout &&
+      (reason.culprit < 0 || std::find(seen.begin(), seen.end(), reason.culprit) != seen.end());
+  if (reason.reporter != rank_ && !is_same) {
+    error.code = reason.code;
+    error.peer = reason.culprit;
+    error.missing.clear();
+  }
+  if (error.code == ErrorCode::timeout && error.missing.empty()) add_missing(error);
+}
+
 void Communicator::add_missing(Error& error) noexcept {
   try {
     error.missing = transport_->find_missing();

@@ -96,6 +96,7 @@ class Communicator {
   Gate::Pass enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number);
   // Notes what failed and, if the group cannot go on, tells the others.
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
+  void settle_timeout(Error& error, const AbortReason& reason) noexcept;
   void add_missing(Error& error) noexcept;
   void await(Call& call, Task& task);
   std::vector<int> awaited_by(const Task& task);

@@ -453,6 +453,7 @@ cdef class Communicator:
             view = self._host_input(op.array, "batch") if op.is_send else self._host_output(op.array, "batch")
             messages.push_back(self._message("batch", op.is_send, op.peer, view, tag))
             views.append(view)
+        arguments.check_apart(ops, views, rank=self.rank)
         return self._exchange(Op.batch, messages, views, None, async_op, timeout)
 
     # ---- Checks ---------------------------------------------------------------

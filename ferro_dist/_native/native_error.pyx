@@ -121,7 +121,13 @@ cdef object _timeout(const Error& error, str where, dict facts):
         names = "this rank"
     cdef str remedy = _remedy(names, len(missing))
     if error.reporter >= 0 and error.reporter != error.rank:
-        what = f"rank {error.reporter} gave up waiting for {names}"
+        if error.reporter in missing:  # it was waiting in a call of another kind
+            what = (
+                f"{_silence(facts['op'], names, error.elapsed_s)}; "
+                f"rank {error.reporter} gave up waiting in another call"
+            )
+        else:
+            what = f"rank {error.reporter} gave up waiting for {names}"
     elif not missing and error.detail.empty():
         # Long work of its own, or a call before it that waits.
         what = "its time was up, and it waited for no other rank itself"

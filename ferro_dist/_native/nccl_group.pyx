@@ -426,6 +426,7 @@ cdef class NcclGroup:
                 self._communicator.describe_recv(&o, view, op.peer)
             operations.push_back(o)
             views.append(view)
+        arguments.check_apart(ops, views, rank=self.rank)
         return 0
 
     # ---- Calls ----------------------------------------------------------------

@@ -419,6 +419,7 @@ class MpiBackend(MpiGroup):
         messages = [
             self._message("batch", op.is_send, op.array, op.peer, timeout, tag) for op in ops
         ]
+        arguments.check_apart(ops, [message.view for message in messages], rank=self._rank)
         self._limit(timeout)
         done: Work | None = self._finish_all("batch", messages, None, async_op)
         return done
@@ -439,13 +440,15 @@ class MpiBackend(MpiGroup):
         peer = arguments.check_peer(op, peer, rank=self._rank, world_size=self._world_size)
         if is_send:
             source = self._operands.source(op, array)
-            steps = self._messages.send(source, peer, mpi_tag_of(source.view, tag))
+            view = source.view
+            steps = self._messages.send(source, peer, mpi_tag_of(view, tag))
         else:
-            target = Target(array, self._operands.output_view(op, array), None)
-            steps = self._messages.recv(target, peer, mpi_tag_of(target.view, tag))
+            view = self._operands.output_view(op, array)
+            target = Target(array, view, None)
+            steps = self._messages.recv(target, peer, mpi_tag_of(view, tag))
         direction = "send" if is_send else "recv"
         call = Call(direction, steps, lambda: [peer], self._limit(timeout))
-        return _Message((direction, peer), call)
+        return _Message((direction, peer), call, view)
 
     def _post(self, message: _Message) -> MpiWork:
         self._check_open(message.call.op)
@@ -458,6 +461,7 @@ class _Message(NamedTuple):
 
     lane: tuple[str, int]
     call: Call
+    view: BufferView
 
 
 def _fingerprint(

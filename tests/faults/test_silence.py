@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -80,6 +81,47 @@ def test_all_missing_ranks_are_named_to_all(transport: str) -> None:
     # Through memory, those who wait for messages hear of the first one alone.
     for first, _ in outcomes if transport == "tcp" else outcomes[:2]:
         assert first.missing == (2, 3), first
+
+
+def wait_for_each_other(backend: fd.Backend) -> list[Told]:
+    """Give up at the same moment, again and again: which of the two is first is chance."""
+    errors = []
+    for _ in range(40):
+        group = backend.split([0, 1])
+        assert group is not None
+        with group:
+            out, peer = np.empty(1), 1 - backend.rank
+            errors.append(error_of(lambda: fd.recv(out, group, peer, timeout=0.02)))  # noqa: B023
+            fd.barrier(backend)
+    return errors
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_two_that_give_up_at_once_name_the_same_rank(transport: str) -> None:
+    for left, right in zip(*run_ranks(2, wait_for_each_other, backend=transport), strict=True):
+        assert (left.kind, left.missing) == (right.kind, right.missing), (left, right)
+        for told in (left, right):
+            assert f"rank {told.peer} gave up waiting for rank {told.peer}" not in told.message
+
+
+def wait_elsewhere(backend: fd.Backend) -> Told:
+    if backend.rank == 0:
+        return error_of(lambda: fd.recv(np.empty(1), backend, 1, timeout=TIMEOUT_S))
+    return error_of(lambda: fd.allreduce(np.ones(1), backend))
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_a_rank_that_gives_up_in_another_call_is_not_said_to_wait_for_itself(
+    transport: str,
+) -> None:
+    first, *others = run_ranks(3, wait_elsewhere, backend=transport)
+    assert "no data from rank 1" in first.message
+    for told in others:
+        assert (told.kind, told.peer) == ("Timeout", told.missing[0])
+        if told.peer == 0:
+            assert "rank 0 gave up waiting in another call" in told.message, told
+        else:
+            assert re.search(r"rank 0 gave up waiting for (this rank|rank 1)\.", told.message), told
 
 
 def outlast_a_stopped_rank(backend: fd.HostBackend, op: str, count: int) -> tuple[Told, float]:

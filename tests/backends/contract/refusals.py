@@ -173,6 +173,21 @@ def sendrecv_refuses_arrays_that_overlap(group: Group) -> None:
     _goes_on(group)
 
 
+@case(min_ranks=2)
+def batch_refuses_to_receive_into_what_it_sends_or_receives(group: Group) -> None:
+    memory = np.zeros(10)
+    other = (group.rank + 1) % group.world_size
+    op: Any
+    for op, array in (("send", memory[:5]), ("send", memory[2:3]), ("recv", memory[4:])):
+        messages = [P2POp("recv", memory[1:6], other), P2POp(op, array, other)]
+        for ops in (messages, messages[::-1]):
+            _refused(group, InvalidArray, fd.batch, ops, group)
+    _goes_on(group)
+    left, x = (group.rank - 1) % group.world_size, np.arange(5.0)
+    ops = [P2POp("send", part, other) for part in (x, x[2:])]
+    fd.batch(ops + [P2POp("recv", np.empty(n), left) for n in (5, 3)], group)
+
+
 @case()
 def missing_arrays_are_refused(group: Group) -> None:
     if group.rank == 0:
