@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import signal
 import socket
 import sys
 from collections.abc import Iterable, Sequence
@@ -304,4 +305,7 @@ def read(path: str, limit: int = 4096) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGPIPE, signal.SIG_DFL
+    )  # as any program whose reader, like head, has enough
     sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,20 @@ def test_it_runs_as_a_module() -> None:
         [sys.executable, "-m", "ferro_dist"], capture_output=True, timeout=60, check=True
     )
     assert ran.stdout.startswith(b"versions\n")
+
+
+def test_it_ends_without_a_word_when_nobody_reads_on() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(
+        [sys.executable, "-u", "-m", "ferro_dist"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (-signal.SIGPIPE, b"")
 
 
 def run_module(*argv: str) -> subprocess.CompletedProcess[str]:
