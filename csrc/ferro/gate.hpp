@@ -6,6 +6,7 @@
 #ifndef FERRO_GATE_HPP
 #define FERRO_GATE_HPP
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -54,10 +55,13 @@ class Gate {
   }
   bool try_enter() {
     std::uint32_t state = kFree;
-    return state_.compare_exchange_strong(state, kTaken, std::memory_order_acquire);
+    if (!state_.compare_exchange_strong(state, kTaken, std::memory_order_acquire)) return false;
+    owner_.store(pthread_self(), std::memory_order_relaxed);
+    return true;
   }
 
   void leave() {
+    owner_.store(pthread_t{}, std::memory_order_relaxed);
     if (state_.exchange(kFree, std::memory_order_release) == kAwaited) futex_wake_all(state_);
   }
   // For who is inside: whether another thread wants to be. Informs, orders nothing.
@@ -75,6 +79,11 @@ class Gate {
   };
 
   __attribute__((noinline)) void enter_slowly(Call& call) {
+    // A handler of signals, run by who is inside while it waits there: it would wait for itself.
+    if (owner_.load(std::memory_order_relaxed) == pthread_self())
+      throw Error(ErrorCode::unsupported, -1,
+                  "this thread is inside a call of the same group, which a signal handler has interrupted. "
+                  "Let the handler take a note, and make the call when the other has returned");
     call.begin_blocking();
     const Waiting waiting(*this);
     while (state_.exchange(kAwaited, std::memory_order_acquire) != kFree) {
@@ -84,6 +93,7 @@ class Gate {
       const double slice = std::chrono::duration<double>(kWaitSlice).count();
       futex_wait(state_, kAwaited, std::max(0.0, std::min(slice, call.remaining_s())));
     }
+    owner_.store(pthread_self(), std::memory_order_relaxed);
   }
 
   void let_in() {
@@ -92,6 +102,8 @@ class Gate {
   }
 
   std::atomic<std::uint32_t> state_{kFree};
+  // Written by who is inside alone: to a thread that asks after itself no order matters.
+  std::atomic<pthread_t> owner_{};
   std::atomic<int> num_waiting_{0};
 };
 

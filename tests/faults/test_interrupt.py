@@ -60,9 +60,12 @@ class Signaller:
     def announce(self) -> None:
         os.write(self._file, b"!")
 
+    def await_announcement(self) -> None:
+        assert os.read(self._file, 1) == b"!"
+
     def send(self, number: signal.Signals) -> float:
         """Return when, on the clock that all processes share."""
-        assert os.read(self._file, 1) == b"!"
+        self.await_announcement()
         while state_of(self._pid) != "S":
             os.sched_yield()
         now = time.monotonic()
@@ -162,6 +165,31 @@ def go_on_after_signals(backend: fd.Backend, fifo: str) -> tuple[list[float], in
 def test_a_handler_that_does_not_raise_lets_the_wait_go_on(transport: str, fifo: str) -> None:
     outcomes = run_ranks(2, go_on_after_signals, fifo, backend=transport)
     assert outcomes == [([2.0, 2.0], 3), ([2.0, 2.0], 0)]
+
+
+def call_from_a_handler(backend: fd.Backend, fifo: str) -> tuple[list[float], list[Told]]:
+    signaller = Signaller(backend, fifo, sender=1, target=0)
+    if backend.rank == 1:
+        signaller.send(signal.SIGUSR1)
+        signaller.await_announcement()
+        return fd.allreduce(np.ones(2), backend).tolist(), []
+    refused = []
+
+    def call(_number: int, _frame: FrameType | None) -> None:
+        refused.append(error_of(lambda: fd.barrier(backend)))
+        signaller.announce()
+
+    signal.signal(signal.SIGUSR1, call)
+    signaller.announce()
+    return fd.allreduce(np.ones(2), backend).tolist(), refused
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_a_handler_cannot_make_a_collective_inside_another(transport: str, fifo: str) -> None:
+    (result, [refused]), (other, _) = run_ranks(2, call_from_a_handler, fifo, backend=transport)
+    assert result == other == [2.0, 2.0]
+    assert (refused.kind, refused.op) == ("UnsupportedOp", "barrier")
+    assert "which a signal handler has interrupted" in refused.message
 
 
 def leave_from_a_handler(backend: fd.Backend, wait: str, how: str, fifo: str) -> Told:
