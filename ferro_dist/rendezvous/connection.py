@@ -257,11 +257,8 @@ class _Entrance(Place):
         """Listen, or dial until rank 0 answers."""
         if self._rank > 0:
             return self._dial(loop, claim)
-        listener = self._listener.dup() if self._listener else self._listen(claim)
-        with contextlib.ExitStack() as stack:
-            stack.callback(listener.close)
-            self._learn_from_listener(listener)
-            stack.pop_all()
+        listener = loop.own(self._listener.dup() if self._listener else self._listen(claim))
+        self._learn_from_listener(listener)
         return Coordinator(loop, listener, self.token, claim, self._deadline)
 
     def _dial(self, loop: EventLoop, claim: Claim) -> Participant:

@@ -40,8 +40,8 @@ MAX_PAUSE_S = 0.1
 # A pause is this part of the time waited so far: 5 ms after a tenth of a second.
 PAUSE_GROWTH = 0.05
 
-# epoll takes no infinite number of seconds.
-MAX_SELECT_S = 60.0
+# A signal that comes just before the kernel waits is seen when it has waited.
+MAX_SELECT_S = 0.1
 
 TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 
@@ -60,15 +60,26 @@ class Timer:
 
 
 class EventLoop:
-    """Waits for sockets and timers. Owns the sockets that it watches until they are unwatched."""
+    """Waits for sockets and timers.
+
+    Closes, at its end, the sockets that it has been given and that nobody has taken back: a
+    KeyboardInterrupt may come wherever they are being made, connected or accepted.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
+        self._sockets: set[socket.socket] = set()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
 
+    def own(self, sock: socket.socket) -> socket.socket:
+        """Take a socket over, until `unwatch`; returns it."""
+        self._sockets.add(sock)
+        return sock
+
     def watch(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
-        """Call back with the events of a socket; replaces what was asked before."""
+        """Own a socket and call back with its events; replaces what was asked before."""
+        self.own(sock)
         if self.is_watched(sock):
             self._selector.modify(sock, events, callback)
         else:
@@ -78,9 +89,10 @@ class EventLoop:
         """Give a socket back to the caller."""
         if self.is_watched(sock):
             self._selector.unregister(sock)
+        self._sockets.discard(sock)
 
     def is_watched(self, sock: socket.socket) -> bool:
-        """Whether the loop owns a socket."""
+        """Whether the loop calls back with a socket's events."""
         return sock.fileno() >= 0 and sock in (self._selector.get_map() or {})
 
     def discard(self, sock: socket.socket) -> None:
@@ -118,10 +130,10 @@ class EventLoop:
                 callback()
 
     def close(self) -> None:
-        """Close every socket that is still watched."""
-        for key in list((self._selector.get_map() or {}).values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
+        """Close every socket that is still owned."""
+        for sock in self._sockets:
+            sock.close()
+        self._sockets.clear()
         self._selector.close()
         # The timers' callbacks refer to us and ours: end the cycle.
         self._timers.clear()
@@ -317,7 +329,7 @@ class Acceptor:
     def _on_ready(self, _: int) -> None:
         for _ in range(MAX_ACCEPTS):
             try:
-                sock, _ = self._listener.accept()
+                sock = self._loop.own(self._listener.accept()[0])
             except OSError as error:
                 if error.errno in TOO_MANY_FILES:
                     raise _too_many_files(error) from error
@@ -400,7 +412,7 @@ class Dialler:
         """Begin an attempt."""
         self.num_attempts += 1
         try:
-            self._socket = socket.socket(self.target.family, socket.SOCK_STREAM)
+            self._socket = self._loop.own(socket.socket(self.target.family, socket.SOCK_STREAM))
         except OSError as error:
             if error.errno in TOO_MANY_FILES:
                 raise _too_many_files(error) from error
