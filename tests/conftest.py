@@ -11,6 +11,7 @@ import signal
 from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from leaks import nothing_is_left
 
 import ferro_dist.testing  # sets what it preloads itself, before what is set below
@@ -18,6 +19,15 @@ import ferro_dist.testing  # sets what it preloads itself, before what is set be
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run, however long a busy machine takes over one of them.
+settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
 
 _has_failed = pytest.StashKey[bool]()
 

@@ -31,9 +31,7 @@ from ferro_dist.reduce_op import ReduceOp
 Body = Callable[[fd.Backend], Any]
 Play = Callable[[int, Body], list[Any]]
 
-# An example takes a millisecond, and a hundred on a machine with other work.
-settings.register_profile("ranks", deadline=None, max_examples=60)
-ON_RANKS = settings.get_profile("ranks")
+ON_RANKS = settings(max_examples=60)
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 counts = st.one_of(st.integers(0, 40), st.integers(2040, 2060), st.integers(16_370, 16_400))

@@ -230,7 +230,8 @@ def test_compressed_gradients_travel_as_16_bits(
 
 
 @settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     counts=st.lists(st.integers(1, 300), min_size=1, max_size=8),

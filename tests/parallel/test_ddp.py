@@ -174,7 +174,8 @@ def test_twenty_steps_of_processes_equal_one_process(world_size: int, backend: s
 
 
 @settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     bucket_mb=st.floats(1e-5, 0.1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ferro_dist.parallel.schedules import (
@@ -18,7 +18,6 @@ from ferro_dist.parallel.schedules import (
     parse_schedule,
 )
 
-untimed = settings(deadline=None)
 numbers = st.integers(0, 10**6)
 actions = st.builds(
     Action, numbers, st.sampled_from([k for k in ActionKind if k is not ActionKind.REDUCE]), numbers
@@ -26,7 +25,6 @@ actions = st.builds(
 messages = actions.filter(lambda a: a.kind.is_send or a.kind.is_recv).filter(lambda a: a.stage > 0)
 
 
-@untimed
 @given(actions)
 def test_an_action_is_parsed_from_what_it_prints(action: Action) -> None:
     assert Action.parse(str(action)) == action
@@ -48,7 +46,6 @@ def test_other_text_is_no_action(text: str) -> None:
         Action.parse(text)
 
 
-@untimed
 @given(messages)
 def test_the_other_side_of_the_other_side_is_the_action(action: Action) -> None:
     assert action.other_side.other_side == action

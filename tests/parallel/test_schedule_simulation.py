@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_oracle import Oracle, random_lists
 
@@ -28,7 +28,6 @@ from ferro_dist.parallel.schedules.dependencies import Dependencies
 from ferro_dist.parallel.schedules.durations import Durations
 from ferro_dist.parallel.schedules.simulation import simulate_checked
 
-untimed = settings(deadline=None)
 times = st.fixed_dictionaries({kind: st.integers(1, 4) for kind in ("F", "B", "I", "W", "REDUCE")})
 
 
@@ -47,7 +46,6 @@ def schedules(draw: st.DrawFn) -> list[list[str]]:
     return lists
 
 
-@untimed
 @given(schedules(), times, st.integers(0, 5))
 def test_it_agrees_with_the_oracle(
     lists: list[list[str]], durations: dict[str, int], latency: int
@@ -70,7 +68,6 @@ def test_it_agrees_with_the_oracle_on_schedules_in_use(name: str, latency: int) 
     assert simulate(lists, durations, latency).makespan_s == theirs.makespan
 
 
-@untimed
 @given(schedules(), times)
 def test_the_bubble_is_idle_over_useful_time(
     lists: list[list[str]], durations: dict[str, int]

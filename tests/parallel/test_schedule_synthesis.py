@@ -29,8 +29,7 @@ from ferro_dist.parallel.schedules.list_scheduling import Policy, Problem, sched
 THIRDS = {"F": 1.0, "I": 1.0, "W": 1.0}
 BUILTIN = [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("interleaved_1f1b", 2)]
 
-few = settings(deadline=None, max_examples=25)
-untimed = settings(deadline=None)
+few = settings(max_examples=25)
 seconds = st.floats(0.1, 10)
 
 
@@ -81,7 +80,6 @@ def test_it_keeps_within_the_memory_of_each_rank(
     assert all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
 
 
-@untimed
 @given(st.data(), st.integers(1, 4), st.integers(1, 5))
 def test_every_policy_makes_a_sound_schedule_that_fits(data: st.DataObject, p: int, m: int) -> None:
     placement = data.draw(st.permutations([*range(p), *range(p), *range(p)]))

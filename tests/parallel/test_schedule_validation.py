@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_oracle import Oracle, random_lists
 
@@ -22,7 +22,6 @@ from ferro_dist.parallel.schedules.dependencies import Dependencies, OrderedRun
 
 TIMES = {"F": 1, "B": 1, "I": 1, "W": 1, "REDUCE": 1}
 
-untimed = settings(deadline=None)
 randoms = st.randoms(use_true_random=False)
 
 
@@ -38,13 +37,11 @@ def with_messages(lists: list[list[str]], prefetch: int) -> list[list[str]]:
     return [[str(action) for action in actions] for actions in completed]
 
 
-@untimed
 @given(schedules())
 def test_whatever_can_be_run_is_sound(lists: list[list[str]]) -> None:
     validate(lists)
 
 
-@untimed
 @given(schedules(), st.integers(0, 3))
 def test_inserted_messages_can_be_run_without_buffers(
     lists: list[list[str]], prefetch: int
@@ -54,7 +51,6 @@ def test_inserted_messages_can_be_run_without_buffers(
     assert Oracle(completed, TIMES, is_unbuffered=True).run().makespan is not None
 
 
-@untimed
 @given(schedules(), st.booleans(), randoms)
 def test_validate_and_the_oracle_agree_on_lists_in_disorder(
     lists: list[list[str]], has_messages: bool, rng: random.Random
@@ -77,7 +73,6 @@ def is_sound(lists: list[list[str]]) -> bool:
     return True
 
 
-@untimed
 @given(schedules(), randoms)
 def test_an_action_may_be_neither_missing_nor_there_twice(
     lists: list[list[str]], rng: random.Random

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_oracle import Oracle
 
@@ -39,7 +39,6 @@ from ferro_dist.parallel.schedules import (
 NAMES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1, "REDUCE": 1}
 
-untimed = settings(deadline=None)
 names = st.sampled_from(NAMES)
 ranks = st.integers(1, 8)
 microbatches = st.integers(1, 24)
@@ -52,7 +51,6 @@ def texts(schedule: list[list[Action]]) -> list[list[str]]:
 # Soundness
 
 
-@untimed
 @given(names, ranks, microbatches, st.booleans(), st.integers(0, 3))
 def test_every_schedule_of_any_size_is_sound(
     name: str, p: int, m: int, reduces: bool, prefetch: int
@@ -61,7 +59,6 @@ def test_every_schedule_of_any_size_is_sound(
     validate(lists, num_ranks=p, num_microbatches=m)
 
 
-@untimed
 @given(ranks, microbatches, st.integers(1, 5))
 def test_interleaving_needs_no_divisible_number_of_microbatches(p: int, m: int, v: int) -> None:
     lists = complete("interleaved_1f1b", p, m, v)
@@ -78,7 +75,6 @@ def test_the_oracle_runs_every_schedule_to_its_end_without_buffers(
     assert Oracle(lists, TIMES, is_unbuffered=True).run().makespan is not None
 
 
-@untimed
 @given(names, ranks, microbatches)
 def test_a_stage_sums_its_gradients_in_the_order_of_its_microbatches(
     name: str, p: int, m: int
@@ -145,7 +141,6 @@ def test_the_bubbles_are_those_of_the_papers(p: int, m: int) -> None:
         assert simulate(interleaved_1f1b(p, m, v)).bubble == pytest.approx((p - 1) / (v * m))
 
 
-@untimed
 @given(
     st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 6), st.integers(0, 9)
 )
@@ -169,7 +164,6 @@ def test_the_live_microbatches_are_those_of_the_papers(p: int, m: int) -> None:
         assert peaks == [v * p + p - 1 - 2 * r for r in range(p)]
 
 
-@untimed
 @given(ranks, microbatches)
 def test_fewer_microbatches_never_need_more_memory_than_there_are(p: int, m: int) -> None:
     for name in NAMES:
@@ -329,7 +323,6 @@ def test_a_gradient_is_sent_before_its_stage_is_reduced() -> None:
 KINDS = {"forward": {"F", "SEND_F", "RECV_F"}, "backward": {"B", "I", "W", "SEND_B", "RECV_B"}}
 
 
-@untimed
 @given(names, st.integers(1, 5), st.integers(1, 9))
 def test_either_phase_of_a_schedule_is_sound_alone(name: str, p: int, m: int) -> None:
     lists = complete(name, p, m, reduces_gradients=True)
