@@ -39,7 +39,7 @@ DEFAULT = ctypes.c_void_p()
 
 
 # 300 are enough on a machine that has nothing else to do.
-DELAY_US = 2_000
+DELAY_US = 10_000
 
 
 class UniqueId(ctypes.Structure):

@@ -218,7 +218,7 @@ def test_the_mutant_alone_changes_nothing(mutant: Path) -> None:
 
 def free_in_flight(rank: int, world_size: int, addr: str) -> None:
     """Give raw pointers of memory that goes at once: nothing keeps it, as arrays are kept."""
-    gpu = emulated_gpu(delay_us=2_000)
+    gpu = emulated_gpu(delay_us=DELAY_US)
     with connect("nccl", rank, world_size, addr) as group:
         x = gpu.array(np.ones(1000, np.float32))
         gpu.synchronize()

@@ -14,8 +14,8 @@
 namespace emulation {
 namespace {
 
-// How long an operation waits at most for its asker, who may be stopped in a debugger.
-constexpr auto kPatience = std::chrono::milliseconds(50);
+// How long an operation waits at most for its asker, who may have a core's last priority.
+constexpr auto kPatience = std::chrono::seconds(10);
 
 thread_local Activity activity;
 thread_local Asker principal;
