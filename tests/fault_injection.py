@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,11 @@ from ferro_dist.errors import DistributedError
 
 # What must come well before a test's own deadline; nothing here takes a second.
 PATIENCE_S = 60.0
+# What is over long before somebody's patience, on any machine.
+SOON_S = PATIENCE_S / 2
+# Half of what ranks listen to each other for when their group has ended.
+TOGETHER_S = 0.25
+MAX_RUNS = 10
 
 COLLECTIVES = (
     "all_gather",
@@ -124,6 +132,45 @@ def meet(backend: Backend, victim: int) -> None:
     for peer in range(backend.world_size):
         if peer != victim:
             fd.recv(nothing, backend, peer)
+
+
+def state_of(pid: int) -> str:
+    """Return the letter that the kernel has for the state of a process's main thread."""
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def wait_until_called(name: str, count: int = 1) -> None:
+    """Return once so many threads of this process are in a Python function of that name."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        frames = sys._current_frames().values()
+        if sum(_is_in_call(frame, name) for frame in frames) == count:
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"{name} was never called")
+
+
+def _is_in_call(frame: FrameType | None, name: str) -> bool:
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
+def run_undisturbed(
+    run: Callable[[], list[Any]], learnt_s: Callable[[list[Any]], Sequence[float]]
+) -> list[Any]:
+    """Run ranks, again where those that learn of the group's end do not learn of it together.
+
+    A rank that the machine keeps from running just then has stopped, for all that the others can
+    know, and they name it.
+    """
+    for _ in range(MAX_RUNS):
+        outcomes = run()
+        moments = learnt_s(outcomes)
+        if max(moments) - min(moments) < TOGETHER_S:
+            break
+    return outcomes
 
 
 def die() -> None:

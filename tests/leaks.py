@@ -7,14 +7,17 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
-__all__ = ["Resources", "nothing_is_left"]
+__all__ = ["Resources", "nothing_is_left", "settled"]
+
+T = TypeVar("T")
 
 # A thread that has been joined, or a process that has been waited for, may show in
-# /proc for some microseconds longer.
-_GRACE_S = 2.0
+# /proc for some microseconds longer, or until a busy machine lets it end.
+_GRACE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,16 @@ def nothing_is_left() -> Iterator[None]:
     left = Resources.now().beyond(before)
     if left:
         gc.collect()  # a cycle is no leak
-    deadline = time.monotonic() + _GRACE_S
-    while (left := Resources.now().beyond(before)) and time.monotonic() < deadline:
-        time.sleep(1e-3)
+    left = settled(lambda: Resources.now().beyond(before), [])
     assert not left, f"left behind: {', '.join(left)}"
+
+
+def settled(look: Callable[[], T], expected: T) -> T:
+    """Return what `look` finds, once that is `expected` or has had the time to become it."""
+    deadline = time.monotonic() + _GRACE_S
+    while (found := look()) != expected and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    return found
 
 
 def _descriptors() -> Iterator[str]:

@@ -19,7 +19,7 @@ import pytest
 from backends.contract.case import Group
 from backends.contract.reference import COLLECTIVES, call, expected, inputs
 from backends.contract.suite import CASES, names_for
-from fault_injection import Told, call_of, die, error_of
+from fault_injection import SOON_S, Told, call_of, die, error_of, run_undisturbed
 from namespaces import Host, cabled_hosts
 from numpy.testing import assert_array_equal
 
@@ -38,16 +38,14 @@ LAYOUTS: tuple[Layout, ...] = (
 FOUR_ON_TWO = (LAYOUTS[0], LAYOUTS[1], LAYOUTS[3])
 PORT = 29555  # the namespaces are this test's own: nobody else can be there
 TIMEOUT_S = 60.0
-SHORT_S = 1.0
+# What must pass, but not before ranks that a busy machine keeps from running have come.
+SHORT_S = 2.0
 
 # float32, about the sizes at which a group over hosts takes another way: what travels with
 # the headers, what is worth cutting into one part for each plane, what outgrows every
 # window and socket buffer.
 COUNTS = (0, 1, 1000, 8192, 8193, 20_000, 300_000)
 MANY = 2_000_003
-
-# News of a death travels in milliseconds; the rest is for a machine with little to spare.
-SOON_S = 2.0
 
 
 @pytest.fixture
@@ -237,6 +235,7 @@ def test_a_death_is_told_on_every_host(
     died = float(moment.read_text())
     for error, learnt in outcomes:
         assert (error.kind, error.peer) == ("PeerLostError", victim), error.message
+        # News travels in milliseconds, but not to who does not run.
         assert learnt - died < SOON_S
 
 
@@ -300,14 +299,18 @@ def outlive_host(group: Group, victims: Sequence[int]) -> Told:
 def test_a_rank_that_stops_is_named_by_the_timeout_on_every_host(
     hosts: list[Host], victim: int, op: str, count: int
 ) -> None:
-    outcomes = run_on(hosts, LAYOUTS[0], wait_for_stopped, victim, op, count)
-    assert outcomes.pop(victim) == RankDeath(-signal.SIGKILL)
-    for error, elapsed_s in outcomes:
+    def run() -> list[Any]:
+        outcomes = run_on(hosts, LAYOUTS[0], wait_for_stopped, victim, op, count)
+        assert outcomes.pop(victim) == RankDeath(-signal.SIGKILL)
+        return outcomes
+
+    outcomes = run_undisturbed(run, lambda outcomes: [outcome[-1] for outcome in outcomes])
+    for error, started, learnt in outcomes:
         assert (error.kind, error.op, error.missing) == ("Timeout", op, (victim,)), error.message
-        assert elapsed_s < SHORT_S + 1
+        assert learnt - started < SOON_S
 
 
-def wait_for_stopped(group: Group, victim: int, op: str, count: int) -> tuple[Told, float]:
+def wait_for_stopped(group: Group, victim: int, op: str, count: int) -> tuple[Told, float, float]:
     survivors = group.split([rank for rank in range(group.world_size) if rank != victim])
     processes = fd.all_gather(np.array([os.getpid()]), group)
     repeated = call_of(op, group, count)
@@ -317,12 +320,12 @@ def wait_for_stopped(group: Group, victim: int, op: str, count: int) -> tuple[To
     group.timeout = SHORT_S
     started = time.monotonic()
     error = error_of(repeated)
-    elapsed_s = time.monotonic() - started
+    learnt = time.monotonic()
     fd.barrier(survivors)
     if survivors.rank == 0:
         os.kill(processes[victim], signal.SIGKILL)
     survivors.close()
-    return error, elapsed_s
+    return error, started, learnt
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=name_of)
@@ -331,8 +334,8 @@ def test_a_cut_cable_is_a_timeout_on_both_sides(hosts: list[Host], layout: Layou
     for rank, (error, elapsed_s, closing_s) in enumerate(outcomes):
         others = layout[0] if rank in layout[1] else layout[1]
         assert (error.kind, error.peer in others) == ("Timeout", True), error.message
-        assert elapsed_s < SHORT_S + 1
-        assert closing_s < 1
+        assert elapsed_s < SOON_S
+        assert closing_s < SOON_S
 
 
 def lose_the_cable(group: Group, host: Host, ranks: Sequence[int]) -> tuple[Told, float, float]:

@@ -35,7 +35,7 @@ OF_ANY_SIZE = [
 ]
 BETWEEN_RANKS = [
     "messages_left_behind_do_not_reach_the_next_group",
-    "a_late_rank_is_named_by_the_timeout",
+    "late_ranks_are_named_by_the_timeout",
     "a_call_behind_another_keeps_its_own_timeout",
     "a_failure_is_told_to_all_ranks",
     "control_c_ends_a_wait",
@@ -95,7 +95,7 @@ class Job:
             self._process.stdin.write("exit\n")
             self._process.stdin.flush()
         try:
-            return self._process.wait(20)
+            return self._process.wait(DEADLINE_S)
         finally:
             self.kill()
 
@@ -190,7 +190,7 @@ def test_a_job_ends_well_after_a_timeout(implementation: str) -> None:
     job = Job(implementation, 2)
     try:
         job.await_start()
-        job.run("a_late_rank_is_named_by_the_timeout")
+        job.run("late_ranks_are_named_by_the_timeout")
         assert job.close() == 0
     finally:
         job.kill()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_injection import Told, die, die_within, error_of
+from fault_injection import PATIENCE_S, SOON_S, Told, die, die_within, error_of
 from leaks import nothing_is_left
 from namespaces import Host, cabled_hosts
 
@@ -20,12 +20,11 @@ import ferro_dist as fd
 from ferro_dist.testing import RankDeath, run_ranks
 
 TRANSPORTS = ("host", "tcp")
-PATIENCE_S = 60.0
-# Half of it is what a silent rank is waited for. A machine that runs other things may keep
-# an honest rank from running that long.
-SHRINK_S = 6.0
-# Nothing that is known to be dead is waited for: what is left is work, on a busy machine.
-SOON_S = SHRINK_S / 2
+# Half of it is what a silent rank is waited for, and a quarter what is left for the others then.
+# A busy machine may keep an honest rank from running that long.
+SILENCE_S = 8.0
+# Nothing that is known to be dead is waited for, for half of this.
+SHRINK_S = 60.0
 PORT = 29556
 
 World = tuple[int, tuple[int, ...]]  # size, and who dies
@@ -159,7 +158,7 @@ def survive_a_death_within(backend: fd.HostBackend, first: int, second: int, del
     if rank == second:
         die_within(delay_s)
     group = backend
-    group.timeout = SHRINK_S
+    group.timeout = SILENCE_S
     while True:
         group = group.shrink()
         try:
@@ -196,7 +195,7 @@ def test_a_healthy_group_becomes_another_of_the_same_ranks(world_size: int, tran
 
 
 def shrink_and_close(backend: fd.Backend) -> None:
-    with backend.shrink(SHRINK_S):
+    with backend.shrink(SILENCE_S):
         raise fd.DistributedError("the rank went on")
 
 
@@ -209,7 +208,7 @@ def outlive_a_stopped_rank(backend: fd.HostBackend, victim: int) -> Any:
     backend.timeout = 0.5
     assert call_until_it_fails(backend).kind == "Timeout"
     try:
-        group = backend.shrink(SHRINK_S)
+        group = backend.shrink(SILENCE_S)
         group.timeout = PATIENCE_S
         with group:
             return group.survivors, group.rank, one_hot_sum(group, world_size, rank)
@@ -258,9 +257,9 @@ def leave_one_behind(backend: fd.Backend) -> Any:
         return [
             error_of(lambda: fd.barrier(backend)),
             error_of(lambda: fd.barrier(backend)),
-            error_of(lambda: backend.shrink(SHRINK_S)),
+            error_of(lambda: backend.shrink(SILENCE_S)),
         ]
-    with backend.shrink(SHRINK_S / 3) as group:
+    with backend.shrink(SILENCE_S) as group:
         fd.barrier(group)
         return group.survivors
 
@@ -408,7 +407,7 @@ def test_a_simulated_rank_that_comes_late_is_told() -> None:
             are_gone.wait(PATIENCE_S)
             with backend:
                 return error_of(lambda: backend.shrink(SHRINK_S))
-        with backend.shrink(0.5) as group:
+        with backend.shrink(SILENCE_S) as group:
             fd.barrier(group)
             are_gone.set()
             return group.survivors

@@ -12,15 +12,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_injection import COLLECTIVES, MESSAGES, PATIENCE_S, Told, call_of, error_of, public_name
+from fault_injection import (
+    COLLECTIVES,
+    MESSAGES,
+    PATIENCE_S,
+    SOON_S,
+    TOGETHER_S,
+    Told,
+    call_of,
+    error_of,
+    meet,
+    public_name,
+    run_undisturbed,
+    state_of,
+)
 
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
 
 LARGE = 3_000_000  # floats: no buffer takes that much ahead
 TIMEOUT_S = 0.3
-# The contract says 1 s. A machine that runs other things may keep a process from running longer.
-SLACK_S = 20.0
+# What must pass, but not before ranks that a busy machine keeps from running have come.
+LONG_TIMEOUT_S = 2.5
 
 
 def timed_error_of(call: Callable[[], Any]) -> tuple[Told, float]:
@@ -32,7 +45,7 @@ def timed_error_of(call: Callable[[], Any]) -> tuple[Told, float]:
 def meet_over(backend: fd.Backend, fifo: str) -> int:
     """Open `fifo`, to which rank 0 alone writes: its end is rank 0's."""
     file = os.open(fifo, os.O_WRONLY if backend.rank == 0 else os.O_RDONLY)
-    fd.barrier(backend)
+    meet(backend, 0)
     return file
 
 
@@ -58,32 +71,37 @@ def test_every_call_ends_with_its_timeout_and_names_who_is_missing(
     error, elapsed_s = outcome
     assert (error.kind, error.peer, error.missing) == ("Timeout", 1, (1,)), error
     assert error.op == ("send" if op == "send_recv" else public_name(op))
-    assert TIMEOUT_S <= elapsed_s < TIMEOUT_S + SLACK_S
+    # The contract says a second more, of which a busy machine knows nothing.
+    assert TIMEOUT_S <= elapsed_s < SOON_S
 
 
-def wait_for_absent_ranks(backend: fd.Backend) -> list[Told]:
+def wait_for_absent_ranks(backend: fd.Backend) -> tuple[Told, Told, float]:
     fd.barrier(backend)
     if backend.rank < 2:
-        first = error_of(lambda: fd.allreduce(np.ones(1), backend, timeout=TIMEOUT_S))
+        first = error_of(lambda: fd.allreduce(np.ones(1), backend, timeout=LONG_TIMEOUT_S))
     else:
         # Elsewhere: waiting for a message that nobody sends.
         first = error_of(lambda: fd.recv(np.empty(1), backend, 5 - backend.rank))
-    return [first, error_of(lambda: fd.barrier(backend))]
+    learnt_s = time.monotonic()
+    return first, error_of(lambda: fd.barrier(backend)), learnt_s
 
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_all_missing_ranks_are_named_to_all(transport: str) -> None:
-    outcomes = run_ranks(4, wait_for_absent_ranks, backend=transport)
-    for first, later in outcomes:
+    outcomes = run_undisturbed(
+        lambda: run_ranks(4, wait_for_absent_ranks, backend=transport),
+        lambda outcomes: [outcome[-1] for outcome in outcomes],
+    )
+    for first, later, _ in outcomes:
         assert first.kind == "Timeout"
         assert first.peer == 2
         assert (later.kind, later.cause) == ("LockPoisoned", "Timeout")
     # Through memory, those who wait for messages hear of the first one alone.
-    for first, _ in outcomes if transport == "tcp" else outcomes[:2]:
+    for first, _, _ in outcomes if transport == "tcp" else outcomes[:2]:
         assert first.missing == (2, 3), first
 
 
-def wait_for_each_other(backend: fd.Backend) -> list[Told]:
+def wait_for_each_other(backend: fd.Backend) -> list[tuple[Told, float]]:
     """Give up at the same moment, again and again: which of the two is first is chance."""
     errors = []
     for _ in range(40):
@@ -91,17 +109,24 @@ def wait_for_each_other(backend: fd.Backend) -> list[Told]:
         assert group is not None
         with group:
             out, peer = np.empty(1), 1 - backend.rank
-            errors.append(error_of(lambda: fd.recv(out, group, peer, timeout=0.02)))  # noqa: B023
+            error = error_of(lambda: fd.recv(out, group, peer, timeout=0.02))  # noqa: B023
+            errors.append((error, time.monotonic()))
             fd.barrier(backend)
     return errors
 
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_two_that_give_up_at_once_name_the_same_rank(transport: str) -> None:
-    for left, right in zip(*run_ranks(2, wait_for_each_other, backend=transport), strict=True):
+    num_judged = 0
+    outcomes = run_ranks(2, wait_for_each_other, backend=transport)
+    for (left, left_s), (right, right_s) in zip(*outcomes, strict=True):
+        if abs(left_s - right_s) > TOGETHER_S:
+            continue  # one of them did not run when the other listened to it
+        num_judged += 1
         assert (left.kind, left.missing) == (right.kind, right.missing), (left, right)
         for told in (left, right):
             assert f"rank {told.peer} gave up waiting for rank {told.peer}" not in told.message
+    assert num_judged > 0
 
 
 def wait_elsewhere(backend: fd.Backend) -> Told:
@@ -124,7 +149,9 @@ def test_a_rank_that_gives_up_in_another_call_is_not_said_to_wait_for_itself(
             assert re.search(r"rank 0 gave up waiting for (this rank|rank 1)\.", told.message), told
 
 
-def outlast_a_stopped_rank(backend: fd.HostBackend, op: str, count: int) -> tuple[Told, float]:
+def outlast_a_stopped_rank(
+    backend: fd.HostBackend, op: str, count: int
+) -> tuple[Told, float, float]:
     call = call_of(op, backend, count)
     pids = fd.all_gather(np.array([os.getpid()]), backend)
     victim = backend.world_size - 1
@@ -132,7 +159,7 @@ def outlast_a_stopped_rank(backend: fd.HostBackend, op: str, count: int) -> tupl
         # From another thread, at any moment of the calls that follow.
         threading.Timer(0.02, os.kill, [os.getpid(), signal.SIGSTOP]).start()
     else:
-        backend.timeout = TIMEOUT_S * 4
+        backend.timeout = LONG_TIMEOUT_S
 
     def repeat() -> None:
         while True:
@@ -141,20 +168,29 @@ def outlast_a_stopped_rank(backend: fd.HostBackend, op: str, count: int) -> tupl
 
     start_s = [0.0]
     error = error_of(repeat)
-    elapsed_s = time.monotonic() - start_s[0]
+    learnt_s = time.monotonic()
     if backend.rank == 0:
+        while state_of(int(pids[victim])) != "T":
+            os.sched_yield()  # it may have been missing before it stopped
         os.kill(int(pids[victim]), signal.SIGCONT)
-    return error, elapsed_s
+    return error, learnt_s - start_s[0], learnt_s
+
+
+def run_beside_a_stopped_rank(op: str, count: int, world_size: int, transport: str) -> list[Any]:
+    return run_undisturbed(
+        lambda: run_ranks(world_size, outlast_a_stopped_rank, op, count, backend=transport),
+        lambda outcomes: [outcome[-1] for outcome in outcomes[:-1]],
+    )
 
 
 @pytest.mark.parametrize("count", [1, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("op", ["allreduce", "broadcast", "gather", "reduce_scatter", "all_to_all"])
 def test_a_stopped_rank_is_named(op: str, count: int) -> None:
-    outcomes = run_ranks(3, outlast_a_stopped_rank, op, count)
-    for error, elapsed_s in outcomes[:2]:
+    outcomes = run_beside_a_stopped_rank(op, count, 3, "host")
+    for error, elapsed_s, _ in outcomes[:2]:
         assert (error.kind, error.peer) == ("Timeout", 2), error
-        assert elapsed_s < TIMEOUT_S * 4 + SLACK_S
-    told_late, _ = outcomes[2]
+        assert elapsed_s < SOON_S
+    told_late, _, _ = outcomes[2]
     assert told_late.kind == "Timeout", told_late
     assert "gave up waiting for this rank" in told_late.message
 
@@ -162,10 +198,10 @@ def test_a_stopped_rank_is_named(op: str, count: int) -> None:
 @pytest.mark.parametrize("op", ["allreduce", "broadcast"])
 def test_over_sockets_all_name_the_stopped_rank_and_not_their_neighbours(op: str) -> None:
     # Little enough to be over in time, however busy the machine is, where nobody has stopped.
-    outcomes = run_ranks(4, outlast_a_stopped_rank, op, LARGE // 10, backend="tcp")
-    for error, elapsed_s in outcomes[:3]:
+    outcomes = run_beside_a_stopped_rank(op, LARGE // 10, 4, "tcp")
+    for error, elapsed_s, _ in outcomes[:3]:
         assert (error.kind, error.missing) == ("Timeout", (3,)), error
-        assert elapsed_s < TIMEOUT_S * 4 + SLACK_S
+        assert elapsed_s < SOON_S
 
 
 def queue_behind_a_long_wait(backend: fd.Backend, fifo: str) -> list[tuple[Told, float]]:
@@ -187,7 +223,7 @@ def test_a_call_behind_another_keeps_its_own_timeout(transport: str, fifo: str) 
     outcomes, _ = run_ranks(2, queue_behind_a_long_wait, fifo, backend=transport)
     for error, elapsed_s in outcomes:
         assert error.kind == "Timeout", error
-        assert elapsed_s < TIMEOUT_S + SLACK_S
+        assert elapsed_s < SOON_S
 
 
 def wait_beside_another_thread(backend: fd.Backend, fifo: str) -> list[Told]:

@@ -12,15 +12,13 @@ import resource
 import signal
 import socket
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import resource_tracker
-from types import FrameType
 from typing import Any
 
 import pytest
+from fault_injection import PATIENCE_S, SOON_S, wait_until_called
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +38,8 @@ from ferro_dist.rendezvous import (
     authentication,
     connect,
     connect_through,
+    connection,
+    control_plane,
     frame,
     machine,
 )
@@ -49,9 +49,8 @@ from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import Member
 
 TOKEN = b"a secret of these tests"
-# Ranks of these tests come within milliseconds; this bounds a test that fails.
-PATIENCE_S = 60.0
-SLACK_S = 1.0
+# A time that must pass, but not before ranks that a busy machine keeps from running have come.
+SHORT_S = 3.0
 
 Body = Callable[[int], Any]
 
@@ -127,22 +126,17 @@ def join_all(size: int, **options: Any) -> list[Wiring]:
     return outcomes
 
 
-def open_fds() -> set[str]:
-    return {f"{fd}:{os.readlink(f'/proc/self/fd/{fd}')}" for fd in live_fds()}
-
-
 def live_fds() -> list[int]:
     fds = [int(name) for name in os.listdir("/proc/self/fd")]
     return [fd for fd in fds if os.path.lexists(f"/proc/self/fd/{fd}")]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    # multiprocessing keeps a pipe to it for the life of this process.
-    resource_tracker.ensure_running()
-    before = open_fds()
-    yield
-    assert open_fds() <= before
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give ranks that end together longer to hear of each other than a busy machine may take."""
+    for name in ("FAREWELL_S", "LATECOMERS_S", "VERDICT_S"):
+        monkeypatch.setattr(control_plane, name, SHORT_S)
+    monkeypatch.setattr(connection, "DUPLICATE_CHECK_S", SHORT_S)
 
 
 @contextlib.contextmanager
@@ -302,8 +296,9 @@ def test_nothing_listens_afterwards() -> None:
 
     with closing(run_threads(2, body)):
         host, _, port = addr.rpartition(":")
+        # Not from the same address: its port may be given to a socket that meets itself there.
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, int(port)))
+            socket.create_connection((host, int(port)), source_address=("127.0.0.2", 0))
 
 
 def test_connecting_two_ranks_costs_little() -> None:
@@ -377,22 +372,6 @@ def wait_until_joined(count: int) -> None:
     wait_until_called("all_gather", count)
 
 
-def wait_until_called(name: str, count: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        frames = sys._current_frames().values()
-        if sum(is_in_call(frame, name) for frame in frames) == count:
-            return
-        time.sleep(0.001)
-    raise AssertionError(f"{name} was never called")
-
-
-def is_in_call(frame: FrameType | None, name: str) -> bool:
-    while frame is not None and frame.f_code.co_name != name:
-        frame = frame.f_back
-    return frame is not None
-
-
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_process_is_named_to_the_others(victim: int) -> None:
     addr = unix_addr()
@@ -425,13 +404,11 @@ def assert_all(outcomes: Sequence[Any], error: type[DistributedError], *texts: s
 
 def test_an_absent_rank_is_named_on_every_rank() -> None:
     listener, addr = local_listener()
-    start = time.monotonic()
 
     def body(rank: int) -> Wiring:
-        return join(rank, 4, addr, timeout=0.5, listener=listener if rank == 0 else None)
+        return join(rank, 4, addr, timeout=SHORT_S, listener=listener if rank == 0 else None)
 
     outcomes = run_threads(2, body)
-    assert time.monotonic() - start < 0.5 + SLACK_S
     assert_all(outcomes, Timeout, "ranks 2, 3 of 4")
     assert all(outcome.missing == (2, 3) for outcome in outcomes)
 
@@ -441,7 +418,7 @@ def test_a_rank_whose_time_is_up_first_learns_who_is_missing() -> None:
 
     def body(rank: int) -> Wiring:
         own = listener if rank == 0 else None
-        return join(rank, 3, addr, timeout=(PATIENCE_S, 0.3)[rank], listener=own)
+        return join(rank, 3, addr, timeout=(PATIENCE_S, SHORT_S)[rank], listener=own)
 
     outcomes = run_threads(2, body)
     assert_all(outcomes, Timeout, "rank 2 of 3", "Rank 1 waits no longer")
@@ -454,7 +431,7 @@ def test_an_absent_rank_0_is_named_with_its_address() -> None:
         join(1, 2, addr, timeout=0.3)
     assert caught.value.missing == (0,)
     assert "refused" in str(caught.value)
-    assert time.monotonic() - start < 0.3 + SLACK_S
+    assert time.monotonic() - start < SOON_S
 
 
 def test_an_unreachable_host() -> None:
@@ -462,14 +439,14 @@ def test_an_unreachable_host() -> None:
     start = time.monotonic()
     with pytest.raises(Timeout, match=r"192\.0\.2\.1:9"):
         join(1, 2, "192.0.2.1:9", timeout=0.3)
-    assert time.monotonic() - start < 0.3 + SLACK_S
+    assert time.monotonic() - start < SOON_S
 
 
 def test_an_unknown_name() -> None:
     start = time.monotonic()
     with pytest.raises(NoConnection, match=r"nowhere\.invalid"):
         join(1, 2, "nowhere.invalid:9", timeout=0.3)
-    assert time.monotonic() - start < 0.3 + SLACK_S
+    assert time.monotonic() - start < SOON_S
     # The resolver cannot be interrupted; it ends by itself.
     for thread in threading.enumerate():
         if thread.name == RESOLVER_THREAD:
@@ -517,7 +494,7 @@ def test_a_rank_that_comes_after_the_failure_is_told() -> None:
             has_failed.wait(PATIENCE_S)
         try:
             rank, size = ((0, 3), (1, 4), (2, 3))[index]
-            return join(rank, size, addr, listener=listener if index == 0 else None, timeout=5)
+            return join(rank, size, addr, listener=listener if index == 0 else None)
         finally:
             has_failed.set()
 
@@ -527,7 +504,7 @@ def test_a_rank_that_comes_after_the_failure_is_told() -> None:
 def test_a_taken_port_is_named() -> None:
     stranger, addr = local_listener()
     with stranger, pytest.raises(NoConnection, match=addr):
-        join(0, 2, addr, timeout=5)
+        join(0, 2, addr)
 
 
 @pytest.mark.parametrize("words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 100])
@@ -538,14 +515,14 @@ def test_a_listener_that_is_not_ours(words: bytes) -> None:
         with contextlib.suppress(OSError):
             while True:
                 sock, _ = stranger.accept()
-                sock.sendall(words)
-                sock.close()
+                with sock, contextlib.suppress(OSError):
+                    sock.sendall(words)
 
     thread = threading.Thread(target=answer)
     thread.start()
     try:
         with pytest.raises(NoConnection, match="could not prove"):
-            join(1, 2, addr, timeout=0.3)
+            join(1, 2, addr, timeout=SHORT_S)
     finally:
         stranger.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -557,7 +534,7 @@ def test_a_wrong_token_is_told_on_both_sides() -> None:
 
     def body(rank: int) -> Wiring:
         own = listener if rank == 0 else None
-        return join(rank, 2, addr, token=(b"one", b"two")[rank], timeout=0.5, listener=own)
+        return join(rank, 2, addr, token=(b"one", b"two")[rank], timeout=SHORT_S, listener=own)
 
     outcomes = run_threads(2, body)
     assert_all(outcomes[1:], NoConnection, "authentication failed", addr)
@@ -569,12 +546,12 @@ def test_a_lasting_wrong_token_ends_before_the_timeout() -> None:
 
     def body(rank: int) -> Wiring:
         if rank == 0:
-            return join(0, 3, addr, token=b"one", timeout=6, listener=listener)
+            return join(0, 3, addr, token=b"one", listener=listener)
         start = time.monotonic()
         with pytest.raises(NoConnection, match="authentication failed"):
-            join(1, 3, addr, token=b"two", timeout=PATIENCE_S)
-        assert time.monotonic() - start < 5
-        return join(1, 3, addr, token=b"one", timeout=0.2)
+            join(1, 3, addr, token=b"two")
+        assert time.monotonic() - start < SOON_S
+        return join(1, 3, addr, token=b"one", timeout=SHORT_S)
 
     assert_all(run_threads(2, body), Timeout, "rank 2 of 3")
 
@@ -630,14 +607,14 @@ def test_ctrl_c_acts_long_before_the_timeout(rank: int) -> None:
     assert main is not None
 
     def interrupt() -> None:
-        wait_until_called("run_until", 1)
+        wait_until_called("run_until")
         signal.pthread_kill(main, signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        join(rank, 2, addr, timeout=4 * PATIENCE_S)
-    assert time.monotonic() - start < PATIENCE_S
+        join(rank, 2, addr)
+    assert time.monotonic() - start < SOON_S
     interrupter.join()
     gc.collect()
 
@@ -673,7 +650,7 @@ def test_too_few_descriptors_are_told() -> None:
 
     def body(rank: int) -> Wiring:
         own = listener if rank == 0 else None
-        return join(rank, 4, addr, shared_memory=False, listener=own, timeout=1.5)
+        return join(rank, 4, addr, shared_memory=False, listener=own, timeout=SHORT_S)
 
     taken = set(live_fds())
     free = [fd for fd in range(len(taken) + 20) if fd not in taken]
@@ -956,17 +933,25 @@ def test_a_timeout_through_another_group_names_the_missing() -> None:
 
         return once
 
+    has_vanished = threading.Event()
+
     def body(rank: int) -> Wiring:
-        return split(parent, rank, gather=vanishing(rank), timeout=0.5 + rank)
+        try:
+            return split(parent, rank, gather=vanishing(rank), timeout=(SHORT_S, PATIENCE_S)[rank])
+        finally:
+            has_vanished.set()
 
     def abandon() -> None:
-        # The parent notices that its rank is gone.
+        # The parent notices that its rank is gone, once the other one waits for it.
+        has_vanished.wait()
+        while parent._barrier.n_waiting == 0:
+            time.sleep(0.001)
         parent._barrier.abort()
 
-    timer = threading.Timer(0.8, abandon)
-    timer.start()
+    noticing = threading.Thread(target=abandon)
+    noticing.start()
     outcomes = run_threads(2, body)
-    timer.join()
+    noticing.join()
     assert isinstance(outcomes[0], Timeout), outcomes
     assert outcomes[0].missing == (1,)
     assert_all(outcomes[1:], PeerLostError, "gone")

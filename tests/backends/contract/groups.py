@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -272,12 +273,9 @@ def closing_with_calls_queued_fails_them(group: Group) -> None:
 
 @case(min_ranks=2)
 def a_rank_that_does_not_come_is_named_by_the_timeout(group: Group) -> None:
-    other = clone(group, timeout=20)
     late = group.world_size - 1
-    if group.rank != late:
-        started = time.monotonic()
-        error = raised(Timeout, fd.allreduce, np.ones(1), other, timeout=0.1)
-        assert 0.05 <= time.monotonic() - started < 1.1
+    other, error = _call_without(late, group, lambda g, s: fd.allreduce(np.ones(1), g, timeout=s))
+    if error is not None:
         assert error.missing == (late,)
         assert (error.op, error.rank, error.peer, error.sequence) == (
             "allreduce",
@@ -294,13 +292,37 @@ def a_rank_that_does_not_come_is_named_by_the_timeout(group: Group) -> None:
 
 @case(min_ranks=2)
 def a_split_that_a_rank_does_not_call_is_named_by_the_timeout(group: Group) -> None:
-    other = clone(group, timeout=20)
     late = group.world_size - 1
-    if group.rank != late:
-        error = raised(Timeout, other.split, [0, late], timeout=0.1)
+    other, error = _call_without(late, group, lambda g, s: g.split([0, late], timeout=s))
+    if error is not None:
         assert (error.op, error.missing, error.rank) == ("split", (late,), group.rank)
     fd.barrier(group)
     other.close()
+
+
+def _call_without(
+    late: int, group: Group, call: Callable[[Group, float], Any]
+) -> tuple[Group, Timeout | None]:
+    """Let all ranks but one make a call; return their group and how it ended, None on that one.
+
+    Again, with more time, where others were missing too: a busy machine may have kept them from
+    coming.
+    """
+    for seconds in (0.1, 1.0, 9.0):
+        other, error = clone(group, timeout=20), None
+        started = time.monotonic()
+        if group.rank != late:
+            error = raised(Timeout, call, other, seconds)
+        elapsed_s = time.monotonic() - started
+        assert elapsed_s < seconds + 9, "the group has a timeout of its own"
+        is_clear = error is None or error.missing == (late,)
+        facts = fd.all_gather(np.array([[elapsed_s, is_clear]]), group)
+        # Who was told may have called later.
+        assert facts[:, 0].max() >= seconds / 2
+        if facts[:, 1].all():
+            break
+        other.close()
+    return other, error
 
 
 @case(min_ranks=2)
@@ -325,7 +347,7 @@ def the_group_knows_its_own_timeout(group: Group) -> None:
     if group.rank == 0:
         started = time.monotonic()
         error = raised(Timeout, fd.barrier, other)
-        assert time.monotonic() - started < 1.1
+        assert time.monotonic() - started < group.timeout / 2
         assert error.seconds >= 0.05
     fd.barrier(group)
     other.close()
