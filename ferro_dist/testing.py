@@ -78,6 +78,7 @@ class _Rank:
     process: BaseProcess
     connection: Connection
     result: Any = None
+    failure: tuple[float, str] | None = None  # when, on the clock of all processes, and what
     is_done: bool = False
 
 
@@ -201,15 +202,23 @@ def _play(
 
             kind = {"host": HostBackend, "tcp": TcpBackend}[backend]
             with kind(rank, world_size, addr, token=token, timeout=timeout) as group:
-                outcome = ("result", body(group, *args))
+                try:
+                    outcome = ("result", body(group, *args))
+                except BaseException:
+                    # Before the group's end here makes the others fail, too.
+                    connection.send(_failure("raised"))
+                    raise
     except BaseException:
-        outcome = ("failure", f"raised:\n{traceback.format_exc()}")
+        outcome = _failure("raised")
     try:
         connection.send(outcome)
     except Exception:
-        what = f"returned what cannot be sent to the caller:\n{traceback.format_exc()}"
-        connection.send(("failure", what))
+        connection.send(_failure("returned what cannot be sent to the caller"))
     connection.close()
+
+
+def _failure(what: str) -> tuple[str, tuple[float, str]]:
+    return "failure", (time.monotonic(), f"{what}:\n{traceback.format_exc()}")
 
 
 def _collect(run: _Run, deadline: float, may_die: set[int]) -> None:
@@ -224,6 +233,10 @@ def _collect(run: _Run, deadline: float, may_die: set[int]) -> None:
         for rank in running:
             if rank.connection in ready or rank.process.sentinel in ready:
                 _settle(rank, may_die)
+        failures = [(*rank.failure, rank.number) for rank in running if rank.failure is not None]
+        if failures:
+            _, what, number = min(failures)
+            raise RankFailed(number, what)
 
 
 def _settle(rank: _Rank, may_die: set[int]) -> None:
@@ -234,7 +247,8 @@ def _settle(rank: _Rank, may_die: set[int]) -> None:
         if rank.connection.poll():
             kind, value = rank.connection.recv()
     if kind == "failure":
-        raise RankFailed(rank.number, value)
+        rank.failure = value
+        return
     if kind == "":
         rank.process.join()
         value = RankDeath(rank.process.exitcode or 0)
