@@ -14,6 +14,7 @@ from ferro_dist.testing import run_ranks
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 
+DEADLINE_S = 250.0  # a busy machine compiles for a minute
 STEPS = 20
 ROWS = 12
 SIZES = (6, 16, 8, 3)
@@ -84,7 +85,7 @@ def train_alone() -> Any:
 
 def test_twenty_steps_equal_one_process() -> None:
     alone = train_alone()
-    first, *others = run_ranks(2, train)
+    first, *others = run_ranks(2, train, timeout=DEADLINE_S)
     for other in others:
         jax.tree.map(assert_array_equal, first, other)
     for name, params in first.items():
@@ -184,4 +185,4 @@ def behave_and_refuse(backend: Any) -> None:
 
 
 def test_a_pytree_is_wrapped_as_a_module_is() -> None:
-    run_ranks(2, behave_and_refuse)
+    run_ranks(2, behave_and_refuse, timeout=DEADLINE_S)

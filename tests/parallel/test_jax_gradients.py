@@ -13,6 +13,7 @@ from ferro_dist.testing import run_ranks
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 
+DEADLINE_S = 250.0  # a busy machine compiles for a minute
 ROWS = 12
 STEPS = 20
 
@@ -103,11 +104,11 @@ def assert_trained(outcomes: list[Any]) -> None:
 @pytest.mark.parametrize("bucket_mb", [25, 1e-6])
 @pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
 def test_tapped_steps_are_those_of_one_process(bucket_mb: float, compiled: bool) -> None:
-    assert_trained(run_ranks(2, train_by_tap, bucket_mb, compiled))
+    assert_trained(run_ranks(2, train_by_tap, bucket_mb, compiled, timeout=DEADLINE_S))
 
 
 def test_synchronized_steps_are_those_of_one_process() -> None:
-    assert_trained(run_ranks(2, train_by_sync))
+    assert_trained(run_ranks(2, train_by_sync, timeout=DEADLINE_S))
 
 
 def tap_everything(backend: Any) -> Any:
@@ -143,7 +144,7 @@ def tap_everything(backend: Any) -> Any:
 
 
 def test_backward_of_any_kind_is_averaged() -> None:
-    first, second = run_ranks(2, tap_everything)
+    first, second = run_ranks(2, tap_everything, timeout=DEADLINE_S)
     jax.tree.map(assert_array_equal, first, second)
     assert_array_equal(first["checkpoint"]["a"], [6] * 3)
     assert_array_equal(first["unused"]["used"], [1.5] * 3)
@@ -172,7 +173,7 @@ def synchronize_trees(backend: Any) -> Any:
 
 
 def test_trees_are_synchronized_outside_of_jit() -> None:
-    for a in run_ranks(2, synchronize_trees):
+    for a in run_ranks(2, synchronize_trees, timeout=DEADLINE_S):
         assert_array_equal(a, [3, 3, 3])
 
 
@@ -186,7 +187,7 @@ def trace_anew_on_one_rank(backend: Any) -> list[float]:
 
 
 def test_ranks_may_compile_at_different_times() -> None:
-    assert run_ranks(2, trace_anew_on_one_rank) == [[4.0, 3.0]] * 2
+    assert run_ranks(2, trace_anew_on_one_rank, timeout=DEADLINE_S) == [[4.0, 3.0]] * 2
 
 
 def disagree(backend: Any) -> None:
@@ -205,7 +206,7 @@ def disagree(backend: Any) -> None:
 
 
 def test_trees_that_differ_and_batches_of_trees_are_refused() -> None:
-    run_ranks(2, disagree)
+    run_ranks(2, disagree, timeout=DEADLINE_S)
 
 
 def weigh_on_one_rank(backend: Any) -> None:
@@ -239,7 +240,7 @@ def weigh_on_one_rank(backend: Any) -> None:
 
 
 def test_ranks_that_disagree_go_on_afterwards() -> None:
-    run_ranks(2, weigh_on_one_rank)
+    run_ranks(2, weigh_on_one_rank, timeout=DEADLINE_S)
 
 
 def test_arguments_that_cannot_be_are_refused() -> None:
