@@ -94,7 +94,7 @@ def find_engine_problem() -> str | None:
     try:
         importlib.import_module("ferro_dist._native.host")
     except ImportError as error:
-        return f"cannot be loaded ({error}): pip install . in the source tree builds it"
+        return f"cannot be loaded: {error}"
     return None
 
 

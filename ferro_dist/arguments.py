@@ -88,6 +88,7 @@ def name_call(error: Exception, op: str, backend: Any) -> None:
         ) from error
     if isinstance(error, DistributedError) and error.op is None:
         error.op, error.rank = op, backend.rank
+        error.args = (f"{op}: {error}",)
 
 
 # Ranks

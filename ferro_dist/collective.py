@@ -12,7 +12,8 @@ backend : Backend
 out : array, optional
     Where the result is written: C-contiguous, writable, of the same dtype as the
     input. It may be the input itself. Left away, a new array of the input's
-    library, dtype and device is returned.
+    library, dtype and device is returned. torch's autograd does not learn of what is written,
+    and a new tensor has no gradient.
 async_op : bool
     Return a `Work` at once. The arrays must not be touched until it is done.
 timeout : float, optional
@@ -30,6 +31,8 @@ rank's array may be empty or 0-dimensional if all are.
 Dtypes: booleans (MIN and MAX), integers (all but MEAN), floats (all), complex
 numbers (SUM, MEAN, PROD). 16-bit floats are summed in float32. All ranks get the
 same bits.
+
+Algorithms, with their costs and sources: ``csrc/ferro/ALGORITHMS.md``.
 
 Errors that all functions share: `InvalidArray`, `UnsupportedOp`, `SizeMismatch`,
 `InvalidRank`, `ValueError` (timeout), `OverflowError` (tag), `TypeError` (either): this

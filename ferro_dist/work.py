@@ -11,7 +11,8 @@ __all__ = ["CompletedWork", "Work"]
 class Work(abc.ABC):
     """A collective or message under way. Keeps its arrays alive until it is done.
 
-    Dropping the last reference does not cancel the call.
+    Dropping the last reference does not cancel the call. Closing the group does, and so does
+    dropping the last reference to its `Backend`.
     """
 
     @abc.abstractmethod

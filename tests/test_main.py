@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,8 +126,29 @@ def test_engine_names_its_kernels_and_cores() -> None:
 def test_engine_that_cannot_be_loaded_is_said_and_fails() -> None:
     found = rows("sys.modules['ferro_dist._native.host'] = None", exit_code=1)
     assert "cannot be loaded" in found["kernels"]
-    assert "pip install ." in found["kernels"]
     assert found["shared memory"] == "no: the engine is missing"
+
+
+def test_a_source_tree_that_was_not_built_says_so(tmp_path: Path) -> None:
+    package = Path(report.__file__).parent
+    shutil.copytree(package, tmp_path / "ferro_dist", ignore=shutil.ignore_patterns("*.so*"))
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for code in (
+        "import ferro_dist; ferro_dist.init()",
+        "import ferro_dist.__main__ as m; m.main()",
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        said = ran.stdout + ran.stderr
+        assert f"{tmp_path}/ferro_dist/_native holds no compiled modules for this Python" in said
+        assert "Run pip install . in it" in said
 
 
 def test_host_transports_are_there() -> None:

@@ -737,6 +737,8 @@ cdef BufferView _view_through_capsule(object array):
     # Renamed, as the protocol has it: the capsule's own destructor now leaves the tensor to us.
     if PyCapsule_IsValid(capsule, "dltensor_versioned"):
         return _adopt_versioned(array, capsule)
+    if not PyCapsule_IsValid(capsule, "dltensor"):
+        raise InvalidArray(f"cannot move this {_name(array)}: its __dlpack__ returns no tensor")
     return _adopt_unversioned(array, capsule)
 
 

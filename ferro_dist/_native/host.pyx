@@ -274,7 +274,7 @@ cdef class Communicator:
         """Symmetric memory, or None where the group shares none."""
         self._check_usable()
         if self.is_closed:
-            raise ChannelClosed("This rank has closed the group.", rank=self.rank)
+            raise ChannelClosed("This rank has closed the group. Make a new one.", rank=self.rank)
         cdef shared_ptr[Heap] heap = self._engine.get().heap()
         if heap.get() == NULL:
             return None
@@ -413,7 +413,7 @@ cdef class Communicator:
         cdef vector[size_t] recv = counts.recv
         cdef bint is_new = out is None
         cdef size_t expected = sum(counts.recv)
-        cdef object written = self._arrays.allocate_rows(x, src.count, expected) if is_new else out
+        cdef object written = self._arrays.allocate_rows(x, expected) if is_new else out
         cdef BufferView dst = _output_of(written, x, src)
         self._check_outputs("all_to_all", src, dst, expected, NEVER)
         cdef Collective c = _collective(Op.all_to_all, src, dst, 0, tag)
@@ -651,7 +651,7 @@ cdef class Communicator:
             self._first_error = copy.copy(error)
         else:  # raised by a signal handler, like KeyboardInterrupt, or MemoryError
             self._first_error = DistributedError(
-                f"{type(error).__name__} inside a call of this group", rank=self.rank, peer=self.rank)
+                f"{type(error).__name__} inside a call of this group.", rank=self.rank, peer=self.rank)
         return 0
 
 

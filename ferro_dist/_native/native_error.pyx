@@ -18,6 +18,9 @@ from ferro_dist.errors import (
 
 __all__: list[str] = []
 
+cdef str GO_ON = "Go on in the group that shrink() makes, or make a new one."
+cdef str GO_ON_WITHOUT_IT = "Go on without it in the group that shrink() makes, or make a new one."
+
 
 cdef extern from "ferro/error.hpp" namespace "ferro" nogil:
     cdef enum class ErrorCode(unsigned char):
@@ -82,23 +85,22 @@ cdef object _exception_of(const Error& error):
     if error.code == ErrorCode.timeout:
         return _timeout(error, where, facts)
     if error.code == ErrorCode.peer_lost:
-        return PeerLostError(
-            f"{where}: rank {error.peer} died.\n"
-            "Go on without it in the group that shrink() makes, or make a new one.", **facts)
+        return PeerLostError(f"{where}: rank {error.peer} died.\n{GO_ON_WITHOUT_IT}", **facts)
     if error.code == ErrorCode.channel_closed:
-        return ChannelClosed(f"{where}: rank {error.peer} left the group.{_reported_by(error)}", **facts)
+        return ChannelClosed(
+            f"{where}: rank {error.peer} left the group.{_reported_by(error)}\n{GO_ON_WITHOUT_IT}", **facts)
     if error.code == ErrorCode.superseded:
         return LockPoisoned(
             f"{where}: rank {error.peer} went on in the group that shrink() made, without this rank.\n"
             "Make a new group.", **facts)
     if error.code == ErrorCode.interrupted:
         return ChannelClosed(
-            f"{where}: rank {error.peer} was interrupted inside a call of this group.", **facts)
+            f"{where}: rank {error.peer} was interrupted inside a call of this group.\n{GO_ON}", **facts)
     if error.code == ErrorCode.out_of_memory:
         return ChannelClosed(
-            f"{where}: rank {error.peer} ran out of memory inside a call of this group.", **facts)
+            f"{where}: rank {error.peer} ran out of memory inside a call of this group.\n{GO_ON}", **facts)
     if error.code == ErrorCode.closed:
-        return ChannelClosed("This rank has closed the group.", **facts)
+        return ChannelClosed("This rank has closed the group. Make a new one.", **facts)
     if error.code == ErrorCode.mismatch:
         return CollectiveMismatch(
             f"{where}: the ranks disagree: {_text(error.detail)}.\n"
@@ -108,7 +110,8 @@ cdef object _exception_of(const Error& error):
             f"{where}: {_text(error.detail)}.\nThe message was dropped; the group is still usable.", **facts)
     if error.code == ErrorCode.unsupported:
         return UnsupportedOp(f"{where}: {_text(error.detail)}.", **facts)
-    return Io(f"{where}: {_text(error.detail) or 'a system call failed'}.{_reported_by(error)}", **facts)
+    return Io(
+        f"{where}: {_text(error.detail) or 'a system call failed'}.{_reported_by(error)}\n{GO_ON}", **facts)
 
 
 cdef object _timeout(const Error& error, str where, dict facts):

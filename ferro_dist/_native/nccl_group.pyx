@@ -341,7 +341,7 @@ cdef class NcclGroup:
             send_counts, recv_counts, x_count=src.count, rank=self.rank, world_size=self.world_size)
         cdef size_t expected = sum(counts.recv)
         cdef bint is_new = out is None
-        cdef object written = self._arrays.allocate_rows(x, src.count, expected) if is_new else out
+        cdef object written = self._arrays.allocate_rows(x, expected) if is_new else out
         cdef BufferView dst = output_view_of(written)
         self._communicator.check_output("all_to_all", src, dst, expected, NEVER_IN_PLACE)
         cdef vector[Operation] operations

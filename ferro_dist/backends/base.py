@@ -92,7 +92,8 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
-    ) -> Array | Work: ...
+    ) -> Array | Work:
+        """As `ferro_dist.allreduce`."""
 
     @abc.abstractmethod
     def broadcast(
@@ -103,7 +104,8 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
-    ) -> Array | Work: ...
+    ) -> Array | Work:
+        """As `ferro_dist.broadcast`."""
 
     @abc.abstractmethod
     def reduce(
@@ -115,12 +117,14 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
-    ) -> Array | Work | None: ...
+    ) -> Array | Work | None:
+        """As `ferro_dist.reduce`."""
 
     @abc.abstractmethod
     def all_gather(
         self, x: Array, out: Array | None, async_op: bool, timeout: float | None, tag: int
-    ) -> Array | Work: ...
+    ) -> Array | Work:
+        """As `ferro_dist.all_gather`."""
 
     @abc.abstractmethod
     def reduce_scatter(
@@ -131,7 +135,8 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
-    ) -> Array | Work: ...
+    ) -> Array | Work:
+        """As `ferro_dist.reduce_scatter`."""
 
     @abc.abstractmethod
     def all_to_all(
@@ -143,7 +148,8 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
-    ) -> Array | Work: ...
+    ) -> Array | Work:
+        """As `ferro_dist.all_to_all`."""
 
     @abc.abstractmethod
     def gather(
@@ -154,7 +160,8 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
-    ) -> Array | Work | None: ...
+    ) -> Array | Work | None:
+        """As `ferro_dist.gather`."""
 
     @abc.abstractmethod
     def scatter(
@@ -165,20 +172,24 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
-    ) -> Array | Work: ...
+    ) -> Array | Work:
+        """As `ferro_dist.scatter`."""
 
     @abc.abstractmethod
-    def barrier(self, async_op: bool, timeout: float | None, tag: int) -> Work | None: ...
+    def barrier(self, async_op: bool, timeout: float | None, tag: int) -> Work | None:
+        """As `ferro_dist.barrier`."""
 
     @abc.abstractmethod
     def send(
         self, x: Array, dst: int, async_op: bool, timeout: float | None, tag: int
-    ) -> Work | None: ...
+    ) -> Work | None:
+        """As `ferro_dist.send`."""
 
     @abc.abstractmethod
     def recv(
         self, out: Array, src: int, async_op: bool, timeout: float | None, tag: int
-    ) -> Array | Work: ...
+    ) -> Array | Work:
+        """As `ferro_dist.recv`."""
 
     @abc.abstractmethod
     def sendrecv(
@@ -190,12 +201,14 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
-    ) -> Array | Work: ...
+    ) -> Array | Work:
+        """As `ferro_dist.sendrecv`."""
 
     @abc.abstractmethod
     def batch(
         self, ops: Sequence[P2POp], async_op: bool, timeout: float | None, tag: int
-    ) -> Work | None: ...
+    ) -> Work | None:
+        """As `ferro_dist.batch`."""
 
     @abc.abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:

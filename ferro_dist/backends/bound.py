@@ -32,7 +32,7 @@ class BoundBackend(Backend):
     small collective.
     """
 
-    __slots__ = _CALLS
+    __slots__ = {name: f"As `ferro_dist.{name}`." for name in _CALLS}  # what help() shows
     all_gather: Any
     all_to_all: Any
     allreduce: Any

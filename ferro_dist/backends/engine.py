@@ -100,7 +100,9 @@ class EngineBackend(BoundBackend):
         """Return a timeout for `shrink`, if this rank may call it at all."""
         seconds = self._seconds(timeout)
         if self.is_closed:
-            raise ChannelClosed("This rank has closed the group.", op="shrink", rank=self.rank)
+            raise ChannelClosed(
+                "This rank has closed the group. Make a new one.", op="shrink", rank=self.rank
+            )
         return seconds
 
     def _succeeded_by(self, group: _Group, survivors: tuple[int, ...]) -> _Group:

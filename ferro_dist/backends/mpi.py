@@ -355,7 +355,7 @@ class MpiBackend(MpiGroup):
         tag: int,
     ) -> Any:
         count = sum(counts.recv)
-        made = None if out is not None else allocate_rows(x, source.view.count, count)
+        made = None if out is not None else allocate_rows(x, count)
         target = self._operands.target("all_to_all", x, source, out, count, made, in_place=None)
         fingerprint = Fingerprint.of_uneven(source.view.dtype, arguments.check_tag(tag))
         itemsize = source.view.itemsize

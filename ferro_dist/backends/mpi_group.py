@@ -131,7 +131,7 @@ class MpiGroup(Backend):
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
-        error = ChannelClosed("This rank has closed the group.", rank=self._rank)
+        error = ChannelClosed("This rank has closed the group. Make a new one.", rank=self._rank)
         self._progress.poison(error, is_announced=True)
         if self._mpi.Is_finalized():
             return

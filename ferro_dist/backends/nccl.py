@@ -305,13 +305,17 @@ class NcclBackend(BoundBackend):
             Neither is.
         """
         if self.is_closed:
-            raise ChannelClosed("This rank has closed the group.", op="empty", rank=self.rank)
+            raise ChannelClosed(
+                "This rank has closed the group. Make a new one.", op="empty", rank=self.rank
+            )
         dims = arguments.check_shape(shape)
         return interop.device_empty(dims, interop.dtype_code(dtype), self.device)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> NcclBackend | None:
         if self.is_closed:
-            raise ChannelClosed("This rank has closed the group.", op="split", rank=self.rank)
+            raise ChannelClosed(
+                "This rank has closed the group. Make a new one.", op="split", rank=self.rank
+            )
         chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
         deadline = Deadline(self.timeout if timeout is None else arguments.check_timeout(timeout))
         self._check_agreement(chosen, deadline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ferro_dist.errors import SizeMismatch
@@ -41,13 +42,10 @@ def allocate_chunk(x: Any, world_size: int) -> Any:
     return allocate(x, (rows // world_size, *rest))
 
 
-def allocate_rows(x: Any, count: int, new_count: int) -> Any:
-    """Make an array for `new_count` elements: in rows like those of `x` if that fits, else flat.
-
-    `count` is the number of elements of `x`.
-    """
+def allocate_rows(x: Any, new_count: int) -> Any:
+    """Make an array for `new_count` elements: in rows like those of `x` if that fits, else flat."""
     shape = shape_of(x)
-    row = count // shape[0] if shape and shape[0] else 0
+    row = math.prod(shape[1:])
     if len(shape) < 2 or not row or new_count % row:
         return allocate(x, (new_count,))
     return allocate(x, (new_count // row, *shape[1:]))

@@ -298,6 +298,18 @@ def view_another_librarys_table(rank: int, world_size: int, addr: str) -> list[i
     return [as_view(array).count for array in (x, x[0, 0], x[:, 1])]
 
 
+def test_what_exports_something_else_than_a_capsule_is_refused() -> None:
+    class Exporter:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+        def __dlpack__(self, **_options: Any) -> Any:
+            return 3
+
+    with pytest.raises(InvalidArray, match="its __dlpack__ returns no tensor"):
+        as_view(Exporter())
+
+
 def test_arrays_with_an_exchange_table_need_not_be_torchs() -> None:
     [counts] = run_ranks(1, view_another_librarys_table, backend="none", emulate_gpu=True)
     assert counts == [6, 1, 2]

@@ -393,6 +393,16 @@ def uneven_chunks_keep_whole_rows(group: Group) -> None:
     counts = [1] * size
     x = np.arange(size).reshape(1, size)
     assert fd.all_to_all(x, group, send_counts=counts, recv_counts=counts).shape == (1, size)
+    # Also where there is no row to see one by: on all ranks but the first, then on all.
+    for num_rows in (2, 0):
+        given = num_rows if group.rank == 0 else 0
+        y = fd.all_to_all(
+            np.ones((given * size, 3)),
+            group,
+            send_counts=[3 * given] * size,
+            recv_counts=[3 * num_rows] + [0] * (size - 1),
+        )
+        assert y.shape == (num_rows, 3)
 
 
 # Where and when
