@@ -3,6 +3,7 @@
 #ifndef FERRO_CALL_HPP
 #define FERRO_CALL_HPP
 
+#include <algorithm>
 #include <chrono>
 
 #include "ferro/error.hpp"
@@ -22,6 +23,10 @@ struct Hooks {
 };
 
 constexpr double kUnlimited = 1e9;  // seconds
+
+// The longest a blocked call sleeps before it looks at signals, its deadline
+// and the group's state again.
+constexpr double kWaitSliceSeconds = 0.1;
 
 // One call in progress. Lives on the caller's stack or in its Task.
 class Call {
@@ -46,6 +51,8 @@ class Call {
   }
   double remaining_s() const { return timeout_s_ - elapsed_s(); }
   double timeout_s() const { return timeout_s_; }
+  // How long it may sleep at once.
+  double slice_s() const { return std::clamp(remaining_s(), 0.0, kWaitSliceSeconds); }
   void extend(double seconds) { timeout_s_ += seconds; }
 
   // Throws Error{interrupted} if a signal handler of the caller raised.
@@ -78,10 +85,6 @@ class Call {
   Clock::time_point started_{};
   Clock::time_point last_check_{};  // by check_interrupt_if_due()
 };
-
-// The longest a blocked call sleeps before it looks at signals, its deadline
-// and the group's state again.
-constexpr std::chrono::milliseconds kWaitSlice{100};
 
 }  // namespace ferro
 

@@ -1,7 +1,6 @@
 #include "ferro/communicator.hpp"
 
 #include <sched.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <iterator>
@@ -19,10 +18,10 @@ constexpr SpinPolicy kBackgroundSpin{20, 10};
 
 // How long a call that had to queue waits on for the message thread to say which rank did
 // not come, where it could itself only say that the time is up.
-constexpr double kGraceS = 0.5;
+constexpr double kGraceSeconds = 0.5;
 
 // How long who gives up waiting for a task tries to find out whom that waits for.
-constexpr double kGlanceS = 0.1;
+constexpr double kGlanceSeconds = 0.1;
 
 // Messages that cost their sender less than waking a thread would.
 constexpr std::size_t kAtOnceNbytes = 512 * 1024;
@@ -42,13 +41,6 @@ std::uint64_t next(std::atomic<std::uint64_t>& number) {
   const std::uint64_t current = number.load(std::memory_order_relaxed);
   number.store(current + 1, std::memory_order_relaxed);
   return current;
-}
-
-// Signals are for the caller's threads, which know what to do with them.
-void block_signals() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, nullptr);
 }
 
 }  // namespace
@@ -189,7 +181,7 @@ void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& 
   }
   // Behind what this thread may have submitted, and has not been posted yet.
   const std::shared_ptr<Task> task = submit(op, messages, call.timeout_s());
-  call.extend(kGraceS);
+  call.extend(kGraceSeconds);
   await(call, *task);
 }
 
@@ -252,7 +244,7 @@ std::vector<int> Communicator::awaited_by(const Task& task) {
     return ranks_of(ranks);
   }
   try {
-    Call brief(kGlanceS);
+    Call brief(kGlanceSeconds);
     const Gate::Pass pass(messenger_->gate(), brief);
     return messenger_->awaited_by(*task.messages);
   } catch (const Error&) {  // whoever moves messages has been kept from it
@@ -302,7 +294,6 @@ bool Communicator::start_at_once(const std::shared_ptr<Task>& task) {
 }
 
 void Communicator::run_collectives() noexcept {
-  block_signals();
   while (const std::shared_ptr<Task> task = collective_queue_.pop()) {
     task->call.begin_blocking();
     std::optional<Error> error;
@@ -321,7 +312,6 @@ void Communicator::run_collectives() noexcept {
 }
 
 void Communicator::run_messages() noexcept {
-  block_signals();
   Tasks under_way, done;
   while (!under_way.empty() || message_queue_.await_task()) {
     move_messages(under_way, done);

@@ -209,10 +209,8 @@ void Exchange::sleep() {
   list_poll_entries();
   std::vector<pollfd>& entries = mesh_.poll_entries_;
   // The first is a short one: after it, it is known for whom this rank waits.
-  const double slice_s = call_.elapsed_s() < kPresenceSeconds
-                             ? 2 * kPresenceSeconds
-                             : std::chrono::duration<double>(kWaitSlice).count();
-  const double timeout_s = std::min(slice_s, std::max(call_.remaining_s(), 0.0));
+  const double longest_s = call_.elapsed_s() < kPresenceSeconds ? 2 * kPresenceSeconds : kWaitSliceSeconds;
+  const double timeout_s = std::min(longest_s, call_.slice_s());
   const int num_ready = poll(entries.data(), entries.size(), static_cast<int>(timeout_s * 1e3) + 1);
   if (num_ready <= 0) {
     note_awaited();

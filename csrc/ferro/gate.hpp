@@ -9,9 +9,7 @@
 #include <pthread.h>
 #include <sched.h>
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <mutex>
 
 #include "ferro/call.hpp"
@@ -90,8 +88,7 @@ class Gate {
       if (call.is_expired())
         throw Error(ErrorCode::timeout, -1, "another thread of this rank is inside a call of the same group");
       call.check_interrupt();
-      const double slice = std::chrono::duration<double>(kWaitSlice).count();
-      futex_wait(state_, kAwaited, std::max(0.0, std::min(slice, call.remaining_s())));
+      futex_wait(state_, kAwaited, call.slice_s());
     }
     owner_.store(pthread_self(), std::memory_order_relaxed);
   }

@@ -18,8 +18,6 @@ constexpr double kStepPatienceSeconds = 0.05;
 
 void begin_step(Call& call) { call.extend(kStepPatienceSeconds); }
 
-char* bytes(const void* data) { return static_cast<char*>(const_cast<void*>(data)); }
-
 // A mean is divided once, when the sum over all hosts is known.
 ReduceOp step_op(ReduceOp op) { return op == ReduceOp::mean ? ReduceOp::sum : op; }
 

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <new>
 #include <utility>
 
@@ -15,6 +14,7 @@ namespace {
 // Where some peers are reached through memory and others through sockets, no one
 // system call waits for both: the sockets are polled, the memory looked at this often.
 constexpr int kMixedPollMs = 1;
+constexpr int kSlicePollMs = static_cast<int>(kWaitSliceSeconds * 1e3);
 
 std::vector<int> sorted_set(std::vector<int> ranks) {
   std::sort(ranks.begin(), ranks.end());
@@ -272,7 +272,7 @@ bool Messenger::begin_watch() {
     return false;
   }
   poll_entries_.assign(1, {event_fd_.get(), POLLIN, 0});
-  poll_ms_ = static_cast<int>(kWaitSlice.count());
+  poll_ms_ = kSlicePollMs;
   for (const Lane* lane : lanes_in_use_) {
     const int fd = lane->channel->poll_fd();
     if (fd < 0) poll_ms_ = kMixedPollMs;
@@ -284,7 +284,7 @@ bool Messenger::begin_watch() {
 void Messenger::watch() {
   if (!has_sockets_) {
     std::atomic<std::uint32_t>& word = segment_->message_sleeper(index_);
-    futex_wait(word, kAnyPeer, std::chrono::duration<double>(kWaitSlice).count());
+    futex_wait(word, kAnyPeer, kWaitSliceSeconds);
     word.store(kAwake, std::memory_order_relaxed);
     return;
   }
@@ -295,9 +295,7 @@ void Messenger::watch() {
   }
 }
 
-void Messenger::follow(std::uint32_t heard) {
-  futex_wait(news_, heard, std::chrono::duration<double>(kWaitSlice).count());
-}
+void Messenger::follow(std::uint32_t heard) { futex_wait(news_, heard, kWaitSliceSeconds); }
 
 void Messenger::notify() {
   call_followers();

@@ -344,11 +344,7 @@ void ShmTransport::sleep(Call& call, int peer, Ready ready) {
     check_caller(call, peer);
     word.store(static_cast<std::uint32_t>(peer) + 1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (!ready() && !is_lost(peer)) {
-      const double slice = std::chrono::duration<double>(kWaitSlice).count();
-      futex_wait(word, static_cast<std::uint32_t>(peer) + 1,
-                 std::max(0.0, std::min(slice, call.remaining_s())));
-    }
+    if (!ready() && !is_lost(peer)) futex_wait(word, static_cast<std::uint32_t>(peer) + 1, call.slice_s());
   }
   word.store(kAwake, std::memory_order_relaxed);
 }

@@ -2,9 +2,7 @@
 #ifndef FERRO_TASK_HPP
 #define FERRO_TASK_HPP
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -42,10 +40,9 @@ class Task {
     while (!is_done()) {
       if (waiter.is_expired()) return false;
       waiter.check_interrupt();
-      const double slice = std::chrono::duration<double>(kWaitSlice).count();
       std::uint32_t state = kPending;
       if (!state_.compare_exchange_strong(state, kAwaited) && state == kDone) break;
-      futex_wait(state_, kAwaited, std::max(0.0, std::min(slice, waiter.remaining_s())));
+      futex_wait(state_, kAwaited, waiter.slice_s());
     }
     return true;
   }

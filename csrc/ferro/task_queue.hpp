@@ -2,8 +2,6 @@
 #ifndef FERRO_TASK_QUEUE_HPP
 #define FERRO_TASK_QUEUE_HPP
 
-#include <pthread.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <list>
@@ -13,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "ferro/background_thread.hpp"
 #include "ferro/task.hpp"
 
 namespace ferro {
@@ -30,10 +29,7 @@ class TaskQueue {
   void push(std::shared_ptr<Task> task, Progress progress) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_stopped_.load(std::memory_order_relaxed)) throw Error(ErrorCode::closed);
-    if (!thread_.joinable()) {
-      thread_ = std::thread(std::move(progress));
-      pthread_setname_np(thread_.native_handle(), "ferro-progress");  // for debuggers and top
-    }
+    if (!thread_.joinable()) thread_ = start_thread("ferro-progress", std::move(progress));
     tasks_.push_back(std::move(task));
     num_pending_.fetch_add(1, std::memory_order_acq_rel);
     num_waiting_.fetch_add(1, std::memory_order_acq_rel);

@@ -1,8 +1,10 @@
 #include "ferro/tcp_agreement.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "ferro/cost_model.hpp"
+#include "ferro/recursive_doubling.hpp"
 
 namespace ferro {
 namespace {
@@ -61,31 +63,17 @@ void agree_directly(Exchange& exchange, const TcpCollectives& group, Round& roun
   round.combine(indices);
 }
 
-// The steps of TcpCollectives::allreduce_doubling.
 void agree_by_doubling(Exchange& exchange, const TcpCollectives& group, Round& round) {
-  const int index = group.index();
-  const int steps = steps_of(group.size() + 1) - 1;
-  const int extra = group.size() - (1 << steps);
-  const bool is_paired = index < 2 * extra, is_idle = is_paired && index % 2 == 0;
-  if (is_idle) round.send(index + 1);
-  if (is_paired && !is_idle) {
-    round.receive(index - 1);
+  for (const DoublingStep& step : doubling_steps(group.size(), group.index())) {
+    if (step.sends) round.send(step.peer);
+    if (step.receives) round.receive(step.peer);
     exchange.finish();
-    round.combine({index - 1, index});
+    if (step.is_result) {
+      round.combine({step.peer});
+    } else if (step.receives) {
+      round.combine({std::min(step.peer, group.index()), std::max(step.peer, group.index())});
+    }
   }
-  const int place = is_paired ? index / 2 : index - extra;
-  for (int step = 0; step < steps && !is_idle; ++step) {
-    const int other = place ^ 1 << step;
-    const int peer = other < extra ? 2 * other + 1 : other + extra;
-    round.send(peer);
-    round.receive(peer);
-    exchange.finish();
-    round.combine(peer < index ? std::vector<int>{peer, index} : std::vector<int>{index, peer});
-  }
-  if (is_paired && !is_idle) round.send(index - 1);
-  if (is_idle) round.receive(index + 1);
-  exchange.finish();
-  if (is_idle) round.combine({index + 1});
 }
 
 }  // namespace

@@ -7,90 +7,18 @@
 #include "ferro/cost_model.hpp"
 #include "ferro/fingerprint.hpp"
 #include "ferro/passes.hpp"
+#include "ferro/recursive_doubling.hpp"
 #include "ferro/wide_float.hpp"
 
 namespace ferro {
 namespace {
-
-char* bytes(void* data) { return static_cast<char*>(data); }
-// The engine never writes through what came from `in`; pieces go both ways.
-char* bytes(const void* data) { return static_cast<char*>(const_cast<void*>(data)); }
 
 bool overlap(const void* a, std::size_t a_nbytes, const void* b, std::size_t b_nbytes) {
   const std::less<const char*> before;
   return before(bytes(a), bytes(b) + b_nbytes) && before(bytes(b), bytes(a) + a_nbytes);
 }
 
-std::size_t sum_of_first(const std::size_t* counts, int n) {
-  std::size_t sum = 0;
-  for (int i = 0; i < n; ++i) sum += counts[i];
-  return sum;
-}
-
-// Of an array packed in rank order, uneven where counts are given.
-Piece packed_piece(const void* base, const std::size_t* counts, std::size_t count, int i, std::size_t item) {
-  const std::size_t begin = counts != nullptr ? sum_of_first(counts, i) : count * static_cast<std::size_t>(i);
-  return {bytes(base) + begin * item, (counts != nullptr ? counts[i] : count) * item};
-}
-
-Piece whole(const void* base, std::size_t nbytes) { return {bytes(base), nbytes}; }
-
 }  // namespace
-
-Range chunk_range(std::size_t count, int parts, int i) {
-  const std::size_t n = static_cast<std::size_t>(parts), k = static_cast<std::size_t>(i);
-  const std::size_t base = count / n, larger = count % n;
-  return {k * base + std::min(k, larger), base + (k < larger ? 1 : 0)};
-}
-
-Piece outgoing_piece(const Collective& collective, int index, int root_index, int peer_index) {
-  const std::size_t item = item_size(collective.dtype), nbytes = collective.count * item;
-  const bool is_from_root = index == root_index, is_to_root = peer_index == root_index;
-  switch (collective.op) {
-    case Op::allreduce:
-    case Op::all_gather:
-      return whole(collective.in, nbytes);
-    case Op::broadcast:
-      return is_from_root ? whole(collective.in, nbytes) : Piece{};
-    case Op::reduce:
-    case Op::gather:
-      return is_to_root ? whole(collective.in, nbytes) : Piece{};
-    case Op::scatter:
-      if (!is_from_root) return {};
-      return packed_piece(collective.in, nullptr, collective.count, peer_index, item);
-    case Op::reduce_scatter:
-      return packed_piece(collective.in, nullptr, collective.count, peer_index, item);
-    case Op::all_to_all:
-      return packed_piece(collective.in, collective.send_counts, collective.count, peer_index, item);
-    default:
-      return {};
-  }
-}
-
-Piece incoming_piece(const Collective& collective, int index, int root_index, int peer_index) {
-  const std::size_t item = item_size(collective.dtype), nbytes = collective.count * item;
-  const bool is_root = index == root_index, is_from_root = peer_index == root_index;
-  switch (collective.op) {
-    case Op::broadcast:
-    case Op::scatter:
-      return is_from_root ? whole(collective.out, nbytes) : Piece{};
-    case Op::gather:
-      if (!is_root) return {};
-      return packed_piece(collective.out, nullptr, collective.count, peer_index, item);
-    case Op::all_gather:
-      return packed_piece(collective.out, nullptr, collective.count, peer_index, item);
-    case Op::all_to_all:
-      return packed_piece(collective.out, collective.recv_counts, collective.count, peer_index, item);
-    // Inputs of a reduction: no place of their own.
-    case Op::allreduce:
-    case Op::reduce_scatter:
-      return {nullptr, nbytes};
-    case Op::reduce:
-      return {nullptr, is_root ? nbytes : 0};
-    default:
-      return {};
-  }
-}
 
 // Receives one array from every peer and reduces it with this rank's own, segment
 // by segment, as soon as a segment of all of them is there: a window of slots
@@ -234,7 +162,7 @@ void TcpCollectives::allreduce(Call& call, const Collective& collective) {
     case AllreduceAlgorithm::recursive_doubling:
       return allreduce_doubling(call, collective);
     case AllreduceAlgorithm::reduce_scatter_all_gather:
-      return allreduce_two_shot(call, collective);
+      return reduce_two_shot(call, collective, kEverybody);
   }
 }
 
@@ -263,8 +191,7 @@ void TcpCollectives::reduce_all(Exchange& exchange, const Collective& collective
   exchange.finish();
 }
 
-// log2 steps, in each of which pairs of ranks exchange what they have reduced so
-// far. Ranks beyond a power of two first hand theirs to a neighbour. The lower
+// Pairs of ranks exchange what they have reduced so far: recursive_doubling.hpp. The lower
 // block is always the first operand, so both of a pair compute the same bits.
 void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective) {
   const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
@@ -274,58 +201,36 @@ void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective
   char* const own = scratch_.reserve(2 * nbytes);
   char* const theirs = own + nbytes;
   to_partial(own, partial, collective.in, collective.dtype, collective.count);
-
-  const auto swap_with = [&](int peer_index, bool sends, bool receives) {
+  for (const DoublingStep& step : doubling_steps(size(), index_)) {
     Exchange exchange(mesh_, call);
-    if (sends) exchange.send(member(peer_index), own, nbytes);
-    if (receives) exchange.receive(member(peer_index), sends ? theirs : own, nbytes);
+    if (step.sends) exchange.send(member(step.peer), own, nbytes);
+    if (step.receives) exchange.receive(member(step.peer), step.is_result ? own : theirs, nbytes);
     exchange.finish();
-  };
-  const auto combine_with = [&](int peer_index) {
+    if (!step.receives || step.is_result) continue;
     const void* sources[2] = {own, theirs};
-    if (peer_index < index_) std::swap(sources[0], sources[1]);
+    if (step.peer < index_) std::swap(sources[0], sources[1]);
     kernel(own, sources, 2, collective.count, 1);
-  };
-
-  const int steps = steps_of(size() + 1) - 1;  // of the largest power of two that fits
-  const int extra = size() - (1 << steps);
-  const bool is_paired = index_ < 2 * extra;
-  if (is_paired && index_ % 2 == 0) {
-    swap_with(index_ + 1, true, false);
-  } else {
-    if (is_paired) {
-      Exchange exchange(mesh_, call);
-      exchange.receive(member(index_ - 1), theirs, nbytes);
-      exchange.finish();
-      combine_with(index_ - 1);
-    }
-    const int place = is_paired ? index_ / 2 : index_ - extra;
-    for (int step = 0; step < steps; ++step) {
-      const int other = place ^ 1 << step;
-      const int peer_index = other < extra ? 2 * other + 1 : other + extra;
-      swap_with(peer_index, true, true);
-      combine_with(peer_index);
-    }
   }
-  if (is_paired) swap_with(index_ ^ 1, index_ % 2 == 1, index_ % 2 == 0);
   if (is_mean) divide(own, partial, collective.count, size());
   from_partial(collective.out, collective.dtype, own, partial, collective.count);
 }
 
-// Each rank reduces one chunk of all arrays and sends it to all. The two halves
-// overlap: a segment goes out as soon as it is reduced.
-void TcpCollectives::allreduce_two_shot(Call& call, const Collective& collective) {
-  const std::size_t item = item_size(collective.dtype);
-  const Piece own_in = chunk_of(collective, collective.in, index_),
-              own_out = chunk_of(collective, collective.out, index_);
+// Each rank reduces one chunk of all arrays and sends it to who collects: to all, or to one. The
+// two halves overlap: a segment goes out as soon as it is reduced.
+void TcpCollectives::reduce_two_shot(Call& call, const Collective& collective, int sole_collector) {
+  const auto collects = [&](int i) { return sole_collector == kEverybody || sole_collector == i; };
+  const Piece own = chunk_of(collective, collective.in, index_);
+  // Without an output, what is reduced needs a place of its own.
+  char* const reduced =
+      collects(index_) ? chunk_of(collective, collective.out, index_).data : reduced_.reserve(own.nbytes);
   Exchange exchange(mesh_, call);
   for (int step = 1; step < size(); ++step) {
     const Piece chunk = chunk_of(collective, collective.in, peer_at(step));
     exchange.send(member(peer_at(step)), chunk.data, chunk.nbytes);
   }
-  ReduceRing ring(*this, exchange, own_in.data, own_out.data, own_in.nbytes / item, collective.dtype,
-                  collective.reduce_op);
-  bool is_gathering = false;
+  ReduceRing ring(*this, exchange, own.data, reduced, own.nbytes / item_size(collective.dtype),
+                  collective.dtype, collective.reduce_op);
+  bool is_gathering = !collects(index_);
   while (!ring.is_done() || !is_gathering || !exchange.is_done()) {
     ring.post();
     if (ring.is_posted() && !is_gathering) {
@@ -340,7 +245,8 @@ void TcpCollectives::allreduce_two_shot(Call& call, const Collective& collective
     const std::size_t before = ring.reduced_nbytes();
     if (ring.reduce_arrived()) {
       for (int step = 1; step < size(); ++step)
-        exchange.send(member(peer_at(step)), own_out.data + before, ring.reduced_nbytes() - before);
+        if (collects(peer_at(step)))
+          exchange.send(member(peer_at(step)), reduced + before, ring.reduced_nbytes() - before);
     } else if (!exchange.is_done()) {
       exchange.wait();
     }
@@ -433,7 +339,7 @@ void TcpCollectives::reduce(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   if (is_reduce_direct(size(), static_cast<double>(nbytes))) return reduce_direct(call, collective);
-  reduce_scattered(call, collective);
+  reduce_two_shot(call, collective, index_of(collective.root));
 }
 
 // The root takes and reduces everything.
@@ -452,42 +358,7 @@ void TcpCollectives::reduce_direct(Call& call, const Collective& collective) {
   }
 }
 
-// Each rank reduces one chunk and sends it to the root.
-void TcpCollectives::reduce_scattered(Call& call, const Collective& collective) {
-  const std::size_t item = item_size(collective.dtype);
-  const int root = index_of(collective.root);
-  const bool is_root = index_ == root;
-  const Piece own_in = chunk_of(collective, collective.in, index_);
-  Exchange exchange(mesh_, call);
-  for (int step = 1; step < size(); ++step) {
-    const Piece chunk = chunk_of(collective, collective.in, peer_at(step));
-    exchange.send(member(peer_at(step)), chunk.data, chunk.nbytes);
-  }
-  // The others have no output; their reduced chunk needs a place of its own.
-  char* const reduced =
-      is_root ? chunk_of(collective, collective.out, index_).data : reduced_.reserve(own_in.nbytes);
-  ReduceRing ring(*this, exchange, own_in.data, reduced, own_in.nbytes / item, collective.dtype,
-                  collective.reduce_op);
-  bool is_gathering = !is_root;
-  while (!ring.is_done() || !is_gathering || !exchange.is_done()) {
-    ring.post();
-    if (ring.is_posted() && !is_gathering) {
-      is_gathering = true;
-      for (int step = 1; step < size(); ++step) {
-        const Piece chunk = chunk_of(collective, collective.out, peer_at(step));
-        exchange.receive(member(peer_at(step)), chunk.data, chunk.nbytes);
-      }
-    }
-    const std::size_t before = ring.reduced_nbytes();
-    if (ring.reduce_arrived()) {
-      if (!is_root) exchange.send(collective.root, reduced + before, ring.reduced_nbytes() - before);
-    } else if (!exchange.is_done()) {
-      exchange.wait();
-    }
-  }
-}
-
-// The first half of allreduce_two_shot, with chunks of equal size.
+// The first half of reduce_two_shot, with chunks of equal size.
 void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   const auto chunk_of = [&](int i) { return bytes(collective.in) + static_cast<std::size_t>(i) * nbytes; };

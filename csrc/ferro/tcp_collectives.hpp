@@ -9,23 +9,11 @@
 #include "ferro/call.hpp"
 #include "ferro/exchange.hpp"
 #include "ferro/kernels.hpp"
+#include "ferro/pieces.hpp"
 #include "ferro/scratch.hpp"
 #include "ferro/types.hpp"
 
 namespace ferro {
-
-// The i-th of `parts` nearly equal parts; the first ones are the larger.
-Range chunk_range(std::size_t count, int parts, int i);
-
-// Where a collective takes what goes to a member, or puts what comes from it.
-struct Piece {
-  char* data;
-  std::size_t nbytes;
-};
-// Of the direct algorithm, in which each rank sends to each what that one needs.
-// An operation between others gives an empty piece.
-Piece outgoing_piece(const Collective& collective, int index, int root_index, int peer_index);
-Piece incoming_piece(const Collective& collective, int index, int root_index, int peer_index);
 
 class TcpCollectives {
  public:
@@ -55,14 +43,15 @@ class TcpCollectives {
   void allreduce(Call& call, const Collective& collective);
   void allreduce_one_shot(Call& call, const Collective& collective);
   void allreduce_doubling(Call& call, const Collective& collective);
-  void allreduce_two_shot(Call& call, const Collective& collective);
+  // allreduce and, with the root as the only one that collects results, reduce.
+  static constexpr int kEverybody = -1;
+  void reduce_two_shot(Call& call, const Collective& collective, int sole_collector);
   void broadcast(Call& call, const Collective& collective);
   void broadcast_binomial(Call& call, const Collective& collective);
   void broadcast_chain(Call& call, const Collective& collective);
   void broadcast_scatter(Call& call, const Collective& collective);
   void reduce(Call& call, const Collective& collective);
   void reduce_direct(Call& call, const Collective& collective);
-  void reduce_scattered(Call& call, const Collective& collective);
   void reduce_scatter(Call& call, const Collective& collective);
   void all_gather(Call& call, const Collective& collective);
   void all_gather_bruck(Call& call, const Collective& collective);

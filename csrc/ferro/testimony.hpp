@@ -24,7 +24,7 @@ namespace ferro {
 using RankSet = std::bitset<kMaxWorldSize + 2>;
 
 // How long after the end of the group ranks listen to each other. Long enough for who
-// sleeps in slices of kWaitSlice, short enough for "timeout + 1 s".
+// sleeps in slices of kWaitSliceSeconds, short enough for "timeout + 1 s".
 constexpr double kInquestSeconds = 0.5;
 // Who has been in a call for less than this when it hears of the end counts as late, not
 // as waiting: it may be the very rank that was missing.

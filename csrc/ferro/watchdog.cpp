@@ -1,9 +1,8 @@
 #include "ferro/watchdog.hpp"
 
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 
+#include "ferro/background_thread.hpp"
 #include "ferro/parking.hpp"
 
 namespace ferro {
@@ -13,27 +12,11 @@ namespace {
 // wake of its own, so this bounds nothing but the damage of a lost one.
 constexpr double kRecheckSeconds = 1.0;
 
-// Signals are for the threads that know what to do with them.
-class BlockedSignals {
- public:
-  BlockedSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &previous_);
-  }
-  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &previous_, nullptr); }
-
- private:
-  sigset_t previous_;
-};
-
 }  // namespace
 
 Watchdog::Watchdog(std::shared_ptr<Segment> segment, int index, std::vector<int> members)
     : segment_(std::move(segment)), index_(index), members_(std::move(members)), is_dead_(members_.size()) {
-  const BlockedSignals blocked;  // inherited by the thread
-  thread_ = std::thread([this] { watch(); });
-  pthread_setname_np(thread_.native_handle(), "ferro-watchdog");
+  thread_ = start_thread("ferro-watchdog", [this] { watch(); });
   while (!is_registered_.load(std::memory_order_acquire)) sched_yield();
 }
 

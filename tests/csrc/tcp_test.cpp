@@ -4,10 +4,13 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <deque>
+#include <map>
 #include <numeric>
 
 #include "ferro/cost_model.hpp"
 #include "ferro/exchange.hpp"
+#include "ferro/recursive_doubling.hpp"
 #include "ferro/tcp_channel.hpp"
 #include "ferro/tcp_transport.hpp"
 #include "ferro/wide_float.hpp"
@@ -60,6 +63,42 @@ void every_algorithm_gives_the_same_sums() {
       run(*group[rank], make(Op::allreduce, DType::int32, count, array.data(), array.data()));
       expect(array == sums(size, count), "allreduce of " + std::to_string(count));
     });
+}
+
+// Played without a network: each rank holds the list of those whose input it has.
+void doubling_gives_every_rank_all_inputs_in_order() {
+  for (int size = 1; size <= 40; ++size) {
+    std::vector<std::vector<DoublingStep>> steps;
+    std::vector<std::vector<int>> held;
+    for (int rank = 0; rank < size; ++rank) {
+      steps.push_back(doubling_steps(size, rank));
+      held.push_back({rank});
+    }
+    std::map<std::pair<int, int>, std::deque<std::vector<int>>> sent;  // by sender and receiver
+    std::vector<std::size_t> num_done(steps.size()), num_sent(steps.size());
+    for (bool has_moved = true; has_moved;) {
+      has_moved = false;
+      for (int rank = 0; rank < size; ++rank) {
+        if (num_done[rank] == steps[rank].size()) continue;
+        const DoublingStep& step = steps[rank][num_done[rank]];
+        if (step.sends && num_sent[rank] == num_done[rank]) sent[{rank, step.peer}].push_back(held[rank]);
+        num_sent[rank] = num_done[rank] + 1;
+        std::deque<std::vector<int>>& incoming = sent[{step.peer, rank}];
+        if (step.receives && incoming.empty()) continue;
+        if (step.receives) {
+          std::vector<int> theirs = incoming.front(), own = step.is_result ? std::vector<int>{} : held[rank];
+          if (step.peer > rank) std::swap(theirs, own);
+          held[rank] = theirs;
+          held[rank].insert(held[rank].end(), own.begin(), own.end());
+          incoming.pop_front();
+        }
+        ++num_done[rank];
+        has_moved = true;
+      }
+    }
+    for (const auto& inputs : held)
+      expect(inputs == ranks_below(size), "doubling over " + std::to_string(size));
+  }
 }
 
 void short_floats_are_rounded_once() {
@@ -525,6 +564,7 @@ void a_channel_asks_the_mesh_for_the_culprit() {
 int main() {
   all_collectives_match_a_loop();
   every_algorithm_gives_the_same_sums();
+  doubling_gives_every_rank_all_inputs_in_order();
   short_floats_are_rounded_once();
   mean_divides_by_the_number_of_ranks();
   halves_survive_widening();

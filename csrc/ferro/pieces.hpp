@@ -1,0 +1,29 @@
+// Which part of an array goes to whom.
+#ifndef FERRO_PIECES_HPP
+#define FERRO_PIECES_HPP
+
+#include <cstddef>
+
+#include "ferro/types.hpp"
+
+namespace ferro {
+
+// The engine never writes through what came from `in`; pieces go both ways.
+inline char* bytes(const void* data) { return static_cast<char*>(const_cast<void*>(data)); }
+
+// The i-th of `parts` nearly equal parts; the first ones are the larger.
+Range chunk_range(std::size_t count, int parts, int i);
+
+// Where a collective takes what goes to a member, or puts what comes from it.
+struct Piece {
+  char* data;
+  std::size_t nbytes;
+};
+// Of the direct algorithm, in which each rank sends to each what that one needs.
+// An operation between others gives an empty piece.
+Piece outgoing_piece(const Collective& collective, int index, int root_index, int peer_index);
+Piece incoming_piece(const Collective& collective, int index, int root_index, int peer_index);
+
+}  // namespace ferro
+
+#endif  // FERRO_PIECES_HPP
