@@ -28,8 +28,8 @@ class Work(abc.ABC):
         ------
         Timeout
             The call is still under way after `timeout`; it goes on, and may be
-            waited for again. The ranks that it was last seen to wait for are `missing`;
-            NCCL does not tell them.
+            waited for again. The ranks that it waits for are `missing`; NCCL does
+            not tell them.
         DistributedError
             Whatever the call raised. Every wait raises it again.
         """

@@ -28,6 +28,9 @@ constexpr double kUnlimited = 1e9;  // seconds
 // and the group's state again.
 constexpr double kWaitSliceSeconds = 0.1;
 
+// Who looks at nothing for longer than this, in a call that blocks, was stopped or starved.
+constexpr double kAbsenceSeconds = 0.6;
+
 // One call in progress. Lives on the caller's stack or in its Task.
 class Call {
  public:
@@ -39,34 +42,38 @@ class Call {
   void begin_blocking() {
     if (is_blocking_) return;
     is_blocking_ = true;
-    started_ = last_check_ = Clock::now();
+    started_ = present_since_ = last_seen_ = Clock::now();
     if (hooks_.begin_blocking != nullptr) hooks_.begin_blocking(hooks_.state);
   }
 
   // The clock starts with begin_blocking: what came before is at most a
   // microsecond, and reading the clock would cost a tiny call a third of its time.
   bool is_expired() const { return is_blocking_ && elapsed_s() >= timeout_s_; }
-  double elapsed_s() const {
-    return is_blocking_ ? std::chrono::duration<double>(Clock::now() - started_).count() : 0.0;
-  }
+  double elapsed_s() const { return is_blocking_ ? seconds_between(started_, Clock::now()) : 0.0; }
   double remaining_s() const { return timeout_s_ - elapsed_s(); }
   double timeout_s() const { return timeout_s_; }
   // How long it may sleep at once.
   double slice_s() const { return std::clamp(remaining_s(), 0.0, kWaitSliceSeconds); }
   void extend(double seconds) { timeout_s_ += seconds; }
 
+  // How much of that since the last absence, as far as check_interrupt() has come by often enough.
+  double present_s() const {
+    const Clock::time_point now = Clock::now();
+    return is_absence(last_seen_, now) ? 0.0 : seconds_between(present_since_, now);
+  }
+
   // Throws Error{interrupted} if a signal handler of the caller raised.
   void check_interrupt() {
-    if (hooks_.interrupted != nullptr && hooks_.interrupted(hooks_.state))
-      throw Error(ErrorCode::interrupted);
+    note_presence();
+    if (hooks_.interrupted == nullptr) return;
+    const bool is_interrupted = hooks_.interrupted(hooks_.state);
+    note_presence();  // the hook may have waited for an interpreter lock
+    if (is_interrupted) throw Error(ErrorCode::interrupted);
   }
   // The same for who comes by often, at the price of a clock reading: a caller that holds an
   // interpreter lock may have to wait for it.
   void check_interrupt_if_due() {
-    const Clock::time_point now = Clock::now();
-    if (now - last_check_ < kCheckInterval) return;
-    last_check_ = now;
-    check_interrupt();
+    if (seconds_between(last_seen_, Clock::now()) >= kCheckIntervalSeconds) check_interrupt();
   }
   // Between two pieces of long work in which no peer is waited for: nobody is to blame if it
   // takes too long.
@@ -77,13 +84,26 @@ class Call {
   }
 
  private:
-  static constexpr std::chrono::milliseconds kCheckInterval{50};
+  static constexpr double kCheckIntervalSeconds = 0.05;
+
+  static double seconds_between(Clock::time_point earlier, Clock::time_point later) {
+    return std::chrono::duration<double>(later - earlier).count();
+  }
+  static bool is_absence(Clock::time_point from, Clock::time_point to) {
+    return seconds_between(from, to) > kAbsenceSeconds;
+  }
+  void note_presence() {
+    const Clock::time_point now = Clock::now();
+    if (is_absence(last_seen_, now)) present_since_ = now;
+    last_seen_ = now;
+  }
 
   double timeout_s_;
   Hooks hooks_;
   bool is_blocking_ = false;
   Clock::time_point started_{};
-  Clock::time_point last_check_{};  // by check_interrupt_if_due()
+  Clock::time_point present_since_{};
+  Clock::time_point last_seen_{};
 };
 
 }  // namespace ferro

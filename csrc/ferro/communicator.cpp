@@ -71,9 +71,9 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
     error.reporter = reason.reporter;
     if (error.code == ErrorCode::timeout) settle_timeout(error, reason);
   } else if (error.code == ErrorCode::closed) {
-    abort(ErrorCode::channel_closed);
+    end(ErrorCode::channel_closed, rank_);
   } else if (is_fatal(error.code)) {
-    transport_->abort({error.code, error.peer, rank_, static_cast<std::uint32_t>(sequence)});
+    end(error.code, error.peer, static_cast<std::uint32_t>(sequence));
   }
   return error;
 }
@@ -102,9 +102,9 @@ void Communicator::add_missing(Error& error) noexcept {
   }
 }
 
-void Communicator::abort(ErrorCode code) noexcept {
-  // Who gave up waiting is not to blame for it.
-  transport_->abort({code, code == ErrorCode::timeout ? -1 : rank_, rank_, 0});
+// Ends the group on every rank.
+void Communicator::end(ErrorCode code, int culprit, std::uint32_t sequence) noexcept {
+  transport_->abort({code, culprit, rank_, sequence});
   messenger_->notify();
 }
 
@@ -131,7 +131,7 @@ void Communicator::begin_close() noexcept {
   // From here on every call under way fails soon, and leaves its gate. Work that has not
   // begun counts: whether it has is chance, and must make no difference to the peers.
   const bool has_work = collective_queue_.num_pending() != 0 || message_queue_.num_pending() != 0;
-  if (!is_collective_idle || !is_message_idle || has_work) abort(ErrorCode::channel_closed);
+  if (!is_collective_idle || !is_message_idle || has_work) end(ErrorCode::channel_closed, rank_);
   if (is_collective_idle) collective_gate_.leave();
   if (has_entered_messages) messenger_->gate().leave();
 }
@@ -206,20 +206,41 @@ Gate::Pass Communicator::enter(Gate& gate, Call& call, Op op, const std::atomic<
 
 // A call that had to queue. It must not return before the engine has let go of its arrays.
 void Communicator::await(Call& call, Task& task) {
-  ErrorCode cause = ErrorCode::none;
+  const Error reason = reason_to_give_up(call, task);
+  if (reason.code == ErrorCode::none) return task.rethrow();
+  end(reason.code, reason.peer);
+  Call unhurried(kUnlimited);
+  task.wait(unhurried);
   try {
-    if (!task.wait(call)) cause = ErrorCode::timeout;
-  } catch (const Error& error) {
-    cause = error.code;
+    task.rethrow();
+  } catch (Error& error) {
+    if (error.code != ErrorCode::timeout) throw;
+    error.elapsed_s = call.elapsed_s();
+    if (error.missing.empty()) {  // it had not begun, and knows of nobody
+      error.missing = reason.missing;
+      error.peer = reason.peer;
+    }
+    throw;
   }
-  if (cause != ErrorCode::none) {
-    abort(cause);
-    Call unhurried(kUnlimited);
-    task.wait(unhurried);
-  }
-  task.rethrow();
   // It was done in the last moment, but the group has been told otherwise.
-  if (cause != ErrorCode::none) throw failure(Error(cause), task.collective.op, task.sequence, call);
+  throw failure(reason, task.collective.op, task.sequence, call);
+}
+
+// Waits for the task: code none once it is done.
+Error Communicator::reason_to_give_up(Call& call, Task& task) {
+  try {
+    if (task.wait(call)) return Error();
+  } catch (const Error& error) {
+    return Error(error.code, rank_);
+  }
+  Error error(ErrorCode::timeout);
+  try {
+    error.missing = awaited_by(task);  // nobody waits any more once the group has ended
+  } catch (const std::bad_alloc&) {
+    // Then nobody is named.
+  }
+  if (!error.missing.empty()) error.peer = error.missing.front();
+  return error;
 }
 
 // ---- Calls on the progress threads ----------------------------------------------

@@ -56,8 +56,6 @@ class Communicator {
   // Blocks until the task is done. Throws Error{under_way} if the caller's time runs out before.
   void wait(Call& call, Task& task);
 
-  // Ends the group on every rank. From any thread, also while another is inside a call.
-  void abort(ErrorCode code) noexcept;
   // Leaves the group. Calls under way, on this rank, raise Error{closed}. Idempotent:
   // true only for the call that did it.
   bool close() noexcept;
@@ -75,10 +73,11 @@ class Communicator {
   bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept {
     return transport_->advance_succession(from, to);
   }
-  // Ends the group for ranks that are still in it: this one goes on in a successor.
-  void supersede() noexcept { abort(ErrorCode::superseded); }
+  // Ends the group for ranks that are still in it: this one goes on in a successor. From any
+  // thread, also while another is inside a call.
+  void supersede() noexcept { end(ErrorCode::superseded, rank_); }
   // The same where this rank was interrupted between calls that belong together.
-  void interrupt() noexcept { abort(ErrorCode::interrupted); }
+  void interrupt() noexcept { end(ErrorCode::interrupted, rank_); }
 
   // Symmetric memory of this rank; null where the group shares none.
   const std::shared_ptr<Heap>& heap() const { return heap_; }
@@ -98,7 +97,9 @@ class Communicator {
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
   void settle_timeout(Error& error, const AbortReason& reason) noexcept;
   void add_missing(Error& error) noexcept;
+  void end(ErrorCode code, int culprit, std::uint32_t sequence = 0) noexcept;
   void await(Call& call, Task& task);
+  Error reason_to_give_up(Call& call, Task& task);
   std::vector<int> awaited_by(const Task& task);
   void check_open() const;
 

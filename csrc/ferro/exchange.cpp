@@ -15,8 +15,8 @@ namespace {
 // How long a rank with a core of its own looks before it sleeps: a few round
 // trips of a fast network. Waking from poll() alone costs as much.
 constexpr std::chrono::microseconds kSpin{40};
-// A clock reading for each of these passes that moved something.
-constexpr unsigned kPassesPerCheck = 16;
+// A clock reading for so many turns of streams in which something moved.
+constexpr std::size_t kTurnsPerCheck = 16;
 // Pieces that one system call gathers: a header, its payload, and what follows.
 constexpr int kMaxPieces = 4;
 
@@ -88,9 +88,20 @@ void Exchange::release_frame(Lane& lane) {
 }
 
 void Exchange::wait() {
+  try {
+    await_progress();
+  } catch (const Error&) {
+    testify();
+    throw;
+  }
+}
+
+void Exchange::await_progress() {
   if (progress() || (mesh_.may_spin() && spin())) {
-    if (++num_passes_ % kPassesPerCheck == 0) check_caller(false);
-    return;
+    num_turns_ += mesh_.active_.size();
+    if (num_turns_ < kTurnsPerCheck) return;
+    num_turns_ = 0;
+    return check_caller(false);
   }
   do sleep();
   while (!progress());
@@ -107,15 +118,6 @@ bool Exchange::spin() {
 
 // One attempt at everything that is queued. True if anything moved.
 bool Exchange::progress() {
-  try {
-    return try_progress();
-  } catch (const Error&) {
-    note_awaited();
-    throw;
-  }
-}
-
-bool Exchange::try_progress() {
   const std::lock_guard<std::mutex> lock(mesh_.streams_mutex_);
   mesh_.throw_if_aborted();
   bool has_moved = false;
@@ -213,14 +215,14 @@ void Exchange::sleep() {
   const double timeout_s = std::min(longest_s, call_.slice_s());
   const int num_ready = poll(entries.data(), entries.size(), static_cast<int>(timeout_s * 1e3) + 1);
   if (num_ready <= 0) {
-    note_awaited();
+    testify();
     return check_caller(num_ready < 0 && errno == EINTR);
   }
   const bool has_hangup = std::any_of(entries.begin(), entries.end(), [](const pollfd& entry) {
     return (entry.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
   });
   if (!has_hangup) return;
-  note_awaited();
+  testify();
   const std::lock_guard<std::mutex> lock(mesh_.streams_mutex_);
   mesh_.examine_hangups();
 }
@@ -246,30 +248,15 @@ void Exchange::check_caller(bool was_signalled) {
   if (call_.is_expired()) throw timeout_error();
 }
 
-// The peers from whom data is missing or, if there are none, those that take none.
-std::vector<int> Exchange::awaited() const {
-  std::vector<int> peers;
-  for (const Lane* lane : mesh_.active_)
-    if (!lane->receives.empty()) peers.push_back(lane->stream.peer());
-  if (peers.empty())
-    for (const Lane* lane : mesh_.active_)
-      if (!lane->sends.empty()) peers.push_back(lane->stream.peer());
-  std::sort(peers.begin(), peers.end());
-  return peers;
-}
-
 // What this rank will testify, should the group end now.
-void Exchange::note_awaited() {
+void Exchange::testify() {
   if (call_.elapsed_s() < kPresenceSeconds) return;
-  RankSet set;
-  for (const int peer : awaited()) set.set(static_cast<std::size_t>(peer));
-  mesh_.set_awaited(set);
+  mesh_.set_testimony(call_.present_s() < kPresenceSeconds ? RankSet{} : mesh_.awaited());
 }
 
-Error Exchange::timeout_error() {
-  note_awaited();
+Error Exchange::timeout_error() const {
   Error error(ErrorCode::timeout);
-  error.missing = awaited();
+  error.missing = ranks_of(mesh_.awaited());
   error.peer = error.missing.empty() ? -1 : error.missing.front();
   error.elapsed_s = call_.elapsed_s();
   return error;

@@ -57,8 +57,8 @@ class Exchange {
 
   Lane& activate(int peer);
   void release_frame(Lane& lane);
+  void await_progress();
   bool progress();
-  bool try_progress();
   bool send_some(Lane& lane);
   bool receive_some(Lane& lane);
   bool receive_frame_some(Lane& lane);
@@ -67,14 +67,13 @@ class Exchange {
   void sleep();
   void list_poll_entries();
   void check_caller(bool was_signalled);
-  std::vector<int> awaited() const;
-  void note_awaited();
-  Error timeout_error();
+  void testify();
+  Error timeout_error() const;
 
   TcpMesh& mesh_;
   Call& call_;
   std::size_t num_pending_ = 0;
-  unsigned num_passes_ = 0;
+  std::size_t num_turns_ = 0;  // since check_caller()
 };
 
 }  // namespace ferro

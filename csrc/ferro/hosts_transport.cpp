@@ -99,7 +99,7 @@ AbortReason HostsTransport::aborted() const noexcept {
 
 void HostsTransport::spread(AbortReason reason) const noexcept {
   if (local_ != nullptr) {
-    local_->testify(mesh_->awaited());
+    local_->testify(mesh_->testimony());
     local_->abort(reason);
   }
   mesh_->abort(reason);
@@ -120,9 +120,11 @@ void HostsTransport::add_awaited(RankSet& ranks) const {
 
 // What this rank testifies, should the group end while it waits inside its host.
 void HostsTransport::note_awaited(const Call& call) const {
+  if (local_ == nullptr || call.elapsed_s() < kPresenceSeconds) return;
+  if (call.present_s() < kPresenceSeconds) return mesh_->set_testimony({});
   RankSet ranks;
-  if (local_ != nullptr && call.elapsed_s() >= kPresenceSeconds) local_->add_awaited(ranks);
-  if (ranks.any()) mesh_->set_awaited(ranks);
+  local_->add_awaited(ranks);
+  if (ranks.any()) mesh_->set_testimony(ranks);
 }
 
 void HostsTransport::add_lost(std::vector<int>& ranks) {

@@ -101,17 +101,24 @@ void ShmTransport::add_lost(std::vector<int>& ranks) {
 
 // While headers are missing, everybody whose own is; later, the one that is waited for.
 void ShmTransport::add_awaited(RankSet& ranks) const {
-  const std::uint64_t awaited = awaited_.load(std::memory_order_relaxed);
-  if (awaited == kNobody) return;
-  const std::uint32_t sequence = sequence_of(awaited);
-  bool has_all_headers = true;
-  for (int peer = 0; peer < size_; ++peer) {
-    const HeaderSlot& slot = segment_->header(peer, sequence & 1);
-    if (sequence_of(slot.flag.load(std::memory_order_acquire)) == sequence) continue;
-    has_all_headers = false;
-    ranks.set(static_cast<std::size_t>(members_[culprit_behind(peer)]));
+  for (std::uint64_t awaited = awaited_.load(std::memory_order_relaxed); awaited != kNobody;) {
+    const std::uint32_t sequence = sequence_of(awaited);
+    RankSet missing;
+    for (int peer = 0; peer < size_; ++peer) {
+      const HeaderSlot& slot = segment_->header(peer, sequence & 1);
+      if (sequence_of(slot.flag.load(std::memory_order_acquire)) != sequence)
+        missing.set(static_cast<std::size_t>(members_[culprit_behind(peer)]));
+    }
+    if (missing.none()) missing.set(static_cast<std::size_t>(members_[static_cast<std::uint32_t>(awaited)]));
+    // On another thread the wait may be over by now, and the slots be used again: the loads above
+    // acquire what came before such a use, so this one sees it.
+    const std::uint64_t now = awaited_.load(std::memory_order_relaxed);
+    if (now == awaited) {
+      ranks |= missing;
+      return;
+    }
+    awaited = now;
   }
-  if (has_all_headers) ranks.set(static_cast<std::size_t>(members_[static_cast<std::uint32_t>(awaited)]));
 }
 
 void ShmTransport::testify(const RankSet& awaited) noexcept {

@@ -36,7 +36,6 @@ TcpMesh::TcpMesh(int own_rank, int world_size, const std::vector<Socket>& socket
   std::vector<UniqueFd> fds = take_over(sockets);
   wake_fd_ = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (wake_fd_.get() < 0) throw Error(ErrorCode::io, -1, std::string("eventfd: ") + std::strerror(errno));
-  lanes_.reserve(sockets.size());
   for (std::size_t i = 0; i < sockets.size(); ++i) {
     const int rank = sockets[i].rank;
     if (rank < 0 || rank >= world_size || world_size > kMaxWorldSize)
@@ -57,7 +56,7 @@ void TcpMesh::abort(AbortReason reason) noexcept {
   if (has_told_.exchange(true, std::memory_order_acq_rel)) return;
   const std::uint64_t one = 1;
   if (write(wake_fd_.get(), &one, sizeof one) < 0) return;  // cannot fail: the counter is not full
-  const RankSet waited_for = awaited();                     // takes the lock: a pass in progress ends
+  const RankSet waited_for = testimony();                   // takes the lock: a pass in progress ends
   const AbortReason winner = this->reason();
   const bool is_close = winner.code == ErrorCode::closed && winner.culprit == own_rank_;
   const Frame frame = is_close ? farewell(FrameKind::goodbye) : farewell(FrameKind::abort, winner);
@@ -222,24 +221,36 @@ void TcpMesh::discard_unread(Lane& lane) noexcept {
 
 // ---- Who is missing ------------------------------------------------------------
 
-void TcpMesh::set_awaited(const RankSet& ranks) {
-  const std::lock_guard<std::mutex> lock(streams_mutex_);
-  awaited_ = ranks;
-  is_awaiting_.store(ranks.any(), std::memory_order_relaxed);
+RankSet TcpMesh::awaited() const noexcept {
+  RankSet senders, receivers;
+  for (const Lane& lane : lanes_) {
+    const auto rank = static_cast<std::size_t>(lane.stream.peer());
+    senders[rank] = lane.receives.is_waiting();
+    receivers[rank] = lane.sends.is_waiting();
+  }
+  return senders.any() ? senders : receivers;
 }
 
-void TcpMesh::clear_awaited() {
-  if (is_awaiting_.load(std::memory_order_relaxed)) set_awaited({});
+void TcpMesh::set_testimony(const RankSet& awaited) {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  testimony_ = awaited;
+  has_testimony_.store(awaited.any(), std::memory_order_relaxed);
 }
 
-RankSet TcpMesh::awaited() {
+void TcpMesh::clear_testimony() {
+  if (has_testimony_.load(std::memory_order_relaxed)) set_testimony({});
+}
+
+RankSet TcpMesh::testimony() {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
-  return awaited_;
+  // What was noted may be as old as a slice of the wait.
+  const RankSet now = testimony_.any() ? awaited() : RankSet{};
+  return now.any() ? now : testimony_;
 }
 
 std::vector<int> TcpMesh::find_missing(const std::function<void(Testimonies&)>& add_others) {
   const AbortReason reason = this->reason();
-  const RankSet own = awaited();
+  const RankSet own = testimony();
   const std::int64_t deadline_ns =
       ended_at_ns_.load(std::memory_order_relaxed) + static_cast<std::int64_t>(kInquestSeconds * 1e9);
   RankSet missing;

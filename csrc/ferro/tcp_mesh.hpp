@@ -17,6 +17,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <vector>
@@ -73,11 +74,14 @@ class TcpMesh {
   // What a rank raises for such a reason.
   Error error_of(AbortReason reason) const;
 
-  // For whom the collective in progress waits: what this rank testifies if it ends in
-  // an error. Set and cleared by the thread that runs collectives.
-  void set_awaited(const RankSet& ranks);
-  void clear_awaited();
-  RankSet awaited();
+  // The peers from whom data is missing now or, if there are none, those that take none. From
+  // any thread.
+  RankSet awaited() const noexcept;
+  // For whom the collective in progress has waited for some time: what this rank testifies if it
+  // ends in an error. Set and cleared by the thread that runs collectives.
+  void set_testimony(const RankSet& awaited);
+  void clear_testimony();
+  RankSet testimony();
 
   // After a timeout has ended the group, who is missing: see testimony.hpp. Waits until
   // every rank has been heard, kInquestSeconds from the end at most. `add_others` adds what
@@ -95,25 +99,32 @@ class TcpMesh {
     std::size_t nbytes;
     bool is_frame;
   };
-  // First in, first out; keeps its memory, since an exchange is made for every call.
+  // First in, first out; keeps its memory, since an exchange is made for every call. Used by the
+  // thread that runs collectives, but for is_waiting().
   class TransferQueue {
    public:
     bool empty() const { return head_ == transfers_.size(); }
     std::size_t size() const { return transfers_.size() - head_; }
     Transfer& operator[](std::size_t i) { return transfers_[head_ + i]; }
     Transfer& front() { return transfers_[head_]; }
-    void push(Transfer transfer) { transfers_.push_back(transfer); }
+    void push(Transfer transfer) {
+      transfers_.push_back(transfer);
+      is_waiting_.store(true, std::memory_order_relaxed);
+    }
     void pop() {
       if (++head_ == transfers_.size()) clear();
     }
     void clear() {
       transfers_.clear();
       head_ = 0;
+      is_waiting_.store(false, std::memory_order_relaxed);
     }
+    bool is_waiting() const { return is_waiting_.load(std::memory_order_relaxed); }
 
    private:
     std::vector<Transfer> transfers_;
     std::size_t head_ = 0;
+    std::atomic<bool> is_waiting_{false};  // whether it is not empty; informs, orders nothing
   };
   // One peer's stream and what the exchange in progress does with it.
   struct Lane {
@@ -159,7 +170,7 @@ class TcpMesh {
   const int own_rank_;
   const int world_size_;
   const bool may_spin_;
-  std::vector<Lane> lanes_;
+  std::deque<Lane> lanes_;
   std::vector<int> lane_of_;   // by rank; -1 where there is no socket
   std::vector<Lane*> active_;  // of the exchange in progress
   std::vector<pollfd> poll_entries_;
@@ -171,8 +182,8 @@ class TcpMesh {
   std::atomic<std::uint64_t> word_{0};
   std::atomic<std::int64_t> ended_at_ns_{0};  // written before word_
   std::atomic<bool> has_told_{false};
-  RankSet awaited_;                         // guarded by streams_mutex_
-  std::atomic<bool> is_awaiting_{false};    // whether it is not empty; spares clear_awaited() the lock
+  RankSet testimony_;                       // guarded by streams_mutex_
+  std::atomic<bool> has_testimony_{false};  // whether it is not empty; spares clear_testimony() the lock
   std::atomic<std::uint32_t> sequence_{0};  // informs, orders nothing
   std::atomic<std::int64_t> next_look_ns_{0};
   std::mutex streams_mutex_;  // the lanes; never held across a wait

@@ -29,10 +29,10 @@ void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const Beyond& beyond,
   };
   try {
     body();
-    mesh.clear_awaited();
+    mesh.clear_testimony();
   } catch (const Error& error) {
     if (error.code != ErrorCode::mismatch) throw ended_by(error);
-    mesh.clear_awaited();
+    mesh.clear_testimony();
     throw;
   } catch (const std::bad_alloc&) {
     throw ended_by(Error(ErrorCode::out_of_memory));
@@ -52,7 +52,7 @@ void TcpTransport::run(Call& call, const Collective& collective) {
 }
 
 void TcpTransport::testify(const RankSet& awaited) noexcept {
-  if (awaited.any()) mesh_->set_awaited(awaited);
+  if (awaited.any()) mesh_->set_testimony(awaited);
 }
 
 void TcpTransport::run_agreed(Call& call, const Collective& collective, std::uint32_t sequence) {

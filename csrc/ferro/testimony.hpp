@@ -17,6 +17,7 @@
 #include <bitset>
 #include <vector>
 
+#include "ferro/call.hpp"
 #include "ferro/error.hpp"
 
 namespace ferro {
@@ -29,6 +30,9 @@ constexpr double kInquestSeconds = 0.5;
 // Who has been in a call for less than this when it hears of the end counts as late, not
 // as waiting: it may be the very rank that was missing.
 constexpr double kPresenceSeconds = 1e-3;
+// So does who has just come back: the others were waiting for it.
+static_assert(kAbsenceSeconds >= kInquestSeconds + kWaitSliceSeconds,
+              "who was there when the group ended has told it in time");
 
 inline std::vector<int> ranks_of(const RankSet& set) {
   std::vector<int> ranks;

@@ -318,6 +318,33 @@ void test_timeout_names_the_missing() {
   });
 }
 
+// From other threads, while one collective follows another: of no rank is it ever said that it
+// waits for itself.
+void test_who_is_awaited_is_never_told_of_a_wait_that_is_over() {
+  constexpr int kSize = 3;
+  const std::shared_ptr<Segment> segment = Segment::create(kSize);
+  std::vector<std::unique_ptr<ShmTransport>> ranks;
+  for (int rank = 0; rank < kSize; ++rank)
+    ranks.push_back(
+        std::make_unique<ShmTransport>(segment, rank, std::vector<int>{0, 1, 2}, SpinPolicy{0, 0}, false));
+  std::atomic<int> num_done{0};
+  std::vector<std::thread> threads;
+  for (const auto& rank : ranks)
+    threads.emplace_back([&num_done, transport = rank.get()] {
+      for (int i = 0; i < 20000; ++i) test::run(*transport, make(Op::barrier, 0, nullptr, nullptr));
+      ++num_done;
+    });
+  threads.emplace_back([&] {
+    while (num_done.load() < kSize)
+      for (std::size_t rank = 0; rank < kSize; ++rank) {
+        RankSet awaited;
+        ranks[rank]->add_awaited(awaited);
+        CHECK(!awaited.test(rank));
+      }
+  });
+  for (std::thread& thread : threads) thread.join();
+}
+
 // Also where no peer ever keeps it waiting.
 void test_a_timeout_ends_a_call_that_never_waits(int size) {
   for (const Op op : {Op::allreduce, Op::broadcast}) {
@@ -653,6 +680,25 @@ void test_a_task_that_cannot_start_ends_the_group() {
   CHECK(patient == ErrorCode::timeout && group[1]->has_ended());
 }
 
+// It names whom the call before it waits for, which has more patience.
+void test_a_queued_call_that_times_out_names_who_is_missing(bool is_over_sockets) {
+  const Group group = group_of(3, is_over_sockets);
+  const std::shared_ptr<Task> before = group[0]->submit(make(Op::barrier, 0, nullptr, nullptr), kTimeout);
+  const auto names_both = [](const Error& error) { return error.missing == std::vector<int>{1, 2}; };
+  for (bool has_begun = false; !has_begun;) {
+    Call glance(0.01);
+    has_begun = names_both(test::error_of([&] { group[0]->wait(glance, *before); }));
+  }
+  Values x(1);
+  Call call(0.05);
+  const Error error =
+      test::error_of([&] { group[0]->run(call, make(Op::allreduce, 1, x.data(), x.data())); });
+  CHECK(error.code == ErrorCode::timeout && error.op == Op::allreduce && error.rank == 0);
+  CHECK(names_both(error) && error.peer == 1 && error.elapsed_s >= 0.05);
+  const Error first = test::error_of([&] { before->rethrow(); });
+  CHECK(first.code == ErrorCode::timeout && first.op == Op::barrier && first.peer == 1);
+}
+
 // Interrupted in the moment in which what it had queued for is done after all.
 void test_a_queued_call_that_ends_too_late_says_which_it_was() {
   const Group group = Communicator::create_group(2, 2);
@@ -964,10 +1010,13 @@ int main() {
   test_a_signal_ends_the_backing_of_symmetric_memory();
   test_a_task_that_cannot_start_ends_the_group();
   test_a_queued_call_that_ends_too_late_says_which_it_was();
+  for (const bool is_over_sockets : {false, true})
+    test_a_queued_call_that_times_out_names_who_is_missing(is_over_sockets);
   test_a_queue_that_was_joined_starts_no_thread();
   test_more_ranks_than_a_round_divides_among_are_refused();
   test_closing_rank_is_named();
   test_timeout_names_the_missing();
+  test_who_is_awaited_is_never_told_of_a_wait_that_is_over();
   test_close_during_calls();
   for (const bool is_over_sockets : {false, true}) {
     test_work_of_every_size_keeps_its_order(is_over_sockets);
@@ -986,5 +1035,5 @@ int main() {
     test_other_threads_get_in_beside_a_stream(is_over_sockets);
     test_memory_runs_out_behind_the_caller(is_over_sockets);
   }
-  std::puts("engine_test: 32 tests passed");
+  std::puts("engine_test: 34 tests passed");
 }

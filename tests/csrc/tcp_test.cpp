@@ -362,6 +362,54 @@ void a_rank_that_waits_is_not_missing() {
   });
 }
 
+// The same of ranks that are stopped in their call, and go on when the others have given up.
+void a_rank_that_was_stopped_is_missing() {
+  const std::vector<int> stopped = {5, 10};
+  const Meshes meshes = make_meshes(12);
+  on_each_rank(12, [&](int rank) {
+    TcpTransport transport(meshes[rank], ranks_below(12));
+    const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
+    run(transport, barrier);
+    Hooks hooks;
+    if (std::find(stopped.begin(), stopped.end(), rank) != stopped.end()) {
+      hooks.begin_blocking = [](void* mesh) noexcept {
+        while (static_cast<TcpMesh*>(mesh)->aborted().code == ErrorCode::none) std::this_thread::yield();
+      };
+      hooks.state = meshes[rank].get();
+    }
+    Call call(rank % 3 == 0 ? 1 : 60, hooks);
+    const Error error = error_of([&] { transport.run(call, barrier); });
+    expect(error.code == ErrorCode::timeout && error.missing == stopped, "those who were stopped are named");
+  });
+}
+
+// Those from whom something is still due or, where that is nobody, those that take nothing: not
+// only when a wait comes to an end.
+void who_is_awaited_is_known_at_every_moment() {
+  Meshes meshes = make_meshes(3);
+  const auto is_awaited = [&](const std::vector<int>& ranks) {
+    return ranks_of(meshes[0]->awaited()) == ranks;
+  };
+  std::vector<char> data(100);
+  Call call(kTimeout);
+  {
+    Exchange exchange(*meshes[0], call);
+    exchange.receive(1, data.data(), 10);
+    exchange.receive(2, data.data() + 10, 10);
+    exchange.send(2, data.data() + 20, 10);
+    expect(is_awaited({1, 2}), "who owes something is awaited");
+    Exchange sender(*meshes[1], call);
+    sender.send(0, data.data() + 30, 10);
+    sender.finish();
+    while (exchange.num_received(1) < 10) exchange.wait();
+    expect(is_awaited({2}), "who has sent everything is not");
+  }
+  expect(is_awaited({}), "nobody is awaited between exchanges");
+  Exchange exchange(*meshes[0], call);
+  exchange.send(1, data.data(), 10);
+  expect(is_awaited({1}), "who has yet to take what is sent is awaited");
+}
+
 void signals_end_a_wait() {
   Meshes meshes = make_meshes(2);
   TcpTransport transport(meshes[0], {0, 1});
@@ -578,6 +626,8 @@ int main() {
   abort_from_another_thread_wakes_all();
   timeout_names_the_missing_ranks();
   a_rank_that_waits_is_not_missing();
+  a_rank_that_was_stopped_is_missing();
+  who_is_awaited_is_known_at_every_moment();
   signals_end_a_wait();
   garbage_is_refused();
   unknown_types_are_refused();
