@@ -26,8 +26,8 @@ int root_of(const Collective& collective) { return has_root(collective.op) ? col
 
 }  // namespace
 
-// While this rank waits in one of its two transports, it looks after the other
-// one: the hook that asks for signals is called in every long wait.
+// While this rank waits in one of its two transports, or works on its memory, it looks
+// after both: the hook that asks for signals is called in every long wait and work.
 struct HostsTransport::Watch {
   HostsTransport& transport;
   Call& outer;
@@ -35,13 +35,12 @@ struct HostsTransport::Watch {
   static bool look(void* state) noexcept {
     auto& watch = *static_cast<Watch*>(state);
     watch.transport.note_awaited(watch.outer);
-    watch.transport.aborted();
     try {
       watch.outer.check_interrupt();
     } catch (const Error&) {
       return true;
     }
-    return false;
+    return watch.transport.aborted().code != ErrorCode::none;  // whose reason is thrown then: run_or_abort
   }
 };
 
@@ -293,7 +292,7 @@ void HostsTransport::run_riding(Call& call, const Collective& collective, const 
   Frame frame;
   std::memcpy(&frame, message, sizeof frame);
   agreement_of(frame).check(rank_);
-  deliver_riding(collective, array);
+  deliver_riding(call, collective, array);
 }
 
 // Gives the leader what its host contributes.
@@ -310,7 +309,7 @@ void HostsTransport::prepare_riding(Call& call, const Collective& collective, ch
             step_op(collective.reduce_op));
 }
 
-void HostsTransport::deliver_riding(const Collective& collective, char* array) {
+void HostsTransport::deliver_riding(Call& call, const Collective& collective, char* array) {
   if (collective.op == Op::broadcast) {
     const std::size_t nbytes = collective.count * item_size(collective.dtype);
     if (collective.out != nullptr && nbytes > 0) std::memcpy(collective.out, array, nbytes);
@@ -319,7 +318,7 @@ void HostsTransport::deliver_riding(const Collective& collective, char* array) {
   if (collective.op == Op::reduce && rank_ != collective.root) return;
   const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
   if (collective.reduce_op == ReduceOp::mean)
-    TcpCollectives::divide(array, partial, collective.count, world_size_);
+    TcpCollectives::divide(call, array, partial, collective.count, world_size_);
   from_partial(collective.out, collective.dtype, array, partial, collective.count);
 }
 
@@ -349,7 +348,7 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
   char* own = bytes(collective.in) + begin * item;
   if (partial != dtype) {
     char* const wide = own_.reserve(count * partial_item);
-    to_partial(wide, partial, own, dtype, count);
+    to_partial(call, wide, partial, own, dtype, count);
     own = wide;
   }
   char* const part = part_.reserve(part_count * partial_item);
@@ -370,8 +369,8 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
     if (!is_everywhere) over_plane.root = rank_at(host_of(collective.root), place_);
     plane_->run(call, over_plane);
     if (collective.reduce_op == ReduceOp::mean)
-      TcpCollectives::divide(part, partial, part_count, world_size_);
-    from_partial(part, dtype, part, partial, part_count);
+      TcpCollectives::divide(call, part, partial, part_count, world_size_);
+    from_partial(call, part, dtype, part, partial, part_count);
   }
   if (!is_everywhere && host_of(collective.root) != host_) return;
   begin_step(call);
@@ -387,40 +386,24 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
   }
 }
 
-// Chunks for ranks of other hosts are reduced on this host by the counterpart of
-// their owner. The input is brought into the order of those agents first; each
-// owner ends with one partial result from every host.
+// Chunks for ranks of other hosts are reduced on this host by an agent, the counterpart of
+// their owner. The input is brought into the order of those agents first; each owner ends
+// with one partial result from every host.
 void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
   const DType dtype = collective.dtype, partial = partial_dtype(dtype, collective.reduce_op);
-  const std::size_t count = collective.count, nbytes = count * item_size(partial);
-  std::vector<std::vector<int>> owners(locals().size());  // by agent; its own chunk first
-  for (int i = 0; i < num_local(); ++i)
-    owners[static_cast<std::size_t>(i)].push_back(locals()[static_cast<std::size_t>(i)]);
-  for (int host = 0; host < num_hosts(); ++host)
-    for (int i = 0; host != host_ && i < static_cast<int>(hosts_[static_cast<std::size_t>(host)].size()); ++i)
-      owners[static_cast<std::size_t>(counterpart(i, num_local()))].push_back(rank_at(host, i));
+  const std::size_t count = collective.count, partial_item = item_size(partial),
+                    nbytes = count * partial_item;
+  const std::vector<std::vector<int>> owners = owners_by_agent();
   std::size_t most = 0;
   for (const auto& ranks : owners) most = std::max(most, ranks.size());
-
-  char* const packed = packed_.reserve(owners.size() * most * nbytes);
-  for (std::size_t agent = 0; agent < owners.size(); ++agent)
-    for (std::size_t i = 0; i < most; ++i) {
-      char* const place = packed + (agent * most + i) * nbytes;
-      if (i >= owners[agent].size())
-        std::memset(place, 0, nbytes);  // padding to equal shares
-      else
-        to_partial(
-            place, partial,
-            bytes(collective.in) + static_cast<std::size_t>(owners[agent][i]) * count * item_size(dtype),
-            dtype, count);
-    }
+  const char* const packed = pack_for_agents(call, collective, owners, most);
   char* const reduced = part_.reserve(most * nbytes);
   run_local(call, Op::reduce_scatter, partial, most * count, packed, reduced, -1,
             step_op(collective.reduce_op));
 
   begin_step(call);
   char* const received = received_.reserve(static_cast<std::size_t>(num_hosts()) * nbytes);
-  std::vector<const void*> sources;
+  std::vector<const char*> sources;  // by host, this one's is `reduced`
   Exchange exchange(*mesh_, call);
   const std::vector<int>& owned = owners[static_cast<std::size_t>(place_)];
   for (std::size_t i = 1; i < owned.size(); ++i) exchange.send(owned[i], reduced + i * nbytes, nbytes);
@@ -432,10 +415,51 @@ void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
     exchange.receive(rank_at(host, counterpart(place_, num_places)), place, nbytes);
   }
   exchange.finish();
+
+  const ReduceKernel kernel = TcpCollectives::kernel_for(partial, collective.reduce_op);
   const int divisor = collective.reduce_op == ReduceOp::mean ? world_size_ : 1;
-  TcpCollectives::kernel_for(partial, collective.reduce_op)(reduced, sources.data(), num_hosts(), count,
-                                                            divisor);
-  from_partial(collective.out, dtype, reduced, partial, count);
+  std::vector<const void*> pass_sources(sources.size());
+  work_in_passes(call, count, partial_item * (sources.size() + 1), [&](Range range) {
+    const std::size_t offset = range.first * partial_item;
+    for (std::size_t host = 0; host < sources.size(); ++host) pass_sources[host] = sources[host] + offset;
+    kernel(reduced + offset, pass_sources.data(), num_hosts(), range.count, divisor);
+  });
+  from_partial(call, collective.out, dtype, reduced, partial, count);
+}
+
+// The ranks whose chunks each rank of this host reduces: its own first, then those of other
+// hosts whose counterpart it is.
+std::vector<std::vector<int>> HostsTransport::owners_by_agent() const {
+  std::vector<std::vector<int>> owners;
+  for (const int rank : locals()) owners.push_back({rank});
+  for (int host = 0; host < num_hosts(); ++host) {
+    const std::vector<int>& ranks = hosts_[static_cast<std::size_t>(host)];
+    for (int i = 0; host != host_ && i < static_cast<int>(ranks.size()); ++i)
+      owners[static_cast<std::size_t>(counterpart(i, num_local()))].push_back(
+          ranks[static_cast<std::size_t>(i)]);
+  }
+  return owners;
+}
+
+// The chunks of the input as partial results, by agent, padded to `most` for each.
+const char* HostsTransport::pack_for_agents(Call& call, const Collective& collective,
+                                            const std::vector<std::vector<int>>& owners, std::size_t most) {
+  const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
+  const std::size_t item = item_size(collective.dtype), nbytes = collective.count * item_size(partial);
+  char* const packed = packed_.reserve(owners.size() * most * nbytes);
+  char* place = packed;
+  for (const std::vector<int>& ranks : owners) {
+    for (const int rank : ranks) {
+      const char* const chunk =
+          bytes(collective.in) + static_cast<std::size_t>(rank) * collective.count * item;
+      to_partial(call, place, partial, chunk, collective.dtype, collective.count);
+      place += nbytes;
+    }
+    const std::size_t padding = (most - ranks.size()) * nbytes;
+    work_in_passes(call, padding, 1, [=](Range range) { std::memset(place + range.first, 0, range.count); });
+    place += padding;
+  }
+  return packed;
 }
 
 // ---- Moving --------------------------------------------------------------------

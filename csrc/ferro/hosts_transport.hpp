@@ -56,7 +56,7 @@ class HostsTransport final : public Transport {
   bool is_riding(const Collective& collective) const;
   void run_riding(Call& call, const Collective& collective, const Agreement& own);
   void prepare_riding(Call& call, const Collective& collective, char* array);
-  void deliver_riding(const Collective& collective, char* array);
+  void deliver_riding(Call& call, const Collective& collective, char* array);
 
   void reduce_all(Call& call, const Collective& collective);
   void reduce_parts(Call& call, const Collective& collective, std::size_t begin, std::size_t count,
@@ -64,6 +64,9 @@ class HostsTransport final : public Transport {
   void broadcast(Call& call, const Collective& collective);
   void all_gather(Call& call, const Collective& collective);
   void reduce_scatter(Call& call, const Collective& collective);
+  std::vector<std::vector<int>> owners_by_agent() const;
+  const char* pack_for_agents(Call& call, const Collective& collective,
+                              const std::vector<std::vector<int>>& owners, std::size_t most);
   void all_to_all(Call& call, const Collective& collective);
   void gather(Call& call, const Collective& collective);
   void scatter(Call& call, const Collective& collective);

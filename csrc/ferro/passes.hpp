@@ -32,15 +32,19 @@ void in_passes(std::size_t count, std::size_t nbytes_each, Look look, Work work)
   }
 }
 
+// The same for the work of one call.
+template <class Work>
+void work_in_passes(Call& call, std::size_t count, std::size_t nbytes_each, Work work) {
+  in_passes(count, nbytes_each, [&call] { call.check_at_work(); }, work);
+}
+
 // `dst` and `src` are the same or apart.
 inline void copy_in_passes(Call& call, void* dst, const void* src, std::size_t nbytes) {
   if (dst == src) return;
-  in_passes(
-      nbytes, 2, [&call] { call.check_at_work(); },
-      [=](Range range) {
-        std::memcpy(static_cast<char*>(dst) + range.first, static_cast<const char*>(src) + range.first,
-                    range.count);
-      });
+  work_in_passes(call, nbytes, 2, [=](Range range) {
+    std::memcpy(static_cast<char*>(dst) + range.first, static_cast<const char*>(src) + range.first,
+                range.count);
+  });
 }
 
 }  // namespace ferro

@@ -118,9 +118,14 @@ ReduceKernel TcpCollectives::kernel_for(DType dtype, ReduceOp op) {
   return kernel;
 }
 
-void TcpCollectives::divide(void* data, DType dtype, std::size_t count, int divisor) {
-  const void* source = data;
-  kernel_for(dtype, ReduceOp::mean)(data, &source, 1, count, divisor);
+void TcpCollectives::divide(Call& call, void* data, DType dtype, std::size_t count, int divisor) {
+  const ReduceKernel kernel = kernel_for(dtype, ReduceOp::mean);
+  const std::size_t item = item_size(dtype);
+  work_in_passes(call, count, 2 * item, [=](Range range) {
+    char* const place = bytes(data) + range.first * item;
+    const void* source = place;
+    kernel(place, &source, 1, range.count, divisor);
+  });
 }
 
 void TcpCollectives::run(Call& call, const Collective& collective) {
@@ -200,7 +205,7 @@ void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective
   const std::size_t nbytes = collective.count * item_size(partial);
   char* const own = scratch_.reserve(2 * nbytes);
   char* const theirs = own + nbytes;
-  to_partial(own, partial, collective.in, collective.dtype, collective.count);
+  to_partial(call, own, partial, collective.in, collective.dtype, collective.count);
   for (const DoublingStep& step : doubling_steps(size(), index_)) {
     Exchange exchange(mesh_, call);
     if (step.sends) exchange.send(member(step.peer), own, nbytes);
@@ -211,8 +216,8 @@ void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective
     if (step.peer < index_) std::swap(sources[0], sources[1]);
     kernel(own, sources, 2, collective.count, 1);
   }
-  if (is_mean) divide(own, partial, collective.count, size());
-  from_partial(collective.out, collective.dtype, own, partial, collective.count);
+  if (is_mean) divide(call, own, partial, collective.count, size());
+  from_partial(call, collective.out, collective.dtype, own, partial, collective.count);
 }
 
 // Each rank reduces one chunk of all arrays and sends it to who collects: to all, or to one. The
@@ -431,7 +436,7 @@ void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
         static_cast<std::size_t>(end_out.data + end_out.nbytes - bytes(collective.out));
     if (overlap(collective.in, in_nbytes, collective.out, out_nbytes)) {
       char* const input = scratch_.reserve(in_nbytes);
-      std::memcpy(input, collective.in, in_nbytes);
+      copy_in_passes(call, input, collective.in, in_nbytes);
       collective.in = input;
     }
   }

@@ -35,7 +35,7 @@ class TcpCollectives {
   // Throws Error{unsupported} where the reduction is not defined.
   static ReduceKernel kernel_for(DType dtype, ReduceOp op);
   // What is left to do of a MEAN whose sum is known.
-  static void divide(void* data, DType dtype, std::size_t count, int divisor);
+  static void divide(Call& call, void* data, DType dtype, std::size_t count, int divisor);
 
  private:
   class ReduceRing;

@@ -60,7 +60,7 @@ void TcpTransport::run_agreed(Call& call, const Collective& collective, std::uin
   {
     Exchange exchange(*mesh_, call);
     if (is_inline(collective) && group_.size() <= kDirectRanks) return run_inline(exchange, collective, own);
-    if (is_inline(collective)) return run_riding(exchange, collective, own);
+    if (is_inline(collective)) return run_riding(call, exchange, collective, own);
     if (eager_nbytes(own.first, group_.size()) > 0) return run_eager(exchange, collective, own);
     const Agreement agreed = agree(exchange, group_, own, nullptr);
     check(exchange, agreed);
@@ -163,7 +163,8 @@ void TcpTransport::deliver_inline(const Exchange& exchange, const Collective& co
 }
 
 // Many ranks: one array is combined on its way through the agreement.
-void TcpTransport::run_riding(Exchange& exchange, const Collective& collective, const Agreement& own) {
+void TcpTransport::run_riding(Call& call, Exchange& exchange, const Collective& collective,
+                              const Agreement& own) {
   const int own_rank = mesh_->own_rank();
   if (collective.op == Op::broadcast) {
     const std::size_t nbytes = collective.count * item_size(collective.dtype);
@@ -182,7 +183,7 @@ void TcpTransport::run_riding(Exchange& exchange, const Collective& collective, 
   agree(exchange, group_, own, &rider).check(own_rank);
   if (collective.op == Op::reduce && own_rank != collective.root) return;
   if (collective.reduce_op == ReduceOp::mean)
-    TcpCollectives::divide(array, partial, collective.count, group_.size());
+    TcpCollectives::divide(call, array, partial, collective.count, group_.size());
   from_partial(collective.out, collective.dtype, array, partial, collective.count);
 }
 

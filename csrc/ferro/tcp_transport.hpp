@@ -38,7 +38,7 @@ class TcpTransport final : public Transport {
   void run_agreed(Call& call, const Collective& collective, std::uint32_t sequence);
   void run_inline(Exchange& exchange, const Collective& collective, const Agreement& own);
   void run_eager(Exchange& exchange, const Collective& collective, const Agreement& own);
-  void run_riding(Exchange& exchange, const Collective& collective, const Agreement& own);
+  void run_riding(Call& call, Exchange& exchange, const Collective& collective, const Agreement& own);
   void check(Exchange& exchange, const Agreement& verdict);
   void check_inline_sizes(const Exchange& exchange, const Collective& collective, int root) const;
   void deliver_inline(const Exchange& exchange, const Collective& collective, int root);

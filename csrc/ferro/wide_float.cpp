@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ferro/passes.hpp"
+
 namespace ferro {
 namespace {
 
@@ -66,6 +68,9 @@ void narrow_all(void* dst, const void* src, std::size_t count) {
   }
 }
 
+void* at(void* array, std::size_t offset) { return static_cast<char*>(array) + offset; }
+const void* at(const void* array, std::size_t offset) { return static_cast<const char*>(array) + offset; }
+
 void copy(void* dst, const void* src, std::size_t nbytes) {
   if (dst != src && nbytes > 0) std::memcpy(dst, src, nbytes);
 }
@@ -80,6 +85,20 @@ void to_partial(void* dst, DType partial, const void* src, DType dtype, std::siz
 void from_partial(void* dst, DType dtype, const void* src, DType partial, std::size_t count) {
   if (partial == dtype) return copy(dst, src, count * item_size(dtype));
   dtype == DType::float16 ? narrow_all<Half>(dst, src, count) : narrow_all<Brain>(dst, src, count);
+}
+
+void to_partial(Call& call, void* dst, DType partial, const void* src, DType dtype, std::size_t count) {
+  const std::size_t narrow = item_size(dtype), wide = item_size(partial);
+  work_in_passes(call, count, narrow + wide, [=](Range range) {
+    to_partial(at(dst, range.first * wide), partial, at(src, range.first * narrow), dtype, range.count);
+  });
+}
+
+void from_partial(Call& call, void* dst, DType dtype, const void* src, DType partial, std::size_t count) {
+  const std::size_t narrow = item_size(dtype), wide = item_size(partial);
+  work_in_passes(call, count, narrow + wide, [=](Range range) {
+    from_partial(at(dst, range.first * narrow), dtype, at(src, range.first * wide), partial, range.count);
+  });
 }
 
 }  // namespace ferro

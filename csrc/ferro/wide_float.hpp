@@ -5,6 +5,7 @@
 
 #include <cstddef>
 
+#include "ferro/call.hpp"
 #include "ferro/types.hpp"
 
 namespace ferro {
@@ -21,6 +22,10 @@ constexpr DType partial_dtype(DType dtype, ReduceOp op) {
 void to_partial(void* dst, DType partial, const void* src, DType dtype, std::size_t count);
 // And back; rounds to nearest even. Every NaN becomes the positive quiet one. dst may be src.
 void from_partial(void* dst, DType dtype, const void* src, DType partial, std::size_t count);
+
+// The same for arrays of any length, in passes: passes.hpp.
+void to_partial(Call& call, void* dst, DType partial, const void* src, DType dtype, std::size_t count);
+void from_partial(Call& call, void* dst, DType dtype, const void* src, DType partial, std::size_t count);
 
 }  // namespace ferro
 

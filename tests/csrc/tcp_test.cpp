@@ -2,6 +2,7 @@
 // disagreement, deaths, aborts, and the framing of messages.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -148,6 +149,32 @@ void halves_survive_widening() {
       from_partial(&back, dtype, &wide, DType::float32, 1);
       expect(back == narrow || std::isnan(wide), "16-bit float " + std::to_string(bits));
     }
+}
+
+// Whole arrays are converted in passes: the same values, and who calls is heard in between.
+void long_conversions_hear_signals_and_the_deadline() {
+  constexpr std::size_t count = 9000001;
+  std::vector<std::uint16_t> narrow(count, 0x3f80), back(count);
+  std::vector<float> wide(count);
+  Call patient(kTimeout);
+  to_partial(patient, wide.data(), DType::float32, narrow.data(), DType::bfloat16, count);
+  expect(wide == std::vector<float>(count, 1.0f), "widened in passes");
+  from_partial(patient, back.data(), DType::bfloat16, wide.data(), DType::float32, count);
+  expect(back == narrow, "narrowed in passes");
+  from_partial(patient, wide.data(), DType::bfloat16, wide.data(), DType::float32, count);
+  expect(std::memcmp(wide.data(), narrow.data(), count * sizeof narrow[0]) == 0, "narrowed in place");
+
+  Hooks hooks;
+  hooks.begin_blocking = [](void*) noexcept { std::this_thread::sleep_for(std::chrono::milliseconds(60)); };
+  hooks.interrupted = [](void*) noexcept { return true; };
+  for (const ErrorCode wanted : {ErrorCode::interrupted, ErrorCode::timeout}) {
+    wide.assign(count, 0);
+    const auto convert = [&] {
+      Call call = wanted == ErrorCode::timeout ? Call(1e-9) : Call(kTimeout, hooks);
+      to_partial(call, wide.data(), DType::float32, narrow.data(), DType::bfloat16, count);
+    };
+    expect(error_of(convert).code == wanted && wide.front() == 1 && wide.back() == 0, "ended on the way");
+  }
 }
 
 void disagreement_is_named_and_survived() {
@@ -616,6 +643,7 @@ int main() {
   short_floats_are_rounded_once();
   mean_divides_by_the_number_of_ranks();
   halves_survive_widening();
+  long_conversions_hear_signals_and_the_deadline();
   disagreement_is_named_and_survived();
   disagreement_about_sizes_leaves_nothing_behind();
   unpaired_counts_name_the_pair();
