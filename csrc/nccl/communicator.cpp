@@ -25,10 +25,8 @@ Error ended(ErrorKind kind) {
   return error;
 }
 
-// A child of a process that has used NCCL has neither its threads nor a CUDA that works.
 void refuse_forked_copy() {
-  static const int first_use = num_forks();
-  if (first_use != num_forks()) throw ended(ErrorKind::forked);
+  if (is_forked_copy()) throw ended(ErrorKind::forked);
 }
 
 // Gives something back, on the reaper's thread; true once that is done. A communicator that has ended took it
@@ -243,11 +241,14 @@ void Communicator::destroy_reduce_op(ncclRedOp_t reduce_op, Patience& patience) 
   turn.settle(ncclRedOpDestroy(reduce_op, handle()));
 }
 
-void Communicator::deregister_later(void* registration) noexcept {
-  Reaper::instance().run([self = shared_from_this(), registration] {
-    return give_back_quietly(*self,
-                             [&](Patience& patience) { self->deregister_buffer(registration, patience); });
-  });
+void Communicator::deregister_later(void* registration, bool (*let_go)(void*), void* memory) noexcept {
+  Reaper::instance().run(
+      [self = shared_from_this(), registration, let_go, memory, is_back = false]() mutable {
+        is_back = is_back || give_back_quietly(*self, [&](Patience& patience) {
+                    self->deregister_buffer(registration, patience);
+                  });
+        return is_back && let_go(memory);
+      });
 }
 
 void Communicator::destroy_reduce_op_later(ncclRedOp_t reduce_op) noexcept {

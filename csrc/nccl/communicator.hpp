@@ -72,7 +72,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
                                 Patience& patience);
   void destroy_reduce_op(ncclRedOp_t reduce_op, Patience& patience);
   // What nobody holds any more is given back by the reaper, if the communicator still lives.
-  void deregister_later(void* registration) noexcept;
+  // `let_go(memory)` follows, as often as it returns false.
+  void deregister_later(void* registration, bool (*let_go)(void*), void* memory) noexcept;
   void destroy_reduce_op_later(ncclRedOp_t reduce_op) noexcept;
   void suspend(Patience& patience);
   void resume(Patience& patience);
@@ -99,6 +100,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   }
   bool is_aborted() const noexcept { return is_aborting_.load(std::memory_order_acquire); }
   bool is_ended() const noexcept { return is_ended_.load(std::memory_order_acquire); }
+  // Whether it was closed and nothing else: whatever it has done is right.
+  bool is_closed_in_order() const noexcept {
+    return is_closing_.load(std::memory_order_acquire) && !has_failed() && !is_aborted();
+  }
 
   // Keeps `error` as the reason for which all later calls fail, unless there is one.
   void fail(const Error& error) noexcept;

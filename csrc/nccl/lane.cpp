@@ -178,7 +178,7 @@ void Lane::prepare_event() {
 }
 
 void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::size_t num_callers) {
-  communicator_->check_open();
+  check_good(ticket);
   cudaEvent_t done = nullptr;
   {
     const std::lock_guard<std::mutex> lock(lock_);
@@ -206,12 +206,19 @@ void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
   }
   // A call that was aborted is done too, and one that failed may be: the watchdog looks later.
   if (communicator_->discover_error()) Reaper::instance().end(communicator_);
+  check_good(ticket);
+}
+
+void Lane::check_good(std::uint64_t ticket) const {
+  if (num_forks_ == num_forks() && ticket <= num_seen_done() && communicator_->is_closed_in_order()) return;
   communicator_->check_open();
 }
 
 bool Lane::is_done(std::uint64_t ticket) { return ticket <= num_seen_done() || ticket <= num_done(); }
 
 std::uint64_t Lane::num_done() {
+  // In a forked child the parent's watchdog may hold the lock for good.
+  if (num_forks_ != num_forks()) throw Error(ErrorKind::forked);
   const std::lock_guard<std::mutex> lock(retire_lock_);
   retire();
   return num_done_.load(std::memory_order_acquire);

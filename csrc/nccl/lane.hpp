@@ -77,6 +77,8 @@ class Lane {
     Attendance::Entry entry;
   };
 
+  // Throws what has ended the communicator, unless the call was done before an end in order.
+  void check_good(std::uint64_t ticket) const;
   bool has_lost_rank() noexcept;
   bool is_overdue() noexcept;
   bool is_deserted() noexcept;

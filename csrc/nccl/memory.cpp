@@ -7,6 +7,7 @@
 #include "nccl/device_guard.hpp"
 #include "nccl/device_lock.hpp"
 #include "nccl/event.hpp"
+#include "nccl/fork.hpp"
 #include "nccl/library.hpp"
 #include "nccl/reaper.hpp"
 
@@ -65,6 +66,7 @@ void free_now(const Cudart& cuda, int device, void* data, Patience& patience) {
 }  // namespace
 
 void* allocate(const Cudart& cuda, int device, std::size_t nbytes, Patience& patience) {
+  if (is_forked_copy()) throw Error(ErrorKind::forked);
   void* data = nullptr;
   const DeviceGuard guard(cuda, device);
   const auto lock = lock_patiently(device_lock(device), "ncclMemAlloc", patience);

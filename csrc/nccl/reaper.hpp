@@ -29,7 +29,7 @@ class Reaper {
   static Reaper& instance();
 
   // Refuses further calls of `communicator` and ends it, within `grace_s` if it is healthy.
-  // Does nothing if that has been asked for already.
+  // If that has been asked for already, the shorter time counts.
   void end(std::shared_ptr<Communicator> communicator, double grace_s = kGrace) noexcept;
   // Runs `task` in no group, soon and until it returns true.
   void run(Task task) noexcept;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "nccl/fork.hpp"
 #include "nccl/reaper.hpp"
 
 namespace ferro::nccl {
@@ -114,6 +115,7 @@ void Watchdog::stop() noexcept {
 }
 
 void shut_down(double grace_s) noexcept {
+  if (is_forked_copy()) return;
   for (auto& communicator : Watchdog::instance().watched())
     Reaper::instance().end(std::move(communicator), grace_s);
   Watchdog::instance().stop();

@@ -56,7 +56,7 @@ class Watchdog {
 inline void on_done(void (*hook)()) { Watchdog::instance().on_done(hook); }
 
 // At the interpreter's exit, while other libraries are still whole: ends all that is left
-// and all threads.
+// and all threads. A forked child has none of them, and leaves its parent's be.
 void shut_down(double grace_s) noexcept;
 
 }  // namespace ferro::nccl

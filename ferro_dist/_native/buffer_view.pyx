@@ -666,6 +666,8 @@ cdef BufferView _view_through_cuda_array_interface(object array):
         count *= <size_t> size
     _set_size(view, dtype, count)
     view.data = <void*> <uintptr_t> (address or 0)
+    if view.data == NULL and count != 0:
+        raise InvalidArray(f"cannot move this {_name(array)}: it has no memory, or none any more.")
     view.is_readonly = is_readonly
     view.is_contiguous = _is_contiguous_tuple(shape, interface.get("strides"), view.itemsize)
     view.device_type = CUDA

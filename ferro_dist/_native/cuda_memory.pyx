@@ -4,16 +4,15 @@ cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uintptr_t
 
-from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart
+from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
 from ferro_dist._native.cuda_stream cimport stream_handle
 from ferro_dist._native.dlpack cimport CUDA
 from ferro_dist._native.libcudart cimport (
     Cudart, cudaError_t, cudaHostAllocDefault, cudaMemcpyDefault, cudaMemoryTypeDevice,
     cudaMemoryTypeHost, cudaMemoryTypeManaged, cudaPointerAttributes, cudaStream_t,
 )
-from ferro_dist._native.libnccl cimport num_forks
 
-from ferro_dist._native.cuda_runtime import DeviceGuard, current_device
+from ferro_dist._native.cuda_runtime import DeviceGuard, device_number
 
 __all__ = [
     "DeviceMemory", "GpuBytes", "PinnedMemory", "copy_async", "fill_async", "location_of",
@@ -25,7 +24,7 @@ cdef class GpuBytes:
 
     cdef int describe(self, size_t nbytes, device) except -1:
         self.nbytes = nbytes
-        self.device = current_device() if device is None else device
+        self.device = device_number(device)
         self._num_forks = num_forks()
         return 0
 

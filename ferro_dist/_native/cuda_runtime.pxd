@@ -11,3 +11,7 @@ cdef int CHECK_CUDA(cudaError_t status, str function) except -1
 
 # The same with the number of a status, for those who have no cudaError_t.
 cdef int raise_cuda(int status, str function) except -1
+
+# How often this process was forked from another: objects of CUDA's are those of the process in
+# which they were made.
+cdef int num_forks() noexcept

@@ -5,17 +5,20 @@ from cpython.pycapsule cimport PyCapsule_GetPointer
 
 from ferro_dist._native.libcudart cimport (
     Cudart, cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor, cudaError_t,
-    cudaErrorInsufficientDriver, cudaErrorMemoryAllocation, cudaErrorNoDevice, cudaSuccess,
+    cudaErrorInitializationError, cudaErrorInsufficientDriver, cudaErrorMemoryAllocation,
+    cudaErrorNoDevice, cudaSuccess,
 )
 
+from ferro_dist import arguments
 from ferro_dist._native.cuda_libraries import load_cudart
-from ferro_dist.errors import BackendUnavailable, Io
+from ferro_dist.errors import BackendUnavailable, Io, LockPoisoned
 
 __all__ = [
     "DeviceGuard",
     "compute_capability",
     "current_device",
     "device_count",
+    "device_number",
     "driver_version",
     "pci_bus_id",
     "runtime_version", "set_device",
@@ -24,11 +27,19 @@ __all__ = [
 
 cdef const Cudart* loaded = NULL  # set once, with the GIL; its module is never unloaded
 
+cdef extern from "nccl/fork.hpp" namespace "ferro::nccl":
+    int count_of_forks "ferro::nccl::num_forks" () noexcept
+
+
+cdef int num_forks() noexcept:
+    return count_of_forks()
+
 
 cdef const Cudart* cudart() except NULL:
     global loaded
     if loaded == NULL:
         loaded = _table(load_cudart().functions)
+        num_forks()  # counts from here on
     return loaded
 
 
@@ -58,6 +69,10 @@ cdef int _raise_of(const Cudart* cuda, int status, str function) except -1:
         raise BackendUnavailable(
             f"{message}\nThere is no GPU that this process can use: check nvidia-smi, "
             "CUDA_VISIBLE_DEVICES, and that the driver is new enough for the CUDA installed.")
+    if error == cudaErrorInitializationError and num_forks() != 0:
+        raise LockPoisoned(
+            f"{message}\nThis process was forked from one that uses CUDA, which does not work here. "
+            "Start the child with the spawn method.")
     raise Io(message)
 
 
@@ -102,6 +117,28 @@ def current_device():
     cdef int device = 0
     CHECK_CUDA(cudart().cudaGetDevice(&device), "cudaGetDevice")
     return device
+
+
+def device_number(device):
+    """Return the number of a device, of this thread's current one for None.
+
+    Raises
+    ------
+    BackendUnavailable
+        This process sees no such GPU.
+    """
+    if device is None:
+        return current_device()
+    try:
+        number = arguments.integer(device)
+    except TypeError:
+        raise TypeError(f"device must be the number of a GPU, not {device!r}.") from None
+    num_devices = device_count()
+    if not 0 <= number < num_devices:
+        raise BackendUnavailable(
+            f"GPU {number} is not among the {num_devices} that this process sees, counted from 0: "
+            "check CUDA_VISIBLE_DEVICES.")
+    return number
 
 
 def set_device(int device):

@@ -8,16 +8,15 @@ from libc.stdint cimport uintptr_t
 from libcpp.vector cimport vector
 
 from ferro_dist._native.buffer_view cimport BufferView, current_stream_of, is_of_jax
-from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart
+from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
 from ferro_dist._native.libcudart cimport (
     cudaErrorNotReady, cudaError_t, cudaEvent_t, cudaEventDisableTiming, cudaStream_t,
     cudaStreamCaptureStatus, cudaStreamCaptureStatusNone, cudaStreamLegacy, cudaStreamNonBlocking,
     Cudart,
 )
-from ferro_dist._native.libnccl cimport num_forks
 
 from ferro_dist._native.buffer_view import as_view
-from ferro_dist._native.cuda_runtime import DeviceGuard, current_device
+from ferro_dist._native.cuda_runtime import DeviceGuard, device_number
 
 __all__ = ["Event", "Stream", "current_stream_of_array"]
 
@@ -40,7 +39,7 @@ cdef class Stream:
 
     def __init__(self, device=None, *, int priority=0):
         cdef cudaStream_t handle = NULL
-        self.device = current_device() if device is None else device
+        self.device = device_number(device)
         with DeviceGuard(self.device):
             CHECK_CUDA(
                 cudart().cudaStreamCreateWithPriority(&handle, cudaStreamNonBlocking, priority),

@@ -9,6 +9,7 @@ cdef extern from "abi/cudart.h" nogil:
     ctypedef enum cudaError_t:
         cudaSuccess
         cudaErrorMemoryAllocation
+        cudaErrorInitializationError
         cudaErrorInsufficientDriver
         cudaErrorNoDevice
         cudaErrorNotReady

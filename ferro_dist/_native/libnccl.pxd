@@ -143,10 +143,6 @@ cdef extern from "nccl/error.hpp" namespace "ferro::nccl" nogil:
     Error current_error() noexcept
 
 
-cdef extern from "nccl/fork.hpp" namespace "ferro::nccl" nogil:
-    int num_forks() noexcept
-
-
 cdef extern from "nccl/operation.hpp" namespace "ferro::nccl" nogil:
     cdef enum class Op(unsigned char):
         allreduce
@@ -216,7 +212,8 @@ cdef extern from "nccl/communicator.hpp" namespace "ferro::nccl" nogil:
 
         void* register_buffer(void* data, size_t nbytes, Patience& patience) except +raise_nccl
         void deregister_buffer(void* registration, Patience& patience) except +raise_nccl
-        void deregister_later(void* registration) noexcept
+        void deregister_later(
+            void* registration, cpp_bool (*let_go)(void*) noexcept nogil, void* memory) noexcept
         ncclWindow_t register_window(
             void* data, size_t nbytes, int flags, Patience& patience) except +raise_nccl
         void deregister_window(ncclWindow_t window, Patience& patience) except +raise_nccl

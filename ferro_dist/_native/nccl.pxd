@@ -14,6 +14,7 @@ cdef class Communicator(Connection):
         self, const Operation& operation, BufferView first, BufferView second, double timeout
     ) except -1
 
+    cdef vector[int] _others_of(self, ranks) except *
     cdef Communicator adopted(self, double timeout, const ncclConfig_t& config)
     cdef int _issue(self, Operation* o, BufferView first, BufferView second, stream) except -1
     cdef int _refuse_streams(self) except -1
@@ -24,7 +25,8 @@ cdef class Group:
     cdef list _kept            # what the operations' arrays are kept alive by
     cdef list _communicators   # each at least once
     cdef bint _is_open
-    cdef bint _is_inner        # part of a group that is open already
+    cdef Group _outer          # the open one that this is part of
+    cdef size_t _num_before    # how many operations that had when this began
 
     cdef int _begin(self, size_t size) except -1
     cdef int _finish(self) except -1

@@ -8,6 +8,7 @@
 #   nccl_resource.pyx    what NCCL keeps for a communicator
 
 import os
+from operator import index
 
 cimport cython
 from cpython.ref cimport Py_DECREF, Py_INCREF
@@ -15,7 +16,7 @@ from libc.stdint cimport uintptr_t
 from libcpp.vector cimport vector
 
 from ferro_dist._native cimport libnccl, nccl_library
-from ferro_dist._native.buffer_view cimport BufferView, view_of
+from ferro_dist._native.buffer_view cimport BufferView
 from ferro_dist._native.cuda_runtime cimport cudart
 from ferro_dist._native.cuda_stream cimport known_stream, KnownStream, stream_handle
 from ferro_dist._native.libcudart cimport Cudart
@@ -33,10 +34,10 @@ from ferro_dist._native.nccl_resource cimport (
 )
 
 from ferro_dist import arguments
-from ferro_dist._native.cuda_runtime import current_device
+from ferro_dist._native.cuda_runtime import device_number
 from ferro_dist._native.nccl_library import get_last_error, get_unique_id, get_version, UniqueId
 from ferro_dist._native.nccl_operation import dtype_to_nccl, reduce_op_to_nccl
-from ferro_dist.errors import InvalidArray, UnsupportedOp
+from ferro_dist.errors import InvalidArray, InvalidRank, UnsupportedOp
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [
@@ -56,12 +57,26 @@ cdef class Communicator(Connection):
     any thread; calls of one device take turns. Every blocking one takes `timeout` in
     seconds, None for the communicator's own.
 
-    Methods whose names end in ``_raw`` take device pointers as integers, counts in
-    elements, NCCL's number of the dtype (`dtype_to_nccl`) and of the reduction
-    (`reduce_op_to_nccl`), and check none of it. The others take arrays, and check
-    device, dtype, size, layout and overlap. Both put their work on `stream` and return; for
-    arrays, None is the stream on which the arrays' library works now. **The caller keeps
-    arrays alive until the stream has passed the work.**
+    Collectives and messages put their work on `stream` and return. **The caller keeps arrays
+    alive until the stream has passed the work.**
+
+    Those on arrays take `x` and `out` of any shape, C-contiguous, of one dtype, on this
+    communicator's GPU, and count their elements. For `stream`, None is the one on which
+    the arrays' library works now. Ranks that disagree on sizes hang, or get wrong results: NCCL
+    compares nothing. They raise, before anything is launched:
+
+    - `InvalidArray` for another device, layout or dtype, and for an `out` that overlaps `x` but not
+      in place: where it begins with `x`; for all_gather and gather, where `x` is this rank's part
+      of `out`; for reduce_scatter and scatter, the other way round;
+    - `SizeMismatch`, `InvalidRank` and `SelfSend` for sizes, roots and peers;
+    - `UnsupportedOp` for an array in host memory, and for what NCCL cannot reduce.
+
+    Methods whose names end in ``_raw`` take device pointers and the stream's address as
+    integers, counts in elements, NCCL's number of the dtype (`dtype_to_nccl`) and of the
+    reduction (`reduce_op_to_nccl`), and check none of it.
+
+    All raise the first error, as the cause of a `LockPoisoned`, once the communicator has
+    failed, and `ChannelClosed` once it has been closed.
     """
 
     def __init__(self):
@@ -69,8 +84,7 @@ cdef class Communicator(Connection):
 
     @staticmethod
     def init_rank(
-        int world_size, unique_ids, int rank, *, device=None, double timeout=DEFAULT_TIMEOUT,
-        **config,
+        world_size, unique_ids, rank, *, device=None, timeout=DEFAULT_TIMEOUT, **config,
     ):
         """Connect with the other ranks, all of which make this call.
 
@@ -78,92 +92,141 @@ cdef class Communicator(Connection):
         ----------
         world_size : int
         unique_ids : UniqueId or sequence of UniqueId
-            The same on every rank. Several spread the work of a large start
-            (NCCL 2.23).
+            From `get_unique_id`; the same on every rank, in the same order. Several spread the
+            work of a large start (NCCL 2.23).
         rank : int
+            From 0 to ``world_size - 1``, another one on each.
         device : int, optional
             The current device if not given.
         timeout : float
             Seconds, for this call and for later ones that name none.
         **config
-            Options of NCCL, by the names in `CONFIG_OPTIONS`. With ``blocking=True`` NCCL
-            blocks in its own calls, and timeouts cannot hold.
+            Options of NCCL, by the names in ``nccl_library.CONFIG_OPTIONS``: integers, and texts
+            for ``net_name`` and ``comm_name``. With ``blocking=True`` NCCL blocks in its own calls,
+            and timeouts cannot hold.
 
         Raises
         ------
         Timeout
             Not all ranks came.
         BackendUnavailable
-            The NCCL that is loaded has no such option, or there is no GPU.
+            The NCCL that is loaded has no such option, or there is no such GPU.
+        InvalidRank, InvalidWorldSize
+            They are no place in a communicator.
+        DistributedError
+            NCCL refuses the options, or the ranks disagree.
         """
-        if not 0 <= rank < world_size:
-            arguments.check_root("init", rank, rank=rank, world_size=world_size)
+        cdef int native_rank
+        cdef int num_ranks
+        native_rank, num_ranks = arguments.check_place(rank, world_size)
         cdef vector[ncclUniqueId] ids = _ids_of(unique_ids)
         cdef ncclConfig_t native_config = config_of(config)
-        cdef int number = current_device() if device is None else device
+        cdef double seconds = arguments.check_timeout(timeout)
+        cdef int number = device_number(device)
         cdef const Cudart* cuda = cudart()
-        cdef Patience patience = patience_of(timeout)
+        cdef Patience patience = patience_of(seconds)
         cdef Communicator made = Communicator.__new__(Communicator)
-        made.rank = rank
+        made.rank = native_rank
         with Noting(made), nogil:
-            made._native = Native.init(cuda[0], number, ids, world_size, rank, native_config, patience)
-        return made.adopted(timeout, native_config)
+            made._native = Native.init(
+                cuda[0], number, ids, num_ranks, native_rank, native_config, patience)
+        return made.adopted(seconds, native_config)
 
     @staticmethod
     def join(
-        int world_size, nccl_library.UniqueId unique_id not None, int rank, *, device=None,
-        double timeout=DEFAULT_TIMEOUT, **config,
+        world_size, nccl_library.UniqueId unique_id not None, rank, *, device=None,
+        timeout=DEFAULT_TIMEOUT, **config,
     ):
-        """Become the new rank `rank` of a communicator whose ranks call `grow` now (NCCL 2.29.2)."""
+        """Become the new rank `rank` of a communicator whose ranks call `grow` now (NCCL 2.29.2).
+
+        Parameters
+        ----------
+        world_size : int
+            That of the communicator that grows, afterwards.
+        unique_id : UniqueId
+            From ``unique_id()`` of that communicator.
+        rank, device, timeout, **config
+            As `init_rank` takes them, and with its errors.
+        """
+        cdef int native_rank
+        cdef int num_ranks
+        native_rank, num_ranks = arguments.check_place(rank, world_size)
         cdef ncclConfig_t native_config = config_of(config)
-        cdef int number = current_device() if device is None else device
+        cdef double seconds = arguments.check_timeout(timeout)
+        cdef int number = device_number(device)
         cdef const Cudart* cuda = cudart()
-        cdef Patience patience = patience_of(timeout)
+        cdef Patience patience = patience_of(seconds)
         cdef Communicator made = Communicator.__new__(Communicator)
-        made.rank = rank
+        made.rank = native_rank
         with Noting(made), nogil:
             made._native = Native.join(
-                cuda[0], number, unique_id._id, world_size, rank, native_config, patience)
-        return made.adopted(timeout, native_config)
+                cuda[0], number, unique_id._id, num_ranks, native_rank, native_config, patience)
+        return made.adopted(seconds, native_config)
 
     # ---- More communicators out of this one ------------------------------------
 
-    def split(self, color, int key, *, timeout=None, **config):
+    def split(self, color, key, *, timeout=None, **config):
         """Make a communicator of the ranks that name the same `color`, ordered by `key`.
 
-        Called by all ranks. A rank that names None gets None.
+        Called by all ranks.
+
+        Parameters
+        ----------
+        color : int or None
+            At least 0. A rank that names None gets None.
+        key : int
+            Equal ones are ordered by their ranks here.
+        timeout : float, optional
+            Seconds. A `Timeout` ends this communicator, too.
+        **config
+            As `init_rank` takes them; what is not given is NCCL's default, not as it is here.
         """
-        cdef int native_color = NCCL_SPLIT_NOCOLOR if color is None else color
+        cdef int native_color = NCCL_SPLIT_NOCOLOR if color is None else index(color)
+        cdef int native_key = index(key)
         if color is not None and native_color < 0:
             raise ValueError(f"color must not be negative, and is {color}.")
         cdef ncclConfig_t native_config = config_of(config)
         cdef Patience patience = self.patience(timeout)
         cdef Communicator made = Communicator.__new__(Communicator)
         with Noting(self), nogil:
-            made._native = self._native.get().split(native_color, key, native_config, patience)
+            made._native = self._native.get().split(native_color, native_key, native_config, patience)
         if made._native.get() == NULL:
             return None
-        return made.adopted(self.timeout, native_config)
+        return made.adopted(self.timeout_s, native_config)
 
     def shrink(self, excluded, *, bint abort=False, timeout=None, **config):
         """Make a communicator without the ranks `excluded`, called by all others (NCCL 2.27).
 
-        With `abort`, work under way on this one is ended first.
+        Parameters
+        ----------
+        excluded : iterable of int
+            At least one; the same on all ranks that call. The others keep their order.
+        abort : bool
+            Whether work under way on this one is ended first, as is needed where it waits
+            for those that are excluded.
+        timeout, **config
+            As `split` takes them.
+
+        Raises
+        ------
+        InvalidRank
+            They are no ranks here, or this one is among them.
         """
-        cdef vector[int] ranks = sorted({self.root("shrink", rank) for rank in excluded})
+        cdef vector[int] ranks = self._others_of(excluded)
         cdef int flags = NCCL_SHRINK_ABORT if abort else NCCL_SHRINK_DEFAULT
         cdef ncclConfig_t native_config = config_of(config)
         cdef Patience patience = self.patience(timeout)
         cdef Communicator made = Communicator.__new__(Communicator)
         with Noting(self), nogil:
             made._native = self._native.get().shrink(ranks, flags, native_config, patience)
-        return made.adopted(self.timeout, native_config)
+        return made.adopted(self.timeout_s, native_config)
 
     def grow(self, int world_size, nccl_library.UniqueId unique_id=None, *, timeout=None, **config):
         """Make a communicator of `world_size` ranks, of which those from `self.world_size` on are new.
 
         Called by all ranks while the new ones call `join` (NCCL 2.29.2). One rank passes the
-        `unique_id` that its `unique_id()` made and that the new ranks use.
+        `unique_id` that its `unique_id()` made and that the new ranks use. `timeout` and
+        `config` are as `split` takes them.
         """
         cdef const ncclUniqueId* native_id = NULL
         if unique_id is not None:
@@ -173,7 +236,7 @@ cdef class Communicator(Connection):
         cdef Communicator made = Communicator.__new__(Communicator)
         with Noting(self), nogil:
             made._native = self._native.get().grow(world_size, native_id, native_config, patience)
-        return made.adopted(self.timeout, native_config)
+        return made.adopted(self.timeout_s, native_config)
 
     def unique_id(self, *, timeout=None):
         """Make the identifier with which new ranks `join` when this communicator grows."""
@@ -182,6 +245,15 @@ cdef class Communicator(Connection):
         with Noting(self), nogil:
             unique_id._id = self._native.get().unique_id(patience)
         return unique_id
+
+    cdef vector[int] _others_of(self, ranks) except *:
+        """Return the ranks in ascending order, each once; this one is not among them."""
+        cdef set others = set(ranks)
+        if self.rank in others:
+            raise InvalidRank(
+                f"shrink: rank {self.rank} excludes itself. Those that are excluded do not make the call.",
+                op="shrink", rank=self.rank)
+        return sorted({self.peer("shrink", other) for other in others})
 
     cdef Communicator adopted(self, double timeout, const ncclConfig_t& config):
         self.adopt(timeout, _is_in_force(config.blocking))
@@ -192,96 +264,112 @@ cdef class Communicator(Connection):
     def allreduce_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int op, stream
     ):
+        """Reduce `count` elements of every rank's `sendbuf` into `recvbuf` of all; the same for in place."""
         cdef Operation o
         _set_raw(&o, Op.allreduce, sendbuf, recvbuf, count, dtype, stream)
         o.reduce_op = <ncclRedOp_t> op
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     def broadcast_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int root, stream
     ):
+        """Copy `count` elements of the root's `sendbuf` into `recvbuf` of all."""
         cdef Operation o
         _set_raw(&o, Op.broadcast, sendbuf, recvbuf, count, dtype, stream)
         o.peer = root
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     def reduce_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int op, int root, stream
     ):
+        """Reduce `count` elements of every rank's `sendbuf` into the root's `recvbuf`."""
         cdef Operation o
         _set_raw(&o, Op.reduce, sendbuf, recvbuf, count, dtype, stream)
         o.reduce_op = <ncclRedOp_t> op
         o.peer = root
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     def all_gather_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t sendcount, int dtype, stream
     ):
+        """Copy `sendcount` elements of every rank into `recvbuf` of all, in the order of ranks."""
         cdef Operation o
         _set_raw(&o, Op.all_gather, sendbuf, recvbuf, sendcount, dtype, stream)
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     def reduce_scatter_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t recvcount, int dtype, int op, stream
     ):
+        """Reduce ``world_size * recvcount`` elements; each rank keeps its own part."""
         cdef Operation o
         _set_raw(&o, Op.reduce_scatter, sendbuf, recvbuf, recvcount, dtype, stream)
         o.reduce_op = <ncclRedOp_t> op
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     def all_to_all_raw(self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, stream):
+        """Send `count` elements to each rank, and receive as many of each."""
         cdef Operation o
         _set_raw(&o, Op.all_to_all, sendbuf, recvbuf, count, dtype, stream)
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     def gather_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int root, stream
     ):
+        """Copy `count` elements of every rank into the root's `recvbuf`, in the order of ranks."""
         cdef Operation o
         _set_raw(&o, Op.gather, sendbuf, recvbuf, count, dtype, stream)
         o.peer = root
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     def scatter_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int root, stream
     ):
+        """Copy `count` elements of the root's `sendbuf` to each rank, in the order of ranks."""
         cdef Operation o
         _set_raw(&o, Op.scatter, sendbuf, recvbuf, count, dtype, stream)
         o.peer = root
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     def send_raw(self, uintptr_t sendbuf, size_t count, int dtype, int peer, stream):
+        """Send `count` elements to rank `peer`."""
         cdef Operation o
         _set_raw(&o, Op.send, sendbuf, 0, count, dtype, stream)
         o.peer = peer
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     def recv_raw(self, uintptr_t recvbuf, size_t count, int dtype, int peer, stream):
+        """Receive `count` elements of rank `peer`."""
         cdef Operation o
         _set_raw(&o, Op.recv, 0, recvbuf, count, dtype, stream)
         o.peer = peer
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     # ---- Collectives on arrays --------------------------------------------------
 
     def allreduce(self, x, out, op=ReduceOp.SUM, *, stream=None):
-        """Reduce `x` over all ranks into `out`, which may be `x`. `op` may be a `PreMulSum`."""
+        """Reduce `x` over all ranks into `out` of as many elements, which may be `x`.
+
+        `op` is a `ReduceOp`, its name, or a `PreMulSum` of this communicator.
+        """
         cdef BufferView src = self.input(x, "allreduce")
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
         self.describe_allreduce(&o, src, dst, op)
         return self._issue(&o, src, dst, stream)
 
-    def broadcast(self, x, out, int root, *, stream=None):
-        """Copy `x` of `root` into `out` of every rank."""
+    def broadcast(self, x, out, root, *, stream=None):
+        """Copy `x` of `root` into `out` of every rank, which may be `x`; all have as many elements."""
         cdef BufferView src = self.input(x, "broadcast")
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
         self.describe_broadcast(&o, src, dst, root)
         return self._issue(&o, src, dst, stream)
 
-    def reduce(self, x, out, int root, op=ReduceOp.SUM, *, stream=None):
-        """Reduce `x` over all ranks into `out` of `root`; None elsewhere."""
+    def reduce(self, x, out, root, op=ReduceOp.SUM, *, stream=None):
+        """Reduce `x` over all ranks into `out` of `root`, which has as many elements; None elsewhere.
+
+        `op` is as `allreduce` takes it.
+        """
         cdef BufferView src = self.input(x, "reduce")
         cdef BufferView dst = None if out is None else output_of(out, x, src)
         cdef Operation o
@@ -289,7 +377,7 @@ cdef class Communicator(Connection):
         return self._issue(&o, src, dst, stream)
 
     def all_gather(self, x, out, *, stream=None):
-        """Copy every rank's `x` into `out` of all, one after the other."""
+        """Copy every rank's `x` into `out` of all, one after the other: ``world_size`` times as many."""
         cdef BufferView src = self.input(x, "all_gather")
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
@@ -297,7 +385,10 @@ cdef class Communicator(Connection):
         return self._issue(&o, src, dst, stream)
 
     def reduce_scatter(self, x, out, op=ReduceOp.SUM, *, stream=None):
-        """Reduce `x` over all ranks; each keeps the part of its rank in `out`."""
+        """Reduce `x` over all ranks; each keeps the part of its rank in `out`, a ``world_size``-th.
+
+        `op` is as `allreduce` takes it.
+        """
         cdef BufferView src = self.input(x, "reduce_scatter")
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
@@ -305,45 +396,60 @@ cdef class Communicator(Connection):
         return self._issue(&o, src, dst, stream)
 
     def all_to_all(self, x, out, *, stream=None):
-        """Send the i-th part of `x` to rank i, and receive one of each into `out`."""
+        """Send the i-th of ``world_size`` parts of `x` to rank i, and receive one of each into `out`.
+
+        `out` has as many elements, and shares no memory with `x`.
+        """
         cdef BufferView src = self.input(x, "all_to_all")
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
         self.describe_all_to_all(&o, src, dst)
         return self._issue(&o, src, dst, stream)
 
-    def gather(self, x, out, int root, *, stream=None):
-        """Copy every rank's `x` into `out` of `root`, one after the other; None elsewhere."""
+    def gather(self, x, out, root, *, stream=None):
+        """Copy every rank's `x` into `out` of `root`, ``world_size`` times as many; None elsewhere."""
         cdef BufferView src = self.input(x, "gather")
         cdef BufferView dst = None if out is None else output_of(out, x, src)
         cdef Operation o
         self.describe_gather(&o, src, dst, root)
         return self._issue(&o, src, dst, stream)
 
-    def scatter(self, x, out, int root, *, stream=None):
-        """Copy the i-th part of `x` of `root` into `out` of rank i; `x` is None elsewhere."""
+    def scatter(self, x, out, root, *, stream=None):
+        """Copy the i-th of ``world_size`` parts of the root's `x` into `out` of rank i.
+
+        `x` is None elsewhere.
+        """
         cdef BufferView src = None if x is None else self.input(x, "scatter")
         cdef BufferView dst = self.output(out, "scatter")
         cdef Operation o
         self.describe_scatter(&o, src, dst, root)
         return self._issue(&o, dst if src is None else src, dst, stream)
 
-    def send(self, x, int peer, *, stream=None):
-        """Send `x` to rank `peer`, which receives as much of the same dtype."""
+    def send(self, x, peer, *, stream=None):
+        """Send `x` to rank `peer`, which receives as many elements of the same dtype.
+
+        Where ranks send to each other, put both calls into one `Group`.
+        """
         cdef BufferView src = self.input(x, "send")
         cdef Operation o
         self.describe_send(&o, src, peer)
         return self._issue(&o, src, None, stream)
 
-    def recv(self, out, int peer, *, stream=None):
-        """Receive into `out` what rank `peer` sends."""
+    def recv(self, out, peer, *, stream=None):
+        """Receive into `out` what rank `peer` sends: as many elements of the same dtype."""
         cdef BufferView dst = self.output(out, "recv")
         cdef Operation o
         self.describe_recv(&o, dst, peer)
         return self._issue(&o, dst, None, stream)
 
     def allreduce_coalesced(self, xs, outs, op=ReduceOp.SUM, *, stream=None):
-        """Reduce each of `xs` into the array at its place in `outs`, all as one group."""
+        """Reduce each of `xs` into the array at its place in `outs`, all as one group.
+
+        Parameters
+        ----------
+        xs, outs : iterable of array
+            As many; they may be the same. `op` is as `allreduce` takes it.
+        """
         cdef list sources = list(xs)
         cdef list targets = sources if outs is xs else list(outs)
         cdef Py_ssize_t i
@@ -378,7 +484,7 @@ cdef class Communicator(Connection):
             o.stream = known_stream(first, &known)
             if second is not None and second is not first and known_stream(second, &known) != o.stream:
                 self._refuse_streams()
-        self.launch(o[0], first, second, self.timeout)
+        self.launch(o[0], first, second, self.timeout_s)
         return 0
 
     cdef int _refuse_streams(self) except -1:
@@ -388,9 +494,22 @@ cdef class Communicator(Connection):
 
     # ---- One-sided operations (NCCL 2.29.2) -------------------------------------
 
-    def put(self, x, int peer, Window window not None, size_t offset=0, *, int signal=0,
+    def put(self, x, peer, Window window not None, size_t offset=0, *, int signal=0,
             int context=0, stream=None):
-        """Write `x` into the window of rank `peer`, `offset` bytes from its start, and signal it."""
+        """Write `x` into the window of rank `peer`, `offset` bytes from its start, and signal it.
+
+        Parameters
+        ----------
+        x : array
+        peer : int
+        window : Window
+            Which all ranks have made together, `peer` too.
+        offset : int
+            Bytes; a multiple of the size of an element.
+        signal, context : int
+            Which of NCCL's counters tells of it, and of its queues carries it: both 0 unless
+            ``num_rma_sig`` and ``num_rma_ctx`` ask for more.
+        """
         cdef BufferView src = self.input(x, "put")
         cdef Operation o
         self.set_elements(&o, "put", src, src.count)
@@ -403,18 +522,18 @@ cdef class Communicator(Connection):
         o.context = context
         return self._issue(&o, src, None, stream)
 
-    def signal(self, int peer, *, int signal=0, int context=0, stream):
-        """Signal rank `peer` once `stream` has come here."""
+    def signal(self, peer, *, int signal=0, int context=0, stream):
+        """Signal rank `peer` once `stream` has come here; `signal` and `context` as in `put`."""
         cdef Operation o
         o.op = Op.signal
         o.peer = self.peer("signal", peer)
         o.signal = signal
         o.context = context
         o.stream = stream_handle(stream)
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
-    def wait_signal(self, int peer, int count=1, *, int signal=0, int context=0, stream):
-        """Let `stream` wait for `count` signals of rank `peer`."""
+    def wait_signal(self, peer, int count=1, *, int signal=0, int context=0, stream):
+        """Let `stream` wait for `count` signals of rank `peer`; `signal` and `context` as in `put`."""
         cdef Operation o
         o.op = Op.wait_signal
         o.peer = self.peer("wait_signal", peer)
@@ -422,25 +541,45 @@ cdef class Communicator(Connection):
         o.signal = signal
         o.context = context
         o.stream = stream_handle(stream)
-        self.launch(o, None, None, self.timeout)
+        self.launch(o, None, None, self.timeout_s)
 
     # ---- What NCCL keeps for a communicator --------------------------------------
 
     def premul_sum(self, scalar, str dtype, *, timeout=None):
-        """Make the reduction that multiplies each rank's input by its `scalar`, then sums."""
+        """Make the reduction that multiplies each rank's input by its `scalar`, then sums.
+
+        Parameters
+        ----------
+        scalar : float
+            Rounded to `dtype`.
+        dtype : str
+            One of floats; that of the arrays: ``"float32"``.
+        """
         return make_premul_sum(self, scalar, dtype, timeout)
 
     def register(self, x, *, timeout=None):
-        """Tell NCCL of memory that will be used often, which lets it do without copies."""
-        return make_registration(self, view_of(x), timeout)
+        """Tell NCCL of memory that will be used often, which lets it do without copies.
+
+        Of this rank alone; the others need not do the same. Lasts until the `Registration` that
+        this returns is closed or dropped.
+        """
+        return make_registration(self, self.input(x, "register"), timeout)
 
     def register_window(self, x, *, bint symmetric=True, timeout=None):
         """Make memory reachable for all ranks, all of which call this with as much (NCCL 2.27).
 
-        `x` should be of `NcclMemory`. The collectives that use it need fewer steps.
+        The collectives that use it need fewer steps, and `put` writes to it. Close the `Window`
+        that this returns, on all ranks, before the memory is closed.
+
+        Parameters
+        ----------
+        x : array
+            Of `NcclMemory`, where the ranks' GPUs are to reach it.
+        symmetric : bool
+            Whether all ranks use the same part of it in a collective.
         """
         cdef int flags = NCCL_WIN_COLL_SYMMETRIC if symmetric else NCCL_WIN_DEFAULT
-        return make_window(self, view_of(x), flags, timeout)
+        return make_window(self, self.input(x, "register_window"), flags, timeout)
 
     # ---- Calls ------------------------------------------------------------------
 
@@ -482,31 +621,47 @@ cdef class Group:
 
     What is called in the ``with`` block is written down, and launched at its end: sends and
     receives then progress together, and many small operations cost one launch. If the block
-    raises, nothing is launched. Arguments are checked where the calls are made. A group
+    raises, nothing of it is launched. Arguments are checked where the calls are made. A group
     within a group is part of it. Methods that return something (`split`, `register`, ...)
     are not part of groups, and run at once.
+
+    A group is its thread's: calls that other threads make meanwhile are not part of it.
+
+    Raises
+    ------
+    DistributedError
+        At the block's end: what NCCL refuses, or what has ended a communicator meanwhile.
+        Nothing has been launched if that was so before.
+    UnsupportedOp
+        Some communicators block, others do not.
     """
 
     def __enter__(self):
         if self._is_open:
             raise RuntimeError("This group is open already.")
         self._is_open = True
-        self._is_inner = current_group() != NULL
-        if not self._is_inner:
-            self._begin(TYPICAL_SIZE)
-            (&current_group())[0] = <void*> self
-            Py_INCREF(self)  # the thread's
+        if current_group() != NULL:
+            self._outer = <Group> current_group()
+            self._num_before = self._outer._operations.size()
+            return self
+        self._begin(TYPICAL_SIZE)
+        (&current_group())[0] = <void*> self
+        Py_INCREF(self)  # the thread's
         return self
 
     def __exit__(self, exc_type, exc, traceback):
         if not self._is_open:
             raise RuntimeError("This group is not open.")
-        if self._is_inner:
-            self._is_open = False
-            return
-        if current_group() != <void*> self:
+        cdef Group outer = self._outer
+        if current_group() != <void*> (self if outer is None else outer):
             raise RuntimeError("A group must end in the thread in which it began.")
         self._is_open = False
+        if outer is not None:
+            self._outer = None
+            if exc_type is not None:
+                # The block of the outer one may go on, without what this one has added.
+                outer._operations.resize(self._num_before)
+            return
         (&current_group())[0] = NULL
         Py_DECREF(self)  # our caller has a reference, too
         try:
@@ -538,7 +693,7 @@ cdef class Group:
         if self._operations.empty():
             return 0
         cdef Communicator first = self._communicators[0]
-        cdef Patience patience = patience_of(first.timeout)
+        cdef Patience patience = patience_of(first.timeout_s)
         cdef Communicator each
         for each in self._communicators:
             if each.is_blocking != first.is_blocking:
@@ -590,8 +745,8 @@ cdef vector[ncclUniqueId] _ids_of(unique_ids) except *:
 
 cdef bint _is_in_force(int blocking):
     """Tell whether a communicator blocks: the environment is stronger than the option."""
-    forced = os.environ.get("NCCL_COMM_BLOCKING", "")
-    return int(forced) == 1 if forced in ("0", "1") else blocking == 1
+    forced = os.environ.get("NCCL_COMM_BLOCKING")
+    return forced == "1" if forced in ("0", "1") else blocking == 1
 
 
 cdef inline int _set_raw(

@@ -2,15 +2,17 @@
 
 from libcpp.memory cimport shared_ptr
 
-from ferro_dist._native.libnccl cimport Native, ncclCommMemStat_t, num_forks, Patience
+from ferro_dist._native.cuda_runtime cimport num_forks
+from ferro_dist._native.libnccl cimport Native, ncclCommMemStat_t, Patience
 from ferro_dist._native.nccl_operation cimport Member
 
 
 cdef class Connection(Member):
     cdef shared_ptr[Native] _native
     cdef readonly bint is_blocking
-    cdef public double timeout
+    cdef double timeout_s
     cdef object _first_error
+    cdef set _window_views  # views of the memory that NCCL has made windows of
     cdef int _num_forks
 
     # Takes over what is in _native.

@@ -9,9 +9,10 @@ from libcpp.memory cimport shared_ptr
 from libcpp.utility cimport move
 
 from ferro_dist._native cimport libnccl
+from ferro_dist._native.cuda_runtime cimport num_forks
 from ferro_dist._native.libnccl cimport (
     Native, ncclCommMemStat_t, ncclResult_t, ncclStatGpuMemPersist, ncclStatGpuMemSuspend,
-    ncclStatGpuMemSuspended, ncclStatGpuMemTotal, ncclSuccess, num_forks, Patience,
+    ncclStatGpuMemSuspended, ncclStatGpuMemTotal, ncclSuccess, Patience,
 )
 from ferro_dist._native.nccl_library cimport result_name
 from ferro_dist._native.nccl_operation cimport Member
@@ -30,6 +31,10 @@ cdef double EXIT_GRACE = 5  # seconds, for all communicators together
 cdef class Connection(Member):
     """What `Communicator` is, but for how it is made and what it moves."""
 
+    def __cinit__(self):
+        self._num_forks = -1  # nobody's until it is adopted
+        self._window_views = set()
+
     def __init__(self):
         raise TypeError("A Communicator is made by Communicator.init_rank")
 
@@ -37,7 +42,7 @@ cdef class Connection(Member):
         self.rank = self._native.get().rank()
         self.world_size = self._native.get().world_size()
         self.device = self._native.get().device()
-        self.timeout = timeout
+        self.timeout_s = timeout
         self.is_blocking = is_blocking
         self._num_forks = num_forks()
         return 0
@@ -56,7 +61,17 @@ cdef class Connection(Member):
         return f"<Communicator rank {self.rank} of {self.world_size} on device {self.device}{state}>"
 
     @property
+    def timeout(self):
+        """Seconds that calls may take which name no time of their own."""
+        return self.timeout_s
+
+    @timeout.setter
+    def timeout(self, seconds):
+        self.timeout_s = arguments.check_timeout(seconds)
+
+    @property
     def is_closed(self):
+        """Whether it was closed or aborted, or has failed, and NCCL is done with it."""
         return self._native.get() == NULL or self._native.get().is_ended()
 
     def async_error(self):
@@ -144,6 +159,7 @@ cdef class Connection(Member):
             with nogil:
                 native.get().abort()
                 native.get().wait_ended(patience)
+            self._window_views.clear()
         except Timeout:
             pass  # it can be called no more, which is what was asked for
 
@@ -167,12 +183,15 @@ cdef class Connection(Member):
         with Noting(self), nogil:
             libnccl.end(native, seconds)
             native.get().wait_ended(patience)
+        self._window_views.clear()
 
     destroy = close
 
     # ---- Whether it can be called -------------------------------------------------
 
     cdef int _check_own(self) except -1:
+        if self._native.get() == NULL:
+            raise TypeError("A Communicator is made by Communicator.init_rank, not by __new__.")
         if not is_own(self):
             raise LockPoisoned(
                 "This communicator belongs to the parent process: a forked child cannot use it, nor "
@@ -200,7 +219,7 @@ cdef class Connection(Member):
         return patience_of(self._seconds(timeout))
 
     cdef double _seconds(self, timeout) except? -1:
-        return self.timeout if timeout is None else arguments.check_timeout(timeout)
+        return self.timeout_s if timeout is None else arguments.check_timeout(timeout)
 
 
 @cython.final
@@ -224,5 +243,4 @@ def _shut_down():
         libnccl.shut_down(EXIT_GRACE)
 
 
-num_forks()  # counts from here on
 atexit.register(_shut_down)

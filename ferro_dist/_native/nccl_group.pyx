@@ -22,7 +22,7 @@ from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 from ferro_dist import arguments
 from ferro_dist._native.cuda_memory import DeviceMemory
 from ferro_dist._native.cuda_stream import Stream
-from ferro_dist.errors import DistributedError, InvalidArray, Timeout
+from ferro_dist.errors import ChannelClosed, DistributedError, InvalidArray, Timeout
 
 __all__ = ["NcclGroup", "NcclWork", "attendance_nbytes"]
 
@@ -50,9 +50,9 @@ cdef class NcclWork:
     cdef BufferView _first      # keep the arrays alive, until the call is done
     cdef BufferView _second
     cdef object _others
-    cdef object _x
-    cdef object _written
-    cdef bint _is_new           # _written was allocated for x, and is delivered in x's library
+    cdef object _x              # for which _written was allocated, and in whose library it is
+    cdef object _written        # delivered; None for an out of the caller's
+    cdef bint _is_new
 
     def __init__(self):
         raise TypeError("NcclWork is made by a call with async_op")
@@ -89,6 +89,13 @@ cdef class NcclWork:
     def result(self, timeout=None):
         self.wait(timeout)
         return self._group._deliver(self._x, self._written, self._is_new)
+
+    cdef int forget(self) except -1:
+        """Let go of what the call, which is done, has used; the work may live on with its user."""
+        self._first = None
+        self._second = None
+        self._others = None
+        return 0
 
 
 def attendance_nbytes(int num_members):
@@ -144,10 +151,10 @@ cdef class NcclGroup:
 
     @property
     def timeout(self):
-        return self._communicator.timeout
+        return self._communicator.timeout_s
 
     @timeout.setter
-    def timeout(self, double seconds):
+    def timeout(self, seconds):
         self._communicator.timeout = seconds
 
     @property
@@ -185,6 +192,8 @@ cdef class NcclGroup:
     def synchronize(self, timeout=None):
         """Block until all calls made so far are done."""
         check_usable(self._communicator)
+        if self._is_closed:
+            raise ChannelClosed("This rank has closed the group.", op="synchronize", rank=self.rank)
         self._synchronize(self._lane.get().num_launched(), self._patience(timeout))
 
     def leave(self):
@@ -196,7 +205,7 @@ cdef class NcclGroup:
             return
         self._is_closed = True
         try:
-            self._synchronize(self._lane.get().num_launched(), self._communicator.timeout)
+            self._synchronize(self._lane.get().num_launched(), self._communicator.timeout_s)
         except DistributedError:
             pass  # then the communicator is aborted, which ends what is under way
         except BaseException:
@@ -485,7 +494,7 @@ cdef class NcclGroup:
         work._first = first
         work._second = second
         work._others = others
-        work._x = x
+        work._x = x if is_new else None
         work._written = written
         work._is_new = is_new
         if ticket != 0:
@@ -527,6 +536,8 @@ cdef class NcclGroup:
                 self._kept.append(None)
             self._kept[place] = first
             self._kept[place + 1] = second
+        elif type(second) is NcclWork:  # done already, and others let go up to there
+            (<NcclWork> second).forget()
         if first is not None and first.nbytes >= LARGE:
             with Noting(self._communicator), nogil:
                 self._lane.get().num_done()
@@ -545,9 +556,7 @@ cdef class NcclGroup:
             _busy.discard(self)
         for kept in done:
             if type(kept) is NcclWork:
-                # The work may live on with its user; its arrays need not.
-                (<NcclWork> kept)._second = None
-                (<NcclWork> kept)._others = None
+                (<NcclWork> kept).forget()
         return 0
 
     cdef int _synchronize(self, uint64_t ticket, double seconds) except -1:
@@ -567,11 +576,11 @@ cdef class NcclGroup:
         return self._arrays.deliver(x, written) if is_new else written
 
     cdef inline double _patience(self, timeout) except? -1:
-        return self._communicator.timeout + WATCHDOG_GRACE if timeout is None else self._seconds(timeout)
+        return self._communicator.timeout_s + WATCHDOG_GRACE if timeout is None else self._seconds(timeout)
 
     cdef inline double _seconds(self, timeout) except? -1:
         if timeout is None:
-            return self._communicator.timeout
+            return self._communicator.timeout_s
         if type(timeout) is float and timeout > 0:
             return timeout
         return arguments.check_timeout(timeout)

@@ -1,6 +1,8 @@
 # The libnccl that this process has loaded, and what is passed to it by value: identifiers and
 # configurations.
 
+from operator import index
+
 cimport cython
 from libc.string cimport memcmp, memcpy, memset
 
@@ -62,8 +64,8 @@ cdef class UniqueId:
     """
 
     def __init__(self, data):
-        if isinstance(data, int):
-            raise TypeError(f"A unique id is made of 128 bytes, not of {data!r}.")  # not so many zeros
+        if data is None or isinstance(data, (int, str)):  # bytes(128) are so many zeros
+            raise TypeError(f"A unique id is made of {NCCL_UNIQUE_ID_BYTES} bytes, not of {data!r:.50}.")
         cdef bytes given = bytes(data)
         if len(given) != NCCL_UNIQUE_ID_BYTES:
             raise ValueError(
@@ -153,11 +155,25 @@ cdef ncclConfig_t config_of(dict options) except *:
         _require_version(f"The option {name}", since)
         place = <char*> &config + <Py_ssize_t> offset
         if name in ("net_name", "comm_name"):
-            options[name] = value.encode() if isinstance(value, str) else bytes(value)
+            options[name] = _text_of(name, value)
             (<const char**> place)[0] = <const char*> options[name]
         else:
-            (<int*> place)[0] = value
+            (<int*> place)[0] = _number_of(name, value)
     return config
+
+
+cdef bytes _text_of(str name, value):
+    text = value.encode() if isinstance(value, str) else value
+    if not isinstance(text, bytes) or b"\0" in text:
+        raise TypeError(f"The option {name} must be a text without null characters, not {value!r:.50}.")
+    return text
+
+
+cdef int _number_of(str name, value) except? -1:
+    try:
+        return index(value)
+    except (TypeError, OverflowError):
+        raise TypeError(f"The option {name} must be an integer of 32 bits, not {value!r:.50}.") from None
 
 
 cdef int _require_version(str what, tuple since) except -1:

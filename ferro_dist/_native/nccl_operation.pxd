@@ -47,7 +47,7 @@ cdef class Member:
     # The same for reducing, after set_elements.
     cdef int set_summands(self, Operation* o, str op, BufferView view) except -1
     cdef int set_reduction(self, Operation* o, str op, BufferView view, reduce_op) except -1
-    # For what is no ReduceOp, nor int.
+    # For what is no number: the name of a ReduceOp, or what only some communicators know.
     cdef int set_own_reduction(self, Operation* o, str op, BufferView view, reduce_op) except -1
     cdef int _refuse_reduction(self, str op, int dtype, reduce_op) except -1
     cdef int _demand(self, str op, str name, BufferView view) except -1

@@ -233,6 +233,8 @@ cdef class Member:
         self, str op, BufferView src, BufferView dst, size_t count, Py_ssize_t in_place
     ) except -1:
         if dst is not src:
+            if dst.device_type != CUDA:
+                arguments.raise_mixed_devices(op, rank=self.rank)
             self.check_device(dst, op)
         if dst.dtype != src.dtype:
             arguments.check_out_dtype(
@@ -255,7 +257,7 @@ cdef class Member:
     cdef int set_reduction(self, Operation* o, str op, BufferView view, reduce_op) except -1:
         cdef int reduction
         self.set_summands(o, op, view)
-        if not isinstance(reduce_op, int):
+        if not isinstance(reduce_op, int):  # as a ReduceOp is
             return self.set_own_reduction(o, op, view, reduce_op)
         reduction = reduce_op
         if not _is_reducible(view.dtype, reduction):
@@ -264,8 +266,7 @@ cdef class Member:
         return 0
 
     cdef int set_own_reduction(self, Operation* o, str op, BufferView view, reduce_op) except -1:
-        cdef int reduction = reduce_op  # a number of another library's, or an error
-        return self.set_reduction(o, op, view, reduction)
+        return self.set_reduction(o, op, view, arguments.reduce_op_of(reduce_op))
 
     @cython.final
     cdef int set_summands(self, Operation* o, str op, BufferView view) except -1:
@@ -290,6 +291,8 @@ cdef class Member:
 
     cdef int _refuse_reduction(self, str op, int dtype, reduce_op) except -1:
         cdef str name = DTYPE_NAMES[dtype]
+        if not isinstance(reduce_op, ReduceOp):
+            arguments.reduce_op_of(reduce_op)
         if arguments.is_reducible(name, reduce_op):
             raise UnsupportedOp(
                 f"{op}: NCCL has no {ReduceOp(reduce_op).name} of {name}. Convert the array, or reduce it "

@@ -1,6 +1,8 @@
 # What NCCL keeps for a communicator until it is given back, or the communicator ends.
 
 cimport cython
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libcpp cimport bool as cpp_bool
 
 from ferro_dist._native.buffer_view cimport BufferView, E4M3
 from ferro_dist._native.libnccl cimport (
@@ -11,11 +13,13 @@ from ferro_dist._native.nccl_operation cimport float_code, nccl_dtype
 
 import numpy
 
-from ferro_dist import arguments
 from ferro_dist.dtypes import DTYPE_NAMES
-from ferro_dist.errors import UnsupportedOp
+from ferro_dist.errors import InvalidArray, UnsupportedOp
 
 __all__ = ["PreMulSum", "Registration", "Window"]
+
+cdef extern from "Python.h":
+    int Py_AddPendingCall(int (*function)(void*), void* argument) noexcept nogil
 
 
 @cython.final
@@ -49,8 +53,9 @@ cdef class PreMulSum:
         if connection is not self._connection:
             raise UnsupportedOp(f"{op}: this PreMulSum is another communicator's.", op=op)
         if dtype != self._dtype:
-            arguments.check_out_dtype(
-                op, DTYPE_NAMES[dtype], DTYPE_NAMES[self._dtype], rank=connection.rank)
+            raise InvalidArray(
+                f"{op}: x is {DTYPE_NAMES[dtype]}, and this PreMulSum multiplies "
+                f"{DTYPE_NAMES[self._dtype]}.", op=op, rank=connection.rank)
         return self._reduce_op
 
     def __dealloc__(self):
@@ -65,7 +70,9 @@ cdef PreMulSum make_premul_sum(Connection connection, scalar, str dtype, timeout
     cdef int code = float_code(dtype)
     if code >= E4M3:
         connection.check_float8("premul_sum", code)
-    cdef bytes value = numpy.array(scalar, _numpy_dtype(dtype)).tobytes()
+    if isinstance(scalar, str):
+        raise TypeError(f"premul_sum: scalar must be a number, not {scalar!r:.50}.")
+    cdef bytes value = numpy.array(float(scalar), _numpy_dtype(dtype)).tobytes()
     cdef char* data = value
     cdef ncclDataType_t native_dtype = nccl_dtype(code)
     cdef Patience patience = connection.patience(timeout)
@@ -96,23 +103,34 @@ cdef class Registration:
     def close(self, *, timeout=None):
         """Let the communicator forget the memory. Idempotent."""
         cdef void* registration = self._registration
+        cdef Patience patience
         self._registration = NULL
-        if registration == NULL or self._connection.is_closed:
-            return
-        cdef Patience patience = self._connection.patience(timeout)
-        with Noting(self._connection), nogil:
-            self._connection._native.get().deregister_buffer(registration, patience)
-        self._view = None
+        if registration != NULL and not self._connection.is_closed:
+            patience = self._connection.patience(timeout)
+            with Noting(self._connection), nogil:
+                self._connection._native.get().deregister_buffer(registration, patience)
+        self._view = None  # last: NCCL knew of it
 
     def __dealloc__(self):
-        if self._registration != NULL and is_own(self._connection):
-            self._connection._native.get().deregister_later(self._registration)
+        if self._registration == NULL or not is_own(self._connection):
+            return
+        Py_INCREF(self._view)  # the reaper's
+        self._connection._native.get().deregister_later(self._registration, _let_go, <void*> self._view)
+
+
+cdef cpp_bool _let_go(void* view) noexcept nogil:
+    """On the reaper's thread, which has no interpreter: let the main thread do it; false if it cannot."""
+    return Py_AddPendingCall(_forget, view) == 0
+
+
+cdef int _forget(void* view) noexcept with gil:
+    Py_DECREF(<object> view)
+    return 0
 
 
 cdef Registration make_registration(Connection connection, BufferView view, timeout):
     cdef Registration made = Registration.__new__(Registration)
     cdef Patience patience = connection.patience(timeout)
-    connection.check_device(view, "register")
     made._connection = connection
     made._view = view
     with Noting(connection), nogil:
@@ -125,8 +143,8 @@ cdef Registration make_registration(Connection connection, BufferView view, time
 cdef class Window:
     """Memory that all ranks of a communicator reach; made by `Communicator.register_window`.
 
-    Stays until it is closed, or its communicator is: giving it back is a call of all ranks,
-    which no collector can make.
+    Stays until it is closed, or its communicator is, and keeps the memory alive so long:
+    giving it back is a call of all ranks, which no collector can make.
     """
 
     def __init__(self):
@@ -135,14 +153,16 @@ cdef class Window:
     def close(self, *, timeout=None):
         """Give the window back, on all ranks. Idempotent."""
         cdef ncclWindow_t window = self._window
+        cdef BufferView view = self._view
+        cdef Patience patience
         self._window = NULL
-        self._is_closed = True
-        if window == NULL or self._connection.is_closed:
-            return
-        cdef Patience patience = self._connection.patience(timeout)
-        with Noting(self._connection), nogil:
-            self._connection._native.get().deregister_window(window, patience)
         self._view = None
+        self._is_closed = True
+        if window != NULL and not self._connection.is_closed:
+            patience = self._connection.patience(timeout)
+            with Noting(self._connection), nogil:
+                self._connection._native.get().deregister_window(window, patience)
+        self._connection._window_views.discard(view)
 
     cdef ncclWindow_t open(self, Connection connection) except NULL:
         if self._is_closed:
@@ -159,9 +179,9 @@ cdef class Window:
 cdef Window make_window(Connection connection, BufferView view, int flags, timeout):
     cdef Window made = Window.__new__(Window)
     cdef Patience patience = connection.patience(timeout)
-    connection.check_device(view, "register_window")
     made._connection = connection
     made._view = view
+    connection._window_views.add(view)
     with Noting(connection), nogil:
         made._window = connection._native.get().register_window(
             view.data, view.nbytes, flags, patience)

@@ -380,16 +380,12 @@ def _why_no_gpu(device: int | None) -> str:
     """Make `device` current; say what keeps this rank from using NCCL, "" for nothing."""
     try:
         load_nccl()
-        from ferro_dist._native.cuda_runtime import device_count, set_device
+        from ferro_dist._native.cuda_runtime import device_count, device_number, set_device
 
-        num_devices = device_count()
-        if num_devices == 0:
+        if device_count() == 0:
             return "This process sees no GPU."
-        if device is None:
-            return ""
-        if not 0 <= device < num_devices:
-            return f"GPU {device} is not among the {num_devices} that this process sees."
-        set_device(device)
+        if device is not None:
+            set_device(device_number(device))
         return ""
     except DistributedError as error:
         return str(error)

@@ -330,15 +330,17 @@ class NcclBackend(BoundBackend):
     def _check_agreement(self, members: tuple[int, ...], deadline: Deadline) -> None:
         """Raise CollectiveMismatch unless all ranks of the group named the same members."""
         from ferro_dist._native.cuda_memory import DeviceMemory, copy_async
+        from ferro_dist._native.cuda_stream import Stream
 
         masks = np.zeros((self.world_size, self.world_size), np.int32)
         masks[self.rank, list(members)] = np.arange(1, len(members) + 1)
         own = DeviceMemory(masks[0].nbytes, self.device)
         gathered = DeviceMemory(masks.nbytes, self.device)
-        stream = self.stream
+        # Not the group's: to wait for that would be without end, where ranks stay away, and deaf
+        # to Ctrl-C; and what a call that raises leaves behind may not be in use there.
+        stream = Stream(self.device)
         copy_async(own.address, masks[self.rank].ctypes.data, masks[0].nbytes, stream)
-        # A call of the group, so that a rank that stays away is a Timeout. To wait for the
-        # stream instead would be without end, and deaf to Ctrl-C.
+        stream.synchronize()
         self.all_gather(own, gathered, True, deadline.remaining_s, 0)
         self._group.synchronize(deadline.remaining_s + WATCHDOG_GRACE_S)
         copy_async(masks.ctypes.data, gathered.address, masks.nbytes, stream)

@@ -700,6 +700,31 @@ def test_a_group_orders_the_streams_that_it_uses() -> None:
     assert run_emulated(2, share_streams) == [[[0], [16], [32]]] * 2
 
 
+def share_a_stream(rank: int, world_size: int, addr: str, blocking: int) -> list[list[float]]:
+    nccl = Nccl()
+    names = (shared_id(f"{addr}{i}") for i in range(2))
+    comms = [nccl.communicator(world_size, name, rank, blocking=blocking) for name in names]
+    for comm in comms:
+        nccl.settle(comm)
+    arrays = [nccl.gpu.array(floats([1])) for _ in comms]
+    for _ in range(20):
+        nccl.GroupStart()
+        for a, comm in zip(arrays, comms, strict=True):
+            nccl.AllReduce(a, a, size(1), FLOAT32, MAX, comm, DEFAULT)
+        nccl.GroupEnd()
+        for comm in comms:
+            nccl.settle(comm)
+    results = [a.numpy().tolist() for a in arrays]
+    for comm in comms:
+        nccl.CommDestroy(comm)
+    return results
+
+
+@pytest.mark.parametrize("blocking", [0, 1])
+def test_a_group_launches_its_communicators_in_one_order(blocking: int) -> None:
+    assert run_emulated(2, share_a_stream, blocking) == [[[1], [1]]] * 2
+
+
 def make_many(rank: int, world_size: int, addr: str) -> bool:
     nccl = Nccl()
 

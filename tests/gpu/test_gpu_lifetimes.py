@@ -242,6 +242,46 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(kind: str) -> None:
     assert ranks(2, fork_and_call, kind) == [7, 7]
 
 
+FORKED = """
+import os
+group = connect()
+fd.allreduce(x, group)
+child = os.fork()
+if child == 0:
+    raise SystemExit(7)  # through the interpreter's end, where the parent's group is its to find
+_, status = os.waitpid(child, 0)
+group.close()
+raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_may_exit_as_any_program() -> None:
+    assert run(FORKED) == (7, "")
+
+
+# Results
+
+
+def read_results_after_the_end(rank: int, world_size: int, addr: str, kind: str) -> list[Any]:
+    x = emulated_gpu().array(np.ones(4))
+    with connect(kind, rank, world_size, addr) as group:
+        closed, aborted = group.split([0, 1]), group.split([0, 1])
+        right, unknown = (fd.allreduce(x, part, async_op=True) for part in (closed, aborted))
+        closed.close()
+        getattr(aborted, "nccl", aborted).abort()
+        with pytest.raises(ChannelClosed):
+            unknown.result()
+        aborted.close()
+    right.wait(1)
+    results: list[Any] = right.result().numpy().tolist()
+    return results
+
+
+@pytest.mark.parametrize("kind", ["nccl", "hybrid"])
+def test_results_outlive_a_group_that_was_closed_but_not_one_that_was_aborted(kind: str) -> None:
+    assert ranks(2, read_results_after_the_end, kind) == [[2.0] * 4] * 2
+
+
 # Interpreter exit
 
 STAGES = {

@@ -34,13 +34,14 @@ def refuse_host_arrays(rank: int, world_size: int, addr: str) -> None:
             lambda: fd.all_gather(bytearray(4), group),
             lambda: fd.send(host, group, 1 - rank),
             lambda: fd.recv(host, group, 1 - rank),
-            lambda: fd.allreduce(device, group, out=host),
             lambda: fd.batch([fd.P2POp("send", host, 1 - rank)], group),
         ]
         for call in calls:
             with pytest.raises(UnsupportedOp, match="HybridBackend") as told:
                 call()
             assert told.value.rank == rank
+        with pytest.raises(InvalidArray, match="different devices"):  # by a HybridBackend, too
+            fd.allreduce(device, group, out=host)
         assert fd.allreduce(device, group).numpy().tolist() == [2] * 4
 
 
@@ -110,6 +111,23 @@ def split_alone(rank: int, world_size: int, addr: str) -> None:
 
 def test_split_does_not_wait_for_ever_for_a_rank_that_stays_away() -> None:
     ranks(2, split_alone)
+
+
+def split_what_has_failed(rank: int, world_size: int, addr: str) -> None:
+    gpu = emulated_gpu()
+    with connect("nccl", rank, world_size, addr) as group:
+        gpu.set_faults("point=allreduce,act=remote_error")
+        x = gpu.array(np.ones(4))
+        with pytest.raises(fd.DistributedError):
+            fd.allreduce(x, group, async_op=True).wait(10)
+        gpu.set_delay(2_000)  # copies are under way for longer than the call
+        with pytest.raises(fd.LockPoisoned):
+            group.split([0])
+        gpu.synchronize()  # a copy that finds its memory freed would end the process
+
+
+def test_split_of_a_failed_group_leaves_no_copies_behind() -> None:
+    ranks(1, split_what_has_failed)
 
 
 def use_raw_pointers(rank: int, world_size: int, addr: str) -> list[list[float]]:

@@ -353,7 +353,14 @@ def test_a_cuda_array_of_an_extension_dtype_is_named_by_its_array() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"typestr": ">f4"}, {"typestr": "<V2"}, {"typestr": "<M8"}, {"mask": object()}]
+    "changes",
+    [
+        {"typestr": ">f4"},
+        {"typestr": "<V2"},
+        {"typestr": "<M8"},
+        {"mask": object()},
+        {"data": (0, False)},
+    ],
 )
 def test_a_cuda_array_that_cannot_move_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidArray):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ferro_dist._native.buffer_view import as_view
+from ferro_dist.errors import BackendUnavailable, InvalidArray, LockPoisoned
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 
@@ -102,6 +106,58 @@ def describe_addresses(_: Any) -> list[str]:
 
 def test_location_of_an_address_is_known() -> None:
     assert alone(describe_addresses) == ["device", "host", "unregistered"]
+
+
+def name_no_device(_: Any) -> None:
+    emulated_gpu(devices=2)
+    from ferro_dist._native.cuda_memory import DeviceMemory
+    from ferro_dist._native.cuda_stream import Stream
+    from ferro_dist._native.nccl_memory import NcclMemory
+
+    for make in (Stream, partial(DeviceMemory, 8), partial(NcclMemory, 8)):
+        with pytest.raises(BackendUnavailable, match="GPU 2 is not among the 2 that"):
+            make(2)
+        made: Any = make(np.int64(1))
+        assert made.device == 1
+        made.close()
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    run_ranks(1, name_no_device)
+
+
+def view_closed_memory(_: Any) -> None:
+    emulated_gpu()
+    from ferro_dist._native.cuda_memory import DeviceMemory
+
+    memory = DeviceMemory(8)
+    memory.close()
+    with pytest.raises(InvalidArray, match="no memory"):
+        as_view(memory)
+
+
+def test_closed_memory_is_no_array() -> None:
+    alone(view_closed_memory)
+
+
+def ask_in_a_child(_: Any) -> int:
+    emulated_gpu()
+    from ferro_dist._native.cuda_runtime import current_device
+
+    current_device()
+    child = os.fork()
+    if child == 0:
+        try:
+            current_device()
+        except LockPoisoned as error:
+            os._exit(7 if "spawn" in str(error) else 2)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_is_told_how_to_use_cuda() -> None:
+    assert alone(ask_in_a_child) == 7
 
 
 def find_current_stream(_: Any) -> None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -19,10 +20,12 @@ import ferro_dist as fd
 from ferro_dist._emulation.gpu import array_over
 from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.errors import (
+    BackendUnavailable,
     ChannelClosed,
     DistributedError,
     InvalidArray,
     InvalidRank,
+    InvalidWorldSize,
     LockPoisoned,
     SelfSend,
     SizeMismatch,
@@ -203,6 +206,53 @@ def test_group_that_raises_launches_nothing() -> None:
     assert ranks(2, raise_in_a_group) == [[*range(8)], [*range(1, 9)]]
 
 
+def raise_in_an_inner_group(backend: Any) -> list[Any]:
+    communicator = connect(backend)
+    group = load_nccl().Group
+    outer, inner = ranked(backend.rank), ranked(backend.rank)
+    with group():
+        communicator.allreduce(outer, outer)
+        with contextlib.suppress(KeyError), group():
+            communicator.allreduce(inner, inner)
+            raise KeyError
+    result = [values(outer)[0], values(inner)[0]]
+    communicator.close()
+    return result
+
+
+def test_inner_group_that_raises_takes_back_its_part_alone() -> None:
+    assert ranks(2, raise_in_an_inner_group) == [[1, 0], [1, 1]]
+
+
+def end_a_group_elsewhere(backend: Any) -> list[Any]:
+    """Its thread goes on collecting, so that it launches there what is called there."""
+    communicator = connect(backend)
+    group = load_nccl().Group()
+    x = ranked(0)
+    seen: list[Any] = []
+
+    def end() -> None:
+        try:
+            group.__exit__(None, None, None)
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    with group:
+        communicator.allreduce(x, x)
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join(TIMEOUT_S)
+    seen.append(values(x)[1])
+    communicator.close()
+    return seen
+
+
+def test_a_group_ends_in_its_own_thread() -> None:
+    assert ranks(1, end_a_group_elsewhere) == [
+        ["A group must end in the thread in which it began.", 1.0]
+    ]
+
+
 def reduce_coalesced(backend: Any) -> list[list[Any]]:
     communicator = connect(backend)
     arrays = [ranked(backend.rank + i, 2) for i in range(50)]
@@ -244,7 +294,7 @@ def test_coalesced_arrays_may_be_part_of_a_group() -> None:
 
 def refuse_bad_arguments(backend: Any) -> None:
     gpu = emulated_gpu()
-    communicator = connect(backend)
+    communicator: Any = connect(backend)
     x = ranked(0)
     strided = gpu.array(np.zeros((4, 4), np.float32))[:, 1]
     with pytest.raises(UnsupportedOp, match="HybridBackend"):
@@ -261,11 +311,32 @@ def refuse_bad_arguments(backend: Any) -> None:
         communicator.allreduce(gpu.empty(4, "int32"), gpu.empty(4, "int32"), ReduceOp.MEAN)
     with pytest.raises(UnsupportedOp, match="int16"):
         communicator.allreduce(gpu.empty(4, "int16"), gpu.empty(4, "int16"))
-    with pytest.raises(InvalidRank):
-        communicator.broadcast(x, x, 2)
+    for root in (2, -1, None, "0", 0.0, True):
+        with pytest.raises(InvalidRank):
+            communicator.broadcast(x, x, root)
+    for op in ("median", None, 99, 2.5):
+        with pytest.raises(UnsupportedOp, match="There is no reduction"):
+            communicator.allreduce(x, x, op)
     with pytest.raises(SelfSend):
         communicator.send(x, backend.rank)
-    communicator.allreduce(x, x)  # nothing of it harmed the communicator
+    with pytest.raises(InvalidRank, match="excludes itself"):
+        communicator.shrink([backend.rank])
+    with pytest.raises(InvalidArray, match="not C-contiguous"):
+        communicator.register_window(strided)
+    for color, key in ((-1, 0), (0.5, 0), (0, None)):
+        with pytest.raises((TypeError, ValueError)):
+            communicator.split(color, key)
+    for scalar in (None, "2", [1, 2]):
+        with pytest.raises(TypeError):
+            communicator.premul_sum(scalar, "float32")
+    weighted = communicator.premul_sum(2, "float64")
+    with pytest.raises(InvalidArray, match="x is float32, and this PreMulSum multiplies float64"):
+        communicator.allreduce(x, x, weighted)
+    weighted.close()
+    for timeout in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="positive number of seconds"):
+            communicator.timeout = timeout
+    communicator.allreduce(x, x, "max")  # nothing of it harmed the communicator
     communicator.close()
 
 
@@ -276,14 +347,55 @@ def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
 def refuse_unknown_options(backend: Any) -> None:
     emulated_gpu()
     nccl = load_nccl()
+
+    def make(world_size: Any = 1, rank: Any = 0, device: Any = 0, **options: Any) -> None:
+        nccl.Communicator.init_rank(
+            world_size, nccl.get_unique_id(), rank, device=device, **options
+        ).close()
+
     with pytest.raises(TypeError, match="max_ctas"):
-        nccl.Communicator.init_rank(1, nccl.get_unique_id(), 0, device=0, maximum=3)
-    with pytest.raises(InvalidRank):
-        nccl.Communicator.init_rank(2, nccl.get_unique_id(), 2, device=0)
+        make(maximum=3)
+    for name, value in (
+        ("max_ctas", "3"),
+        ("max_ctas", 1.5),
+        ("max_ctas", 1 << 40),
+        ("net_name", 3),  # bytes(3) would be three zeros
+        ("net_name", None),
+        ("comm_name", "a\0b"),
+    ):
+        with pytest.raises(TypeError, match=f"The option {name} must be"):
+            make(**{name: value})
+    for place in ((2, 2), (2, -1), (2, "0")):
+        with pytest.raises(InvalidRank):
+            make(*place)
+    with pytest.raises(InvalidWorldSize):
+        make(0)
+    for device in (1, -1):  # with one, it would be made on the current device, and misnamed
+        with pytest.raises(BackendUnavailable, match=f"GPU {device} is not among the 1 that"):
+            make(device=device)
+    with pytest.raises(TypeError, match="number of a GPU"):
+        make(device="0")
+    for timeout in (0, float("nan")):
+        with pytest.raises(ValueError, match="positive number of seconds"):
+            make(timeout=timeout)
+    make(comm_name="a", net_name=b"Socket", max_ctas=np.int64(4))
 
 
-def test_unknown_options_and_ranks_are_refused() -> None:
+def test_unknown_options_and_places_are_refused() -> None:
     ranks(1, refuse_unknown_options)
+
+
+def call_what_nobody_made(backend: Any) -> None:
+    communicator_class = type(connect(backend))
+    empty = communicator_class.__new__(communicator_class)
+    for call in (empty.async_error, empty.finalize, empty.last_error, lambda: empty.split(0, 0)):
+        with pytest.raises(TypeError, match=r"Communicator\.init_rank"):
+            call()
+    empty.close()
+
+
+def test_a_communicator_that_was_never_made_is_no_crash() -> None:
+    ranks(1, call_what_nobody_made)
 
 
 def compare_unique_ids(backend: Any) -> None:
@@ -298,6 +410,9 @@ def compare_unique_ids(backend: Any) -> None:
         nccl.UniqueId(b"short")
     with pytest.raises(TypeError, match="made of 128 bytes, not of 128"):
         nccl.UniqueId(128)  # bytes(128) would be so many zeros
+    for data in (None, "text"):
+        with pytest.raises(TypeError, match="made of 128 bytes"):
+            nccl.UniqueId(data)
 
 
 def test_unique_ids_are_values() -> None:
@@ -461,6 +576,35 @@ def drop_without_closing(backend: Any) -> None:
 
 def test_dropped_communicators_are_ended_by_the_reaper() -> None:
     ranks(2, drop_without_closing)
+
+
+def close_with_less_patience(backend: Any) -> bool:
+    """The first close waits for long; the second one ends what the first began."""
+    gpu = emulated_gpu()
+    communicator = connect(backend)
+    x = ranked(0)
+    gpu.set_faults("point=allreduce,act=hang")
+    communicator.allreduce(x, x)
+    gpu.set_faults("")
+    thread = threading.Thread(target=communicator.close)
+    thread.start()
+    while not is_refused(communicator):
+        os.sched_yield()
+    communicator.close(timeout=0.2)
+    thread.join(TIMEOUT_S / 2)
+    return communicator.is_closed and not thread.is_alive()
+
+
+def is_refused(communicator: Any) -> bool:
+    try:
+        communicator.async_error()
+    except ChannelClosed:
+        return True
+    return False
+
+
+def test_a_later_close_may_have_less_patience() -> None:
+    assert ranks(1, close_with_less_patience) == [True]
 
 
 def hang_in_the_end(backend: Any) -> tuple[bool, bool]:
@@ -767,6 +911,29 @@ def put_into_the_next_rank(backend: Any) -> list[list[float]]:
 def test_puts_and_signals_arrive_in_windows() -> None:
     for rank, received in enumerate(ranks(3, put_into_the_next_rank)):
         assert received == [[float(i + (rank - 1) % 3) for i in range(4)]] * 2
+
+
+def drop_what_is_registered(backend: Any) -> list[bool]:
+    """NCCL knows of memory until it has been told to forget it."""
+    gpu = emulated_gpu()
+    communicator = connect(backend)
+    arrays = [gpu.empty(1 << 20) for _ in range(2)]
+    window, registration = communicator.register_window(arrays[0]), communicator.register(arrays[1])
+    alive = [weakref.ref(array.memory) for array in arrays]
+    gpu.set_faults("point=deregister,act=slow,ms=300")
+    arrays.clear()
+    del window, registration
+    gc.collect()
+    held = [ref() is not None for ref in alive]
+    while alive[1]() is not None:  # the main thread lets go of it, within this test's time
+        os.sched_yield()
+    held.append(alive[0]() is not None)  # peers may write there until the communicator ends
+    communicator.close()
+    return [*held, alive[0]() is None]
+
+
+def test_registered_memory_is_kept_until_nccl_has_forgotten_it() -> None:
+    assert ranks(2, drop_what_is_registered) == [[True] * 4] * 2
 
 
 def reduce_in_windows(backend: Any) -> list[float]:

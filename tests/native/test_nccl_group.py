@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import weakref
 from typing import Any
 
@@ -219,6 +220,34 @@ def call_while_letting_go(backend: Any) -> list[int]:
 
 def test_a_call_made_while_arrays_are_let_go_keeps_its_own() -> None:
     assert ranks(1, call_while_letting_go) == [[1, 1, 0]]
+
+
+def hold_works(backend: Any) -> list[int]:
+    """Another thread lets go of calls at every moment, also before this one has noted its own."""
+    gpu = emulated_gpu()
+    group = make_group(backend)
+    x, out = ranked(0), gpu.empty(8)
+    references = sys.getrefcount(x)
+    is_over = threading.Event()
+
+    def let_go() -> None:
+        while not is_over.is_set():
+            group.synchronize()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    works = [group.allreduce(x, out, SUM, True, None, 0) for _ in range(500)]
+    is_over.set()
+    thread.join()
+    group.synchronize()
+    held = sys.getrefcount(x) - references
+    assert all(work.is_completed() and work.result() is out for work in works)
+    group.close()
+    return [held, group.num_in_flight]
+
+
+def test_work_that_is_done_holds_no_inputs() -> None:
+    assert ranks(1, hold_works) == [[0, 0]]
 
 
 class OtherLibrarysArray:

@@ -1,6 +1,7 @@
 #include "emulation/nccl/group.hpp"
 
 #include <algorithm>
+#include <future>
 #include <thread>
 
 #include "emulation/nccl/calls.hpp"
@@ -64,6 +65,11 @@ ncclResult_t run_jobs(std::vector<Job>& jobs) {
   return ncclSuccess;
 }
 
+struct PassOn {
+  ~PassOn() { done.set_value(); }
+  std::promise<void>& done;
+};
+
 ncclResult_t run_batches(std::vector<Batch>& batches) {
   if (is_blocking(batches)) {
     std::vector<Use> uses;
@@ -71,16 +77,23 @@ ncclResult_t run_batches(std::vector<Batch>& batches) {
     for (Batch& batch : batches) launch(batch.communicator, std::move(batch.operations));
     return ncclSuccess;
   }
-  // As a real NCCL, in the background: nothing is in the stream before the state says so.
+  // As a real NCCL, in the background: nothing is in the stream before the state says so. Nor may a
+  // communicator overtake another: ranks whose streams had them in different orders would wait for each
+  // other.
   ncclResult_t result = ncclSuccess;
+  std::shared_future<void> before;
   for (Batch& batch : batches) {
     const auto shared = std::make_shared<Batch>(std::move(batch));
     const CommunicatorPtr communicator = shared->communicator;
     const Fault fault = fault_plan().next("launch", communicator->rank);
-    result = communicator->run([shared, fault] {
+    const auto done = std::make_shared<std::promise<void>>();
+    result = communicator->run([shared, fault, before, done] {
+      const PassOn pass_on{*done};
       suffer(fault, "ncclGroupEnd", *shared->communicator);
+      if (before.valid()) before.wait();
       launch(shared->communicator, std::move(shared->operations));
     });
+    before = done->get_future().share();
   }
   return result;
 }
