@@ -201,7 +201,7 @@ def test_all_members_hear_that_their_group_could_not_be_made() -> None:
 
 def test_counts_above_two_to_the_31_are_moved() -> None:
     count = 2**31 + 5
-    first, second = fd.SimulatedBackend.create_group(2, timeout=100)
+    first, second = fd.SimulatedBackend.create_group(2, timeout=250)
     with first, second, ThreadPoolExecutor(1) as other:
         x = np.zeros(count, np.uint8)
         x[:: 2**20] = 7

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_injection import meet
 from torch import nn
 
 import ferro_dist as fd
@@ -49,6 +50,7 @@ def lose_rank_1(backend: Any, failure: Any, overlap: Any, steps_in_backward: boo
     if steps_in_backward:
         ddp.step_in_backward(optimizer)
     before = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    meet(backend, 1)
     y = module[:2](torch.ones(1, 4))
     y = module[2:](failure.apply(y) if backend.rank == 1 else y)
     error: Any = KeyError if backend.rank == 1 else fd.DistributedError
