@@ -209,28 +209,32 @@ void a_local_abort_ends_a_remote_wait() {
 }
 
 void timeout_ends_the_wait_on_every_host() {
-  Group group = make_group({{0, 1}, {2, 3}});
-  on_each_rank(3, [&](int rank) {
-    const Error error = error_of([&] {
-      run(*group.ranks[rank], make(Op::barrier, DType::uint8, 0, nullptr, nullptr), rank == 2 ? 0.2 : 60);
+  const std::vector<Error> errors = told_together([](const Tell& tell) {
+    Group group = make_group({{0, 1}, {2, 3}});
+    on_each_rank(3, [&](int rank) {
+      const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
+      tell(error_of([&] { run(*group.ranks[rank], barrier, rank == 2 ? kShortTimeout : kTimeout); }));
     });
+  });
+  for (const Error& error : errors)
     expect(error.code == ErrorCode::timeout && error.peer == 3,
            "rank 2 waits for rank 3, and tells the others");
-  });
 }
 
 // All give up at the same time but for the patience with messengers: rank 0 waits
 // for rank 2, which waits for rank 3, and rank 1 for rank 0.
 void everybody_names_the_rank_that_is_missing() {
-  Group group = make_group({{0, 1}, {2, 3}}, Inside::memory);
-  on_each_rank(4, [&](int rank) {
-    const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
-    run(*group.ranks[rank], barrier);
-    if (rank == 3) return;
-    const Error error = error_of([&] { run(*group.ranks[rank], barrier, 0.5); });
+  const std::vector<Error> errors = told_together([](const Tell& tell) {
+    Group group = make_group({{0, 1}, {2, 3}}, Inside::memory);
+    on_each_rank(4, [&](int rank) {
+      const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
+      run(*group.ranks[rank], barrier);
+      if (rank != 3) tell(error_of([&] { run(*group.ranks[rank], barrier, kShortTimeout); }));
+    });
+  });
+  for (const Error& error : errors)
     expect(error.code == ErrorCode::timeout && error.missing == std::vector<int>{3},
            "the missing rank is named");
-  });
 }
 
 // The first to give up waits for a leader, which waits for one of its own host. Some wait
@@ -238,14 +242,17 @@ void everybody_names_the_rank_that_is_missing() {
 void all_missing_ranks_are_named_on_every_host() {
   const Hosts hosts = {{0, 1, 2}, {3, 4}, {5, 6}};
   for (const std::vector<int>& absent : {std::vector<int>{4}, {4, 6}, {1, 5}}) {
-    Group group = make_group(hosts, Inside::memory);
-    on_each_rank(7, [&](int rank) {
-      const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
-      run(*group.ranks[rank], barrier);
-      if (std::find(absent.begin(), absent.end(), rank) != absent.end()) return;
-      const Error error = error_of([&] { run(*group.ranks[rank], barrier, rank == 0 ? 1 : 60); });
-      expect(error.code == ErrorCode::timeout && error.missing == absent, "those who are absent are named");
+    const std::vector<Error> errors = told_together([&](const Tell& tell) {
+      Group group = make_group(hosts, Inside::memory);
+      on_each_rank(7, [&](int rank) {
+        const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
+        run(*group.ranks[rank], barrier);
+        if (std::find(absent.begin(), absent.end(), rank) != absent.end()) return;
+        tell(error_of([&] { run(*group.ranks[rank], barrier, rank == 0 ? kShortTimeout : kTimeout); }));
+      });
     });
+    for (const Error& error : errors)
+      expect(error.code == ErrorCode::timeout && error.missing == absent, "those who are absent are named");
   }
 }
 

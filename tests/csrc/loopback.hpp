@@ -8,22 +8,28 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "ferro/tcp_mesh.hpp"
+#include "ferro/testimony.hpp"
 #include "ferro/transport.hpp"
 
 namespace ferro::test {
 
 constexpr double kTimeout = 60;
+// What must pass, but not before ranks that a busy machine keeps from running have come.
+constexpr double kShortTimeout = 3;
 
 inline void expect(bool condition, const std::string& what) {
   if (condition) return;
@@ -109,6 +115,30 @@ inline Error error_of(const std::function<void()>& body) {
   }
   expect(false, "an error should have been thrown");
   return Error(ErrorCode::none);
+}
+
+// What the ranks of a group that ends are told: `attempt` makes a group, and passes on each
+// rank's error. Again, where they were not told at one moment: a rank that the machine keeps from
+// running just then has stopped, for all that the others can know, and they name it.
+using Tell = std::function<void(const Error&)>;
+inline std::vector<Error> told_together(const std::function<void(const Tell&)>& attempt) {
+  using Clock = std::chrono::steady_clock;
+  std::mutex mutex;
+  std::vector<Error> errors;
+  std::vector<Clock::time_point> moments;
+  for (int turn = 0; turn < 10; ++turn) {
+    errors.clear();
+    moments.clear();
+    attempt([&](const Error& error) {
+      const Clock::time_point now = Clock::now();
+      const std::lock_guard<std::mutex> lock(mutex);
+      errors.push_back(error);
+      moments.push_back(now);
+    });
+    const auto [first, last] = std::minmax_element(moments.begin(), moments.end());
+    if (std::chrono::duration<double>(*last - *first).count() < kInquestSeconds / 2) break;
+  }
+  return errors;
 }
 
 using Values = std::vector<std::int32_t>;

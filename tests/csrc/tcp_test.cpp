@@ -362,31 +362,39 @@ void abort_from_another_thread_wakes_all() {
 }
 
 void timeout_names_the_missing_ranks() {
-  Transports group = make_group(4);
-  on_each_rank(2, [&](int rank) {
-    // Rank 1 has patience: what it raises is what it is told.
-    const Error error = error_of([&] {
-      run(*group[rank], make(Op::barrier, DType::uint8, 0, nullptr, nullptr), rank == 0 ? 0.05 : 60);
+  const std::vector<Error> errors = told_together([](const Tell& tell) {
+    Transports group = make_group(4);
+    on_each_rank(2, [&](int rank) {
+      const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
+      // Rank 1 has patience: what it raises is what it is told.
+      const double timeout_s = rank == 0 ? kShortTimeout : kTimeout;
+      const Error error = error_of([&] { run(*group[rank], barrier, timeout_s); });
+      if (rank == 0) expect(error.elapsed_s >= kShortTimeout, "the time waited");
+      tell(error);
     });
+  });
+  for (const Error& error : errors) {
     expect(error.code == ErrorCode::timeout, "timeout");
-    if (rank == 0) expect(error.elapsed_s >= 0.05, "the time waited");
     expect((error.missing == std::vector<int>{2, 3}), "both missing ranks are named to all");
     expect(error.peer == 2, "the first missing rank is the culprit for all");
-  });
+  }
 }
 
 // Recursive doubling: most ranks wait for one that is waiting itself, and no rank for both
 // that are missing.
 void a_rank_that_waits_is_not_missing() {
   const std::vector<int> absent = {5, 10};
-  Transports group = make_group(12);
-  on_each_rank(12, [&](int rank) {
-    const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
-    run(*group[rank], barrier);
-    if (std::find(absent.begin(), absent.end(), rank) != absent.end()) return;
-    const Error error = error_of([&] { run(*group[rank], barrier, rank % 3 == 0 ? 1 : 60); });
-    expect(error.code == ErrorCode::timeout && error.missing == absent, "those who are absent are named");
+  const std::vector<Error> errors = told_together([&](const Tell& tell) {
+    Transports group = make_group(12);
+    on_each_rank(12, [&](int rank) {
+      const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
+      run(*group[rank], barrier);
+      if (std::find(absent.begin(), absent.end(), rank) != absent.end()) return;
+      tell(error_of([&] { run(*group[rank], barrier, rank % 3 == 0 ? kShortTimeout : kTimeout); }));
+    });
   });
+  for (const Error& error : errors)
+    expect(error.code == ErrorCode::timeout && error.missing == absent, "those who are absent are named");
 }
 
 // The same of ranks that are stopped in their call, and go on when the others have given up.
