@@ -564,6 +564,11 @@ cdef BufferView _view_of_ndarray_subclass(object array):
 
 
 cdef str _why_no_view(object array):
+    if array is None:
+        return (
+            "None is no array. Also where an array is not read, one must tell dtype and size, such as "
+            "numpy.empty(shape, dtype)."
+        )
     return (
         f"cannot move this {_name(array)}: it has neither the buffer protocol, nor DLPack, nor "
         "__cuda_array_interface__. Pass an array of it: numpy.asarray(x)."

@@ -119,10 +119,13 @@ def connect(
         A rank ended while the group was being made.
     Io
         A system call failed on some rank; the error says which.
+    TypeError, ValueError
+        `listener` is no socket, or does not listen.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(system_errors(rank))
         if listener is not None:
+            _check_listener(listener)
             stack.callback(listener.close)
         rank, world_size = check_place(rank, world_size)
         deadline = Deadline(check_timeout(timeout))
@@ -134,6 +137,13 @@ def connect(
         stack.callback(loop.close)
         exchange = entrance.open(loop, claim)
         return wire(exchange, entrance.token, create_segment, shared_memory, entrance, adopt)
+
+
+def _check_listener(listener: socket.socket) -> None:
+    if not isinstance(listener, socket.socket):
+        raise TypeError(f"listener must be a socket that listens, not {listener!r:.80}.")
+    if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        raise ValueError("listener must be a socket that listens: call its listen() first.")
 
 
 def connect_through(

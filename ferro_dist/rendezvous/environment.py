@@ -122,6 +122,11 @@ def placement(
         _check_argument(sources[0] if sources else None, rank, world_size)
     if not sources:
         _check_unread(environ)
+        if addr is not None and world_size is None:
+            raise InvalidWorldSize(
+                f"addr={addr!r} was given without rank and world_size, and the environment says "
+                "nothing: give all three"
+            )
         return Placement(0, 1, None, 0, 1, "none", token_source(environ), "")
     source = _complete(sources)
     is_alone = source.world_size == 1

@@ -219,7 +219,7 @@ def test_text_buffers_are_refused() -> None:
 
 @pytest.mark.parametrize("x", [3, 1.5, None, [1, 2], "text", object()])
 def test_what_is_no_array_is_refused(x: object) -> None:
-    with pytest.raises(InvalidArray, match=r"numpy\.asarray"):
+    with pytest.raises(InvalidArray, match=r"numpy\.(asarray|empty)"):
         as_view(x)
 
 

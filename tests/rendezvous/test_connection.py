@@ -151,6 +151,13 @@ def closing(wirings: Sequence[Wiring]) -> Iterator[None]:
 # A healthy group
 
 
+def test_a_listener_that_does_not_listen_is_refused() -> None:
+    with socket.socket() as idle, pytest.raises(ValueError, match="call its listen"):
+        join(0, 2, "127.0.0.1:5", listener=idle)
+    with pytest.raises(TypeError, match="listener must be a socket"):
+        join(0, 2, "127.0.0.1:5", listener=3)
+
+
 def test_a_world_of_one_needs_no_address() -> None:
     wiring = connect(0, 1, None, create_segment=make_segment, adopt=keep)
     assert (wiring.hosts, wiring.segment_fd, wiring.sockets) == (((0,),), None, {})

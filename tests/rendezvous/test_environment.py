@@ -270,7 +270,10 @@ def test_rank_alone_must_agree_with_the_environment() -> None:
         placement(rank=0, environ={})
     with pytest.raises(InvalidWorldSize, match="world_size=3"):
         placement(world_size=3, environ=torchrun(1, 4))
+    with pytest.raises(InvalidWorldSize, match="addr='node0:5' was given without rank"):
+        placement(addr="node0:5", environ={})
     assert placement(world_size=1, environ={}).world_size == 1
+    assert placement(world_size=1, addr="node0:5", environ={}).world_size == 1
 
 
 @pytest.mark.parametrize("rank", [-1, 2, True, 1.0, "0"])
