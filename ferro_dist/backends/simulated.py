@@ -30,10 +30,18 @@ class SimulatedBackend(EngineBackend):
 
     name = "simulated"
 
-    def __init__(self, communicator: Communicator, siblings: _Siblings) -> None:
+    def __init__(self, *_arguments: object, **_options: object) -> None:
+        raise TypeError(
+            "The ranks of a simulated group are made together, and each is given to a thread of "
+            "its own: SimulatedBackend.create_group(world_size)."
+        )
+
+    def _adopt(self, communicator: Communicator, siblings: _Siblings) -> SimulatedBackend:
+        """Make this a rank of the group, in place of __init__."""
         super().__init__(communicator)
         self._siblings = siblings
         self._num_splits = 0
+        return self
 
     @classmethod
     def create_group(cls, world_size: int, *, timeout: float = 300.0) -> list[SimulatedBackend]:
@@ -62,7 +70,7 @@ class SimulatedBackend(EngineBackend):
         timeout = arguments.check_timeout(timeout)
         siblings = _Siblings()
         return [
-            cls(communicator, siblings)
+            cls.__new__(cls)._adopt(communicator, siblings)
             for communicator in Communicator.create_group(world_size, count_own(), timeout, results)
         ]
 

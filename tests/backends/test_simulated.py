@@ -56,6 +56,11 @@ def play() -> Iterator[Play]:
                 rank.close()
 
 
+def test_no_rank_is_made_alone() -> None:
+    with pytest.raises(TypeError, match=r"create_group\(world_size\)"):
+        fd.SimulatedBackend(4)
+
+
 @given(
     size=st.integers(1, 4),
     op=st.sampled_from(COLLECTIVES),
