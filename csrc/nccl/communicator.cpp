@@ -247,7 +247,8 @@ void Communicator::deregister_later(void* registration, bool (*let_go)(void*), v
         is_back = is_back || give_back_quietly(*self, [&](Patience& patience) {
                     self->deregister_buffer(registration, patience);
                   });
-        return is_back && let_go(memory);
+        // At the exit nobody may be left to take it, and the process takes all along.
+        return is_back && (let_go(memory) || Reaper::instance().is_stopping());
       });
 }
 

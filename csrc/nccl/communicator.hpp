@@ -72,7 +72,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
                                 Patience& patience);
   void destroy_reduce_op(ncclRedOp_t reduce_op, Patience& patience);
   // What nobody holds any more is given back by the reaper, if the communicator still lives.
-  // `let_go(memory)` follows, as often as it returns false.
+  // `let_go(memory)` follows, as often as it returns false, but not at the process's exit.
   void deregister_later(void* registration, bool (*let_go)(void*), void* memory) noexcept;
   void destroy_reduce_op_later(ncclRedOp_t reduce_op) noexcept;
   void suspend(Patience& patience);

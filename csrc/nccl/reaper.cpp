@@ -112,6 +112,11 @@ void Reaper::stop(double grace_s) noexcept {
   changed_.wait_until(lock, after(grace_s + kAbortGrace), [&] { return is_over(); });
 }
 
+bool Reaper::is_stopping() noexcept {
+  const std::lock_guard<std::mutex> lock(lock_);
+  return is_stopping_;
+}
+
 bool Reaper::is_over() const { return endings_.empty() && !is_working_; }
 
 }  // namespace ferro::nccl

@@ -36,6 +36,7 @@ class Reaper {
   // Ends what it has, and the threads; what comes later is left to the system, and so is a
   // thread that hangs in NCCL. For the interpreter's exit. Takes little more than `grace_s`.
   void stop(double grace_s) noexcept;
+  bool is_stopping() noexcept;
 
   static constexpr double kGrace = 10;  // seconds
 

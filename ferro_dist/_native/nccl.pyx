@@ -733,11 +733,13 @@ cdef inline object _keeper_of(BufferView view):
 
 cdef vector[ncclUniqueId] _ids_of(unique_ids) except *:
     cdef vector[ncclUniqueId] ids
-    cdef nccl_library.UniqueId unique_id
-    for unique_id in (unique_ids,) if isinstance(unique_ids, UniqueId) else unique_ids:
-        if unique_id is None:
-            raise TypeError("unique_ids must be a UniqueId or several, and one of them is None.")
-        ids.push_back(unique_id._id)
+    is_one = unique_ids is None or isinstance(unique_ids, (UniqueId, bytes))
+    for each in (unique_ids,) if is_one else unique_ids:
+        if type(each) is not UniqueId:
+            raise TypeError(
+                f"unique_ids must be a UniqueId or several, not {each!r:.50}; UniqueId(data) makes one of "
+                "its bytes.")
+        ids.push_back((<nccl_library.UniqueId> each)._id)
     if ids.empty():
         raise ValueError("unique_ids is empty, and a communicator needs at least one.")
     return ids

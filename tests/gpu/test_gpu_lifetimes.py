@@ -300,6 +300,8 @@ STAGES = {
     "another_thread_waits": "gpu.set_faults('point=allreduce,act=hang'); group = connect(); "
     "fd.allreduce(x, group); "
     "threading.Thread(target=wait_for, args=(group,), daemon=True).start()",
+    "registrations_dropped": "group = connect(); "
+    "[group.comm.register(gpu.empty(4)) for _ in range(100)]",
     "exception": "group = connect(); fd.allreduce(x, group); raise SystemExit(0)",
 }
 

@@ -378,6 +378,9 @@ def refuse_unknown_options(backend: Any) -> None:
     for timeout in (0, float("nan")):
         with pytest.raises(ValueError, match="positive number of seconds"):
             make(timeout=timeout)
+    for unique_ids in (None, bytes(128), [bytes(128)], [None]):
+        with pytest.raises(TypeError, match="a UniqueId or several, not"):
+            nccl.Communicator.init_rank(1, unique_ids, 0)
     make(comm_name="a", net_name=b"Socket", max_ctas=np.int64(4))
 
 
