@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -62,7 +63,11 @@ def test_first_allreduce_loads_no_library_of_cuda_or_mpi() -> None:
 
 @pytest.mark.parametrize("name", fd.__all__)
 def test_every_public_name_loads_and_has_a_docstring(name: str) -> None:
-    assert getattr(fd, name).__doc__
+    thing = getattr(fd, name)
+    assert thing.__doc__
+    if inspect.isclass(thing):
+        members = [member for member in vars(thing) if not member.startswith("_")]
+        assert [m for m in members if not inspect.getdoc(getattr(thing, m))] == []
 
 
 def test_public_names_are_listed() -> None:

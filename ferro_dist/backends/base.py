@@ -38,7 +38,11 @@ class P2POp:
         `op` is something else.
     """
 
-    __slots__ = ("array", "is_send", "peer")
+    __slots__ = {
+        "array": "What is sent, or what is received into.",
+        "is_send": 'Whether `op` was ``"send"``.',
+        "peer": "Destination or source.",
+    }
 
     def __init__(self, op: Literal["send", "recv"], array: Array, peer: int) -> None:
         if not isinstance(op, str) or op not in ("send", "recv"):
