@@ -101,9 +101,9 @@ class Call {
   double timeout_s_;
   Hooks hooks_;
   bool is_blocking_ = false;
-  Clock::time_point started_{};
-  Clock::time_point present_since_{};
-  Clock::time_point last_seen_{};
+  Clock::time_point started_;
+  Clock::time_point present_since_;
+  Clock::time_point last_seen_;
 };
 
 }  // namespace ferro

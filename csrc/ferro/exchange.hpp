@@ -56,7 +56,7 @@ class Exchange {
   using Lane = TcpMesh::Lane;
 
   Lane& activate(int peer);
-  void release_frame(Lane& lane);
+  static void release_frame(Lane& lane);
   void await_progress();
   bool progress();
   bool send_some(Lane& lane);

@@ -18,6 +18,9 @@ const char* name_of(DType dtype) {
   return index < kDTypeCount ? names[index] : "unknown";
 }
 
+namespace {
+
+// "allreduce(sum, float32, count 5)".
 std::string describe(const Fingerprint& fingerprint) {
   std::string arguments;
   const auto add = [&arguments](const std::string& argument) {
@@ -34,6 +37,7 @@ std::string describe(const Fingerprint& fingerprint) {
   return std::string(name_of(fingerprint.op)) + "(" + arguments + ")";
 }
 
+// "rank 0 called allreduce(sum, float32, count 5), rank 2 called barrier()".
 std::string describe_mismatch(int first_rank, const Fingerprint& first, int second_rank,
                               const Fingerprint& second) {
   const auto side = [&](int rank, const Fingerprint& fingerprint) {
@@ -43,6 +47,8 @@ std::string describe_mismatch(int first_rank, const Fingerprint& first, int seco
   };
   return side(first_rank, first) + ", " + side(second_rank, second);
 }
+
+}  // namespace
 
 Error mismatch_error(int own_rank, int first_rank, const Fingerprint& first, int second_rank,
                      const Fingerprint& second) {

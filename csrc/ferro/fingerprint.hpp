@@ -78,13 +78,6 @@ inline std::uint32_t hash(const Fingerprint& fingerprint) {
 const char* name_of(ReduceOp reduce_op);
 const char* name_of(DType dtype);
 
-// "allreduce(sum, float32, count 5)".
-std::string describe(const Fingerprint& fingerprint);
-
-// "rank 0 called allreduce(sum, float32, count 5), rank 2 called barrier()".
-std::string describe_mismatch(int first_rank, const Fingerprint& first, int second_rank,
-                              const Fingerprint& second);
-
 // The error that rank `own_rank` raises where these two ranks disagree: the same
 // text on every rank; `peer` is the second rank, or the first on the second itself.
 Error mismatch_error(int own_rank, int first_rank, const Fingerprint& first, int second_rank,

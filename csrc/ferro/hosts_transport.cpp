@@ -1,3 +1,4 @@
+// Deaths, ends and agreement; the collectives themselves are in hosts_collectives.cpp.
 #include "ferro/hosts_transport.hpp"
 
 #include <algorithm>
@@ -9,22 +10,6 @@
 #include "ferro/wide_float.hpp"
 
 namespace ferro {
-namespace {
-
-// Whoever waits for a messenger waits that much longer than the messenger does, step
-// by step of a call: so the rank that knows who is missing is the first to give up,
-// and names it to the others. A call has seven such steps at most.
-constexpr double kStepPatienceSeconds = 0.05;
-
-void begin_step(Call& call) { call.extend(kStepPatienceSeconds); }
-
-// A mean is divided once, when the sum over all hosts is known.
-ReduceOp step_op(ReduceOp op) { return op == ReduceOp::mean ? ReduceOp::sum : op; }
-
-// The index of no root, for operations without one.
-int root_of(const Collective& collective) { return has_root(collective.op) ? collective.root : -1; }
-
-}  // namespace
 
 // While this rank waits in one of its two transports, or works on its memory, it looks
 // after both: the hook that asks for signals is called in every long wait and work.
@@ -143,6 +128,13 @@ void HostsTransport::close() noexcept {
   aborted();  // may be the last chance to tell of a death
   if (local_ != nullptr) local_->close();
   mesh_->close();
+}
+
+// So the rank that knows who is missing is the first to give up, and names it to the others. A
+// call has seven such steps at most.
+void HostsTransport::begin_step(Call& call) {
+  constexpr double kPatienceSeconds = 0.05;
+  call.extend(kPatienceSeconds);
 }
 
 void HostsTransport::dispatch(Call& call, const Collective& collective, std::uint32_t sequence) {
@@ -306,7 +298,7 @@ void HostsTransport::prepare_riding(Call& call, const Collective& collective, ch
   char* const own = own_.reserve(collective.count * item_size(partial));
   to_partial(own, partial, collective.in, collective.dtype, collective.count);
   run_local(call, Op::reduce, partial, collective.count, own, is_leader() ? array : nullptr, locals().front(),
-            step_op(collective.reduce_op));
+            partial_op(collective.reduce_op));
 }
 
 void HostsTransport::deliver_riding(Call& call, const Collective& collective, char* array) {
@@ -320,306 +312,6 @@ void HostsTransport::deliver_riding(Call& call, const Collective& collective, ch
   if (collective.reduce_op == ReduceOp::mean)
     TcpCollectives::divide(call, array, partial, collective.count, world_size_);
   from_partial(collective.out, collective.dtype, array, partial, collective.count);
-}
-
-// ---- Reductions ----------------------------------------------------------------
-
-// allreduce and reduce: as many elements as divide evenly among the planes, then
-// the few that are left.
-void HostsTransport::reduce_all(Call& call, const Collective& collective) {
-  const std::size_t left = collective.count % static_cast<std::size_t>(num_planes_);
-  const std::size_t even = collective.count - left;
-  if (even > 0) reduce_parts(call, collective, 0, even, num_planes_);
-  if (left > 0) reduce_parts(call, collective, even, left, 1);
-}
-
-// Part i is reduced inside each host to place i, then over plane i, then shared
-// inside the hosts that need it. `count` is a multiple of `num_parts`.
-void HostsTransport::reduce_parts(Call& call, const Collective& collective, std::size_t begin,
-                                  std::size_t count, int num_parts) {
-  const DType dtype = collective.dtype, partial = partial_dtype(dtype, collective.reduce_op);
-  const std::size_t item = item_size(dtype), partial_item = item_size(partial);
-  const std::size_t part_count = count / static_cast<std::size_t>(num_parts);
-  const ReduceOp op = step_op(collective.reduce_op);
-  const bool is_everywhere = collective.op == Op::allreduce;
-  const bool is_even = num_parts == num_local();
-  const bool has_part = place_ < num_parts;
-
-  char* own = bytes(collective.in) + begin * item;
-  if (partial != dtype) {
-    char* const wide = own_.reserve(count * partial_item);
-    to_partial(call, wide, partial, own, dtype, count);
-    own = wide;
-  }
-  char* const part = part_.reserve(part_count * partial_item);
-  if (is_even) run_local(call, Op::reduce_scatter, partial, part_count, own, part, -1, op);
-  for (int i = 0; i < num_parts && !is_even; ++i)
-    run_local(call, Op::reduce, partial, part_count,
-              own + static_cast<std::size_t>(i) * part_count * partial_item, place_ == i ? part : nullptr,
-              locals()[static_cast<std::size_t>(i)], op);
-
-  begin_step(call);
-  if (has_part) {
-    Collective over_plane;
-    over_plane.op = collective.op;
-    over_plane.reduce_op = op;
-    over_plane.dtype = partial;
-    over_plane.count = part_count;
-    over_plane.in = over_plane.out = part;
-    if (!is_everywhere) over_plane.root = rank_at(host_of(collective.root), place_);
-    plane_->run(call, over_plane);
-    if (collective.reduce_op == ReduceOp::mean)
-      TcpCollectives::divide(call, part, partial, part_count, world_size_);
-    from_partial(call, part, dtype, part, partial, part_count);
-  }
-  if (!is_everywhere && host_of(collective.root) != host_) return;
-  begin_step(call);
-
-  // On the root's host all ranks take part in the sharing, but only the root has an output.
-  const bool has_output = is_everywhere || rank_ == collective.root;
-  char* const out = has_output ? bytes(collective.out) + begin * item : packed_.reserve(count * item);
-  if (is_even) return run_local(call, Op::all_gather, dtype, part_count, part, out, -1);
-  for (int i = 0; i < num_parts; ++i) {
-    char* const place = out + static_cast<std::size_t>(i) * part_count * item;
-    run_local(call, Op::broadcast, dtype, part_count, place_ == i ? part : place, place,
-              locals()[static_cast<std::size_t>(i)]);
-  }
-}
-
-// Chunks for ranks of other hosts are reduced on this host by an agent, the counterpart of
-// their owner. The input is brought into the order of those agents first; each owner ends
-// with one partial result from every host.
-void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
-  const DType dtype = collective.dtype, partial = partial_dtype(dtype, collective.reduce_op);
-  const std::size_t count = collective.count, partial_item = item_size(partial),
-                    nbytes = count * partial_item;
-  const std::vector<std::vector<int>> owners = owners_by_agent();
-  std::size_t most = 0;
-  for (const auto& ranks : owners) most = std::max(most, ranks.size());
-  const char* const packed = pack_for_agents(call, collective, owners, most);
-  char* const reduced = part_.reserve(most * nbytes);
-  run_local(call, Op::reduce_scatter, partial, most * count, packed, reduced, -1,
-            step_op(collective.reduce_op));
-
-  begin_step(call);
-  char* const received = received_.reserve(static_cast<std::size_t>(num_hosts()) * nbytes);
-  std::vector<const char*> sources;  // by host, this one's is `reduced`
-  Exchange exchange(*mesh_, call);
-  const std::vector<int>& owned = owners[static_cast<std::size_t>(place_)];
-  for (std::size_t i = 1; i < owned.size(); ++i) exchange.send(owned[i], reduced + i * nbytes, nbytes);
-  for (int host = 0; host < num_hosts(); ++host) {
-    char* const place = host == host_ ? reduced : received + static_cast<std::size_t>(host) * nbytes;
-    sources.push_back(place);
-    if (host == host_) continue;
-    const int num_places = static_cast<int>(hosts_[static_cast<std::size_t>(host)].size());
-    exchange.receive(rank_at(host, counterpart(place_, num_places)), place, nbytes);
-  }
-  exchange.finish();
-
-  const ReduceKernel kernel = TcpCollectives::kernel_for(partial, collective.reduce_op);
-  const int divisor = collective.reduce_op == ReduceOp::mean ? world_size_ : 1;
-  std::vector<const void*> pass_sources(sources.size());
-  work_in_passes(call, count, partial_item * (sources.size() + 1), [&](Range range) {
-    const std::size_t offset = range.first * partial_item;
-    for (std::size_t host = 0; host < sources.size(); ++host) pass_sources[host] = sources[host] + offset;
-    kernel(reduced + offset, pass_sources.data(), num_hosts(), range.count, divisor);
-  });
-  from_partial(call, collective.out, dtype, reduced, partial, count);
-}
-
-// The ranks whose chunks each rank of this host reduces: its own first, then those of other
-// hosts whose counterpart it is.
-std::vector<std::vector<int>> HostsTransport::owners_by_agent() const {
-  std::vector<std::vector<int>> owners;
-  for (const int rank : locals()) owners.push_back({rank});
-  for (int host = 0; host < num_hosts(); ++host) {
-    const std::vector<int>& ranks = hosts_[static_cast<std::size_t>(host)];
-    for (int i = 0; host != host_ && i < static_cast<int>(ranks.size()); ++i)
-      owners[static_cast<std::size_t>(counterpart(i, num_local()))].push_back(
-          ranks[static_cast<std::size_t>(i)]);
-  }
-  return owners;
-}
-
-// The chunks of the input as partial results, by agent, padded to `most` for each.
-const char* HostsTransport::pack_for_agents(Call& call, const Collective& collective,
-                                            const std::vector<std::vector<int>>& owners, std::size_t most) {
-  const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
-  const std::size_t item = item_size(collective.dtype), nbytes = collective.count * item_size(partial);
-  char* const packed = packed_.reserve(owners.size() * most * nbytes);
-  char* place = packed;
-  for (const std::vector<int>& ranks : owners) {
-    for (const int rank : ranks) {
-      const char* const chunk =
-          bytes(collective.in) + static_cast<std::size_t>(rank) * collective.count * item;
-      to_partial(call, place, partial, chunk, collective.dtype, collective.count);
-      place += nbytes;
-    }
-    const std::size_t padding = (most - ranks.size()) * nbytes;
-    work_in_passes(call, padding, 1, [=](Range range) { std::memset(place + range.first, 0, range.count); });
-    place += padding;
-  }
-  return packed;
-}
-
-// ---- Moving --------------------------------------------------------------------
-
-// Inside the root's host first; then each plane carries one part to the other hosts.
-void HostsTransport::broadcast(Call& call, const Collective& collective) {
-  const std::size_t item = item_size(collective.dtype);
-  const int root_host = host_of(collective.root);
-  char* out = bytes(rank_ == collective.root && collective.out == nullptr ? collective.in : collective.out);
-  if (host_ == root_host)
-    run_local(call, Op::broadcast, collective.dtype, collective.count, collective.in, out, collective.root);
-  const auto part_of = [&](int i) {
-    const Range range = chunk_range(collective.count, num_planes_, i);
-    return Part{out + range.first * item, range.count};
-  };
-  begin_step(call);
-  if (plane_) {
-    Collective over_plane = collective;
-    over_plane.root = rank_at(root_host, place_);
-    over_plane.count = part_of(place_).count;
-    over_plane.in = over_plane.out = part_of(place_).data;
-    plane_->run(call, over_plane);
-  }
-  if (host_ == root_host) return;
-  begin_step(call);
-  for (int i = 0; i < num_planes_; ++i)
-    run_local(call, Op::broadcast, collective.dtype, part_of(i).count, part_of(i).data, part_of(i).data,
-              locals()[static_cast<std::size_t>(i)]);
-}
-
-// Each chunk crosses once to each other host, to the counterpart of its owner,
-// which shares it there.
-void HostsTransport::all_gather(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  const auto chunk_of = [&](int rank) {
-    return bytes(collective.out) + static_cast<std::size_t>(rank) * nbytes;
-  };
-  // The input may be a part of the output that is about to be received.
-  copy_in_passes(call, chunk_of(rank_), collective.in, nbytes);
-  Exchange exchange(*mesh_, call);
-  for (int host = 0; host < num_hosts(); ++host) {
-    const std::vector<int>& ranks = hosts_[static_cast<std::size_t>(host)];
-    if (host == host_) continue;
-    exchange.send(ranks[static_cast<std::size_t>(counterpart(place_, static_cast<int>(ranks.size())))],
-                  chunk_of(rank_), nbytes);
-    for (int i = 0; i < static_cast<int>(ranks.size()); ++i)
-      if (counterpart(i, num_local()) == place_)
-        exchange.receive(ranks[static_cast<std::size_t>(i)], chunk_of(ranks[static_cast<std::size_t>(i)]),
-                         nbytes);
-  }
-  exchange.finish();
-  if (local_ == nullptr) return;
-  begin_step(call);
-  for (int host = 0; host < num_hosts(); ++host)
-    for (int i = 0; i < static_cast<int>(hosts_[static_cast<std::size_t>(host)].size()); ++i) {
-      const int holder = host == host_ ? i : counterpart(i, num_local());
-      char* const chunk = chunk_of(rank_at(host, i));
-      run_local(call, Op::broadcast, collective.dtype, collective.count, chunk, chunk,
-                locals()[static_cast<std::size_t>(holder)]);
-    }
-}
-
-// Pieces that go to or come from ranks of other hosts, straight to where they belong.
-void HostsTransport::exchange_remote(Call& call, const Collective& collective, int root) {
-  Exchange exchange(*mesh_, call);
-  for (int step = 1; step < world_size_; ++step) {
-    const int peer = (rank_ + step) % world_size_;
-    if (host_of(peer) == host_) continue;
-    const Piece piece = outgoing_piece(collective, rank_, root, peer);
-    exchange.send(peer, piece.data, piece.nbytes);
-  }
-  for (int step = 1; step < world_size_; ++step) {
-    const int peer = (rank_ + step) % world_size_;
-    if (host_of(peer) == host_) continue;
-    const Piece piece = incoming_piece(collective, rank_, root, peer);
-    exchange.receive(peer, piece.data, piece.nbytes);
-  }
-  exchange.finish();
-}
-
-void HostsTransport::all_to_all(Call& call, const Collective& original) {
-  Collective collective = original;
-  const Piece last = outgoing_piece(collective, rank_, -1, world_size_ - 1);
-  const std::size_t in_nbytes = static_cast<std::size_t>(last.data + last.nbytes - bytes(collective.in));
-  // Always from a copy inside the host: pieces of its ranks need not lie together,
-  // and what is received may replace what has yet to be sent.
-  char* const input = packed_.reserve(in_nbytes);
-  copy_in_passes(call, input, collective.in, in_nbytes);
-  collective.in = input;
-  exchange_remote(call, collective, -1);
-  begin_step(call);
-
-  std::vector<std::size_t> send_counts, recv_counts;
-  std::size_t send_nbytes = 0, recv_nbytes = 0;
-  const std::size_t item = item_size(collective.dtype);
-  for (const int rank : locals()) {
-    send_counts.push_back(outgoing_piece(collective, rank_, -1, rank).nbytes / item);
-    recv_counts.push_back(incoming_piece(collective, rank_, -1, rank).nbytes / item);
-    send_nbytes += send_counts.back() * item;
-    recv_nbytes += recv_counts.back() * item;
-  }
-  Collective local = collective;
-  char* const outgoing = own_.reserve(send_nbytes);
-  char* const incoming = received_.reserve(recv_nbytes);
-  char* end = outgoing;
-  for (const int rank : locals()) {
-    const Piece piece = outgoing_piece(collective, rank_, -1, rank);
-    copy_in_passes(call, end, piece.data, piece.nbytes);
-    end += piece.nbytes;
-  }
-  local.in = outgoing;
-  local.out = incoming;
-  if (is_uneven(collective)) {
-    local.send_counts = send_counts.data();
-    local.recv_counts = recv_counts.data();
-  }
-  if (local_ != nullptr)
-    run_local(call, local);
-  else
-    copy_in_passes(call, incoming, outgoing, send_nbytes);
-  const char* begin = incoming;
-  for (const int rank : locals()) {
-    const Piece piece = incoming_piece(collective, rank_, -1, rank);
-    copy_in_passes(call, piece.data, begin, piece.nbytes);
-    begin += piece.nbytes;
-  }
-}
-
-void HostsTransport::gather(Call& call, const Collective& original) {
-  Collective collective = original;
-  const int root = root_of(collective);
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  const bool is_root = rank_ == root;
-  if (is_root) {
-    // The input may be a part of the output that is about to be received.
-    char* const own = bytes(collective.out) + static_cast<std::size_t>(rank_) * nbytes;
-    copy_in_passes(call, own, collective.in, nbytes);
-    collective.in = own;
-  }
-  exchange_remote(call, collective, root);
-  begin_step(call);
-  if (host_of(root) != host_ || local_ == nullptr) return;
-  char* const gathered = is_root ? received_.reserve(nbytes * locals().size()) : nullptr;
-  run_local(call, Op::gather, collective.dtype, collective.count, collective.in, gathered, root);
-  for (std::size_t i = 0; is_root && i < locals().size(); ++i)
-    copy_in_passes(call, bytes(collective.out) + static_cast<std::size_t>(locals()[i]) * nbytes,
-                   gathered + i * nbytes, nbytes);
-}
-
-void HostsTransport::scatter(Call& call, const Collective& collective) {
-  const int root = root_of(collective);
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  exchange_remote(call, collective, root);
-  begin_step(call);
-  if (host_of(root) != host_) return;
-  char* const packed = rank_ == root ? packed_.reserve(nbytes * locals().size()) : nullptr;
-  for (std::size_t i = 0; rank_ == root && i < locals().size(); ++i)
-    copy_in_passes(call, packed + i * nbytes, outgoing_piece(collective, rank_, root, locals()[i]).data,
-                   nbytes);
-  run_local(call, Op::scatter, collective.dtype, collective.count, packed, collective.out, root);
 }
 
 }  // namespace ferro

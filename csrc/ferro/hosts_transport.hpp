@@ -47,6 +47,8 @@ class HostsTransport final : public Transport {
   };
 
   void spread(AbortReason reason) const noexcept;
+  // Whoever waits for a messenger waits that much longer than the messenger does, step by step.
+  static void begin_step(Call& call);
   void dispatch(Call& call, const Collective& collective, std::uint32_t sequence);
 
   // What this host's ranks called, known to each of them.
@@ -58,6 +60,7 @@ class HostsTransport final : public Transport {
   void prepare_riding(Call& call, const Collective& collective, char* array);
   void deliver_riding(Call& call, const Collective& collective, char* array);
 
+  // ---- Collectives (hosts_collectives.cpp) ----
   void reduce_all(Call& call, const Collective& collective);
   void reduce_parts(Call& call, const Collective& collective, std::size_t begin, std::size_t count,
                     int num_parts);
@@ -68,6 +71,8 @@ class HostsTransport final : public Transport {
   const char* pack_for_agents(Call& call, const Collective& collective,
                               const std::vector<std::vector<int>>& owners, std::size_t most);
   void all_to_all(Call& call, const Collective& collective);
+  void exchange_remote(Call& call, const Collective& collective, int root);
+  void exchange_local(Call& call, const Collective& collective);
   void gather(Call& call, const Collective& collective);
   void scatter(Call& call, const Collective& collective);
 
@@ -76,7 +81,6 @@ class HostsTransport final : public Transport {
                  ReduceOp reduce_op = ReduceOp::sum);
   void run_local(Call& call, const Collective& collective);
   void note_awaited(const Call& call) const;
-  void exchange_remote(Call& call, const Collective& collective, int root);
 
   int num_hosts() const { return static_cast<int>(hosts_.size()); }
   int num_local() const { return static_cast<int>(locals().size()); }

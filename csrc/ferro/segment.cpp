@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <cstring>
 #include <system_error>
-#include <utility>
 
 #include "ferro/pages.hpp"
 #include "ferro/parking.hpp"

@@ -1,6 +1,6 @@
 // Messages between two ranks of one host.
 //
-// A message is one cell, with its size and up to 32 bytes of payload in the cache
+// A message is one cell, with its size and up to 40 bytes of payload in the cache
 // line of its flag; a longer payload follows through a ring of bytes. Cells stand
 // apart from the ring so that a flag is never looked for where payload may be.
 //

@@ -5,6 +5,7 @@
 
 #include "ferro/cost_model.hpp"
 #include "ferro/recursive_doubling.hpp"
+#include "ferro/wide_float.hpp"
 
 namespace ferro {
 namespace {
@@ -82,7 +83,7 @@ ReductionRider::ReductionRider(void* accumulator, DType partial, ReduceOp op, st
     : accumulator_(accumulator),
       partial_(partial),
       count_(count),
-      kernel_(TcpCollectives::kernel_for(partial, op == ReduceOp::mean ? ReduceOp::sum : op)) {}
+      kernel_(TcpCollectives::kernel_for(partial, partial_op(op))) {}
 
 void ReductionRider::combine(const std::vector<const void*>& sources) {
   if (count_ > 0) kernel_(accumulator_, sources.data(), static_cast<int>(sources.size()), count_, 1);

@@ -200,8 +200,7 @@ void TcpCollectives::reduce_all(Exchange& exchange, const Collective& collective
 // block is always the first operand, so both of a pair compute the same bits.
 void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective) {
   const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
-  const bool is_mean = collective.reduce_op == ReduceOp::mean;
-  const ReduceKernel kernel = kernel_for(partial, is_mean ? ReduceOp::sum : collective.reduce_op);
+  const ReduceKernel kernel = kernel_for(partial, partial_op(collective.reduce_op));
   const std::size_t nbytes = collective.count * item_size(partial);
   char* const own = scratch_.reserve(2 * nbytes);
   char* const theirs = own + nbytes;
@@ -216,7 +215,7 @@ void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective
     if (step.peer < index_) std::swap(sources[0], sources[1]);
     kernel(own, sources, 2, collective.count, 1);
   }
-  if (is_mean) divide(call, own, partial, collective.count, size());
+  if (collective.reduce_op == ReduceOp::mean) divide(call, own, partial, collective.count, size());
   from_partial(call, collective.out, collective.dtype, own, partial, collective.count);
 }
 

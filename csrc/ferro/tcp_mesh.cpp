@@ -127,11 +127,11 @@ AbortReason TcpMesh::reason() const noexcept {
   return word == 0 ? AbortReason{} : AbortReason::unpack(word);
 }
 
-void TcpMesh::adopt(AbortReason first) noexcept {
-  if (reason().code == ErrorCode::none) ended_at_ns_.store(now_ns(), std::memory_order_relaxed);
+void TcpMesh::adopt(AbortReason reason) noexcept {
+  if (this->reason().code == ErrorCode::none) ended_at_ns_.store(now_ns(), std::memory_order_relaxed);
   std::uint64_t none = 0;
   // Release: a thread that sees the reason sees what led to it.
-  word_.compare_exchange_strong(none, first.pack(), std::memory_order_acq_rel);
+  word_.compare_exchange_strong(none, reason.pack(), std::memory_order_acq_rel);
 }
 
 void TcpMesh::throw_if_aborted() const {
