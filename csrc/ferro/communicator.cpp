@@ -108,15 +108,13 @@ void Communicator::end(ErrorCode code, int culprit, std::uint32_t sequence) noex
 }
 
 std::vector<int> Communicator::lost_ranks() const {
-  std::vector<int> ranks;
+  RankSet ranks;
   transport_->add_lost(ranks);
   const AbortReason reason = transport_->aborted();
-  if (reason.code == ErrorCode::peer_lost || reason.code == ErrorCode::channel_closed)
-    ranks.push_back(reason.culprit);
-  std::sort(ranks.begin(), ranks.end());
-  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  ranks.erase(std::remove(ranks.begin(), ranks.end(), rank_), ranks.end());
-  return ranks;
+  const bool has_left = reason.code == ErrorCode::peer_lost || reason.code == ErrorCode::channel_closed;
+  if (has_left && reason.culprit >= 0) ranks.set(static_cast<std::size_t>(reason.culprit));
+  ranks.reset(static_cast<std::size_t>(rank_));
+  return ranks_of(ranks);
 }
 
 void Communicator::begin_close() noexcept {

@@ -111,7 +111,7 @@ void HostsTransport::note_awaited(const Call& call) const {
   if (ranks.any()) mesh_->set_testimony(ranks);
 }
 
-void HostsTransport::add_lost(std::vector<int>& ranks) {
+void HostsTransport::add_lost(RankSet& ranks) {
   mesh_->add_lost(ranks);
   if (local_ != nullptr) local_->add_lost(ranks);
 }

@@ -29,7 +29,7 @@ class HostsTransport final : public Transport {
   void run(Call& call, const Collective& collective) override;
   void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override;
-  void add_lost(std::vector<int>& ranks) override;
+  void add_lost(RankSet& ranks) override;
   std::vector<int> find_missing() override;
   void add_awaited(RankSet& ranks) const override;
   void testify(const RankSet& awaited) noexcept override { mesh_->set_testimony(awaited); }

@@ -16,12 +16,6 @@ namespace {
 constexpr int kMixedPollMs = 1;
 constexpr int kSlicePollMs = static_cast<int>(kWaitSliceSeconds * 1e3);
 
-std::vector<int> sorted_set(std::vector<int> ranks) {
-  std::sort(ranks.begin(), ranks.end());
-  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  return ranks;
-}
-
 }  // namespace
 
 Messenger::Messenger(const Transport& transport, std::vector<std::unique_ptr<Channel>> channels,
@@ -188,20 +182,18 @@ void Messenger::run(Call& call, Batch& batch) {
   batch.rethrow();
 }
 
-// The peers that something of the batch is still due from or to: all, if it has not been posted.
 std::vector<int> Messenger::awaited_by(const Batch& batch) const {
-  std::vector<int> peers;
+  RankSet peers;
   for (const Lane* lane : lanes_in_use_)
     for (const auto& posted : lane->messages)
-      if (posted.second == &batch) peers.push_back(lane->peer);
-  if (peers.empty() && !batch.is_done()) return peers_of(batch);
-  return sorted_set(std::move(peers));
+      if (posted.second == &batch) peers.set(static_cast<std::size_t>(lane->peer));
+  return peers.none() && !batch.is_done() ? peers_of(batch) : ranks_of(peers);
 }
 
 std::vector<int> Messenger::peers_of(const Batch& batch) {
-  std::vector<int> peers;
-  for (const Message& message : batch.messages_) peers.push_back(message.op.peer);
-  return sorted_set(std::move(peers));
+  RankSet peers;
+  for (const Message& message : batch.messages_) peers.set(static_cast<std::size_t>(message.op.peer));
+  return ranks_of(peers);
 }
 
 void Messenger::throw_timeout(const Batch& batch) const {

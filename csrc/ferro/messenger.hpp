@@ -87,9 +87,10 @@ class Messenger {
   // Tells all peers that this rank has left. Nothing is posted afterwards.
   void close() noexcept;
 
-  // Throws timeout, naming the peers that something of the batch is still due from or to.
-  [[noreturn]] void throw_timeout(const Batch& batch) const;
+  // The peers that something of the batch is still due from or to: all, if it has not been posted.
   std::vector<int> awaited_by(const Batch& batch) const;
+  // Throws timeout, naming them.
+  [[noreturn]] void throw_timeout(const Batch& batch) const;
   // All that it is to or from. Needs no gate.
   static std::vector<int> peers_of(const Batch& batch);
   bool is_idle() const { return lanes_in_use_.empty(); }

@@ -91,11 +91,12 @@ AbortReason ShmTransport::aborted() const noexcept {
   return AbortReason::unpack(segment_->abort_word().load(std::memory_order_acquire));
 }
 
-void ShmTransport::add_lost(std::vector<int>& ranks) {
+void ShmTransport::add_lost(RankSet& ranks) {
   for (int peer = 0; peer < size_; ++peer) {
     const RankControl& control = segment_->control(peer);
     const bool is_dead = (control.liveness.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
-    if (is_dead || control.has_departed.load(std::memory_order_acquire) != 0) ranks.push_back(members_[peer]);
+    if (is_dead || control.has_departed.load(std::memory_order_acquire) != 0)
+      ranks.set(static_cast<std::size_t>(members_[peer]));
   }
 }
 
@@ -226,12 +227,9 @@ void ShmTransport::await_headers(Call& call) {
       const bool is_of_this_host =
           error.peer < 0 || std::find(members_.begin(), members_.end(), error.peer) != members_.end();
       if (error.code != ErrorCode::timeout || !is_of_this_host) throw;
-      error.missing.clear();
-      for (int other = 0; other < size_; ++other)
-        if (sequence_of(segment_->header(other, parity).flag.load(std::memory_order_acquire)) != sequence_)
-          error.missing.push_back(members_[culprit_behind(other)]);
-      std::sort(error.missing.begin(), error.missing.end());
-      error.missing.erase(std::unique(error.missing.begin(), error.missing.end()), error.missing.end());
+      RankSet missing;
+      add_awaited(missing);
+      error.missing = ranks_of(missing);
       throw;
     }
     is_agreed &= flag.load(std::memory_order_relaxed) == own_flag_;

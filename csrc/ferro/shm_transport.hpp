@@ -27,7 +27,7 @@ class ShmTransport final : public Transport {
   void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override;
 
-  void add_lost(std::vector<int>& ranks) override;
+  void add_lost(RankSet& ranks) override;
   void add_awaited(RankSet& ranks) const override;
   void testify(const RankSet& awaited) noexcept override;
   void add_testimonies(Testimonies& testimonies) override;

@@ -91,13 +91,14 @@ bool TcpMesh::has_said_goodbye(int peer) noexcept {
   return lane(peer).said_goodbye;
 }
 
-void TcpMesh::add_lost(std::vector<int>& ranks) noexcept {
+void TcpMesh::add_lost(RankSet& ranks) noexcept {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
   try {
     for (const Lane& lane : lanes_) {
       if (!lane.stream.has_hung_up()) continue;
       const std::optional<TcpStream::LastWords> words = lane.stream.last_words();
-      if (!words || words->frame.kind == FrameKind::goodbye) ranks.push_back(lane.stream.peer());
+      if (!words || words->frame.kind == FrameKind::goodbye)
+        ranks.set(static_cast<std::size_t>(lane.stream.peer()));
     }
   } catch (const std::exception&) {
     // Out of memory while reading last words: the next look may have it.

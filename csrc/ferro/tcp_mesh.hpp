@@ -66,7 +66,7 @@ class TcpMesh {
 
   // Adds the peers that said goodbye or died. Those that told of the group's end
   // and then died are not among them.
-  void add_lost(std::vector<int>& ranks) noexcept;
+  void add_lost(RankSet& ranks) noexcept;
 
   // The collective in progress, for the reasons found from here on.
   void set_sequence(std::uint32_t sequence) { sequence_.store(sequence, std::memory_order_relaxed); }

@@ -25,7 +25,7 @@ class TcpTransport final : public Transport {
   void run(Call& call, const Collective& collective) override;
   void abort(AbortReason reason) noexcept override { mesh_->abort(reason); }
   AbortReason aborted() const noexcept override { return mesh_->aborted(); }
-  void add_lost(std::vector<int>& ranks) override { mesh_->add_lost(ranks); }
+  void add_lost(RankSet& ranks) override { mesh_->add_lost(ranks); }
   std::vector<int> find_missing() override {
     return mesh_->find_missing([](Testimonies&) {});
   }

@@ -33,9 +33,9 @@ class Transport {
   // The reason that won; code none while the group is well.
   virtual AbortReason aborted() const noexcept = 0;
 
-  // Adds the ranks that are certain to take part no more, since they died or closed;
-  // some perhaps twice. Also after the end of the group; silence convicts nobody.
-  virtual void add_lost(std::vector<int>& ranks) = 0;
+  // Adds the ranks that are certain to take part no more, since they died or closed.
+  // Also after the end of the group; silence convicts nobody.
+  virtual void add_lost(RankSet& ranks) = 0;
 
   // After a timeout that another rank reported, who is missing: what ranks tell that
   // were in a collective. May wait for kInquestSeconds. Empty where nobody tells.
