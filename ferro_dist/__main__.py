@@ -305,7 +305,6 @@ def read(path: str, limit: int = 4096) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGPIPE, signal.SIG_DFL
-    )  # as any program whose reader, like head, has enough
+    # End as other programs do when who reads, like head, has enough.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

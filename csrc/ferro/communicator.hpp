@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ferro/call.hpp"
+#include "ferro/copy_choice.hpp"
 #include "ferro/gate.hpp"
 #include "ferro/heap.hpp"
 #include "ferro/messenger.hpp"
@@ -29,13 +30,15 @@ struct Wiring {
   std::vector<std::vector<int>> hosts;  // all ranks, by host
   int num_colocated = 1;  // ranks of this machine, this one included, whether they share memory or not
   int num_cores = 1;      // that they may use together
+  PeerReads peer_reads = PeerReads::automatic;
 };
 
 class Communicator {
  public:
   static std::shared_ptr<Communicator> connect(const Wiring& wiring);
   // All ranks of a group as threads of this process.
-  static std::vector<std::shared_ptr<Communicator>> create_group(int world_size, int num_cores);
+  static std::vector<std::shared_ptr<Communicator>> create_group(int world_size, int num_cores,
+                                                                 PeerReads peer_reads = PeerReads::automatic);
 
   ~Communicator();
   Communicator(const Communicator&) = delete;

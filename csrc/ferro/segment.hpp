@@ -42,6 +42,10 @@ struct RankControl {
   alignas(kLinePair) std::atomic<std::uint32_t> is_testifying;
   std::atomic<std::uint32_t> has_testified;
   RankSet awaited;
+  // How its memory is read, and a number there that proves it: PeerMemory. Written once, `number` last.
+  alignas(kLinePair) std::atomic<std::uint64_t> number;
+  const std::uint64_t* number_at;
+  std::int32_t pid;
 };
 
 // A rank sleeps on one of two words: that of its collectives or that of its messages.

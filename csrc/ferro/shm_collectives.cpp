@@ -4,8 +4,12 @@
 // Small inputs came with the headers: one step, reading only. Symmetric inputs
 // are read where they stand, then fenced. All others go in rounds through the
 // windows: each rank stages a chunk of its input, then reads those of its peers.
+#include <linux/futex.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "ferro/kernels.hpp"
@@ -112,6 +116,29 @@ void ShmTransport::copy_block(Call& call, void* dst, const void* src, std::size_
       [&](Range range) {
         copy_part(bytes(dst) + range.first, bytes(src) + range.first, range.count, nbytes);
       });
+}
+
+void ShmTransport::copy_input(Call& call, void* dst, int peer, std::size_t offset, std::size_t nbytes) const {
+  const unsigned char* src = inputs_.of_rank[peer] + offset;
+  if (!is_foreign_[peer]) return copy_block(call, dst, src, nbytes);
+  in_passes(
+      nbytes, 2, [&] { check_at_work(call); },
+      [&](Range range) {
+        const int error = peer_memory_.read(peer, bytes(dst) + range.first, src + range.first, range.count);
+        if (error != 0) throw_unreadable(peer, error);
+      });
+}
+
+// A process that has ended has no memory left, or soon has none: its main thread may go before
+// the kernel marks it as dead.
+void ShmTransport::throw_unreadable(int peer, int error) const {
+  check_group();
+  const bool is_dead =
+      (segment_->control(peer).liveness.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
+  if (is_dead || error == ESRCH) throw Error(ErrorCode::peer_lost, members_[peer]);
+  throw Error(
+      ErrorCode::io, members_[peer],
+      "cannot read the array of rank " + std::to_string(members_[peer]) + ": " + std::strerror(error));
 }
 
 ShmTransport::Slots ShmTransport::slots_for(std::size_t nbytes, int num_pieces) const {
@@ -347,8 +374,11 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
   unsigned char* own = bytes(c.out) + index_ * nbytes;
   if (inputs_.are_complete) {
     copy_block(call, own, c.in, nbytes);
-    for (int peer = 0; peer < size_; ++peer)
-      if (peer != index_) copy_block(call, bytes(c.out) + peer * nbytes, inputs_.of_rank[peer], nbytes);
+    // Each begins with another one: none is read by all at once.
+    for (int step = 1; step < size_; ++step) {
+      const int peer = (index_ + step) % size_;
+      copy_input(call, bytes(c.out) + peer * nbytes, peer, 0, nbytes);
+    }
     return inputs_.are_borrowed;
   }
   const Slots slots = slots_for(nbytes, 1);
@@ -424,8 +454,10 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
 bool ShmTransport::all_to_all(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
   if (inputs_.are_complete) {
-    for (int peer = 0; peer < size_; ++peer)
-      copy_block(call, bytes(c.out) + peer * nbytes, inputs_.of_rank[peer] + index_ * nbytes, nbytes);
+    for (int step = 0; step < size_; ++step) {
+      const int peer = (index_ + step) % size_;
+      copy_input(call, bytes(c.out) + peer * nbytes, peer, index_ * nbytes, nbytes);
+    }
     return inputs_.are_borrowed;
   }
   const std::vector<std::size_t> counts(size_, c.count);

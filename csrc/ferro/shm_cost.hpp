@@ -14,6 +14,10 @@ constexpr std::size_t kBriefNbytes = std::size_t{8} << 10;
 // in spite of the fence that must follow.
 constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 
+// From here on what one rank copies from one other may be pulled out of that one's memory: two
+// system calls to lend it, one for each reader, and the fence, which less would not repay anywhere.
+constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
+
 // Per byte and rank, one-shot costs w + (p - 1) r, two-shot w + 2 (p - 1) / p r
 // with one more wait a round: for two ranks the first is never dearer.
 constexpr std::size_t kOneShotNbytes = std::size_t{64} << 10;

@@ -20,8 +20,13 @@ struct Places {
   std::uint64_t in;         // in the symmetric heaps, plus one; 0 if it is not there
   std::uint64_t out;        // likewise
   std::uint64_t staged_at;  // in the rank's ring of small payloads, if that is where it is
+  std::uint64_t address;    // in this rank's own memory
+  bool may_be_pulled;       // it can read its peers, and lets them read the input
+  bool shall_be_pulled;     // of the rank that chooses for all
 };
 static_assert(sizeof(Places) <= HeaderSlot::kInlineNbytes, "must travel in a header");
+
+constexpr int kChooser = 0;  // the rank that chooses how large arrays are copied
 
 Places places_of(const HeaderSlot& slot) {
   Places places;
@@ -58,12 +63,16 @@ std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is
 }  // namespace
 
 ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members,
-                           SpinPolicy spin, bool are_processes)
+                           SpinPolicy spin, bool are_processes, PeerReads peer_reads)
     : segment_(std::move(segment)),
       index_(index),
       size_(static_cast<int>(members.size())),
       members_(std::move(members)),
       spin_(spin),
+      is_foreign_(members_.size()),
+      peer_memory_(segment_, index),
+      gather_choice_(peer_reads),
+      exchange_choice_(peer_reads),
       sources_(members_.size()),
       outputs_(members_.size()) {
   inputs_.of_rank.resize(members_.size());
@@ -152,8 +161,14 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   publish_header(collective);
   await_headers(call);
   find_inputs(collective);
+  const bool is_timed = index_ == kChooser && is_pullable(collective);
+  const auto start = is_timed ? Call::Clock::now() : Call::Clock::time_point{};
   const bool has_borrowed = dispatch(call, collective);
   if (has_borrowed) fence(call);
+  if (is_timed && (inputs_.are_pulled || !has_borrowed))
+    copy_choice_of(collective)
+        .note(collective.count * item_size(collective.dtype), inputs_.are_pulled,
+              std::chrono::duration<double>(Call::Clock::now() - start).count());
 }
 
 // ---- Headers ---------------------------------------------------------------
@@ -185,7 +200,8 @@ std::size_t ShmTransport::next_small(std::size_t nbytes) {
 
 // The rows of counts are all that the header of an uneven all_to_all carries.
 void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot) {
-  const Places places{0, 0, next_small(2 * sizeof(std::uint64_t) * static_cast<std::size_t>(size_))};
+  Places places{};
+  places.staged_at = next_small(2 * sizeof(std::uint64_t) * static_cast<std::size_t>(size_));
   std::memcpy(slot.payload, &places, sizeof places);
   auto* counts = reinterpret_cast<std::uint64_t*>(segment_->smalls(index_) + places.staged_at);
   for (int peer = 0; peer < size_; ++peer) {
@@ -200,7 +216,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
     return;
   }
-  Places places{0, 0, 0};
+  Places places{};
   // An all_to_all in place overwrites what peers would still be reading.
   const bool is_readable_in_place = collective.op != Op::all_to_all || collective.in != collective.out;
   if (nbytes >= shm_cost::kSymmetricNbytes && is_readable_in_place) {
@@ -210,6 +226,12 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   if (places.in == 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1) {
     places.staged_at = next_small(nbytes);
     staging_.copy(segment_->smalls(index_) + places.staged_at, collective.in, nbytes);
+  }
+  if (is_readable_in_place && is_pullable(collective) && peer_memory_.can_read_all()) {
+    places.address = reinterpret_cast<std::uintptr_t>(collective.in);
+    places.may_be_pulled = places.in != 0 || peer_memory_.can_lend(collective.in, nbytes);
+    places.shall_be_pulled = index_ == kChooser &&
+                             copy_choice_of(collective).pulls(collective.count * item_size(collective.dtype));
   }
   std::memcpy(slot.payload, &places, sizeof places);
 }
@@ -268,10 +290,12 @@ void ShmTransport::check_counts() const {
 }
 
 void ShmTransport::find_inputs(const Collective& collective) {
-  inputs_.are_borrowed = false;
+  inputs_.are_borrowed = inputs_.are_pulled = false;
+  std::fill(is_foreign_.begin(), is_foreign_.end(), false);
   inputs_.are_complete = inputs_.are_symmetric = true;
   if (is_uneven(collective)) return check_counts();
 
+  const bool is_pulled = agree_to_pull(collective);
   const unsigned parity = sequence_ & 1;
   const int root = has_root(collective.op) ? index_of_[collective.root] : -1;
   for (int peer = 0; peer < size_; ++peer) {
@@ -291,12 +315,41 @@ void ShmTransport::find_inputs(const Collective& collective) {
       inputs_.are_borrowed = true;
     } else if (nbytes <= segment_->layout().small_nbytes) {
       input = segment_->smalls(peer) + places.staged_at;
+    } else if (is_pulled) {
+      input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(places.address));
+      is_foreign_[peer] = peer != index_ && !peer_memory_.is_same_process(peer);
+      inputs_.are_borrowed = inputs_.are_pulled = true;
     } else {
       input = nullptr;
       inputs_.are_complete &= size_ == 1;
     }
   }
   inputs_.of_rank[index_] = static_cast<const unsigned char*>(collective.in);
+}
+
+// Whether its arrays are large enough to be read out of each other's memory. Only where every rank
+// both gives and takes: elsewhere staging keeps the giver's core at work too, and is as fast.
+bool ShmTransport::is_pullable(const Collective& collective) const {
+  const bool is_mutual = collective.op == Op::all_gather || collective.op == Op::all_to_all;
+  return is_mutual && size_ > 1 && !is_uneven(collective) &&
+         collective.count * item_size(collective.dtype) >= shm_cost::kPullNbytes;
+}
+
+CopyChoice& ShmTransport::copy_choice_of(const Collective& collective) {
+  return collective.op == Op::all_gather ? gather_choice_ : exchange_choice_;
+}
+
+// Every rank finds the same, in the headers. Until all have tried to read each other, which
+// they do here, once all are there, nobody offers anything.
+bool ShmTransport::agree_to_pull(const Collective& collective) {
+  if (!is_pullable(collective)) return false;
+  if (!peer_memory_.can_read_all())
+    for (int peer = 0; peer < size_; ++peer)
+      if (peer != index_) peer_memory_.can_read(peer);
+  const unsigned parity = sequence_ & 1;
+  for (int peer = 0; peer < size_; ++peer)
+    if (!places_of(segment_->header(peer, parity)).may_be_pulled) return false;
+  return places_of(segment_->header(kChooser, parity)).shall_be_pulled;
 }
 
 void ShmTransport::fence(Call& call) {

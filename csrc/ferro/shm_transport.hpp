@@ -6,8 +6,10 @@
 #include <memory>
 #include <vector>
 
+#include "ferro/copy_choice.hpp"
 #include "ferro/fingerprint.hpp"
 #include "ferro/parking.hpp"
+#include "ferro/peer_memory.hpp"
 #include "ferro/segment.hpp"
 #include "ferro/staging.hpp"
 #include "ferro/transport.hpp"
@@ -20,7 +22,7 @@ class ShmTransport final : public Transport {
   // `index` is this rank's place in the segment, `members` the group's rank at
   // every place. Ranks that are processes of their own are watched for death.
   ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members, SpinPolicy spin,
-               bool are_processes);
+               bool are_processes, PeerReads peer_reads = PeerReads::automatic);
   ~ShmTransport() override;
 
   void run(Call& call, const Collective& collective) override;
@@ -47,6 +49,9 @@ class ShmTransport final : public Transport {
   const std::uint64_t* counts_of(int index) const;
   std::size_t next_small(std::size_t nbytes);
   void find_inputs(const Collective& collective);
+  bool is_pullable(const Collective& collective) const;
+  CopyChoice& copy_choice_of(const Collective& collective);
+  bool agree_to_pull(const Collective& collective);
   // A second exchange of headers, without a payload: no rank leaves it before all have entered.
   void fence(Call& call);
 
@@ -71,7 +76,7 @@ class ShmTransport final : public Transport {
   void advance(std::atomic<std::uint64_t> RankControl::* counter, std::uint64_t value);
 
   // ---- Collectives (shm_collectives.cpp) ----
-  // True if it read the symmetric arrays of peers, who must not leave before that is over.
+  // True if it read arrays of peers where they stand, who must not leave before that is over.
   bool dispatch(Call& call, const Collective& collective);
   bool allreduce(Call& call, const Collective& collective);
   bool broadcast(Call& call, const Collective& collective);
@@ -93,6 +98,9 @@ class ShmTransport final : public Transport {
                      std::size_t output_nbytes = 0) const;
   // out = elements from `first` on, as many as the collective counts, read where peers have them.
   void reduce_in_passes(Call& call, const Collective& collective, std::size_t first);
+  // Of the input of `peer`, from `offset` on, wherever it is.
+  void copy_input(Call& call, void* dst, int peer, std::size_t offset, std::size_t nbytes) const;
+  [[noreturn]] void throw_unreadable(int peer, int error) const;
   void copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const;
 
   // What one round of a collective asks of this rank.
@@ -127,7 +135,8 @@ class ShmTransport final : public Transport {
     std::vector<const unsigned char*> of_rank;
     std::vector<unsigned char*> symmetric_output_of_rank;
     bool are_complete = true;   // none is null: no rounds are needed
-    bool are_borrowed = false;  // some are the peers' own symmetric arrays
+    bool are_borrowed = false;  // some are the peers' own arrays
+    bool are_pulled = false;    // those that are not symmetric are read out of their ranks' memory
     bool are_symmetric = true;  // all are, and so are all outputs
   };
 
@@ -146,9 +155,12 @@ class ShmTransport final : public Transport {
   std::atomic<std::uint64_t> awaited_{kNobody};
   std::size_t next_small_ = 0;  // where the own ring goes on
   Inputs inputs_;
+  std::vector<bool> is_foreign_;  // by rank: inputs_.of_rank is an address in its process
   StagingWriter staging_;
-  mutable std::vector<const void*> sources_;  // scratch of reductions
-  std::vector<void*> outputs_;                // the same
+  PeerMemory peer_memory_;
+  CopyChoice gather_choice_, exchange_choice_;  // of all_gather and all_to_all
+  mutable std::vector<const void*> sources_;    // scratch of reductions
+  std::vector<void*> outputs_;                  // the same
   std::unique_ptr<Watchdog> watchdog_;
 };
 

@@ -41,14 +41,15 @@ void connect_memory(Channels& channels, const std::shared_ptr<Segment>& segment,
 
 }  // namespace
 
-std::vector<std::shared_ptr<Communicator>> Communicator::create_group(int world_size, int num_cores) {
+std::vector<std::shared_ptr<Communicator>> Communicator::create_group(int world_size, int num_cores,
+                                                                      PeerReads peer_reads) {
   const std::shared_ptr<Segment> segment = Segment::create(world_size);
   const std::vector<int> ranks = all_ranks(world_size);
   const SpinPolicy spin = SpinPolicy::for_ranks(world_size, num_cores);
   std::vector<std::shared_ptr<Communicator>> group;
   for (const int rank : ranks) {
     Parts parts;
-    parts.transport = std::make_unique<ShmTransport>(segment, rank, ranks, spin, false);
+    parts.transport = std::make_unique<ShmTransport>(segment, rank, ranks, spin, false, peer_reads);
     Channels channels(ranks.size());
     connect_memory(channels, segment, ranks, rank);
     parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, rank, spin);
@@ -85,7 +86,7 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   std::unique_ptr<ShmTransport> local;
   if (segment) {
     connect_memory(channels, segment, wiring.local_ranks, index);
-    local = std::make_unique<ShmTransport>(segment, index, wiring.local_ranks, spin, true);
+    local = std::make_unique<ShmTransport>(segment, index, wiring.local_ranks, spin, true, wiring.peer_reads);
   }
 
   Parts parts;

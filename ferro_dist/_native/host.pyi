@@ -44,7 +44,7 @@ class Communicator:
     def is_closed(self) -> bool: ...
     @staticmethod
     def create_group(
-        world_size: int, num_cores: int, timeout: float, arrays: Any
+        world_size: int, num_cores: int, peer_reads: str, timeout: float, arrays: Any
     ) -> list[Communicator]: ...
     @staticmethod
     def connect(
@@ -56,6 +56,7 @@ class Communicator:
         message_sockets: Sequence[int],
         num_colocated: int,
         num_cores: int,
+        peer_reads: str,
         timeout: float,
         arrays: Any,
     ) -> Communicator: ...

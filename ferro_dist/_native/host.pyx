@@ -13,7 +13,17 @@ from libcpp.vector cimport vector
 cimport cython
 from ferro_dist._native cimport libferro as ferro
 from ferro_dist._native.buffer_view cimport BufferView, is_output, output_view_of, overlap, view_of
-from ferro_dist._native.libferro cimport Collective, Engine, Heap, Op, PointToPoint, Segment, Task, Wiring
+from ferro_dist._native.libferro cimport (
+    Collective,
+    Engine,
+    Heap,
+    Op,
+    PeerReads,
+    PointToPoint,
+    Segment,
+    Task,
+    Wiring,
+)
 
 import copy
 import os
@@ -155,6 +165,12 @@ cdef class HostLeg:
         self._communicator._run(&c, max(SHORTEST_TIMEOUT, self._deadline - monotonic()))
 
 
+cdef PeerReads _peer_reads(str name) except *:
+    if name == "never":
+        return PeerReads.never
+    return PeerReads.always if name == "always" else PeerReads.automatic
+
+
 @cython.final
 cdef class Communicator:
     """One rank's side of a group. Methods take the arguments of `Backend`'s, in its order.
@@ -177,9 +193,11 @@ cdef class Communicator:
         raise TypeError("Communicator is made by create_group or connect")
 
     @staticmethod
-    def create_group(int world_size, int num_cores, double timeout, arrays):
+    def create_group(int world_size, int num_cores, str peer_reads, double timeout, arrays):
         """All ranks of a group, for threads of this process."""
-        cdef vector[shared_ptr[Engine]] engines = Engine.create_group(world_size, num_cores)
+        cdef vector[shared_ptr[Engine]] engines = Engine.create_group(
+            world_size, num_cores, _peer_reads(peer_reads)
+        )
         cdef list group = []
         cdef int rank
         for rank in range(world_size):
@@ -189,7 +207,7 @@ cdef class Communicator:
     @staticmethod
     def connect(
         int rank, int world_size, hosts, int segment_fd, collective_sockets, message_sockets,
-        int num_colocated, int num_cores, double timeout, arrays,
+        int num_colocated, int num_cores, str peer_reads, double timeout, arrays,
     ):
         """One rank of processes. Takes the sockets over; the segment's descriptor stays the caller's."""
         cdef Wiring wiring
@@ -198,6 +216,7 @@ cdef class Communicator:
         wiring.segment_fd = segment_fd
         wiring.num_colocated = num_colocated
         wiring.num_cores = num_cores
+        wiring.peer_reads = _peer_reads(peer_reads)
         wiring.collective_sockets = collective_sockets
         wiring.message_sockets = message_sockets
         wiring.hosts = hosts

@@ -75,6 +75,13 @@ cdef extern from "ferro/task.hpp" namespace "ferro" nogil:
         void rethrow() except +raise_native
 
 
+cdef extern from "ferro/copy_choice.hpp" namespace "ferro" nogil:
+    cdef enum class PeerReads(unsigned char):
+        automatic
+        always
+        never
+
+
 cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
     cdef cppclass Wiring:
         int rank
@@ -86,6 +93,7 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
         vector[vector[int]] hosts
         int num_colocated
         int num_cores
+        PeerReads peer_reads
 
     # `Communicator` is the name of what Python sees; the engine's is this.
     cdef cppclass Engine "ferro::Communicator":
@@ -94,7 +102,9 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
         shared_ptr[Engine] connect(const Wiring& wiring) except +raise_native
 
         @staticmethod
-        vector[shared_ptr[Engine]] create_group(int world_size, int num_cores) except +raise_native
+        vector[shared_ptr[Engine]] create_group(
+            int world_size, int num_cores, PeerReads peer_reads
+        ) except +raise_native
 
         cpp_bool is_closed() noexcept
         vector[int] lost_ranks() except +raise_native

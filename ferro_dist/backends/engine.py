@@ -21,11 +21,33 @@ from ferro_dist.backends.bound import BoundBackend
 from ferro_dist.errors import ChannelClosed, DistributedError
 from ferro_dist.work import Work
 
-__all__ = ["EngineBackend"]
+__all__ = ["EngineBackend", "peer_reads"]
 
 Work.register(HostWork)
 
 _Group = TypeVar("_Group", bound="EngineBackend")
+
+_PEER_READS = ("automatic", "always", "never")
+
+
+def peer_reads() -> str:
+    """Return how large arrays move between the ranks of a host, as FERRO_DIST_PEER_READS says.
+
+    Returns
+    -------
+    str
+        ``"automatic"``: each is read out of its rank's memory where that is permitted and
+        has been faster; ``"always"``: wherever it is permitted; ``"never"``.
+
+    Raises
+    ------
+    ValueError
+        The variable says anything else.
+    """
+    value = os.environ.get("FERRO_DIST_PEER_READS", "automatic")
+    if value not in _PEER_READS:
+        raise ValueError(f"FERRO_DIST_PEER_READS is {value!r}; use one of {', '.join(_PEER_READS)}")
+    return value
 
 
 class EngineBackend(BoundBackend):

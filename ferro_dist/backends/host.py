@@ -13,7 +13,7 @@ from ferro_dist import rendezvous
 from ferro_dist._native.host import Communicator, create_segment
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
-from ferro_dist.backends.engine import EngineBackend
+from ferro_dist.backends.engine import EngineBackend, peer_reads
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import Group, Segment, Wiring
 
@@ -94,6 +94,7 @@ class HostBackend(EngineBackend):
                 message_sockets,
                 wiring.num_colocated,
                 wiring.num_cores,
+                peer_reads(),
                 timeout,
                 results,
             )

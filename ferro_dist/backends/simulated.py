@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from ferro_dist import arguments
 from ferro_dist._native.host import Communicator
 from ferro_dist.backends import results
-from ferro_dist.backends.engine import EngineBackend
+from ferro_dist.backends.engine import EngineBackend, peer_reads
 from ferro_dist.cores import count_own
 from ferro_dist.errors import DistributedError, Io, LockPoisoned
 from ferro_dist.rendezvous.deadline import Deadline
@@ -71,7 +71,9 @@ class SimulatedBackend(EngineBackend):
         siblings = _Siblings()
         return [
             cls.__new__(cls)._adopt(communicator, siblings)
-            for communicator in Communicator.create_group(world_size, count_own(), timeout, results)
+            for communicator in Communicator.create_group(
+                world_size, count_own(), peer_reads(), timeout, results
+            )
         ]
 
     def split(

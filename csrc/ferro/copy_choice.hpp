@@ -1,0 +1,68 @@
+// Which of two ways of copying between ranks is the faster one, by trying both.
+//
+// It depends on how far apart the cores are, on the size of pages, on the processor and its
+// virtual machine, and changes while a program runs. The result does not depend on it, so the choice
+// may: one rank makes it, and its header tells the others.
+#ifndef FERRO_COPY_CHOICE_HPP
+#define FERRO_COPY_CHOICE_HPP
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace ferro {
+
+// How large plain arrays are moved where peers can read each other's. Set for a whole program,
+// for measurements and tests.
+enum class PeerReads : std::uint8_t { automatic, always, never };
+
+class CopyChoice {
+ public:
+  explicit CopyChoice(PeerReads policy) : policy_(policy) {}
+
+  // For the next copy of about `nbytes`: whether readers shall pull it from where it is, in place
+  // of its being staged for them.
+  bool pulls(std::size_t nbytes) {
+    if (policy_ != PeerReads::automatic) return policy_ == PeerReads::always;
+    Record& record = record_of(nbytes);
+    const bool is_pull_faster = record.seconds[1] <= record.seconds[0];
+    const std::uint32_t number = record.number++;
+    if (number < kTrials) return number % 2 == 1;
+    const double ratio =
+        is_pull_faster ? record.seconds[0] / record.seconds[1] : record.seconds[1] / record.seconds[0];
+    const bool is_trial = number % (ratio < kCloseRatio ? kCloseInterval : kClearInterval) == 0;
+    return is_pull_faster != is_trial;
+  }
+
+  // What it took.
+  void note(std::size_t nbytes, bool was_pulled, double seconds) {
+    double& known = record_of(nbytes).seconds[was_pulled ? 1 : 0];
+    // The least of late: what interrupts a copy only adds, and what has changed shows in time.
+    known = std::min(seconds, known * kForgetting);
+  }
+
+ private:
+  struct Record {
+    std::array<double, 2> seconds{1e9, 1e9};
+    std::uint32_t number = 0;
+  };
+  static constexpr std::uint32_t kTrials = 6;  // the first of a size, by turns: some meet untouched pages
+  static constexpr std::uint32_t kCloseInterval = 16, kClearInterval = 64;
+  static constexpr double kCloseRatio = 1.5;
+  static constexpr double kForgetting = 1.125;
+
+  // One for each power of two.
+  Record& record_of(std::size_t nbytes) {
+    std::size_t log2 = 0;
+    while (nbytes >>= 1) ++log2;
+    return records_[log2];
+  }
+
+  const PeerReads policy_;
+  std::array<Record, 64> records_{};
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_COPY_CHOICE_HPP

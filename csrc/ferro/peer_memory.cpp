@@ -1,0 +1,75 @@
+#include "ferro/peer_memory.hpp"
+
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <utility>
+
+namespace ferro {
+namespace {
+
+// All of it or an error number. What is not mapped, or no memory, ends in EFAULT.
+int read_process(int pid, void* dst, const void* src, std::size_t nbytes) noexcept {
+  for (std::size_t done = 0; done < nbytes;) {
+    const iovec local{static_cast<char*>(dst) + done, nbytes - done};
+    const iovec remote{const_cast<char*>(static_cast<const char*>(src)) + done, nbytes - done};
+    const ssize_t count = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (count < 0) return errno;
+    if (count == 0) return EFAULT;
+    done += static_cast<std::size_t>(count);
+  }
+  return 0;
+}
+
+// Never 0, which stands for "not published".
+std::uint64_t random_number() {
+  std::uint64_t number = 0;
+  if (getrandom(&number, sizeof number, GRND_NONBLOCK) != sizeof number) number = 0;
+  return number | 1;
+}
+
+}  // namespace
+
+PeerMemory::PeerMemory(std::shared_ptr<Segment> segment, int index)
+    : segment_(std::move(segment)),
+      own_pid_(getpid()),
+      own_number_(random_number()),
+      pids_(static_cast<std::size_t>(segment_->size())),
+      access_(static_cast<std::size_t>(segment_->size())) {
+  RankControl& control = segment_->control(index);
+  control.pid = own_pid_;
+  control.number_at = &own_number_;
+  control.number.store(own_number_, std::memory_order_release);  // last: the others stand before it
+}
+
+bool PeerMemory::can_read(int peer) {
+  Access& access = access_[static_cast<std::size_t>(peer)];
+  if (access != Access::unknown) return access == Access::granted;
+  const RankControl& control = segment_->control(peer);
+  const std::uint64_t number = control.number.load(std::memory_order_acquire);
+  if (number == 0) return false;
+  std::uint64_t found = 0;
+  const int error = read_process(control.pid, &found, control.number_at, sizeof found);
+  access = error == 0 && found == number ? Access::granted : Access::refused;
+  if (access != Access::granted) return false;
+  pids_[static_cast<std::size_t>(peer)] = control.pid;
+  ++num_readable_;
+  return true;
+}
+
+bool PeerMemory::can_lend(const void* data, std::size_t nbytes) const {
+  if (prctl(PR_GET_DUMPABLE) != 1) return false;
+  const char* first = static_cast<const char*>(data);
+  char ends[2];
+  return read_process(own_pid_, &ends[0], first, 1) == 0 &&
+         read_process(own_pid_, &ends[1], first + nbytes - 1, 1) == 0;
+}
+
+int PeerMemory::read(int peer, void* dst, const void* src, std::size_t nbytes) const noexcept {
+  return read_process(pids_[static_cast<std::size_t>(peer)], dst, src, nbytes);
+}
+
+}  // namespace ferro
