@@ -87,6 +87,7 @@ void Communicator::settle_timeout(Error& error, const AbortReason& reason) noexc
   if (reason.reporter != rank_ && !is_same) {
     error.code = reason.code;
     error.peer = reason.culprit;
+    error.detail.clear();
     error.missing.clear();
   }
   if (error.code == ErrorCode::timeout && error.missing.empty()) add_missing(error);

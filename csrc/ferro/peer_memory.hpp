@@ -1,8 +1,9 @@
-// Reads the private arrays of ranks that are other processes of this machine.
+// Reads the private arrays of other ranks of this machine.
 //
 // One copy in place of two, by process_vm_readv: where the kernel permits it, which each
 // rank finds out by reading a number that every other one keeps in its own memory. That also
-// tells a peer from a stranger who has its process id in another namespace.
+// tells a peer from a stranger who has its process id in another namespace. Ranks that are threads
+// of one process read each other in the same way: an array that was freed is an error, not a crash.
 // Peers are never written to: who has left a call may have put other things where its
 // array was, which spoils what is read, and is noticed, but must not be overwritten.
 #ifndef FERRO_PEER_MEMORY_HPP
@@ -22,6 +23,8 @@ class PeerMemory {
  public:
   // Publishes where this rank's number is. `index` and peers are places in the segment.
   PeerMemory(std::shared_ptr<Segment> segment, int index);
+  PeerMemory(const PeerMemory&) = delete;
+  PeerMemory& operator=(const PeerMemory&) = delete;
 
   // Whether this process may read the memory of `peer`. Tried once, as soon as it has published.
   bool can_read(int peer);
@@ -30,9 +33,6 @@ class PeerMemory {
   // Whether peers that can read this process will find what is at [data, data + nbytes). They do
   // not where a driver mapped it, nor once this process has given up its privileges.
   bool can_lend(const void* data, std::size_t nbytes) const;
-  // Of a peer that can be read: where its addresses mean the same here.
-  bool is_same_process(int peer) const { return pids_[static_cast<std::size_t>(peer)] == own_pid_; }
-
   // From `src` in the memory of `peer`, which can be read. The error number if that fails.
   [[nodiscard]] int read(int peer, void* dst, const void* src, std::size_t nbytes) const noexcept;
 

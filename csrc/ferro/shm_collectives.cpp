@@ -2,8 +2,9 @@
 // published its header and all agree; inputs_ says what can be read in place.
 //
 // Small inputs came with the headers: one step, reading only. Symmetric inputs
-// are read where they stand, then fenced. All others go in rounds through the
-// windows: each rank stages a chunk of its input, then reads those of its peers.
+// are read where they stand, then fenced, and so may large ones of all_gather and all_to_all
+// be (copy_input). All others go in rounds through the windows: each rank stages a chunk
+// of its input, then reads those of its peers.
 #include <linux/futex.h>
 
 #include <algorithm>

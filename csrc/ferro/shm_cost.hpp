@@ -14,7 +14,7 @@ constexpr std::size_t kBriefNbytes = std::size_t{8} << 10;
 // in spite of the fence that must follow.
 constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 
-// From here on what one rank copies from one other may be pulled out of that one's memory: two
+// From here on what one rank copies from one other may be pulled out of that one's memory: three
 // system calls to lend it, one for each reader, and the fence, which less would not repay anywhere.
 constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
 

@@ -70,6 +70,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vec
       members_(std::move(members)),
       spin_(spin),
       is_foreign_(members_.size()),
+      may_pull_(peer_reads != PeerReads::never),
       peer_memory_(segment_, index),
       gather_choice_(peer_reads),
       exchange_choice_(peer_reads),
@@ -165,6 +166,9 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   const auto start = is_timed ? Call::Clock::now() : Call::Clock::time_point{};
   const bool has_borrowed = dispatch(call, collective);
   if (has_borrowed) fence(call);
+  // Who has left the call since the fence may have changed what was still being read, but has ended
+  // the group before.
+  if (inputs_.are_pulled) check_group();
   if (is_timed && (inputs_.are_pulled || !has_borrowed))
     copy_choice_of(collective)
         .note(collective.count * item_size(collective.dtype), inputs_.are_pulled,
@@ -317,7 +321,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
       input = segment_->smalls(peer) + places.staged_at;
     } else if (is_pulled) {
       input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(places.address));
-      is_foreign_[peer] = peer != index_ && !peer_memory_.is_same_process(peer);
+      is_foreign_[peer] = peer != index_;
       inputs_.are_borrowed = inputs_.are_pulled = true;
     } else {
       input = nullptr;
@@ -331,7 +335,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
 // both gives and takes: elsewhere staging keeps the giver's core at work too, and is as fast.
 bool ShmTransport::is_pullable(const Collective& collective) const {
   const bool is_mutual = collective.op == Op::all_gather || collective.op == Op::all_to_all;
-  return is_mutual && size_ > 1 && !is_uneven(collective) &&
+  return may_pull_ && is_mutual && size_ > 1 && !is_uneven(collective) &&
          collective.count * item_size(collective.dtype) >= shm_cost::kPullNbytes;
 }
 

@@ -157,6 +157,7 @@ class ShmTransport final : public Transport {
   Inputs inputs_;
   std::vector<bool> is_foreign_;  // by rank: inputs_.of_rank is an address in its process
   StagingWriter staging_;
+  const bool may_pull_;
   PeerMemory peer_memory_;
   CopyChoice gather_choice_, exchange_choice_;  // of all_gather and all_to_all
   mutable std::vector<const void*> sources_;    // scratch of reductions

@@ -64,6 +64,7 @@ class HostBackend(EngineBackend):
         group: str = "world",
         epoch: str = "",
     ) -> None:
+        peer_reads()  # raises here, where no other rank knows of this one yet
         rendezvous.connect(
             rank,
             world_size,
