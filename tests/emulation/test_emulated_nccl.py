@@ -619,6 +619,26 @@ def test_abort_ends_an_initialization_that_waits() -> None:
     assert run_emulated(1, abort_in_progress) == [IN_PROGRESS]
 
 
+def abort_behind_another(rank: int, world_size: int, addr: str) -> None:
+    """In a group the second communicator waits for the first, which waits for nothing."""
+    nccl = Nccl()
+    comms = [nccl.communicator(1, shared_id(f"{addr}{i}"), 0, blocking=0) for i in range(2)]
+    for comm in comms:
+        nccl.settle(comm)
+    a = nccl.gpu.array(floats([1]))
+    nccl.gpu.set_faults("point=launch,act=hang")
+    nccl.GroupStart()
+    for comm in comms:
+        nccl.AllReduce(a, a, size(1), FLOAT32, SUM, comm, DEFAULT)
+    nccl.GroupEnd()
+    for comm in reversed(comms):
+        nccl.CommAbort(comm)
+
+
+def test_abort_ends_a_communicator_that_waits_for_another_of_its_group() -> None:
+    run_emulated(1, abort_behind_another)
+
+
 # Windows, graphs
 
 

@@ -1,6 +1,7 @@
 #include "emulation/nccl/group.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <future>
 #include <thread>
 
@@ -70,6 +71,12 @@ struct PassOn {
   std::promise<void>& done;
 };
 
+void await_turn(const std::shared_future<void>& before, const Communicator& communicator) {
+  while (before.valid() && before.wait_for(std::chrono::milliseconds(5)) != std::future_status::ready) {
+    if (communicator.stop().load(std::memory_order_relaxed)) throw Interrupted{};
+  }
+}
+
 ncclResult_t run_batches(std::vector<Batch>& batches) {
   if (is_blocking(batches)) {
     std::vector<Use> uses;
@@ -90,7 +97,7 @@ ncclResult_t run_batches(std::vector<Batch>& batches) {
     result = communicator->run([shared, fault, before, done] {
       const PassOn pass_on{*done};
       suffer(fault, "ncclGroupEnd", *shared->communicator);
-      if (before.valid()) before.wait();
+      await_turn(before, *shared->communicator);
       launch(shared->communicator, std::move(shared->operations));
     });
     before = done->get_future().share();
