@@ -52,42 +52,41 @@ Communicator::Communicator(const Cudart& cuda, int device)
 
 // --- Making one
 
-std::shared_ptr<Communicator> Communicator::init(const Cudart& cuda, int device,
-                                                 const std::vector<ncclUniqueId>& ids, int world_size,
-                                                 int rank, ncclConfig_t config, Patience& patience) {
+template <typename Call>
+std::shared_ptr<Communicator> Communicator::make(const char* function, const Cudart& cuda, int device,
+                                                 ncclConfig_t& config, Patience& patience, Call call) {
   refuse_forked_copy();
-  const char* function = ids.size() == 1 ? "ncclCommInitRankConfig" : "ncclCommInitRankScalable";
-  if (ids.size() > 1) require(ncclCommInitRankScalable, function, "2.23");
   auto self = std::make_shared<Communicator>(cuda, device);
   self->keep_texts(config);
   const DeviceGuard guard(cuda, device);
   ncclResult_t result;
   {
     const Lock lock = lock_patiently(self->lock_, function, patience);
-    auto some = ids;
-    result = ids.size() == 1 ? ncclCommInitRankConfig(&self->newborn_, world_size, ids[0], rank, &config)
-                             : ncclCommInitRankScalable(&self->newborn_, world_size, rank,
-                                                        static_cast<int>(ids.size()), some.data(), &config);
+    result = call(&self->newborn_);
   }
   self->complete(result, function, patience);
   return self;
 }
 
+std::shared_ptr<Communicator> Communicator::init(const Cudart& cuda, int device,
+                                                 const std::vector<ncclUniqueId>& ids, int world_size,
+                                                 int rank, ncclConfig_t config, Patience& patience) {
+  const char* function = ids.size() == 1 ? "ncclCommInitRankConfig" : "ncclCommInitRankScalable";
+  if (ids.size() > 1) require(ncclCommInitRankScalable, function, "2.23");
+  return make(function, cuda, device, config, patience, [&](ncclComm_t* made) {
+    auto some = ids;
+    return ids.size() == 1 ? ncclCommInitRankConfig(made, world_size, ids[0], rank, &config)
+                           : ncclCommInitRankScalable(made, world_size, rank, static_cast<int>(ids.size()),
+                                                      some.data(), &config);
+  });
+}
+
 std::shared_ptr<Communicator> Communicator::join(const Cudart& cuda, int device, const ncclUniqueId& id,
                                                  int world_size, int rank, ncclConfig_t config,
                                                  Patience& patience) {
-  refuse_forked_copy();
   require(ncclCommGrow, "ncclCommGrow", "2.29.2");
-  auto self = std::make_shared<Communicator>(cuda, device);
-  self->keep_texts(config);
-  const DeviceGuard guard(cuda, device);
-  ncclResult_t result;
-  {
-    const Lock lock = lock_patiently(self->lock_, "ncclCommGrow", patience);
-    result = ncclCommGrow(nullptr, world_size, &id, rank, &self->newborn_, &config);
-  }
-  self->complete(result, "ncclCommGrow", patience);
-  return self;
+  return make("ncclCommGrow", cuda, device, config, patience,
+              [&](ncclComm_t* made) { return ncclCommGrow(nullptr, world_size, &id, rank, made, &config); });
 }
 
 void Communicator::keep_texts(ncclConfig_t& config) {
@@ -250,6 +249,12 @@ void Communicator::deregister_later(void* registration, bool (*let_go)(void*), v
         // At the exit nobody may be left to take it, and the process takes all along.
         return is_back && (let_go(memory) || Reaper::instance().is_stopping());
       });
+}
+
+void Communicator::let_go_once_ended(bool (*let_go)(void*), void* memory) noexcept {
+  Reaper::instance().run([self = shared_from_this(), let_go, memory] {
+    return self->is_ended() && (let_go(memory) || Reaper::instance().is_stopping());
+  });
 }
 
 void Communicator::destroy_reduce_op_later(ncclRedOp_t reduce_op) noexcept {

@@ -74,6 +74,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // What nobody holds any more is given back by the reaper, if the communicator still lives.
   // `let_go(memory)` follows, as often as it returns false, but not at the process's exit.
   void deregister_later(void* registration, bool (*let_go)(void*), void* memory) noexcept;
+  // The same once the communicator has ended, for memory that it reaches until then.
+  void let_go_once_ended(bool (*let_go)(void*), void* memory) noexcept;
   void destroy_reduce_op_later(ncclRedOp_t reduce_op) noexcept;
   void suspend(Patience& patience);
   void resume(Patience& patience);
@@ -132,6 +134,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Waits for a communicator in the making and asks it who it is; aborts it if that fails.
   void complete(ncclResult_t result, const char* function, Patience& patience);
   void adopt_newborn() noexcept;
+  template <typename Call>
+  static std::shared_ptr<Communicator> make(const char* function, const Cudart& cuda, int device,
+                                            ncclConfig_t& config, Patience& patience, Call call);
   template <typename Make>
   std::shared_ptr<Communicator> make_child(const char* function, ncclConfig_t& config, Patience& patience,
                                            Make make);

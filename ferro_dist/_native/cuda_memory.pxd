@@ -7,7 +7,7 @@ cdef class GpuBytes:
     cdef readonly int device
     cdef int _num_forks
 
-    # On the current device if that is None.
-    cdef int describe(self, size_t nbytes, device) except -1
+    # Sets _data, on this device.
+    cdef int allocate(self) except -1
     # Whether this process allocated them, and not one that it was forked from.
     cdef bint is_own(self) noexcept

@@ -6,6 +6,7 @@ __all__ = ["DeviceMemory", "GpuBytes", "PinnedMemory", "copy_async", "fill_async
 
 @disjoint_base
 class GpuBytes:
+    def __init__(self, nbytes: int, device: int | None = None) -> None: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -18,7 +19,6 @@ class GpuBytes:
 
 @final
 class DeviceMemory(GpuBytes):
-    def __init__(self, nbytes: int, device: int | None = None) -> None: ...
     def close(self) -> None: ...
 
 @final

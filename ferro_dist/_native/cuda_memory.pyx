@@ -20,13 +20,23 @@ __all__ = [
 
 
 cdef class GpuBytes:
-    """Bytes of a GPU, whoever allocates them; exports ``__cuda_array_interface__`` as uint8."""
+    """Bytes of a GPU, not initialized; exports ``__cuda_array_interface__`` as uint8.
 
-    cdef int describe(self, size_t nbytes, device) except -1:
+    Parameters
+    ----------
+    nbytes : int
+    device : int, optional
+        The current device if not given.
+    """
+
+    def __init__(self, size_t nbytes, device=None):
         self.nbytes = nbytes
         self.device = device_number(device)
         self._num_forks = num_forks()
-        return 0
+        self.allocate()
+
+    cdef int allocate(self) except -1:
+        raise TypeError("GpuBytes has no memory; DeviceMemory and NcclMemory have.")
 
     cdef bint is_own(self) noexcept:
         return self._num_forks == num_forks()
@@ -48,23 +58,16 @@ cdef class GpuBytes:
 
 @cython.final
 cdef class DeviceMemory(GpuBytes):
-    """Bytes of a GPU, not initialized.
+    """`GpuBytes` that the CUDA runtime allocates."""
 
-    Parameters
-    ----------
-    nbytes : int
-    device : int, optional
-        The current device if not given.
-    """
-
-    def __init__(self, size_t nbytes, device=None):
+    cdef int allocate(self) except -1:
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
-        self.describe(nbytes, device)
         with DeviceGuard(self.device):
             with nogil:
-                status = cuda.cudaMalloc(&self._data, nbytes)
+                status = cuda.cudaMalloc(&self._data, self.nbytes)
             CHECK_CUDA(status, "cudaMalloc")
+        return 0
 
     def close(self):
         """Free the memory, once the device has done all its work. Idempotent."""

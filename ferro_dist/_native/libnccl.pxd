@@ -214,6 +214,7 @@ cdef extern from "nccl/communicator.hpp" namespace "ferro::nccl" nogil:
         void deregister_buffer(void* registration, Patience& patience) except +raise_nccl
         void deregister_later(
             void* registration, cpp_bool (*let_go)(void*) noexcept nogil, void* memory) noexcept
+        void let_go_once_ended(cpp_bool (*let_go)(void*) noexcept nogil, void* memory) noexcept
         ncclWindow_t register_window(
             void* data, size_t nbytes, int flags, Patience& patience) except +raise_nccl
         void deregister_window(ncclWindow_t window, Patience& patience) except +raise_nccl

@@ -26,7 +26,10 @@ cdef class Group:
     cdef list _communicators   # each at least once
     cdef bint _is_open
     cdef Group _outer          # the open one that this is part of
-    cdef size_t _num_before    # how many operations that had when this began
+    # How much that held when this began.
+    cdef size_t _num_operations_before
+    cdef Py_ssize_t _num_kept_before
+    cdef Py_ssize_t _num_communicators_before
 
     cdef int _begin(self, size_t size) except -1
     cdef int _finish(self) except -1

@@ -116,21 +116,7 @@ cdef class Communicator(Connection):
         DistributedError
             NCCL refuses the options, or the ranks disagree.
         """
-        cdef int native_rank
-        cdef int num_ranks
-        native_rank, num_ranks = arguments.check_place(rank, world_size)
-        cdef vector[ncclUniqueId] ids = _ids_of(unique_ids)
-        cdef ncclConfig_t native_config = config_of(config)
-        cdef double seconds = arguments.check_timeout(timeout)
-        cdef int number = device_number(device)
-        cdef const Cudart* cuda = cudart()
-        cdef Patience patience = patience_of(seconds)
-        cdef Communicator made = Communicator.__new__(Communicator)
-        made.rank = native_rank
-        with Noting(made), nogil:
-            made._native = Native.init(
-                cuda[0], number, ids, num_ranks, native_rank, native_config, patience)
-        return made.adopted(seconds, native_config)
+        return _connected(False, world_size, _ids_of(unique_ids), rank, device, timeout, config)
 
     @staticmethod
     def join(
@@ -148,20 +134,7 @@ cdef class Communicator(Connection):
         rank, device, timeout, **config
             As `init_rank` takes them, and with its errors.
         """
-        cdef int native_rank
-        cdef int num_ranks
-        native_rank, num_ranks = arguments.check_place(rank, world_size)
-        cdef ncclConfig_t native_config = config_of(config)
-        cdef double seconds = arguments.check_timeout(timeout)
-        cdef int number = device_number(device)
-        cdef const Cudart* cuda = cudart()
-        cdef Patience patience = patience_of(seconds)
-        cdef Communicator made = Communicator.__new__(Communicator)
-        made.rank = native_rank
-        with Noting(made), nogil:
-            made._native = Native.join(
-                cuda[0], number, unique_id._id, num_ranks, native_rank, native_config, patience)
-        return made.adopted(seconds, native_config)
+        return _connected(True, world_size, _ids_of(unique_id), rank, device, timeout, config)
 
     # ---- More communicators out of this one ------------------------------------
 
@@ -609,6 +582,29 @@ cdef class Communicator(Connection):
         return 0
 
 
+cdef Communicator _connected(
+    bint is_joining, world_size, vector[ncclUniqueId] ids, rank, device, timeout, dict config,
+):
+    cdef int native_rank
+    cdef int num_ranks
+    native_rank, num_ranks = arguments.check_place(rank, world_size)
+    cdef ncclConfig_t native_config = config_of(config)
+    cdef double seconds = arguments.check_timeout(timeout)
+    cdef int number = device_number(device)
+    cdef const Cudart* cuda = cudart()
+    cdef Patience patience = patience_of(seconds)
+    cdef Communicator made = Communicator.__new__(Communicator)
+    made.rank = native_rank
+    with Noting(made), nogil:
+        if is_joining:
+            made._native = Native.join(
+                cuda[0], number, ids[0], num_ranks, native_rank, native_config, patience)
+        else:
+            made._native = Native.init(
+                cuda[0], number, ids, num_ranks, native_rank, native_config, patience)
+    return made.adopted(seconds, native_config)
+
+
 # ---- Groups --------------------------------------------------------------------------
 
 @cython.final
@@ -642,7 +638,9 @@ cdef class Group:
         self._is_open = True
         if current_group() != NULL:
             self._outer = <Group> current_group()
-            self._num_before = self._outer._operations.size()
+            self._num_operations_before = self._outer._operations.size()
+            self._num_kept_before = len(self._outer._kept)
+            self._num_communicators_before = len(self._outer._communicators)
             return self
         self._begin(TYPICAL_SIZE)
         (&current_group())[0] = <void*> self
@@ -660,7 +658,9 @@ cdef class Group:
             self._outer = None
             if exc_type is not None:
                 # The block of the outer one may go on, without what this one has added.
-                outer._operations.resize(self._num_before)
+                outer._operations.resize(self._num_operations_before)
+                del outer._kept[self._num_kept_before:]
+                del outer._communicators[self._num_communicators_before:]
             return
         (&current_group())[0] = NULL
         Py_DECREF(self)  # our caller has a reference, too

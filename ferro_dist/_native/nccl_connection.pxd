@@ -1,5 +1,7 @@
 # A native communicator, and what must be true to call it.
 
+from cpython.object cimport PyObject
+from libcpp cimport bool as cpp_bool
 from libcpp.memory cimport shared_ptr
 
 from ferro_dist._native.cuda_runtime cimport num_forks
@@ -12,7 +14,9 @@ cdef class Connection(Member):
     cdef readonly bint is_blocking
     cdef double timeout_s
     cdef object _first_error
-    cdef set _window_views  # views of the memory that NCCL has made windows of
+    # A set of views of the memory that NCCL has made windows of, and a reference to it that the
+    # collector does not see: it would empty the set before the communicator has ended.
+    cdef PyObject* _window_views
     cdef int _num_forks
 
     # Takes over what is in _native.
@@ -34,10 +38,19 @@ cdef inline bint is_own(Connection connection) noexcept:
     return connection._num_forks == num_forks()
 
 
+cdef inline set window_views(Connection connection):
+    return <set> connection._window_views
+
+
 cdef inline int check_usable(Connection connection) except -1:
     if connection._first_error is not None or not is_own(connection):
         connection.refuse()
     return 0
+
+
+# For the reaper's thread, which has no interpreter: lets the main thread give up a reference to
+# an object. False if it cannot be asked now.
+cdef cpp_bool let_go(void* held) noexcept nogil
 
 
 # `with Noting(connection), nogil:` is round every call of NCCL that may fail. Where that is too

@@ -4,7 +4,9 @@ import atexit
 import copy
 
 cimport cython
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uint64_t
+from libcpp cimport bool as cpp_bool
 from libcpp.memory cimport shared_ptr
 from libcpp.utility cimport move
 
@@ -24,6 +26,9 @@ from ferro_dist.errors import DistributedError, LockPoisoned, Timeout
 
 __all__ = ["Connection", "Noting"]
 
+cdef extern from "Python.h":
+    int Py_AddPendingCall(int (*function)(void*), void* argument) noexcept nogil
+
 cdef double ABORT_GRACE = 5  # seconds that NCCL may take to abort
 cdef double EXIT_GRACE = 5  # seconds, for all communicators together
 
@@ -33,7 +38,9 @@ cdef class Connection(Member):
 
     def __cinit__(self):
         self._num_forks = -1  # nobody's until it is adopted
-        self._window_views = set()
+        views = set()
+        Py_INCREF(views)
+        self._window_views = <PyObject*> views
 
     def __init__(self):
         raise TypeError("A Communicator is made by Communicator.init_rank")
@@ -49,6 +56,10 @@ cdef class Connection(Member):
 
     def __dealloc__(self):
         # The collector may run inside another group of this thread: no NCCL here.
+        if self._native.get() == NULL or not is_own(self) or not window_views(self):
+            Py_DECREF(window_views(self))
+        else:
+            self._native.get().let_go_once_ended(let_go, self._window_views)
         if self._native.get() == NULL:
             return
         if not is_own(self):
@@ -159,7 +170,7 @@ cdef class Connection(Member):
             with nogil:
                 native.get().abort()
                 native.get().wait_ended(patience)
-            self._window_views.clear()
+            window_views(self).clear()
         except Timeout:
             pass  # it can be called no more, which is what was asked for
 
@@ -183,7 +194,7 @@ cdef class Connection(Member):
         with Noting(self), nogil:
             libnccl.end(native, seconds)
             native.get().wait_ended(patience)
-        self._window_views.clear()
+        window_views(self).clear()
 
     destroy = close
 
@@ -220,6 +231,15 @@ cdef class Connection(Member):
 
     cdef double _seconds(self, timeout) except? -1:
         return self.timeout_s if timeout is None else arguments.check_timeout(timeout)
+
+
+cdef cpp_bool let_go(void* held) noexcept nogil:
+    return Py_AddPendingCall(_forget, held) == 0
+
+
+cdef int _forget(void* held) noexcept with gil:
+    Py_DECREF(<object> held)
+    return 0
 
 
 @cython.final

@@ -20,21 +20,14 @@ cdef double TIMEOUT = 300  # seconds
 
 @cython.final
 cdef class NcclMemory(GpuBytes):
-    """Memory of a GPU as NCCL likes it best; exports ``__cuda_array_interface__`` as uint8.
+    """`GpuBytes` that NCCL allocates, as it likes them best."""
 
-    Parameters
-    ----------
-    nbytes : int
-    device : int, optional
-        The current device if not given.
-    """
-
-    def __init__(self, size_t nbytes, device=None):
+    cdef int allocate(self) except -1:
         cdef const Cudart* cuda = cudart()
         cdef Patience patience = patience_of(TIMEOUT)
-        self.describe(nbytes, device)
         with nogil:
-            self._data = libnccl.allocate(cuda[0], self.device, nbytes, patience)
+            self._data = libnccl.allocate(cuda[0], self.device, self.nbytes, patience)
+        return 0
 
     def close(self):
         """Free the memory, once the stream in which this thread works is done with it. Idempotent.

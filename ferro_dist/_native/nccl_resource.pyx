@@ -1,14 +1,13 @@
 # What NCCL keeps for a communicator until it is given back, or the communicator ends.
 
 cimport cython
-from cpython.ref cimport Py_DECREF, Py_INCREF
-from libcpp cimport bool as cpp_bool
+from cpython.ref cimport Py_INCREF
 
 from ferro_dist._native.buffer_view cimport BufferView, E4M3
 from ferro_dist._native.libnccl cimport (
     ncclDataType_t, ncclRedOp_t, ncclScalarHostImmediate, ncclWindow_t, Patience,
 )
-from ferro_dist._native.nccl_connection cimport Connection, is_own, Noting
+from ferro_dist._native.nccl_connection cimport Connection, is_own, let_go, Noting, window_views
 from ferro_dist._native.nccl_operation cimport float_code, nccl_dtype
 
 import numpy
@@ -17,9 +16,6 @@ from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import InvalidArray, UnsupportedOp
 
 __all__ = ["PreMulSum", "Registration", "Window"]
-
-cdef extern from "Python.h":
-    int Py_AddPendingCall(int (*function)(void*), void* argument) noexcept nogil
 
 
 @cython.final
@@ -115,17 +111,7 @@ cdef class Registration:
         if self._registration == NULL or not is_own(self._connection):
             return
         Py_INCREF(self._view)  # the reaper's
-        self._connection._native.get().deregister_later(self._registration, _let_go, <void*> self._view)
-
-
-cdef cpp_bool _let_go(void* view) noexcept nogil:
-    """On the reaper's thread, which has no interpreter: let the main thread do it; false if it cannot."""
-    return Py_AddPendingCall(_forget, view) == 0
-
-
-cdef int _forget(void* view) noexcept with gil:
-    Py_DECREF(<object> view)
-    return 0
+        self._connection._native.get().deregister_later(self._registration, let_go, <void*> self._view)
 
 
 cdef Registration make_registration(Connection connection, BufferView view, timeout):
@@ -162,7 +148,7 @@ cdef class Window:
             patience = self._connection.patience(timeout)
             with Noting(self._connection), nogil:
                 self._connection._native.get().deregister_window(window, patience)
-        self._connection._window_views.discard(view)
+        window_views(self._connection).discard(view)
 
     cdef ncclWindow_t open(self, Connection connection) except NULL:
         if self._is_closed:
@@ -181,8 +167,14 @@ cdef Window make_window(Connection connection, BufferView view, int flags, timeo
     cdef Patience patience = connection.patience(timeout)
     made._connection = connection
     made._view = view
-    connection._window_views.add(view)
-    with Noting(connection), nogil:
-        made._window = connection._native.get().register_window(
-            view.data, view.nbytes, flags, patience)
+    window_views(connection).add(view)
+    try:
+        with Noting(connection), nogil:
+            made._window = connection._native.get().register_window(
+                view.data, view.nbytes, flags, patience)
+    except BaseException:
+        # A call that was given up may still go on in NCCL until the communicator has ended.
+        if not connection._native.get().has_failed():
+            window_views(connection).discard(view)
+        raise
     return made

@@ -224,6 +224,30 @@ def test_inner_group_that_raises_takes_back_its_part_alone() -> None:
     assert ranks(2, raise_in_an_inner_group) == [[1, 0], [1, 1]]
 
 
+def take_back_an_inner_group(backend: Any) -> tuple[bool, float]:
+    """Nothing of it is left: no array, and no communicator that the outer one cannot have."""
+    communicator, blocking = connect(backend), connect(backend, blocking=True)
+    group = load_nccl().Group
+    outer, inner = ranked(backend.rank), ranked(backend.rank)
+    memory = weakref.ref(inner.memory)
+    with group():
+        communicator.allreduce(outer, outer)
+        with contextlib.suppress(KeyError), group():
+            blocking.allreduce(inner, inner)
+            raise KeyError
+        del inner
+        gc.collect()
+        is_kept = memory() is not None
+    result = values(outer)[0]
+    for each in (communicator, blocking):
+        each.close()
+    return is_kept, result
+
+
+def test_inner_group_that_raises_leaves_nothing_in_the_outer_one() -> None:
+    assert ranks(2, take_back_an_inner_group) == [(False, 1.0)] * 2
+
+
 def end_a_group_elsewhere(backend: Any) -> list[Any]:
     """Its thread goes on collecting, so that it launches there what is called there."""
     communicator = connect(backend)
@@ -937,6 +961,47 @@ def drop_what_is_registered(backend: Any) -> list[bool]:
 
 def test_registered_memory_is_kept_until_nccl_has_forgotten_it() -> None:
     assert ranks(2, drop_what_is_registered) == [[True] * 4] * 2
+
+
+def drop_a_communicator_with_a_window(backend: Any, is_cycle: bool) -> bool:
+    """Peers reach the memory until NCCL is done with the communicator, which takes a while."""
+    gpu = emulated_gpu()
+    communicator = connect(backend)
+    array = gpu.empty(1 << 20)
+    held: list[Any] = [communicator, communicator.register_window(array), array]
+    if is_cycle:  # the collector empties the containers that it finds in one
+        held.append(held)
+    memory = weakref.ref(array.memory)
+    gpu.set_faults("point=destroy,act=stuck")
+    del communicator, array, held
+    gc.collect()
+    is_kept = memory() is not None
+    gpu.set_faults("")
+    while memory() is not None:  # the main thread lets go of it, within this test's time
+        os.sched_yield()
+    return is_kept
+
+
+@pytest.mark.parametrize("is_cycle", [False, True])
+def test_windows_of_a_dropped_communicator_keep_their_memory_to_its_end(is_cycle: bool) -> None:
+    assert ranks(2, drop_a_communicator_with_a_window, is_cycle) == [True, True]
+
+
+def refuse_a_window(backend: Any) -> bool:
+    communicator = connect(backend)
+    array = emulated_gpu().empty(1 << 10)
+    memory = weakref.ref(array.memory)
+    with pytest.raises(DistributedError, match="symmetric window"):
+        communicator.register_window(array[1:])
+    del array
+    gc.collect()
+    is_kept = memory() is not None
+    communicator.close()
+    return is_kept
+
+
+def test_memory_of_a_refused_window_is_let_go() -> None:
+    assert ranks(1, refuse_a_window) == [False]
 
 
 def reduce_in_windows(backend: Any) -> list[float]:
