@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,6 +29,17 @@ __all__ = [
 ]
 
 Tensor: TypeAlias = Any
+
+
+def _counts_changes_of_many() -> bool:
+    try:
+        torch.autograd.graph.increment_version(())
+    except (TypeError, AttributeError):  # torch before it took more than one tensor
+        return False
+    return True
+
+
+_COUNTS_CHANGES_OF_MANY = _counts_changes_of_many()
 
 
 class TorchGradients(Accumulation, Gradients):
@@ -91,11 +104,11 @@ class TorchGradients(Accumulation, Gradients):
     def _copy(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         """Bring gradients to their places; zeros for absent ones. Some may be there already."""
         with torch.no_grad():
-            if not bucket.num_missing:
-                # Nearly always. The exceptions are not asked for: that would cost something for
+            if not (bucket.num_missing or any(map(operator.is_, gradients, bucket.views))):
+                # Nearly always. Other exceptions are not asked for: that would cost something for
                 # each gradient.
                 with contextlib.suppress(TypeError, RuntimeError):
-                    torch._foreach_copy_(bucket.views, gradients)
+                    _copy_all(bucket, gradients)
                     return
             pairs = list(zip(bucket.views, gradients, strict=True))
             absent = [view for view, gradient in pairs if gradient is None]
@@ -114,6 +127,25 @@ class TorchGradients(Accumulation, Gradients):
             and (gradient is not self._averaged[number] or self.is_ready(number))
             for number, gradient in zip(bucket.members, gradients, strict=True)
         ]
+
+
+def _copy_all(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+    """Bring gradients to their places, none of which is absent or there already."""
+    if bucket.is_on_gpu or not _COUNTS_CHANGES_OF_MANY:
+        torch._foreach_copy_(bucket.views, gradients)
+        return
+    views, layout = bucket.views, bucket.layout
+    # Joined they are copied faster: small ones in one call, large ones by a better kernel.
+    for start, stop, shape in layout.runs:
+        begin = layout.offsets[start]
+        joined = bucket.flat[begin : begin + math.prod(shape)].view(shape)
+        torch.cat(gradients[start:stop], out=joined)
+        torch.autograd.graph.increment_version(views[start:stop])
+    if layout.singles:
+        torch._foreach_copy_(
+            [views[place] for place in layout.singles],
+            [gradients[place] for place in layout.singles],
+        )
 
 
 class GivenGradients(Gradients):

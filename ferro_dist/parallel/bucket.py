@@ -18,7 +18,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,9 @@ FIRST_BUCKET_NBYTES = MIB
 
 ALIGNMENT_NBYTES = 64
 """A cache line, and the widest vector load: where a gradient of a bucket may start."""
+
+LARGE_NBYTES = 64 << 10
+"""From here on a gradient takes longer to move than to ask for."""
 
 COUNTABLE = 256
 """Up to here every integer is a bfloat16: a lane that is summed must not lose count."""
@@ -171,6 +174,22 @@ class _OpenBucket:
         self._room_nbytes -= spec.padded_nbytes
 
 
+class Run(NamedTuple):
+    """Gradients that are together one array, cut along its first dimension: many, or a large one.
+
+    Attributes
+    ----------
+    start, stop : int
+        Their places among the gradients of the bucket.
+    shape : tuple of int
+        Of the array.
+    """
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
 class BucketLayout:
     """Where each gradient of a bucket lies.
 
@@ -190,6 +209,9 @@ class BucketLayout:
         Of the parameters.
     offsets : tuple of int
         First element of each gradient.
+    runs : list of Run
+    singles : list of int
+        Places of gradients that are in no run.
     lanes_offset : int
         First of the lanes of gradients, those of one gradient side by side.
     controls_offset : int
@@ -210,6 +232,9 @@ class BucketLayout:
             offsets.append(end)
             end += spec.padded_count
         self.offsets = tuple(offsets)
+        self.runs = _runs_of(self.specs)
+        in_runs = {place for run in self.runs for place in range(run.start, run.stop)}
+        self.singles = [place for place in range(len(self.specs)) if place not in in_runs]
         self.lanes_offset = end
         self.controls_offset = end + len(self.specs) * num_counters
         self.count = self.controls_offset + num_controls
@@ -231,7 +256,7 @@ class Bucket:
     index : int
         Its place in the order of all buckets.
     members : sequence of int
-        The number of each gradient's parameter.
+        The number of each gradient's parameter. Also kept as `member_set`.
     layout : BucketLayout
     buffer : numpy.ndarray, shape (layout.count,), dtype layout.dtype
         Its content is overwritten with zeros.
@@ -308,6 +333,7 @@ class Bucket:
     ) -> None:
         self.index = index
         self.members = tuple(members)
+        self.member_set = frozenset(members)
         self.layout = layout
         self.kept: dict[str, Any] = {} if kept is None else kept
 
@@ -412,6 +438,32 @@ class Bucket:
 
     def release_streams(self) -> None:
         """Let those streams wait in turn, before they free the gradients that were packed."""
+
+
+def _runs_of(specs: Sequence[ParameterSpec]) -> list[Run]:
+    runs, start = [], 0
+    for stop in range(1, len(specs) + 1):
+        if stop < len(specs) and _is_continued(specs[stop - 1], specs[stop]):
+            continue
+        if stop - start > 1 or _is_large(specs[start]):
+            length = sum(spec.shape[0] for spec in specs[start:stop])
+            runs.append(Run(start, stop, (length, *specs[start].shape[1:])))
+        start = stop
+    return runs
+
+
+def _is_large(spec: ParameterSpec) -> bool:
+    return bool(spec.shape) and not spec.axes and spec.padded_nbytes >= LARGE_NBYTES
+
+
+def _is_continued(spec: ParameterSpec, other: ParameterSpec) -> bool:
+    """Whether a gradient and the one behind it are together one array."""
+    return (
+        bool(spec.shape and other.shape)
+        and spec.shape[1:] == other.shape[1:]
+        and not (spec.axes or other.axes)
+        and spec.count == spec.padded_count
+    )
 
 
 def view_of(buffer: Any, offset: int, spec: ParameterSpec) -> Any:

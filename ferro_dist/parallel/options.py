@@ -68,7 +68,8 @@ class Options:
         """
         if self.overlap == "always":
             return True
-        return bool(self.overlap) and self.backend.cores_per_rank >= CORES_TO_OVERLAP
+        has_cores = self.backend.cores_per_rank >= CORES_TO_OVERLAP
+        return bool(self.overlap) and has_cores and self.backend.world_size > 1
 
     def is_overlapped_with(self, specs: Iterable[ParameterSpec]) -> bool:
         """Whether to do so with these parameters: what a GPU reduces takes time from no core."""

@@ -33,10 +33,11 @@ VLDB 2020: why buckets, and why in the order of backward.
 from __future__ import annotations
 
 import abc
+import bisect
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -149,7 +150,7 @@ class Reducer:
 
     # Of a round.
     _gradients: Gradients
-    _is_ready: bytearray
+    _ready: set[int]
     _ready_order: list[int]
     _num_settled: int
     _next_full: int
@@ -206,6 +207,8 @@ class Reducer:
         self.specs = tuple(specs)
         numbers = {spec.name: number for number, spec in enumerate(specs)}
         groups = assign_buckets([specs[number] for number in order], self._bucket_nbytes)
+        for group in groups:
+            group.sort(key=_likeness)
         self.buckets = [
             self._make_bucket(index, [numbers[spec.name] for spec in group], group)
             for index, group in enumerate(groups)
@@ -213,6 +216,9 @@ class Reducer:
         self._is_on_gpu = any(bucket.is_on_gpu for bucket in self.buckets)
         by_number = {number: bucket for bucket in self.buckets for number in bucket.members}
         self.bucket_of = [by_number[number] for number in range(len(specs))]
+        place_of = {number: place for place, number in enumerate(order)}
+        # How many gradients have come when each bucket is full, if they come in this order.
+        self._full_at = [1 + max(map(place_of.__getitem__, b.members)) for b in self.buckets]
         self._tag = self._first_tag + _digest(specs)
         self._reset()
 
@@ -283,20 +289,34 @@ class Reducer:
 
     def _settle(self) -> None:
         """Take in what has become ready since the last time."""
-        order, is_ready, bucket_of = self._ready_order, self._is_ready, self.bucket_of
-        for number in order[self._num_settled :]:
-            bucket = bucket_of[number]
-            if is_ready[number]:
-                self._note_late(bucket, number)
-                continue
-            is_ready[number] = 1
-            bucket.num_missing -= 1
-            if not bucket.num_missing:
-                self._pack_full(bucket)
-        self._num_settled = len(order)
+        new = self._ready_order[self._num_settled :]
+        self._num_settled += len(new)
+        bucket = self.bucket_of[new[0]] if new else None
+        # Nearly always these are one bucket, in the order foreseen.
+        if bucket is not None and bucket.num_missing == len(new) and set(new) == bucket.member_set:
+            self._ready |= bucket.member_set
+            bucket.num_missing = 0
+            self._pack_full(bucket)
+            foreseen = bisect.bisect_right(self._full_at, self._num_settled)
+            if foreseen < len(self._full_at):
+                self._next_full = self._full_at[foreseen]
+                return
+        else:
+            self._settle_each(new)
         # None can be full before so many more have come.
         missing = (bucket.num_missing for bucket in self.buckets if bucket.num_missing)
         self._next_full = self._num_settled + min(missing, default=1)
+
+    def _settle_each(self, new: Iterable[int]) -> None:
+        for number in new:
+            bucket = self.bucket_of[number]
+            if number in self._ready:
+                self._note_late(bucket, number)
+                continue
+            self._ready.add(number)
+            bucket.num_missing -= 1
+            if not bucket.num_missing:
+                self._pack_full(bucket)
 
     def _note_late(self, bucket: Bucket, number: int) -> None:
         self._has_late |= bucket.is_leaving
@@ -312,7 +332,7 @@ class Reducer:
         """Whether a gradient was marked ready in this round."""
         if self._num_settled < len(self._ready_order):
             self._settle()
-        return bool(self._is_ready[number])
+        return number in self._ready
 
     def finish(self) -> Attendance | None:
         """Reduce what was not reduced yet, hand everything back, close the round.
@@ -358,7 +378,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self.is_open = False
-        self._is_ready = bytearray(len(self.specs))
+        self._ready = set()
         self._ready_order = []
         self._num_settled = 0
         self._has_late = False
@@ -367,7 +387,7 @@ class Reducer:
         self._weight = None
         for bucket in self.buckets:
             bucket.reset()
-        self._next_full = min((len(bucket.members) for bucket in self.buckets), default=1)
+        self._next_full = self._full_at[0] if self._full_at else 1
 
     # Steps of a round
 
@@ -497,6 +517,11 @@ class Reducer:
                     bucket.work.wait()
         lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(self.specs)]
         return explain_mismatch(error, lines, self.backend, "DDP", len(self.buckets))
+
+
+def _likeness(spec: ParameterSpec) -> tuple[Any, ...]:
+    """Sorts gradients of a bucket so that those lie side by side which may be copied in one go."""
+    return spec.axes, len(spec.shape), spec.shape[1:], spec.padded_count != spec.count
 
 
 def _digest(specs: Sequence[ParameterSpec]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import ml_dtypes
@@ -122,6 +123,21 @@ def test_gradients_are_aligned_and_share_no_element(
     elements += range(layout.lanes_offset, layout.count)
     assert len(elements) == len(set(elements))
     assert max(elements) == layout.count - 1
+
+
+@given(
+    st.lists(st.sampled_from([(16,), (3,), (), (2, 16), (1, 16), (0, 16), (40_000,)]), min_size=1)
+)
+def test_a_run_is_one_array_of_its_gradients(rows: list[tuple[int, ...]]) -> None:
+    bucket = make_bucket([ParameterSpec(f"p{i}", s, np.dtype("f4")) for i, s in enumerate(rows)])
+    bucket.buffer[:] = np.arange(bucket.layout.count)
+    places = list(bucket.layout.singles)
+    for start, stop, shape in bucket.layout.runs:
+        begin = bucket.layout.offsets[start]
+        run = bucket.buffer[begin : begin + math.prod(shape)].reshape(shape)
+        assert_array_equal(run, np.concatenate(bucket.views[start:stop]))
+        places += range(start, stop)
+    assert sorted(places) == list(range(len(rows)))
 
 
 def test_gradients_are_views_of_the_buffer() -> None:

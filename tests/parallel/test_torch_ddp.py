@@ -46,6 +46,10 @@ class Orders(nn.Module):
         self.channels_last = nn.Parameter(channels_last)
         self.turned = nn.Parameter(torch.zeros(4, 5).T)
         self.scalar = nn.Parameter(torch.zeros(()))
+        # These and the next two lie side by side in the bucket, and are copied in one go.
+        self.rows = nn.ParameterList(nn.Parameter(torch.zeros(n, 16)) for n in (2, 3, 1))
+        self.bias = nn.Parameter(torch.zeros(16))
+        self.another = nn.Parameter(torch.zeros(5))
 
     def forward(self, x: float) -> Any:
         return x * sum((p * weights_like(p)).sum() for p in self.parameters())
@@ -71,16 +75,17 @@ def test_gradients_of_all_sizes_and_memory_orders_come_to_their_elements(
 
 
 @OVERLAP
+@pytest.mark.parametrize("name", ["rows.0", "large", "scalar"])
 def test_an_average_that_a_graph_has_saved_does_not_change_unnoticed(
-    on_ranks: OnRanks, overlap: Any
+    on_ranks: OnRanks, name: str, overlap: Any
 ) -> None:
     def body(backend: Any) -> None:
-        ddp = scale(backend, overlap=overlap)
+        ddp = fd.DDP(Orders(), backend, overlap=overlap)
         for _ in range(2):  # buckets stay where they are after the first
             ddp.zero_grad()
             ddp(1.0).backward()
-        factor = torch.ones(1, dtype=torch.float64, requires_grad=True)
-        of_average = (factor * ddp.weight.grad).sum()
+        factor = torch.ones((), requires_grad=True)
+        of_average = (factor * ddp.get_parameter(name).grad).sum()
         ddp.zero_grad()
         ddp(2.0).backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
