@@ -26,7 +26,7 @@ Row = tuple[str, str]
 OPTIONAL_PACKAGES = (
     ("torch", 'pip install "ferro_dist[torch]"', ("torch",)),
     ("jax", 'pip install "ferro_dist[jax]"', ("jax",)),
-    ("cupy", "pip install cupy-cuda12x", ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")),
+    ("cupy", "pip install cupy-cuda13x", ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")),
 )
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"

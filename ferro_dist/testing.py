@@ -349,13 +349,16 @@ def emulated_gpu(
 def share_gpu(rank: int) -> None:
     """Let several ranks share one GPU, which NCCL refuses unless it is told.
 
-    Call it on every rank before the first group is made: NCCL reads its environment once.
+    Call it on every rank before the first group is made, and before JAX looks for its devices: both
+    read their environment once. JAX then takes memory as it needs it, in place of most of the GPU's
+    at once, which would leave the other ranks none.
 
     Raises
     ------
     BackendUnavailable
         NCCL is not installed.
     """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if load_nccl().get_version() >= (2, 30):
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         os.environ["NCCL_MAX_CTAS"] = "4"  # all ranks' kernels must run at the same time

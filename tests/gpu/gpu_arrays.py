@@ -104,14 +104,21 @@ class TorchArrays(GpuArrays):
         self, raw: Array, first: int, dtype: Any, shape: Sequence[int], strides: Sequence[int]
     ) -> Array:
         wanted = np.dtype(dtype)
+        # Torch looks at nothing backwards: what lies so is a copy, the other way round.
+        backwards = [axis for axis, step in enumerate(strides) if step < 0]
+        start = first // wanted.itemsize
+        start += sum(strides[axis] * (shape[axis] - 1) for axis in backwards)
         typed = getattr(self._torch, wanted.name)
-        storage = raw.untyped_storage()
-        empty = self._torch.empty(0, dtype=typed, device=raw.device)
-        return empty.set_(storage, first // wanted.itemsize, tuple(shape), tuple(strides))
+        forwards = self._torch.empty(0, dtype=typed, device=raw.device).set_(
+            raw.untyped_storage(), start, tuple(shape), tuple(map(abs, strides))
+        )
+        return forwards.flip(backwards) if backwards else forwards
 
     def download(self, x: Array) -> np.ndarray[Any, Any]:
         name = str(x.dtype).removeprefix("torch.")
-        raw = x.contiguous().reshape(-1).view(self._torch.uint8).cpu().numpy()
+        # A copy, whose strides are those of its shape: what has no or one element may have any.
+        packed = x.clone(memory_format=self._torch.contiguous_format).reshape(-1)
+        raw = packed.view(self._torch.uint8).cpu().numpy()
         values: np.ndarray[Any, Any] = raw.view(getattr(ml_dtypes, name, None) or name)
         return values.reshape(tuple(x.shape))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ def _why_not(library: str) -> str:
 def _look_for(rank: int, world_size: int, addr: str, library: str) -> str:
     if library == "nccl":
         return _look_for_nccl()
+    # Asked for its backend, JAX takes most of the GPU, where others' tests are running.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     try:
         module: Any = importlib.import_module(library)
     except ImportError:

@@ -15,6 +15,7 @@ import ferro_dist as fd
 from ferro_dist.testing import run_ranks
 
 DEADLINE_S = 300.0
+pytestmark = pytest.mark.timeout(900)
 STEPS = 10
 # Longer than a backward's launches take on any machine.
 LONG_KERNEL_CYCLES = 4_000_000_000

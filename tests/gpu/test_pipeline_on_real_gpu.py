@@ -12,6 +12,7 @@ import ferro_dist as fd
 from ferro_dist.testing import run_ranks
 
 DEADLINE_S = 300.0
+pytestmark = pytest.mark.timeout(900)
 CASES = [
     ("gpipe", 2, 1),
     ("1f1b", 3, 1),
