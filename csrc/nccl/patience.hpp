@@ -27,22 +27,27 @@ class Patience {
     complete_context_ = context;
   }
 
-  // Sleeps, from 20 microseconds up to a millisecond from one time to the next. Call it
-  // without a lock. The clock starts with the first: a call that need not wait reads none.
+  // Lets other threads run; after 100 microseconds sleeps, from 20 of them up to a millisecond from
+  // one time to the next. Call it without a lock. The clock starts with the first: a call that need
+  // not wait reads none.
   void pause(const char* function) {
     const Clock::time_point now = Clock::now();
-    if (sleep_ == kShortest) begin_ = listened_ = now;
+    if (begin_ == Clock::time_point{}) begin_ = listened_ = now;
     const double elapsed_s = std::chrono::duration<double>(now - begin_).count();
     if (elapsed_s >= timeout_s_) throw timed_out(function, elapsed_s);
     if (interrupted_ != nullptr && now - listened_ > kBetweenSignals) {
       listened_ = now;
       if (interrupted_(context_)) throw Error(ErrorKind::interrupted, function);
     }
+    if (now - begin_ < kYielding) return std::this_thread::yield();
     std::this_thread::sleep_for(sleep_);
     sleep_ = std::min(sleep_ * 2, kLongest);
   }
 
  private:
+  // NCCL carries out each call of a non-blocking communicator in a thread that it starts for it. That
+  // takes less than a sleep does, which the kernel lengthens by its slack.
+  static constexpr std::chrono::microseconds kYielding{100};
   static constexpr std::chrono::microseconds kShortest{20};
   static constexpr std::chrono::microseconds kLongest{1000};
   static constexpr std::chrono::milliseconds kBetweenSignals{100};

@@ -122,7 +122,9 @@ class NcclBackend(BoundBackend):
         still under way ends the group.
     **config
         Options of NCCL by the names that ``Communicator.init_rank`` takes: ``min_ctas``,
-        ``max_ctas``, ``cga_cluster_size``, ``net_name``, ``traffic_class`` and others.
+        ``max_ctas``, ``cga_cluster_size``, ``net_name``, ``traffic_class`` and others. With
+        ``blocking=True`` NCCL starts no thread for each call of more than one rank, and no
+        timeout holds while it connects ranks.
 
     Raises
     ------
