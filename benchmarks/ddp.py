@@ -128,10 +128,14 @@ def systems(ranks: int, options: argparse.Namespace) -> Iterator[System]:
         *("--no-python", sys.executable, WORKER),
     )
     threads = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if options.transport == "gpu":  # CUDA and NCCL have threads of their own
+        threads["BENCHMARK_UNBOUND"] = "1"
     ours = {**threads, "BENCHMARK_SETTINGS": "{}"}
     yield System("ferro_dist", options.transport, "FerroDdp", command, ours)
     for name, settings in TORCH_CONFIGURATIONS.items():
         if options.quick and name not in ("static_views", "one_bucket"):
+            continue
+        if name == "unbound" and options.transport == "gpu":  # as all are
             continue
         environment = {**threads, "BENCHMARK_SETTINGS": json.dumps(settings)}
         if name == "unbound":
