@@ -66,9 +66,12 @@ _REDUCIBLE = {
 
 def integer(value: object) -> int:
     """Return an integer of any library as an int; raise TypeError for what is none, or a bool."""
-    if _is_bool(value):
-        raise TypeError(f"{value!r} is a bool, not an integer")
-    return operator.index(value)  # type: ignore[arg-type]
+    try:
+        if not _is_bool(value):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise TypeError(f"{value!r} is of type {type(value).__name__}, not an integer")
 
 
 def _is_bool(value: object) -> bool:

@@ -443,7 +443,9 @@ class _Bucket:
         # What is too large for 16 bits becomes infinite on all ranks, for them to see.
         with np.errstate(over="ignore"):
             for view, gradient in zip(self._views, gradients, strict=True):
-                if factor is not None:
+                if factor == 0:
+                    gradient = np.zeros_like(gradient)  # whatever it was
+                elif factor is not None:
                     gradient = gradient * np.asarray(factor, gradient.dtype)
                 np.copyto(view, gradient, casting="unsafe")
 

@@ -60,6 +60,8 @@ class BackwardWatcher:
         self._handles: list[Any] = []
         self._parameters: list[Tensor] = []
         self._accumulators: list[Any] = []
+        self._hook_tables: list[Any] = []
+        self._num_hooks = 0
         self._is_stopped = True
 
     def watch_parameters(self, parameters: Sequence[Tensor]) -> None:
@@ -70,6 +72,16 @@ class BackwardWatcher:
         for number, parameter in enumerate(parameters):
             hook = self._hook_of(number)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._hook_tables = [parameter._post_accumulate_grad_hooks for parameter in parameters]
+        self._num_hooks = sum(map(len, self._hook_tables))
+
+    def come_last(self) -> None:
+        """Be told of a gradient after all hooks that others have registered since.
+
+        They shall see it, and may change it, before it is averaged.
+        """
+        if sum(map(len, self._hook_tables)) != self._num_hooks:
+            self.watch_parameters(self._parameters)
 
     def watch_outputs(self, outputs: object) -> None:
         """Be told when a backward comes to any of these outputs of forward."""
@@ -86,6 +98,8 @@ class BackwardWatcher:
         self._handles.clear()
         self._parameters = []
         self._accumulators.clear()
+        self._hook_tables = []
+        self._num_hooks = 0
 
     def _hook_of(self, number: int) -> Callable[[Tensor], None]:
         # Runs for every parameter and step.

@@ -131,6 +131,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     def _check_parameters(self) -> None:
         """Follow what was frozen, unfrozen or converted since the last time."""
         parameters = self._parameters_of_module
+        self._watcher.come_last()
         if not parameters.have_changed():
             return
         specs = specs_of(parameters.dense)

@@ -59,7 +59,10 @@ class TorchGradients(Accumulation, Gradients):
         parameters = [self.parameters[number] for number in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
         bucket.mark(counter, self._is_given(bucket, gradients))
-        self._copy(bucket, gradients)
+        with torch.no_grad():
+            if bucket.num_missing or not _has_copied_all(bucket, gradients):
+                self._refuse_taken(bucket, gradients)
+                _copy_some(bucket, gradients)
         if is_leaving:
             for parameter in parameters:
                 parameter.grad = None
@@ -77,7 +80,8 @@ class TorchGradients(Accumulation, Gradients):
             for number, view in zip(bucket.members, bucket.views, strict=True)
         ]
         bucket.clear()
-        self._copy(bucket, late)
+        with torch.no_grad():
+            _copy_some(bucket, late)
 
     def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
         if self._is_idempotent and not bucket.num_missing and not bucket.is_leaving:
@@ -101,23 +105,16 @@ class TorchGradients(Accumulation, Gradients):
         self._averaged = [None] * len(self.parameters)
         self.end_local()
 
-    def _copy(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-        """Bring gradients to their places; zeros for absent ones. Some may be there already."""
-        with torch.no_grad():
-            if not (bucket.num_missing or any(map(operator.is_, gradients, bucket.views))):
-                # Nearly always. Other exceptions are not asked for: that would cost something for
-                # each gradient.
-                with contextlib.suppress(TypeError, RuntimeError):
-                    _copy_all(bucket, gradients)
-                    return
-            pairs = list(zip(bucket.views, gradients, strict=True))
-            absent = [view for view, gradient in pairs if gradient is None]
-            if absent:
-                torch._foreach_zero_(absent)
-            # A sparse one is of a function that nobody could know of beforehand.
-            given = [(v, as_dense(g)) for v, g in pairs if g is not None and g is not v]
-            if given:
-                torch._foreach_copy_([view for view, _ in given], [dense for _, dense in given])
+    def _refuse_taken(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+        for name, number, gradient in zip(
+            bucket.layout.names, bucket.members, gradients, strict=True
+        ):
+            if gradient is None and self.is_ready(number):
+                raise RuntimeError(
+                    f"DDP: the gradient of {name!r} was set to None in backward, before it was "
+                    "averaged: by a hook that steps an optimizer? ddp.step_in_backward(optimizer) "
+                    "does so with averages."
+                )
 
     def _is_given(self, bucket: Bucket, gradients: Sequence[Tensor]) -> list[bool] | None:
         if not bucket.num_missing:
@@ -127,6 +124,30 @@ class TorchGradients(Accumulation, Gradients):
             and (gradient is not self._averaged[number] or self.is_ready(number))
             for number, gradient in zip(bucket.members, gradients, strict=True)
         ]
+
+
+def _has_copied_all(bucket: Bucket, gradients: Sequence[Tensor]) -> bool:
+    """Bring gradients to their places; whether they are such that it can be done in one go."""
+    if any(map(operator.is_, gradients, bucket.views)):
+        return False
+    # Nearly always they are. Other exceptions are not asked for: that would cost something for
+    # each gradient.
+    with contextlib.suppress(TypeError, RuntimeError):
+        _copy_all(bucket, gradients)
+        return True
+    return False
+
+
+def _copy_some(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+    """Bring gradients to their places; zeros for absent ones. Some may be there already."""
+    pairs = list(zip(bucket.views, gradients, strict=True))
+    absent = [view for view, gradient in pairs if gradient is None]
+    if absent:
+        torch._foreach_zero_(absent)
+    # A sparse one is of a function that nobody could know of beforehand.
+    given = [(v, as_dense(g)) for v, g in pairs if g is not None and g is not v]
+    if given:
+        torch._foreach_copy_([view for view, _ in given], [dense for _, dense in given])
 
 
 def _copy_all(bucket: Bucket, gradients: Sequence[Tensor]) -> None:

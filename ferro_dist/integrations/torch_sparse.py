@@ -100,7 +100,7 @@ class SparseGradients(Accumulation):
         own = list(gradients) if gradients is not None else [None] * len(self.parameters)
         with torch.no_grad():
             if factor is not None:
-                own = [None if gradient is None else gradient * factor for gradient in own]
+                own = [None if gradient is None else _scaled(gradient, factor) for gradient in own]
             own = [_coalesced(gradient) for gradient in own]
             return [
                 self._average(gradient, parameter, headers, factor is not None)
@@ -186,6 +186,11 @@ def _rows_tensor(indices: Tensor, values: Tensor, shape: Any) -> Tensor:
 def lines_of(specs: Sequence[ParameterSpec]) -> list[str]:
     """Return a line for each parameter, of what ranks must agree on."""
     return [f"trained parameter with sparse gradients {spec}" for spec in specs]
+
+
+def _scaled(gradient: Tensor, factor: float) -> Tensor:
+    # Times zero it is zero, whatever it was.
+    return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 def _coalesced(gradient: Tensor) -> Tensor:

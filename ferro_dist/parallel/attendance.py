@@ -48,7 +48,7 @@ class Attendance:
         Raises
         ------
         WeightError
-            Only some ranks gave a weight, or all weights are 0. Raised on every rank.
+            Only some ranks gave a weight, or the sum of all is 0 or infinite. Raised on every rank.
         """
         if not self.num_weighted:
             return None
@@ -59,6 +59,8 @@ class Attendance:
             )
         if not self.total_weight:
             raise WeightError("DDP: the weights of all ranks are 0: there is nothing to average.")
+        if math.isinf(self.total_weight):
+            raise WeightError("DDP: the sum of the weights of all ranks is infinite.")
         mine = weight or 0.0
         return mine / self.total_weight if is_mean else mine
 
@@ -96,7 +98,7 @@ class RollCall:
         return Attendance(
             tuple(np.flatnonzero(is_present).tolist()),
             int(is_weighted.sum()),
-            float(weights.sum()),
+            sum(weights.tolist()),
         )
 
 

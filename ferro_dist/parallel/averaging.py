@@ -34,7 +34,9 @@ class Averaging:
 
     def __post_init__(self) -> None:
         if self.name not in ("mean", "sum", "contributors"):
-            raise ValueError(f"average must be 'mean', 'sum' or 'contributors', not {self.name!r}")
+            raise ValueError(
+                f"DDP: average must be 'mean', 'sum' or 'contributors', not {self.name!r}"
+            )
 
     @property
     def reduce_op(self) -> ReduceOp:

@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ferro_dist import interop
+from ferro_dist.errors import InvalidArray
+
 if TYPE_CHECKING:
     from ferro_dist.work import Work
 
@@ -108,7 +111,8 @@ def bucket_nbytes_of(bucket_mb: Any, caller: str) -> int:
     ValueError
         It is no positive number.
     """
-    mib = float(bucket_mb) if isinstance(bucket_mb, numbers.Real) else math.nan
+    is_number = isinstance(bucket_mb, numbers.Real) and not isinstance(bucket_mb, bool)
+    mib = float(bucket_mb) if is_number else math.nan
     if not 0 < mib < math.inf:
         raise ValueError(f"{caller}: bucket_mb must be a positive number, not {bucket_mb!r}")
     return math.ceil(mib * MIB)
@@ -405,9 +409,12 @@ class Bucket:
             np.copyto(gradient, view)
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients. Times zero they are zero, whatever they were."""
         gradients = self.gradients
-        gradients *= factor
+        if factor:
+            gradients *= factor
+        else:
+            gradients[...] = 0
 
     def to_wire(self) -> None:
         """Bring the content to what is reduced."""
@@ -418,6 +425,19 @@ class Bucket:
         """Bring back what was reduced."""
         if self.wire is not self.buffer:
             self.flat[...] = self._flat_wire
+
+    def contains(self, thing: object) -> bool:
+        """Whether this is an array of memory of the bucket."""
+        try:
+            view, whole = interop.as_view(thing), interop.as_view(self.flat)
+        except (TypeError, InvalidArray):  # no array
+            return False
+        return (
+            whole.address
+            <= view.address
+            <= view.address + view.nbytes
+            <= (whole.address + whole.nbytes)
+        )
 
     def copy(self) -> Any:
         """Return a copy of the content, for `add`."""

@@ -30,7 +30,14 @@ def compression_of(compress: Compression) -> Compression:
     ValueError, TypeError
         There is none.
     """
-    if compress is None or callable(compress) or compress in _WIRE_DTYPES:
+    if isinstance(compress, type):
+        raise TypeError(
+            f"compress takes an instance or a function, not the class {compress.__name__}: "
+            f"{compress.__name__}()"
+        )
+    if compress is None or callable(compress):
+        return compress
+    if isinstance(compress, str) and compress in _WIRE_DTYPES:
         return compress
     message = f"compress must be None, 'fp16', 'bf16' or callable, not {compress!r}"
     raise ValueError(message) if isinstance(compress, str) else TypeError(message)

@@ -109,7 +109,8 @@ class DDP(Generic[ModuleT]):
     compress : {None, "fp16", "bf16"} or callable, optional
         How real gradients of 32 and 64 bits travel. A callable gets a
         `ferro_dist.parallel.bucket.Bucket`, the backend and a `ReduceOp`, and reduces
-        ``bucket.gradients`` (or its ``views``) in place, the same on all ranks.
+        ``bucket.gradients`` (or its ``views``) in place, the same on all ranks. It returns
+        nothing, what it has reduced, or a `Work` to wait for.
     overlap : bool or "always", default True
         Whether buckets are reduced while backward goes on. True does so where each rank has two
         cores: a reduction in shared memory is work for a core, and where backward

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ferro_dist.arguments import integer
 from ferro_dist.errors import InvalidRank
 from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import ParameterSpec, bucket_nbytes_of
@@ -42,8 +44,12 @@ class Options:
 
     def __post_init__(self) -> None:
         _ = self.bucket_nbytes
-        if self.overlap not in (True, False, "always"):
-            raise ValueError(f"overlap must be True, False or 'always', not {self.overlap!r}")
+        if not (
+            self.overlap == "always" if isinstance(self.overlap, str) else _is_flag(self.overlap)
+        ):
+            raise ValueError(f"DDP: overlap must be True, False or 'always', not {self.overlap!r}")
+        if not _is_flag(self.sync_buffers):
+            raise ValueError(f"DDP: sync_buffers must be True or False, not {self.sync_buffers!r}")
         compression_of(self.compress)
         _ = self.averaging
         check_root(self.root, self.backend)
@@ -84,13 +90,16 @@ class Options:
         compress = _name_of(self.compress)
         return (
             f"bucket_mb={self.bucket_mb}, compress={compress}, sync_buffers={self.sync_buffers}, "
-            f"average={self.average!r}, root={operator.index(self.root)}"
+            f"average={self.average!r}, root={integer(self.root)}"
         )
 
 
 def check_root(root: int, backend: Backend) -> int:
     """Return the root as an int; raise InvalidRank unless it is a rank of the group."""
-    root = operator.index(root)
+    try:
+        root = integer(root)
+    except TypeError as error:
+        raise TypeError(f"DDP: root {error}") from None
     if not 0 <= root < backend.world_size:
         raise InvalidRank(
             f"root {root} is not a rank of a group of {backend.world_size}",
@@ -98,6 +107,10 @@ def check_root(root: int, backend: Backend) -> int:
             rank=backend.rank,
         )
     return root
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, (bool, int, np.bool_)) and value in (0, 1)
 
 
 def _name_of(compress: Compression) -> str:

@@ -69,10 +69,12 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int = 4) -> None:
-        rank = integer(rank)
-        if rank < 1:
+        try:
+            self.rank = integer(rank)
+        except TypeError as error:
+            raise TypeError(f"PowerSGD: rank {error}") from None
+        if self.rank < 1:
             raise ValueError(f"PowerSGD: rank must be at least 1, not {rank}")
-        self.rank = rank
         # Of each bucket for as long as there is the bucket. The lock is for ranks that are
         # threads and share this object.
         self._lock = threading.Lock()

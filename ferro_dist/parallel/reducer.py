@@ -56,10 +56,10 @@ from ferro_dist.parallel.manifest import explain_mismatch
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
 from ferro_dist.reduce_op import ReduceOp
+from ferro_dist.work import Work
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
-    from ferro_dist.work import Work
 
 __all__ = ["Gradients", "NoGradients", "Reducer"]
 
@@ -466,7 +466,7 @@ class Reducer:
                 async_op=async_op,
                 tag=self.tag_of(bucket.index),
             )
-            bucket.work = cast("Work", work) if async_op else None
+            bucket.work = cast(Work, work) if async_op else None
         if bucket.work is None:
             self._arrive(bucket, times.start_s)
 
@@ -474,7 +474,15 @@ class Reducer:
         # The lanes must arrive as they are, whatever becomes of the gradients.
         lanes = bucket.buffer[bucket.layout.lanes_offset :]
         allreduce(lanes, self.backend, op, out=lanes, tag=self.tag_of(bucket.index))
-        cast(Callable[..., object], self._compress)(bucket, self.backend, op)
+        result = cast(Callable[..., object], self._compress)(bucket, self.backend, op)
+        for each in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(each, Work):
+                each.wait()
+            elif each is not None and not bucket.contains(each):
+                raise TypeError(
+                    "DDP: compress must reduce the gradients in place, in bucket.gradients or "
+                    f"bucket.views. It returned {type(each).__name__}, which is not of the bucket."
+                )
 
     def _await(self, bucket: Bucket) -> None:
         if bucket.work is not None:

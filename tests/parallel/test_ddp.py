@@ -583,10 +583,15 @@ def test_a_module_without_grads_is_refused(on_ranks: OnRanks) -> None:
         ({"average": "median"}, ValueError, "'sum' or 'contributors', not 'median'"),
         ({"compress": "zip"}, ValueError, "compress must be None, 'fp16', 'bf16' or callable"),
         ({"compress": 16}, TypeError, "compress must be"),
+        ({"compress": ["fp16"]}, TypeError, "compress must be"),
+        ({"compress": fd.PowerSGD}, TypeError, r"not the class PowerSGD: PowerSGD\(\)"),
         ({"overlap": "sometimes"}, ValueError, "overlap must be"),
         ({"root": 2}, fd.InvalidRank, "root 2 is not a rank of a group of 2"),
         ({"root": -1}, fd.InvalidRank, "root -1"),
-        ({"root": 0.5}, TypeError, "integer"),
+        ({"overlap": np.ones(2)}, ValueError, "overlap must be"),
+        ({"sync_buffers": "no"}, ValueError, "sync_buffers must be"),
+        ({"root": 0.5}, TypeError, "DDP: root 0.5 is of type float, not an integer"),
+        ({"root": True}, TypeError, "not an integer"),
     ],
 )
 def test_arguments_that_make_no_sense(
@@ -598,6 +603,50 @@ def test_arguments_that_make_no_sense(
         fd.barrier(backend)
 
     on_ranks(2, body)
+
+
+def reduce_a_copy(bucket: Any, backend: Any, op: Any) -> Any:
+    return fd.allreduce(bucket.gradients, backend, op)
+
+
+def reduce_in_place(bucket: Any, backend: Any, op: Any) -> Any:
+    return [fd.allreduce(view, backend, op, out=view) for view in bucket.views]
+
+
+def begin_to_reduce(bucket: Any, backend: Any, op: Any) -> Any:
+    gradients = bucket.gradients
+    return fd.allreduce(gradients, backend, op, out=gradients, async_op=True)
+
+
+@pytest.mark.parametrize("compress", [reduce_in_place, begin_to_reduce])
+def test_a_reduction_may_return_what_it_did(
+    on_ranks: OnRanks, compress: Callable[..., Any]
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP({"w": np.zeros(1 << 20)}, backend, compress=compress)
+        return ddp.sync_gradients({"w": np.full(1 << 20, float(backend.rank))})["w"]
+
+    for average in on_ranks(2, body):
+        assert_array_equal(average, np.full(1 << 20, 0.5))
+
+
+def test_a_reduction_that_is_not_in_place_is_refused(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP({"w": np.zeros(3)}, backend, compress=reduce_a_copy)
+        with pytest.raises(TypeError, match=r"in place.* It returned ndarray"):
+            ddp.sync_gradients({"w": np.ones(3)})
+
+    on_ranks(1, body)
+
+
+def test_what_weighs_nothing_may_be_no_number(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP({"w": np.zeros(3)}, backend)
+        own = np.full(3, np.nan if backend.rank else 2.0)
+        return ddp.sync_gradients({"w": own}, weight=1 - backend.rank)["w"]
+
+    for average in on_ranks(2, body):
+        assert_array_equal(average, np.full(3, 2.0))
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,9 @@ def behave(backend: Any) -> None:
     assert_array_equal(mean["w"], [0.5] * 3)
     assert mean["half"].dtype == "bfloat16"
     assert_array_equal(mean["half"].astype("f4"), [0.25] * 2)
+    no_numbers = jax.tree.map(lambda leaf: leaf * float("nan"), grads)
+    of_one = ddp.sync_gradients(grads if rank else no_numbers, weight=rank)
+    assert_array_equal(of_one["w"], [2.0] * 3)
     with pytest.raises(ValueError, match="weights of all ranks are 0"):
         ddp.sync_gradients(grads, weight=0)
     with ddp.no_sync():
@@ -140,7 +143,7 @@ def behave(backend: Any) -> None:
     assert_array_equal(ddp.sync_gradients(grads)["w"], [1] * 3)
 
     statistics = ddp.statistics()
-    assert statistics.num_rounds == 2
+    assert statistics.num_rounds == 3
     assert statistics.begin_s <= statistics.backward_end_s <= statistics.end_s
     assert {name for bucket in statistics.buckets for name in bucket.names} == {"['w']", "['half']"}
     for bucket in statistics.buckets:

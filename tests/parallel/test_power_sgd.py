@@ -217,6 +217,7 @@ def test_a_rank_below_one_is_refused(rank: int) -> None:
         PowerSGD(rank)
 
 
-def test_a_rank_that_is_no_integer_is_refused() -> None:
-    with pytest.raises(TypeError):
-        PowerSGD(1.5)  # type: ignore[arg-type]
+@pytest.mark.parametrize("rank", [1.5, None, True, "4"])
+def test_a_rank_that_is_no_integer_is_refused(rank: Any) -> None:
+    with pytest.raises(TypeError, match=r"PowerSGD: rank .* not an integer"):
+        PowerSGD(rank)

@@ -108,6 +108,8 @@ def test_a_weight_on_some_ranks_or_of_nothing_is_refused_on_all(on_ranks: OnRank
         ddp = scale(backend)
         with pytest.raises(ValueError, match="weights of all ranks are 0"):
             ddp.sync_gradients(weight=0)
+        with pytest.raises(ValueError, match="sum of the weights of all ranks is infinite"):
+            ddp.sync_gradients(weight=1e308)
         with pytest.raises(fd.CollectiveMismatch):
             ddp.sync_gradients(weight=None if backend.rank else 2.0)
         for weight in (-1, float("nan"), True, "3"):

@@ -107,6 +107,26 @@ def test_a_backward_that_is_refused_on_one_rank_tells_the_others(
     on_ranks(2, body)
 
 
+def step_one_parameter(parameter: Any) -> None:
+    with torch.no_grad():
+        parameter -= 0.1 * parameter.grad
+    parameter.grad = None
+
+
+@OVERLAP
+def test_a_hook_that_steps_before_gradients_are_averaged_is_refused(
+    on_ranks: OnRanks, overlap: Any
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend, overlap=overlap)
+        for parameter in ddp.parameters():
+            parameter.register_post_accumulate_grad_hook(step_one_parameter)
+        with pytest.raises(RuntimeError, match=r"set to None in backward.*step_in_backward"):
+            ddp(1.0).sum().backward()
+
+    on_ranks(1, body)
+
+
 def test_a_reduction_of_the_users_own_that_fails_tells_the_others(on_ranks: OnRanks) -> None:
     def make(backend: Any, **options: Any) -> Any:
         ddp = scale(backend, **options)

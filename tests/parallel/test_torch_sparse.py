@@ -145,6 +145,19 @@ def test_rows_have_weights_and_ranks_may_run_out(on_ranks: OnRanks) -> None:
     assert on_ranks(2, body) == [[[0.25, 0.75]], [[0.25, 0.75], [0, 1]]]
 
 
+def test_rows_that_weigh_nothing_may_be_no_numbers(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = table(backend)
+        with ddp.no_sync():
+            look_up(ddp, 1)
+        if backend.rank == 0:
+            ddp.weight.grad *= float("nan")
+        ddp.sync_gradients(weight=backend.rank)
+        return gradient_of(ddp)[:2]
+
+    assert on_ranks(2, body) == [[0, 1]] * 2
+
+
 def test_rows_accumulate_where_ranks_have_run_out(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = table(backend)
