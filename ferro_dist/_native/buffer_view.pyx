@@ -33,6 +33,12 @@ from ferro_dist.errors import InvalidArray
 
 __all__ = ["BufferView", "as_output", "as_view"]
 
+cdef extern from *:
+    """
+    static inline int already_raised(void) { return -1; }
+    """
+    int already_raised() except -1
+
 
 cdef int UNSUPPORTED = -1
 
@@ -378,16 +384,22 @@ cdef DLExchangeApi* _find_exchange_api(object array) except? NULL:
 
 cdef BufferView _view_through_exchange_api(object array, DLExchangeApi* api):
     cdef DLTensor tensor
-    try:
-        api.describe(<PyObject*> array, &tensor)
-    except Exception as cause:
-        raise InvalidArray(
-            f"cannot move this {_name(array)}: {_first_line(cause)}. {_remedy(array)}"
-        ) from cause
+    if api.describe(<PyObject*> array, &tensor) != 0:
+        _refuse_undescribed(array)
     cdef BufferView view = _new_view(array)
     _fill(view, &tensor)
     _check_torch_bits(array, view, &tensor)
     return view
+
+
+cdef int _refuse_undescribed(object array) except -1:
+    """Tell in our words what its library has raised; apart, as to catch costs even if nothing is."""
+    try:
+        already_raised()
+    except Exception as cause:
+        raise InvalidArray(
+            f"cannot move this {_name(array)}: {_first_line(cause)}. {_remedy(array)}"
+        ) from cause
 
 
 cdef int _check_torch_bits(object array, BufferView view, const DLTensor* tensor) except -1:

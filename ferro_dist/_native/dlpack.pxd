@@ -65,5 +65,6 @@ cdef struct DLExchangeApi:
     void* allocate
     void* export_managed
     void* import_managed
-    int (*describe)(PyObject* array, DLTensor* out) except -1  # null where not supported
+    # Null where not supported. Not 0 where it has raised.
+    int (*describe)(PyObject* array, DLTensor* out) noexcept
     int (*current_stream)(int32_t device_type, int32_t device_id, void** stream) noexcept

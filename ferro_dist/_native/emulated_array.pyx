@@ -328,5 +328,5 @@ exchange_api.previous = NULL
 exchange_api.allocate = <void*> _refuse_allocation
 exchange_api.export_managed = <void*> _export_managed
 exchange_api.import_managed = <void*> _refuse_import
-exchange_api.describe = _describe
+exchange_api.describe = <int (*)(PyObject*, DLTensor*) noexcept> _describe  # raises all the same
 exchange_api.current_stream = _current_stream

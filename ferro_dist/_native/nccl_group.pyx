@@ -532,10 +532,14 @@ cdef class NcclGroup:
             if not self._kept:
                 _busy.add(self)
             # Another thread's call may have come before and its arrays come later.
-            while len(self._kept) < place + 2:
+            while len(self._kept) < place:
                 self._kept.append(None)
-            self._kept[place] = first
-            self._kept[place + 1] = second
+            if len(self._kept) == place:
+                self._kept.append(first)
+                self._kept.append(second)
+            else:
+                self._kept[place] = first
+                self._kept[place + 1] = second
         elif type(second) is NcclWork:  # done already, and others let go up to there
             (<NcclWork> second).forget()
         if first is not None and first.nbytes >= LARGE:
