@@ -286,7 +286,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         """Load a state of the module, also one whose names begin with ``module.``."""
         module = self.module
         own = module.state_dict()
-        if not any(name.startswith(PREFIX) for name in own):
+        if isinstance(state_dict, Mapping) and not any(name.startswith(PREFIX) for name in own):
             state_dict = {name.removeprefix(PREFIX): v for name, v in state_dict.items()}
         return module.load_state_dict(state_dict, strict=strict, assign=assign)
 

@@ -23,6 +23,7 @@ __all__ = [
     "GivenGradients",
     "TorchGradients",
     "as_tensor",
+    "dtype_of_gradient",
     "gpu_view",
     "spec_of",
     "zeros_in_group",
@@ -242,11 +243,17 @@ def _check_fits(name: str, gradient: Tensor, parameter: Tensor) -> None:
         return
     if not isinstance(gradient, torch.Tensor):
         raise TypeError(f"DDP: gradient {name!r} is {type(gradient).__name__}, not a tensor")
-    if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
+    dtype = dtype_of_gradient(parameter)
+    if gradient.shape != parameter.shape or gradient.dtype != dtype:
         raise ValueError(
             f"DDP: gradient {name!r} is {gradient.dtype} {tuple(gradient.shape)}; "
-            f"the parameter is {parameter.dtype} {tuple(parameter.shape)}"
+            f"the parameter is {dtype} {tuple(parameter.shape)}"
         )
+
+
+def dtype_of_gradient(parameter: Tensor) -> Any:
+    """Return the dtype of ``grad``, which newer versions of torch let differ."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def as_tensor(buffer: np.ndarray[Any, Any]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 from ferro_dist import interop
 from ferro_dist.collective import broadcast
 from ferro_dist.errors import InvalidArray
-from ferro_dist.integrations.torch_gradients import spec_of
+from ferro_dist.integrations.torch_gradients import dtype_of_gradient, spec_of
 from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.bucket import ParameterSpec
 from ferro_dist.parallel.nccl_memory import GpuMemory
@@ -293,6 +294,9 @@ def _check_place(kind: str, name: str, tensor: Tensor, backend: Backend) -> None
 
 def _trainable_spec(name: str, parameter: Tensor) -> ParameterSpec:
     spec = spec_of(name, parameter)
+    dtype = dtype_of_gradient(parameter)
+    if dtype != parameter.dtype:
+        spec = dataclasses.replace(spec, dtype=interop.numpy_dtype(interop.dtype_code(dtype)))
     if spec.dtype.name not in GRADIENT_DTYPES:
         raise InvalidArray(
             f"DDP: parameter {name!r} is {spec.dtype}; gradients are averaged in "

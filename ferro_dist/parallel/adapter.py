@@ -227,7 +227,8 @@ def _host_view(kind: str, name: str, array: Any) -> NumpyArray:
     elif isinstance(array, np.ma.MaskedArray):
         raise InvalidArray(f"DDP: {kind} {name!r} is masked, and would lose its mask", op="DDP")
     elif hasattr(array, "__dlpack__") and hasattr(array, "__array__"):
-        view = np.asarray(array)
+        # A parameter of torch shows its memory once it is out of the graph.
+        view = np.asarray(array.detach() if getattr(array, "requires_grad", False) else array)
     else:
         raise TypeError(f"DDP: {kind} {name!r} is {type(array).__name__}, not an array")
     if not view.dtype.isnative:

@@ -142,9 +142,11 @@ class DDP(Generic[ModuleT]):
 
     An exception on one rank alone ends the group, as the others would wait for that rank:
     in a torch module's forward, save in evaluation mode, inside `no_sync` and under
-    ``torch.no_grad()``; in its backward; and while gradients are averaged. To skip a batch that
-    does not fit, check it before, or give all ranks another. The group's ``shrink`` makes a new
-    one. A group of one rank goes on.
+    ``torch.no_grad()``; in backward, once that has come to the module's outputs; and while
+    gradients are averaged. An exception elsewhere, in the computation of the loss say, is to end
+    its rank: one that goes on with its next batch has it averaged with the others' last. To skip
+    a batch that does not fit, check it before, or give all ranks another. The group's ``shrink``
+    makes a new one. A group of one rank goes on.
 
     Gradients are views of buckets: the next average overwrites what this one left. Copy what
     is to be kept.
@@ -369,6 +371,12 @@ class DDP(Generic[ModuleT]):
     def statistics(self) -> Statistics:
         """When each bucket of the last average was ready, sent and reduced, on this rank."""
         return self._reducer.statistics
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A DDP cannot be pickled or copied: it is one rank's part of a group. Save or copy its "
+            "module's parameters, or the module, and wrap that on all ranks."
+        )
 
     def _checked_weight(self, weight: float | None) -> float | None:
         if weight is not None and self._options.average == "contributors":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -231,7 +232,8 @@ def test_torch_tensors_are_averaged_in_place(on_ranks: OnRanks) -> None:
     torch = pytest.importorskip("torch")
 
     def body(backend: Any) -> tuple[Any, Any]:
-        weight, gradient = torch.full((2, 2), 1.0 + backend.rank), torch.full((2, 2), 4.0)
+        weight = torch.nn.Parameter(torch.full((2, 2), 1.0 + backend.rank))
+        gradient = torch.full((2, 2), 4.0)
         fd.DDP({"w": weight}, backend).sync_gradients({"w": gradient.mul_(backend.rank)})
         return weight, gradient
 
@@ -401,6 +403,15 @@ def test_a_module_that_defines_its_own_copying_does_not_speak_for_the_wrapper(
         assert copy.deepcopy(ddp.module) == "the module's"
         with pytest.raises(AttributeError):
             ddp.__deepcopy__  # noqa: B018
+
+    on_ranks(1, body)
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_the_wrapper_is_not_copied(on_ranks: OnRanks, copier: Callable[[Any], Any]) -> None:
+    def body(backend: Any) -> None:
+        with pytest.raises(TypeError, match="A DDP cannot be pickled or copied"):
+            copier(fd.DDP(Linear(), backend))
 
     on_ranks(1, body)
 

@@ -120,6 +120,33 @@ def test_the_state_is_that_of_the_module(on_ranks: OnRanks) -> None:
     on_ranks(1, body)
 
 
+def test_what_is_no_state_is_refused_by_torch(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        with pytest.raises(TypeError, match="state_dict to be dict-like"):
+            scale(backend).load_state_dict(None)
+
+    on_ranks(1, body)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have their parameters' dtype"
+)
+@OVERLAP
+def test_gradients_of_another_dtype_are_averaged_in_it(on_ranks: OnRanks, overlap: Any) -> None:
+    def body(backend: Any) -> Any:
+        module = Scale().bfloat16()
+        for parameter in module.parameters():
+            parameter.grad_dtype = torch.float32
+        ddp = fd.DDP(module, backend, overlap=overlap)
+        ddp(backend.rank + 1.0).sum().backward()
+        averages = [p.grad.dtype for p in ddp.parameters()], gradients_of(ddp)
+        given = ddp.sync_gradients([torch.full((1,), backend.rank + 0.001) for _ in range(2)])
+        assert torch.allclose(given[0], torch.tensor(0.501)), "more than bfloat16 can hold"
+        return averages
+
+    assert on_ranks(2, body) == [([torch.float32] * 2, (1.5, 1))] * 2
+
+
 def test_a_wrapper_inside_a_module_saves_and_loads(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         outer = nn.ModuleDict({"inner": fd.DDP(Scale(), backend)})
