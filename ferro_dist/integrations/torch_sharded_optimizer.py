@@ -29,6 +29,7 @@ from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states
 from ferro_dist.parallel.averaging import REDUCE_OPS
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.options import check_group, check_root
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         _check_class(optimizer_class)
+        check_group("ShardedOptimizer", backend)
         self._op = _reduce_op(average)
         self._backend = backend
         if divides_parameters is None:
@@ -280,7 +282,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         torch.Tensor, 0-dimensional
             The norm over all parameters before clipping, the same on all ranks.
         """
-        norm_type = float(norm_type)
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be at least 0, not {max_norm!r}")
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, not {norm_type!r}")
         # A step that was skipped, for its norm say, has left the gradients of another batch;
@@ -306,6 +310,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         root : int or None
             Which rank may call `state_dict` then; None for all.
         """
+        if root is not None:
+            root = check_root(root, self._backend)
         states = gather_states(self._own_states(), self._backend, root, self._device(), self._tag)
         self._consolidated = None
         if states is not None:

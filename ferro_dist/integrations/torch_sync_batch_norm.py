@@ -32,6 +32,7 @@ from ferro_dist.collective import all_gather, allreduce
 from ferro_dist.integrations.torch_random import while_others_draw
 from ferro_dist.parallel.interruption import KnownToAll
 from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.options import check_group
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -90,6 +91,7 @@ def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"convert_sync_batchnorm takes a torch module, not {type(module).__name__}")
+    check_group("convert_sync_batchnorm", backend)
     found = dict(_batch_norms(module))
     for name, norm in found.items():
         _check_is_initialized(name, norm)

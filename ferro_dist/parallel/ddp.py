@@ -28,12 +28,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ferro_dist.backends.base import Backend
-from ferro_dist.errors import ChannelClosed
 from ferro_dist.parallel.attendance import Attendance, check_weight
 from ferro_dist.parallel.compression import Compression
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.options import Options, check_root
+from ferro_dist.parallel.options import Options, check_group, check_root
 from ferro_dist.parallel.reducer import NoGradients, Reducer
 from ferro_dist.parallel.statistics import Statistics
 
@@ -207,7 +206,7 @@ class DDP(Generic[ModuleT]):
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
     ) -> None:
-        _check_backend(module, backend)
+        _check_arguments(module, backend)
         options = Options(backend, bucket_mb, average, compress, overlap, sync_buffers, root)
         lines = self._kind._adopt(module, options)
         # Drawn by lot for this wrapper: two of one shape, synchronized in different order
@@ -437,7 +436,7 @@ def _integration(name: str) -> Any:
     return importlib.import_module(f"ferro_dist.integrations.{name}")
 
 
-def _check_backend(module: object, backend: object) -> None:
+def _check_arguments(module: object, backend: object) -> None:
     if isinstance(module, Backend):
         raise TypeError(
             "DDP takes the module first, then the backend: DDP(module, backend). "
@@ -445,13 +444,7 @@ def _check_backend(module: object, backend: object) -> None:
         )
     if isinstance(module, type):
         raise TypeError(f"DDP takes a module, not its class {module.__name__}")
-    if not isinstance(backend, Backend):
-        raise TypeError(
-            "DDP: backend must be a group, as fd.init() or fd.HostBackend(...) makes it, not "
-            f"{'None' if backend is None else type(backend).__name__}"
-        )
-    if backend.is_closed:
-        raise ChannelClosed("DDP: the group is closed. Make a new one.", op="DDP")
+    check_group("DDP", backend)
 
 
 def _refuse_params(method: str, params: object) -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ferro_dist.arguments import integer
-from ferro_dist.errors import InvalidRank
+from ferro_dist.backends.base import Backend
+from ferro_dist.errors import ChannelClosed, InvalidRank
 from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import ParameterSpec, bucket_nbytes_of
 from ferro_dist.parallel.compression import Compression, compression_of
 from ferro_dist.parallel.power_sgd import PowerSGD
 
-if TYPE_CHECKING:
-    from ferro_dist.backends.base import Backend
-
-__all__ = ["Options", "check_root"]
+__all__ = ["Options", "check_group", "check_root"]
 
 CORES_TO_OVERLAP = 2.0
 """Cores for each rank from which on backward and a reduction do not take turns on one."""
@@ -92,6 +89,17 @@ class Options:
             f"bucket_mb={self.bucket_mb}, compress={compress}, sync_buffers={self.sync_buffers}, "
             f"average={self.average!r}, root={integer(self.root)}"
         )
+
+
+def check_group(op: str, backend: object) -> None:
+    """Raise TypeError or ChannelClosed unless this is a group that can be called."""
+    if not isinstance(backend, Backend):
+        raise TypeError(
+            f"{op}: backend must be a group, as fd.init() or fd.HostBackend(...) makes it, not "
+            f"{'None' if backend is None else type(backend).__name__}"
+        )
+    if backend.is_closed:
+        raise ChannelClosed(f"{op}: the group is closed. Make a new one.", op=op)
 
 
 def check_root(root: int, backend: Backend) -> int:

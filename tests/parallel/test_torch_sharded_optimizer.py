@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -468,6 +468,15 @@ def test_what_cannot_be_divided_is_refused(on_ranks: OnRanks) -> None:
         with pytest.raises(ValueError, match="learning rate"):
             fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=-1.0)
         optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=1.0)
+        with pytest.raises(TypeError, match=r"backend must be a group.*not None"):
+            fd.ShardedOptimizer([p], torch.optim.SGD, cast(Any, None), lr=1.0)
+        for max_norm in (-1.0, float("nan")):
+            with pytest.raises(ValueError, match="max_norm must be at least 0"):
+                optimizer.clip_grad_norm_(max_norm)
+        with pytest.raises(fd.InvalidRank, match="root 7"):
+            optimizer.consolidate_state_dict(7)
+        with pytest.raises(TypeError, match="root '0' is of type str"):
+            optimizer.consolidate_state_dict(cast(Any, "0"))
         with pytest.raises(TypeError, match="cannot be pickled"):
             copy.deepcopy(optimizer)
         p.grad = torch.ones(2, 2).to_sparse()

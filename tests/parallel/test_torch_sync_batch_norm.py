@@ -293,6 +293,9 @@ def test_what_cannot_be_converted_is_refused(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         with pytest.raises(TypeError, match="torch module"):
             fd.convert_sync_batchnorm({"weight": 1}, backend)
+        nothing: Any = None
+        with pytest.raises(TypeError, match="backend must be a group"):
+            fd.convert_sync_batchnorm(torch.nn.BatchNorm1d(3), nothing)
         with pytest.raises(ValueError, match="lazy"):
             fd.convert_sync_batchnorm(torch.nn.LazyBatchNorm1d(), backend)
         norm = fd.convert_sync_batchnorm(torch.nn.BatchNorm1d(3), backend)
