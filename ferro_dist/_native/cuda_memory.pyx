@@ -4,12 +4,13 @@ cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uintptr_t
 
-from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
+from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, exchange_capture_mode, num_forks
 from ferro_dist._native.cuda_stream cimport stream_handle
 from ferro_dist._native.dlpack cimport CUDA
 from ferro_dist._native.libcudart cimport (
     Cudart, cudaError_t, cudaHostAllocDefault, cudaMemcpyDefault, cudaMemoryTypeDevice,
     cudaMemoryTypeHost, cudaMemoryTypeManaged, cudaPointerAttributes, cudaStream_t,
+    cudaStreamCaptureMode, cudaStreamCaptureModeRelaxed,
 )
 
 from ferro_dist._native.cuda_runtime import DeviceGuard, device_number
@@ -62,10 +63,13 @@ cdef class DeviceMemory(GpuBytes):
 
     cdef int allocate(self) except -1:
         cdef const Cudart* cuda = cudart()
+        cdef cudaStreamCaptureMode mode
         cdef cudaError_t status
         with DeviceGuard(self.device):
             with nogil:
+                mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
                 status = cuda.cudaMalloc(&self._data, self.nbytes)
+                exchange_capture_mode(cuda, mode)
             CHECK_CUDA(status, "cudaMalloc")
         return 0
 
@@ -77,8 +81,8 @@ cdef class DeviceMemory(GpuBytes):
         self._data = NULL
         if data == NULL or not self.is_own():
             return
-        with nogil:  # waits for the device
-            status = cuda.cudaFree(data)
+        with nogil:
+            status = _free(cuda, data)
         CHECK_CUDA(status, "cudaFree")
 
     def __dealloc__(self):
@@ -86,7 +90,15 @@ cdef class DeviceMemory(GpuBytes):
         if self._data != NULL and self.is_own():
             cuda = cudart()
             with nogil:
-                cuda.cudaFree(self._data)
+                _free(cuda, self._data)
+
+
+cdef cudaError_t _free(const Cudart* cuda, void* data) noexcept nogil:
+    """Wait for the device, and free its memory."""
+    cdef cudaStreamCaptureMode mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
+    cdef cudaError_t status = cuda.cudaFree(data)
+    exchange_capture_mode(cuda, mode)
+    return status
 
 
 @cython.final
@@ -100,11 +112,14 @@ cdef class PinnedMemory:
 
     def __init__(self, size_t nbytes):
         cdef const Cudart* cuda = cudart()
+        cdef cudaStreamCaptureMode mode
         cdef cudaError_t status
         self.nbytes = nbytes
         self._num_forks = num_forks()
         with nogil:
+            mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
             status = cuda.cudaHostAlloc(&self._data, nbytes, cudaHostAllocDefault)
+            exchange_capture_mode(cuda, mode)
         CHECK_CUDA(status, "cudaHostAlloc")
 
     @property
@@ -119,10 +134,13 @@ cdef class PinnedMemory:
 
     def __dealloc__(self):
         cdef const Cudart* cuda
+        cdef cudaStreamCaptureMode mode
         if self._data != NULL and self._num_forks == num_forks():
             cuda = cudart()
             with nogil:
+                mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
                 cuda.cudaFreeHost(self._data)
+                exchange_capture_mode(cuda, mode)
 
 
 def copy_async(uintptr_t target, uintptr_t source, size_t nbytes, stream):

@@ -1,6 +1,6 @@
 # The CUDA runtime of this process, and what every call of it goes through.
 
-from ferro_dist._native.libcudart cimport Cudart, cudaError_t
+from ferro_dist._native.libcudart cimport Cudart, cudaError_t, cudaStreamCaptureMode
 
 
 # The runtime's functions. Loads the library on first use; raises BackendUnavailable.
@@ -15,3 +15,13 @@ cdef int raise_cuda(int status, str function) except -1
 # How often this process was forked from another: objects of CUDA's are those of the process in
 # which they were made.
 cdef int num_forks() noexcept
+
+
+# What this thread may do while a graph is captured, by whichever thread; returns what it might
+# before. Unless it is relaxed, to ask whether something is done, to allocate or to free ends the
+# capture of somebody who has nothing to do with it.
+cdef inline cudaStreamCaptureMode exchange_capture_mode(
+    const Cudart* cuda, cudaStreamCaptureMode mode
+) noexcept nogil:
+    cuda.cudaThreadExchangeStreamCaptureMode(&mode)
+    return mode

@@ -8,11 +8,11 @@ from libc.stdint cimport uintptr_t
 from libcpp.vector cimport vector
 
 from ferro_dist._native.buffer_view cimport BufferView, current_stream_of, is_of_jax
-from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
+from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, exchange_capture_mode, num_forks
 from ferro_dist._native.libcudart cimport (
     cudaErrorNotReady, cudaError_t, cudaEvent_t, cudaEventDisableTiming, cudaStream_t,
-    cudaStreamCaptureStatus, cudaStreamCaptureStatusNone, cudaStreamLegacy, cudaStreamNonBlocking,
-    Cudart,
+    cudaStreamCaptureMode, cudaStreamCaptureModeRelaxed, cudaStreamCaptureStatus,
+    cudaStreamCaptureStatusNone, cudaStreamLegacy, cudaStreamNonBlocking, Cudart,
 )
 
 from ferro_dist._native.buffer_view import as_view
@@ -93,7 +93,12 @@ cdef class Stream:
 
     def is_done(self):
         """Tell whether all that was queued so far is done."""
-        return _is_ready(cudart().cudaStreamQuery(self.open()), "cudaStreamQuery")
+        cdef cudaStream_t handle = self.open()
+        cdef const Cudart* cuda = cudart()
+        cdef cudaStreamCaptureMode mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
+        cdef cudaError_t status = cuda.cudaStreamQuery(handle)
+        exchange_capture_mode(cuda, mode)
+        return _is_ready(status, "cudaStreamQuery")
 
     def is_capturing(self):
         """Tell whether the stream's work goes into a CUDA graph now."""
@@ -162,7 +167,11 @@ cdef class Event:
 
     def is_done(self):
         """Tell whether the point was reached; true for an event that was never recorded."""
-        return _is_ready(cudart().cudaEventQuery(self._handle), "cudaEventQuery")
+        cdef const Cudart* cuda = cudart()
+        cdef cudaStreamCaptureMode mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
+        cdef cudaError_t status = cuda.cudaEventQuery(self._handle)
+        exchange_capture_mode(cuda, mode)
+        return _is_ready(status, "cudaEventQuery")
 
     def synchronize(self):
         """Block until the point is reached."""

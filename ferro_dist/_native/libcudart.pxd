@@ -36,6 +36,9 @@ cdef extern from "abi/cudart.h" nogil:
         cudaStreamCaptureStatusActive
         cudaStreamCaptureStatusInvalidated
 
+    ctypedef enum cudaStreamCaptureMode:
+        cudaStreamCaptureModeRelaxed
+
     enum cudaDeviceAttr:
         cudaDevAttrComputeCapabilityMajor
         cudaDevAttrComputeCapabilityMinor
@@ -72,6 +75,7 @@ cdef extern from "abi/cudart_table.hpp" namespace "ferro" nogil:
             cudaStream_t stream, cudaEvent_t event, unsigned int flags) noexcept
         cudaError_t cudaStreamIsCapturing(
             cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept
+        cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) noexcept
 
         cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) noexcept
         cudaError_t cudaEventDestroy(cudaEvent_t event) noexcept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from functools import partial
 from typing import Any
 
@@ -158,6 +159,41 @@ def ask_in_a_child(_: Any) -> int:
 
 def test_a_forked_child_is_told_how_to_use_cuda() -> None:
     assert alone(ask_in_a_child) == 7
+
+
+def work_beside_a_capture(_: Any) -> list[float]:
+    """In CUDA's default mode a capture ends with what any thread does that may wait."""
+    gpu = emulated_gpu()
+    from ferro_dist._native.cuda_memory import DeviceMemory, PinnedMemory, copy_async
+    from ferro_dist._native.cuda_stream import Stream
+
+    stream, other = gpu.stream(), Stream()
+    x, out = gpu.array(np.arange(4.0)), gpu.array(np.zeros(4))
+    gpu.synchronize()
+
+    def work() -> None:
+        DeviceMemory(4).close()
+        del_memory, del_pinned = DeviceMemory(4), PinnedMemory(4)
+        del del_memory, del_pinned
+        event = other.record()
+        while not (event.is_done() and other.is_done()):
+            os.sched_yield()
+
+    with gpu.capture(stream) as graph:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        work()
+        copy_async(out.address, x.address, x.nbytes, stream)
+    graph.launch(stream)
+    stream.synchronize()
+    result: list[float] = out.numpy().tolist()
+    graph.close()
+    return result
+
+
+def test_a_capture_goes_on_beside_what_may_wait() -> None:
+    assert alone(work_beside_a_capture) == [0.0, 1.0, 2.0, 3.0]
 
 
 def find_current_stream(_: Any) -> None:
