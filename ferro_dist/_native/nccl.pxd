@@ -18,6 +18,7 @@ cdef class Communicator(Connection):
     cdef Communicator adopted(self, double timeout, const ncclConfig_t& config)
     cdef int _issue(self, Operation* o, BufferView first, BufferView second, stream) except -1
     cdef int _refuse_streams(self) except -1
+    cdef int _refuse_stream_of_thread(self) except -1
 
 
 cdef class Group:

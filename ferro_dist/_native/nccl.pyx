@@ -19,7 +19,7 @@ from ferro_dist._native cimport libnccl, nccl_library
 from ferro_dist._native.buffer_view cimport BufferView
 from ferro_dist._native.cuda_runtime cimport cudart
 from ferro_dist._native.cuda_stream cimport known_stream, KnownStream, stream_handle
-from ferro_dist._native.libcudart cimport Cudart
+from ferro_dist._native.libcudart cimport Cudart, cudaStreamPerThread
 from ferro_dist._native.libnccl cimport (
     current_group, GroupedOperation, launch_group, Native, ncclConfig_t, ncclDataType_t, ncclRedOp_t,
     NCCL_SHRINK_ABORT, NCCL_SHRINK_DEFAULT, NCCL_SPLIT_NOCOLOR, ncclUniqueId, NCCL_WIN_COLL_SYMMETRIC,
@@ -69,7 +69,8 @@ cdef class Communicator(Connection):
       in place: where it begins with `x`; for all_gather and gather, where `x` is this rank's part
       of `out`; for reduce_scatter and scatter, the other way round;
     - `SizeMismatch`, `InvalidRank` and `SelfSend` for sizes, roots and peers;
-    - `UnsupportedOp` for an array in host memory, and for what NCCL cannot reduce.
+    - `UnsupportedOp` for an array in host memory, for what NCCL cannot reduce, and for CUDA's default
+      stream of a thread (``cudaStreamPerThread``), unless the communicator blocks.
 
     Methods whose names end in ``_raw`` take device pointers and the stream's address as
     integers, counts in elements, NCCL's number of the dtype (`dtype_to_nccl`) and of the
@@ -446,6 +447,8 @@ cdef class Communicator(Connection):
                 o.stream = known_stream(src, &known)
                 if dst is not src and known_stream(dst, &known) != o.stream:
                     self._refuse_streams()
+            if o.stream == cudaStreamPerThread:
+                self._refuse_stream_of_thread()
             _add_to_group(group, self, o, src, dst)
         group._finish()
 
@@ -464,6 +467,14 @@ cdef class Communicator(Connection):
         raise InvalidArray(
             "The libraries of x and out work on two streams now, and a call has one. Pass the stream "
             "that you have put in order with both.", rank=self.rank)
+
+    cdef int _refuse_stream_of_thread(self) except -1:
+        if self.is_blocking:
+            return 0
+        raise UnsupportedOp(
+            "NCCL launches the calls of a non-blocking communicator in a thread of its own, whose default "
+            "stream is not this thread's. Pass a stream, or make the communicator with blocking=True.",
+            rank=self.rank)
 
     # ---- One-sided operations (NCCL 2.29.2) -------------------------------------
 
@@ -560,6 +571,8 @@ cdef class Communicator(Connection):
         self, const Operation& operation, BufferView first, BufferView second, double timeout
     ) except -1:
         check_usable(self)
+        if operation.stream == cudaStreamPerThread:
+            self._refuse_stream_of_thread()
         if current_group() != NULL:
             return _add_to_group(<Group> current_group(), self, operation, first, second)
         # No copy of the pointer: it stays to the end, and the caller keeps this object.

@@ -248,6 +248,32 @@ def test_inner_group_that_raises_leaves_nothing_in_the_outer_one() -> None:
     assert ranks(2, take_back_an_inner_group) == [(False, 1.0)] * 2
 
 
+def call_on_the_stream_of_a_thread(backend: Any) -> list[float]:
+    """NCCL has a thread of its own, which has another: nothing would be in order with this one."""
+    of_thread = 2  # cudaStreamPerThread
+    communicator, blocking = connect(backend), connect(backend, blocking=True)
+    x = ranked(backend.rank, 2)
+    number = fd.dtype_to_nccl("float32")
+    for call in (
+        lambda: communicator.allreduce(x, x, stream=of_thread),
+        lambda: communicator.allreduce_coalesced([x], [x], stream=of_thread),
+        lambda: communicator.allreduce_raw(x.address, x.address, 2, number, 0, of_thread),
+    ):
+        with pytest.raises(UnsupportedOp, match="Pass a stream"):
+            call()
+    emulated_gpu().synchronize()
+    blocking.allreduce(x, x, stream=of_thread)
+    emulated_gpu().synchronize()
+    result = values(x)
+    for each in (communicator, blocking):
+        each.close()
+    return result
+
+
+def test_the_default_stream_of_a_thread_takes_a_communicator_that_blocks() -> None:
+    assert ranks(2, call_on_the_stream_of_a_thread) == [[1.0, 3.0]] * 2
+
+
 def end_a_group_elsewhere(backend: Any) -> list[Any]:
     """Its thread goes on collecting, so that it launches there what is called there."""
     communicator = connect(backend)
