@@ -287,8 +287,14 @@ def nccl4py(
         import nccl.core as nccl
     except ImportError as error:
         raise MissingError(f"nccl4py: {error}") from None
-    unique_id = nccl.UniqueId.from_bytes(new_unique_id(host))
-    communicator = nccl.Communicator.init(host.world_size, host.rank, unique_id)
+    shared = new_unique_id(host)
+    x = gpu.zeros(1)
+    try:  # young, and its names still change: the others are worth measuring without it
+        unique_id = nccl.UniqueId.from_bytes(shared)
+        communicator = nccl.Communicator.init(host.world_size, host.rank, unique_id)
+        communicator.allreduce(x, x, nccl.SUM)
+    except Exception as error:
+        raise MissingError(f"nccl4py: {type(error).__name__}: {error}") from error
     stack.callback(communicator.destroy)
     names = {"allreduce": communicator.allreduce, "SUM": nccl.SUM}
     return {"nccl4py": functools.partial(loop_over, "allreduce(x, x, SUM)", names)}

@@ -134,14 +134,14 @@ class ProcessRanks(Ranks):
             self._job.result()
 
 
-def serve(group: Group, pipes: list[Connection]) -> None:
+def serve(group: Group, pipes: list[Connection], has_gpu: bool = False) -> None:
     """Be a rank: run the cases that are named until there are no more."""
     group.timeout = GROUP_TIMEOUT_S
     _start_progress(group)
     pipe = pipes[group.rank]
     pipe.send("ready")
     while (name := pipe.recv()) is not None:
-        with _exit_after_the_deadline(), nothing_is_left():
+        with _exit_after_the_deadline(), nothing_is_left(has_gpu):
             CASES[name].run(group)
         pipe.send("done")
 

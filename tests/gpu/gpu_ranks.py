@@ -56,4 +56,4 @@ def _serve_on_real_gpus(
 ) -> None:
     share_gpu(rank)
     with connect(backend, rank, world_size, addr) as group:
-        serve(OnDevice(group, TorchArrays()), pipes)
+        serve(OnDevice(group, TorchArrays()), pipes, has_gpu=True)
