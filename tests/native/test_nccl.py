@@ -254,13 +254,14 @@ def call_on_the_stream_of_a_thread(backend: Any) -> list[float]:
     communicator, blocking = connect(backend), connect(backend, blocking=True)
     x = ranked(backend.rank, 2)
     number = fd.dtype_to_nccl("float32")
-    for call in (
-        lambda: communicator.allreduce(x, x, stream=of_thread),
-        lambda: communicator.allreduce_coalesced([x], [x], stream=of_thread),
-        lambda: communicator.allreduce_raw(x.address, x.address, 2, number, 0, of_thread),
-    ):
+    calls: tuple[tuple[Any, ...], ...] = (
+        (communicator.allreduce, x, x),
+        (communicator.allreduce_coalesced, [x], [x]),
+        (communicator.allreduce_raw, x.address, x.address, 2, number, 0),
+    )
+    for call, *arguments in calls:
         with pytest.raises(UnsupportedOp, match="Pass a stream"):
-            call()
+            call(*arguments, stream=of_thread)
     emulated_gpu().synchronize()
     blocking.allreduce(x, x, stream=of_thread)
     emulated_gpu().synchronize()
