@@ -127,6 +127,20 @@ def test_torch_tensors_are_described(torch: Any) -> None:
     assert not as_view(torch.ones(1).expand(4)).is_contiguous
 
 
+def test_a_torch_without_an_exchange_table_is_not_asked_for_its_cuda_interface(torch: Any) -> None:
+    class Old(torch.Tensor):
+        __dlpack_c_exchange_api__ = None
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            assert not self.requires_grad, "Can't get it on Variable that requires grad"
+            return {"version": 2, "shape": (2,), "typestr": "<f2", "data": (1 << 40, False)}
+
+    x = torch.ones(2, dtype=torch.bfloat16).as_subclass(Old)
+    assert dtype_name(as_view(x).dtype) == "bfloat16"
+    assert as_view(x.requires_grad_()).address == x.data_ptr()
+
+
 def test_torch_results_are_tensors_of_the_same_kind(torch: Any) -> None:
     x = torch.ones(3, 4, dtype=torch.bfloat16).T
     made = allocate(x)

@@ -557,8 +557,9 @@ cdef BufferView _view_of_any(object array):
     cdef BufferView view = None
     if PyObject_CheckBuffer(array):
         view = _view_through_buffer(array)
-    # What JAX says there is neither awaited nor kept from being donated to a computation.
-    if view is None and not is_of_jax(array):
+    # What JAX says there is neither awaited nor kept from being donated to a computation. A torch of
+    # before the exchange table calls bfloat16 float16 there, and says nothing of what requires grad.
+    if view is None and not is_of_jax(array) and not _is_of_torch(array):
         view = _view_through_cuda_array_interface(array)
     if view is None:
         view = _view_through_capsule(array)
