@@ -12,7 +12,7 @@ import pytest
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks, share_gpu
 
-__all__ = ["need", "share_gpu"]
+__all__ = ["need", "need_torch_without_cuda", "share_gpu"]
 
 _TIMEOUT_S = 120.0
 
@@ -23,6 +23,15 @@ def need(*libraries: str) -> None:
         reason = _why_not(library)
         if reason:
             pytest.skip(reason)
+
+
+def need_torch_without_cuda() -> None:
+    """Skip unless torch can be imported into a process with emulated GPUs."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if torch.version.cuda is not None:
+        pytest.skip(
+            "this torch brings the real libcudart and libnccl: none is emulated beside them"
+        )
 
 
 @functools.cache

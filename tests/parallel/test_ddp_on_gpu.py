@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from fault_injection import meet
 from gpu.gpu_ranks import connect
+from gpu.real_gpu import need_torch_without_cuda
 
 import ferro_dist as fd
 from ferro_dist.parallel import nccl_memory
@@ -373,7 +374,8 @@ def test_a_rank_that_fails_is_named_and_the_others_go_on() -> None:
 
 def train_torch_beside_gpus(rank: int, world_size: int, addr: str) -> None:
     emulated_gpu()
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import torch
+
     torch.set_num_threads(1)
     with connect("hybrid", rank, world_size, addr, timeout=TIMEOUT_S) as backend:
         with pytest.raises(fd.InvalidArray, match="in host memory, and NcclBackend"):
@@ -393,7 +395,7 @@ def train_torch_beside_gpus(rank: int, world_size: int, addr: str) -> None:
 
 
 def test_torch_modules_on_the_cpu_train_over_hybrid_groups() -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
+    need_torch_without_cuda()
     on_gpus(2, train_torch_beside_gpus)
 
 

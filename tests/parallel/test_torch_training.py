@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from gpu.gpu_ranks import connect  # noqa: E402 - needs torch
+from gpu.real_gpu import need_torch_without_cuda  # noqa: E402
 from parallel.torch_cases import (  # noqa: E402
     CASES,
     STEPS,
@@ -84,6 +85,7 @@ def train_cases_beside_a_gpu(rank: int, world_size: int, addr: str, names: list[
 
 def test_twenty_steps_beside_emulated_gpus_equal_one_process() -> None:
     """Of modules on the CPU: torch makes no tensor over the memory of an emulated GPU."""
+    need_torch_without_cuda()
     names = [*SOME, "lstm", "tied transformer"]
     saved = run_ranks(
         2, train_cases_beside_a_gpu, names, backend="none", emulate_gpu=True, timeout=120
