@@ -75,12 +75,13 @@ class BackwardWatcher:
         self._hook_tables = [parameter._post_accumulate_grad_hooks for parameter in parameters]
         self._num_hooks = sum(map(len, self._hook_tables))
 
-    def come_last(self) -> None:
-        """Be told of a gradient after all hooks that others have registered since.
+    def is_followed(self) -> bool:
+        """Whether others have registered hooks since, that come later than those of this."""
+        return sum(map(len, self._hook_tables)) != self._num_hooks
 
-        They shall see it, and may change it, before it is averaged.
-        """
-        if sum(map(len, self._hook_tables)) != self._num_hooks:
+    def come_last(self) -> None:
+        """Be told of a gradient after all others. Not while any of them is told."""
+        if self.is_followed():
             self.watch_parameters(self._parameters)
 
     def watch_outputs(self, outputs: object) -> None:

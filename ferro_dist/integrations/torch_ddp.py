@@ -131,7 +131,6 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     def _check_parameters(self) -> None:
         """Follow what was frozen, unfrozen or converted since the last time."""
         parameters = self._parameters_of_module
-        self._watcher.come_last()
         if not parameters.have_changed():
             return
         specs = specs_of(parameters.dense)
@@ -161,7 +160,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 self._refuse_added(first)
             if not self._is_local:
                 self._refuse_differentiable()
-                self._reducer.begin(self._gradients)
+                is_held = first is not None and self._watcher.is_followed()
+                self._reducer.begin(self._gradients, is_held=is_held)
             self._begin_accumulation()
             return self._note()
 
@@ -256,6 +256,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 return module(*args, **kwargs)
             if not self._watcher.is_open:  # else it is a checkpoint that computes anew
                 self._check_parameters()
+                # Hooks of the user's own shall see this rank's gradients, and may change them.
+                self._watcher.come_last()
                 self.__dict__["_is_checked"] = True
             outputs = module(*args, **kwargs)
         self._watcher.watch_outputs(outputs)

@@ -28,6 +28,7 @@ __all__ = ["BufferShare", "ModuleParameters", "broadcast_tensor", "content_of", 
 Tensor: TypeAlias = Any
 
 _END = object()
+_KNOWS_GPUS = torch.backends.cuda.is_built()
 
 ALIGNMENT_NBYTES = 64  # a cache line, and more than any dtype needs
 
@@ -126,7 +127,7 @@ class ModuleParameters:
         return [
             [p.requires_grad for p in parameters],
             [p.dtype for p in parameters],
-            [p.is_cuda for p in parameters],
+            [p.is_cuda for p in parameters] if _KNOWS_GPUS else [],
         ]
 
     def _refuse_others(self) -> None:

@@ -248,10 +248,19 @@ class Reducer:
         return self.averaging.is_idempotent and not self.is_attended
 
     def begin(
-        self, gradients: Gradients, *, weight: float | None = None, is_present: bool = True
+        self,
+        gradients: Gradients,
+        *,
+        weight: float | None = None,
+        is_present: bool = True,
+        is_held: bool = False,
     ) -> None:
-        """Open a round. All ranks do, and finish it, with their gradients or without."""
+        """Open a round. All ranks do, and finish it, with their gradients or without.
+
+        If it is held, this rank's gradients stay what and where they are until `finish`.
+        """
         self._reset()
+        self._is_held = is_held
         self.is_open = True
         self._gradients = gradients
         self._weight = weight
@@ -324,6 +333,8 @@ class Reducer:
             raise RuntimeError(LATE_ON_GPU.format(name=self.specs[number].name))
 
     def _pack_full(self, bucket: Bucket) -> None:
+        if self._is_held:
+            return  # `finish` packs it
         self._pack(bucket, is_leaving=self._is_overlapped and bucket is not self.buckets[-1])
         if self._is_overlapped:
             self._send_packed()
@@ -381,7 +392,7 @@ class Reducer:
         self._ready = set()
         self._ready_order = []
         self._num_settled = 0
-        self._has_late = False
+        self._has_late = self._is_held = False
         self._num_sent = 0
         self._roll_call = None
         self._weight = None

@@ -434,8 +434,9 @@ def test_words_of_torch_are_accepted(on_ranks: OnRanks) -> None:
 
 
 @OVERLAP
+@pytest.mark.parametrize("is_seen", [True, False])
 def test_hooks_see_a_ranks_own_gradients_and_may_change_them(
-    on_ranks: OnRanks, overlap: Any
+    on_ranks: OnRanks, is_seen: bool, overlap: Any
 ) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend, overlap=overlap)
@@ -449,7 +450,7 @@ def test_hooks_see_a_ranks_own_gradients_and_may_change_them(
             parameter.register_post_accumulate_grad_hook(double)
         for _ in range(2):
             ddp.zero_grad()
-            ddp(backend.rank + 1.0).sum().backward()
+            (ddp if is_seen else ddp.module)(backend.rank + 1.0).sum().backward()
         return sorted(seen), gradients_of(ddp)
 
     assert on_ranks(2, body) == [([1, 1, 1, 1], (3, 2)), ([1, 1, 2, 2], (3, 2))]

@@ -114,15 +114,16 @@ def step_one_parameter(parameter: Any) -> None:
 
 
 @OVERLAP
+@pytest.mark.parametrize("is_seen", [True, False])
 def test_a_hook_that_steps_before_gradients_are_averaged_is_refused(
-    on_ranks: OnRanks, overlap: Any
+    on_ranks: OnRanks, is_seen: bool, overlap: Any
 ) -> None:
     def body(backend: Any) -> None:
         ddp = scale(backend, overlap=overlap)
         for parameter in ddp.parameters():
             parameter.register_post_accumulate_grad_hook(step_one_parameter)
         with pytest.raises(RuntimeError, match=r"set to None in backward.*step_in_backward"):
-            ddp(1.0).sum().backward()
+            (ddp if is_seen else ddp.module)(1.0).sum().backward()
 
     on_ranks(1, body)
 
