@@ -62,6 +62,11 @@ class TorchStage(Stage):
                 f"Pipeline: {name} holds a {type(array).__module__}.{type(array).__qualname__}, "
                 "and the stage is a torch module: give tensors, as of torch.as_tensor"
             )
+        if array.layout is not torch.strided:
+            raise TypeError(
+                f"Pipeline: {name} holds a tensor of layout {array.layout}, which cannot be cut "
+                "into microbatches: give to_dense()"
+            )
 
     def describe(self, array: Tensor) -> ArraySpec:
         is_on_host = array.is_cpu
@@ -209,6 +214,12 @@ class TorchStage(Stage):
 
     def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Saved]:
         parcel = keyed.parcel
+        if torch.is_inference_mode_enabled():
+            # Autograd would record nothing, and backward find nothing to do.
+            raise RuntimeError(
+                "Pipeline: torch.inference_mode() is on, and what a backward needs cannot be kept "
+                "there; torch.no_grad() would do no harm. For outputs alone call eval()"
+            )
         with torch.enable_grad(), self._random_numbers(keyed):
             with _told_of_writes(self.number):
                 output = self.module(pytree.unflatten(parcel.structure, parcel.arrays))
@@ -332,10 +343,15 @@ def _told_of_writes(stage: int) -> Iterator[None]:
 
 
 def _checked_loss(loss: Any) -> Tensor:
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex():
         return loss.reshape(())
-    what = f"of shape {tuple(loss.shape)}" if pytree.is_array(loss) else repr(type(loss).__name__)
-    raise ValueError(f"Pipeline: the loss must be a tensor with one element, not {what}")
+    what = repr(type(loss).__name__)
+    if pytree.is_array(loss):
+        what = f"{_name(loss.dtype)} of shape {tuple(loss.shape)}"
+    raise ValueError(
+        "Pipeline: the loss must be a tensor with one element that is a real number, not "
+        f"{what}. It is what loss_fn returns or, without a loss_fn, the last stage"
+    )
 
 
 def _flatten_tensors(output: Any) -> tuple[pytree.Structure, list[Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ferro_dist import interop
@@ -67,6 +67,8 @@ def shares_of_weight(
     if hasattr(weight, "tolist"):
         weight = weight.tolist()
     try:
+        if isinstance(weight, (str, bytes, Mapping)):
+            raise TypeError  # digits are no numbers, nor are keys
         weights = [float(value) for value in weight]
     except (TypeError, ValueError):
         raise TypeError(

@@ -34,6 +34,7 @@ from ferro_dist.parallel.outcome import run_on_all, share_outcome
 from ferro_dist.parallel.pipeline_arguments import (
     check_groups,
     checked_count,
+    checked_seed,
     checked_ties,
     modules_of,
     place,
@@ -173,7 +174,7 @@ class Pipeline(Generic[ModuleT]):
         self._op = reduce_op(average)
         self._bucket_nbytes = bucket_nbytes_of(bucket_mb, "Pipeline")
         self._timeout = None if timeout is None else arguments.check_timeout(timeout)
-        self._seed = seed if seed is None else arguments.integer(seed)
+        self._seed = checked_seed(seed)
         self._tied = checked_ties(tied)
         modules = modules_of(module)
         member = built_in(schedule)

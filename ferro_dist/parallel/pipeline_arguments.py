@@ -15,11 +15,15 @@ from ferro_dist.reduce_op import ReduceOp
 __all__ = [
     "check_groups",
     "checked_count",
+    "checked_seed",
     "checked_ties",
     "modules_of",
     "place",
     "reduce_op",
 ]
+
+MOST_MICROBATCHES = 1 << 20
+"""Each rank keeps the lists of all. Beyond, it would run out of memory before it could say why."""
 
 
 def place(
@@ -88,7 +92,22 @@ def checked_count(num_microbatches: int) -> int:
         ) from None
     if count < 1:
         raise ValueError(f"Pipeline: num_microbatches must be > 0, got {count}")
+    if count > MOST_MICROBATCHES:
+        raise ValueError(
+            f"Pipeline: num_microbatches must be at most {MOST_MICROBATCHES}, got {count}; it is "
+            "the number of parts of a batch, not their size"
+        )
     return count
+
+
+def checked_seed(seed: Any) -> int | None:
+    """Return the seed; raise unless it is an integer or None."""
+    if seed is None:
+        return None
+    try:
+        return arguments.integer(seed)
+    except TypeError:
+        raise TypeError(f"Pipeline: seed must be an integer or None, not {seed!r}") from None
 
 
 def checked_ties(tied: Any) -> dict[str, Any]:

@@ -49,6 +49,9 @@ def test_constructor_wants_microbatches() -> None:
             for count in (0, -1):
                 with pytest.raises(ValueError, match="num_microbatches must be > 0"):
                     fd.Pipeline(nn.Identity(), backend, count, "gpipe")
+            for too_many in (10**9, 1 << 70):  # for which there would be no memory
+                with pytest.raises(ValueError, match="num_microbatches must be at most"):
+                    fd.Pipeline(nn.Identity(), backend, too_many, "gpipe")
             for no_count in ("4", 2.0, None, True):
                 with pytest.raises(TypeError, match="num_microbatches must be an integer"):
                     fd.Pipeline(nn.Identity(), backend, no_count, "gpipe")  # type: ignore[arg-type]
@@ -72,7 +75,8 @@ def test_constructor_wants_two_ranks() -> None:
         (nn.Identity(), {"average": "median"}, ValueError, "average must be"),
         (nn.Identity(), {"bucket_mb": 0}, ValueError, "bucket_mb must be"),
         (nn.Identity(), {"timeout": -1}, ValueError, "timeout must be"),
-        (nn.Identity(), {"seed": "x"}, TypeError, "."),
+        (nn.Identity(), {"seed": "x"}, TypeError, "seed must be an integer or None"),
+        (nn.Identity(), {"seed": 1.5}, TypeError, "seed must be an integer or None, not 1.5"),
         (nn.Identity(), {"schedule": "zb_v"}, ValueError, "2 stages on rank 0, but 1 modules"),
         ([nn.Identity()] * 2, {}, ValueError, "In a list, each one is a stage"),
         ([], {}, ValueError, "module is empty"),
@@ -127,6 +131,9 @@ def test_constructor_wants_groups() -> None:
         (batch(4)[0], None, nn.MSELoss(), None, ValueError, "give the target, too"),
         (batch(4)[0], batch(4)[1], nn.MSELoss, None, TypeError, r"make one: MSELoss\(\)"),
         (batch(4)[0], batch(4)[1], mean_square, "ab", TypeError, "weight must be a sequence"),
+        (batch(4)[0], batch(4)[1], mean_square, "12", TypeError, "weight must be a sequence"),
+        (batch(4)[0], batch(4)[1], mean_square, {0: 1, 1: 1}, TypeError, "weight must be a seq"),
+        (batch(4)[0].to_sparse(), batch(4)[1], mean_square, None, TypeError, "give to_dense"),
     ],
 )
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -371,8 +378,9 @@ def test_output_that_cannot_travel_is_told(on_ranks: OnRanks, output: Any, words
 @pytest.mark.parametrize(
     ("loss_fn", "words"),
     [
-        (lambda output, target: output - target, "one element, not of shape"),
-        (lambda output, target: 1.0, "one element, not 'float'"),
+        (lambda output, target: output - target, "real number, not float64 of shape"),
+        (lambda output, target: 1.0, "real number, not 'float'"),
+        (lambda output, target: mean_square(output, target) * 1j, "not complex128 of shape"),
         (lambda output, target: mean_square(output.detach(), target), "depends on no weight"),
     ],
 )
@@ -383,6 +391,19 @@ def test_loss_that_trains_nothing_is_told(on_ranks: OnRanks, loss_fn: Any, words
             pipe.step(batch(4)[0], batch(4)[1], loss_fn)
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("call", ["step", "forward"])
+def test_inference_mode_is_told_of_where_gradients_are_wanted(on_ranks: OnRanks, call: str) -> None:
+    def body(backend: Any) -> float:
+        pipe = fd.Pipeline(Block().double(), backend, 2, "1f1b")
+        with torch.inference_mode(), pytest.raises(fd.StageFailed, match="call eval"):
+            pipe.step(*batch(4), mean_square) if call == "step" else pipe.forward(batch(4)[0])
+        with torch.inference_mode():
+            pipe.eval(batch(4)[0])
+        return pipe.step(*batch(4), mean_square)
+
+    assert min(on_ranks(2, body)) > 0
 
 
 def test_frozen_stages_need_no_loss_that_depends_on_them(on_ranks: OnRanks) -> None:
