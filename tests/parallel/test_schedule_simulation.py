@@ -153,6 +153,15 @@ def test_latency_is_checked(latency: Any) -> None:
         simulate(one_f_one_b(3, 1), latency=latency)
 
 
+@pytest.mark.parametrize("no_number", ["x", "12", None, [None, 1], [[1, 2], [3, 4]]])
+@pytest.mark.parametrize("name", ["latency", "memory"])
+def test_what_is_no_number_is_refused_by_name(name: str, no_number: Any) -> None:
+    if name == "memory" and no_number is None:
+        no_number = [None] * 3  # None alone is the default
+    with pytest.raises(TypeError, match=f"{name} must be one number, or"):
+        simulate(one_f_one_b(3, 1), **{name: no_number})
+
+
 # Memory
 
 

@@ -24,12 +24,18 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 def one_per(name: str, value: float | Iterable[float], count: int) -> list[float]:
     """Return so many numbers: those given, or the one that was given for all.
 
-    Raises ValueError for another number of them, and for one that is negative or infinite.
+    Raises ValueError for another number of them, and for one that is negative or infinite, and
+    TypeError for what is no number.
     """
-    if isinstance(value, Iterable):
-        numbers = [float(number) for number in value]
-    else:
-        numbers = [float(value)] * count
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError  # digits are no numbers
+        if isinstance(value, Iterable):
+            numbers = [float(number) for number in value]
+        else:
+            numbers = [float(value)] * count
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be one number, or {count}, not {value!r}.") from None
     if len(numbers) != count:
         raise ValueError(f"{name} must be one number, or {count}, not {len(numbers)}.")
     if not all(0 <= number < math.inf for number in numbers):
