@@ -97,7 +97,7 @@ def allreduce(
     array([1., 1., 1.])
     """
     try:
-        if op.__class__ is not ReduceOp:
+        if type(op) is not ReduceOp:
             op = reduce_op_of(op)
         return backend.allreduce(x, out, op, async_op, timeout, tag)
     except Exception as error:

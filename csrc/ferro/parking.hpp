@@ -29,6 +29,17 @@ inline void pause_briefly() {
 #endif
 }
 
+// Fetches a line for writing while other work goes on, in place of waiting for it at the store.
+inline void prepare_to_write(void* line) {
+#if defined(__x86_64__)
+  // The builtin would fetch it for reading where the compiler may not assume the instruction; processors
+  // of 64 bits without it do nothing.
+  asm volatile("prefetchw %0" : "+m"(*static_cast<char*>(line)));
+#else
+  __builtin_prefetch(line, 1);
+#endif
+}
+
 // How long to spin before sleeping. Chosen from the number of ranks and cores:
 // where ranks outnumber cores, spinning keeps from running the very peer that is
 // waited for.

@@ -161,6 +161,9 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   if (collective.count * item_size(collective.dtype) > shm_cost::kBriefNbytes) call.begin_blocking();
   publish_header(collective);
   await_headers(call);
+  // All have read what stood in the slot that comes next. Where it takes the whole message its store is
+  // what the peers wait for, and their caches still hold the line.
+  if (is_inline_) prepare_to_write(&segment_->header(index_, (sequence_ + 1) & 1));
   find_inputs(collective);
   const bool is_timed = index_ == kChooser && is_pullable(collective);
   const auto start = is_timed ? Call::Clock::now() : Call::Clock::time_point{};
@@ -204,6 +207,7 @@ std::size_t ShmTransport::next_small(std::size_t nbytes) {
 
 // The rows of counts are all that the header of an uneven all_to_all carries.
 void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot) {
+  is_inline_ = false;
   Places places{};
   places.staged_at = next_small(2 * sizeof(std::uint64_t) * static_cast<std::size_t>(size_));
   std::memcpy(slot.payload, &places, sizeof places);
@@ -216,7 +220,8 @@ void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot
 
 void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot) {
   const std::size_t nbytes = input_nbytes(collective, size_, is_root(collective));
-  if (nbytes <= HeaderSlot::kInlineNbytes) {
+  is_inline_ = nbytes <= HeaderSlot::kInlineNbytes;
+  if (is_inline_) {
     if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
     return;
   }

@@ -149,6 +149,7 @@ class ShmTransport final : public Transport {
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
+  bool is_inline_ = false;  // the own header carries the whole input
   // In the slow part of a wait: for whom, and in which sequence, as flag_of(sequence, index).
   // kNobody otherwise. Informs other threads, orders nothing.
   static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
