@@ -104,6 +104,7 @@ void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t fir
 
 void ShmTransport::reduce_in_passes(Call& call, const Collective& c, std::size_t first) {
   const std::size_t itemsize = item_size(c.dtype);
+  if (size_ == 1) return copy_block(call, c.out, c.in, c.count * itemsize);  // nothing, in place
   in_passes(
       c.count, itemsize * static_cast<std::size_t>(size_ + 1), [&] { check_at_work(call); },
       [&](Range range) {
@@ -192,11 +193,11 @@ void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_
 // ---- allreduce and reduce ----------------------------------------------------
 
 bool ShmTransport::allreduce(Call& call, const Collective& c) {
-  if (inputs_.are_complete && inputs_.are_symmetric) {
+  if (inputs_.are_complete && inputs_.are_symmetric && size_ > 1) {
     allreduce_symmetric(call, c);
     return true;
   }
-  if (inputs_.are_complete && !inputs_.are_borrowed) {
+  if (inputs_.are_complete && (!inputs_.are_borrowed || size_ == 1)) {
     reduce_in_passes(call, c, 0);
   } else if (shm_cost::one_shot_wins(c.count * item_size(c.dtype), size_)) {
     allreduce_one_shot(call, c);
