@@ -61,7 +61,7 @@ class BackwardWatcher:
         self._parameters: list[Tensor] = []
         self._accumulators: list[Any] = []
         self._hook_tables: list[Any] = []
-        self._num_hooks = 0
+        self._hook_ids: list[int] = []
         self._is_stopped = True
 
     def watch_parameters(self, parameters: Sequence[Tensor]) -> None:
@@ -73,11 +73,12 @@ class BackwardWatcher:
             hook = self._hook_of(number)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._hook_tables = [parameter._post_accumulate_grad_hooks for parameter in parameters]
-        self._num_hooks = sum(map(len, self._hook_tables))
+        self._hook_ids = [handle.id for handle in self._handles]
 
     def is_followed(self) -> bool:
         """Whether others have registered hooks since, that come later than those of this."""
-        return sum(map(len, self._hook_tables)) != self._num_hooks
+        # Their number does not tell: a hook that was removed makes room for another.
+        return list(map(next, map(reversed, self._hook_tables))) != self._hook_ids
 
     def come_last(self) -> None:
         """Be told of a gradient after all others. Not while any of them is told."""
@@ -100,7 +101,7 @@ class BackwardWatcher:
         self._parameters = []
         self._accumulators.clear()
         self._hook_tables = []
-        self._num_hooks = 0
+        self._hook_ids = []
 
     def _hook_of(self, number: int) -> Callable[[Tensor], None]:
         # Runs for every parameter and step.

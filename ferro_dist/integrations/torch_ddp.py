@@ -160,8 +160,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 self._refuse_added(first)
             if not self._is_local:
                 self._refuse_differentiable()
-                is_held = first is not None and self._watcher.is_followed()
-                self._reducer.begin(self._gradients, is_held=is_held)
+                self._reducer.begin(self._gradients, is_held=self._watcher.is_followed())
             self._begin_accumulation()
             return self._note()
 

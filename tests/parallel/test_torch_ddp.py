@@ -440,20 +440,48 @@ def test_hooks_see_a_ranks_own_gradients_and_may_change_them(
 ) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend, overlap=overlap)
-        seen = []
-
-        def double(parameter: Any) -> None:
-            seen.append(parameter.grad.item())
-            parameter.grad *= 2
-
+        seen: list[float] = []
         for parameter in ddp.parameters():
-            parameter.register_post_accumulate_grad_hook(double)
+            parameter.register_post_accumulate_grad_hook(noting_and_doubling(seen))
         for _ in range(2):
             ddp.zero_grad()
             (ddp if is_seen else ddp.module)(backend.rank + 1.0).sum().backward()
         return sorted(seen), gradients_of(ddp)
 
     assert on_ranks(2, body) == [([1, 1, 1, 1], (3, 2)), ([1, 1, 2, 2], (3, 2))]
+
+
+@OVERLAP
+@pytest.mark.parametrize("comes_after_forward", [True, False])
+def test_hooks_may_come_and_go_with_each_step(
+    on_ranks: OnRanks, comes_after_forward: bool, overlap: Any
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, overlap=overlap)
+        results = []
+        for _ in range(3):
+            ddp.zero_grad()
+            seen: list[float] = []
+            loss = ddp(backend.rank + 1.0).sum() if comes_after_forward else None
+            handles = [
+                parameter.register_post_accumulate_grad_hook(noting_and_doubling(seen))
+                for parameter in ddp.parameters()
+            ]
+            (ddp(backend.rank + 1.0).sum() if loss is None else loss).backward()
+            for handle in handles:
+                handle.remove()
+            results.append((sorted(seen), gradients_of(ddp)))
+        return results
+
+    assert on_ranks(2, body) == [[([1, 1], (3, 2))] * 3, [([1, 2], (3, 2))] * 3]
+
+
+def noting_and_doubling(seen: list[float]) -> Callable[[Any], None]:
+    def hook(parameter: Any) -> None:
+        seen.append(parameter.grad.item())
+        parameter.grad *= 2
+
+    return hook
 
 
 # Memory
