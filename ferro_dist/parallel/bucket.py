@@ -432,12 +432,10 @@ class Bucket:
             view, whole = interop.as_view(thing), interop.as_view(self.flat)
         except (TypeError, InvalidArray):  # no array
             return False
-        return (
-            whole.address
-            <= view.address
-            <= view.address + view.nbytes
-            <= (whole.address + whole.nbytes)
-        )
+        if not view.nbytes:  # it may stand nowhere
+            return True
+        end = whole.address + whole.nbytes
+        return whole.address <= view.address and view.address + view.nbytes <= end
 
     def copy(self) -> Any:
         """Return a copy of the content, for `add`."""

@@ -186,3 +186,10 @@ def test_padding_is_zero_whatever_the_memory_held(dtype: np.dtype[np.generic]) -
     bucket = make_bucket([ParameterSpec("a", (), dtype), ParameterSpec("empty", (0, 4), dtype)])
     assert_array_equal(bucket.buffer, np.zeros_like(bucket.buffer))
     assert [view.shape for view in bucket.views] == [(), (0, 4)]
+
+
+def test_what_is_empty_is_of_every_bucket() -> None:
+    bucket = make_bucket([spec("a", 3), ParameterSpec("none", (0, 2), np.dtype("f4"))])
+    assert all(map(bucket.contains, [bucket.gradients, *bucket.views, np.zeros((2, 0))]))
+    assert not bucket.contains(np.zeros(3, "f4"))
+    assert not bucket.contains([bucket.gradients])
