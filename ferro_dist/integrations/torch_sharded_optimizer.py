@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ferro_dist.arguments import check_root
 from ferro_dist.collective import allreduce
 from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
 from ferro_dist.parallel.averaging import REDUCE_OPS
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.options import check_group, check_root
+from ferro_dist.parallel.options import check_group
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -309,9 +310,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ----------
         root : int or None
             Which rank may call `state_dict` then; None for all.
+
+        Raises
+        ------
+        InvalidRank
+            The root is no rank of the group. Nothing was sent.
         """
         if root is not None:
-            root = check_root(root, self._backend)
+            op, backend = "ShardedOptimizer", self._backend
+            root = check_root(op, root, rank=backend.rank, world_size=backend.world_size)
         states = gather_states(self._own_states(), self._backend, root, self._device(), self._tag)
         self._consolidated = None
         if states is not None:

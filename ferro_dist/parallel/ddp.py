@@ -27,12 +27,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from ferro_dist.arguments import check_root
 from ferro_dist.backends.base import Backend
 from ferro_dist.parallel.attendance import Attendance, check_weight
 from ferro_dist.parallel.compression import Compression
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.options import Options, check_group, check_root
+from ferro_dist.parallel.options import Options, check_group
 from ferro_dist.parallel.reducer import NoGradients, Reducer
 from ferro_dist.parallel.statistics import Statistics
 
@@ -385,7 +386,10 @@ class DDP(Generic[ModuleT]):
         return check_weight(weight)
 
     def _checked_root(self, root: int | None) -> int:
-        return self._options.root if root is None else check_root(root, self._backend)
+        if root is None:
+            return self._options.root
+        backend = self._backend
+        return check_root("DDP", root, rank=backend.rank, world_size=backend.world_size)
 
     # Rounds, of kinds that have a `Reducer`
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ferro_dist.arguments import integer
+from ferro_dist.arguments import check_root, integer
 from ferro_dist.backends.base import Backend
-from ferro_dist.errors import ChannelClosed, InvalidRank
+from ferro_dist.errors import ChannelClosed
 from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import ParameterSpec, bucket_nbytes_of
 from ferro_dist.parallel.compression import Compression, compression_of
 from ferro_dist.parallel.power_sgd import PowerSGD
 
-__all__ = ["Options", "check_group", "check_root"]
+__all__ = ["Options", "check_group"]
 
 CORES_TO_OVERLAP = 2.0
 """Cores for each rank from which on backward and a reduction do not take turns on one."""
@@ -49,7 +49,8 @@ class Options:
             raise ValueError(f"DDP: sync_buffers must be True or False, not {self.sync_buffers!r}")
         compression_of(self.compress)
         _ = self.averaging
-        check_root(self.root, self.backend)
+        backend = self.backend
+        check_root("DDP", self.root, rank=backend.rank, world_size=backend.world_size)
 
     @property
     def bucket_nbytes(self) -> int:
@@ -100,21 +101,6 @@ def check_group(op: str, backend: object) -> None:
         )
     if backend.is_closed:
         raise ChannelClosed(f"{op}: the group is closed. Make a new one.", op=op)
-
-
-def check_root(root: int, backend: Backend) -> int:
-    """Return the root as an int; raise InvalidRank unless it is a rank of the group."""
-    try:
-        root = integer(root)
-    except TypeError as error:
-        raise TypeError(f"DDP: root {error}") from None
-    if not 0 <= root < backend.world_size:
-        raise InvalidRank(
-            f"root {root} is not a rank of a group of {backend.world_size}",
-            op="DDP",
-            rank=backend.rank,
-        )
-    return root
 
 
 def _is_flag(value: object) -> bool:
