@@ -46,6 +46,12 @@ def test_other_text_is_no_action(text: str) -> None:
         Action.parse(text)
 
 
+@pytest.mark.parametrize("thing", [None, 2, b"2F0", Action(2, ActionKind.REDUCE)])
+def test_an_action_is_parsed_from_text_alone(thing: Any) -> None:
+    with pytest.raises(TypeError, match=f"from text, not from {type(thing).__name__}"):
+        Action.parse(thing)
+
+
 @given(messages)
 def test_the_other_side_of_the_other_side_is_the_action(action: Action) -> None:
     assert action.other_side.other_side == action

@@ -139,7 +139,11 @@ class Action(NamedTuple):
         ------
         ValueError
             The text is no action.
+        TypeError
+            It is no text.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"an action is parsed from text, not from {type(text).__name__}")
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ValueError(
