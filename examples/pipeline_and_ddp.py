@@ -62,15 +62,18 @@ def main() -> None:
     torch.set_num_threads(1)
     model, batches = make_model(), make_batches()
     alone = copy.deepcopy(model)
-    with fd.init() as backend, fd.RankGrid(backend, pipeline=NUM_STAGES) as grid:
-        loss = train_on_grid(model, batches, grid)
-        if backend.rank != 0:
-            return
-        expected = train_whole(alone, batches)
-        print(f"{grid.data.world_size} pipelines of {NUM_STAGES} stages: loss {loss:.6f}")
-        print(f"the whole model on the whole batch: loss {expected:.6f}")
-        if abs(loss - expected) > 1e-9:
-            raise SystemExit("they differ")
+    with fd.init() as backend:
+        if backend.world_size % NUM_STAGES:
+            raise SystemExit("an even number of ranks: ferrorun -n 4 examples/pipeline_and_ddp.py")
+        with fd.RankGrid(backend, pipeline=NUM_STAGES) as grid:
+            loss = train_on_grid(model, batches, grid)
+    if backend.rank != 0:
+        return
+    expected = train_whole(alone, batches)
+    print(f"{backend.world_size // NUM_STAGES} pipelines of {NUM_STAGES} stages: loss {loss:.6f}")
+    print(f"the whole model on the whole batch: loss {expected:.6f}")
+    if abs(loss - expected) > 1e-9:
+        raise SystemExit("they differ")
 
 
 if __name__ == "__main__":

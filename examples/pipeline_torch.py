@@ -94,6 +94,8 @@ def main() -> None:
     model = nn.Sequential(Embedding(num_characters), *layers, nn.Linear(WIDTH, num_characters))
 
     with fd.init() as backend:
+        if backend.world_size < 2:
+            raise SystemExit("one rank is no pipeline: ferrorun -n 2 examples/pipeline_torch.py")
         stage = fd.split_sequential(model, backend.world_size)[backend.rank]
         pipe = fd.Pipeline(stage, backend, NUM_MICROBATCHES, options.schedule)
         optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3)

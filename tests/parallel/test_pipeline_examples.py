@@ -37,3 +37,17 @@ def test_grid_of_ranks_equals_one_process() -> None:
     losses = re.findall(r"loss (\d\.\d+)", run(4, "pipeline_and_ddp.py"))
     assert len(losses) == 2
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("script", "ranks"), [("pipeline_torch", 2), ("pipeline_and_ddp", 4)])
+def test_one_rank_alone_is_told_how_to_start_it(script: str, ranks: int) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{script}.py")],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.endswith(f": ferrorun -n {ranks} examples/{script}.py\n")
+    assert "Traceback" not in ran.stderr
