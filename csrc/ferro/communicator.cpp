@@ -153,7 +153,10 @@ bool Communicator::close() noexcept {
 
 void Communicator::run(Call& call, const Collective& collective) {
   check_open();
-  if (collective_queue_.num_pending() != 0) return await(call, *submit(collective, call.timeout_s()));
+  if (collective_queue_.num_pending() != 0) {
+    check_outside(collective.op, kNoSequence, call);
+    return await(call, *submit(collective, call.timeout_s()));
+  }
   const Gate::Pass pass = enter(collective_gate_, call, collective.op, num_collectives_);
   check_open();
   run_now(call, collective);
@@ -202,6 +205,11 @@ Gate::Pass Communicator::enter(Gate& gate, Call& call, Op op, const std::atomic<
   }
 }
 
+// For who will wait for the progress thread, which enters only when this thread has left.
+void Communicator::check_outside(Op op, std::uint64_t sequence, const Call& call) {
+  if (collective_gate_.is_mine()) throw failure(Gate::reentered(), op, sequence, call);
+}
+
 // A call that had to queue. It must not return before the engine has let go of its arrays.
 void Communicator::await(Call& call, Task& task) {
   const Error reason = reason_to_give_up(call, task);
@@ -244,6 +252,7 @@ Error Communicator::reason_to_give_up(Call& call, Task& task) {
 // ---- Calls on the progress threads ----------------------------------------------
 
 void Communicator::wait(Call& call, Task& task) {
+  if (task.messages == nullptr && !task.is_done()) check_outside(task.collective.op, task.sequence, call);
   if (task.wait(call)) return;
   Error error(ErrorCode::under_way);
   error.op = task.collective.op;

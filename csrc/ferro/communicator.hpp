@@ -96,6 +96,7 @@ class Communicator {
   void run_now(Call& call, const Collective& collective);
   void run_now(Call& call, Op op, Batch& batch);
   Gate::Pass enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number);
+  void check_outside(Op op, std::uint64_t sequence, const Call& call);
   // Notes what failed and, if the group cannot go on, tells the others.
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
   void settle_timeout(Error& error, const AbortReason& reason) noexcept;

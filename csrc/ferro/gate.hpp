@@ -62,6 +62,13 @@ class Gate {
     owner_.store(pthread_t{}, std::memory_order_relaxed);
     if (state_.exchange(kFree, std::memory_order_release) == kAwaited) futex_wake_all(state_);
   }
+  // Whether this thread is inside: then a handler of signals asks, which would wait for itself.
+  bool is_mine() const { return owner_.load(std::memory_order_relaxed) == pthread_self(); }
+  static Error reentered() {
+    return Error(ErrorCode::unsupported, -1,
+                 "this thread is inside a call of the same group, which a signal handler has interrupted. "
+                 "Let the handler take a note, and make the call when the other has returned");
+  }
   // For who is inside: whether another thread wants to be. Informs, orders nothing.
   bool is_awaited() const { return num_waiting_.load(std::memory_order_relaxed) != 0; }
 
@@ -77,11 +84,7 @@ class Gate {
   };
 
   __attribute__((noinline)) void enter_slowly(Call& call) {
-    // A handler of signals, run by who is inside while it waits there: it would wait for itself.
-    if (owner_.load(std::memory_order_relaxed) == pthread_self())
-      throw Error(ErrorCode::unsupported, -1,
-                  "this thread is inside a call of the same group, which a signal handler has interrupted. "
-                  "Let the handler take a note, and make the call when the other has returned");
+    if (is_mine()) throw reentered();
     call.begin_blocking();
     const Waiting waiting(*this);
     while (state_.exchange(kAwaited, std::memory_order_acquire) != kFree) {

@@ -660,10 +660,10 @@ cdef class Communicator:
         return self._arrays.deliver(x, written) if is_new else written
 
     cdef int _note(self, object error) except -1:
-        if self._first_error is not None or isinstance(error, SizeMismatch) or self._engine.get().is_closed():
+        if self._first_error is not None or self._engine.get().is_closed():
             return 0
-        # Of what ran out of memory before anything was sent the group knows nothing.
-        if isinstance(error, MemoryError) and not self._engine.get().has_ended():
+        # Mistakes leave the group as it was; of what failed before anything was sent it knows nothing.
+        if isinstance(error, (SizeMismatch, UnsupportedOp)) or not self._engine.get().has_ended():
             return 0
         if isinstance(error, DistributedError):
             # A copy has no traceback, whose frames would keep the caller's arrays alive, and us.

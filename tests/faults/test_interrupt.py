@@ -166,24 +166,35 @@ def call_from_a_handler(backend: fd.Backend, fifo: str) -> tuple[list[float], li
     if backend.rank == 1:
         signaller.send(signal.SIGUSR1)
         signaller.await_announcement()
-        return fd.allreduce(np.ones(2), backend).tolist(), []
+        result = fd.allreduce(np.ones(2), backend).tolist()
+        fd.barrier(backend)
+        return result, []
     refused = []
+    pending: list[fd.Work] = []
 
     def call(_number: int, _frame: FrameType | None) -> None:
         refused.append(error_of(lambda: fd.barrier(backend)))
+        # Behind this the next would queue, and this itself behind the call that is interrupted.
+        pending.append(fd.barrier(backend, async_op=True))
+        refused.append(error_of(lambda: fd.barrier(backend)))
+        refused.append(error_of(pending[0].wait))
         signaller.announce()
 
     signal.signal(signal.SIGUSR1, call)
     signaller.announce()
-    return fd.allreduce(np.ones(2), backend).tolist(), refused
+    result = fd.allreduce(np.ones(2), backend).tolist()
+    pending[0].wait()
+    return result, refused
 
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_a_handler_cannot_make_a_collective_inside_another(transport: str, fifo: str) -> None:
-    (result, [refused]), (other, _) = run_ranks(2, call_from_a_handler, fifo, backend=transport)
+    (result, refused), (other, _) = run_ranks(2, call_from_a_handler, fifo, backend=transport)
     assert result == other == [2.0, 2.0]
-    assert (refused.kind, refused.op) == ("UnsupportedOp", "barrier")
-    assert "which a signal handler has interrupted" in refused.message
+    assert len(refused) == 3
+    for error in refused:
+        assert (error.kind, error.op) == ("UnsupportedOp", "barrier")
+        assert "which a signal handler has interrupted" in error.message
 
 
 def leave_from_a_handler(backend: fd.Backend, wait: str, how: str, fifo: str) -> Told:
