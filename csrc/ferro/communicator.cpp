@@ -65,15 +65,19 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   error.sequence = sequence;
   error.rank = rank_;
   error.elapsed_s = call.elapsed_s();
-  const AbortReason reason = transport_->aborted();
-  if (reason.code != ErrorCode::none) {
-    error.reporter = reason.reporter;
-    if (error.code == ErrorCode::timeout) settle_timeout(error, reason);
-  } else if (error.code == ErrorCode::closed) {
-    end(ErrorCode::channel_closed, rank_);
-  } else if (is_fatal(error.code)) {
-    end(error.code, error.peer, static_cast<std::uint32_t>(sequence));
+  AbortReason reason = transport_->aborted();
+  if (reason.code == ErrorCode::none) {
+    if (!is_fatal(error.code)) return error;
+    if (error.code == ErrorCode::closed) {
+      end(ErrorCode::channel_closed, rank_);
+    } else {
+      end(error.code, error.peer, static_cast<std::uint32_t>(sequence));
+    }
+    reason = transport_->aborted();  // another rank may have been first after all
+    if (reason.reporter == rank_) return error;
   }
+  error.reporter = reason.reporter;
+  if (error.code == ErrorCode::timeout) settle_timeout(error, reason);
   return error;
 }
 
