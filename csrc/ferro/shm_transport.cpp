@@ -168,10 +168,11 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   const bool is_timed = index_ == kChooser && is_pullable(collective);
   const auto start = is_timed ? Call::Clock::now() : Call::Clock::time_point{};
   const bool has_borrowed = dispatch(call, collective);
-  if (has_borrowed) fence(call);
-  // Who has left the call since the fence may have changed what was still being read, but has ended
-  // the group before.
-  if (inputs_.are_pulled) check_group();
+  if (has_borrowed) {
+    fence(call);
+    // Who gave up in the fence may have changed what was still being read, but has ended the group before.
+    check_group();
+  }
   if (is_timed && (inputs_.are_pulled || !has_borrowed))
     copy_choice_of(collective)
         .note(collective.count * item_size(collective.dtype), inputs_.are_pulled,

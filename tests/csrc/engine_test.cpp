@@ -642,6 +642,44 @@ void test_a_signal_ends_a_long_reduction_of_symmetric_arrays() {
   });
 }
 
+// Rank 0 gives up in the fence while rank 1 is in the middle of its array, and then changes it.
+void test_a_symmetric_array_that_its_owner_changes_too_early_is_not_given_out() {
+  constexpr std::size_t n = std::size_t{4} << 20;  // two passes
+  struct Meeting {
+    std::atomic<bool> is_owner_waiting{false}, is_reader_halfway{false}, has_changed{false};
+    Array* out = nullptr;  // of the reader
+    static Meeting& of(void* self) noexcept { return *static_cast<Meeting*>(self); }
+    static bool give_up(void* self) noexcept {
+      of(self).is_owner_waiting = true;
+      return of(self).is_reader_halfway;
+    }
+    // Long enough that between the two passes it is time for a look at the signals.
+    static void linger(void*) noexcept { std::this_thread::sleep_for(std::chrono::milliseconds(60)); }
+    static bool read_on(void* self) noexcept {
+      const Array& out = *of(self).out;
+      of(self).is_reader_halfway = out[0] != 0 && out[n - 1] == 0;
+      while (of(self).is_reader_halfway && !of(self).has_changed) std::this_thread::yield();
+      return false;
+    }
+  } meeting;
+  const Group group = Communicator::create_group(2, 2);
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    Array x(comm, true, Values(n, rank == 0 ? 1 : 0));
+    const Collective broadcast = make(Op::broadcast, n, x.data(), x.data(), 0);
+    if (rank == 0) {
+      Call call(kTimeout, {nullptr, Meeting::give_up, &meeting});
+      CHECK(code_of([&] { comm.run(call, broadcast); }) == ErrorCode::interrupted);
+      std::fill_n(x.data(), n, 2);
+      meeting.has_changed = true;
+    } else {
+      meeting.out = &x;
+      while (!meeting.is_owner_waiting) std::this_thread::yield();
+      Call call(kTimeout, {Meeting::linger, Meeting::read_on, &meeting});
+      CHECK(code_of([&] { comm.run(call, broadcast); }) == ErrorCode::interrupted);
+    }
+  });
+}
+
 void test_a_signal_ends_the_backing_of_symmetric_memory() {
   const Group group = Communicator::create_group(2, 2);
   Call call(kTimeout, {[](void*) noexcept { std::this_thread::sleep_for(std::chrono::milliseconds(60)); },
@@ -1007,6 +1045,7 @@ int main() {
   test_an_uneven_all_to_all_tells_that_it_blocks();
   for (const int size : {2, 3}) test_a_timeout_ends_a_call_that_never_waits(size);
   test_a_signal_ends_a_long_reduction_of_symmetric_arrays();
+  test_a_symmetric_array_that_its_owner_changes_too_early_is_not_given_out();
   test_a_signal_ends_the_backing_of_symmetric_memory();
   test_a_task_that_cannot_start_ends_the_group();
   test_a_queued_call_that_ends_too_late_says_which_it_was();
@@ -1035,5 +1074,5 @@ int main() {
     test_other_threads_get_in_beside_a_stream(is_over_sockets);
     test_memory_runs_out_behind_the_caller(is_over_sockets);
   }
-  std::puts("engine_test: 34 tests passed");
+  std::puts("engine_test: 35 tests passed");
 }
