@@ -19,12 +19,9 @@ enum class PeerReads : std::uint8_t { automatic, always, never };
 
 class CopyChoice {
  public:
-  explicit CopyChoice(PeerReads policy) : policy_(policy) {}
-
   // For the next copy of about `nbytes`: whether readers shall pull it from where it is, in place
   // of its being staged for them.
   bool pulls(std::size_t nbytes) {
-    if (policy_ != PeerReads::automatic) return policy_ == PeerReads::always;
     Record& record = record_of(nbytes);
     const bool is_pull_faster = record.seconds[1] <= record.seconds[0];
     const std::uint32_t number = record.number++;
@@ -59,7 +56,6 @@ class CopyChoice {
     return records_[log2];
   }
 
-  const PeerReads policy_;
   std::array<Record, 64> records_{};
 };
 

@@ -70,10 +70,8 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vec
       members_(std::move(members)),
       spin_(spin),
       is_foreign_(members_.size()),
-      may_pull_(peer_reads != PeerReads::never),
+      peer_reads_(peer_reads),
       peer_memory_(segment_, index),
-      gather_choice_(peer_reads),
-      exchange_choice_(peer_reads),
       sources_(members_.size()),
       outputs_(members_.size()) {
   inputs_.of_rank.resize(members_.size());
@@ -240,8 +238,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   if (is_readable_in_place && is_pullable(collective) && peer_memory_.can_read_all()) {
     places.address = reinterpret_cast<std::uintptr_t>(collective.in);
     places.may_be_pulled = places.in != 0 || peer_memory_.can_lend(collective.in, nbytes);
-    places.shall_be_pulled = index_ == kChooser &&
-                             copy_choice_of(collective).pulls(collective.count * item_size(collective.dtype));
+    places.shall_be_pulled = index_ == kChooser && chooses_to_pull(collective);
   }
   std::memcpy(slot.payload, &places, sizeof places);
 }
@@ -341,8 +338,13 @@ void ShmTransport::find_inputs(const Collective& collective) {
 // both gives and takes: elsewhere staging keeps the giver's core at work too, and is as fast.
 bool ShmTransport::is_pullable(const Collective& collective) const {
   const bool is_mutual = collective.op == Op::all_gather || collective.op == Op::all_to_all;
-  return may_pull_ && is_mutual && size_ > 1 && !is_uneven(collective) &&
+  return peer_reads_ != PeerReads::never && is_mutual && size_ > 1 && !is_uneven(collective) &&
          collective.count * item_size(collective.dtype) >= shm_cost::kPullNbytes;
+}
+
+bool ShmTransport::chooses_to_pull(const Collective& collective) {
+  return peer_reads_ == PeerReads::always ||
+         copy_choice_of(collective).pulls(collective.count * item_size(collective.dtype));
 }
 
 CopyChoice& ShmTransport::copy_choice_of(const Collective& collective) {

@@ -51,6 +51,7 @@ class ShmTransport final : public Transport {
   void find_inputs(const Collective& collective);
   bool is_pullable(const Collective& collective) const;
   CopyChoice& copy_choice_of(const Collective& collective);
+  bool chooses_to_pull(const Collective& collective);
   bool agree_to_pull(const Collective& collective);
   // A second exchange of headers, without a payload: no rank leaves it before all have entered.
   void fence(Call& call);
@@ -158,7 +159,7 @@ class ShmTransport final : public Transport {
   Inputs inputs_;
   std::vector<bool> is_foreign_;  // by rank: inputs_.of_rank is an address in its process
   StagingWriter staging_;
-  const bool may_pull_;
+  const PeerReads peer_reads_;
   PeerMemory peer_memory_;
   CopyChoice gather_choice_, exchange_choice_;  // of all_gather and all_to_all
   mutable std::vector<const void*> sources_;    // scratch of reductions

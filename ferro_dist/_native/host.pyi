@@ -2,6 +2,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 __all__ = [
+    "PEER_READS",
     "Closer",
     "Communicator",
     "HostWork",
@@ -10,6 +11,8 @@ __all__ = [
     "create_segment",
     "kernel_isa",
 ]
+
+PEER_READS: dict[str, int]
 
 def begin_exit() -> None: ...
 def create_segment(size: int) -> int: ...
@@ -44,7 +47,7 @@ class Communicator:
     def is_closed(self) -> bool: ...
     @staticmethod
     def create_group(
-        world_size: int, num_cores: int, peer_reads: str, timeout: float, arrays: Any
+        world_size: int, num_cores: int, peer_reads: int, timeout: float, arrays: Any
     ) -> list[Communicator]: ...
     @staticmethod
     def connect(
@@ -56,7 +59,7 @@ class Communicator:
         message_sockets: Sequence[int],
         num_colocated: int,
         num_cores: int,
-        peer_reads: str,
+        peer_reads: int,
         timeout: float,
         arrays: Any,
     ) -> Communicator: ...

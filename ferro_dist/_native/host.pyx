@@ -43,7 +43,8 @@ from ferro_dist.errors import (
 )
 
 __all__ = [
-    "Closer", "Communicator", "HostWork", "SymmetricMemory", "begin_exit", "create_segment", "kernel_isa",
+    "PEER_READS", "Closer", "Communicator", "HostWork", "SymmetricMemory", "begin_exit", "create_segment",
+    "kernel_isa",
 ]
 
 cdef int CPU = 1  # DLPack's number
@@ -57,6 +58,12 @@ cdef double SHORTEST_TIMEOUT = 1e-3  # of what is left for the rest of a call
 cdef enum:
     MAX_TAG = 0xFFFFFFFF
 cdef Py_ssize_t NEVER = sys.maxsize
+# By the names that FERRO_DIST_PEER_READS gives them.
+PEER_READS = {
+    "automatic": <int> PeerReads.automatic,
+    "always": <int> PeerReads.always,
+    "never": <int> PeerReads.never,
+}
 cdef object NO_TAG = 0  # the interpreter has but one
 
 # How often this process has been forked from another, which must not use its groups.
@@ -165,12 +172,6 @@ cdef class HostLeg:
         self._communicator._run(&c, max(SHORTEST_TIMEOUT, self._deadline - monotonic()))
 
 
-cdef PeerReads _peer_reads(str name) except *:
-    if name == "never":
-        return PeerReads.never
-    return PeerReads.always if name == "always" else PeerReads.automatic
-
-
 @cython.final
 cdef class Communicator:
     """One rank's side of a group. Methods take the arguments of `Backend`'s, in its order.
@@ -193,10 +194,10 @@ cdef class Communicator:
         raise TypeError("Communicator is made by create_group or connect")
 
     @staticmethod
-    def create_group(int world_size, int num_cores, str peer_reads, double timeout, arrays):
+    def create_group(int world_size, int num_cores, int peer_reads, double timeout, arrays):
         """All ranks of a group, for threads of this process."""
         cdef vector[shared_ptr[Engine]] engines = Engine.create_group(
-            world_size, num_cores, _peer_reads(peer_reads)
+            world_size, num_cores, <PeerReads> peer_reads
         )
         cdef list group = []
         cdef int rank
@@ -207,7 +208,7 @@ cdef class Communicator:
     @staticmethod
     def connect(
         int rank, int world_size, hosts, int segment_fd, collective_sockets, message_sockets,
-        int num_colocated, int num_cores, str peer_reads, double timeout, arrays,
+        int num_colocated, int num_cores, int peer_reads, double timeout, arrays,
     ):
         """One rank of processes. Takes the sockets over; the segment's descriptor stays the caller's."""
         cdef Wiring wiring
@@ -216,7 +217,7 @@ cdef class Communicator:
         wiring.segment_fd = segment_fd
         wiring.num_colocated = num_colocated
         wiring.num_cores = num_cores
-        wiring.peer_reads = _peer_reads(peer_reads)
+        wiring.peer_reads = <PeerReads> peer_reads
         wiring.collective_sockets = collective_sockets
         wiring.message_sockets = message_sockets
         wiring.hosts = hosts

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ferro_dist import arguments, interop
-from ferro_dist._native.host import Communicator, HostWork, begin_exit
+from ferro_dist._native.host import PEER_READS, Communicator, HostWork, begin_exit
 from ferro_dist.backends.bound import BoundBackend
 from ferro_dist.errors import ChannelClosed, DistributedError
 from ferro_dist.work import Work
@@ -27,17 +27,15 @@ Work.register(HostWork)
 
 _Group = TypeVar("_Group", bound="EngineBackend")
 
-_PEER_READS = ("automatic", "always", "never")
 
-
-def peer_reads() -> str:
+def peer_reads() -> int:
     """Return how large arrays move between the ranks of a host, as FERRO_DIST_PEER_READS says.
 
     Returns
     -------
-    str
-        ``"automatic"``: each is read out of its rank's memory where that is permitted and
-        has been faster; ``"always"``: wherever it is permitted; ``"never"``.
+    int
+        The engine's number for it. ``automatic``: each is read out of its rank's memory where
+        that is permitted and has been faster; ``always``: wherever it is permitted; ``never``.
 
     Raises
     ------
@@ -45,9 +43,9 @@ def peer_reads() -> str:
         The variable says anything else.
     """
     value = os.environ.get("FERRO_DIST_PEER_READS", "automatic")
-    if value not in _PEER_READS:
-        raise ValueError(f"FERRO_DIST_PEER_READS is {value!r}; use one of {', '.join(_PEER_READS)}")
-    return value
+    if value not in PEER_READS:
+        raise ValueError(f"FERRO_DIST_PEER_READS is {value!r}; use one of {', '.join(PEER_READS)}")
+    return PEER_READS[value]
 
 
 class EngineBackend(BoundBackend):

@@ -39,7 +39,8 @@ class HostBackend(EngineBackend):
         Seconds after which making the group, and any blocking call that names no
         timeout of its own, gives up.
     listener : socket, optional
-        On rank 0: a socket that listens at `addr` already.
+        On rank 0: a socket that listens at `addr` already. It is closed once ranks connect or
+        fail to.
     group, epoch : str, optional
         Tell groups at one address apart; the same on all ranks.
 
@@ -64,7 +65,7 @@ class HostBackend(EngineBackend):
         group: str = "world",
         epoch: str = "",
     ) -> None:
-        peer_reads()  # raises here, where no other rank knows of this one yet
+        self._peer_reads = peer_reads()  # raises here, where no other rank knows of this one yet
         rendezvous.connect(
             rank,
             world_size,
@@ -95,7 +96,7 @@ class HostBackend(EngineBackend):
                 message_sockets,
                 wiring.num_colocated,
                 wiring.num_cores,
-                peer_reads(),
+                self._peer_reads,
                 timeout,
                 results,
             )
@@ -109,7 +110,9 @@ class HostBackend(EngineBackend):
 
     def _adopt_another(self, wiring: Wiring) -> HostBackend:
         """Make a group of this one's kind."""
-        return self.__class__.__new__(self.__class__)._adopt(wiring, self.timeout)
+        group = self.__class__.__new__(self.__class__)
+        group._peer_reads = self._peer_reads
+        return group._adopt(wiring, self.timeout)
 
     @property
     def cores_per_rank(self) -> float:
