@@ -99,7 +99,7 @@ def connect(
     shared_memory : bool, optional
         False: sockets also between ranks of one host.
     listener : socket, optional
-        On rank 0: a socket that listens at `addr` already. It is closed.
+        On rank 0: a socket that listens at `addr` already. It is closed, whatever follows.
     group, epoch : str, optional
         Tell groups of one token apart; the same on all ranks.
 
@@ -125,8 +125,9 @@ def connect(
     with contextlib.ExitStack() as stack:
         stack.enter_context(system_errors(rank))
         if listener is not None:
-            _check_listener(listener)
+            _check_is_socket(listener)
             stack.callback(listener.close)
+            _check_listens(listener)
         rank, world_size = check_place(rank, world_size)
         deadline = Deadline(check_timeout(timeout))
         if world_size == 1:
@@ -139,9 +140,12 @@ def connect(
         return wire(exchange, entrance.token, create_segment, shared_memory, entrance, adopt)
 
 
-def _check_listener(listener: socket.socket) -> None:
+def _check_is_socket(listener: object) -> None:
     if not isinstance(listener, socket.socket):
         raise TypeError(f"listener must be a socket that listens, not {listener!r:.80}.")
+
+
+def _check_listens(listener: socket.socket) -> None:
     if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         raise ValueError("listener must be a socket that listens: call its listen() first.")
 

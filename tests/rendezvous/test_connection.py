@@ -152,8 +152,10 @@ def closing(wirings: Sequence[Wiring]) -> Iterator[None]:
 
 
 def test_a_listener_that_does_not_listen_is_refused() -> None:
-    with socket.socket() as idle, pytest.raises(ValueError, match="call its listen"):
+    idle = socket.socket()
+    with pytest.raises(ValueError, match="call its listen"):
         join(0, 2, "127.0.0.1:5", listener=idle)
+    assert idle.fileno() < 0  # whoever is given it closes it
     with pytest.raises(TypeError, match="listener must be a socket"):
         join(0, 2, "127.0.0.1:5", listener=3)
 
