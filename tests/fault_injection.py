@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import numpy as np
+from leaks import settled
 
 import ferro_dist as fd
 from ferro_dist import Backend
@@ -142,13 +142,12 @@ def state_of(pid: int) -> str:
 
 def wait_until_called(name: str, count: int = 1) -> None:
     """Return once so many threads of this process are in a Python function of that name."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        frames = sys._current_frames().values()
-        if sum(_is_in_call(frame, name) for frame in frames) == count:
-            return
-        time.sleep(0.001)
-    raise AssertionError(f"{name} was never called")
+    found = settled(lambda: _num_threads_in(name), count)
+    assert found == count, f"{found} threads are in {name}, not {count}"
+
+
+def _num_threads_in(name: str) -> int:
+    return sum(_is_in_call(frame, name) for frame in sys._current_frames().values())
 
 
 def _is_in_call(frame: FrameType | None, name: str) -> bool:
@@ -163,7 +162,7 @@ def run_undisturbed(
     """Run ranks, again where those that learn of the group's end do not learn of it together.
 
     A rank that the machine keeps from running just then has stopped, for all that the others can
-    know, and they name it.
+    know, and they name it. The last of these runs is returned as it is, for the test to judge.
     """
     for _ in range(MAX_RUNS):
         outcomes = run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from backends.contract.suite import CASES, names_for
+from leaks import settled
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
@@ -45,6 +47,15 @@ BETWEEN_RANKS = [
 SIZES = [("mpich", 1), ("mpich", 2), ("mpich", 3), ("mpich", 4), ("openmpi", 2)]
 
 
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+    """Have the launcher told to end, and its ranks with it, where these tests are killed."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class Job:
     """Ranks that run one test body after the other."""
 
@@ -58,8 +69,13 @@ class Job:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         self.is_usable = True
+
+    @property
+    def session(self) -> int:
+        return self._process.pid
 
     def await_start(self) -> None:
         """Wait until all ranks are ready for a body."""
@@ -194,6 +210,45 @@ def test_a_job_ends_well_after_a_timeout(implementation: str) -> None:
         assert job.close() == 0
     finally:
         job.kill()
+
+
+BE_KILLED = """
+import os, signal, sys
+from backends.test_mpi import Job
+job = Job(sys.argv[1], 2)
+job.await_start()
+print(job.session, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def alive_in(session: int) -> list[str]:
+    alive = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state not in "ZX":
+                alive.append(stat.parent.name)
+    return alive
+
+
+def test_a_job_does_not_outlive_tests_that_are_killed(implementation: str) -> None:
+    if not is_installed(implementation):
+        pytest.skip(f"the {implementation} wheel is not installed in {sys.prefix}")
+    killed = subprocess.run(
+        [sys.executable, "-c", BE_KILLED, implementation],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    session = int(killed.stdout)
+    try:
+        assert settled(lambda: bool(alive_in(session)), False) is False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(session, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("variable", ["", "/nonexistent/libmpi.so"])

@@ -119,7 +119,8 @@ inline Error error_of(const std::function<void()>& body) {
 
 // What the ranks of a group that ends are told: `attempt` makes a group, and passes on each
 // rank's error. Again, where they were not told at one moment: a rank that the machine keeps from
-// running just then has stopped, for all that the others can know, and they name it.
+// running just then has stopped, for all that the others can know, and they name it. The last of
+// these turns is passed on as it is, for the test to judge.
 using Tell = std::function<void(const Error&)>;
 inline std::vector<Error> told_together(const std::function<void(const Tell&)>& attempt) {
   using Clock = std::chrono::steady_clock;
