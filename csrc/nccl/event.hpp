@@ -11,7 +11,7 @@ inline void check(cudaError_t status, const char* function) {
   if (status != cudaSuccess) throw Error(ErrorKind::cuda, function, status);
 }
 
-// Asks about an event where that would be refused because some thread captures a graph.
+// Lets this thread do what CUDA else refuses while some thread captures a graph, whose capture it ends.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Cudart& cuda) noexcept : cuda_(cuda) {

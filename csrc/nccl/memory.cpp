@@ -60,6 +60,7 @@ class LastUse {
 void free_now(const Cudart& cuda, int device, void* data, Patience& patience) {
   const DeviceGuard guard(cuda, device);
   const auto lock = lock_patiently(device_lock(device), "ncclMemFree", patience);
+  const RelaxedCapture relaxed(cuda);
   check(ncclMemFree(data), "ncclMemFree");
 }
 
@@ -70,6 +71,7 @@ void* allocate(const Cudart& cuda, int device, std::size_t nbytes, Patience& pat
   void* data = nullptr;
   const DeviceGuard guard(cuda, device);
   const auto lock = lock_patiently(device_lock(device), "ncclMemAlloc", patience);
+  const RelaxedCapture relaxed(cuda);  // where GPUs have no cuMem, NCCL calls cudaMalloc
   check(ncclMemAlloc(&data, nbytes), "ncclMemAlloc");
   return data;
 }

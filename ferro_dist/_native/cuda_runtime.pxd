@@ -18,8 +18,8 @@ cdef int num_forks() noexcept
 
 
 # What this thread may do while a graph is captured, by whichever thread; returns what it might
-# before. Unless it is relaxed, to ask whether something is done, to allocate or to free ends the
-# capture of somebody who has nothing to do with it.
+# before. Unless it is relaxed, to ask whether something is done, to wait for it, to allocate or to
+# free ends the capture of somebody who has nothing to do with it.
 cdef inline cudaStreamCaptureMode exchange_capture_mode(
     const Cudart* cuda, cudaStreamCaptureMode mode
 ) noexcept nogil:

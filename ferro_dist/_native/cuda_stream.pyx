@@ -86,9 +86,12 @@ cdef class Stream:
         """Block until all that was queued so far is done."""
         cdef cudaStream_t handle = self.open()
         cdef const Cudart* cuda = cudart()
+        cdef cudaStreamCaptureMode mode
         cdef cudaError_t status
         with nogil:
+            mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
             status = cuda.cudaStreamSynchronize(handle)
+            exchange_capture_mode(cuda, mode)
         CHECK_CUDA(status, "cudaStreamSynchronize")
 
     def is_done(self):
@@ -176,9 +179,12 @@ cdef class Event:
     def synchronize(self):
         """Block until the point is reached."""
         cdef const Cudart* cuda = cudart()
+        cdef cudaStreamCaptureMode mode
         cdef cudaError_t status
         with nogil:
+            mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
             status = cuda.cudaEventSynchronize(self._handle)
+            exchange_capture_mode(cuda, mode)
         CHECK_CUDA(status, "cudaEventSynchronize")
 
     def elapsed_ms(self, Event since not None):

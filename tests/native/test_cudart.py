@@ -166,6 +166,7 @@ def work_beside_a_capture(_: Any) -> list[float]:
     gpu = emulated_gpu()
     from ferro_dist._native.cuda_memory import DeviceMemory, PinnedMemory, copy_async
     from ferro_dist._native.cuda_stream import Stream
+    from ferro_dist._native.nccl_memory import NcclMemory
 
     stream, other = gpu.stream(), Stream()
     x, out = gpu.array(np.arange(4.0)), gpu.array(np.zeros(4))
@@ -173,11 +174,14 @@ def work_beside_a_capture(_: Any) -> list[float]:
 
     def work() -> None:
         DeviceMemory(4).close()
+        NcclMemory(4).close()
         del_memory, del_pinned = DeviceMemory(4), PinnedMemory(4)
         del del_memory, del_pinned
         event = other.record()
         while not (event.is_done() and other.is_done()):
             os.sched_yield()
+        event.synchronize()
+        other.synchronize()
 
     with gpu.capture(stream) as graph:
         thread = threading.Thread(target=work)
