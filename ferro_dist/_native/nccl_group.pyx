@@ -12,7 +12,7 @@ from libcpp.vector cimport vector
 from ferro_dist._native cimport libnccl
 from ferro_dist._native.buffer_view cimport BufferView, output_view_of, overlap, view_of
 from ferro_dist._native.cuda_stream cimport current_stream, known_stream, KnownStream, stream_handle
-from ferro_dist._native.libcudart cimport cudaStream_t, cudaStreamPerThread
+from ferro_dist._native.libcudart cimport cudaStream_t
 from ferro_dist._native.libnccl cimport Alarm, Lane, Op, Operation, Patience
 from ferro_dist._native.nccl cimport Communicator
 from ferro_dist._native.nccl_connection cimport check_usable, Noting
@@ -136,9 +136,6 @@ cdef class NcclGroup:
         cdef cudaStream_t handle = NULL
         if stream is not None:
             handle = stream_handle(stream)
-        if handle == cudaStreamPerThread:
-            raise ValueError(
-                "A group works on one stream, and cudaStreamPerThread is another one in each thread.")
         self._communicator = communicator
         self.rank = communicator.rank
         self.world_size = communicator.world_size

@@ -44,6 +44,7 @@ END_GRACE_S = 10.0
 """How long the end of a group waits for that of the other ranks, all its calls being done."""
 # CUDA's other name of the legacy default stream, whose address is null.
 _LEGACY_STREAM = 1
+_STREAM_PER_THREAD = 2
 
 
 def is_nccl_available() -> bool:
@@ -178,8 +179,13 @@ class NcclBackend(BoundBackend):
         stream : stream
             Of torch, CuPy or cuda-python, anything with ``__cuda_stream__``, or its address.
             It stays the caller's, and must outlive the group.
+
+        Raises
+        ------
+        ValueError
+            It is ``cudaStreamPerThread``, which is another stream in each thread.
         """
-        lent = _lend(stream, device)  # what is no stream is told before the ranks connect
+        lent = _lend(stream, device)  # what is no stream for it is told before the ranks connect
         communicator = _connect(rank, world_size, unique_id, device, timeout, config)
         return cls.__new__(cls)._adopt(communicator, lent, config)
 
@@ -422,6 +428,10 @@ def _lend(stream: Any, device: int | None) -> Stream:
 
     number = current_device() if device is None else device
     lent = Stream.borrow(stream, number)
+    if lent.handle == _STREAM_PER_THREAD:
+        raise ValueError(
+            "A group works on one stream, and cudaStreamPerThread is another one in each thread."
+        )
     return lent if lent.handle else Stream.borrow(_LEGACY_STREAM, number)
 
 

@@ -100,6 +100,18 @@ def test_the_default_stream_is_not_taken_for_none() -> None:
     assert ranks(1, work_on_the_default_stream) == [1]  # cudaStreamLegacy
 
 
+def work_on_the_stream_of_a_thread(rank: int, world_size: int, addr: str) -> None:
+    emulated_gpu()
+    of_thread = 2  # cudaStreamPerThread
+    with pytest.raises(ValueError, match="another one in each thread"):
+        # The second rank never comes, and is not waited for.
+        fd.NcclBackend.with_stream(0, 2, fd.get_unique_id(), of_thread, timeout=20)
+
+
+def test_the_default_stream_of_a_thread_is_refused_before_ranks_connect() -> None:
+    ranks(1, work_on_the_stream_of_a_thread)
+
+
 def split_alone(rank: int, world_size: int, addr: str) -> None:
     emulated_gpu()
     with connect("nccl", rank, world_size, addr) as group:
