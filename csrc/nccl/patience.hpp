@@ -27,9 +27,9 @@ class Patience {
     complete_context_ = context;
   }
 
-  // Lets other threads run; after 100 microseconds sleeps, from 20 of them up to a millisecond from
-  // one time to the next. Call it without a lock. The clock starts with the first: a call that need
-  // not wait reads none.
+  // For the first 100 microseconds lets other threads run; then sleeps 20 microseconds, and twice as
+  // long each time, up to a millisecond. Call it without a lock. The clock starts with the first
+  // pause: a call that need not wait reads none.
   void pause(const char* function) {
     const Clock::time_point now = Clock::now();
     if (begin_ == Clock::time_point{}) begin_ = listened_ = now;

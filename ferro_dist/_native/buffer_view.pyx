@@ -393,7 +393,10 @@ cdef BufferView _view_through_exchange_api(object array, DLExchangeApi* api):
 
 
 cdef int _refuse_undescribed(object array) except -1:
-    """Tell in our words what its library has raised; apart, as to catch costs even if nothing is."""
+    """Tell in our words what the array's library has raised.
+
+    A function of its own: a ``try`` costs its caller time even where nothing is raised.
+    """
     try:
         already_raised()
     except Exception as cause:
@@ -557,8 +560,8 @@ cdef BufferView _view_of_any(object array):
     cdef BufferView view = None
     if PyObject_CheckBuffer(array):
         view = _view_through_buffer(array)
-    # What JAX says there is neither awaited nor kept from being donated to a computation. A torch of
-    # before the exchange table calls bfloat16 float16 there, and says nothing of what requires grad.
+    # What JAX says there is neither awaited nor kept from being donated to a computation. Torches of
+    # before the exchange table call bfloat16 float16 there, and raise for what requires grad.
     if view is None and not is_of_jax(array) and not _is_of_torch(array):
         view = _view_through_cuda_array_interface(array)
     if view is None:
