@@ -62,7 +62,7 @@ class TorchGradients(Accumulation, Gradients):
         bucket.mark(counter, self._is_given(bucket, gradients))
         with torch.no_grad():
             if bucket.num_missing or not _has_copied_all(bucket, gradients):
-                self._refuse_taken(bucket, gradients)
+                self._refuse_taken(bucket)
                 _copy_some(bucket, gradients)
         if is_leaving:
             for parameter in parameters:
@@ -85,7 +85,10 @@ class TorchGradients(Accumulation, Gradients):
             _copy_some(bucket, late)
 
     def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
-        if self._is_idempotent and not bucket.num_missing and not bucket.is_leaving:
+        is_here = not bucket.num_missing and not bucket.is_leaving
+        if is_here:
+            self._refuse_taken(bucket)  # by a hook of autograd's node, which comes after all others
+        if self._is_idempotent and is_here:
             return  # all are there since they were packed, and were contributed by this rank
         flags = is_contributed or [True] * len(bucket.members)
         for number, view, is_wanted in zip(bucket.members, bucket.views, flags, strict=True):
@@ -106,11 +109,9 @@ class TorchGradients(Accumulation, Gradients):
         self._averaged = [None] * len(self.parameters)
         self.end_local()
 
-    def _refuse_taken(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-        for name, number, gradient in zip(
-            bucket.layout.names, bucket.members, gradients, strict=True
-        ):
-            if gradient is None and self.is_ready(number):
+    def _refuse_taken(self, bucket: Bucket) -> None:
+        for name, number in zip(bucket.layout.names, bucket.members, strict=True):
+            if self.parameters[number].grad is None and self.is_ready(number):
                 raise RuntimeError(
                     f"DDP: the gradient of {name!r} was set to None in backward, before it was "
                     "averaged: by a hook that steps an optimizer? ddp.step_in_backward(optimizer) "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +127,27 @@ def test_a_hook_that_steps_before_gradients_are_averaged_is_refused(
             (ddp if is_seen else ddp.module)(1.0).sum().backward()
 
     on_ranks(1, body)
+
+
+@OVERLAP
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_a_hook_of_an_accumulator_that_steps_is_refused(
+    on_ranks: OnRanks, average: str, overlap: Any
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend, overlap=overlap, average=average)
+        accumulators = []  # autograd keeps none of them
+        for parameter in ddp.parameters():
+            accumulators.append(torch.autograd.graph.get_gradient_edge(parameter).node)
+            accumulators[-1].register_hook(functools.partial(drop_gradient, parameter))
+        with pytest.raises(RuntimeError, match=r"set to None in backward.*step_in_backward"):
+            ddp(1.0).sum().backward()
+
+    on_ranks(1, body)
+
+
+def drop_gradient(parameter: Any, *_: Any) -> None:
+    parameter.grad = None
 
 
 def test_a_reduction_of_the_users_own_that_fails_tells_the_others(on_ranks: OnRanks) -> None:
