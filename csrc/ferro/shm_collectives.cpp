@@ -193,11 +193,11 @@ void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_
 // ---- allreduce and reduce ----------------------------------------------------
 
 bool ShmTransport::allreduce(Call& call, const Collective& c) {
-  if (inputs_.are_complete && inputs_.are_symmetric && size_ > 1) {
+  if (inputs_.are_complete && inputs_.are_symmetric) {
     allreduce_symmetric(call, c);
     return true;
   }
-  if (inputs_.are_complete && (!inputs_.are_borrowed || size_ == 1)) {
+  if (inputs_.are_complete && !inputs_.are_borrowed) {
     reduce_in_passes(call, c, 0);
   } else if (shm_cost::one_shot_wins(c.count * item_size(c.dtype), size_)) {
     allreduce_one_shot(call, c);

@@ -299,7 +299,8 @@ void ShmTransport::check_counts() const {
 void ShmTransport::find_inputs(const Collective& collective) {
   inputs_.are_borrowed = inputs_.are_pulled = false;
   std::fill(is_foreign_.begin(), is_foreign_.end(), false);
-  inputs_.are_complete = inputs_.are_symmetric = true;
+  inputs_.are_complete = true;
+  inputs_.are_symmetric = size_ > 1;  // a rank alone reads but its own, and borrows from nobody
   if (is_uneven(collective)) return check_counts();
 
   const bool is_pulled = agree_to_pull(collective);
@@ -319,7 +320,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
     if (places.in != 0) {
       input = segment_->symmetric_pointer(places.in);
       inputs_.symmetric_output_of_rank[peer] = segment_->symmetric_pointer(places.out);
-      inputs_.are_borrowed = true;
+      inputs_.are_borrowed = size_ > 1;
     } else if (nbytes <= segment_->layout().small_nbytes) {
       input = segment_->smalls(peer) + places.staged_at;
     } else if (is_pulled) {
