@@ -68,10 +68,18 @@ class FaultPlan {
       if (!is_here || (entry.rank >= 0 && entry.rank != rank)) continue;
       if (++entry.visits != entry.hit) continue;
       if (entry.fault.act != Act::stuck) return entry.fault;
+      ++num_stuck_;
       replaced_.wait(lock, [this, plan = num_plans_] { return num_plans_ != plan; });
+      --num_stuck_;
       return {};
     }
     return {};
+  }
+
+  // How many calls are stuck at this moment.
+  int num_stuck() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return num_stuck_;
   }
 
  private:
@@ -120,6 +128,7 @@ class FaultPlan {
   std::condition_variable replaced_;
   std::vector<Entry> entries_;
   int num_plans_ = 0;
+  int num_stuck_ = 0;
 };
 
 }  // namespace emulation

@@ -233,6 +233,11 @@ class EmulatedGpu:
             raise ValueError(f"cannot read the fault {plan!r}; see csrc/emulation/fault_plan.hpp")
 
     @property
+    def stuck_count(self) -> int:
+        """How many calls of NCCL do not return now, as a fault on demand has it."""
+        return int(self.nccl.ferroEmulationCountStuck())
+
+    @property
     def stream_count(self) -> int:
         """How many streams exist or still have work, default streams included."""
         return int(self.cudart.ferroEmulationCountStreams())

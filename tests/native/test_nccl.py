@@ -667,10 +667,12 @@ def hang_in_the_end(backend: Any) -> tuple[bool, bool]:
     destroyed, registering, healthy = (connect(backend) for _ in range(3))
     registration = registering.register(ranked(0))
     gpu.set_faults("point=destroy,act=stuck;point=deregister,act=stuck")
+    thread = threading.Thread(target=destroyed.close)
     try:
-        del registration  # the reaper gives it back
-        thread = threading.Thread(target=destroyed.close)
         thread.start()
+        wait_until_stuck(gpu, 1)
+        del registration  # the reaper gives it back
+        wait_until_stuck(gpu, 2)
         # The one that hangs in deregistering has the device's lock: the end of the healthy one
         # waits for its time, then aborts.
         healthy.close(timeout=0.2)
@@ -680,6 +682,11 @@ def hang_in_the_end(backend: Any) -> tuple[bool, bool]:
     thread.join(TIMEOUT_S)
     registering.close()
     return ended
+
+
+def wait_until_stuck(gpu: Any, count: int) -> None:
+    while gpu.stuck_count < count:
+        os.sched_yield()
 
 
 def test_a_communicator_that_hangs_in_its_end_holds_up_no_other() -> None:
@@ -725,23 +732,13 @@ def ask_while_locked(backend: Any) -> str:
     gpu.set_faults("point=mem_alloc,act=stuck")
     thread = threading.Thread(target=NcclMemory, args=(64,))
     thread.start()
-    while not other_thread_is_in_nccl(communicator):
-        os.sched_yield()
+    wait_until_stuck(gpu, 1)
     text: str = communicator.last_error()
     gpu.set_faults("")
     thread.join(TIMEOUT_S)
     communicator.close()
     other.close()
     return text
-
-
-def other_thread_is_in_nccl(communicator: Any) -> bool:
-    """Whether a call of the device has to wait, which registering a buffer does not otherwise."""
-    try:
-        communicator.register(ranked(0), timeout=0.01).close(timeout=0.01)
-    except Timeout:
-        return True
-    return False
 
 
 def test_the_last_error_is_told_while_another_thread_hangs() -> None:

@@ -259,3 +259,6 @@ EMULATION_API int ferroEmulationIsEmulated() { return 1; }
 EMULATION_API int ferroEmulationSetFaults(const char* plan) {
   return fault_plan().set(plan == nullptr ? "" : plan) ? 0 : -1;
 }
+
+// How many calls do not return, as FERRO_EMULATION_FAULT asked for.
+EMULATION_API int ferroEmulationCountStuck() { return fault_plan().num_stuck(); }
