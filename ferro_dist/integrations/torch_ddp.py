@@ -153,6 +153,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         """
         self.__dict__["_is_local"] = self._no_sync_depth > 0
         with telling(self._tell_layers if self._is_local else self._tell_the_others):
+            self._refuse_compiled()
             if not self._is_checked:
                 self._check_parameters()
             self.__dict__["_is_checked"] = False
@@ -232,6 +233,15 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 "average that had to be put aside before. Call the module through the wrapper, and "
                 "let it return its outputs in lists, dicts or attributes; or set gradients to None "
                 "first."
+            )
+
+    def _refuse_compiled(self) -> None:
+        # A graph that was compiled of autograd's calls the hooks of nodes, but is none of them.
+        if torch._C._current_autograd_node() is None:
+            raise RuntimeError(
+                "DDP: this backward runs under torch's compiled autograd, which does not tell when "
+                "it has ended. Leave torch._dynamo.config.compiled_autograd False, or call "
+                "backward() outside of what enables it: torch.compile of the module stays."
             )
 
     def _refuse_differentiable(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -106,6 +107,29 @@ def test_a_backward_that_is_refused_on_one_rank_tells_the_others(
             assert caught.value.peer == 1
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_backward_under_compiled_autograd_is_refused(
+    on_ranks: OnRanks, is_seen: bool, is_local: bool
+) -> None:
+    from torch._dynamo import compiled_autograd
+
+    # Alone: torch knows one compiler for all threads.
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        loss = (ddp if is_seen else ddp.module)(1.0).sum()
+        enable = getattr(compiled_autograd, "_enable", None) or compiled_autograd.enable
+        may_sync = ddp.no_sync() if is_local else contextlib.nullcontext()
+        refused = pytest.raises(RuntimeError, match="compiled autograd")
+        with may_sync, enable(lambda graph: graph), refused:
+            loss.backward()
+        ddp.zero_grad()
+        ddp(2.0).sum().backward()
+        assert gradients_of(ddp) == (2, 1)
+
+    on_ranks(1, body)
 
 
 def step_one_parameter(parameter: Any) -> None:
