@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +18,8 @@ if TYPE_CHECKING:
     from ferro_dist._native.nccl import Communicator
 
 TIMEOUT_S = 20.0
+# What comes well before any of these tests has taken too long.
+PATIENCE_S = 60.0
 
 
 def connect(backend: Any, **config: Any) -> Communicator:
@@ -31,6 +37,24 @@ def connect(backend: Any, **config: Any) -> Communicator:
 def ranked(rank: int, count: int = 8, dtype: str = "float32") -> Any:
     """Make an array on the GPU that differs from rank to rank."""
     return emulated_gpu().array(np.arange(count) + rank, dtype=dtype)
+
+
+def hold(gpu: Any) -> Callable[[], None]:
+    """Let the current stream wait until what is returned is called."""
+    may_go_on = threading.Event()
+    wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: may_go_on.wait(PATIENCE_S))
+    gpu.check(gpu.cudart.cudaLaunchHostFunc(ctypes.c_void_p(gpu.current_stream), wait, None))
+
+    def go_on(_keep: Any = wait) -> None:
+        may_go_on.set()
+
+    return go_on
+
+
+def wait_until_stuck(gpu: Any, count: int) -> None:
+    """Return once so many calls of NCCL do not return, as faults on demand have it."""
+    while gpu.stuck_count < count:
+        os.sched_yield()
 
 
 def values(array: Any) -> list[float]:

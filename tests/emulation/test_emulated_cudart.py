@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulation.c_calls import ABORTED, DELAY_US, end_of_child
+from nccl_ranks import hold
 
 from ferro_dist.testing import emulated_gpu, run_ranks
 
@@ -70,15 +71,21 @@ def test_a_missing_wait_shows(does_wait: bool) -> None:
 
 
 def order_with_legacy_stream(rank: int, world_size: int, addr: str) -> list[int]:
-    gpu = emulated_gpu(delay_us=20_000)
+    gpu = emulated_gpu()
     seen = []
     for is_blocking in (True, False):
         stream = gpu.stream(is_blocking=is_blocking)
         a = gpu.array(np.zeros(4, np.int32), stream=0)
         gpu.synchronize()
-        for _ in range(20):  # far later than the other, also on a machine that lets that one wait
-            fill(gpu, a, 1, stream)
+        with stream:
+            go_on = hold(gpu)
+        fill(gpu, a, 1, stream)
         fill(gpu, a, 2, 0)  # after the blocking stream's work, before the other's
+        if is_blocking:
+            assert gpu.cudart.cudaStreamQuery(_p(0)) == NOT_READY
+        else:
+            gpu.synchronize(0)
+        go_on()
         gpu.synchronize()
         seen.append(int(a.numpy().view(np.uint8)[0]))
     return seen

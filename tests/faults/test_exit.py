@@ -243,9 +243,10 @@ fd.recv(np.empty(3), group[1], 0, async_op=True)
     # Torch, to which it may have to go back through, would not let it be ended there.
     "a thread that must not come back to a dying interpreter": """
 group = fd.SimulatedBackend.create_group(2)
+recv = fd.recv  # not there: the thread would let go of the GIL while it imports it
 def wait():
     try:
-        fd.recv(np.empty(1), group[0], 1)
+        recv(np.empty(1), group[0], 1)
     finally:
         os.write(2, b"came back")
 sys.setswitchinterval(1000)  # this thread goes on once the other waits in the engine

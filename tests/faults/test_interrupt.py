@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,17 +20,24 @@ from ferro_dist.testing import RankDeath, run_ranks
 
 LARGE = 3_000_000
 
-WAITS: dict[str, Callable[[fd.Backend], Any]] = {
-    "allreduce": lambda b: fd.allreduce(np.ones(LARGE, np.float32), b),
-    "barrier": lambda b: fd.barrier(b),
-    "recv": lambda b: fd.recv(np.empty(2), b, 1),
-    "send": lambda b: fd.send(np.ones(LARGE), b, 1),
-    "batch": lambda b: fd.batch([fd.P2POp("recv", np.empty(2), peer) for peer in (1, 2)], b),
-    "work": lambda b: fd.allreduce(np.ones(2), b, async_op=True).wait(),
-    "recv work": lambda b: fd.recv(np.empty(2), b, 1, async_op=True).wait(),
-    "behind work": lambda b: (fd.barrier(b, async_op=True), fd.allreduce(np.ones(2), b)),
-    "split": lambda b: b.split([0, 1]),
+# What each makes, which may sleep on the way, and returns: the call that waits.
+WAITS: dict[str, Callable[[fd.Backend], Callable[[], Any]]] = {
+    "allreduce": lambda b: partial(fd.allreduce, np.ones(LARGE, np.float32), b),
+    "barrier": lambda b: partial(fd.barrier, b),
+    "recv": lambda b: partial(fd.recv, np.empty(2), b, 1),
+    "send": lambda b: partial(fd.send, np.ones(LARGE), b, 1),
+    "batch": lambda b: partial(
+        fd.batch, [fd.P2POp("recv", np.empty(2), peer) for peer in (1, 2)], b
+    ),
+    "work": lambda b: fd.allreduce(np.ones(2), b, async_op=True).wait,
+    "recv work": lambda b: fd.recv(np.empty(2), b, 1, async_op=True).wait,
+    "behind work": lambda b: behind(fd.barrier(b, async_op=True), b),
+    "split": lambda b: partial(b.split, [0, 1]),
 }
+
+
+def behind(_work: fd.Work, backend: fd.Backend) -> Callable[[], Any]:
+    return partial(fd.allreduce, np.ones(2), backend)
 
 
 class Signaller:
@@ -79,8 +87,9 @@ def be_interrupted(backend: fd.Backend, wait: str, fifo: str) -> tuple[Told, flo
         return wait_in_vain(backend), sent_s, None
     if backend.rank == 2:
         return wait_in_vain(backend), 0.0, None
+    call = WAITS[wait](backend)
     signaller.announce()
-    error = error_of(lambda: WAITS[wait](backend))
+    error = error_of(call)
     raised_s = time.monotonic()
     with backend:
         # A wait for work may be repeated, and ends nothing.
@@ -210,8 +219,9 @@ def leave_from_a_handler(backend: fd.Backend, wait: str, how: str, fifo: str) ->
             os._exit(5)
 
     signal.signal(signal.SIGTERM, leave)
+    call = WAITS[wait](backend)
     signaller.announce()
-    error = error_of(lambda: WAITS[wait](backend))
+    error = error_of(call)
     assert backend.is_closed
     return error
 

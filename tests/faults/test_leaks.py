@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,17 @@ def resident_nbytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def in_use() -> tuple[list[str], int, int]:
-    return open_files(), num_threads(), len(shared_mappings())
+def in_use() -> Counter[str]:
+    held = Counter(open_files())
+    held["thread"] = num_threads()
+    held["mapping"] = len(shared_mappings())
+    return held
+
+
+def assert_no_more_than(before: Counter[str]) -> None:
+    """Fail if more stays in use. It may be less: a thread that had been joined was on its way."""
+    nothing: list[str] = []
+    assert settled(lambda: sorted(in_use() - before), nothing) == nothing
 
 
 def check_growth(
@@ -67,7 +77,7 @@ def check_growth(
         gc.collect()
         grown.append(largest(resident_nbytes() - resident))
     assert grown[-1] < MIB, grown
-    assert settled(in_use, before) == before
+    assert_no_more_than(before)
 
 
 def simulate() -> None:
@@ -115,6 +125,7 @@ def fail() -> None:
     assert error_of(lambda: fd.barrier(group[1])).kind == "Timeout"
 
 
+@pytest.mark.timeout(1200)  # a busy machine takes a minute for a thousand groups, or two
 @pytest.mark.parametrize(
     ("life", "times"),
     [(simulate, 1000), (be_alone, 1000), (abandon, 200), (abandon_a_cycle, 100), (fail, 200)],
@@ -155,7 +166,7 @@ def fail_and_look(rank: int, world_size: int, addr: str, transport: str) -> None
     backend.close()
     del backend, works
     gc.collect()
-    assert settled(in_use, before) == before
+    assert_no_more_than(before)
 
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu.gpu_ranks import connect
+from nccl_ranks import hold
 
 import ferro_dist as fd
 from ferro_dist.errors import DistributedError, Timeout
@@ -233,12 +234,14 @@ def test_errors_of_nccl_end_the_group_with_their_names(act: str, error: str) -> 
 
 
 def be_slow(rank: int, world_size: int, addr: str) -> list[float]:
-    gpu = emulated_gpu(faults="rank=1,point=allreduce,act=slow,ms=3000")
+    gpu = emulated_gpu(faults="rank=1,point=allreduce,act=slow,ms=100")
     with connect("nccl", rank, world_size, addr, timeout=20) as group:
+        go_on = hold(gpu)
         x = gpu.array(np.ones(4))
         work = fd.allreduce(x, group, async_op=True)
         with pytest.raises(Timeout, match="wait again"):
             work.wait(0.01)
+        go_on()
         work.wait(20.0)
         numbers: list[float] = work.result().numpy().tolist()
         return numbers

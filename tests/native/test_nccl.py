@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from nccl_ranks import TIMEOUT_S, connect, ranked, values
+from nccl_ranks import TIMEOUT_S, connect, ranked, values, wait_until_stuck
 
 import ferro_dist as fd
 from ferro_dist._emulation.gpu import array_over
@@ -684,11 +684,6 @@ def hang_in_the_end(backend: Any) -> tuple[bool, bool]:
     return ended
 
 
-def wait_until_stuck(gpu: Any, count: int) -> None:
-    while gpu.stuck_count < count:
-        os.sched_yield()
-
-
 def test_a_communicator_that_hangs_in_its_end_holds_up_no_other() -> None:
     assert ranks(1, hang_in_the_end) == [(True, False)]
 
@@ -971,11 +966,13 @@ def drop_what_is_registered(backend: Any) -> list[bool]:
     arrays = [gpu.empty(1 << 20) for _ in range(2)]
     window, registration = communicator.register_window(arrays[0]), communicator.register(arrays[1])
     alive = [weakref.ref(array.memory) for array in arrays]
-    gpu.set_faults("point=deregister,act=slow,ms=300")
+    gpu.set_faults("point=deregister,act=stuck")
     arrays.clear()
     del window, registration
     gc.collect()
+    wait_until_stuck(gpu, 1)
     held = [ref() is not None for ref in alive]
+    gpu.set_faults("")
     while alive[1]() is not None:  # the main thread lets go of it, within this test's time
         os.sched_yield()
     held.append(alive[0]() is not None)  # peers may write there until the communicator ends

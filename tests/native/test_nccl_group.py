@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nccl_ranks import connect, ranked, values
+from nccl_ranks import connect, hold, ranked, values
 
 from ferro_dist import interop
 from ferro_dist._native.cuda_libraries import load_nccl
@@ -76,16 +76,16 @@ def test_work_orders_the_callers_stream_when_it_is_waited_for() -> None:
 def hold_until_done(backend: Any) -> None:
     gpu = emulated_gpu()
     group = make_group(backend)
-    gpu.set_delay(100 * DELAY_US)  # a collection of garbage may take long
+    go_on = hold(gpu)
     x = ranked(backend.rank, 4)
     references = sys.getrefcount(x)
     group.allreduce(x, x, SUM, False, None, 0)
     assert sys.getrefcount(x) > references
     assert group.num_in_flight == 1
+    go_on()
     group.synchronize()
     assert group.num_in_flight == 0
     assert sys.getrefcount(x) == references
-    gpu.set_delay(0)
     group.close()
 
 
@@ -175,17 +175,17 @@ def test_version_is_supported() -> None:
 def drop_the_group(backend: Any) -> int:
     gpu = emulated_gpu()
     group = make_group(backend)
-    gpu.set_delay(100 * DELAY_US)  # a collection of garbage may take long
+    go_on = hold(gpu)
     x = ranked(backend.rank, 4)
     references = sys.getrefcount(x)
     group.allreduce(x, x, SUM, False, None, 0)
     del group
     gc.collect()
     held = sys.getrefcount(x) - references
+    go_on()
     gpu.synchronize()
     while sys.getrefcount(x) > references:  # the watchdog sees to it, within this test's time
         os.sched_yield()  # lets go of the GIL, as any program does now and then
-    gpu.set_delay(0)
     return held
 
 
@@ -199,10 +199,11 @@ def call_while_letting_go(backend: Any) -> list[int]:
     group = make_group(backend)
     x, y, out = ranked(0), ranked(0), gpu.empty(8)
     seen = []
+    held = []
 
     def call_again() -> None:
         group.synchronize()
-        gpu.set_delay(100 * DELAY_US)
+        held.append(hold(gpu))
         group.allreduce(y, y, SUM, False, None, 0)
         seen.append(group.num_in_flight)
 
@@ -211,7 +212,8 @@ def call_while_letting_go(backend: Any) -> list[int]:
     del out
     group.synchronize()  # lets go of the output
     seen.append(group.num_in_flight)
-    gpu.set_delay(0)
+    (go_on,) = held
+    go_on()
     group.synchronize()
     seen.append(group.num_in_flight)
     group.close()

@@ -6,10 +6,7 @@ modules are trained on the CPU beside it here, and on real GPUs in `gpu.test_ddp
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +14,7 @@ import pytest
 from fault_injection import meet
 from gpu.gpu_ranks import connect
 from gpu.real_gpu import need_torch_without_cuda
+from nccl_ranks import hold
 
 import ferro_dist as fd
 from ferro_dist.parallel import nccl_memory
@@ -41,18 +39,6 @@ def zeros(where: str, *shape: int, dtype: str = "float64") -> Array:
 def to_host(x: Array) -> np.ndarray[Any, Any]:
     values: np.ndarray[Any, Any] = x if isinstance(x, np.ndarray) else x.numpy()
     return values
-
-
-def hold(gpu: Any) -> Callable[[], None]:
-    """Let the current stream wait until what is returned is called."""
-    may_go_on = threading.Event()
-    wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: may_go_on.wait(TIMEOUT_S))
-    gpu.check(gpu.cudart.cudaLaunchHostFunc(ctypes.c_void_p(gpu.current_stream), wait, None))
-
-    def go_on(_keep: Any = wait) -> None:
-        may_go_on.set()
-
-    return go_on
 
 
 class Linear:

@@ -22,7 +22,7 @@ rank, addr = int(sys.argv[1]), sys.argv[2]
 segment = lambda num_ranks: os.memfd_create("segment")
 keep = lambda wiring: wiring
 wiring = connect(
-    rank, 4, addr, token=b"a secret", timeout=40, create_segment=segment, adopt=keep
+    rank, 4, addr, token=b"a secret", timeout=60, create_segment=segment, adopt=keep
 )
 for pair in wiring.sockets.values():
     for fd in pair:
@@ -30,7 +30,7 @@ for pair in wiring.sockets.values():
 heard = {}
 for peer, pair in wiring.sockets.items():
     for fd in pair:
-        select.select([fd], [], [], 10)
+        select.select([fd], [], [])
     heard[peer] = [list(os.read(fd, 9)) for fd in pair]
 inode = os.fstat(wiring.segment_fd).st_ino
 print(json.dumps([wiring.hosts, wiring.addresses, inode, heard]), flush=True)
