@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 import numpy as np
 import pytest
@@ -176,9 +177,25 @@ def test_without_matplotlib_it_says_what_to_install(
         ([(0, "0SEND_F0", 0.0, 1.0)], "holds no F, B, I, W"),
         (["0F0 0B0", "1F0"], "lacks 1B0"),
         (5, "one list of actions for each rank"),
+        ({}, "no run to plot"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path, run: Any, message: str) -> None:
     with pytest.raises((InvalidSchedule, ValueError), match=message):
         plot(run, tmp_path / "schedule.png")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["schedule", "schedule."])
+def test_a_path_that_says_nothing_of_the_kind_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"path ends in what it is to be, as \.svg"):
+        plot(one_f_one_b(2, 2), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_words_are_drawn_as_they_are(tmp_path: Path) -> None:
+    title, label = r"costs $5 & <more>, \frac$", r"time, $\s$"
+    run = {title: one_f_one_b(2, 2)}
+    picture = plot(run, tmp_path / "schedule.svg", time_label=label).read_text()
+    assert escape(title) in picture
+    assert label in picture

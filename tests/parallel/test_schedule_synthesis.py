@@ -201,3 +201,9 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     given_: dict[str, Any] = {"durations": THIRDS, "placement": [0, 1], "num_microbatches": 2}
     with pytest.raises(ValueError, match=message):
         synthesize(**{**given_, **arguments})
+
+
+@pytest.mark.parametrize("placement", [2, None])
+def test_placement_is_a_sequence(placement: Any) -> None:
+    with pytest.raises(TypeError, match="placement must give the rank of each stage"):
+        synthesize(THIRDS, placement=placement, num_microbatches=2)

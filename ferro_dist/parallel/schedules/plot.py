@@ -102,6 +102,8 @@ def plot(
         matplotlib is not installed.
     InvalidSchedule
         A schedule that is not sound.
+    ValueError
+        There is nothing to draw, or the suffix names no kind of picture.
 
     Examples
     --------
@@ -118,7 +120,11 @@ def plot(
     >>> plot(runs, "docs/schedules.png", time_label="time, in forwards")
     """
     matplotlib = _matplotlib()
+    if not Path(path).suffix.strip("."):
+        raise ValueError(f"A plot's path ends in what it is to be, as .svg or .png, not {path!r}.")
     titled = run if isinstance(run, Mapping) else {"": run}
+    if not titled:
+        raise ValueError("There is no run to plot: the mapping of titles is empty.")
     panels = [_Panel.of(title, one, ideal, durations, latency) for title, one in titled.items()]
     # Text as text, and the same bytes for the same picture.
     style = {"svg.fonttype": "none", "svg.hashsalt": "ferro_dist", "font.size": 9.0}
@@ -206,7 +212,7 @@ def _figure(panels: list[_Panel], time_label: str) -> Any:
     end_s = max(panel.end_s for panel in panels) or 1.0
     for axis, panel in zip(axes, panels, strict=True):
         _draw_panel(axis, panel, end_s)
-    axes[-1].set_xlabel(time_label)
+    axes[-1].set_xlabel(time_label, parse_math=False)
     _draw_legend(figure, panels)
     return figure
 
@@ -218,7 +224,8 @@ def _draw_panel(axis: Any, panel: _Panel, end_s: float) -> None:
     axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axis.tick_params(length=0, labelcolor=INK)
     axis.spines[:].set_visible(False)
-    axis.set_title(panel.title, loc="left", fontweight="bold", color=INK, fontsize=10)
+    style = {"fontweight": "bold", "color": INK, "fontsize": 10}
+    axis.set_title(panel.title, loc="left", parse_math=False, **style)
     axis.set_title(panel.caption(), loc="right", color=INK, fontsize=9)
     own_end_s = max(span.end_s for span in panel.spans)
     for rank in ranks:

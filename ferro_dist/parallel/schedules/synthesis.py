@@ -85,7 +85,7 @@ def synthesize(
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError
         The limit is too low for a single microbatch, or an argument is none.
 
     Examples
@@ -105,6 +105,10 @@ def _problem(
     latency: float | Iterable[float],
     memory: float | Iterable[float] | None,
 ) -> Problem:
+    if not isinstance(placement, Iterable):
+        raise TypeError(
+            f"placement must give the rank of each stage, as [0, 1], not {placement!r}."
+        )
     ranks = [check_count("a rank of placement", rank, least=0) for rank in placement]
     if not ranks or set(ranks) != set(range(max(ranks) + 1)):
         raise ValueError(f"placement must give stages to every rank from 0 up, not {placement!r}.")
