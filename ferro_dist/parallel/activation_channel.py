@@ -306,9 +306,12 @@ class Receiver:
         for receive in self._expected[self._num_posted :]:
             self.post(receive)
 
-    def close(self) -> None:
-        """End the thread, once it has received what was posted."""
+    def end(self) -> None:
+        """Let the thread end, once it has received what was posted."""
         self._posted.put(None)
+
+    def join(self) -> None:
+        """Wait until it has."""
         self._thread.join()
 
     def _receive_posted(self) -> None:

@@ -221,7 +221,9 @@ class StepRun:
     def close(self) -> None:
         """End the threads."""
         for receiver in self._receivers.values():
-            receiver.close()
+            receiver.end()
+        for receiver in self._receivers.values():
+            receiver.join()
         for stage in self._wiring.stages.values():
             stage.pool.trim()
 

@@ -24,8 +24,10 @@ from ferro_dist.errors import (
     CollectiveMismatch,
     DistributedError,
     InvalidArray,
+    Io,
     LockPoisoned,
     PeerLostError,
+    Timeout,
     UnsupportedOp,
 )
 from ferro_dist.parallel.activation_channel import PeerAborted
@@ -44,6 +46,8 @@ __all__ = [
 ResultT = TypeVar("ResultT")
 
 _ROW = struct.Struct("<dI?")
+_ENDS = (PeerLostError, ChannelClosed, Timeout, Io, LockPoisoned)
+"""What ends a group, and is no doing of a stage."""
 _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -102,7 +106,7 @@ class FailureReport:
     """What one rank tells the others of an exception."""
 
     kind: str
-    """``"stage"``, ``"argument"`` or ``"lost"``."""
+    """``"stage"``, ``"argument"``, or ``"end"``: of a group that others are in."""
     error: str
     message: str
     traceback_text: str
@@ -122,8 +126,8 @@ class FailureReport:
         kind = "stage"
         if isinstance(error, BadArgument):
             kind, error = "argument", error.__cause__ or error
-        elif isinstance(error, ChannelClosed):
-            kind = "lost"
+        elif isinstance(error, _ENDS):
+            kind, error = "end", _why_ended(error)
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         stage, microbatch = where if where is not None else (None, None)
         name = type(error).__name__
@@ -134,12 +138,13 @@ class FailureReport:
         if self.kind == "argument":
             return self._to_argument_error(rank)
         who = f"rank {self.rank}" + ("" if self.replica is None else f" of replica {self.replica}")
-        if self.kind == "lost":
-            return PeerLostError(
-                f"Pipeline: {who} lost a rank of another group: {self.message}",
+        if self.kind == "end":
+            # No peer: whoever it was has that number in the other group.
+            ends = {kind.__name__: kind for kind in _ENDS}
+            return ends.get(self.error, ChannelClosed)(
+                f"Pipeline: another group of {who} has ended: {self.message}",
                 op="Pipeline",
                 rank=rank,
-                peer=self.rank,
             )
         where = "" if self.stage is None else f" in stage {self.stage}"
         which = "" if self.microbatch is None else f", microbatch {self.microbatch},"
@@ -275,18 +280,18 @@ def _exchange(
     Returns
     -------
     report of the lowest rank that has one or None, losses by rank
-        One that a rank was lost counts only if there is no other.
+        One that a group has ended counts only if there is no other.
     """
     told = b"" if report is None else json.dumps(dataclasses.asdict(report)).encode()
-    is_lost = report is not None and report.kind == "lost"
-    row = np.frombuffer(_ROW.pack(loss, len(told), is_lost), np.uint8)
+    is_end = report is not None and report.kind == "end"
+    row = np.frombuffer(_ROW.pack(loss, len(told), is_end), np.uint8)
     rows = all_gather(row, backend).reshape(backend.world_size, _ROW.size)
     outcomes = [_ROW.unpack(other.tobytes()) for other in rows]
     losses = np.array([outcome[0] for outcome in outcomes])
     reporting = [rank for rank, outcome in enumerate(outcomes) if outcome[1]]
     if not reporting:
         return None, losses
-    # That a peer is lost may be what another one's exception has led to.
+    # That a group has ended may be what another one's exception has led to.
     root = min(reporting, key=lambda rank: (outcomes[rank][2], rank))
     text = np.empty(outcomes[root][1], np.uint8)
     if root == backend.rank:
@@ -311,8 +316,11 @@ def _end_of_group(failure: BaseException | None, error: DistributedError) -> Bas
         failure = failure.__cause__
     if failure is not None and not isinstance(failure, (DistributedError, PeerAborted)):
         return failure
-    first = failure if isinstance(failure, DistributedError) else error
-    # The same on all ranks, whether they heard of it in this call or in the one before.
-    if isinstance(first, LockPoisoned) and isinstance(first.__cause__, DistributedError):
-        return first.__cause__
-    return first
+    return _why_ended(failure if isinstance(failure, DistributedError) else error)
+
+
+def _why_ended(error: DistributedError) -> DistributedError:
+    """Return the same on all ranks, whether they heard of it in this call or in one before."""
+    if isinstance(error, LockPoisoned) and isinstance(error.__cause__, DistributedError):
+        return error.__cause__
+    return error

@@ -30,6 +30,7 @@ from ferro_dist.parallel.activation_channel import Run
 from ferro_dist.parallel.bucket import bucket_nbytes_of
 from ferro_dist.parallel.ends import BackwardEnds, ForwardEnds, TrainingEnds
 from ferro_dist.parallel.executor import Program, StepRun
+from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.outcome import run_on_all, share_outcome
 from ferro_dist.parallel.pipeline_arguments import (
     check_groups,
@@ -465,13 +466,14 @@ class Pipeline(Generic[ModuleT]):
         failure: BaseException | None = None
         loss = 0.0
         try:
-            prepare()
-            run.execute()
-            loss = ends.loss if isinstance(ends, TrainingEnds) else 0.0
-        except BaseException as error:
-            failure = error
-            run.abandon(error)
-        try:
+            try:
+                prepare()
+                run.execute()
+                loss = ends.loss if isinstance(ends, TrainingEnds) else 0.0
+            except BaseException as error:
+                failure = error
+                with telling(self._interrupt):  # of a second Ctrl-C
+                    run.abandon(error)
             loss = share_outcome(
                 self._backend, self._dp, failure, run.where, loss, self._op is ReduceOp.MEAN
             )
@@ -483,6 +485,11 @@ class Pipeline(Generic[ModuleT]):
         if call == "step":
             self._last_step = run
         return loss
+
+    def _interrupt(self, error: BaseException) -> None:
+        for group in (self._backend, self._dp):
+            if group is not None:
+                interrupt(group, error)
 
     def _forget(self) -> None:
         for stage in self._stages.values():

@@ -442,6 +442,36 @@ def test_ctrl_c_on_one_rank_is_told_on_the_others(on_ranks: OnRanks) -> None:
     assert on_ranks(3, body) == ["StageFailed", "KeyboardInterrupt", "StageFailed"]
 
 
+class ImpatientlyInterrupted(HandwrittenStage):
+    """Ctrl-C in its forward, and once more while the step is given up."""
+
+    def forward(self, *_: Any) -> Any:
+        raise KeyboardInterrupt("the first")
+
+    def interrupt(self, error: BaseException) -> None:
+        raise KeyboardInterrupt("the second")
+
+
+@pytest.mark.parametrize("at_fault", [0, 1, 2])
+def test_second_ctrl_c_keeps_none_waiting_and_leaves_no_thread(
+    on_ranks: OnRanks, at_fault: int
+) -> None:
+    met = threading.Barrier(3)
+
+    def body(backend: Any) -> str:
+        kind = ImpatientlyInterrupted if backend.rank == at_fault else HandwrittenStage
+        pipe = fd.Pipeline(kind(Doubling()), backend, 4)
+        error = raised_by(lambda: pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones))
+        met.wait()  # no error of another rank is due to this one's leaving
+        return f"{type(error).__name__}: {error}"
+
+    errors = on_ranks(3, body)
+    assert errors.pop(at_fault) == "KeyboardInterrupt: the second"
+    for error in errors:
+        assert f"rank {at_fault} was interrupted" in error
+    assert not [t for t in threading.enumerate() if t.name.startswith("pipeline-receiver")]
+
+
 # What is made before the first step, and for a plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -363,21 +364,35 @@ def test_dead_stage_is_a_lost_peer_on_every_other_rank(
     assert survivors == [("PeerLostError", victim)] * 2
 
 
+def _error_of_step(pipe: Any) -> tuple[str, int | None, str]:
+    with pytest.raises(fd.DistributedError) as caught:
+        pipe.step(*batch(8), square)
+    return type(caught.value).__name__, caught.value.peer, str(caught.value)
+
+
 def _lose_a_rank_of_a_grid(backend: Any, victim: int) -> Any:
     with fd.RankGrid(backend, pipeline=2) as grid:
         stage = Dying(0, 1) if backend.rank == victim else Layer(0)
         pipe = fd.Pipeline(stage, grid.pipeline, 4, "1f1b", dp=grid.data)
-        try:
-            pipe.step(*batch(8), square)
-        except fd.DistributedError as error:
-            return type(error).__name__
-    return "no error"
+        told = [_error_of_step(pipe) for _ in range(2)]
+        with contextlib.suppress(fd.DistributedError):
+            # Whoever leaves first would tell the others of another end.
+            fd.barrier(backend)
+    return told
 
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_dead_stage_is_told_in_every_pipeline_of_a_grid(victim: int) -> None:
     outcomes = run_ranks(4, _lose_a_rank_of_a_grid, victim, may_die=[victim])
-    assert [o for rank, o in enumerate(outcomes) if rank != victim] == ["PeerLostError"] * 3
+    for rank, told in enumerate(outcomes):
+        if rank == victim:
+            continue
+        assert [kind for kind, _, _ in told] == ["PeerLostError"] * 2  # nor is it a stage's later
+        for _, peer, message in told:
+            where = rank // 2 == victim // 2, rank % 2 == victim % 2
+            named = {(True, False): victim % 2, (False, True): victim // 2, (False, False): None}
+            assert peer == named[where], message
+            assert "died" in message
 
 
 def _wait_for_nobody(backend: Any) -> str:
