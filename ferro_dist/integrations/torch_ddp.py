@@ -287,6 +287,18 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         """Yield the buffers by the names that they have in the module."""
         return self.module.named_buffers(prefix, *args, **kwargs)
 
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """Add a buffer to the module."""
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        """Add a parameter to the module, which must then be wrapped again."""
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        """Add a module to the module, which must then be wrapped again."""
+        self.module.add_module(*args, **kwargs)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module."""
         return self.module.state_dict(*args, **kwargs)

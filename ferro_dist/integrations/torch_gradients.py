@@ -111,7 +111,13 @@ class TorchGradients(Accumulation, Gradients):
 
     def _refuse_taken(self, bucket: Bucket) -> None:
         for name, number in zip(bucket.layout.names, bucket.members, strict=True):
-            if self.parameters[number].grad is None and self.is_ready(number):
+            parameter = self.parameters[number]
+            if parameter.grad is None and self.is_ready(number):
+                if not parameter.requires_grad:
+                    raise RuntimeError(
+                        f"DDP: parameter {name!r} was frozen between forward and backward. Freeze "
+                        "before forward, on all ranks."
+                    )
                 raise RuntimeError(
                     f"DDP: the gradient of {name!r} was set to None in backward, before it was "
                     "averaged: by a hook that steps an optimizer? ddp.step_in_backward(optimizer) "

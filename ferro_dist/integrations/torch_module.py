@@ -136,7 +136,8 @@ class ModuleParameters:
             if current.get(name) is not self.named.get(name):
                 raise ValueError(
                     f"DDP: parameter {name!r} was added, removed or replaced after the module was "
-                    "wrapped. Call into_inner() and wrap the module again, on all ranks."
+                    "wrapped. Call into_inner() and wrap the module again, on all ranks. Inside of "
+                    "torch.func call the module itself, and sync_gradients() of what comes out."
                 )
         # A module of the same parameters in another place.
         self._modules = list(self._module.modules())

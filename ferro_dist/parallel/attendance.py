@@ -112,9 +112,13 @@ def check_weight(weight: float | None) -> float | None:
     """
     if weight is None:
         return None
+    message = f"weight must be a number, not {weight!r}"
     if isinstance(weight, (bool, str)):
-        raise TypeError(f"weight must be a number, not {weight!r}")
-    value = float(weight)
+        raise TypeError(message)
+    try:
+        value = float(weight)
+    except (TypeError, ValueError) as error:  # complex, or of several elements
+        raise TypeError(message) from error
     if not 0 <= value < math.inf:
         raise ValueError(f"weight must be a finite number of at least 0, not {weight!r}")
     return value

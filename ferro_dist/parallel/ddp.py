@@ -117,7 +117,7 @@ class DDP(Generic[ModuleT]):
         and reduction share one, doing one after the other is faster. Results are the same.
     sync_buffers : bool, default True
         Whether all ranks get the buffers of `root` (running means of a BatchNorm) with
-        every average.
+        every average: those that the module has when it is wrapped.
     root : int, default 0
         Whose parameters all ranks start with.
     find_unused_parameters, static_graph, gradient_as_bucket_view : optional

@@ -650,6 +650,27 @@ def test_a_reduction_that_is_not_in_place_is_refused(on_ranks: OnRanks) -> None:
     on_ranks(1, body)
 
 
+@pytest.mark.parametrize(
+    ("weight", "error"),
+    [
+        (-1, ValueError),
+        (np.nan, ValueError),
+        (np.float32(np.inf), ValueError),
+        ("1", TypeError),
+        (True, TypeError),
+        (1j, TypeError),
+        (np.ones(2), TypeError),
+    ],
+)
+def test_weights_that_are_none(on_ranks: OnRanks, weight: Any, error: type[Exception]) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP({"w": np.zeros(3)}, backend)
+        with pytest.raises(error, match="weight must be a"):
+            ddp.sync_gradients({"w": np.ones(3)}, weight=weight)
+
+    on_ranks(1, body)
+
+
 def test_what_weighs_nothing_may_be_no_number(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = fd.DDP({"w": np.zeros(3)}, backend)

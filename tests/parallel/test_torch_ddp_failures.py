@@ -154,6 +154,18 @@ def test_a_hook_that_steps_before_gradients_are_averaged_is_refused(
 
 
 @OVERLAP
+def test_freezing_between_forward_and_backward_is_refused(on_ranks: OnRanks, overlap: Any) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend, overlap=overlap)
+        loss = ddp(1.0).sum()
+        ddp.module.weight.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="'weight' was frozen between forward and backward"):
+            loss.backward()
+
+    on_ranks(1, body)
+
+
+@OVERLAP
 @pytest.mark.parametrize("average", ["mean", "sum"])
 def test_a_hook_of_an_accumulator_that_steps_is_refused(
     on_ranks: OnRanks, average: str, overlap: Any
@@ -231,10 +243,12 @@ def test_a_module_is_wrapped_once_at_a_time(on_ranks: OnRanks) -> None:
     "change",
     [
         lambda ddp: ddp.module.add_module("extra", nn.Linear(1, 1)),
+        lambda ddp: ddp.register_module("extra", nn.Linear(1, 1)),
+        lambda ddp: ddp.register_parameter("extra", nn.Parameter(torch.ones(1))),
         lambda ddp: ddp.module.load_state_dict(ddp.state_dict(), assign=True),
         lambda ddp: delattr(ddp.module, "bias"),
     ],
-    ids=["added", "replaced", "removed"],
+    ids=["added", "module", "parameter", "replaced", "removed"],
 )
 def test_other_parameters_than_those_wrapped_are_refused(
     on_ranks: OnRanks, change: Callable[[Any], Any]

@@ -92,6 +92,8 @@ def test_the_wrapper_is_a_module(on_ranks: OnRanks) -> None:
         ddp.learning_rate = 0.2
         assert ddp.module.learning_rate == 0.2
         assert ddp.weight is ddp.module.weight
+        ddp.register_buffer("mean", torch.zeros(1))
+        assert list(ddp.state_dict()) == ["weight", "bias", "mean"]
         assert not ddp.eval().module.training
         assert ddp.train().module.training
         assert [name for name, _ in ddp.named_parameters()] == ["weight", "bias"]
