@@ -12,6 +12,10 @@ only where the cores were equally far apart.
 
 The time of a collective is that of its slowest rank. Calls shorter than 30 µs are timed
 many at a time, back to back.
+
+What is sent again and again, unchanged, stays in the reader's cache where it is read in place.
+With --fresh every rank writes its input before each call, as who has just computed it, and calls
+are timed one by one.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ QUICK_SECONDS = 35.0  # with start and end, a minute
 
 def main() -> int:
     options = parse_arguments()
-    run = measure.describe_run()
+    run = {**measure.describe_run(), "inputs": "fresh" if options.is_fresh else "reused"}
     results: list[report.Result] = []
     budget = Budget(QUICK_SECONDS if options.is_quick else math.inf, count_cases(options))
     for ranks in options.ranks:
@@ -71,6 +75,7 @@ class Options:
     burst_ns: float
     far_ns: float
     only: list[str]
+    is_fresh: bool
 
 
 def parse_arguments() -> Options:
@@ -89,6 +94,7 @@ def parse_arguments() -> Options:
     add("--burst-ms", type=float, help="about how long a turn lasts")
     add("--far-ns", type=float, default=350.0, help="round trip from which cores count as far")
     add("--only", default="", help="systems, for example ferro_dist,openmpi/ucx")
+    add("--fresh", action="store_true", help="write the inputs anew before each call")
     add("--output", help="file for the JSON lines; the plot stands beside it")
     given = parser.parse_args()
     sizes = (given.sizes or (QUICK_SIZES if given.quick else SIZES)).split(",")
@@ -105,6 +111,7 @@ def parse_arguments() -> Options:
         burst_ns=(given.burst_ms or (4 if given.quick else 15)) * 1e6,
         far_ns=given.far_ns,
         only=[name for name in given.only.split(",") if name],
+        is_fresh=given.fresh,
     )
     for given_names, known in ((options.collectives, COLLECTIVES), (options.memories, MEMORIES)):
         unknown = sorted(set(given_names) - set(known))
@@ -246,13 +253,14 @@ class Contest:
         try:
             self._prepare(contestant)
             pilot = self._sample(contestant, samples=3, times=1)
-            if statistics.median(pilot) < BATCH_NS:
+            if statistics.median(pilot) < BATCH_NS and not self._options.is_fresh:
                 pilot = self._sample(contestant, samples=5, times=20)
         except (CaseRefused, SystemFailed) as error:
             self._say_without(contestant, error)
             return False
         estimate_ns = max(50.0, statistics.median(pilot))
-        contestant.times = max(1, math.ceil(BATCH_NS / estimate_ns))
+        is_batch = not self._options.is_fresh
+        contestant.times = max(1, math.ceil(BATCH_NS / estimate_ns)) if is_batch else 1
         wanted = self._options.burst_ns / (estimate_ns * contestant.times)
         contestant.samples = max(2, min(MAX_SAMPLES, math.ceil(wanted)))
         return True
@@ -283,7 +291,8 @@ class Contest:
         )
 
     def _sample(self, contestant: Contestant, samples: int, times: int) -> list[float]:
-        order = {"memory": contestant.case.memory, "samples": samples, "times": times}
+        memory, is_fresh = contestant.case.memory, self._options.is_fresh
+        order = {"memory": memory, "samples": samples, "times": times, "is_fresh": is_fresh}
         times_by_rank = contestant.group.order(do="sample", **order)
         per_call = 1 / self._case.calls_per_statement
         return [time * per_call for time in measure.slowest_rank(times_by_rank)]
