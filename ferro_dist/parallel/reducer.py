@@ -14,7 +14,8 @@ reduces buckets 0 to B-1 in this order in every round. The lanes of a bucket tel
 what was contributed at all.
 
 Buckets are laid out once more after the first round, in the order in which its
-gradients became ready on rank 0.
+gradients became ready on rank 0. So they are after each first round with a parameter that was
+frozen till then.
 
 A gradient that is marked ready a second time has got more after its bucket was packed: a layer
 that two re-entrant checkpoints share. In place, where the bucket is still here; else what came
@@ -183,6 +184,7 @@ class Reducer:
         # A reduction of the user's own runs on the user's thread.
         self._is_overlapped = is_overlapped and not callable(compress)
         self._follows_order = follows_order
+        self._agreed_places: dict[str, int] = {}  # of parameters in the order of readiness, by name
         self._first_tag = first_tag
         self._question: RollCall | None = None
         has_both = backend.device is not None and backend.moves_host_arrays
@@ -195,15 +197,20 @@ class Reducer:
 
     # Layout
 
-    def lay_out(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> None:
-        """Make buckets for these parameters, which become ready in this order.
+    def lay_out(self, specs: Sequence[ParameterSpec]) -> None:
+        """Make buckets for these parameters.
 
         Gradients that lie in buckets of before keep them alive.
         """
+        # A rank that alone freezes parameters, and unfreezes them before the others hear of it,
+        # must come back to the order that all have: it is forgotten at no layout.
+        places = self._agreed_places
+        self._has_order = not self._follows_order or all(spec.name in places for spec in specs)
         # Backward finishes the last layers first, so their bucket fills first.
-        order = range(len(specs) - 1, -1, -1) if order is None else order
+        order = list(range(len(specs) - 1, -1, -1))
+        if self._follows_order and self._has_order:
+            order.sort(key=lambda number: places[specs[number].name])
         self._order = tuple(order)
-        self._has_order = not self._follows_order
         self.specs = tuple(specs)
         numbers = {spec.name: number for number, spec in enumerate(specs)}
         groups = assign_buckets([specs[number] for number in order], self._bucket_nbytes)
@@ -219,7 +226,7 @@ class Reducer:
         place_of = {number: place for place, number in enumerate(order)}
         # How many gradients have come when each bucket is full, if they come in this order.
         self._full_at = [1 + max(map(place_of.__getitem__, b.members)) for b in self.buckets]
-        self._tag = self._first_tag + _digest(specs)
+        self._tag = self._first_tag + _digest(specs, order)
         self._reset()
 
     def _make_bucket(self, index: int, members: list[int], specs: list[ParameterSpec]) -> Bucket:
@@ -521,10 +528,11 @@ class Reducer:
         """Lay the buckets out in the order in which rank 0's gradients became ready."""
         seen = dict.fromkeys(self._ready_order)  # some came twice
         order = np.array([*seen, *(n for n in self._order if n not in seen)], np.int64)
-        order = broadcast_row(order, self.backend, self.tag_of(ORDER))
-        if tuple(order.tolist()) != self._order:
-            self.lay_out(self.specs, order.tolist())
+        agreed = broadcast_row(order, self.backend, self.tag_of(ORDER)).tolist()
+        self._agreed_places.update((self.specs[n].name, place) for place, n in enumerate(agreed))
         self._has_order = True
+        if tuple(agreed) != self._order:
+            self.lay_out(self.specs)
 
     # Ranks that disagree
 
@@ -543,7 +551,7 @@ def _likeness(spec: ParameterSpec) -> tuple[Any, ...]:
     return spec.axes, len(spec.shape), spec.shape[1:], spec.padded_count != spec.count
 
 
-def _digest(specs: Sequence[ParameterSpec]) -> int:
-    """31 bits of what is trained: part of every tag, so that ranks that differ mismatch."""
-    text = "\0".join(map(str, specs)).encode()
+def _digest(specs: Sequence[ParameterSpec], order: Iterable[int]) -> int:
+    """31 bits of what lies where: part of every tag, so that ranks that differ mismatch."""
+    text = "\0".join(map(str, [*specs, *order])).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1

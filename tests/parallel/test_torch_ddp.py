@@ -406,15 +406,20 @@ def test_statistics_tell_the_times_of_each_bucket(on_ranks: OnRanks, overlap: An
     on_ranks(2, body)
 
 
+class Shuffled(nn.Module):
+    """Layers that are registered in the order in which their gradients become ready."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = (nn.Linear(2, 2, bias=False) for _ in range(2))
+        for layer in (self.last, self.first):
+            nn.init.ones_(layer.weight)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+
 def test_buckets_follow_the_order_in_which_gradients_become_ready(on_ranks: OnRanks) -> None:
-    class Shuffled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last, self.first = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-
-        def forward(self, x: Any) -> Any:
-            return self.last(self.first(x))
-
     def body(backend: Any) -> Any:
         ddp = fd.DDP(Shuffled(), backend, bucket_mb=1e-5)
         for _ in range(2):
@@ -422,6 +427,29 @@ def test_buckets_follow_the_order_in_which_gradients_become_ready(on_ranks: OnRa
         return [bucket.names for bucket in ddp.statistics().buckets]
 
     assert on_ranks(2, body) == [[("last.weight",), ("first.weight",)]] * 2
+
+
+@OVERLAP
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_rank_that_froze_something_alone_comes_back_to_the_order_of_all(
+    on_ranks: OnRanks, is_told: bool, overlap: Any
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(Shuffled(), backend, overlap=overlap)
+        x = torch.full((1, 2), backend.rank + 1.0)
+        ddp(x).sum().backward()
+        ddp.module.first.requires_grad_(backend.rank == 0)
+        if is_told:
+            with pytest.raises(fd.CollectiveMismatch):
+                ddp(x).sum().backward()
+        else:
+            ddp(x)
+        ddp.module.first.requires_grad_(True)
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+        return [p.grad[0, 0].item() for p in ddp.parameters()]
+
+    assert on_ranks(2, body) == [[3, 3]] * 2
 
 
 def test_words_of_torch_are_accepted(on_ranks: OnRanks) -> None:
