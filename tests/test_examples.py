@@ -24,7 +24,7 @@ def test_an_example_learns(name: str, library: str, epochs: int) -> None:
         [sys.executable, *command, "--epochs", str(epochs)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
         # Where there is a GPU, two processes would each take most of its memory.
         env={**os.environ, "JAX_PLATFORMS": "cpu"},

@@ -33,15 +33,21 @@ FERRORUN = [sys.executable, "-m", "ferro_dist.launch"]
 
 # What the scripts of the tests begin with.
 PRELUDE = """
-import os, signal, subprocess, sys
+import os, select, signal, subprocess, sys
 rank = int(os.environ["FERRO_RANK"])
+# A signal that comes just before a rank goes to sleep must not find it asleep: it writes here.
+wakeup, written_to = os.pipe()
+os.set_blocking(written_to, False)
+signal.set_wakeup_fd(written_to)
 def report(text):
     os.write(int(os.environ["REPORT_FD"]), f"{text}\\n".encode())
 def wait_for_ever():
     while True:
-        signal.pause()
+        os.read(wakeup, 1)
 def wait_for_order():
-    os.read(int(os.environ["ORDERS_FD"]), 1)
+    orders = int(os.environ["ORDERS_FD"])
+    while orders not in select.select([orders, wakeup], [], [])[0]:
+        os.read(wakeup, 1)
 """
 
 

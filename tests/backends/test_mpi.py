@@ -21,7 +21,7 @@ from leaks import settled
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
 RANKS = str(Path(__file__).parent / "mpi_ranks.py")
-DEADLINE_S = 120
+DEADLINE_S = 250
 
 # Beside the contract: what only this backend has.
 OF_ANY_SIZE = [

@@ -17,6 +17,8 @@ from ferro_dist.backends.hybrid import _Both
 from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray
 from ferro_dist.testing import RankDeath, emulated_gpu, run_ranks
 
+DEADLINE_S = 60.0
+
 
 def ranks(world_size: int, body: Any, *args: Any, **options: Any) -> list[Any]:
     return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True, **options)
@@ -234,7 +236,7 @@ def test_a_dead_peer_ends_the_gpus_calls_and_close_does_not_hang() -> None:
 def close_after_a_death(rank: int, world_size: int, addr: str) -> bool:
     """With work under way on the GPU that nobody has waited for."""
     gpu = emulated_gpu()
-    group = connect("hybrid", rank, world_size, addr)
+    group = connect("hybrid", rank, world_size, addr, timeout=10 * DEADLINE_S)
     fd.barrier(group)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -246,7 +248,7 @@ def close_after_a_death(rank: int, world_size: int, addr: str) -> bool:
 
 
 def test_close_with_work_that_waits_for_the_dead_does_not_hang() -> None:
-    assert ranks(2, close_after_a_death, may_die=[1], timeout=25)[0] is True
+    assert ranks(2, close_after_a_death, may_die=[1], timeout=DEADLINE_S)[0] is True
 
 
 def shrink_after_a_death(rank: int, world_size: int, addr: str) -> Any:

@@ -14,7 +14,7 @@ from ferro_dist.testing import run_ranks
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 
-DEADLINE_S = 250.0  # a busy machine compiles for a minute
+DEADLINE_S = 500.0  # a busy machine compiles for minutes
 STEPS = 20
 ROWS = 12
 SIZES = (6, 16, 8, 3)

@@ -31,6 +31,7 @@ from ferro_dist.parallel.schedules import complete  # noqa: E402
 from ferro_dist.testing import run_ranks  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
+DEADLINE_S = 300.0  # a busy machine takes long to import torch alone
 
 # Rows and microbatches: one, fewer than stages, even, uneven.
 BATCHES = [(3, 1), (4, 2), (8, 4), (11, 5)]
@@ -233,7 +234,7 @@ def test_processes_do_as_threads_do(kind: str, case: tuple[str, int, int]) -> No
     model = chain(Case(*case).num_stages)
     x, y = batch(9)
     whole = run_whole(model, x, y)
-    outcomes = run_ranks(case[1], _body_of_a_process, case, backend=kind)
+    outcomes = run_ranks(case[1], _body_of_a_process, case, backend=kind, timeout=DEADLINE_S)
     for loss, gradients, _ in outcomes:
         assert loss == pytest.approx(whole.loss, rel=1e-12)
         for name, gradient in gradients.items():

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-DEADLINE_S = 200
+DEADLINE_S = 500
 
 
 def run(ranks: int, script: str, *arguments: str) -> str:

@@ -31,6 +31,8 @@ from torch import nn  # noqa: E402
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.testing import RankDeath, run_ranks  # noqa: E402
 
+DEADLINE_S = 300.0  # a busy machine takes long to import torch alone
+
 
 class BiasFirst(nn.Module):
     """The parameters of `Scale`, in another order."""
@@ -137,7 +139,7 @@ def probe(backend: Any) -> None:
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_no_gradient_is_silently_wrong(transport: str) -> None:
-    run_ranks(2, probe, backend=transport, timeout=120)
+    run_ranks(2, probe, backend=transport, timeout=DEADLINE_S)
 
 
 # Batches that are normalized together, and two models that train against each other
@@ -177,7 +179,7 @@ def test_a_cnn_with_sync_batch_norm_and_a_gan_equal_one_process() -> None:
         train_cnn(make_cnn(), slice(None)),
         train_gan(lambda module: module, [0, 1]),
     ]
-    for trained in run_ranks(2, train_both):
+    for trained in run_ranks(2, train_both, timeout=DEADLINE_S):
         for state, expected in zip(trained, alone, strict=True):
             for name, value in state.items():
                 # float64 sums in another order, over 20 steps; statistics of a batch divide by
@@ -193,6 +195,8 @@ def test_a_cnn_with_sync_batch_norm_and_a_gan_equal_one_process() -> None:
     ("overlap", "steps_in_backward"), [(False, True), ("always", False)], ids=["after", "beside"]
 )
 def test_survivors_of_a_death_in_backward_go_on(overlap: Any, steps_in_backward: bool) -> None:
-    first, dead, last = run_ranks(3, lose_rank_1, Dies, overlap, steps_in_backward, may_die=[1])
+    first, dead, last = run_ranks(
+        3, lose_rank_1, Dies, overlap, steps_in_backward, may_die=[1], timeout=DEADLINE_S
+    )
     assert isinstance(dead, RankDeath)
     assert first == last

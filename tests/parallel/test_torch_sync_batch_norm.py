@@ -15,6 +15,7 @@ from ferro_dist.testing import run_ranks
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 OnRanks = Callable[..., list[Any]]
+DEADLINE_S = 300.0  # a busy machine takes long to import torch alone
 
 COUNTS = [(4, 4), (5, 2), (3, 0, 6), (1, 1)]
 """Rows on each rank: even, uneven, none at all, too few for a BatchNorm of its own."""
@@ -88,7 +89,7 @@ def train_in_process(backend: Any, counts: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("kind", ["host", "tcp"])
 def test_processes_together_equal_one_process(kind: str) -> None:
     counts = (5, 2)
-    outcomes = run_ranks(2, train_in_process, counts, backend=kind)
+    outcomes = run_ranks(2, train_in_process, counts, backend=kind, timeout=DEADLINE_S)
     tensors = [
         {k: torch.tensor(v, dtype=torch.float64) for k, v in outcome.items()}
         for outcome in outcomes

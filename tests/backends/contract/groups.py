@@ -250,9 +250,8 @@ def closing_ends_calls_of_other_threads(group: Group) -> None:
         started.wait()
         pending = fd.recv(np.empty(1), other, 1, async_op=True)
         other.close()
-        thread.join(10)
-        assert not thread.is_alive()
-        assert isinstance(errors[0], ChannelClosed)
+        thread.join()
+        assert isinstance(errors[0], ChannelClosed)  # no Timeout of the group's
         raised(ChannelClosed, pending.wait)
     fd.barrier(group)
     other.close()
