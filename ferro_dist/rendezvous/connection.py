@@ -380,7 +380,7 @@ def try_to_listen(target: Target) -> socket.socket | OSError:
     try:
         return listen(target)
     except OSError as error:
-        return error
+        return error.with_traceback(None)  # which would lead to who keeps the error
 
 
 def _host_of(sockaddr: Any) -> str:

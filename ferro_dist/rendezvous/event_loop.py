@@ -217,7 +217,8 @@ class Stream:
         except StopIteration as stop:
             failure = self._end(stop.value)
         except (OSError, ProtocolError) as error:
-            failure = error
+            # Its traceback would lead back here, and keep what called the loop: the group, too.
+            failure = error.with_traceback(None)
         if failure is not None:
             self.close()
             self._on_failed(failure)
@@ -230,7 +231,7 @@ class Stream:
         try:
             self._flush()
         except OSError as error:
-            return error
+            return error.with_traceback(None)
         return None
 
     def _converse(self, wanted: int | bytes) -> None:

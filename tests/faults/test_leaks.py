@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,20 @@ def check_growth(
         grown.append(largest(resident_nbytes() - resident))
     assert grown[-1] < MIB, grown
     assert_no_more_than(before)
+
+
+def leave_with_the_collector_off(rank: int, world_size: int, addr: str) -> None:
+    gc.disable()
+    group = fd.TcpBackend(rank, world_size, addr, timeout=PATIENCE_S)
+    fd.barrier(group)
+    with group:
+        kept = weakref.ref(group)
+    del group
+    assert kept() is None
+
+
+def test_a_group_that_was_closed_does_not_wait_for_the_collector() -> None:
+    run_ranks(3, leave_with_the_collector_off, backend="none")
 
 
 def simulate() -> None:
