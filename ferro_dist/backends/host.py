@@ -65,7 +65,12 @@ class HostBackend(EngineBackend):
         group: str = "world",
         epoch: str = "",
     ) -> None:
-        self._peer_reads = peer_reads()  # raises here, where no other rank knows of this one yet
+        try:  # here, where no other rank knows of this one yet
+            self._peer_reads = peer_reads()
+        except ValueError:
+            if isinstance(listener, socket.socket):
+                listener.close()
+            raise
         rendezvous.connect(
             rank,
             world_size,

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import socket
 from functools import partial
 
 import numpy as np
@@ -176,6 +177,10 @@ def test_who_gives_up_privileges_lends_nothing_more() -> None:
 def make_group_with(rank: int, world_size: int, addr: str) -> None:
     with pytest.raises(ValueError, match="FERRO_DIST_PEER_READS"):
         join(rank, world_size, addr, "sometimes")
+    listener = socket.create_server(("127.0.0.1", 0))
+    with pytest.raises(ValueError, match="FERRO_DIST_PEER_READS"):
+        fd.HostBackend(0, 2, None, listener=listener)
+    assert listener.fileno() < 0  # whoever is given it closes it
 
 
 def test_an_unknown_setting_is_refused() -> None:
