@@ -71,19 +71,28 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
     if (error.code == ErrorCode::closed) {
       end(ErrorCode::channel_closed, rank_);
     } else {
+      if (error.code == ErrorCode::timeout) testify(error.missing);
       end(error.code, error.peer, static_cast<std::uint32_t>(sequence));
     }
-    reason = transport_->aborted();  // another rank may have been first after all
-    if (reason.reporter == rank_) return error;
+  } else {
+    transport_->abort(reason);  // who heard of it says so: others may be listening
   }
-  error.reporter = reason.reporter;
-  if (error.code == ErrorCode::timeout) settle_timeout(error, reason);
+  if (error.code == ErrorCode::timeout) settle_timeout(error);
+  reason = transport_->aborted();  // another rank may have been first after all
+  if (reason.reporter != rank_) error.reporter = reason.reporter;
   return error;
 }
 
-// Of a timeout once another rank has ended the group: all tell the same end. What this one saw
-// counts as far as it is that end: it may know of more ranks that are missing.
-void Communicator::settle_timeout(Error& error, const AbortReason& reason) noexcept {
+// All tell the same end. Where ranks tell each other nothing, what this one saw counts as far as
+// it is that end: it may know of more ranks that are missing.
+void Communicator::settle_timeout(Error& error) noexcept {
+  std::vector<int> missing;
+  try {
+    missing = transport_->find_missing();
+  } catch (const std::bad_alloc&) {
+    // Then the first accused is all that is told.
+  }
+  const AbortReason reason = transport_->aborted();
   const std::vector<int>& seen = error.missing;
   const bool is_same =
       reason.code == ErrorCode::timeout &&
@@ -94,16 +103,16 @@ void Communicator::settle_timeout(Error& error, const AbortReason& reason) noexc
     error.detail.clear();
     error.missing.clear();
   }
-  if (error.code == ErrorCode::timeout && error.missing.empty()) add_missing(error);
+  if (error.code != ErrorCode::timeout || missing.empty()) return;
+  error.missing = std::move(missing);
+  error.peer = error.missing.front();
 }
 
-void Communicator::add_missing(Error& error) noexcept {
-  try {
-    error.missing = transport_->find_missing();
-    if (!error.missing.empty()) error.peer = error.missing.front();
-  } catch (const std::bad_alloc&) {
-    // Then the first accused is all that is told.
-  }
+// Lets the others know for whom a call has waited that is given up.
+void Communicator::testify(const std::vector<int>& awaited) noexcept {
+  RankSet ranks;
+  for (const int rank : awaited) ranks.set(static_cast<std::size_t>(rank));
+  transport_->testify(ranks);
 }
 
 // Ends the group on every rank.
@@ -218,6 +227,7 @@ void Communicator::check_outside(Op op, std::uint64_t sequence, const Call& call
 void Communicator::await(Call& call, Task& task) {
   const Error reason = reason_to_give_up(call, task);
   if (reason.code == ErrorCode::none) return task.rethrow();
+  testify(reason.missing);
   end(reason.code, reason.peer);
   Call unhurried(kUnlimited);
   task.wait(unhurried);

@@ -99,8 +99,8 @@ class Communicator {
   void check_outside(Op op, std::uint64_t sequence, const Call& call);
   // Notes what failed and, if the group cannot go on, tells the others.
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
-  void settle_timeout(Error& error, const AbortReason& reason) noexcept;
-  void add_missing(Error& error) noexcept;
+  void settle_timeout(Error& error) noexcept;
+  void testify(const std::vector<int>& awaited) noexcept;
   void end(ErrorCode code, int culprit, std::uint32_t sequence = 0) noexcept;
   void await(Call& call, Task& task);
   Error reason_to_give_up(Call& call, Task& task);

@@ -85,6 +85,7 @@ void HostsTransport::spread(AbortReason reason) const noexcept {
   if (local_ != nullptr) {
     local_->testify(mesh_->testimony());
     local_->abort(reason);
+    reason = local_->aborted();  // of several in one host, one is what all of it says
   }
   mesh_->abort(reason);
 }

@@ -32,7 +32,7 @@ class HostsTransport final : public Transport {
   void add_lost(RankSet& ranks) override;
   std::vector<int> find_missing() override;
   void add_awaited(RankSet& ranks) const override;
-  void testify(const RankSet& awaited) noexcept override { mesh_->set_testimony(awaited); }
+  void testify(const RankSet& awaited) noexcept override { mesh_->testify(awaited); }
   void add_testimonies(Testimonies& testimonies) override;
   std::uint32_t succession() const noexcept override;
   bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept override;

@@ -138,6 +138,7 @@ void ShmTransport::testify(const RankSet& awaited) noexcept {
 }
 
 void ShmTransport::add_testimonies(Testimonies& testimonies) {
+  testimonies.add(aborted());
   for (int peer = 0; peer < size_; ++peer) {
     const RankControl& control = segment_->control(peer);
     if (control.has_testified.load(std::memory_order_acquire) != 0)

@@ -52,11 +52,16 @@ TcpMesh::~TcpMesh() {
 }
 
 void TcpMesh::abort(AbortReason reason) noexcept {
+  if (reason.code == ErrorCode::timeout) look();  // what came while this rank was kept from running
   adopt(reason);
-  if (has_told_.exchange(true, std::memory_order_acq_rel)) return;
+  RankSet waited_for;
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex_);  // a pass in progress ends
+    if (has_told_.exchange(true, std::memory_order_acq_rel)) return;
+    waited_for = testimony_ = testimony_now();
+  }
   const std::uint64_t one = 1;
   if (write(wake_fd_.get(), &one, sizeof one) < 0) return;  // cannot fail: the counter is not full
-  const RankSet waited_for = testimony();                   // takes the lock: a pass in progress ends
   const AbortReason winner = this->reason();
   const bool is_close = winner.code == ErrorCode::closed && winner.culprit == own_rank_;
   const Frame frame = is_close ? farewell(FrameKind::goodbye) : farewell(FrameKind::abort, winner);
@@ -234,6 +239,7 @@ RankSet TcpMesh::awaited() const noexcept {
 
 void TcpMesh::set_testimony(const RankSet& awaited) {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
+  if (has_told_.load(std::memory_order_relaxed)) return;
   testimony_ = awaited;
   has_testimony_.store(awaited.any(), std::memory_order_relaxed);
 }
@@ -242,39 +248,55 @@ void TcpMesh::clear_testimony() {
   if (has_testimony_.load(std::memory_order_relaxed)) set_testimony({});
 }
 
+void TcpMesh::testify(const RankSet& awaited) noexcept {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  awaited_in_messages_ |= awaited;
+}
+
 RankSet TcpMesh::testimony() {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
+  return has_told_.load(std::memory_order_relaxed) ? testimony_ : testimony_now();
+}
+
+RankSet TcpMesh::testimony_now() const noexcept {
   // What was noted may be as old as a slice of the wait.
   const RankSet now = testimony_.any() ? awaited() : RankSet{};
-  return now.any() ? now : testimony_;
+  return (now.any() ? now : testimony_) | awaited_in_messages_;
 }
 
 std::vector<int> TcpMesh::find_missing(const std::function<void(Testimonies&)>& add_others) {
-  const AbortReason reason = this->reason();
   const RankSet own = testimony();
   const std::int64_t deadline_ns =
       ended_at_ns_.load(std::memory_order_relaxed) + static_cast<std::int64_t>(kInquestSeconds * 1e9);
-  RankSet missing;
-  for (bool is_over = false; !is_over;) {
+  for (;;) {
     Testimonies testimonies;
     testimonies.add(own_rank_, own);
     add_testimonies(testimonies);
     add_others(testimonies);
-    missing = testimonies.missing();
-    // Of two ranks, what the other might say changes nothing.
-    is_over = world_size_ == 2 || testimonies.num_heard() == static_cast<std::size_t>(world_size_) ||
-              now_ns() >= deadline_ns;
-    if (!is_over) await_last_words(deadline_ns);
+    if (testimonies.num_heard() == static_cast<std::size_t>(world_size_) || now_ns() >= deadline_ns)
+      return settle(testimonies);
+    await_last_words(deadline_ns);
   }
-  // Everybody is there: a link is slow, or the missing rank came in the last moment.
-  if (missing.none() && reason.reporter == own_rank_) missing = own;
+}
+
+// What the first thread to ask has found is the answer to all: later there may be more to hear.
+std::vector<int> TcpMesh::settle(const Testimonies& testimonies) {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  if (missing_) return *missing_;
+  const AbortReason reason = testimonies.reason();
+  word_.store(reason.pack(), std::memory_order_release);
+  RankSet missing = testimonies.missing();
+  // Everybody is there: a link is slow, they wait for each other, or the missing rank came in
+  // the last moment.
   if (missing.none() && reason.culprit >= 0) missing.set(static_cast<std::size_t>(reason.culprit));
-  return ranks_of(missing);
+  missing_ = ranks_of(missing);
+  return *missing_;
 }
 
 void TcpMesh::add_testimonies(Testimonies& testimonies) {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
   if (reason().code == ErrorCode::none) return;
+  testimonies.add(reason());
   for (Lane& lane : lanes_) {
     // Nobody else will, and the peer may have no room for its last words.
     lane.stream.discard_unread();
@@ -283,6 +305,8 @@ void TcpMesh::add_testimonies(Testimonies& testimonies) {
     const std::optional<TcpStream::LastWords> words = lane.stream.last_words();
     for (std::size_t rank = 0; words && rank < static_cast<std::size_t>(world_size_); ++rank)
       awaited[rank] = (words->testimony[rank / 8] >> rank % 8 & 1) != 0;
+    if (words && words->frame.kind == FrameKind::abort)
+      testimonies.add(AbortReason::unpack(words->frame.first.count));
     testimonies.add(lane.stream.peer(), awaited);
   }
 }

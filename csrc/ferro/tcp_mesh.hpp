@@ -20,6 +20,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "ferro/error.hpp"
@@ -48,8 +49,8 @@ class TcpMesh {
   int own_rank() const { return own_rank_; }
   bool may_spin() const { return may_spin_; }
 
-  // Any thread, at any moment. The first reason given stays; all peers are told
-  // of it once, which takes kTellSeconds at most.
+  // Any thread, at any moment. The first reason given stays, unless find_missing() finds another
+  // to count; all peers are told of it once, which takes kTellSeconds at most.
   void abort(AbortReason reason) noexcept;
   // Says goodbye. Idempotent; calls in progress raise Error{closed}.
   void close() noexcept;
@@ -81,11 +82,15 @@ class TcpMesh {
   // ends in an error. Set and cleared by the thread that runs collectives.
   void set_testimony(const RankSet& awaited);
   void clear_testimony();
+  // The same of messages, by who gives them up and is about to abort().
+  void testify(const RankSet& awaited) noexcept;
+  // Once peers have been told, what they were told.
   RankSet testimony();
 
-  // After a timeout has ended the group, who is missing: see testimony.hpp. Waits until
-  // every rank has been heard, kInquestSeconds from the end at most. `add_others` adds what
-  // ranks say that this mesh does not reach.
+  // After a timeout has ended the group and this rank has said so, who is missing: see
+  // testimony.hpp. Waits until every rank has been heard, kInquestSeconds from the end at most.
+  // `add_others` adds what ranks say that this mesh does not reach. The same for all who ask;
+  // from then on aborted() is the reason that counts on all ranks.
   std::vector<int> find_missing(const std::function<void(Testimonies&)>& add_others);
   // What peers have said so far.
   void add_testimonies(Testimonies& testimonies);
@@ -147,6 +152,7 @@ class TcpMesh {
   Lane& lane(int peer) { return lanes_[static_cast<std::size_t>(lane_of_[static_cast<std::size_t>(peer)])]; }
   AbortReason reason() const noexcept;
   void adopt(AbortReason reason) noexcept;
+  std::vector<int> settle(const Testimonies& testimonies);
   void throw_if_aborted() const;
   // Finds out why streams ended. Needs streams_mutex_.
   void examine_hangups();
@@ -155,6 +161,7 @@ class TcpMesh {
   Error verdict_on(Lane& suspect);
   // The same where the last words were found in their place, perhaps before the end was.
   Error verdict_of(Lane& speaker, const Frame& last_words);
+  RankSet testimony_now() const noexcept;  // needs streams_mutex_
   // Last words as they travel: a farewell and a testimony.
   struct Words {
     char bytes[sizeof(Frame) + sizeof(RankSet)];
@@ -176,15 +183,17 @@ class TcpMesh {
   std::vector<pollfd> poll_entries_;
   UniqueFd wake_fd_;  // readable from the first abort on
 
-  // AbortReason::pack() of the first reason, 0 before. Set before streams_mutex_
-  // is taken by abort(), and looked at with it held by everyone who moves bytes:
-  // after abort() held it once, nobody else writes to a socket.
+  // AbortReason::pack() of the first reason, 0 before, and after an inquest of the one that
+  // counts. Set before streams_mutex_ is taken by abort(), and looked at with it held by
+  // everyone who moves bytes: after abort() held it once, nobody else writes to a socket.
   std::atomic<std::uint64_t> word_{0};
   std::atomic<std::int64_t> ended_at_ns_{0};  // written before word_
   std::atomic<bool> has_told_{false};
-  RankSet testimony_;                       // guarded by streams_mutex_
-  std::atomic<bool> has_testimony_{false};  // whether it is not empty; spares clear_testimony() the lock
-  std::atomic<std::uint32_t> sequence_{0};  // informs, orders nothing
+  RankSet testimony_;  // guarded by streams_mutex_, as are the next two
+  RankSet awaited_in_messages_;
+  std::optional<std::vector<int>> missing_;  // what an inquest has found
+  std::atomic<bool> has_testimony_{false};   // whether it is not empty; spares clear_testimony() the lock
+  std::atomic<std::uint32_t> sequence_{0};   // informs, orders nothing
   std::atomic<std::int64_t> next_look_ns_{0};
   std::mutex streams_mutex_;  // the lanes; never held across a wait
 };

@@ -20,10 +20,12 @@ void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const Beyond& beyond,
   const auto ended_by = [&](Error error) {
     const AbortReason reason = reason_of(error, mesh.own_rank(), sequence);
     beyond.abort(reason);
+    std::vector<int> missing;
+    if (mesh.aborted().code == ErrorCode::timeout) missing = mesh.find_missing(beyond.add_testimonies);
     const AbortReason winner = mesh.aborted();
     if (winner.code != reason.code || winner.culprit != reason.culprit) error = mesh.error_of(winner);
     if (winner.code != ErrorCode::timeout) return error;
-    error.missing = mesh.find_missing(beyond.add_testimonies);
+    error.missing = std::move(missing);
     if (!error.missing.empty()) error.peer = error.missing.front();
     return error;
   };
@@ -49,10 +51,6 @@ void TcpTransport::run(Call& call, const Collective& collective) {
   mesh_->set_sequence(sequence);
   run_or_abort(*mesh_, sequence, {[this](AbortReason reason) { mesh_->abort(reason); }},
                [&] { run_agreed(call, collective, sequence); });
-}
-
-void TcpTransport::testify(const RankSet& awaited) noexcept {
-  if (awaited.any()) mesh_->set_testimony(awaited);
 }
 
 void TcpTransport::run_agreed(Call& call, const Collective& collective, std::uint32_t sequence) {

@@ -30,7 +30,7 @@ class TcpTransport final : public Transport {
     return mesh_->find_missing([](Testimonies&) {});
   }
   void add_awaited(RankSet& ranks) const override { ranks |= mesh_->awaited(); }
-  void testify(const RankSet& awaited) noexcept override;
+  void testify(const RankSet& awaited) noexcept override { mesh_->testify(awaited); }
   void add_testimonies(Testimonies& testimonies) override { mesh_->add_testimonies(testimonies); }
   void close() noexcept override { mesh_->close(); }
 

@@ -6,6 +6,9 @@
 // say. Missing is who is waited for and does not wait. Who says nothing has stopped,
 // is elsewhere, or comes only now.
 //
+// Over TCP several may give up at one moment, none knowing of the others. What they say
+// meets everywhere, and the same of it counts on every rank: see precedes().
+//
 // Rejected: to ask before giving up. A stream takes no question in the middle of a
 // payload, so each rank would need a socket and a thread more, to answer; last words
 // may stand anywhere, and are sent in any case. Rejected as well: that the first to
@@ -41,7 +44,16 @@ inline std::vector<int> ranks_of(const RankSet& set) {
   return ranks;
 }
 
-// What is known of the waits of some ranks.
+// Whether of two reasons for which a group ended the first is the one to tell: whatever is known
+// for certain comes before a wait that was given up, then the lowest reporter.
+inline bool precedes(const AbortReason& reason, const AbortReason& other) {
+  if (reason.code == ErrorCode::none || other.code == ErrorCode::none) return other.code == ErrorCode::none;
+  const bool is_timeout = reason.code == ErrorCode::timeout;
+  if (is_timeout != (other.code == ErrorCode::timeout)) return !is_timeout;
+  return reason.reporter < other.reporter;
+}
+
+// What is known of the waits of some ranks, and of why they ended.
 class Testimonies {
  public:
   // Of a rank that was waiting for nobody, `awaited` is empty.
@@ -51,11 +63,16 @@ class Testimonies {
     waiting_.set(static_cast<std::size_t>(rank));
     awaited_ |= awaited;
   }
+  void add(const AbortReason& reason) {
+    if (reason.code != ErrorCode::none && precedes(reason, reason_)) reason_ = reason;
+  }
   std::size_t num_heard() const { return heard_.count(); }
   RankSet missing() const { return awaited_ & ~waiting_; }
+  AbortReason reason() const { return reason_; }
 
  private:
   RankSet heard_, waiting_, awaited_;
+  AbortReason reason_;
 };
 
 }  // namespace ferro

@@ -37,17 +37,19 @@ class Transport {
   // Also after the end of the group; silence convicts nobody.
   virtual void add_lost(RankSet& ranks) = 0;
 
-  // After a timeout that another rank reported, who is missing: what ranks tell that
-  // were in a collective. May wait for kInquestSeconds. Empty where nobody tells.
+  // After a timeout, once this rank has called abort(): who is missing, the same on all ranks, and
+  // from then on aborted() is the reason that counts on all. May wait for kInquestSeconds. Empty
+  // where ranks tell each other nothing: there, the first reason is the same on all.
   virtual std::vector<int> find_missing() { return {}; }
 
   // Adds the ranks for which the collective in progress waits, as far as that is known. From
   // any thread.
   virtual void add_awaited(RankSet& ranks) const = 0;
-  // For a transport that joins the ranks of one host only: what testimony.hpp needs.
-  // Lets the others know for whom this rank was waiting, whatever it waited in. Before abort().
+  // Lets the others know for whom this rank was waiting, other than in a collective of this
+  // transport. Before abort().
   virtual void testify(const RankSet& awaited) noexcept = 0;
-  // Adds what other ranks have said so far.
+  // For a transport that joins the ranks of one host only: adds what other ranks have said so far,
+  // and the reason that stands among them.
   virtual void add_testimonies(Testimonies& testimonies) = 0;
 
   // A word that ranks of one host share, to agree on who decides which ranks go on in

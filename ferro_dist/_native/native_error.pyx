@@ -131,7 +131,7 @@ cdef object _timeout(const Error& error, str where, dict facts):
             )
         else:
             what = f"rank {error.reporter} gave up waiting for {names}"
-    elif not missing and error.detail.empty():
+    elif missing in ((), (error.rank,)) and error.detail.empty():
         # Long work of its own, or a call before it that waits.
         what = "its time was up, and it waited for no other rank itself"
         remedy = "Pass a larger timeout, or see whom the calls before it wait for."

@@ -421,6 +421,29 @@ void a_rank_that_was_stopped_is_missing() {
     expect(error.code == ErrorCode::timeout && error.missing == stopped, "those who were stopped are named");
 }
 
+// None knows of the others' end when it gives up.
+void of_several_that_give_up_at_once_all_tell_the_same() {
+  const AbortReason gave_up[] = {
+      {ErrorCode::timeout, 1, 0, 0}, {ErrorCode::timeout, 2, 1, 0}, {ErrorCode::timeout, 0, 2, 0}};
+  const AbortReason interrupted{ErrorCode::interrupted, 2, 2, 0};
+  for (const AbortReason& last : {gave_up[2], interrupted}) {
+    const Meshes meshes = make_meshes(3);
+    const AbortReason reasons[] = {gave_up[0], gave_up[1], last};
+    for (int rank = 0; rank < 3; ++rank) {
+      RankSet awaited;
+      awaited.set(static_cast<std::size_t>(reasons[rank].culprit));
+      meshes[rank]->testify(awaited);
+      meshes[rank]->abort(reasons[rank]);
+    }
+    const AbortReason& first = last.code == ErrorCode::timeout ? reasons[0] : last;
+    for (int rank = 0; rank < 3; ++rank) {
+      const std::vector<int> missing = meshes[rank]->find_missing([](Testimonies&) {});
+      expect(missing == std::vector<int>{first.culprit}, "all name one culprit");
+      expect(meshes[rank]->aborted().pack() == first.pack(), "all tell one reason");
+    }
+  }
+}
+
 // Those from whom something is still due or, where that is nobody, those that take nothing: not
 // only when a wait comes to an end.
 void who_is_awaited_is_known_at_every_moment() {
@@ -666,6 +689,7 @@ int main() {
   timeout_names_the_missing_ranks();
   a_rank_that_waits_is_not_missing();
   a_rank_that_was_stopped_is_missing();
+  of_several_that_give_up_at_once_all_tell_the_same();
   who_is_awaited_is_known_at_every_moment();
   signals_end_a_wait();
   garbage_is_refused();
