@@ -13,7 +13,7 @@ import torch
 
 from ferro_dist.integrations.torch_accumulation import Accumulation, as_dense
 from ferro_dist.interop import dtype_code, numpy_dtype
-from ferro_dist.parallel.bucket import Bucket, ParameterSpec
+from ferro_dist.parallel.bucket import Bucket, BucketMemory, ParameterSpec
 from ferro_dist.parallel.reducer import Gradients
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ class TorchGradients(Accumulation, Gradients):
         gradients = [parameter.grad for parameter in parameters]
         bucket.mark(counter, self._is_given(bucket, gradients))
         with torch.no_grad():
-            if bucket.num_missing or not _has_copied_all(bucket, gradients):
+            if bucket.num_missing or not _has_copied_all(bucket, gradients, self.memory):
                 self._refuse_taken(bucket)
+                _refuse_misplaced(bucket, gradients, self.memory)
                 _copy_some(bucket, gradients)
         if is_leaving:
             for parameter in parameters:
@@ -134,13 +135,36 @@ class TorchGradients(Accumulation, Gradients):
         ]
 
 
-def _has_copied_all(bucket: Bucket, gradients: Sequence[Tensor]) -> bool:
+def _refuse_misplaced(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketMemory) -> None:
+    """Refuse gradients that would be overwritten, or are already, by those that come there."""
+    names = bucket.layout.names
+    for name, view, gradient in zip(names, bucket.views, gradients, strict=True):
+        if gradient is None or gradient is view or _is_sparse(gradient) or not gradient.numel():
+            continue
+        if memory.contains(gradient.data_ptr()) and _elements(gradient) != _elements(view):
+            raise RuntimeError(
+                f"DDP: the gradient of {name!r} shares memory with that of another parameter, or "
+                "with its own transposed. Assign a copy: parameter.grad = gradient.clone()."
+            )
+
+
+def _elements(tensor: Tensor) -> tuple[int, list[int]]:
+    """Tell apart tensors of one shape that are not the same elements in the same order."""
+    lengths = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.data_ptr(), [stride for length, stride in lengths if length > 1]
+
+
+def _has_copied_all(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketMemory) -> bool:
     """Bring gradients to their places; whether they are such that it can be done in one go."""
     if any(map(operator.is_, gradients, bucket.views)):
         return False
     # Nearly always they are. Other exceptions are not asked for: that would cost something for
     # each gradient.
     with contextlib.suppress(TypeError, RuntimeError):
+        start, stop = memory.start, memory.stop
+        addresses = map(torch.Tensor.data_ptr, gradients)
+        if any(map(memory.contains, [a for a in addresses if start <= a < stop])):
+            return False
         _copy_all(bucket, gradients)
         return True
     return False
@@ -211,6 +235,7 @@ class GivenGradients(Gradients):
 
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         gradients = [self.get(number) for number in bucket.members]
+        _refuse_misplaced(bucket, gradients, self.memory)
         for gradient, view in zip(gradients, bucket.views, strict=True):
             if gradient is None:
                 view.zero_()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Bucket",
     "BucketLayout",
+    "BucketMemory",
     "ParameterSpec",
     "assign_buckets",
     "bucket_nbytes_of",
@@ -348,6 +349,12 @@ class Bucket:
         self.work: Work | None = None
 
     @property
+    def extent(self) -> tuple[int, int]:
+        """Address of its first byte, and of the first behind it."""
+        whole = interop.as_view(self.flat)
+        return whole.address, whole.address + whole.nbytes
+
+    @property
     def gradients(self) -> Any:
         """The flat array without its lanes."""
         return self.flat[: self.layout.lanes_offset]
@@ -429,13 +436,13 @@ class Bucket:
     def contains(self, thing: object) -> bool:
         """Whether this is an array of memory of the bucket."""
         try:
-            view, whole = interop.as_view(thing), interop.as_view(self.flat)
+            view = interop.as_view(thing)
         except (TypeError, InvalidArray):  # no array
             return False
         if not view.nbytes:  # it may stand nowhere
             return True
-        end = whole.address + whole.nbytes
-        return whole.address <= view.address and view.address + view.nbytes <= end
+        start, stop = self.extent
+        return start <= view.address and view.address + view.nbytes <= stop
 
     def copy(self) -> Any:
         """Return a copy of the content, for `add`."""
@@ -456,6 +463,25 @@ class Bucket:
 
     def release_streams(self) -> None:
         """Let those streams wait in turn, before they free the gradients that were packed."""
+
+
+class BucketMemory:
+    """Where some buckets lie.
+
+    Attributes
+    ----------
+    start, stop : int
+        Addresses between which all of them are, and maybe other things.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket] = ()) -> None:
+        self._extents = [bucket.extent for bucket in buckets]
+        self.start = min((start for start, _ in self._extents), default=0)
+        self.stop = max((stop for _, stop in self._extents), default=0)
+
+    def contains(self, address: int) -> bool:
+        """Whether a byte is one of a bucket."""
+        return any(start <= address < stop for start, stop in self._extents)
 
 
 def _runs_of(specs: Sequence[ParameterSpec]) -> list[Run]:

@@ -49,7 +49,13 @@ from ferro_dist.errors import CollectiveMismatch
 from ferro_dist.parallel.agreement import Agreement
 from ferro_dist.parallel.attendance import Attendance, RollCall
 from ferro_dist.parallel.averaging import Averaging
-from ferro_dist.parallel.bucket import Bucket, BucketLayout, ParameterSpec, assign_buckets
+from ferro_dist.parallel.bucket import (
+    Bucket,
+    BucketLayout,
+    BucketMemory,
+    ParameterSpec,
+    assign_buckets,
+)
 from ferro_dist.parallel.compression import Compression, wire_dtype
 from ferro_dist.parallel.exchange import broadcast_row
 from ferro_dist.parallel.gpu_bucket import GpuBucket
@@ -81,7 +87,15 @@ AGREEMENT = -5  # after those of `ferro_dist.integrations`
 
 
 class Gradients(abc.ABC):
-    """Where a module keeps its gradients. Numbers of parameters are those of the specs."""
+    """Where a module keeps its gradients. Numbers of parameters are those of the specs.
+
+    Attributes
+    ----------
+    memory : BucketMemory
+        Of the buckets of the open round.
+    """
+
+    memory = BucketMemory()
 
     @abc.abstractmethod
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
@@ -220,6 +234,7 @@ class Reducer:
             self._make_bucket(index, [numbers[spec.name] for spec in group], group)
             for index, group in enumerate(groups)
         ]
+        self._memory = BucketMemory(self.buckets)
         self._is_on_gpu = any(bucket.is_on_gpu for bucket in self.buckets)
         by_number = {number: bucket for bucket in self.buckets for number in bucket.members}
         self.bucket_of = [by_number[number] for number in range(len(specs))]
@@ -270,6 +285,7 @@ class Reducer:
         self._is_held = is_held
         self.is_open = True
         self._gradients = gradients
+        gradients.memory = self._memory
         self._weight = weight
         if self._agreement is not None and self._is_on_gpu:
             self._agreement.ask(self.tag_of(AGREEMENT))

@@ -153,6 +153,50 @@ def test_a_hook_that_steps_before_gradients_are_averaged_is_refused(
     on_ranks(1, body)
 
 
+class Square(nn.Module):
+    """Two parameters of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        return ((self.a + 2 * self.b) * x).sum()
+
+
+def exchange(module: Any) -> None:
+    module.a.grad, module.b.grad = module.b.grad, module.a.grad
+
+
+def share(module: Any) -> None:
+    module.b.grad = module.a.grad
+
+
+def transpose(module: Any) -> None:
+    module.a.grad = module.a.grad.t()
+
+
+@OVERLAP
+@pytest.mark.parametrize("bucket_mb", [1, 1e-5])
+@pytest.mark.parametrize("assign", [exchange, share, transpose])
+def test_gradients_that_lie_where_others_come_are_refused(
+    on_ranks: OnRanks, assign: Callable[[Any], None], bucket_mb: float, overlap: Any
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(Square(), backend, bucket_mb=bucket_mb, overlap=overlap)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(1.0).backward()
+        assign(ddp.module)
+        grads = {name: parameter.grad for name, parameter in ddp.named_parameters()}
+        with pytest.raises(RuntimeError, match="shares memory"):
+            ddp.sync_gradients(grads)
+        with pytest.raises(RuntimeError, match="shares memory"):
+            ddp(1.0).backward()
+
+    on_ranks(1, body)
+
+
 @OVERLAP
 def test_freezing_between_forward_and_backward_is_refused(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> None:
