@@ -131,7 +131,7 @@ class FailureReport:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         stage, microbatch = where if where is not None else (None, None)
         name = type(error).__name__
-        return cls(kind, name, str(error), text, rank, replica, stage, microbatch)
+        return cls(kind, name, _words(error), text, rank, replica, stage, microbatch)
 
     def to_error(self, rank: int) -> Exception:
         """Return what a rank raises that this has been told."""
@@ -305,7 +305,7 @@ def _raise_failure(failure: BaseException | None, told: FailureReport, rank: int
     if failure is not None and not isinstance(failure, Exception):
         raise failure  # Ctrl-C is for whoever pressed it
     own = failure.__cause__ if isinstance(failure, BadArgument) else failure
-    if told.kind == "argument" and own is not None and str(own) == told.message:
+    if told.kind == "argument" and own is not None and _words(own) == told.message:
         raise own
     raise told.to_error(rank) from (None if isinstance(own, PeerAborted) else own)
 
@@ -324,3 +324,11 @@ def _why_ended(error: DistributedError) -> DistributedError:
     if isinstance(error, LockPoisoned) and isinstance(error.__cause__, DistributedError):
         return error.__cause__
     return error
+
+
+def _words(error: BaseException) -> str:
+    """Return what an exception says; one that cannot say it must not keep others waiting."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"its words cannot be told ({type(another).__name__} in its __str__)"

@@ -234,7 +234,9 @@ class Pipeline(Generic[ModuleT]):
         """The gradient of the last step's loss with respect to `x`, on the first stage's rank.
 
         A tree like `x`; None where there is no gradient, and on all other ranks. With torch, it
-        has been added to the ``grad`` of tensors that require one.
+        has been added to the ``grad`` of tensors that require one. With replicas whose gradients
+        are averaged, it is that of this pipeline's own loss, as under DDP: what computes `x` is
+        averaged over them, too.
         """
         return self._input_grad
 

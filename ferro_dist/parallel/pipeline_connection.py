@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ferro_dist.errors import DistributedError
+from ferro_dist.parallel.activation_channel import ArraySpec
 from ferro_dist.parallel.executor import Wiring
 from ferro_dist.parallel.gpu_channels import make_gpu_channels
 from ferro_dist.parallel.gradient_reduction import GradientReduction
@@ -56,7 +57,7 @@ class Connection:
         self._groups = groups
         self._trained = {}
         if ties or wiring.reductions:
-            self._trained = {n: set(stage.parameters()) for n, stage in wiring.stages.items()}
+            self._trained = {n: _specs(stage) for n, stage in wiring.stages.items()}
 
     @property
     def reductions(self) -> list[GradientReduction]:
@@ -66,12 +67,12 @@ class Connection:
     def check_weights(self) -> None:
         """Raise BadArgument if what is trained is no longer what was made equal and is summed."""
         for number, before in self._trained.items():
-            changed = self.wiring.stages[number].parameters().keys() ^ before
+            changed = _specs(self.wiring.stages[number]) ^ before
             if changed:
                 raise BadArgument from ValueError(
-                    f"Pipeline: {min(changed)!r} of stage {number} was frozen, unfrozen, added or "
-                    "removed since the first step, and gradients of replicas or tied weights are "
-                    "summed. Make a new Pipeline"
+                    f"Pipeline: {min(changed)[0]!r} of stage {number} was frozen, unfrozen, added, "
+                    "removed, moved or given another dtype or shape since the first step, and "
+                    "gradients of replicas or tied weights are summed. Make a new Pipeline"
                 )
 
     def interrupt_ties(self, error: BaseException) -> None:
@@ -185,3 +186,8 @@ def connect(
         connection: Connection = on_all(make)
         made.pop_all()
     return connection
+
+
+def _specs(stage: Stage) -> set[tuple[str, ArraySpec]]:
+    """Return what gradients are made like: name, dtype, shape and place of each weight."""
+    return {(name, stage.describe(weight)) for name, weight in stage.parameters().items()}

@@ -35,11 +35,18 @@ def find_tied_weights(
     Raises
     ------
     ValueError
-        There is no such weight.
+        There is no such weight, or two names stand for one.
     """
-    found = {}
+    found: dict[str, TiedWeight] = {}
+    key_of: dict[Weight, str] = {}
     for key, value in tied.items():
         weight = _find(key, value, stages)
+        other = key_of.setdefault(weight, key)
+        if other != key:
+            raise ValueError(
+                f"Pipeline: tied weights {other!r} and {key!r} are one parameter on this rank. "
+                "Give it one name, the same on all ranks that have it"
+            )
         found[key] = TiedWeight(weight, str(weight.stage.describe(weight.value)))
     return found
 
@@ -112,4 +119,8 @@ def _find(key: str, value: Any, stages: Mapping[int, Stage]) -> Weight:
         for name, parameter in stage.parameters().items():
             if parameter is value or (isinstance(value, str) and name == value):
                 return Weight(stage, name)
-    raise ValueError(f"Pipeline: tied weight {key!r} is no parameter of a stage on this rank")
+    names = sorted({name for stage in stages.values() for name in stage.parameters()})
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    raise ValueError(
+        f"Pipeline: tied weight {key!r} is no parameter of a stage on this rank, which are: {shown}"
+    )

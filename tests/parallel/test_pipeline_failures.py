@@ -315,6 +315,27 @@ def test_exception_of_a_stage_reaches_every_rank(
         on_ranks(size.num_ranks, body, faulty)
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+@pytest.mark.parametrize("rank_at_fault", [0, 1])
+def test_exception_without_words_is_told_too(on_ranks: OnRanks, rank_at_fault: int) -> None:
+    class Raising(nn.Module):
+        def forward(self, x: Any) -> Any:
+            raise Speechless
+
+    def body(backend: Any) -> None:
+        stage = Raising() if backend.rank == rank_at_fault else Block().double()
+        pipe = fd.Pipeline(stage, backend, 2)
+        words = rf"Speechless in stage {rank_at_fault}, .*\(LookupError in its __str__"
+        with pytest.raises(fd.StageFailed, match=words):
+            pipe.step(*batch(4), mean_square)
+
+    on_ranks(2, body)
+
+
 @pytest.mark.parametrize("rank_at_fault", [0, 2])
 def test_large_messages_under_way_do_not_hold_up_a_failure(
     on_ranks: OnRanks, rank_at_fault: int

@@ -85,6 +85,23 @@ def test_replicas_have_the_gradient_of_all_their_batches(
 
 
 @pytest.mark.parametrize("average", ["mean", "sum"])
+def test_input_gradient_is_that_of_the_own_loss(on_ranks: OnRanks, average: str) -> None:
+    """As under DDP: whatever computes the input has its gradients averaged or summed, too."""
+    model = chain(2)
+    x, y = batch(12)
+
+    def body(pipe: Any, own: Any, replica: int) -> None:
+        share = slice(6 * replica, 6 * replica + 6)
+        given = x[share].clone().requires_grad_()
+        pipe.step(given, y[share], mean_square)
+        if 0 in pipe.stage_numbers:
+            expected = run_whole(copy.deepcopy(model), x[share], y[share])
+            assert_equal_gradients(given.grad, expected.input_gradient, "input")
+
+    run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body, average=average)
+
+
+@pytest.mark.parametrize("average", ["mean", "sum"])
 def test_tokens_are_counted_over_all_replicas(on_ranks: OnRanks, average: str) -> None:
     model = chain(2)
     x, y = batch(12)
@@ -290,6 +307,21 @@ def test_weight_that_is_trained_only_later_is_told(on_ranks: OnRanks) -> None:
         return str(caught.value)
 
     assert len(set(run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body))) == 1
+
+
+def test_weight_that_gets_another_dtype_is_told(on_ranks: OnRanks) -> None:
+    x, y = batch(6)
+
+    def body(pipe: Any, own: Any, replica: int) -> str:
+        pipe.step(x, y, mean_square)
+        own.float()
+        with pytest.raises(ValueError, match="given another dtype or shape") as caught:
+            pipe.step(x.float(), y.float(), mean_square)
+        own.double()
+        pipe.step(x, y, mean_square)
+        return str(caught.value)
+
+    assert len(set(run_on_grid(on_ranks, Case("1f1b", 2, 1), chain(2), body))) == 1
 
 
 @pytest.mark.parametrize("stage", [0, 1])
