@@ -121,12 +121,8 @@ def placement(
         sources = _from_environment(environ)
         _check_argument(sources[0] if sources else None, rank, world_size)
     if not sources:
-        _check_unread(environ)
-        if addr is not None and world_size is None:
-            raise InvalidWorldSize(
-                f"addr={addr!r} was given without rank and world_size, and the environment says "
-                "nothing: give all three"
-            )
+        if world_size is None:
+            _check_unread(addr, environ)
         return Placement(0, 1, None, 0, 1, "none", token_source(environ), "")
     source = _complete(sources)
     is_alone = source.world_size == 1
@@ -143,11 +139,21 @@ def placement(
     )
 
 
-def _check_unread(environ: Environ) -> None:
-    """Refuse to be a world of one where a launcher started several, and did not say how many.
+def _check_unread(addr: str | None, environ: Environ) -> None:
+    """Refuse to be a world of one where something says that ranks are several, and not how many.
 
     Bare ``prterun`` does so; Open MPI's ``mpiexec`` says it in variables of its own.
     """
+    if addr is not None:
+        raise InvalidWorldSize(
+            f"addr={addr!r} was given without rank and world_size, and the environment says "
+            "nothing: give all three"
+        )
+    if environ.get("FERRO_ADDR"):
+        raise InvalidWorldSize(
+            f"FERRO_ADDR={environ['FERRO_ADDR']!r} is set, but nothing says which rank this is, of "
+            "how many: start the job with a launcher, give rank and world_size, or unset it"
+        )
     if "PMIX_RANK" in environ:
         raise InvalidWorldSize(
             "PMIX_RANK is set, but nothing says how many ranks there are: start the job with "

@@ -27,8 +27,9 @@ class Source:
     num_hosts: int | None  # the machines, or launchers, that share the ranks; None if unknown
 
     def __str__(self) -> str:
+        who = "the arguments say" if self.launcher == "arguments" else f"{self.launcher} says"
         return (
-            f"{self.launcher} says rank {self.rank} of {self.world_size} "
+            f"{who} rank {self.rank} of {self.world_size} "
             f"({self.rank_variable}, {self.size_variable})"
         )
 

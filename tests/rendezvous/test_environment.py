@@ -401,6 +401,14 @@ def test_a_launcher_that_hides_the_world_size_is_refused() -> None:
         placement(environ={"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1"})
 
 
+def test_an_address_alone_does_not_make_a_world_of_one() -> None:
+    environ = {"FERRO_ADDR": "node0:7000"}
+    with pytest.raises(InvalidWorldSize, match="FERRO_ADDR='node0:7000' is set, but nothing says"):
+        placement(environ=environ)
+    assert placement(world_size=1, environ=environ).world_size == 1
+    assert placement(0, 1, environ=environ).world_size == 1
+
+
 def test_arguments_may_be_integers_of_any_kind() -> None:
     place = placement(np.int64(1), np.int32(2), "127.0.0.1:1", environ={})
     assert (place.rank, place.world_size) == (1, 2)
