@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 SOON_S = PATIENCE_S / 2
 # Half of what ranks listen to each other for when their group has ended.
 TOGETHER_S = 0.25
-MAX_RUNS = 10
+MAX_RUNS = 30
 
 COLLECTIVES = (
     "all_gather",

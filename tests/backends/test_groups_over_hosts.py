@@ -67,7 +67,7 @@ def run_on(
         body,
         args,
         backend="none",
-        timeout=4 * TIMEOUT_S,
+        timeout=8 * TIMEOUT_S,
         may_die=range(world_size),
     )
 

@@ -127,7 +127,7 @@ inline std::vector<Error> told_together(const std::function<void(const Tell&)>& 
   std::mutex mutex;
   std::vector<Error> errors;
   std::vector<Clock::time_point> moments;
-  for (int turn = 0; turn < 10; ++turn) {
+  for (int turn = 0; turn < 30; ++turn) {
     errors.clear();
     moments.clear();
     attempt([&](const Error& error) {

@@ -115,7 +115,8 @@ def wait_for_each_other(backend: fd.Backend) -> list[Told]:
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_two_that_give_up_at_once_name_the_same_rank(transport: str) -> None:
-    for left, right in zip(*run_ranks(2, wait_for_each_other, backend=transport), strict=True):
+    outcomes = run_ranks(2, wait_for_each_other, backend=transport, timeout=250)
+    for left, right in zip(*outcomes, strict=True):
         assert (left.kind, left.missing) == (right.kind, right.missing), (left, right)
         for told in (left, right):
             assert f"rank {told.peer} gave up waiting for rank {told.peer}" not in told.message

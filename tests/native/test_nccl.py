@@ -7,7 +7,6 @@ import gc
 import os
 import pickle
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -122,20 +121,19 @@ def test_premul_sum_weighs_each_rank() -> None:
 
 def drop_premul_sum_in_a_group(backend: Any) -> list[Any]:
     """The reduction is nobody's but the group's, which has still to be launched."""
-    communicator = connect(backend)
-    x, out = ranked(backend.rank, 4), emulated_gpu().empty(4)
+    communicator, other = connect(backend), connect(backend)
+    x, out, unused = ranked(backend.rank, 4), emulated_gpu().empty(4), ranked(0)
+    memory, registration = weakref.ref(unused.memory), other.register(unused)
     with load_nccl().Group():
         communicator.allreduce(x, out, communicator.premul_sum(10.0**backend.rank, "float32"))
+        del unused, registration
         gc.collect()
-        settle()
+        while memory() is not None:  # the reaper gives back what it was given before, too
+            os.sched_yield()
     result = values(out)
-    communicator.close()
+    for each in (communicator, other):
+        each.close()
     return result
-
-
-def settle() -> None:
-    """Let the reaper give back what it has been given."""
-    time.sleep(0.05)
 
 
 def test_a_group_keeps_the_reductions_of_its_operations() -> None:
