@@ -16,9 +16,12 @@ from leaks import nothing_is_left
 
 import ferro_dist.testing  # sets what it preloads itself, before what is set below
 
+# A shell's background jobs ignore some signals, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 # The same examples in every run, however long a busy machine takes over one of them.
 settings.register_profile(
