@@ -2,8 +2,8 @@
 // published its header and all agree; inputs_ says what can be read in place.
 //
 // Small inputs came with the headers: one step, reading only. Symmetric inputs
-// are read where they stand, then fenced, and so may large ones of all_gather and all_to_all
-// be (copy_input). All others go in rounds through the windows: each rank stages a chunk
+// are read where they stand, then fenced, and so may large ones be where every rank both gives
+// and takes (pull). All others go in rounds through the windows: each rank stages a chunk
 // of its input, then reads those of its peers.
 #include <linux/futex.h>
 
@@ -23,6 +23,10 @@ namespace {
 
 // So many rounds are in flight at least, however many pieces a slot has.
 constexpr std::size_t kMinSlots = 8;
+
+// Of all peers' inputs, what is fetched at a time: it is still in the cache when it is reduced.
+constexpr std::size_t kFetchedNbytes = std::size_t{256} << 10;
+constexpr std::size_t kLeastFetchedNbytes = std::size_t{4} << 10;  // of one peer's
 
 // A look at the clock for each of these rounds, which take milliseconds at most.
 constexpr std::uint64_t kRoundsPerCheck = 16;
@@ -102,14 +106,47 @@ void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t fir
                                                      divisor_of(c, size_));
 }
 
-void ShmTransport::reduce_in_passes(Call& call, const Collective& c, std::size_t first) {
+void ShmTransport::reduce_in_passes(Call& call, const Collective& c, void* dst, Range range) {
   const std::size_t itemsize = item_size(c.dtype);
-  if (size_ == 1) return copy_block(call, c.out, c.in, c.count * itemsize);  // nothing, in place
+  if (size_ == 1) return copy_block(call, dst, c.in, range.count * itemsize);  // nothing, in place
   in_passes(
-      c.count, itemsize * static_cast<std::size_t>(size_ + 1), [&] { check_at_work(call); },
-      [&](Range range) {
-        reduce_inputs(c, bytes(c.out) + range.first * itemsize, first + range.first, range.count);
+      range.count, itemsize * static_cast<std::size_t>(size_ + 1), [&] { check_at_work(call); },
+      [&](Range part) {
+        unsigned char* const out = bytes(dst) + part.first * itemsize;
+        if (inputs_.are_pulled) {
+          reduce_foreign(c, out, {range.first + part.first, part.count});
+        } else {
+          reduce_inputs(c, out, range.first + part.first, part.count);
+        }
       });
+}
+
+// Fetches blocks of what is in the memory of other processes, to reduce them from the cache.
+void ShmTransport::reduce_foreign(const Collective& c, void* dst, Range range) {
+  const std::size_t itemsize = item_size(c.dtype);
+  const auto num_peers = static_cast<std::size_t>(size_ - 1);
+  const std::size_t block_nbytes =
+      std::max(kLeastFetchedNbytes, kFetchedNbytes / num_peers / kLinePair * kLinePair);
+  char* const fetched = fetched_.reserve(block_nbytes * num_peers);
+  const Rounds blocks(range.count, block_nbytes / itemsize);
+  for (std::uint64_t i = 0; i < blocks.number(); ++i) {
+    const Range block = blocks[i];
+    const std::size_t offset = (range.first + block.first) * itemsize;
+    char* room = fetched;
+    for (int peer = 0; peer < size_; ++peer) {
+      sources_[peer] = inputs_.of_rank[peer] + offset;
+      if (!has_foreign_input_[peer]) continue;
+      pull(peer, room, sources_[peer], block.count * itemsize);
+      sources_[peer] = room;
+      room += block_nbytes;
+    }
+    reduce_kernel(c.dtype, c.reduce_op, 0)(bytes(dst) + block.first * itemsize, sources_.data(), size_,
+                                           block.count, divisor_of(c, size_));
+  }
+}
+
+void ShmTransport::pull(int peer, void* dst, const void* src, std::size_t nbytes) const {
+  if (const int error = peer_memory_.read(peer, dst, src, nbytes)) throw_unreadable(peer, error);
 }
 
 void ShmTransport::copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const {
@@ -120,15 +157,12 @@ void ShmTransport::copy_block(Call& call, void* dst, const void* src, std::size_
       });
 }
 
-void ShmTransport::copy_input(Call& call, void* dst, int peer, std::size_t offset, std::size_t nbytes) const {
-  const unsigned char* src = inputs_.of_rank[peer] + offset;
-  if (!is_foreign_[peer]) return copy_block(call, dst, src, nbytes);
+void ShmTransport::copy_from(Call& call, int peer, bool is_foreign, void* dst, const void* src,
+                             std::size_t nbytes) const {
+  if (!is_foreign) return copy_block(call, dst, src, nbytes);
   in_passes(
       nbytes, 2, [&] { check_at_work(call); },
-      [&](Range range) {
-        const int error = peer_memory_.read(peer, bytes(dst) + range.first, src + range.first, range.count);
-        if (error != 0) throw_unreadable(peer, error);
-      });
+      [&](Range range) { pull(peer, bytes(dst) + range.first, bytes(src) + range.first, range.count); });
 }
 
 // A process that has ended has no memory left, or soon has none: its main thread may go before
@@ -197,8 +231,12 @@ bool ShmTransport::allreduce(Call& call, const Collective& c) {
     allreduce_symmetric(call, c);
     return true;
   }
+  if (inputs_.are_pulled) {
+    allreduce_pulled(call, c);
+    return true;
+  }
   if (inputs_.are_complete && !inputs_.are_borrowed) {
-    reduce_in_passes(call, c, 0);
+    reduce_in_passes(call, c, c.out, {0, c.count});
   } else if (shm_cost::one_shot_wins(c.count * item_size(c.dtype), size_)) {
     allreduce_one_shot(call, c);
   } else {
@@ -215,7 +253,7 @@ void ShmTransport::allreduce_symmetric(Call& call, const Collective& c) {
     const std::size_t offset = (share.first + range.first) * itemsize;
     for (int peer = 0; peer < size_; ++peer) {
       sources_[peer] = inputs_.of_rank[peer] + offset;
-      outputs_[peer] = inputs_.symmetric_output_of_rank[peer] + offset;
+      outputs_[peer] = inputs_.output_of_rank[peer] + offset;
     }
     reduce_to_all(c.dtype, c.reduce_op, outputs_.data(), size_, sources_.data(), size_, range.count,
                   divisor_of(c, size_), c.count * itemsize);
@@ -223,6 +261,22 @@ void ShmTransport::allreduce_symmetric(Call& call, const Collective& c) {
   in_passes(
       share.count, itemsize * static_cast<std::size_t>(2 * size_), [&] { check_at_work(call); },
       reduce_range);
+}
+
+// Each rank reduces its share from everybody's input, and then takes the others' from their outputs.
+void ShmTransport::allreduce_pulled(Call& call, const Collective& c) {
+  const std::size_t itemsize = item_size(c.dtype);
+  const auto share = [&](int rank) { return share_of({0, c.count}, size_, rank, itemsize); };
+  const Range own = share(index_);
+  reduce_in_passes(call, c, bytes(c.out) + own.first * itemsize, own);
+  fence(call);
+  check_group();
+  for (int step = 1; step < size_; ++step) {
+    const int peer = (index_ + step) % size_;
+    const std::size_t offset = share(peer).first * itemsize;
+    copy_from(call, peer, has_foreign_output_[peer], bytes(c.out) + offset,
+              inputs_.output_of_rank[peer] + offset, share(peer).count * itemsize);
+  }
 }
 
 // Each rank stages all of its input and reduces all of everybody's.
@@ -313,14 +367,14 @@ bool ShmTransport::reduce(Call& call, const Collective& c) {
     reduce_two_shot(call, c, index_of_[c.root]);
     return false;
   }
-  if (is_root(c)) reduce_in_passes(call, c, 0);
+  if (is_root(c)) reduce_in_passes(call, c, c.out, {0, c.count});
   return inputs_.are_borrowed;
 }
 
 bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
   if (inputs_.are_complete) {
-    reduce_in_passes(call, c, c.count * index_);
+    reduce_in_passes(call, c, c.out, {c.count * index_, c.count});
     return inputs_.are_borrowed;
   }
   const Slots slots = slots_for(c.count * itemsize, size_ - 1);
@@ -379,7 +433,8 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
     // Each begins with another one: none is read by all at once.
     for (int step = 1; step < size_; ++step) {
       const int peer = (index_ + step) % size_;
-      copy_input(call, bytes(c.out) + peer * nbytes, peer, 0, nbytes);
+      copy_from(call, peer, has_foreign_input_[peer], bytes(c.out) + peer * nbytes, inputs_.of_rank[peer],
+                nbytes);
     }
     return inputs_.are_borrowed;
   }
@@ -458,7 +513,8 @@ bool ShmTransport::all_to_all(Call& call, const Collective& c) {
   if (inputs_.are_complete) {
     for (int step = 0; step < size_; ++step) {
       const int peer = (index_ + step) % size_;
-      copy_input(call, bytes(c.out) + peer * nbytes, peer, index_ * nbytes, nbytes);
+      copy_from(call, peer, has_foreign_input_[peer], bytes(c.out) + peer * nbytes,
+                inputs_.of_rank[peer] + index_ * nbytes, nbytes);
     }
     return inputs_.are_borrowed;
   }

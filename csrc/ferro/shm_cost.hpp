@@ -18,6 +18,10 @@ constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 // system calls to lend it, one for each reader, and the fence, which less would not repay anywhere.
 constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
 
+// The same for what is reduced, of a rank's whole input: it is fetched first, and an allreduce has a
+// second fence. Inputs that fit into the windows, in the peer's cache still, are as fast through those.
+constexpr std::size_t kPullReducedNbytes = std::size_t{2} << 20;
+
 // Per byte and rank, one-shot costs w + (p - 1) r, two-shot w + 2 (p - 1) / p r
 // with one more wait a round: for two ranks the first is never dearer.
 constexpr std::size_t kOneShotNbytes = std::size_t{64} << 10;

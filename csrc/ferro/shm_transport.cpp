@@ -17,12 +17,13 @@ namespace {
 
 // What a header carries when the input does not fit into it.
 struct Places {
-  std::uint64_t in;         // in the symmetric heaps, plus one; 0 if it is not there
-  std::uint64_t out;        // likewise
-  std::uint64_t staged_at;  // in the rank's ring of small payloads, if that is where it is
-  std::uint64_t address;    // in this rank's own memory
-  bool may_be_pulled;       // it can read its peers, and lets them read the input
-  bool shall_be_pulled;     // of the rank that chooses for all
+  std::uint64_t in;           // in the symmetric heaps, plus one; 0 if it is not there
+  std::uint64_t out;          // likewise
+  std::uint64_t staged_at;    // in the rank's ring of small payloads, if that is where it is
+  std::uint64_t address;      // in this rank's own memory
+  std::uint64_t out_address;  // the output's, of an allreduce
+  bool may_be_pulled;         // it can read its peers, and lets them read the input
+  bool shall_be_pulled;       // of the rank that chooses for all
 };
 static_assert(sizeof(Places) <= HeaderSlot::kInlineNbytes, "must travel in a header");
 
@@ -69,13 +70,14 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vec
       size_(static_cast<int>(members.size())),
       members_(std::move(members)),
       spin_(spin),
-      is_foreign_(members_.size()),
+      has_foreign_input_(members_.size()),
+      has_foreign_output_(members_.size()),
       peer_reads_(peer_reads),
       peer_memory_(segment_, index),
       sources_(members_.size()),
       outputs_(members_.size()) {
   inputs_.of_rank.resize(members_.size());
-  inputs_.symmetric_output_of_rank.resize(members_.size());
+  inputs_.output_of_rank.resize(members_.size());
   index_of_.assign(*std::max_element(members_.begin(), members_.end()) + 1, -1);
   for (int i = 0; i < size_; ++i) index_of_[members_[i]] = i;
   if (are_processes && size_ > 1) watchdog_ = std::make_unique<Watchdog>(segment_, index_, members_);
@@ -239,6 +241,9 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   if (is_readable_in_place && is_pullable(collective) && peer_memory_.can_read_all()) {
     places.address = reinterpret_cast<std::uintptr_t>(collective.in);
     places.may_be_pulled = places.in != 0 || peer_memory_.can_lend(collective.in, nbytes);
+    if (collective.op == Op::allreduce && collective.in != collective.out && places.out == 0)
+      places.may_be_pulled = places.may_be_pulled && peer_memory_.can_lend(collective.out, nbytes);
+    places.out_address = reinterpret_cast<std::uintptr_t>(collective.out);
     places.shall_be_pulled = index_ == kChooser && chooses_to_pull(collective);
   }
   std::memcpy(slot.payload, &places, sizeof places);
@@ -299,7 +304,7 @@ void ShmTransport::check_counts() const {
 
 void ShmTransport::find_inputs(const Collective& collective) {
   inputs_.are_borrowed = inputs_.are_pulled = false;
-  std::fill(is_foreign_.begin(), is_foreign_.end(), false);
+  std::fill(has_foreign_input_.begin(), has_foreign_input_.end(), false);
   inputs_.are_complete = true;
   inputs_.are_symmetric = size_ > 1;  // a rank alone reads but its own, and borrows from nobody
   if (is_uneven(collective)) return check_counts();
@@ -320,13 +325,14 @@ void ShmTransport::find_inputs(const Collective& collective) {
     inputs_.are_symmetric &= places.in != 0 && places.out != 0;
     if (places.in != 0) {
       input = segment_->symmetric_pointer(places.in);
-      inputs_.symmetric_output_of_rank[peer] = segment_->symmetric_pointer(places.out);
+      find_output(peer, places.out, places.out_address);
       inputs_.are_borrowed = size_ > 1;
     } else if (nbytes <= segment_->layout().small_nbytes) {
       input = segment_->smalls(peer) + places.staged_at;
     } else if (is_pulled) {
       input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(places.address));
-      is_foreign_[peer] = peer != index_;
+      has_foreign_input_[peer] = peer != index_;
+      find_output(peer, places.out, places.out_address);
       inputs_.are_borrowed = inputs_.are_pulled = true;
     } else {
       input = nullptr;
@@ -336,12 +342,30 @@ void ShmTransport::find_inputs(const Collective& collective) {
   inputs_.of_rank[index_] = static_cast<const unsigned char*>(collective.in);
 }
 
+// Read if all are symmetric or all may be pulled; else it may be nonsense.
+void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t address) {
+  has_foreign_output_[peer] = symmetric == 0;
+  inputs_.output_of_rank[peer] = symmetric != 0
+                                     ? segment_->symmetric_pointer(symmetric)
+                                     : reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(address));
+}
+
 // Whether its arrays are large enough to be read out of each other's memory. Only where every rank
 // both gives and takes: elsewhere staging keeps the giver's core at work too, and is as fast.
 bool ShmTransport::is_pullable(const Collective& collective) const {
-  const bool is_mutual = collective.op == Op::all_gather || collective.op == Op::all_to_all;
-  return peer_reads_ != PeerReads::never && is_mutual && size_ > 1 && !is_uneven(collective) &&
-         collective.count * item_size(collective.dtype) >= shm_cost::kPullNbytes;
+  if (peer_reads_ == PeerReads::never || size_ == 1 || is_uneven(collective)) return false;
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  switch (collective.op) {
+    case Op::all_gather:
+    case Op::all_to_all:
+      return nbytes >= shm_cost::kPullNbytes;
+    case Op::allreduce:
+      return nbytes >= shm_cost::kPullReducedNbytes;
+    case Op::reduce_scatter:
+      return nbytes * static_cast<std::size_t>(size_) >= shm_cost::kPullReducedNbytes;
+    default:
+      return false;
+  }
 }
 
 bool ShmTransport::chooses_to_pull(const Collective& collective) {
@@ -350,7 +374,16 @@ bool ShmTransport::chooses_to_pull(const Collective& collective) {
 }
 
 CopyChoice& ShmTransport::copy_choice_of(const Collective& collective) {
-  return collective.op == Op::all_gather ? gather_choice_ : exchange_choice_;
+  switch (collective.op) {
+    case Op::all_gather:
+      return gather_choice_;
+    case Op::all_to_all:
+      return exchange_choice_;
+    case Op::allreduce:
+      return allreduce_choice_;
+    default:
+      return scatter_choice_;
+  }
 }
 
 // Every rank finds the same, in the headers. Until all have tried to read each other, which

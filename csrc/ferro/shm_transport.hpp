@@ -10,6 +10,7 @@
 #include "ferro/fingerprint.hpp"
 #include "ferro/parking.hpp"
 #include "ferro/peer_memory.hpp"
+#include "ferro/scratch.hpp"
 #include "ferro/segment.hpp"
 #include "ferro/staging.hpp"
 #include "ferro/transport.hpp"
@@ -49,6 +50,7 @@ class ShmTransport final : public Transport {
   const std::uint64_t* counts_of(int index) const;
   std::size_t next_small(std::size_t nbytes);
   void find_inputs(const Collective& collective);
+  void find_output(int peer, std::uint64_t symmetric, std::uint64_t address);
   bool is_pullable(const Collective& collective) const;
   CopyChoice& copy_choice_of(const Collective& collective);
   bool chooses_to_pull(const Collective& collective);
@@ -90,6 +92,7 @@ class ShmTransport final : public Transport {
   bool scatter(Call& call, const Collective& collective);
 
   void allreduce_symmetric(Call& call, const Collective& collective);
+  void allreduce_pulled(Call& call, const Collective& collective);
   void allreduce_one_shot(Call& call, const Collective& collective);
   // The first half alone, with only the root collecting results, is reduce.
   void reduce_two_shot(Call& call, const Collective& collective, int sole_collector);
@@ -97,10 +100,12 @@ class ShmTransport final : public Transport {
                          const std::size_t* recv_counts, std::size_t most);
   void reduce_inputs(const Collective& collective, void* dst, std::size_t first, std::size_t count,
                      std::size_t output_nbytes = 0) const;
-  // out = elements from `first` on, as many as the collective counts, read where peers have them.
-  void reduce_in_passes(Call& call, const Collective& collective, std::size_t first);
-  // Of the input of `peer`, from `offset` on, wherever it is.
-  void copy_input(Call& call, void* dst, int peer, std::size_t offset, std::size_t nbytes) const;
+  // dst = the elements of `range` of every rank's input, read where peers have them.
+  void reduce_in_passes(Call& call, const Collective& collective, void* dst, Range range);
+  void reduce_foreign(const Collective& collective, void* dst, Range range);
+  void pull(int peer, void* dst, const void* src, std::size_t nbytes) const;
+  // Of `peer`, whose own memory it is in if it is foreign.
+  void copy_from(Call& call, int peer, bool is_foreign, void* dst, const void* src, std::size_t nbytes) const;
   [[noreturn]] void throw_unreadable(int peer, int error) const;
   void copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const;
 
@@ -134,9 +139,9 @@ class ShmTransport final : public Transport {
   // Where the input of every rank can be read, once all headers have arrived.
   struct Inputs {
     std::vector<const unsigned char*> of_rank;
-    std::vector<unsigned char*> symmetric_output_of_rank;
-    bool are_complete = true;   // none is null: no rounds are needed
-    bool are_borrowed = false;  // some are the peers' own arrays
+    std::vector<unsigned char*> output_of_rank;  // if all are symmetric, or pulled
+    bool are_complete = true;                    // none is null: no rounds are needed
+    bool are_borrowed = false;                   // some are the peers' own arrays
     bool are_pulled = false;    // those that are not symmetric are read out of their ranks' memory
     bool are_symmetric = true;  // all are, and so are all outputs
   };
@@ -157,13 +162,16 @@ class ShmTransport final : public Transport {
   std::atomic<std::uint64_t> awaited_{kNobody};
   std::size_t next_small_ = 0;  // where the own ring goes on
   Inputs inputs_;
-  std::vector<bool> is_foreign_;  // by rank: inputs_.of_rank is an address in its process
+  // By rank: what inputs_ has of it is an address in its process.
+  std::vector<bool> has_foreign_input_, has_foreign_output_;
   StagingWriter staging_;
   const PeerReads peer_reads_;
   PeerMemory peer_memory_;
-  CopyChoice gather_choice_, exchange_choice_;  // of all_gather and all_to_all
-  mutable std::vector<const void*> sources_;    // scratch of reductions
-  std::vector<void*> outputs_;                  // the same
+  // Of all_gather, all_to_all, allreduce and reduce_scatter.
+  CopyChoice gather_choice_, exchange_choice_, allreduce_choice_, scatter_choice_;
+  Scratch fetched_;                           // of foreign inputs, what is being reduced
+  mutable std::vector<const void*> sources_;  // scratch of reductions
+  std::vector<void*> outputs_;                // the same
   std::unique_ptr<Watchdog> watchdog_;
 };
 

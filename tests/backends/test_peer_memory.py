@@ -7,6 +7,7 @@ import ctypes
 import os
 import platform
 import socket
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,8 @@ from ferro_dist.testing import run_ranks
 Integers = npt.NDArray[np.int64]
 
 COUNT = 1 << 17  # elements a rank gives to each other one: enough to be read in place
+REDUCED_COUNT = (1 << 18) + 1000  # of an array that is reduced, the same
+PULLED = ("all_gather", "all_to_all", "allreduce", "reduce_scatter")
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 READ_CALL = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
@@ -70,7 +73,7 @@ def values(rank: int, count: int = COUNT) -> Integers:
 
 
 def move(backend: fd.Backend, is_symmetric: bool = False) -> None:
-    """Call everything that only moves, and check what came."""
+    """Call every collective, and check what came."""
     rank, ranks = backend.rank, range(backend.world_size)
 
     def own(x: Integers) -> Integers:
@@ -88,6 +91,7 @@ def move(backend: fd.Backend, is_symmetric: bool = False) -> None:
     np.testing.assert_array_equal(fd.all_to_all(x, backend), exchanged)
     fd.all_to_all(x, backend, out=x)
     np.testing.assert_array_equal(x, exchanged)
+    reduce(backend, own)
     for root in ranks:
         got = fd.broadcast(own(values(rank)), backend, root)
         np.testing.assert_array_equal(got, values(root))
@@ -101,6 +105,23 @@ def move(backend: fd.Backend, is_symmetric: bool = False) -> None:
         out = np.empty(COUNT, np.int64)
         fd.scatter(whole if rank == root else None, backend, root, out=out)
         np.testing.assert_array_equal(out, values(root, whole.size)[chunk])
+
+
+def reduce(backend: fd.Backend, own: Callable[[Integers], Integers]) -> None:
+    """Call what every rank gives to and takes from, in place and not, and check the sums."""
+    rank, ranks = backend.rank, range(backend.world_size)
+    x = values(rank, REDUCED_COUNT)
+    total = np.sum([values(peer, REDUCED_COUNT) for peer in ranks], axis=0)
+    np.testing.assert_array_equal(fd.allreduce(own(x), backend), total)
+    out = x if rank == 0 else np.empty_like(x)  # in place on one rank, not on others
+    fd.allreduce(x, backend, out=out)
+    np.testing.assert_array_equal(out, total)
+    x = own(values(rank, REDUCED_COUNT * backend.world_size))
+    chunk = slice(rank * REDUCED_COUNT, (rank + 1) * REDUCED_COUNT)
+    total = np.sum([values(peer, x.size) for peer in ranks], axis=0)[chunk]
+    np.testing.assert_array_equal(fd.reduce_scatter(x, backend), total)
+    fd.reduce_scatter(x, backend, out=x[chunk])
+    np.testing.assert_array_equal(x[chunk], total)
 
 
 def move_repeatedly(rank: int, world_size: int, addr: str, peer_reads: str) -> None:
@@ -126,6 +147,25 @@ def move_after_a_refusal(rank: int, world_size: int, addr: str) -> None:
     move_repeatedly(rank, world_size, addr, "always")
 
 
+def sums_of_floats(rank: int, world_size: int, addr: str) -> list[bytes]:
+    rng = np.random.default_rng(rank)
+    found = []
+    for dtype in ("float32", "float16", "complex64"):
+        x = rng.normal(size=2 * REDUCED_COUNT).astype(dtype)
+        for peer_reads in ("always", "never"):
+            with join(rank, world_size, f"{addr}.{dtype}.{peer_reads}", peer_reads) as backend:
+                for _ in range(2):
+                    total = fd.allreduce(x, backend, "mean")
+                found.append(total.tobytes())
+    return found
+
+
+def test_the_bits_of_a_sum_do_not_depend_on_how_arrays_are_moved() -> None:
+    results = run_ranks(3, sums_of_floats, backend="none")
+    assert all(result == results[0] for result in results)
+    assert results[0][0::2] == results[0][1::2]
+
+
 needs_seccomp = pytest.mark.skipif(READ_CALL is None, reason="no number of the call is known here")
 
 
@@ -138,39 +178,40 @@ def test_one_rank_that_reads_nobody_is_enough() -> None:
     run_ranks(3, move_where_one_says_never, backend="none")
 
 
-def gather_after_a_late_refusal(
-    rank: int, world_size: int, addr: str, is_lender_private: bool
+def call_after_a_late_refusal(
+    rank: int, world_size: int, addr: str, collective: str, is_lender_private: bool
 ) -> str:
     with join(rank, world_size, addr, "always") as backend:
-        x, everybodys = values(rank), np.concatenate([values(0), values(1)])
+        call = getattr(fd, collective)
+        x = values(rank, 2 * REDUCED_COUNT)
         for _ in range(2):
-            fd.all_gather(x, backend)
+            before = call(x, backend)
         if rank == 0 and is_lender_private:
             prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         if rank == 1:
             refuse_reads()
         try:
-            got = fd.all_gather(x, backend)
+            got = call(x, backend)
         except fd.errors.DistributedError as error:
             return str(error)
-        np.testing.assert_array_equal(got, everybodys)
+        np.testing.assert_array_equal(got, before)
         return "arrived"
 
 
 @needs_seccomp
-def test_a_read_that_fails_ends_the_group_on_all_ranks() -> None:
-    lender, reader = run_ranks(
-        2, partial(gather_after_a_late_refusal, is_lender_private=False), backend="none"
-    )
+@pytest.mark.parametrize("collective", PULLED)
+def test_a_read_that_fails_ends_the_group_on_all_ranks(collective: str) -> None:
+    body = partial(call_after_a_late_refusal, collective=collective, is_lender_private=False)
+    lender, reader = run_ranks(2, body, backend="none")
     assert "cannot read the array of rank 0: Operation not permitted" in reader
     assert "Reported by rank 1" in lender
 
 
 @needs_seccomp
-def test_who_gives_up_privileges_lends_nothing_more() -> None:
-    told = run_ranks(
-        2, partial(gather_after_a_late_refusal, is_lender_private=True), backend="none"
-    )
+@pytest.mark.parametrize("collective", PULLED)
+def test_who_gives_up_privileges_lends_nothing_more(collective: str) -> None:
+    body = partial(call_after_a_late_refusal, collective=collective, is_lender_private=True)
+    told = run_ranks(2, body, backend="none")
     assert told == ["arrived", "arrived"]
 
 
