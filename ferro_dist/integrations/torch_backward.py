@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["BackwardWatcher", "find_tensors", "is_watched"]
 
@@ -62,6 +63,7 @@ class BackwardWatcher:
         self._accumulators: list[Any] = []
         self._hook_tables: list[Any] = []
         self._hook_ids: list[int] = []
+        self._num_hooks = -1
         self._is_stopped = True
 
     def watch_parameters(self, parameters: Sequence[Tensor]) -> None:
@@ -74,11 +76,19 @@ class BackwardWatcher:
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._hook_tables = [parameter._post_accumulate_grad_hooks for parameter in parameters]
         self._hook_ids = [handle.id for handle in self._handles]
+        self._num_hooks = RemovableHandle.next_id
 
     def is_followed(self) -> bool:
         """Whether others have registered hooks since, that come later than those of this."""
-        # Their number does not tell: a hook that was removed makes room for another.
-        return list(map(next, map(reversed, self._hook_tables))) != self._hook_ids
+        # torch counts the hooks of everything: nearly always there are no new ones to look for.
+        num_hooks = RemovableHandle.next_id
+        if num_hooks == self._num_hooks:
+            return False
+        # How many a parameter has does not tell: one that was removed makes room for another.
+        if list(map(next, map(reversed, self._hook_tables))) != self._hook_ids:
+            return True
+        self._num_hooks = num_hooks
+        return False
 
     def come_last(self) -> None:
         """Be told of a gradient after all others. Not while any of them is told."""
@@ -87,10 +97,14 @@ class BackwardWatcher:
 
     def watch_outputs(self, outputs: object) -> None:
         """Be told when a backward comes to any of these outputs of forward."""
+        num_hooks, num_own = RemovableHandle.next_id, 0
         for tensor in find_tensors(outputs):
             if tensor.is_leaf:
                 continue  # a parameter that forward returned: its own hook tells
             tensor.register_hook(self._on_output_gradient)
+            num_own += 1
+        if self._num_hooks == num_hooks and RemovableHandle.next_id == num_hooks + num_own:
+            self._num_hooks += num_own  # none of which is a parameter's
 
     def stop(self) -> None:
         """Be told of no gradient any more."""

@@ -111,19 +111,21 @@ class TorchGradients(Accumulation, Gradients):
         self.end_local()
 
     def _refuse_taken(self, bucket: Bucket) -> None:
-        for name, number in zip(bucket.layout.names, bucket.members, strict=True):
-            parameter = self.parameters[number]
-            if parameter.grad is None and self.is_ready(number):
-                if not parameter.requires_grad:
-                    raise RuntimeError(
-                        f"DDP: parameter {name!r} was frozen between forward and backward. Freeze "
-                        "before forward, on all ranks."
-                    )
+        parameters = self.parameters
+        for number in [n for n in bucket.members if parameters[n].grad is None]:
+            if not self.is_ready(number):
+                continue
+            name = bucket.layout.names[bucket.members.index(number)]
+            if not parameters[number].requires_grad:
                 raise RuntimeError(
-                    f"DDP: the gradient of {name!r} was set to None in backward, before it was "
-                    "averaged: by a hook that steps an optimizer? ddp.step_in_backward(optimizer) "
-                    "does so with averages."
+                    f"DDP: parameter {name!r} was frozen between forward and backward. Freeze "
+                    "before forward, on all ranks."
                 )
+            raise RuntimeError(
+                f"DDP: the gradient of {name!r} was set to None in backward, before it was "
+                "averaged: by a hook that steps an optimizer? ddp.step_in_backward(optimizer) "
+                "does so with averages."
+            )
 
     def _is_given(self, bucket: Bucket, gradients: Sequence[Tensor]) -> list[bool] | None:
         if not bucket.num_missing:

@@ -480,24 +480,31 @@ def test_hooks_see_a_ranks_own_gradients_and_may_change_them(
 
 
 @OVERLAP
-@pytest.mark.parametrize("comes_after_forward", [True, False])
-def test_hooks_may_come_and_go_with_each_step(
-    on_ranks: OnRanks, comes_after_forward: bool, overlap: Any
-) -> None:
+@pytest.mark.parametrize("when", ["before forward", "in forward", "after forward"])
+def test_hooks_may_come_and_go_with_each_step(on_ranks: OnRanks, when: str, overlap: Any) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend, overlap=overlap)
-        results = []
+        seen: list[float] = []
+        results, handles = [], []
+
+        def register(*_: Any) -> None:
+            for parameter in ddp.module.parameters():
+                hook = noting_and_doubling(seen)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+        if when == "in forward":
+            ddp.module.register_forward_hook(register)
         for _ in range(3):
             ddp.zero_grad()
-            seen: list[float] = []
-            loss = ddp(backend.rank + 1.0).sum() if comes_after_forward else None
-            handles = [
-                parameter.register_post_accumulate_grad_hook(noting_and_doubling(seen))
-                for parameter in ddp.parameters()
-            ]
-            (ddp(backend.rank + 1.0).sum() if loss is None else loss).backward()
-            for handle in handles:
-                handle.remove()
+            seen.clear()
+            if when == "before forward":
+                register()
+            loss = ddp(backend.rank + 1.0).sum()
+            if when == "after forward":
+                register()
+            loss.backward()
+            while handles:
+                handles.pop().remove()
             results.append((sorted(seen), gradients_of(ddp)))
         return results
 
