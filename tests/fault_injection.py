@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -156,18 +157,53 @@ def _is_in_call(frame: FrameType | None, name: str) -> bool:
     return frame is not None
 
 
-def run_undisturbed(
-    run: Callable[[], list[Any]], learnt_s: Callable[[list[Any]], Sequence[float]]
-) -> list[Any]:
-    """Run ranks, again where those that learn of the group's end do not learn of it together.
+@dataclass(frozen=True)
+class Lesson:
+    """When a rank learnt of its group's end, and for how long it had been kept from running."""
 
-    A rank that the machine keeps from running just then has stopped, for all that the others can
-    know, and they name it. The last of these runs is returned as it is, for the test to judge.
+    learnt_s: float  # on the clock that all processes share
+    stalled_s: float
+
+
+class Pulse:
+    """Notes, while a rank waits for its group's end, whether the machine keeps it from running."""
+
+    def __init__(self) -> None:
+        self._is_over = threading.Event()
+        self._longest_s = 0.0
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        last_s = time.monotonic()
+        is_over = False
+        while not is_over:
+            is_over = self._is_over.wait(TOGETHER_S / 10)
+            now_s = time.monotonic()
+            self._longest_s = max(self._longest_s, now_s - last_s)
+            last_s = now_s
+
+    def end(self) -> Lesson:
+        learnt_s = time.monotonic()
+        self._is_over.set()
+        self._thread.join()
+        return Lesson(learnt_s, self._longest_s)
+
+
+def run_undisturbed(
+    run: Callable[[], list[Any]], lessons: Callable[[list[Any]], Sequence[Lesson]]
+) -> list[Any]:
+    """Run ranks, again where the machine kept one from running, or from learning with the others.
+
+    A rank that does not run has stopped, for all that the others can know, and they name it. The
+    last of these runs is returned as it is, for the test to judge.
     """
     for _ in range(MAX_RUNS):
         outcomes = run()
-        moments = learnt_s(outcomes)
-        if max(moments) - min(moments) < TOGETHER_S:
+        learnt = lessons(outcomes)
+        moments = [lesson.learnt_s for lesson in learnt]
+        stalled_s = max(lesson.stalled_s for lesson in learnt)
+        if max(stalled_s, max(moments) - min(moments)) < TOGETHER_S:
             break
     return outcomes
 

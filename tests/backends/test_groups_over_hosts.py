@@ -19,7 +19,16 @@ import pytest
 from backends.contract.case import Group
 from backends.contract.reference import COLLECTIVES, call, expected, inputs
 from backends.contract.suite import CASES, names_for
-from fault_injection import SOON_S, Told, call_of, die, error_of, run_undisturbed
+from fault_injection import (
+    SOON_S,
+    Lesson,
+    Pulse,
+    Told,
+    call_of,
+    die,
+    error_of,
+    run_undisturbed,
+)
 from namespaces import Host, cabled_hosts
 from numpy.testing import assert_array_equal
 
@@ -305,12 +314,13 @@ def test_a_rank_that_stops_is_named_by_the_timeout_on_every_host(
         return outcomes
 
     outcomes = run_undisturbed(run, lambda outcomes: [outcome[-1] for outcome in outcomes])
-    for error, started, learnt in outcomes:
+    for error, started, lesson in outcomes:
         assert (error.kind, error.op, error.missing) == ("Timeout", op, (victim,)), error.message
-        assert learnt - started < SOON_S
+        assert lesson.learnt_s - started < SOON_S
 
 
-def wait_for_stopped(group: Group, victim: int, op: str, count: int) -> tuple[Told, float, float]:
+def wait_for_stopped(group: Group, victim: int, op: str, count: int) -> tuple[Told, float, Lesson]:
+    pulse = Pulse()
     survivors = group.split([rank for rank in range(group.world_size) if rank != victim])
     processes = fd.all_gather(np.array([os.getpid()]), group)
     repeated = call_of(op, group, count)
@@ -320,12 +330,12 @@ def wait_for_stopped(group: Group, victim: int, op: str, count: int) -> tuple[To
     group.timeout = SHORT_S
     started = time.monotonic()
     error = error_of(repeated)
-    learnt = time.monotonic()
+    lesson = pulse.end()
     fd.barrier(survivors)
     if survivors.rank == 0:
         os.kill(processes[victim], signal.SIGKILL)
     survivors.close()
-    return error, started, learnt
+    return error, started, lesson
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=name_of)

@@ -17,6 +17,8 @@ from fault_injection import (
     MESSAGES,
     PATIENCE_S,
     SOON_S,
+    Lesson,
+    Pulse,
     Told,
     call_of,
     error_of,
@@ -74,15 +76,16 @@ def test_every_call_ends_with_its_timeout_and_names_who_is_missing(
     assert TIMEOUT_S <= elapsed_s < SOON_S
 
 
-def wait_for_absent_ranks(backend: fd.Backend) -> tuple[Told, Told, float]:
+def wait_for_absent_ranks(backend: fd.Backend) -> tuple[Told, Told, Lesson]:
+    pulse = Pulse()
     fd.barrier(backend)
     if backend.rank < 2:
         first = error_of(lambda: fd.allreduce(np.ones(1), backend, timeout=LONG_TIMEOUT_S))
     else:
         # Elsewhere: waiting for a message that nobody sends.
         first = error_of(lambda: fd.recv(np.empty(1), backend, 5 - backend.rank))
-    learnt_s = time.monotonic()
-    return first, error_of(lambda: fd.barrier(backend)), learnt_s
+    lesson = pulse.end()
+    return first, error_of(lambda: fd.barrier(backend)), lesson
 
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
@@ -146,7 +149,8 @@ def test_a_rank_that_gives_up_in_another_call_is_not_said_to_wait_for_itself(
 
 def outlast_a_stopped_rank(
     backend: fd.HostBackend, op: str, count: int
-) -> tuple[Told, float, float]:
+) -> tuple[Told, float, Lesson]:
+    pulse = Pulse()
     call = call_of(op, backend, count)
     pids = fd.all_gather(np.array([os.getpid()]), backend)
     victim = backend.world_size - 1
@@ -163,12 +167,12 @@ def outlast_a_stopped_rank(
 
     start_s = [0.0]
     error = error_of(repeat)
-    learnt_s = time.monotonic()
+    lesson = pulse.end()
     if backend.rank == 0:
         while state_of(int(pids[victim])) != "T":
             os.sched_yield()  # it may have been missing before it stopped
         os.kill(int(pids[victim]), signal.SIGCONT)
-    return error, learnt_s - start_s[0], learnt_s
+    return error, lesson.learnt_s - start_s[0], lesson
 
 
 def run_beside_a_stopped_rank(op: str, count: int, world_size: int, transport: str) -> list[Any]:
