@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -264,6 +265,33 @@ def test_traced_jax_values_are_refused(jnp: Any) -> None:
 
     with pytest.raises(InvalidArray, match="Tracer: it has no value while JAX traces"):
         jax.jit(as_view)(jnp.ones(3))
+
+
+REFUSED_PARTS = """
+import jax
+from ferro_dist.errors import InvalidArray
+from ferro_dist.interop import as_view
+mesh = jax.sharding.Mesh(jax.devices(), "i")
+spread = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+x = jax.device_put(jax.numpy.arange(4), spread)
+try:
+    as_view(x)
+except InvalidArray as error:
+    print(error, as_view(x.addressable_data(1)).count)
+"""
+
+
+def test_jax_arrays_on_several_devices_are_refused(jnp: Any) -> None:
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED_PARTS],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert "it is spread over several devices. Pass x.addressable_data(i)" in done.stdout
+    assert done.stdout.endswith(" 2\n")
 
 
 # Other buffers

@@ -768,6 +768,11 @@ cdef BufferView _view_through_capsule(object array):
 cdef str _why_no_capsule(object array, object cause):
     if "Tracer" in [cls.__name__ for cls in type(array).__mro__]:
         why = "it has no value while JAX traces. Make the call outside of jit, grad and vmap."
+    elif is_of_jax(array) and len(getattr(array.sharding, "device_set", ())) > 1:
+        why = (
+            "it is spread over several devices. Pass x.addressable_data(i), its part on one of them, or "
+            "a copy on one: jax.device_put(x, device)."
+        )
     else:
         why = _first_line(cause)
     return f"cannot move this {_name(array)}: {why}"
