@@ -83,8 +83,8 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   return error;
 }
 
-// All tell the same end. Where ranks tell each other nothing, what this one saw counts as far as
-// it is that end: it may know of more ranks that are missing.
+// All tell the same end. Where the rank that gave up had waited for nobody, what this one saw
+// counts as far as it is that end.
 void Communicator::settle_timeout(Error& error) noexcept {
   std::vector<int> missing;
   try {

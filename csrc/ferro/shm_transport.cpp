@@ -110,6 +110,15 @@ void ShmTransport::add_lost(RankSet& ranks) {
   }
 }
 
+// The rank whose reason won has said before for whom it waited.
+std::vector<int> ShmTransport::find_missing() {
+  const AbortReason reason = aborted();
+  if (std::find(members_.begin(), members_.end(), reason.reporter) == members_.end()) return {};
+  const RankControl& control = segment_->control(index_of_[reason.reporter]);
+  return control.has_testified.load(std::memory_order_acquire) != 0 ? ranks_of(control.awaited)
+                                                                    : std::vector<int>{};
+}
+
 // While headers are missing, everybody whose own is; later, the one that is waited for.
 void ShmTransport::add_awaited(RankSet& ranks) const {
   for (std::uint64_t awaited = awaited_.load(std::memory_order_relaxed); awaited != kNobody;) {

@@ -31,6 +31,7 @@ class ShmTransport final : public Transport {
   AbortReason aborted() const noexcept override;
 
   void add_lost(RankSet& ranks) override;
+  std::vector<int> find_missing() override;
   void add_awaited(RankSet& ranks) const override;
   void testify(const RankSet& awaited) noexcept override;
   void add_testimonies(Testimonies& testimonies) override;

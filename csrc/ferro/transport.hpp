@@ -39,8 +39,8 @@ class Transport {
 
   // After a timeout, once this rank has called abort(): who is missing, the same on all ranks, and
   // from then on aborted() is the reason that counts on all. May wait for kInquestSeconds. Empty
-  // where ranks tell each other nothing: there, the first reason is the same on all.
-  virtual std::vector<int> find_missing() { return {}; }
+  // where the rank that gave up had waited for nobody.
+  virtual std::vector<int> find_missing() = 0;
 
   // Adds the ranks for which the collective in progress waits, as far as that is known. From
   // any thread.
