@@ -7,7 +7,8 @@
 // is elsewhere, or comes only now.
 //
 // Over TCP several may give up at one moment, none knowing of the others. What they say
-// meets everywhere, and the same of it counts on every rank: see precedes().
+// meets everywhere, and the same of it counts on every rank: see precedes(). Where all
+// share memory one is the first, and all tell what it says.
 //
 // Rejected: to ask before giving up. A stream takes no question in the middle of a
 // payload, so each rank would need a socket and a thread more, to answer; last words
