@@ -159,7 +159,7 @@ class JaxDDP(DDP[Any], Kind):
         with self._pytrees.no_sync():
             yield
 
-    def join(self) -> Any:
+    def join(self, *optimizers: Any) -> Any:
         """Refuse: see the error."""
         raise UnsupportedOp(
             "DDP.join: a compiled step cannot be taken by a rank without data. Let a rank that "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,8 @@ from ferro_dist.integrations.torch_module import (
     content_of,
     specs_of,
 )
+from ferro_dist.integrations.torch_saved import broadcast_saved, loaded, saved
+from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer
 from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.parallel.attendance import Attendance
@@ -348,10 +350,10 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     # What is DDP's
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *optimizers: Any) -> Iterator[None]:
         self._gradients.note_versions()
         self._sparse.note_versions()
-        with super().join():
+        with super().join(*optimizers):
             yield
 
     def step_in_backward(self, optimizer: Any) -> None:
@@ -384,24 +386,43 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         What must come between backward and step, such as clipping, goes into a hook:
         ``optimizer.register_step_pre_hook``.
         """
-        lines = ["no optimizer"] if optimizer is None else self._lines_of(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("DDP.step_in_backward: LBFGS computes the loss anew in its step")
+        is_none = optimizer is None
+        lines = ["no optimizer"] if is_none else self._lines_of("step_in_backward", optimizer)
         agree_on_manifest(lines, self._backend, op="DDP.step_in_backward")
         self.__dict__["_optimizer"] = optimizer
 
-    def _lines_of(self, optimizer: Any) -> list[str]:
+    def _lines_of_optimizers(self, optimizers: Sequence[Any]) -> list[str]:
+        for optimizer in optimizers:
+            if isinstance(optimizer, ShardedOptimizer):
+                raise ValueError(
+                    "DDP.join: the steps of a ShardedOptimizer are taken by all ranks together; "
+                    "none can leave before the others"
+                )
+        return [line for optimizer in optimizers for line in self._lines_of("join", optimizer)]
+
+    def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
+        stepped = [] if self._optimizer is None else [self._optimizer]
+        device = next(iter(self._parameters_of_module.named.values())).device
+        with telling(self._tell_the_others):
+            for optimizer in {id(each): each for each in (*optimizers, *stepped)}.values():
+                is_root = self._backend.rank == root
+                own = saved(optimizer.state_dict()) if is_root else b""
+                state = broadcast_saved(own, self._backend, root, device)
+                if not is_root:
+                    optimizer.load_state_dict(loaded(state))
+
+    def _lines_of(self, method: str, optimizer: Any) -> list[str]:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"DDP.step_in_backward takes an optimizer, not {type(optimizer).__name__}"
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("DDP.step_in_backward: LBFGS computes the loss anew in its step")
+            raise TypeError(f"DDP.{method} takes an optimizer, not {type(optimizer).__name__}")
         names = {id(p): name for name, p in self._parameters_of_module.named.items()}
         lines = [type(optimizer).__qualname__]
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 if id(p) not in names:
                     raise ValueError(
-                        f"DDP.step_in_backward: a parameter of shape {tuple(p.shape)} in group "
+                        f"DDP.{method}: a parameter of shape {tuple(p.shape)} in group "
                         f"{number} of the optimizer is none of the module's"
                     )
                 lines.append(f"{names[id(p)]!r} in group {number}")

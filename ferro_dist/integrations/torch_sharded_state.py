@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferro_dist.collective import broadcast
+from ferro_dist.integrations.torch_saved import broadcast_saved, loaded, saved
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -30,16 +29,16 @@ def gather_states(
     """Return the states of all ranks, on `root` or, if that is None, on every rank.
 
     Each rank broadcasts in turn, so that no rank holds more than one share beside what it
-    keeps. They travel as bytes of ``torch.save``, and are read with ``weights_only``: no rank
-    runs code of another.
+    keeps.
     """
     keeps = root is None or backend.rank == root
     states: Pieces = {}
     for source in range(backend.world_size):
-        blob = _saved(own) if source == backend.rank else b""
-        received = _broadcast_bytes(blob, backend, source, device, tag)
+        is_own = source == backend.rank
+        data = saved({key: dict(state) for key, state in own.items()}) if is_own else b""
+        received = broadcast_saved(data, backend, source, device, tag)
         if keeps:
-            states.update(torch.load(io.BytesIO(received), map_location="cpu", weights_only=True))
+            states.update(loaded(received))
     return states if keeps else None
 
 
@@ -76,20 +75,3 @@ def _join(fragments: list[tuple[int, int, State]], parameter: Tensor) -> State:
         else value
         for key, value in first.items()
     }
-
-
-def _saved(pieces: Pieces) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({key: dict(state) for key, state in pieces.items()}, buffer)
-    return buffer.getvalue()
-
-
-def _broadcast_bytes(blob: bytes, backend: Backend, source: int, device: Any, tag: int) -> bytes:
-    size = torch.tensor([len(blob)], device=device)
-    length = int(broadcast(size, backend, source, tag=tag))
-    if source == backend.rank:
-        data = torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(device)
-    else:
-        data = torch.empty(length, dtype=torch.uint8, device=device)
-    received: bytes = broadcast(data, backend, source, out=data, tag=tag).cpu().numpy().tobytes()
-    return received

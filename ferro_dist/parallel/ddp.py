@@ -24,7 +24,7 @@ import contextlib
 import hashlib
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ferro_dist.arguments import check_root
@@ -78,6 +78,14 @@ class Kind(abc.ABC):
     @abc.abstractmethod
     def _fingerprints(self) -> Iterable[tuple[str, bytes]]:
         """Name and content of all that must be equal on all ranks."""
+
+    def _lines_of_optimizers(self, optimizers: Sequence[Any]) -> list[str]:
+        """Return a line for each thing that ranks must agree on in optimizers given to `join`."""
+        raise TypeError(f"DDP.join takes optimizers of torch, not {type(optimizers[0]).__name__}")
+
+    def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
+        """Overwrite the state of optimizers: those given to `join`, and any that DDP steps."""
+        assert not optimizers  # they have been refused
 
 
 class DDP(Generic[ModuleT]):
@@ -327,7 +335,7 @@ class DDP(Generic[ModuleT]):
             self._no_sync_depth -= 1
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *optimizers: Any) -> Iterator[None]:
         """Let ranks run out of data one by one, inside the block.
 
         All ranks enter it. A rank that leaves it goes on to take part in the averages of the
@@ -336,9 +344,28 @@ class DDP(Generic[ModuleT]):
         ``average="contributors"`` they do not count.
 
         One wrapper at a time: ranks that train two in turn must leave both together. Inside
-        the block each average costs one more small all_gather. The state of
-        optimizers is not sent, nor are gradients: set them to zero after the block.
+        the block each average costs one more small all_gather. Gradients are not sent: set them to
+        zero after the block.
+
+        Parameters
+        ----------
+        *optimizers : torch.optim.Optimizer
+            All ranks get their state and options too, from the same rank: one with moments, such
+            as Adam, would otherwise go on differently on ranks that have left early, and the
+            replicas drift apart. That of `step_in_backward` needs no mention. A scheduler that
+            steps with every batch is the caller's to bring along, and so are the moments of who
+            trains without torch.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no optimizer of torch, or has parameters of another module. Nothing was sent.
+        CollectiveMismatch
+            The optimizers of the ranks differ. The group stays usable.
         """
+        if optimizers:
+            lines = self._kind._lines_of_optimizers(optimizers)
+            agree_on_manifest(lines, self._backend, op="DDP.join")
         self._reducer.is_attended, self._last_present = True, ()
         try:
             yield
@@ -346,7 +373,13 @@ class DDP(Generic[ModuleT]):
                 pass
         finally:
             self._reducer.is_attended = False
-        self.broadcast_parameters(min(self._last_present, default=None))
+        self._follow_the_last(optimizers)
+
+    def _follow_the_last(self, optimizers: Sequence[Any]) -> None:
+        root = min(self._last_present, default=None)
+        self.broadcast_parameters(root)
+        if root is not None:  # else nobody had a batch, and all is as it was
+            self._kind._broadcast_optimizers(optimizers, root)
 
     def verify(self, params: Any = None) -> None:
         """Compare the parameters and buffers of all ranks, bit for bit. Called by all ranks.

@@ -289,6 +289,55 @@ def test_ranks_may_run_out_of_data_one_by_one(
     assert len({bias for _, bias in outcomes}) == 1
 
 
+@pytest.mark.parametrize("is_stepped_in_backward", [False, True])
+def test_optimizers_of_ranks_that_left_early_go_on_as_the_others(
+    on_ranks: OnRanks, is_stepped_in_backward: bool
+) -> None:
+    def body(backend: Any) -> None:
+        torch.manual_seed(1)
+        ddp = fd.DDP(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), backend)
+        optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
+        if is_stepped_in_backward:
+            ddp.step_in_backward(optimizer)
+        for epoch in range(3):
+            with ddp.join(*[] if is_stepped_in_backward else [optimizer]):
+                for _ in range((backend.rank + epoch) % 3):
+                    ddp(torch.randn(4, 3) + backend.rank).square().mean().backward()
+                    if not is_stepped_in_backward:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            optimizer.zero_grad()
+            ddp.verify()
+            steps = [int(state["step"]) for state in optimizer.state.values()]
+            assert steps == [2 * (epoch + 1)] * 4
+        ddp(torch.randn(4, 3) + backend.rank).square().mean().backward()
+        if not is_stepped_in_backward:
+            optimizer.step()
+        ddp.verify()
+
+    on_ranks(3, body)
+
+
+def test_optimizers_that_cannot_be_brought_along_are_refused(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        stranger = torch.optim.SGD(Scale().parameters(), lr=1)
+        sharded = fd.ShardedOptimizer(ddp.parameters(), torch.optim.SGD, backend, lr=1)
+        for optimizer, told in [(1, "not int"), (stranger, "none of the"), (sharded, "together")]:
+            with pytest.raises((TypeError, ValueError), match=told), ddp.join(optimizer):
+                pass
+        mine = [ddp.weight] if backend.rank else list(ddp.parameters())
+        with (
+            pytest.raises(fd.CollectiveMismatch, match="'bias' in group 0 on rank 0"),
+            ddp.join(torch.optim.SGD(mine, lr=1)),
+        ):
+            pass
+        ddp(1.0).sum().backward()
+        assert gradients_of(ddp) == (1, 1)
+
+    on_ranks(2, body)
+
+
 def test_weighted_averages_may_run_out_too(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)
