@@ -211,7 +211,8 @@ def _play(
     except BaseException:
         outcome = _failure("raised")
     try:
-        connection.send(outcome)
+        # By value: as multiprocessing sends a tensor of torch, it would end with this process.
+        connection.send_bytes(pickle.dumps(outcome))
     except Exception:
         connection.send(_failure("returned what cannot be sent to the caller"))
     connection.close()

@@ -44,6 +44,12 @@ def die(backend: fd.Backend) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def return_a_tensor(backend: fd.Backend) -> Any:
+    import torch
+
+    return torch.arange(3)
+
+
 def exit_early(backend: fd.Backend) -> None:
     os._exit(5)
 
@@ -56,6 +62,12 @@ def die_at_exit(backend: fd.Backend) -> int:
 def never_exit(backend: fd.Backend) -> int:
     Finalize(None, signal.pause, exitpriority=0)
     return backend.rank
+
+
+def test_tensors_of_torch_may_be_returned() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    for tensor in run_ranks(2, return_a_tensor, timeout=300):
+        assert tensor.tolist() == [0, 1, 2]
 
 
 def test_results_come_by_rank() -> None:
