@@ -71,7 +71,9 @@ class HandwrittenStage(Stage):
         )
 
     def describe(self, array: Array) -> ArraySpec:
-        view = interop.as_view(interop.contiguous(array))
+        # Weights are described before each step: those of NumPy are not copied for that.
+        is_read_as_is = isinstance(array, np.ndarray)
+        view = interop.as_view(array if is_read_as_is else interop.contiguous(array))
         dtype = interop.dtype_name(view.dtype)
         is_differentiable = "float" in dtype or "complex" in dtype
         return ArraySpec(dtype, tuple(array.shape), is_differentiable, view.device_type == 1)
