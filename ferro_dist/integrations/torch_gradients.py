@@ -13,7 +13,7 @@ import torch
 
 from ferro_dist.integrations.torch_accumulation import Accumulation, as_dense
 from ferro_dist.interop import dtype_code, numpy_dtype
-from ferro_dist.parallel.bucket import Bucket, BucketMemory, ParameterSpec
+from ferro_dist.parallel.bucket import Bucket, BucketMemory, ParameterSpec, misplaced
 from ferro_dist.parallel.reducer import Gradients
 
 if TYPE_CHECKING:
@@ -144,10 +144,7 @@ def _refuse_misplaced(bucket: Bucket, gradients: Sequence[Tensor], memory: Bucke
         if gradient is None or gradient is view or _is_sparse(gradient) or not gradient.numel():
             continue
         if memory.contains(gradient.data_ptr()) and _elements(gradient) != _elements(view):
-            raise RuntimeError(
-                f"DDP: the gradient of {name!r} shares memory with that of another parameter, or "
-                "with its own transposed. Assign a copy: parameter.grad = gradient.clone()."
-            )
+            raise misplaced(name)
 
 
 def _elements(tensor: Tensor) -> tuple[int, list[int]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ferro_dist import interop
 from ferro_dist.errors import InvalidArray
-from ferro_dist.parallel.bucket import Bucket, ParameterSpec
+from ferro_dist.parallel.bucket import Bucket, ParameterSpec, misplaced
 from ferro_dist.parallel.reducer import Gradients
 
 __all__ = ["GRADIENT_DTYPES", "ArrayGradients", "ModuleAdapter"]
@@ -126,6 +126,9 @@ class ArrayGradients(Gradients):
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         gradients = [self.views.get(spec.name) for spec in bucket.layout.specs]
         for place, gradient in enumerate(gradients):
+            if gradient is not None and self._is_misplaced(gradient, bucket.views[place]):
+                raise misplaced(bucket.layout.names[place])
+        for place, gradient in enumerate(gradients):
             bucket.put_in(place, gradient)
         bucket.mark(counter, [gradient is not None for gradient in gradients])
 
@@ -135,6 +138,12 @@ class ArrayGradients(Gradients):
         for place, (spec, is_wanted) in enumerate(zip(specs, flags, strict=True)):
             if is_wanted:
                 self._put(spec.name, bucket, place)
+
+    def _is_misplaced(self, gradient: Any, place: Any) -> bool:
+        own = interop.as_view(gradient)
+        if not own.nbytes or not self.memory.contains(own.address):
+            return False
+        return own.address != interop.as_view(place).address or not own.is_contiguous
 
     def _put(self, name: str, bucket: Bucket, place: int) -> None:
         """Replace a gradient, or set one that was absent."""

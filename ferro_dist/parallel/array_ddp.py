@@ -9,6 +9,7 @@ from ferro_dist import interop
 from ferro_dist.collective import broadcast
 from ferro_dist.parallel.adapter import ArrayGradients, ModuleAdapter
 from ferro_dist.parallel.ddp import DDP, Kind
+from ferro_dist.parallel.interruption import telling
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.options import Options
 from ferro_dist.parallel.reach import check_reach
@@ -119,8 +120,9 @@ class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
                 known = self._reducer.specs[number].name
                 raise ValueError(f"DDP.ready: the gradient of {known!r} was ready before")
         self._given.views.update(gradients.views)
-        for number in numbers:
-            self._reducer.mark_ready(number)
+        with telling(self._tell_the_others):
+            for number in numbers:
+                self._reducer.mark_ready(number)
 
     def _average(self, grads: Any, weight: float | None) -> Any:
         adapter = self._checked_adapter()

@@ -36,6 +36,7 @@ __all__ = [
     "assign_buckets",
     "bucket_nbytes_of",
     "is_same_memory",
+    "misplaced",
     "view_of",
 ]
 
@@ -482,6 +483,14 @@ class BucketMemory:
     def contains(self, address: int) -> bool:
         """Whether a byte is one of a bucket."""
         return any(start <= address < stop for start, stop in self._extents)
+
+
+def misplaced(name: str) -> RuntimeError:
+    """Return the error of a gradient that would be overwritten by those that come there."""
+    return RuntimeError(
+        f"DDP: the gradient of {name!r} shares memory with that of another parameter, or with its "
+        "own transposed. Let it be a copy."
+    )
 
 
 def _runs_of(specs: Sequence[ParameterSpec]) -> list[Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,27 @@ def test_what_is_wrong_with_ready_is_said(on_ranks: OnRanks) -> None:
             fd.DDP([np.zeros(1)], backend).ready(0)
 
     on_ranks(2, body)
+
+
+def test_a_gradient_that_is_refused_when_ready_is_told_on_the_others(on_ranks: OnRanks) -> None:
+    met = threading.Barrier(2)
+
+    def body(backend: Any) -> str:
+        ddp = fd.DDP(Layers(), backend, bucket_mb=1e-4)
+        buffers = ddp.gradient_buffers()
+        if backend.rank == 0:
+            ddp.gradients = {**buffers, "c.bias": buffers["a.bias"]}
+        try:
+            ddp.ready("c")
+            ddp.sync_gradients()
+        except Exception as error:
+            told = str(error)
+        met.wait()  # no error is due to a rank's leaving
+        return told
+
+    first, second = on_ranks(2, body)
+    assert "'c.bias' shares memory" in first
+    assert "rank 0 was interrupted" in second
 
 
 def test_gradients_stay_as_they_are_inside_no_sync(on_ranks: OnRanks) -> None:

@@ -217,6 +217,31 @@ def test_gradients_in_buckets_are_not_copied(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("bucket_mb", [1, 1e-5])
+def test_gradients_in_the_places_of_others_are_refused(on_ranks: OnRanks, bucket_mb: float) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP({"a": np.ones((2, 2)), "b": np.ones((2, 2))}, backend, bucket_mb=bucket_mb)
+        buffers = ddp.gradient_buffers()
+        a, b = buffers["a"], buffers["b"]
+        for grads in [{"a": b, "b": a}, {"a": a, "b": a}, {"a": a.T, "b": b}]:
+            with pytest.raises(RuntimeError, match="shares memory"):
+                ddp.sync_gradients(grads)
+
+    on_ranks(1, body)
+
+
+def test_gradients_side_by_side_in_an_array_of_the_callers_are_averaged(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Array:
+        ddp = fd.DDP({"a": np.ones((2, 2)), "b": np.ones(2)}, backend)
+        flat: Array = np.arange(6.0) * (1 + backend.rank)
+        for _ in range(2):
+            ddp.sync_gradients({"b": flat[:2], "a": flat[2:].reshape(2, 2).T})
+        return flat
+
+    for flat in on_ranks(2, body):
+        assert_array_equal(flat, np.arange(6) * 1.5)
+
+
 def test_gradients_of_any_layout_are_averaged(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Array:
         ddp = fd.DDP({"w": np.zeros((3, 4))}, backend)
