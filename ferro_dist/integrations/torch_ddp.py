@@ -24,13 +24,13 @@ from ferro_dist.integrations.torch_module import (
     content_of,
     specs_of,
 )
-from ferro_dist.integrations.torch_saved import broadcast_saved, loaded, saved
+from ferro_dist.integrations.torch_saved import broadcast_saved, load_exactly, loaded, saved
 from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer
 from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.parallel.attendance import Attendance
 from ferro_dist.parallel.ddp import DDP, Kind
-from ferro_dist.parallel.interruption import telling
+from ferro_dist.parallel.interruption import KnownToAll, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.options import Options
@@ -394,7 +394,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self.__dict__["_optimizer"] = optimizer
 
     def _lines_of_optimizers(self, optimizers: Sequence[Any]) -> list[str]:
-        for optimizer in optimizers:
+        for optimizer in (*optimizers, self._optimizer):
             if isinstance(optimizer, ShardedOptimizer):
                 raise ValueError(
                     "DDP.join: the steps of a ShardedOptimizer are taken by all ranks together; "
@@ -408,10 +408,16 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         with telling(self._tell_the_others):
             for optimizer in {id(each): each for each in (*optimizers, *stepped)}.values():
                 is_root = self._backend.rank == root
-                own = saved(optimizer.state_dict()) if is_root else b""
-                state = broadcast_saved(own, self._backend, root, device)
+                own = _saved_state(optimizer) if is_root else b""
+                state = loaded(broadcast_saved(own, self._backend, root, device))
+                if isinstance(state, str):
+                    raise KnownToAll(
+                        f"DDP.join: the state of {type(optimizer).__name__} cannot be given to "
+                        "other ranks: it may hold tensors, numbers, strings, dicts, lists and "
+                        f"tuples. {state}"
+                    )
                 if not is_root:
-                    optimizer.load_state_dict(loaded(state))
+                    load_exactly(optimizer, state)
 
     def _lines_of(self, method: str, optimizer: Any) -> list[str]:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -504,6 +510,17 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         for number, average in zip(numbers, averages if given else (), strict=False):
             if average is not None:
                 given.replace(number, average)
+
+
+def _saved_state(optimizer: Any) -> bytes:
+    """Return what others can load: a state, or why there is none for them."""
+    try:
+        data = saved(optimizer.state_dict())
+        loaded(data)
+    except Exception as error:
+        # Torch puts advice around its own words that is for files.
+        return saved(str(error.__context__ or error))
+    return data
 
 
 def _add_prefix(ddp: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -6,8 +6,10 @@ It is read with ``weights_only``: no rank runs code of another.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ferro_dist.collective import broadcast
@@ -15,13 +17,13 @@ from ferro_dist.collective import broadcast
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["broadcast_saved", "loaded", "saved"]
+__all__ = ["broadcast_saved", "load_exactly", "loaded", "saved"]
 
 
 def saved(content: Any) -> bytes:
-    """Return what ``torch.save`` writes."""
+    """Return what ``torch.save`` writes of dicts, lists, tensors and numbers, NumPy's too."""
     buffer = io.BytesIO()
-    torch.save(content, buffer)
+    torch.save(_plain(content), buffer)
     return buffer.getvalue()
 
 
@@ -42,3 +44,42 @@ def broadcast_saved(data: bytes, backend: Backend, root: int, device: Any, tag: 
         broadcast(content, backend, root, out=content, tag=tag).cpu().numpy().tobytes()
     )
     return received
+
+
+def load_exactly(optimizer: Any, state: Any) -> None:
+    """Load a state that was saved into an optimizer, with the bits that it had.
+
+    ``load_state_dict`` alone gives the dtype of a parameter to all that is kept of it, save a
+    ``step``, and leaves a learning rate that is a tensor in host memory.
+    """
+    options = [dict(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, sent in state["state"].items():
+        if isinstance(number, int):
+            _undo_casts(optimizer.state[parameters[number]], sent)
+    for group, before in zip(optimizer.param_groups, options, strict=True):
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor) and isinstance(before.get(name), torch.Tensor):
+                with torch.no_grad():
+                    group[name] = before[name].copy_(value)
+
+
+def _undo_casts(kept: MutableMapping[str, Any], sent: Mapping[str, Any]) -> None:
+    for name, value in sent.items():
+        now = kept.get(name)
+        if isinstance(value, Mapping) and isinstance(now, MutableMapping):
+            _undo_casts(now, value)
+        elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+            kept[name] = now if now.dtype is value.dtype else value.to(now.device)
+
+
+def _plain(content: Any) -> Any:
+    """Return the same in types that are read with ``weights_only``."""
+    if isinstance(content, np.generic):
+        return content.item()
+    if isinstance(content, Mapping):
+        return {key: _plain(value) for key, value in content.items()}
+    if type(content) in (list, tuple):
+        return type(content)(map(_plain, content))
+    return content

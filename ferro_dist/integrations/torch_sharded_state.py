@@ -34,8 +34,7 @@ def gather_states(
     keeps = root is None or backend.rank == root
     states: Pieces = {}
     for source in range(backend.world_size):
-        is_own = source == backend.rank
-        data = saved({key: dict(state) for key, state in own.items()}) if is_own else b""
+        data = saved(own) if source == backend.rank else b""
         received = broadcast_saved(data, backend, source, device, tag)
         if keeps:
             states.update(loaded(received))

@@ -81,7 +81,9 @@ class Kind(abc.ABC):
 
     def _lines_of_optimizers(self, optimizers: Sequence[Any]) -> list[str]:
         """Return a line for each thing that ranks must agree on in optimizers given to `join`."""
-        raise TypeError(f"DDP.join takes optimizers of torch, not {type(optimizers[0]).__name__}")
+        for optimizer in optimizers:
+            raise TypeError(f"DDP.join takes optimizers of torch, not {type(optimizer).__name__}")
+        return []
 
     def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
         """Overwrite the state of optimizers: those given to `join`, and any that DDP steps."""
@@ -353,19 +355,20 @@ class DDP(Generic[ModuleT]):
             All ranks get their state and options too, from the same rank: one with moments, such
             as Adam, would otherwise go on differently on ranks that have left early, and the
             replicas drift apart. That of `step_in_backward` needs no mention. A scheduler that
-            steps with every batch is the caller's to bring along, and so are the moments of who
-            trains without torch.
+            steps with every batch and a ``GradScaler`` are the caller's to bring along, and so are
+            the moments of who trains without torch.
 
         Raises
         ------
         TypeError, ValueError
-            It is no optimizer of torch, or has parameters of another module. Nothing was sent.
+            It is no optimizer of torch, has parameters of another module, or is a
+            `ShardedOptimizer`. Nothing was sent. Or, at the end of the block and on all ranks, its
+            state holds other things than tensors and plain values. The group stays usable.
         CollectiveMismatch
             The optimizers of the ranks differ. The group stays usable.
         """
-        if optimizers:
-            lines = self._kind._lines_of_optimizers(optimizers)
-            agree_on_manifest(lines, self._backend, op="DDP.join")
+        lines = self._kind._lines_of_optimizers(optimizers)
+        agree_on_manifest(lines, self._backend, op="DDP.join")
         self._reducer.is_attended, self._last_present = True, ()
         try:
             yield

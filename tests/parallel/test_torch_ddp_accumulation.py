@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -316,6 +317,98 @@ def test_optimizers_of_ranks_that_left_early_go_on_as_the_others(
         ddp.verify()
 
     on_ranks(3, body)
+
+
+def train_rank_0_longer(backend: Any, make: Callable[[Any], Any], dtype: Any) -> Any:
+    torch.manual_seed(1)
+    ddp = fd.DDP(nn.Linear(3, 2).to(dtype), backend)
+    optimizer = make(list(ddp.parameters()))
+
+    def step() -> None:
+        ddp(torch.randn(4, 3, dtype=dtype) + backend.rank).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with ddp.join(optimizer):
+        for _ in range(3 - 2 * backend.rank):
+            step()
+    optimizer.zero_grad()
+    for _ in range(30):
+        step()
+    ddp.verify()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ["ASGD", "NAdam", "SGD"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_optimizers_go_on_alike_whatever_the_dtype_of_their_state(
+    on_ranks: OnRanks, name: str, dtype: Any
+) -> None:
+    def body(backend: Any) -> Any:
+        optimizer = train_rank_0_longer(backend, getattr(torch.optim, name), dtype)
+        return [
+            {key: getattr(value, "dtype", None) for key, value in state.items()}
+            for state in optimizer.state.values()
+        ]
+
+    first, second = on_ranks(2, body)
+    assert first == second
+
+
+def test_options_that_are_tensors_or_numbers_of_numpy_are_brought_along(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        lr = torch.tensor(0.1 + backend.rank)
+        betas = (np.float64(0.9), np.float64(0.99))
+
+        def make(parameters: Any) -> Any:
+            return torch.optim.Adam(parameters, lr=lr, betas=betas, foreach=False, amsgrad=True)
+
+        (group,) = train_rank_0_longer(backend, make, torch.float32).param_groups
+        assert group["lr"] is lr  # which others may hold, too
+        return lr.item(), tuple(map(float, group["betas"]))
+
+    first, second = on_ranks(2, body)
+    assert first == second
+
+
+def test_state_that_cannot_be_brought_along_is_told_on_all_ranks(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1)
+        told = pytest.raises(ValueError, match="state of SGD cannot be given to other ranks")
+        with told, ddp.join(optimizer):
+            ddp(1.0).sum().backward()
+            optimizer.param_groups[0]["schedule"] = body
+        fd.barrier(backend)
+
+    on_ranks(2, body)
+
+
+def test_an_optimizer_given_on_one_rank_alone_is_told(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        optimizers = [torch.optim.SGD(ddp.parameters(), lr=1)] if backend.rank else []
+        with (
+            pytest.raises(fd.CollectiveMismatch, match="nothing on rank 0; SGD on rank 1"),
+            ddp.join(*optimizers),
+        ):
+            pass
+        fd.barrier(backend)
+
+    on_ranks(2, body)
+
+
+def test_a_sharded_optimizer_that_steps_in_backward_cannot_be_joined(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        sharded = fd.ShardedOptimizer(
+            ddp.parameters(), torch.optim.SGD, backend, average=None, lr=1
+        )
+        ddp.step_in_backward(sharded)
+        with pytest.raises(ValueError, match="together"), ddp.join():
+            pass
+
+    on_ranks(2, body)
 
 
 def test_optimizers_that_cannot_be_brought_along_are_refused(on_ranks: OnRanks) -> None:
