@@ -21,20 +21,21 @@ class CopyChoice {
  public:
   // For the next copy of about `nbytes`: whether readers shall pull it from where it is, in place
   // of its being staged for them.
-  bool pulls(std::size_t nbytes) {
-    Record& record = record_of(nbytes);
+  bool pulls(std::size_t nbytes) const {
+    const Record& record = records_[log2_of(nbytes)];
     const bool is_pull_faster = record.seconds[1] <= record.seconds[0];
-    const std::uint32_t number = record.number++;
-    if (number < kTrials) return number % 2 == 1;
+    if (record.number < kTrials) return record.number % 2 == 1;
     const double ratio =
         is_pull_faster ? record.seconds[0] / record.seconds[1] : record.seconds[1] / record.seconds[0];
-    const bool is_trial = number % (ratio < kCloseRatio ? kCloseInterval : kClearInterval) == 0;
+    const bool is_trial = record.number % (ratio < kCloseRatio ? kCloseInterval : kClearInterval) == 0;
     return is_pull_faster != is_trial;
   }
 
-  // What it took.
+  // What it took. Only this counts: a copy may turn out to need neither way.
   void note(std::size_t nbytes, bool was_pulled, double seconds) {
-    double& known = record_of(nbytes).seconds[was_pulled ? 1 : 0];
+    Record& record = records_[log2_of(nbytes)];
+    ++record.number;
+    double& known = record.seconds[was_pulled ? 1 : 0];
     // The least of late: what interrupts a copy only adds, and what has changed shows in time.
     known = std::min(seconds, known * kForgetting);
   }
@@ -42,21 +43,20 @@ class CopyChoice {
  private:
   struct Record {
     std::array<double, 2> seconds{1e9, 1e9};
-    std::uint32_t number = 0;
+    std::uint32_t number = 0;  // of copies that were timed
   };
   static constexpr std::uint32_t kTrials = 6;  // the first of a size, by turns: some meet untouched pages
   static constexpr std::uint32_t kCloseInterval = 16, kClearInterval = 64;
   static constexpr double kCloseRatio = 1.5;
   static constexpr double kForgetting = 1.125;
 
-  // One for each power of two.
-  Record& record_of(std::size_t nbytes) {
+  static std::size_t log2_of(std::size_t nbytes) {
     std::size_t log2 = 0;
     while (nbytes >>= 1) ++log2;
-    return records_[log2];
+    return log2;
   }
 
-  std::array<Record, 64> records_{};
+  std::array<Record, 64> records_{};  // one for each power of two
 };
 
 }  // namespace ferro

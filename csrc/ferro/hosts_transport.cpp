@@ -65,7 +65,9 @@ void HostsTransport::run(Call& outer, const Collective& collective) {
                [&] { dispatch(call, collective, sequence); });
 }
 
+// Looks before its own host hears of it: what the host says, other hosts must hear as well.
 void HostsTransport::abort(AbortReason reason) noexcept {
+  if (reason.code == ErrorCode::timeout) mesh_->look();
   const AbortReason known = aborted();
   spread(known.code != ErrorCode::none ? known : reason);
 }

@@ -52,7 +52,6 @@ TcpMesh::~TcpMesh() {
 }
 
 void TcpMesh::abort(AbortReason reason) noexcept {
-  if (reason.code == ErrorCode::timeout) look();  // what came while this rank was kept from running
   adopt(reason);
   RankSet waited_for;
   {

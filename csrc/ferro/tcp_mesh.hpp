@@ -50,7 +50,8 @@ class TcpMesh {
   bool may_spin() const { return may_spin_; }
 
   // Any thread, at any moment. The first reason given stays, unless find_missing() finds another
-  // to count; all peers are told of it once, which takes kTellSeconds at most.
+  // to count; all peers are told of it once, which takes kTellSeconds at most. Who gives up a wait
+  // calls look() before: the end may have come while this rank was kept from running.
   void abort(AbortReason reason) noexcept;
   // Says goodbye. Idempotent; calls in progress raise Error{closed}.
   void close() noexcept;

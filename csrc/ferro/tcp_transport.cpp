@@ -49,8 +49,13 @@ void TcpTransport::run(Call& call, const Collective& collective) {
   if (has_reduce_op(collective.op)) TcpCollectives::kernel_for(collective.dtype, collective.reduce_op);
   const std::uint32_t sequence = sequence_++;
   mesh_->set_sequence(sequence);
-  run_or_abort(*mesh_, sequence, {[this](AbortReason reason) { mesh_->abort(reason); }},
+  run_or_abort(*mesh_, sequence, {[this](AbortReason reason) { abort(reason); }},
                [&] { run_agreed(call, collective, sequence); });
+}
+
+void TcpTransport::abort(AbortReason reason) noexcept {
+  if (reason.code == ErrorCode::timeout) mesh_->look();
+  mesh_->abort(reason);
 }
 
 void TcpTransport::run_agreed(Call& call, const Collective& collective, std::uint32_t sequence) {

@@ -23,7 +23,7 @@ class TcpTransport final : public Transport {
   TcpTransport(std::shared_ptr<TcpMesh> mesh, std::vector<int> members);
 
   void run(Call& call, const Collective& collective) override;
-  void abort(AbortReason reason) noexcept override { mesh_->abort(reason); }
+  void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override { return mesh_->aborted(); }
   void add_lost(RankSet& ranks) override { mesh_->add_lost(ranks); }
   std::vector<int> find_missing() override {

@@ -680,6 +680,21 @@ void test_a_symmetric_array_that_its_owner_changes_too_early_is_not_given_out() 
   });
 }
 
+// Of arrays in symmetric memory nothing is timed.
+void test_calls_that_need_no_copy_leave_the_choice_open() {
+  constexpr std::size_t n = std::size_t{4} << 20;
+  CopyChoice choice;
+  for (int i = 0; i < 100; ++i) choice.pulls(n);
+  int num_tried[2] = {0, 0};
+  for (int i = 0; i < 6; ++i) {
+    const bool is_pulled = choice.pulls(n);
+    ++num_tried[is_pulled];
+    choice.note(n, is_pulled, is_pulled ? 2.0 : 1.0);
+  }
+  CHECK(num_tried[0] == 3 && num_tried[1] == 3);
+  CHECK(choice.pulls(n) == false);
+}
+
 void test_a_signal_ends_the_backing_of_symmetric_memory() {
   const Group group = Communicator::create_group(2, 2);
   Call call(kTimeout, {[](void*) noexcept { std::this_thread::sleep_for(std::chrono::milliseconds(60)); },
@@ -1046,6 +1061,7 @@ int main() {
   for (const int size : {2, 3}) test_a_timeout_ends_a_call_that_never_waits(size);
   test_a_signal_ends_a_long_reduction_of_symmetric_arrays();
   test_a_symmetric_array_that_its_owner_changes_too_early_is_not_given_out();
+  test_calls_that_need_no_copy_leave_the_choice_open();
   test_a_signal_ends_the_backing_of_symmetric_memory();
   test_a_task_that_cannot_start_ends_the_group();
   test_a_queued_call_that_ends_too_late_says_which_it_was();
@@ -1074,5 +1090,5 @@ int main() {
     test_other_threads_get_in_beside_a_stream(is_over_sockets);
     test_memory_runs_out_behind_the_caller(is_over_sockets);
   }
-  std::puts("engine_test: 35 tests passed");
+  std::puts("engine_test: 36 tests passed");
 }

@@ -256,6 +256,26 @@ void all_missing_ranks_are_named_on_every_host() {
   }
 }
 
+// Rank 2's end has come, but rank 0 has not looked since when it gives up, too.
+void of_hosts_that_give_up_at_once_all_tell_the_same() {
+  const Hosts hosts = {{0, 1}, {2, 3}};
+  Group group = make_group(hosts, Inside::memory);
+  for (const auto& rank : group.ranks) expect(rank->aborted().code == ErrorCode::none, "the group is well");
+  for (const int rank : {2, 0}) {
+    RankSet awaited;
+    awaited.set(static_cast<std::size_t>(rank + 1));
+    group.ranks[rank]->testify(awaited);
+    group.ranks[rank]->abort({ErrorCode::timeout, rank + 1, rank, 0});
+  }
+  std::vector<AbortReason> told(4);
+  on_each_rank(4, [&](int rank) {
+    group.ranks[rank]->abort(group.ranks[rank]->aborted());
+    group.ranks[rank]->find_missing();
+    told[rank] = group.ranks[rank]->aborted();
+  });
+  for (const AbortReason& reason : told) expect(reason.pack() == told.front().pack(), "all tell one reason");
+}
+
 void closing_says_goodbye() {
   Group group = make_group({{0, 1}, {2, 3}});
   on_each_rank(4, [&](int rank) {
@@ -281,6 +301,7 @@ int main() {
   timeout_ends_the_wait_on_every_host();
   everybody_names_the_rank_that_is_missing();
   all_missing_ranks_are_named_on_every_host();
+  of_hosts_that_give_up_at_once_all_tell_the_same();
   closing_says_goodbye();
   return 0;
 }
