@@ -81,8 +81,9 @@ class Kind(abc.ABC):
 
     def _lines_of_optimizers(self, optimizers: Sequence[Any]) -> list[str]:
         """Return a line for each thing that ranks must agree on in optimizers given to `join`."""
-        for optimizer in optimizers:
-            raise TypeError(f"DDP.join takes optimizers of torch, not {type(optimizer).__name__}")
+        if optimizers:
+            kind = type(optimizers[0]).__name__
+            raise TypeError(f"DDP.join takes optimizers of torch, not {kind}")
         return []
 
     def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
