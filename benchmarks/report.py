@@ -98,12 +98,12 @@ class Result:
 
 _HEADER = (
     f"{'size':>9} {'system':<28} {'cores':<5} {'p50 us':>10} {'p95 us':>10} "
-    f"{'algbw':>7} {'busbw':>7}  against the best tuned peer"
+    f"{'algbw':>7} {'busbw':>7}  against the best peer of its kind"
 )
 
 
 def print_table(results: Sequence[Result]) -> None:
-    """Print one collective: for each size ours, the best of each peer, and untuned MPI."""
+    """Print one collective: for each size ours, the best of each peer, and all that is untuned."""
     if not results:
         return
     case = results[0].case
@@ -112,9 +112,9 @@ def print_table(results: Sequence[Result]) -> None:
     for same_case in _by_size(results):
         distance = usual_distance(same_case)
         comparable = [result for result in same_case if result.times_ns(distance)]
-        best = best_tuned_peer(comparable, distance)
+        best = {tuned: best_peer(comparable, distance, is_tuned=tuned) for tuned in (True, False)}
         for result in _worth_showing(comparable, distance):
-            measure.say(_row(result, distance, best))
+            measure.say(_row(result, distance, best[result.system.is_tuned]))
 
 
 def usual_distance(results: Iterable[Result]) -> str:
@@ -124,9 +124,9 @@ def usual_distance(results: Iterable[Result]) -> str:
     return statistics.mode(comparable or distances)
 
 
-def best_tuned_peer(results: Iterable[Result], distance: str) -> Result | None:
-    """Find the fastest configuration of any peer."""
-    peers = [result for result in results if result.system.is_tuned_peer]
+def best_peer(results: Iterable[Result], distance: str, *, is_tuned: bool) -> Result | None:
+    """Find the fastest configuration of any peer, of the tuned ones or of the others."""
+    peers = [r for r in results if not r.system.is_ours and r.system.is_tuned == is_tuned]
     return min(peers, key=lambda result: result.p50_us(distance), default=None)
 
 
@@ -136,18 +136,19 @@ def _by_size(results: Sequence[Result]) -> list[list[Result]]:
 
 
 def _worth_showing(results: Sequence[Result], distance: str) -> list[Result]:
-    ours = [result for result in results if result.system.is_ours]
-    untuned = [result for result in results if result.system.configuration == "untuned"]
-    return ours + best_of_each_family(results, distance) + untuned
+    tuned = [result for result in results if result.system.is_tuned]
+    ours = [result for result in tuned if result.system.is_ours]
+    untuned = [result for result in results if not result.system.is_tuned]
+    return ours + best_of_each_family(tuned, distance) + untuned
 
 
 def best_of_each_family(results: Sequence[Result], distance: str) -> list[Result]:
-    """Find the fastest tuned configuration of each peer."""
-    tuned = [result for result in results if result.system.is_tuned_peer]
-    families = dict.fromkeys(result.system.family for result in tuned)
+    """Find the fastest configuration of each peer."""
+    peers = [result for result in results if not result.system.is_ours]
+    families = dict.fromkeys(result.system.family for result in peers)
     return [
         min(
-            (result for result in tuned if result.system.family == family),
+            (result for result in peers if result.system.family == family),
             key=lambda result: result.p50_us(distance),
         )
         for family in families
@@ -223,10 +224,12 @@ def _draw(axis: Any, results: Sequence[Result]) -> None:
 
 
 def _style(result: Result) -> tuple[str, dict[str, Any]]:
+    family, memory = result.system.family, result.case.memory
     if result.system.is_ours:
-        style = _OUR_STYLES[result.case.memory]
-        return f"ferro_dist, {result.case.memory}", {"color": "tab:blue", "linestyle": style}
-    family = result.system.family
-    if result.system.is_tuned_peer:
+        style = {"color": "tab:blue", "linestyle": _OUR_STYLES[memory]}
+        if result.system.is_tuned:
+            return f"ferro_dist, {memory}", style
+        return f"ferro_dist, {memory}, untuned", {**style, "alpha": 0.4}
+    if result.system.is_tuned:
         return f"{family}, best tuned", {"color": _COLOURS[family]}
     return f"{family}, untuned", {"color": _COLOURS[family], "linestyle": ":", "alpha": 0.6}
