@@ -25,7 +25,7 @@ struct Agreement {
   Fingerprint second;
 
   static Agreement of(int rank, const Fingerprint& fingerprint);
-  // `sender` gives `receiver` another number of elements than that one expects.
+  // `sender` sends `receiver` a number of elements other than the one it expects.
   static Agreement unpaired(const Fingerprint& fingerprint, int sender, std::uint64_t sent, int receiver,
                             std::uint64_t expected);
 

@@ -1,4 +1,4 @@
-// Threads of the engine's own.
+// The engine's own threads.
 #ifndef FERRO_BACKGROUND_THREAD_HPP
 #define FERRO_BACKGROUND_THREAD_HPP
 
@@ -10,7 +10,7 @@
 
 namespace ferro {
 
-// All signals of this thread, for as long as it lives.
+// Blocks all signals of the current thread for as long as the object lives.
 class BlockedSignals {
  public:
   BlockedSignals() {
@@ -26,8 +26,8 @@ class BlockedSignals {
   sigset_t previous_;
 };
 
-// `name`, of 15 characters at most, is for debuggers and top. Signals are for the caller's
-// threads, which know what to do with them: the new one inherits a mask that blocks all.
+// `name`, at most 15 characters, is what debuggers and top show. Signals belong to the caller's
+// threads, which know what to do with them: the new thread inherits a mask that blocks them all.
 template <class Body>
 std::thread start_thread(const char* name, Body body) {
   const BlockedSignals blocked;

@@ -1,4 +1,4 @@
-// What a blocking call carries with it: its deadline, and its way back to the
+// What a blocking call carries with it: its deadline, and hooks into the
 // language that made it.
 #ifndef FERRO_CALL_HPP
 #define FERRO_CALL_HPP
@@ -10,8 +10,8 @@
 
 namespace ferro {
 
-// The caller's side of a wait. The engine knows no Python; these are how a
-// caller that holds an interpreter lock lets go of it and hears of signals.
+// The caller's side of a wait. The engine knows no Python; through these hooks a
+// caller that holds an interpreter lock releases it and learns of signals.
 struct Hooks {
   // Called once, before the first wait or piece of work that may exceed about
   // a microsecond.
@@ -24,11 +24,11 @@ struct Hooks {
 
 constexpr double kUnlimited = 1e9;  // seconds
 
-// The longest a blocked call sleeps before it looks at signals, its deadline
+// The longest that a blocked call sleeps before it checks signals, its deadline
 // and the group's state again.
 constexpr double kWaitSliceSeconds = 0.1;
 
-// Who looks at nothing for longer than this, in a call that blocks, was stopped or starved.
+// A rank that checks none of these for longer than this, in a call that blocks, was stopped or starved.
 constexpr double kAbsenceSeconds = 0.6;
 
 // One call in progress. Lives on the caller's stack or in its Task.
@@ -52,11 +52,12 @@ class Call {
   double elapsed_s() const { return is_blocking_ ? seconds_between(started_, Clock::now()) : 0.0; }
   double remaining_s() const { return timeout_s_ - elapsed_s(); }
   double timeout_s() const { return timeout_s_; }
-  // How long it may sleep at once.
+  // How long it may sleep before it must check again.
   double slice_s() const { return std::clamp(remaining_s(), 0.0, kWaitSliceSeconds); }
   void extend(double seconds) { timeout_s_ += seconds; }
 
-  // How much of that since the last absence, as far as check_interrupt() has come by often enough.
+  // How long since the last absence, 0 during one. check_interrupt() records presence: where it
+  // is called too rarely, the gaps count as absences.
   double present_s() const {
     const Clock::time_point now = Clock::now();
     return is_absence(last_seen_, now) ? 0.0 : seconds_between(present_since_, now);
@@ -70,13 +71,13 @@ class Call {
     note_presence();  // the hook may have waited for an interpreter lock
     if (is_interrupted) throw Error(ErrorCode::interrupted);
   }
-  // The same for who comes by often, at the price of a clock reading: a caller that holds an
-  // interpreter lock may have to wait for it.
+  // The same for code that comes by often: mostly it costs only a clock reading, whereas the
+  // hook may have to wait for an interpreter lock.
   void check_interrupt_if_due() {
     if (seconds_between(last_seen_, Clock::now()) >= kCheckIntervalSeconds) check_interrupt();
   }
-  // Between two pieces of long work in which no peer is waited for: nobody is to blame if it
-  // takes too long.
+  // For use between two pieces of long local work. No peer is waited for, so a timeout here
+  // blames nobody.
   void check_at_work() {
     begin_blocking();
     check_interrupt_if_due();

@@ -19,8 +19,8 @@ constexpr std::size_t kTurnNbytes = std::size_t{1} << 20;
 struct Message {
   explicit Message(const PointToPoint& point_to_point) : op(point_to_point) {}
 
-  // recv, once the header is known: starts to discard the message if it is not
-  // what the receive was posted for. `src` is the sender's rank.
+  // recv, once the header is known: marks the message to be discarded if it is
+  // not what the receive was posted for. `src` is the sender's rank.
   void check_fits(DType dtype, std::uint64_t count, std::uint32_t tag, int src);
 
   // How far the payload, of `nbytes`, may get in a turn that begins now.
@@ -41,9 +41,9 @@ class Channel {
 
   // Moves what can be moved without waiting, for one turn. True once the message is complete.
   // A receive throws Error{size_mismatch} (with peer and Message::mismatch) only
-  // after the message that does not fit has been taken off the stream whole, so
-  // that the next one is found. Throws peer_lost or channel_closed if the other
-  // side ended before the message was complete.
+  // after the message that does not fit has been taken off the stream completely,
+  // so that the next one can be found. Throws peer_lost or channel_closed if the
+  // other side ended before the message was complete.
   virtual bool try_send(Message& message) = 0;
   virtual bool try_recv(Message& message) = 0;
 

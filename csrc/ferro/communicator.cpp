@@ -15,14 +15,14 @@ namespace {
 // very computation that it is there to overlap.
 constexpr SpinPolicy kBackgroundSpin{20, 10};
 
-// How long a call that had to queue waits on for the message thread to say which rank did
-// not come, where it could itself only say that the time is up.
+// How much longer a call that had to queue waits for the message thread to say which rank did
+// not come: by itself it could only say that the time is up.
 constexpr double kGraceSeconds = 0.5;
 
-// How long who gives up waiting for a task tries to find out whom that waits for.
+// How long a thread that gives up waiting for a task tries to find out whom the task waits for.
 constexpr double kGlanceSeconds = 0.1;
 
-// Messages that cost their sender less than waking a thread would.
+// Up to this size, messages cost their sender less than waking a thread would.
 constexpr std::size_t kAtOnceNbytes = 512 * 1024;
 
 std::size_t nbytes_of(const std::vector<PointToPoint>& messages) {
@@ -75,7 +75,7 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
       end(error.code, error.peer, static_cast<std::uint32_t>(sequence));
     }
   } else {
-    transport_->abort(reason);  // who heard of it says so: others may be listening
+    transport_->abort(reason);  // whoever has heard of it says so: others may be listening
   }
   if (error.code == ErrorCode::timeout) settle_timeout(error);
   reason = transport_->aborted();  // another rank may have been first after all
@@ -83,14 +83,14 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   return error;
 }
 
-// All tell the same end. Where the rank that gave up had waited for nobody, what this one saw
-// counts as far as it is that end.
+// All ranks report the same end. Where the rank that gave up had been waiting for nobody, what this
+// one saw counts, provided that it saw that same end.
 void Communicator::settle_timeout(Error& error) noexcept {
   std::vector<int> missing;
   try {
     missing = transport_->find_missing();
   } catch (const std::bad_alloc&) {
-    // Then the first accused is all that is told.
+    // Then only the first rank that was accused is named.
   }
   const AbortReason reason = transport_->aborted();
   const std::vector<int>& seen = error.missing;
@@ -108,7 +108,7 @@ void Communicator::settle_timeout(Error& error) noexcept {
   error.peer = error.missing.front();
 }
 
-// Lets the others know for whom a call has waited that is given up.
+// Lets the others know whom a call was waiting for that is being given up.
 void Communicator::testify(const std::vector<int>& awaited) noexcept {
   RankSet ranks;
   for (const int rank : awaited) ranks.set(static_cast<std::size_t>(rank));
@@ -137,10 +137,10 @@ void Communicator::begin_close() noexcept {
   message_queue_.stop();
   const bool is_collective_idle = collective_gate_.try_enter();
   const bool has_entered_messages = messenger_->gate().try_enter();
-  // Calls that sleep have left the gate, but not what they posted.
+  // Calls that sleep have left the gate, but what they posted is still there.
   const bool is_message_idle = has_entered_messages && messenger_->is_idle();
-  // From here on every call under way fails soon, and leaves its gate. Work that has not
-  // begun counts: whether it has is chance, and must make no difference to the peers.
+  // From here on every call under way fails soon, and leaves its gate. Work that has not begun
+  // counts, too: whether it has is a matter of chance, and must make no difference to the peers.
   const bool has_work = collective_queue_.num_pending() != 0 || message_queue_.num_pending() != 0;
   if (!is_collective_idle || !is_message_idle || has_work) end(ErrorCode::channel_closed, rank_);
   if (is_collective_idle) collective_gate_.leave();
@@ -193,7 +193,7 @@ void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& 
     check_open();
     if (message_queue_.num_waiting() == 0) return run_now(call, op, batch);
   }
-  // Behind what this thread may have submitted, and has not been posted yet.
+  // Goes behind what this thread may have submitted earlier, and what has not been posted yet.
   const std::shared_ptr<Task> task = submit(op, messages, call.timeout_s());
   call.extend(kGraceSeconds);
   await(call, *task);
@@ -218,12 +218,12 @@ Gate::Pass Communicator::enter(Gate& gate, Call& call, Op op, const std::atomic<
   }
 }
 
-// For who will wait for the progress thread, which enters only when this thread has left.
+// For calls that will wait for the progress thread, which can enter only once this thread has left.
 void Communicator::check_outside(Op op, std::uint64_t sequence, const Call& call) {
   if (collective_gate_.is_mine()) throw failure(Gate::reentered(), op, sequence, call);
 }
 
-// A call that had to queue. It must not return before the engine has let go of its arrays.
+// Waits for a call that had to queue. It must not return before the engine has let go of its arrays.
 void Communicator::await(Call& call, Task& task) {
   const Error reason = reason_to_give_up(call, task);
   if (reason.code == ErrorCode::none) return task.rethrow();
@@ -242,11 +242,11 @@ void Communicator::await(Call& call, Task& task) {
     }
     throw;
   }
-  // It was done in the last moment, but the group has been told otherwise.
+  // It was done at the last moment, but the group has been told otherwise.
   throw failure(reason, task.collective.op, task.sequence, call);
 }
 
-// Waits for the task: code none once it is done.
+// Waits for the task. Code none if it is done in time.
 Error Communicator::reason_to_give_up(Call& call, Task& task) {
   try {
     if (task.wait(call)) return Error();
@@ -255,7 +255,7 @@ Error Communicator::reason_to_give_up(Call& call, Task& task) {
   }
   Error error(ErrorCode::timeout);
   try {
-    error.missing = awaited_by(task);  // nobody waits any more once the group has ended
+    error.missing = awaited_by(task);  // now: once the group has ended, nobody waits any more
   } catch (const std::bad_alloc&) {
     // Then nobody is named.
   }
@@ -278,7 +278,8 @@ void Communicator::wait(Call& call, Task& task) {
   if (!task.is_done()) throw error;
 }
 
-// Whom a task waits for or, before its turn, what is before it. Empty where that is not known.
+// Whom a task waits for or, before its turn, whom what is in front of it waits for. Empty where that is
+// not known.
 std::vector<int> Communicator::awaited_by(const Task& task) {
   if (task.messages == nullptr) {
     RankSet ranks;
@@ -289,7 +290,7 @@ std::vector<int> Communicator::awaited_by(const Task& task) {
     Call brief(kGlanceSeconds);
     const Gate::Pass pass(messenger_->gate(), brief);
     return messenger_->awaited_by(*task.messages);
-  } catch (const Error&) {  // whoever moves messages has been kept from it
+  } catch (const Error&) {  // the thread that holds the gate is kept from running
     return Messenger::peers_of(*task.messages);
   }
 }
@@ -312,8 +313,8 @@ std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint
 }
 
 // Posts messages and moves what can be moved now: what a peer's ring has room for, or what has
-// come already, is done before another thread could have woken. The rest is the progress
-// thread's. False, and nothing posted, if that has to come first.
+// come already, is done before another thread could have woken. The rest is left to the
+// progress thread. False, with nothing posted, if that one has to go first.
 bool Communicator::start_at_once(const std::shared_ptr<Task>& task) {
   if (!messenger_->gate().try_enter()) return false;
   bool is_done;
@@ -324,7 +325,7 @@ bool Communicator::start_at_once(const std::shared_ptr<Task>& task) {
     task->sequence = next(num_exchanges_);
     try {
       messenger_->progress();
-      // With the gate held, that no other thread may close the group in between.
+      // With the gate held, so that no other thread can close the group in between.
       if (!task->messages->is_done()) message_queue_.push(task, [this] { run_messages(); });
     } catch (const std::exception&) {
       messenger_->end(current_error());
@@ -341,7 +342,7 @@ void Communicator::run_collectives() noexcept {
     std::optional<Error> error;
     try {
       const Gate::Pass pass = enter(collective_gate_, task->call, task->collective.op, num_collectives_);
-      // close() found the gate free, and will not end what starts now.
+      // close() has found the gate free, and will not end what starts now.
       if (collective_queue_.is_stopped()) throw Error(ErrorCode::closed);
       task->sequence = num_collectives_.load(std::memory_order_relaxed);
       run_now(task->call, task->collective);
@@ -357,7 +358,8 @@ void Communicator::run_messages() noexcept {
   Tasks under_way, done;
   while (!under_way.empty() || message_queue_.await_task()) {
     move_messages(under_way, done);
-    // Outside the gate: who hears that the last is done may close the group, and must find it idle.
+    // Outside the gate: a thread that hears that the last task is done may close the group, and must
+    // find it idle.
     for (const std::shared_ptr<Task>& task : done) message_queue_.retire(*task, outcome(*task));
     done.clear();
   }
@@ -369,7 +371,7 @@ void Communicator::run_messages() noexcept {
   message_queue_.abandon();
 }
 
-// Until some of it is done.
+// Moves messages until at least one task is done.
 void Communicator::move_messages(Tasks& under_way, Tasks& done) noexcept {
   Call unhurried(kUnlimited);
   const Gate::Pass pass(messenger_->gate(), unhurried);
@@ -443,7 +445,7 @@ void Communicator::await_messages(const Tasks& under_way, int idle, std::uint32_
   for (const std::shared_ptr<Task>& task : under_way) Messenger::set_owner_away(*task->messages, false);
 }
 
-// What a task whose messages are done ends with.
+// The error that a task ends with once its messages are done, if any.
 std::optional<Error> Communicator::outcome(const Task& task) noexcept {
   try {
     task.messages->rethrow();

@@ -26,10 +26,10 @@ struct Wiring {
   std::vector<int> local_ranks;         // of this host, ascending, this rank included
   int segment_fd = -1;                  // shared by local_ranks, if there are several; stays the caller's
   std::vector<int> collective_sockets;  // by rank, -1 for local ones; owned by the Communicator,
-  std::vector<int> message_sockets;     // also if its construction throws
+  std::vector<int> message_sockets;     // even if its construction throws
   std::vector<std::vector<int>> hosts;  // all ranks, by host
   int num_colocated = 1;  // ranks of this machine, this one included, whether they share memory or not
-  int num_cores = 1;      // that they may use together
+  int num_cores = 1;      // that those ranks may use together
   PeerReads peer_reads = PeerReads::automatic;
 };
 
@@ -53,33 +53,33 @@ class Communicator {
   void exchange(Call& call, Op op, const std::vector<PointToPoint>& messages);
 
   // The same without waiting. Collectives run in the order in which they were
-  // submitted; messages to or from one peer likewise, independent of collectives.
+  // submitted; so do messages to or from one peer, independently of collectives.
   std::shared_ptr<Task> submit(const Collective& collective, double timeout_s);
   std::shared_ptr<Task> submit(Op op, const std::vector<PointToPoint>& messages, double timeout_s);
-  // Blocks until the task is done. Throws Error{under_way} if the caller's time runs out before.
+  // Blocks until the task is done. Throws Error{under_way} if the caller's time runs out first.
   void wait(Call& call, Task& task);
 
-  // Leaves the group. Calls under way, on this rank, raise Error{closed}. Idempotent:
-  // true only for the call that did it.
+  // Leaves the group. Calls under way on this rank raise Error{closed}. Idempotent:
+  // true only for the call that did the closing.
   bool close() noexcept;
-  // As much of it as a signal handler may do that runs inside a call of this group:
-  // ends the calls without waiting for them. close() is still due.
+  // The part of close() that is safe in a signal handler which has interrupted a call of
+  // this group: ends the calls without waiting for them. close() must still be called.
   void begin_close() noexcept;
   bool is_closed() const { return is_closed_.load(std::memory_order_acquire); }
   AbortReason aborted() const noexcept { return transport_->aborted(); }
   bool has_ended() const noexcept { return aborted().code != ErrorCode::none; }
 
-  // For the survivors of a group that make a successor: what this rank knows of the
-  // others. lost_ranks() are certain, ascending; see Transport for the other two.
+  // For survivors that form a successor of this group: what this rank knows of the others.
+  // lost_ranks(), ascending, are certain to be lost; see Transport for the other two.
   std::vector<int> lost_ranks() const;
   std::uint32_t succession() const noexcept { return transport_->succession(); }
   bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept {
     return transport_->advance_succession(from, to);
   }
-  // Ends the group for ranks that are still in it: this one goes on in a successor. From any
-  // thread, also while another is inside a call.
+  // Ends the group for the ranks that are still in it, since this one goes on in a successor.
+  // May be called from any thread, even while another is inside a call.
   void supersede() noexcept { end(ErrorCode::superseded, rank_); }
-  // The same where this rank was interrupted between calls that belong together.
+  // The same, where this rank was interrupted between calls that belong together.
   void interrupt() noexcept { end(ErrorCode::interrupted, rank_); }
 
   // Symmetric memory of this rank; null where the group shares none.
@@ -129,7 +129,7 @@ class Communicator {
   TaskQueue collective_queue_;
   TaskQueue message_queue_;
   std::atomic<bool> is_closed_{false};  // no call may start
-  std::atomic<bool> has_left_{false};   // close() has gone on to wait for those under way
+  std::atomic<bool> has_left_{false};   // close() has begun to wait for calls under way
 };
 
 }  // namespace ferro

@@ -1,8 +1,8 @@
 // Which of two ways of copying between ranks is the faster one, by trying both.
 //
-// It depends on how far apart the cores are, on the size of pages, on the processor and its
-// virtual machine, and changes while a program runs. The result does not depend on it, so the choice
-// may: one rank makes it, and its header tells the others.
+// That depends on how far apart the cores are, on the size of pages, on the processor and its
+// virtual machine, and it changes while a program runs. Both ways give the same result, so the choice
+// may rest on measurements: one rank makes it, and its header tells the others.
 #ifndef FERRO_COPY_CHOICE_HPP
 #define FERRO_COPY_CHOICE_HPP
 
@@ -13,14 +13,15 @@
 
 namespace ferro {
 
-// How large plain arrays are moved where peers can read each other's. Set for a whole program,
-// for measurements and tests.
+// Whether large arrays outside of the symmetric heaps are read straight out of the peer's memory, where
+// that is possible. `automatic` takes the faster way; the others are set for a whole program, for
+// measurements and tests.
 enum class PeerReads : std::uint8_t { automatic, always, never };
 
 class CopyChoice {
  public:
-  // For the next copy of about `nbytes`: whether readers shall pull it from where it is, in place
-  // of its being staged for them.
+  // For the next copy of about `nbytes`: whether readers should pull it from where it lies,
+  // instead of having it staged for them.
   bool pulls(std::size_t nbytes) const {
     const Record& record = records_[log2_of(nbytes)];
     const bool is_pull_faster = record.seconds[1] <= record.seconds[0];
@@ -31,12 +32,13 @@ class CopyChoice {
     return is_pull_faster != is_trial;
   }
 
-  // What it took. Only this counts: a copy may turn out to need neither way.
+  // Records how long it took. Only recorded copies count: one may turn out to need neither way.
   void note(std::size_t nbytes, bool was_pulled, double seconds) {
     Record& record = records_[log2_of(nbytes)];
     ++record.number;
     double& known = record.seconds[was_pulled ? 1 : 0];
-    // The least of late: what interrupts a copy only adds, and what has changed shows in time.
+    // The recent minimum: interruptions only ever add time, and as the old minimum ages, a change of
+    // conditions shows in the end.
     known = std::min(seconds, known * kForgetting);
   }
 
@@ -45,7 +47,8 @@ class CopyChoice {
     std::array<double, 2> seconds{1e9, 1e9};
     std::uint32_t number = 0;  // of copies that were timed
   };
-  static constexpr std::uint32_t kTrials = 6;  // the first of a size, by turns: some meet untouched pages
+  // The first copies of a size go both ways in turn. Several each, since some meet untouched pages.
+  static constexpr std::uint32_t kTrials = 6;
   static constexpr std::uint32_t kCloseInterval = 16, kClearInterval = 64;
   static constexpr double kCloseRatio = 1.5;
   static constexpr double kForgetting = 1.125;

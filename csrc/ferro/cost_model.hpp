@@ -38,19 +38,19 @@ constexpr double direct_cost(int num_ranks, double nbytes) {
 constexpr int kDirectRanks = 8;
 
 // The largest piece that travels in the frame of the header, so that agreeing and
-// moving are one step. What a rank receives must not wait long before it is checked.
+// moving are one step. Limited, so that what a rank receives does not wait long before it is checked.
 constexpr std::size_t inline_limit(int num_ranks) {
   return num_ranks <= kDirectRanks ? kMaxInlineNbytes / static_cast<std::size_t>(std::max(num_ranks - 1, 1))
                                    : std::size_t{8} << 10;
 }
 
-// Between two ranks, an allreduce too large for its header but not for this sends its
-// input right behind it, before it is known what the peer called: copying takes the
-// time in which the peer's header arrives. Ranks that disagree read it and throw it
-// away, so it is bounded; and a head start of larger arrays would gain nothing.
+// Between two ranks, an allreduce that is too large for its header but not larger than this
+// sends its input right behind the header, before it knows what the peer called: the copy
+// fills the time until the peer's header arrives. Ranks that disagree have to read the input
+// and throw it away, hence the limit; and larger arrays would gain nothing by a head start.
 constexpr std::size_t kEagerNbytes = std::size_t{512} << 10;
 
-// What a rank that called this sends eagerly.
+// How much a rank that made this call sends eagerly.
 inline std::size_t eager_nbytes(const Fingerprint& fingerprint, int num_ranks) {
   if (num_ranks != 2 || fingerprint.op != Op::allreduce) return 0;
   const std::size_t item = item_size(fingerprint.dtype), count = fingerprint.count;
@@ -59,10 +59,10 @@ inline std::size_t eager_nbytes(const Fingerprint& fingerprint, int num_ranks) {
 
 enum class AllreduceAlgorithm { one_shot, recursive_doubling, reduce_scatter_all_gather };
 
-// `nbytes` of one rank's input; `partial_nbytes` of the same as partial results.
+// `nbytes` is the size of one rank's input, `partial_nbytes` its size as partial results.
 constexpr AllreduceAlgorithm choose_allreduce(int num_ranks, double nbytes, double partial_nbytes) {
-  // Both then move as many bytes. What two-shot saves in reductions it loses by
-  // reading its results from memory once more, to send them.
+  // Both then move equally many bytes, and what two-shot saves in reductions it loses
+  // by reading its results from memory once more, to send them.
   if (num_ranks == 2) return AllreduceAlgorithm::one_shot;
   const double others = num_ranks - 1;
   const double one_shot =
@@ -80,7 +80,7 @@ constexpr AllreduceAlgorithm choose_allreduce(int num_ranks, double nbytes, doub
 
 enum class BroadcastAlgorithm { binomial, chain, scatter_all_gather };
 
-// What a rank of a chain passes on at once.
+// How much a rank of a chain passes on at a time.
 constexpr std::size_t kChainSegmentNbytes = std::size_t{128} << 10;
 
 constexpr BroadcastAlgorithm choose_broadcast(int num_ranks, double nbytes) {

@@ -22,17 +22,17 @@ enum class ErrorCode : std::uint8_t {
   mismatch,        // ranks called different collectives; the group stays usable
   size_mismatch,   // a message does not fit its receive; the group stays usable
   poisoned,        // an earlier error ended the group
-  interrupted,     // a signal handler of `peer` raised
+  interrupted,     // a signal handler on `peer` raised
   io,              // a system call failed
   unsupported,     // no such reduction for this dtype; nothing was sent
   closed,          // this rank closed the group
   forked,          // a child process uses its parent's group
   out_of_memory,
   superseded,  // `peer` went on in a successor of this group
-  under_way,   // who waited for a call gave up; the call goes on
+  under_way,   // the caller gave up waiting for a call; the call itself goes on
 };
 
-// Of a call that has not begun.
+// The sequence of a call that has not begun.
 constexpr std::uint64_t kNoSequence = ~std::uint64_t{0};
 
 struct Error : std::exception {
@@ -48,11 +48,11 @@ struct Error : std::exception {
   int peer = -1;               // the culprit, -1 if there is none
   int reporter = -1;           // the rank that ended the group, if it was another
   std::vector<int> missing;    // timeout, under_way: every rank that was waited for
-  double elapsed_s = 0;        // the same: how long
+  double elapsed_s = 0;        // timeout, under_way: for how long
   std::string detail;
 };
 
-// The exception being handled, whatever it is. For use in a catch block.
+// The exception being handled, as an Error whatever it is. For use in a catch block.
 inline Error current_error() noexcept {
   try {
     throw;

@@ -15,7 +15,7 @@ namespace {
 // How long a rank with a core of its own looks before it sleeps: a few round
 // trips of a fast network. Waking from poll() alone costs as much.
 constexpr std::chrono::microseconds kSpin{40};
-// A clock reading for so many turns of streams in which something moved.
+// The clock is read once in this many turns of streams in which something moved.
 constexpr std::size_t kTurnsPerCheck = 16;
 // Pieces that one system call gathers: a header, its payload, and what follows.
 constexpr int kMaxPieces = 4;
@@ -210,7 +210,7 @@ void Exchange::sleep() {
   check_caller(false);
   list_poll_entries();
   std::vector<pollfd>& entries = mesh_.poll_entries_;
-  // The first is a short one: after it, it is known for whom this rank waits.
+  // The first sleep is a short one: after it, this rank notes for whom it waits.
   const double longest_s = call_.elapsed_s() < kPresenceSeconds ? 2 * kPresenceSeconds : kWaitSliceSeconds;
   const double timeout_s = std::min(longest_s, call_.slice_s());
   const int num_ready = poll(entries.data(), entries.size(), static_cast<int>(timeout_s * 1e3) + 1);
@@ -227,7 +227,7 @@ void Exchange::sleep() {
   mesh_.examine_hangups();
 }
 
-// With the lock, since another thread of this rank may be finding a goodbye.
+// With the lock, since another thread of this rank may be coming across a goodbye.
 void Exchange::list_poll_entries() {
   const std::lock_guard<std::mutex> lock(mesh_.streams_mutex_);
   mesh_.poll_entries_.clear();
@@ -248,7 +248,7 @@ void Exchange::check_caller(bool was_signalled) {
   if (call_.is_expired()) throw timeout_error();
 }
 
-// What this rank will testify, should the group end now.
+// Notes what this rank will testify, should the group end now.
 void Exchange::testify() {
   if (call_.elapsed_s() < kPresenceSeconds) return;
   mesh_.set_testimony(call_.present_s() < kPresenceSeconds ? RankSet{} : mesh_.awaited());

@@ -11,11 +11,11 @@
 
 namespace ferro {
 
-// Sends and receives are queued, per peer and direction in the order of the
-// stream, and move while wait() or finish() runs; more may be queued between two
-// waits, for what an arrival made possible. One exchange at a time on a mesh.
+// Sends and receives are queued, in stream order for each peer and direction, and
+// move while wait() or finish() runs. Between two waits more may be queued, such as
+// what an arrival has made possible. One exchange at a time on a mesh.
 //
-// What was queued must stay in place until it has moved. wait() and finish()
+// Queued memory must stay in place until it has moved. wait() and finish()
 // throw Error{timeout} naming the peers from whom data is missing, the Error of
 // whatever ended the group, or Error{io} on bytes that are not of our protocol.
 class Exchange {
@@ -28,10 +28,10 @@ class Exchange {
   void send(int peer, const void* data, std::size_t nbytes);
   void receive(int peer, void* data, std::size_t nbytes);
 
-  // A frame and the `frame.payload_nbytes` that belong to it, of which at most one
-  // may be under way to each peer.
+  // A frame and its payload of `frame.payload_nbytes`. At most one frame may be under
+  // way to each peer.
   void send_frame(int peer, const Frame& frame, const void* payload);
-  // `payload_nbytes` is what should come with it; a frame that has another payload
+  // `payload_nbytes` is the payload that should come with it; a frame with another one
   // is received all the same.
   void receive_frame(int peer, std::size_t payload_nbytes);
   bool has_frame(int peer) const { return mesh_.lane(peer).frame_nbytes > 0; }

@@ -1,5 +1,5 @@
-// What a collective must agree on among ranks, in a form that can be compared,
-// sent, and put into words.
+// What ranks must agree on in a collective, in a form that can be compared, sent,
+// and put into words.
 #ifndef FERRO_FINGERPRINT_HPP
 #define FERRO_FINGERPRINT_HPP
 
@@ -60,8 +60,8 @@ inline bool operator==(const Fingerprint& a, const Fingerprint& b) {
 }
 inline bool operator!=(const Fingerprint& a, const Fingerprint& b) { return !(a == b); }
 
-// 32 bits that differ, but for one pair in four billion, where fingerprints do.
-// Equal fields give equal hashes on every machine. Two dependent multiplications.
+// 32 bits that differ where fingerprints do, but for one pair in four billion.
+// Equal fields give equal hashes on every machine. Costs two dependent multiplications.
 inline std::uint32_t hash(const Fingerprint& fingerprint) {
   const std::uint64_t call = static_cast<std::uint64_t>(fingerprint.op) |
                              static_cast<std::uint64_t>(fingerprint.reduce_op) << 8 |
@@ -79,7 +79,7 @@ const char* name_of(ReduceOp reduce_op);
 const char* name_of(DType dtype);
 
 // The error that rank `own_rank` raises where these two ranks disagree: the same
-// text on every rank; `peer` is the second rank, or the first on the second itself.
+// text on every rank; `peer` is the second rank or, on the second rank itself, the first.
 Error mismatch_error(int own_rank, int first_rank, const Fingerprint& first, int second_rank,
                      const Fingerprint& second);
 

@@ -36,7 +36,7 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 64, "the wire format has no padding");
 
-// The most that one frame may carry: the bound of what a receiver must buffer.
+// The most that one frame may carry, which bounds what a receiver must buffer.
 constexpr std::size_t kMaxInlineNbytes = std::size_t{32} << 10;
 constexpr std::size_t kMaxFrameNbytes = sizeof(Frame) + kMaxInlineNbytes;
 
@@ -60,11 +60,11 @@ inline Agreement agreement_of(const Frame& frame) {
   return agreement;
 }
 
-// Opens the last words of a stream that ended on purpose. They may stand in the
-// middle of a payload, where only their pattern tells them from data: 16 bytes
-// of it are fixed. What follows, to the end of the stream, is always of one size:
-// the testimony of a mesh's rank (testimony.hpp), a bit for each rank for which it
-// was waiting; nothing on the streams of messages.
+// Marks the frame that opens the last words of a stream that ended on purpose. Last
+// words may stand in the middle of a payload, where only their pattern, 16 bytes of
+// it fixed, tells them from data. What follows them, to the end of the stream, has a
+// fixed size: in a mesh the rank's testimony (testimony.hpp), with a bit for each rank
+// that it was waiting for; on the streams of messages nothing.
 constexpr std::uint64_t kFarewellMark = 0x6c6c657765726166;  // "farewell"
 
 inline Frame farewell(FrameKind kind, AbortReason reason = {}) {

@@ -1,6 +1,6 @@
 // Lets one thread at a time into a group: a lock that obeys the caller's deadline,
 // lets go of the caller's interpreter while it waits, and costs two atomic
-// instructions when nobody does.
+// instructions when nobody has to wait.
 //
 // The states are those of Drepper, "Futexes Are Tricky", mutex 2.
 #ifndef FERRO_GATE_HPP
@@ -31,7 +31,7 @@ class Gate {
     Gate& gate_;
   };
 
-  // A moment outside for who is inside. Whoever waits comes in before it ends.
+  // Takes the thread that is inside out for a moment. Whoever waits gets in before it returns.
   class Leave {
    public:
     explicit Leave(Gate& gate) : gate_(gate) { gate_.leave(); }
@@ -47,7 +47,7 @@ class Gate {
     Gate& gate_;
   };
 
-  // For the few who cannot use a Pass.
+  // For the few callers that cannot use a Pass.
   void enter(Call& call) {
     if (!try_enter()) enter_slowly(call);
   }
@@ -62,19 +62,20 @@ class Gate {
     owner_.store(pthread_t{}, std::memory_order_relaxed);
     if (state_.exchange(kFree, std::memory_order_release) == kAwaited) futex_wake_all(state_);
   }
-  // Whether this thread is inside: then a handler of signals asks, which would wait for itself.
+  // Whether this thread is inside. If so, a signal handler is asking, which would wait for itself.
   bool is_mine() const { return owner_.load(std::memory_order_relaxed) == pthread_self(); }
   static Error reentered() {
     return Error(ErrorCode::unsupported, -1,
                  "this thread is inside a call of the same group, which a signal handler has interrupted. "
-                 "Let the handler take a note, and make the call when the other has returned");
+                 "Let the handler only set a flag, and make the call when the interrupted one has returned");
   }
-  // For who is inside: whether another thread wants to be. Informs, orders nothing.
+  // For the thread inside: whether another one wants to get in. Informs, orders nothing.
   bool is_awaited() const { return num_waiting_.load(std::memory_order_relaxed) != 0; }
 
  private:
   static constexpr std::uint32_t kFree = 0, kTaken = 1, kAwaited = 2;
-  // Who waits was woken, and comes within a few; not if a handler of its signals runs first.
+  // A waiter has been woken and gets in within a few yields, unless a signal handler of its own
+  // runs first.
   static constexpr int kMaxYields = 1000;
 
   struct Waiting {
@@ -102,7 +103,8 @@ class Gate {
   }
 
   std::atomic<std::uint32_t> state_{kFree};
-  // Written by who is inside alone: to a thread that asks after itself no order matters.
+  // Written only by the thread inside. Threads only ask whether it names themselves, for which no
+  // order matters.
   std::atomic<pthread_t> owner_{};
   std::atomic<int> num_waiting_{0};
 };

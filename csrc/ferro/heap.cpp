@@ -14,7 +14,7 @@
 namespace ferro {
 namespace {
 
-// Tens of milliseconds' worth, where all cores are at it.
+// Tens of milliseconds' worth, even while all cores are backing memory.
 constexpr std::size_t kBackedAtOnceNbytes = std::size_t{32} << 20;
 
 }  // namespace
@@ -24,7 +24,7 @@ Heap::Heap(std::shared_ptr<Segment> segment, int index)
       base_(segment_->heap(index)),
       free_{{0, segment_->layout().heap_nbytes}} {}
 
-// Signals are heard without the lock: their handlers may free what lies here.
+// Signals are heard with the lock released: their handlers may free what lies here.
 void* Heap::allocate(Call& call, std::size_t nbytes) {
   for (;;) {
     if (void* const data = try_allocate(nbytes)) return data;

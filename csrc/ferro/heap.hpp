@@ -1,5 +1,5 @@
 // Symmetric memory: arrays in the segment, which every rank of the host can read
-// and write where they stand.
+// and write in place.
 #ifndef FERRO_HEAP_HPP
 #define FERRO_HEAP_HPP
 
@@ -20,17 +20,17 @@ class Heap {
  public:
   Heap(std::shared_ptr<Segment> segment, int index);
 
-  // Cache-line aligned, and huge-page aligned from a huge page on. Never null.
+  // Aligned to cache lines or, from the size of a huge page on, to huge pages. Never null.
   // Throws Error{out_of_memory} where there is no memory to back it. Backing gigabytes takes
-  // seconds: in between it hears the caller's signals.
+  // seconds, in the course of which the caller's signals are heard.
   void* allocate(Call& call, std::size_t nbytes);
   void free(void* data);
 
  private:
-  // Null if more of the memory has to be backed first, part of which it has done.
+  // Null if more of the memory has to be backed first; each attempt backs some of it.
   void* try_allocate(std::size_t nbytes);
-  // Backs [0, end) of the heap with memory, beforehand: otherwise a machine short of
-  // memory would kill the process at the first touch. False if it has done a part of it.
+  // Backs [0, end) of the heap with memory before it is used: otherwise a machine short of
+  // memory would kill the process at the first touch. False if it has backed only some of it.
   bool back_until(std::size_t end);
 
   const std::shared_ptr<Segment> segment_;  // the arrays outlive the group

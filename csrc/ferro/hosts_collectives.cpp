@@ -73,8 +73,8 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
 }
 
 // Chunks for ranks of other hosts are reduced on this host by an agent, the counterpart of
-// their owner. The input is brought into the order of those agents first; each owner ends
-// with one partial result from every host.
+// their owner. The input is first brought into the order of those agents; in the end each owner
+// has one partial result from every host.
 void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
   const DType dtype = collective.dtype, partial = partial_dtype(dtype, collective.reduce_op);
   const std::size_t count = collective.count, partial_item = item_size(partial),
@@ -127,7 +127,7 @@ std::vector<std::vector<int>> HostsTransport::owners_by_agent() const {
   return owners;
 }
 
-// The chunks of the input as partial results, by agent, padded to `most` for each.
+// The chunks of the input as partial results, by agent, padded to `most` chunks for each.
 const char* HostsTransport::pack_for_agents(Call& call, const Collective& collective,
                                             const std::vector<std::vector<int>>& owners, std::size_t most) {
   const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
@@ -229,7 +229,7 @@ void HostsTransport::exchange_remote(Call& call, const Collective& collective, i
 void HostsTransport::all_to_all(Call& call, const Collective& collective) {
   const Piece last = outgoing_piece(collective, rank_, -1, world_size_ - 1);
   const std::size_t in_nbytes = static_cast<std::size_t>(last.data + last.nbytes - bytes(collective.in));
-  // What is received may replace what has yet to be sent.
+  // What is received may overwrite what has yet to be sent.
   char* const input = packed_.reserve(in_nbytes);
   copy_in_passes(call, input, collective.in, in_nbytes);
   Collective from_copy = collective;
@@ -239,7 +239,7 @@ void HostsTransport::all_to_all(Call& call, const Collective& collective) {
   exchange_local(call, from_copy);
 }
 
-// The pieces of an all_to_all that stay in this host, which need not lie together.
+// The pieces of an all_to_all that stay on this host, which need not be contiguous.
 void HostsTransport::exchange_local(Call& call, const Collective& collective) {
   const std::size_t item = item_size(collective.dtype);
   std::vector<Piece> outgoing, incoming;

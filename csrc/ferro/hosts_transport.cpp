@@ -11,8 +11,8 @@
 
 namespace ferro {
 
-// While this rank waits in one of its two transports, or works on its memory, it looks
-// after both: the hook that asks for signals is called in every long wait and work.
+// While this rank waits in one of its two transports, or works on its memory, it keeps an eye
+// on both: the hook that asks for signals is called in every long wait or piece of work.
 struct HostsTransport::Watch {
   HostsTransport& transport;
   Call& outer;
@@ -25,7 +25,7 @@ struct HostsTransport::Watch {
     } catch (const Error&) {
       return true;
     }
-    return watch.transport.aborted().code != ErrorCode::none;  // whose reason is thrown then: run_or_abort
+    return watch.transport.aborted().code != ErrorCode::none;  // run_or_abort then throws that reason
   }
 };
 
@@ -65,15 +65,16 @@ void HostsTransport::run(Call& outer, const Collective& collective) {
                [&] { dispatch(call, collective, sequence); });
 }
 
-// Looks before its own host hears of it: what the host says, other hosts must hear as well.
+// A rank that gives up looks at other hosts before its own hears of it: the reason that its host then
+// agrees on is the one that other hosts are told.
 void HostsTransport::abort(AbortReason reason) noexcept {
   if (reason.code == ErrorCode::timeout) mesh_->look();
   const AbortReason known = aborted();
   spread(known.code != ErrorCode::none ? known : reason);
 }
 
-// What one transport knows the other is told at once, before this rank can leave
-// because of it: who waits for this rank shall not take it for the culprit.
+// What one transport knows, the other is told at once, before this rank can leave
+// because of it: ranks that wait for this one must not take it for the culprit.
 AbortReason HostsTransport::aborted() const noexcept {
   const AbortReason remote = mesh_->aborted();
   if (local_ == nullptr) return remote;
@@ -87,7 +88,7 @@ void HostsTransport::spread(AbortReason reason) const noexcept {
   if (local_ != nullptr) {
     local_->testify(mesh_->testimony());
     local_->abort(reason);
-    reason = local_->aborted();  // of several in one host, one is what all of it says
+    reason = local_->aborted();  // of several reasons on one host, all its ranks give the one that won
   }
   mesh_->abort(reason);
 }
@@ -105,7 +106,7 @@ void HostsTransport::add_awaited(RankSet& ranks) const {
   if (local_ != nullptr) local_->add_awaited(ranks);
 }
 
-// What this rank testifies, should the group end while it waits inside its host.
+// Notes what this rank testifies, should the group end while it waits inside its host.
 void HostsTransport::note_awaited(const Call& call) const {
   if (local_ == nullptr || call.elapsed_s() < kPresenceSeconds) return;
   if (call.present_s() < kPresenceSeconds) return mesh_->set_testimony({});
@@ -133,8 +134,8 @@ void HostsTransport::close() noexcept {
   mesh_->close();
 }
 
-// So the rank that knows who is missing is the first to give up, and names it to the others. A
-// call has seven such steps at most.
+// So the rank that knows who is missing is the first to give up, and tells the others. A call has
+// seven such steps at most.
 void HostsTransport::begin_step(Call& call) {
   constexpr double kPatienceSeconds = 0.05;
   call.extend(kPatienceSeconds);
@@ -196,8 +197,8 @@ void HostsTransport::run_local(Call& call, const Collective& collective) {
 
 // ---- Agreeing ------------------------------------------------------------------
 
-// Whatever its ranks called, a host first gathers their headers, so that nothing
-// but this header can disagree inside the local transport.
+// Whatever its ranks called, a host first gathers their headers by one and the same local
+// collective, so that inside the local transport nothing can disagree.
 Agreement HostsTransport::agree_locally(Call& call, const Agreement& own) {
   const Frame frame = frame_of(own);
   std::vector<Frame> frames(locals().size());

@@ -1,5 +1,5 @@
-// A group's collectives where its ranks share memory inside hosts and have TCP
-// between them. ALGORITHMS.md, section Hosts.
+// A group's collectives where its ranks share memory inside hosts and use TCP
+// between hosts. ALGORITHMS.md, section Hosts.
 #ifndef FERRO_HOSTS_TRANSPORT_HPP
 #define FERRO_HOSTS_TRANSPORT_HPP
 
@@ -16,12 +16,13 @@
 
 namespace ferro {
 
-// Words used below: the ranks of a host have a place in it, from 0; place 0 is the
-// host's leader. A plane is the ranks of equal place on all hosts; there are as
-// many planes as the smallest host has ranks, and they work at the same time.
+// Terms used below: each rank has a place on its host, counted from 0; the rank at
+// place 0 is the host's leader. A plane consists of the ranks at the same place on all
+// hosts; there are as many planes as the smallest host has ranks, and they work at the
+// same time.
 class HostsTransport final : public Transport {
  public:
-  // `local` joins the ranks of this host, and is null where it has but one; `mesh`
+  // `local` joins the ranks of this host, and is null where there is only one; `mesh`
   // reaches all ranks of other hosts. `hosts` lists the ranks of each host, ascending.
   HostsTransport(std::unique_ptr<Transport> local, std::shared_ptr<TcpMesh> mesh,
                  std::vector<std::vector<int>> hosts);
@@ -40,18 +41,19 @@ class HostsTransport final : public Transport {
 
  private:
   struct Watch;
-  // A part of an array: of `count` elements of `dtype`.
+  // A part of an array, `count` elements long.
   struct Part {
     char* data;
     std::size_t count;
   };
 
   void spread(AbortReason reason) const noexcept;
-  // Whoever waits for a messenger waits that much longer than the messenger does, step by step.
+  // Extends the deadline a little with each step, so that a rank that waits for a go-between
+  // waits longer than the go-between does.
   static void begin_step(Call& call);
   void dispatch(Call& call, const Collective& collective, std::uint32_t sequence);
 
-  // What this host's ranks called, known to each of them.
+  // The verdict over this host's ranks, the same on each of them.
   Agreement agree_locally(Call& call, const Agreement& own);
   Agreement agree(Call& call, const Agreement& own);
   Agreement agree_on_pairs(Call& call, const Agreement& agreed, const Collective& collective);
@@ -89,7 +91,7 @@ class HostsTransport final : public Transport {
     return hosts_[static_cast<std::size_t>(host)][static_cast<std::size_t>(place)];
   }
   int host_of(int rank) const { return host_of_[static_cast<std::size_t>(rank)]; }
-  // The place, on a host with `num_places` ranks, that handles what belongs to `place` of another.
+  // The place on a host of `num_places` ranks that handles what belongs to `place` on another host.
   static int counterpart(int place, int num_places) { return place % num_places; }
   bool is_leader() const { return place_ == 0; }
 
@@ -100,8 +102,8 @@ class HostsTransport final : public Transport {
   int world_size_ = 0;
   int rank_ = 0, host_ = 0, place_ = 0;
   int num_planes_ = 0;
-  std::optional<TcpCollectives> plane_;  // where this rank's place is in every host
-  std::optional<TcpCollectives> reach_;  // this rank and all of other hosts
+  std::optional<TcpCollectives> plane_;  // only if every host has this rank's place
+  std::optional<TcpCollectives> reach_;  // this rank and all ranks of other hosts
   std::uint32_t sequence_ = 0;
   Scratch message_, own_, part_, packed_, received_;
 };

@@ -23,8 +23,8 @@ struct CpuidLeaf {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
 };
 
-// For what __builtin_cpu_supports of the oldest compilers has no name. All 0 if
-// the processor has no such leaf.
+// For features that __builtin_cpu_supports of the oldest compilers has no name for.
+// All 0 if the processor has no such leaf.
 CpuidLeaf cpuid_leaf(unsigned leaf, unsigned subleaf) {
   CpuidLeaf regs;
   if (__get_cpuid_count(leaf, subleaf, &regs.eax, &regs.ebx, &regs.ecx, &regs.edx) == 0) return {};
@@ -45,7 +45,7 @@ bool runs_avx512() {
 
 bool is_power_of_two(int n) { return (n & (n - 1)) == 0; }
 
-// For each reduction the best set that has it.
+// Each reduction from the best set that has it.
 KernelSet merged_kernels() {
   const KernelSets runnable = runnable_kernel_sets();
   KernelSet merged{runnable.sets[0]->isa, {}, {}, {}, {}};
@@ -97,12 +97,12 @@ void stream_lines(unsigned char* dst, const unsigned char* src, std::size_t nbyt
 
 #endif
 
-// Reading has brought an array that is reduced in place into the caches: nothing is saved.
+// Reading has already brought an array that is reduced in place into the caches: streaming saves nothing.
 bool is_in_place(void* const* dsts, const void* const* srcs) {
   return dsts[0] == srcs[0] || dsts[0] == srcs[1] || dsts[1] == srcs[0] || dsts[1] == srcs[1];
 }
 
-// Null where there is none: reduce_and_copy() must do.
+// Null where there is none, and reduce_and_copy() has to serve.
 PairKernel pair_kernel(DType dtype, ReduceOp op, std::size_t count, int divisor, bool streams) {
   if (op != ReduceOp::sum && op != ReduceOp::mean) return nullptr;
   if (!is_power_of_two(divisor) || count * item_size(dtype) < kMinPairNbytes) return nullptr;
@@ -111,7 +111,7 @@ PairKernel pair_kernel(DType dtype, ReduceOp op, std::size_t count, int divisor,
   return streams && streaming != nullptr ? streaming : best.pair_sums[static_cast<int>(dtype)];
 }
 
-// By blocks that all stay in the nearest cache between the reduction and the copies.
+// In blocks that stay in the nearest cache between the reduction and the copies.
 void reduce_and_copy(DType dtype, ReduceOp op, void* const* dsts, int num_dsts, const void* const* srcs,
                      int n, std::size_t count, int divisor) {
   constexpr std::size_t kBlockNbytes = 4096;

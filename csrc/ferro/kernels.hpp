@@ -1,5 +1,5 @@
-// Element-wise reductions and large copies, the widest that this processor has,
-// chosen once at run time.
+// Element-wise reductions and large copies, with the widest instructions that this
+// processor has, chosen once at run time.
 #ifndef FERRO_KERNELS_HPP
 #define FERRO_KERNELS_HPP
 
@@ -15,8 +15,8 @@ namespace ferro {
 // every machine gets the same bits. 16-bit floats are summed in float32 and
 // rounded once, to nearest even. Integers wrap. MIN and MAX propagate NaN, as
 // NumPy does, and keep the first of two zeros of different sign. A NaN that
-// SUM, MEAN or PROD makes is always the positive quiet one: what processors
-// put into its sign and payload differs.
+// SUM, MEAN or PROD makes is always the positive quiet one, since processors
+// differ in the sign and payload that they give it.
 // `divisor` is 1 except for MEAN. dst may be one of the sources, or overlap none;
 // pointers may be unaligned; n is at least 1.
 using ReduceKernel = void (*)(void* dst, const void* const* srcs, int n, std::size_t count, int divisor);
@@ -29,8 +29,8 @@ constexpr std::size_t kStreamingNbytes = std::size_t{32} << 20;
 // of integers, anything but MIN and MAX of booleans, any of the 8-bit floats.
 //
 // `output_nbytes` is the size of the whole output of which the kernel will
-// write one segment a call: from kStreamingNbytes on, the kernel that comes
-// back writes past the caches, same bits. Keep 0 where a peer reads dst next.
+// write one segment a call: from kStreamingNbytes on, the kernel returned writes
+// past the caches, with the same bits. Leave it 0 where a peer reads dst next.
 ReduceKernel reduce_kernel(DType dtype, ReduceOp op, std::size_t output_nbytes = 0);
 
 // The same reduction into each of `num_dsts` destinations, same bits: in one pass from two

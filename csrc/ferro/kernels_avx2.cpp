@@ -8,8 +8,8 @@
 
 #include "ferro/kernels_isa.hpp"
 
-// Set after the headers, so that no inline function of theirs is compiled for
-// it, and to the end of the file, where GCC instantiates templates.
+// Set after the headers, so that none of their inline functions is compiled for
+// it, and up to the end of the file, where GCC instantiates templates.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else

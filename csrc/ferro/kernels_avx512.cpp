@@ -8,8 +8,8 @@
 
 #include "ferro/kernels_isa.hpp"
 
-// Set after the headers, so that no inline function of theirs is compiled for
-// it, and to the end of the file, where GCC instantiates templates.
+// Set after the headers, so that none of their inline functions is compiled for
+// it, and up to the end of the file, where GCC instantiates templates.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"))), \
                              apply_to = function)
@@ -47,7 +47,7 @@ struct Float16 {
   static constexpr std::size_t kItemNbytes = 2;
   static constexpr int kBatchBlocks = 4;
   static constexpr bool kIsFasterOrdered = true;
-  // The forms without a mask read an uninitialized vector in GCC's headers, and warn of it.
+  // The forms without a mask read an uninitialized vector in GCC's headers, which draws a warning.
   static constexpr __mmask16 kAllLanes = 0xffff;
 
   template <std::size_t N>

@@ -11,8 +11,8 @@
 
 #include <immintrin.h>
 
-// Set after the headers, so that no inline function of theirs is compiled for
-// it, and to the end of the file, where GCC instantiates templates.
+// Set after the headers, so that none of their inline functions is compiled for
+// it, and up to the end of the file, where GCC instantiates templates.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
                              apply_to = function)
@@ -36,7 +36,7 @@ template <class V>
 
 #include "ferro/kernels_reduce.inc"
 
-// vcvtne2ps2bf16 takes denormals for zero and keeps a NaN's payload; a block that
+// vcvtne2ps2bf16 treats denormals as zero and keeps a NaN's payload; a block that
 // holds either is rounded as on other processors.
 struct FastBFloat16 : BFloat16 {
   template <std::size_t N, class To, class V>

@@ -34,8 +34,8 @@ template <class V>
 }
 [[gnu::always_inline]] inline void stream_fence() { _mm_sfence(); }
 #else
-constexpr bool kCanTestForNan = false;  // a mask is slow to reach a branch
-constexpr bool kCanStream = false;      // no instruction that GCC would write
+constexpr bool kCanTestForNan = false;  // branching on a vector mask is slow
+constexpr bool kCanStream = false;      // no instruction that GCC would emit
 inline void stream_fence() {}
 #endif
 

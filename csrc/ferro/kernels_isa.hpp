@@ -8,8 +8,8 @@
 namespace ferro {
 
 // dsts[0][i] = dsts[1][i] = (srcs[0][i] + srcs[1][i]) / divisor, a power of two, with the
-// same bits as a ReduceKernel. A destination may be one of the sources. For kMinPairNbytes at
-// least: shorter ones would take as much code again, and nobody asks for them.
+// same bits as a ReduceKernel. A destination may be one of the sources. Only for arrays of
+// kMinPairNbytes or more: shorter ones would take as much code again, and no caller has any.
 constexpr std::size_t kMinPairNbytes = 1024;
 using PairKernel = void (*)(void* const* dsts, const void* const* srcs, std::size_t count, int divisor);
 

@@ -11,8 +11,8 @@
 namespace ferro {
 namespace {
 
-// Where some peers are reached through memory and others through sockets, no one
-// system call waits for both: the sockets are polled, the memory looked at this often.
+// Where some peers are reached through memory and others through sockets, no single
+// system call waits for both: the sockets are polled, and the memory is looked at this often.
 constexpr int kMixedPollMs = 1;
 constexpr int kSlicePollMs = static_cast<int>(kWaitSliceSeconds * 1e3);
 
@@ -55,7 +55,7 @@ void Messenger::post(Batch& batch) {
   }
 }
 
-// What was posted last, and of which nothing has moved.
+// Takes back the batch that was posted last, nothing of which has moved.
 void Messenger::withdraw(const Batch& batch) {
   for (Lane* lane : lanes_in_use_)
     while (!lane->messages.empty() && lane->messages.back().second == &batch) lane->messages.pop_back();
@@ -109,7 +109,7 @@ void Messenger::end(const Error& why) noexcept {
   try {
     error = std::make_shared<const Error>(why);
   } catch (const std::bad_alloc&) {
-    // Then that is what they are told.
+    // Then they are told of that.
   }
   for (Lane* lane : lanes_in_use_) {
     for (const auto& [message, batch] : lane->messages) {
@@ -161,7 +161,7 @@ void Messenger::run(Call& call, Batch& batch) {
         continue;
       }
       ++idle;
-      // Who waits at the gate may have something that moves.
+      // A thread that waits at the gate may have something that can move.
       const bool may_spin = !gate_.is_awaited();
       if (may_spin && idle < spin_.pauses) {
         pause_briefly();
@@ -240,7 +240,7 @@ void Messenger::sleep(Call& call, std::uint32_t heard) {
     if (!begin_watch()) return;
   } else if (has_sockets_ && has_unwatched_lane_) {
     has_unwatched_lane_ = false;
-    notify();  // the watch polls without it
+    notify();  // the watch is polling without that lane
     return;
   }
   const Absence absence(*this, is_watch);
@@ -249,8 +249,8 @@ void Messenger::sleep(Call& call, std::uint32_t heard) {
 }
 
 // False if there is a reason not to sleep. Looks once more after the word is set, with the
-// gate held: what moves now was published before the word could be seen, and what others
-// post from here on they look for themselves.
+// gate held: what can move now was published before the word could be seen, and for what other
+// threads post from here on they look themselves.
 bool Messenger::begin_watch() {
   has_unwatched_lane_ = false;
   if (!has_sockets_) {
@@ -300,8 +300,8 @@ void Messenger::notify() {
   }
 }
 
-// A follower counts itself, then the kernel compares the news with what it has heard; who
-// has news changes them, then looks at the count. One of the two sees the other.
+// A follower counts itself, then has the kernel compare the news with what it has heard; a
+// thread with news changes them, then looks at the count. One of the two sees the other.
 void Messenger::call_followers() {
   news_.fetch_add(1, std::memory_order_seq_cst);
   if (num_followers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(news_);

@@ -1,14 +1,14 @@
 // Point-to-point messages of one rank: many at once, over any channels.
 //
 // Messages to one peer, and from one peer, keep their order; everything else
-// moves as it can. All that is posted is progressed together, so that a send
+// moves as it can. All that is posted makes progress together, so that a send
 // and a receive that wait for each other both get on.
 //
 // Several threads may be in calls at once. Whoever holds the gate moves what all of
 // them have posted; whoever has nothing left to move sleeps outside it, so that a
-// blocked receive keeps no other thread from sending. Of the sleepers one, the
-// watch, sleeps on what peers write to or wake; the others, its followers, sleep until it has
-// news for them, or goes and one of them must watch.
+// blocked receive keeps no other thread from sending. One of the sleepers, the watch,
+// sleeps on what peers write to or wake. The others, its followers, sleep until it has
+// news for them, or leaves and one of them must take over the watch.
 #ifndef FERRO_MESSENGER_HPP
 #define FERRO_MESSENGER_HPP
 
@@ -35,7 +35,8 @@ class Batch {
       : messages_(ops.begin(), ops.end()), remaining_(ops.size()) {}
 
   bool is_done() const { return remaining_ == 0; }
-  // What ended the group, or the first message that did not fit: the others have been delivered.
+  // Throws what ended the group, or the first message that did not fit; in that case the others have
+  // been delivered.
   void rethrow() const {
     if (error_ != nullptr) throw *error_;
   }
@@ -44,7 +45,7 @@ class Batch {
   friend class Messenger;
   std::vector<Message> messages_;
   std::size_t remaining_;
-  bool is_owner_away_ = false;  // asleep: must be told when it is done
+  bool is_owner_away_ = false;  // its owner sleeps, and must be told when it is done
   std::shared_ptr<const Error> error_;
 };
 
@@ -55,43 +56,44 @@ class Messenger {
   Messenger(const Transport& transport, std::vector<std::unique_ptr<Channel>> channels,
             std::shared_ptr<Segment> segment, int index, SpinPolicy spin);
 
-  // Held by whoever calls what follows, but for news() and notify().
+  // Held by whoever calls what follows, except for news() and notify().
   Gate& gate() { return gate_; }
 
-  // All of it or, if it throws bad_alloc, nothing.
+  // Posts all of the batch or, if it throws bad_alloc, none of it.
   void post(Batch& batch);
-  // Progresses until `batch`, which was posted, is done. Lets go of the gate while it sleeps.
+  // Moves messages until `batch`, which has been posted, is done. Lets go of the gate while it sleeps.
   void run(Call& call, Batch& batch);
-  // Moves what can be moved, a turn for each peer and direction. False if nothing could.
+  // Moves what can be moved, one turn for each peer and direction. False if nothing could be.
   // Throws what ended a peer or the group.
   bool progress();
-  // For who always has something to move, after each kPassesPerCheck passes of that: lets in
-  // who waits at the gate, and the caller's signals.
+  // For a thread that always finds something to move, after every kPassesPerCheck passes: lets in
+  // whoever waits at the gate, and hears the caller's signals.
   void make_way(Call& call);
   static constexpr unsigned kPassesPerCheck = 8;
-  // Fails all that was posted, by whomever: the group has ended.
+  // Fails everything posted, whoever posted it: the group has ended.
   void end(const Error& why) noexcept;
 
   // Lets go of the gate and sleeps until a peer may have made progress possible, another
   // thread has completed a batch whose owner is away, notify() has been called since
-  // `heard` was the news, or a slice has passed. Throws if the caller is interrupted.
+  // news() returned `heard`, or a slice has passed. Throws if the caller is interrupted.
   void sleep(Call& call, std::uint32_t heard);
   static void set_owner_away(Batch& batch, bool is_away) { batch.is_owner_away_ = is_away; }
-  // Changes with all that ends a sleep without a peer's doing.
+  // Changes with everything that ends a sleep without a peer's doing.
   std::uint32_t news() const { return news_.load(std::memory_order_seq_cst); }
-  // Ends every sleep(), now or the next one. From any thread.
+  // Ends every sleep() in progress, or else the next one. May be called from any thread.
   void notify();
-  // For who leaves for good: one of those who sleep must watch.
+  // For a thread that leaves for good: unless there is a watch, one of the sleepers must become it.
   void relieve();
 
   // Tells all peers that this rank has left. Nothing is posted afterwards.
   void close() noexcept;
 
-  // The peers that something of the batch is still due from or to: all, if it has not been posted.
+  // The peers to or from which some of the batch is still due: all of its peers if it has not
+  // been posted.
   std::vector<int> awaited_by(const Batch& batch) const;
   // Throws timeout, naming them.
   [[noreturn]] void throw_timeout(const Batch& batch) const;
-  // All that it is to or from. Needs no gate.
+  // All peers of the batch. Needs no gate.
   static std::vector<int> peers_of(const Batch& batch);
   bool is_idle() const { return lanes_in_use_.empty(); }
 
@@ -124,12 +126,12 @@ class Messenger {
   UniqueFd event_fd_;
 
   Gate gate_;
-  // Guarded by the gate; while there is a watch, what it polls is its own.
+  // Guarded by the gate, except that while there is a watch, what it polls belongs to it.
   bool is_watched_ = false;
-  bool has_unwatched_lane_ = false;  // came into use since the watch went to sleep
+  bool has_unwatched_lane_ = false;  // one came into use since the watch went to sleep
   std::vector<pollfd> poll_entries_;
   int poll_ms_ = 0;
-  const std::shared_ptr<const Error> out_of_memory_;  // made while there is some
+  const std::shared_ptr<const Error> out_of_memory_;  // made while there is memory
 
   std::atomic<bool> is_notified_{false};  // the watch shall not sleep
   std::atomic<int> num_followers_{0};     // written under the gate

@@ -29,11 +29,11 @@ inline void pause_briefly() {
 #endif
 }
 
-// Fetches a line for writing while other work goes on, in place of waiting for it at the store.
+// Fetches a cache line for writing while other work goes on, so that the store need not wait for it.
 inline void prepare_to_write(void* line) {
 #if defined(__x86_64__)
-  // The builtin would fetch it for reading where the compiler may not assume the instruction; processors
-  // of 64 bits without it do nothing.
+  // The builtin fetches the line for reading only, where the compiler may not assume that the processor has
+  // this instruction. 64-bit processors without it do nothing.
   asm volatile("prefetchw %0" : "+m"(*static_cast<char*>(line)));
 #else
   __builtin_prefetch(line, 1);
@@ -41,10 +41,10 @@ inline void prepare_to_write(void* line) {
 }
 
 // How long to spin before sleeping. Chosen from the number of ranks and cores:
-// where ranks outnumber cores, spinning keeps from running the very peer that is
-// waited for.
+// where ranks outnumber cores, spinning keeps the very peer that is waited for
+// from running.
 struct SpinPolicy {
-  static constexpr int kBriefPauses = 24;  // about a microsecond: cheaper than telling anybody
+  static constexpr int kBriefPauses = 24;  // about a microsecond: cheaper than telling the caller
   int pauses;
   int yields;
 
@@ -53,8 +53,8 @@ struct SpinPolicy {
   }
 };
 
-// Not FUTEX_PRIVATE: the word is shared between processes. Returns at a wake,
-// a signal, the time limit, or at once if the word no longer holds `expected`.
+// Not FUTEX_PRIVATE: the word is shared between processes. Returns upon a wake, a
+// signal or the time limit, or at once if the word no longer holds `expected`.
 inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, double seconds) {
   timespec limit;
   limit.tv_sec = static_cast<time_t>(seconds);
@@ -65,7 +65,7 @@ inline void futex_wake_all(std::atomic<std::uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
 }
 
-// Clears a sleeper's word and wakes it. The exchange makes it one waker's task.
+// Clears a sleeper's word and wakes it. The exchange leaves the task to one of several wakers.
 inline void unpark(std::atomic<std::uint32_t>& word) {
   if (word.exchange(kAwake, std::memory_order_acq_rel) != kAwake) futex_wake_all(word);
 }

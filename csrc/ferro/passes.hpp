@@ -1,5 +1,5 @@
-// Work on memory in which no peer is waited for: in passes, between which the caller's
-// signals and deadline are heard.
+// Work on memory that waits for no peer, cut into passes, between which the caller's
+// signals and deadline are checked.
 #ifndef FERRO_PASSES_HPP
 #define FERRO_PASSES_HPP
 
@@ -12,8 +12,8 @@
 
 namespace ferro {
 
-// What one pass reads and writes: some milliseconds, also where the kernel has yet to map the
-// pages; so much that the look between two passes costs nothing beside it.
+// What one pass reads and writes: some milliseconds' worth, even where the kernel has yet to map
+// the pages, yet so much that the check between two passes costs nothing in comparison.
 constexpr std::size_t kPassNbytes = std::size_t{16} << 20;
 
 // Calls `work` with ranges of [0, count) in order, and `look` between two of them. An element
@@ -38,7 +38,7 @@ void work_in_passes(Call& call, std::size_t count, std::size_t nbytes_each, Work
   in_passes(count, nbytes_each, [&call] { call.check_at_work(); }, work);
 }
 
-// `dst` and `src` are the same or apart.
+// `dst` and `src` are the same or do not overlap.
 inline void copy_in_passes(Call& call, void* dst, const void* src, std::size_t nbytes) {
   if (dst == src) return;
   work_in_passes(call, nbytes, 2, [=](Range range) {

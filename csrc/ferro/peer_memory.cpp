@@ -11,7 +11,7 @@
 namespace ferro {
 namespace {
 
-// All of it or an error number. What is not mapped, or no memory, ends in EFAULT.
+// Reads all of it, or returns an error number: EFAULT for what is not mapped, or is not memory.
 int read_process(int pid, void* dst, const void* src, std::size_t nbytes) noexcept {
   for (std::size_t done = 0; done < nbytes;) {
     const iovec local{static_cast<char*>(dst) + done, nbytes - done};
@@ -42,7 +42,7 @@ PeerMemory::PeerMemory(std::shared_ptr<Segment> segment, int index)
   RankControl& control = segment_->control(index);
   control.pid = own_pid_;
   control.number_at = &own_number_;
-  control.number.store(own_number_, std::memory_order_release);  // last: the others stand before it
+  control.number.store(own_number_, std::memory_order_release);  // last: publishes the others
 }
 
 bool PeerMemory::can_read(int peer) {

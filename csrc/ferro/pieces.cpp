@@ -11,7 +11,7 @@ std::size_t sum_of_first(const std::size_t* counts, int n) {
   return sum;
 }
 
-// Of an array packed in rank order, uneven where counts are given.
+// A piece of an array packed in rank order, of uneven pieces where counts are given.
 Piece packed_piece(const void* base, const std::size_t* counts, std::size_t count, int i, std::size_t item) {
   const std::size_t begin = counts != nullptr ? sum_of_first(counts, i) : count * static_cast<std::size_t>(i);
   return {bytes(base) + begin * item, (counts != nullptr ? counts[i] : count) * item};
@@ -65,7 +65,7 @@ Piece incoming_piece(const Collective& collective, int index, int root_index, in
       return packed_piece(collective.out, nullptr, collective.count, peer_index, item);
     case Op::all_to_all:
       return packed_piece(collective.out, collective.recv_counts, collective.count, peer_index, item);
-    // Inputs of a reduction: no place of their own.
+    // Inputs of a reduction have no place of their own.
     case Op::allreduce:
     case Op::reduce_scatter:
       return {nullptr, nbytes};

@@ -8,7 +8,7 @@
 
 namespace ferro {
 
-// The engine never writes through what came from `in`; pieces go both ways.
+// Not const, since pieces are both sent and received; the engine never writes through what came from `in`.
 inline char* bytes(const void* data) { return static_cast<char*>(const_cast<void*>(data)); }
 
 // The i-th of `parts` nearly equal parts; the first ones are the larger.
@@ -19,8 +19,8 @@ struct Piece {
   char* data;
   std::size_t nbytes;
 };
-// Of the direct algorithm, in which each rank sends to each what that one needs.
-// An operation between others gives an empty piece.
+// For the direct algorithm, in which each rank sends every other what that one needs.
+// Empty where the operation moves nothing between these two.
 Piece outgoing_piece(const Collective& collective, int index, int root_index, int peer_index);
 Piece incoming_piece(const Collective& collective, int index, int root_index, int peer_index);
 

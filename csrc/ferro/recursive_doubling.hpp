@@ -8,7 +8,7 @@
 
 namespace ferro {
 
-// One step, as one rank takes it. What the lower of a pair has comes first in what they combine.
+// One step, as one rank takes it. When a pair combines what it has, the lower rank's comes first.
 struct DoublingStep {
   int peer;
   bool sends;
@@ -16,7 +16,7 @@ struct DoublingStep {
   bool is_result;  // what is received replaces what this rank has
 };
 
-// Those of rank `index` of `num_ranks`, in order.
+// The steps of rank `index` of `num_ranks`, in order.
 inline std::vector<DoublingStep> doubling_steps(int num_ranks, int index) {
   int power = 1;
   while (2 * power <= num_ranks) power *= 2;

@@ -1,4 +1,4 @@
-// Memory that an algorithm needs for the time of one call.
+// Memory that an algorithm needs for the duration of one call.
 #ifndef FERRO_SCRATCH_HPP
 #define FERRO_SCRATCH_HPP
 
@@ -11,7 +11,7 @@
 namespace ferro {
 
 // Grows to the largest size asked for and keeps it: fresh pages cost more than the
-// copy into them. Never null, also for no bytes. Contents do not survive the next reserve().
+// copy into them. Never null, even for zero bytes. Contents do not survive the next reserve().
 class Scratch {
  public:
   char* reserve(std::size_t nbytes) {

@@ -19,8 +19,8 @@ namespace {
 
 // All heaps together stay well inside the 128 TiB that a process may address.
 constexpr std::size_t kMaxHeaps = std::size_t{16} << 40;
-// With more, a rank's share of a two-shot round would be less than a line pair; no machine has
-// room for as many, either.
+// With more, a rank's share of a two-shot round would be less than a line pair; nor has any
+// machine room for so many.
 constexpr int kMaxRanks = 1024;
 
 std::size_t memory_of_machine() {
@@ -34,8 +34,8 @@ std::size_t power_of_two_at_least(std::size_t n) {
 }
 
 // No rank can fill more than the machine's memory, so no heap need be larger. One huge page is
-// added, for a distance that is no power of two: else equal offsets in two heaps collide in
-// the first cache of some processors. ALGORITHMS.md has what it cost.
+// added, so that the distance of two heaps is no power of two: else equal offsets in them collide
+// in the first-level cache of some processors. ALGORITHMS.md says what that cost.
 std::size_t heap_nbytes_for(int size) {
   std::size_t heap = power_of_two_at_least(memory_of_machine());
   while (heap * size > kMaxHeaps) heap /= 2;
@@ -58,8 +58,8 @@ void back_with_memory(int fd, std::size_t nbytes) {
   if (fallocate(fd, 0, 0, static_cast<off_t>(nbytes)) != 0) throw_errno("fallocate of shared memory");
 }
 
-// Sizes grow with the square of the ranks. Backing more than there is would end in the
-// kernel killing some process, not in an error.
+// Sizes grow with the square of the number of ranks. Backing more memory than there is would
+// end in the kernel killing some process, not in an error.
 void check_that_ranks_fit(int size) {
   if (size > kMaxRanks)
     throw Error(ErrorCode::unsupported, -1,
@@ -141,8 +141,8 @@ void Segment::abort(AbortReason reason) noexcept {
   // The reason first, then the words: a rank that sets its word after this looks
   // at the reason before it sleeps.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  // Whoever lost the exchange wakes all the same, and wakes ranks whose word is clear
-  // already: who should have woken them may have died just before it did.
+  // Whoever lost the exchange wakes the sleepers all the same, even those whose word is already
+  // clear: the rank that was to wake them may have died just before it did.
   for (int rank = 0; rank < size(); ++rank) {
     for (std::atomic<std::uint32_t>* word : {&collective_sleeper(rank), &message_sleeper(rank)}) {
       word->store(kAwake, std::memory_order_seq_cst);

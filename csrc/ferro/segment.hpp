@@ -13,13 +13,13 @@
 namespace ferro {
 
 constexpr std::size_t kCacheLine = 64;
-// Prefetchers fetch lines in pairs: what two ranks write stands two lines apart.
+// Prefetchers fetch lines in pairs: what different ranks write is kept two lines apart.
 constexpr std::size_t kLinePair = 2 * kCacheLine;
 
-// What a rank publishes to start a collective. The flag comes last in time and
-// first in place: whoever sees it carry sequence s may read all that rank wrote
-// for s, without a lock. It stands at a fixed offset, since after a payload of
-// varying length old data could look like a newer number.
+// What a rank publishes to start a collective. The flag is stored last, but stands
+// first: whoever sees it carry sequence s may read all that the rank wrote for s,
+// without a lock. Its offset is fixed, since behind a payload of varying length old
+// data could look like a newer number.
 struct alignas(kLinePair) HeaderSlot {
   static constexpr std::size_t kInlineNbytes = 56;
   std::atomic<std::uint64_t> flag;  // sequence << 32 | hash of the fingerprint
@@ -27,9 +27,9 @@ struct alignas(kLinePair) HeaderSlot {
 };
 
 // What one rank writes and all read. Counters only grow, over all collectives
-// of the group, so that none must ever be reset.
+// of the group, so that none ever has to be reset.
 struct RankControl {
-  // Read only after a mismatch; on lines of its own, as peers never fetch it otherwise.
+  // Read only after a mismatch, and so on cache lines of its own, which peers otherwise never fetch.
   alignas(kLinePair) Fingerprint fingerprints[2];
   alignas(kLinePair) std::atomic<std::uint64_t> staged;    // rounds whose input is in its window
   alignas(kLinePair) std::atomic<std::uint64_t> reduced;   // rounds whose result is in its window
@@ -37,12 +37,13 @@ struct RankControl {
   // The thread id of its watchdog; marked and woken by the kernel when that dies.
   alignas(kLinePair) std::atomic<std::uint32_t> liveness;
   std::atomic<std::uint32_t> has_departed;  // closed its side, having published all it ever will
-  // For whom it was waiting when the group ended, if the group spans hosts. Written once,
-  // by whoever sets is_testifying; read once has_testified is set.
+  // Whom it was waiting for when it gave up or, if the group spans hosts, when the group ended.
+  // Written once, by whoever sets is_testifying; read only after has_testified is set.
   alignas(kLinePair) std::atomic<std::uint32_t> is_testifying;
   std::atomic<std::uint32_t> has_testified;
   RankSet awaited;
-  // How its memory is read, and a number there that proves it: PeerMemory. Written once, `number` last.
+  // What peers need to read its memory, and a number in it that proves they can: PeerMemory. Written
+  // once, `number` last.
   alignas(kLinePair) std::atomic<std::uint64_t> number;
   const std::uint64_t* number_at;
   std::int32_t pid;
@@ -59,7 +60,7 @@ constexpr std::uint32_t kAnyPeer = ~std::uint32_t{0};
 // ring of bytes for the rest. See shm_channel.hpp.
 struct alignas(kLinePair) Cell {
   static constexpr std::size_t kInlineNbytes = 40;
-  std::atomic<std::uint64_t> flag;  // 1 + the number of the message; last in time
+  std::atomic<std::uint64_t> flag;  // 1 + the number of the message; stored last
   std::uint64_t count;
   std::uint32_t tag;
   std::uint32_t dtype;
@@ -75,8 +76,8 @@ struct ChannelControl {
 struct SegmentLayout {
   explicit SegmentLayout(int num_ranks);
 
-  static constexpr int kSmallSlots = 32;  // small payloads of the largest size in the ring
-  static constexpr int kRoundSlots = 8;   // two-shot rounds in flight: more than twice the lag of one
+  static constexpr int kSmallSlots = 32;  // small payloads of the largest size that fit in the ring
+  static constexpr int kRoundSlots = 8;   // two-shot rounds in flight: ranks may be two apart
   static constexpr int kCells = 32;
 
   int size;
@@ -93,8 +94,8 @@ struct SegmentLayout {
   std::size_t channel_stride() const;
 };
 
-// A mapping of the segment. Threads of one process share one; processes map the
-// same memfd, each its own.
+// A mapping of the segment. Threads of one process share one; processes each map
+// the same memfd.
 class Segment {
  public:
   // A new anonymous file for `size` ranks, sealed against shrinking and growing.

@@ -34,7 +34,7 @@ bool ShmChannel::has_departed() const {
   return segment_->control(peer_).has_departed.load(std::memory_order_acquire) != 0;
 }
 
-// Follows a sequentially consistent store: the publisher's fence of parking.hpp.
+// Called after a sequentially consistent store, which is the publisher's fence of parking.hpp.
 void ShmChannel::wake_peer() {
   std::atomic<std::uint32_t>& word = segment_->message_sleeper(peer_);
   if (is_parked_for(word.load(std::memory_order_seq_cst), index_)) unpark(word);

@@ -1,12 +1,13 @@
 // Messages between two ranks of one host.
 //
 // A message is one cell, with its size and up to 40 bytes of payload in the cache
-// line of its flag; a longer payload follows through a ring of bytes. Cells stand
-// apart from the ring so that a flag is never looked for where payload may be.
+// line of its flag; a longer payload follows through a ring of bytes. Cells are kept
+// apart from the ring, so that a flag is never looked for where payload may be.
 //
 // Sender: writes the first piece, publishes the cell, then writes and publishes
 // further pieces as the receiver frees the ring. Receiver: sees the cell's number,
-// copies out. Short messages cost one cache line, and those of their payload.
+// copies out. A short message costs one cache line, and the lines of a payload
+// that goes through the ring.
 #ifndef FERRO_SHM_CHANNEL_HPP
 #define FERRO_SHM_CHANNEL_HPP
 
@@ -51,7 +52,7 @@ class ShmChannel final : public Channel {
   std::uint64_t messages_received_ = 0;
   std::uint64_t bytes_written_ = 0;
   std::uint64_t bytes_read_ = 0;
-  // Lower bounds of the peer's counters: its cache line is read only when these say "full".
+  // Lower bounds of the peer's counters, whose cache lines are read only when these say "full" or "empty".
   std::uint64_t peer_messages_read_ = 0;
   std::uint64_t peer_bytes_read_ = 0;
   std::uint64_t peer_bytes_written_ = 0;

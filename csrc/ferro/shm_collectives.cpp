@@ -2,7 +2,7 @@
 // published its header and all agree; inputs_ says what can be read in place.
 //
 // Small inputs came with the headers: one step, reading only. Symmetric inputs
-// are read where they stand, then fenced, and so may large ones be where every rank both gives
+// are read in place, followed by a fence, and so may large ones be where every rank both gives
 // and takes (pull). All others go in rounds through the windows: each rank stages a chunk
 // of its input, then reads those of its peers.
 #include <linux/futex.h>
@@ -21,21 +21,21 @@
 namespace ferro {
 namespace {
 
-// So many rounds are in flight at least, however many pieces a slot has.
+// At least this many rounds are in flight, however many pieces a slot has.
 constexpr std::size_t kMinSlots = 8;
 
-// Of all peers' inputs, what is fetched at a time: it is still in the cache when it is reduced.
+// How much of all peers' inputs is fetched at a time, so that it is still in the cache when it is reduced.
 constexpr std::size_t kFetchedNbytes = std::size_t{256} << 10;
 constexpr std::size_t kLeastFetchedNbytes = std::size_t{4} << 10;  // of one peer's
 
-// A look at the clock for each of these rounds, which take milliseconds at most.
+// The clock is read once in this many rounds, which take milliseconds at most.
 constexpr std::uint64_t kRoundsPerCheck = 16;
 bool is_check_due(std::uint64_t round) { return (round + 1) % kRoundsPerCheck == 0; }
 
 const unsigned char* bytes(const void* data) { return static_cast<const unsigned char*>(data); }
 unsigned char* bytes(void* data) { return static_cast<unsigned char*>(data); }
 
-// Part of an output of `output_nbytes`. It may be copied onto itself where the collective is in place.
+// Copies a part of an output of `output_nbytes`: onto itself, perhaps, where the collective is in place.
 void copy_part(void* dst, const void* src, std::size_t nbytes, std::size_t output_nbytes) {
   if (nbytes != 0 && dst != src) copy_to_user(dst, src, nbytes, output_nbytes);
 }
@@ -97,7 +97,7 @@ bool ShmTransport::dispatch(Call& call, const Collective& collective) {
 }
 
 // dst = elements [first, first + count) of every rank's input, reduced in rank order.
-// `output_nbytes` of an output that nobody reads soon tells its whole size.
+// `output_nbytes` is the size of the whole output if nobody reads it soon, else 0.
 void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t first, std::size_t count,
                                  std::size_t output_nbytes) const {
   const std::size_t offset = first * item_size(c.dtype);
@@ -121,7 +121,7 @@ void ShmTransport::reduce_in_passes(Call& call, const Collective& c, void* dst, 
       });
 }
 
-// Fetches blocks of what is in the memory of other processes, to reduce them from the cache.
+// Fetches inputs from the memory of other processes block by block, to reduce them from the cache.
 void ShmTransport::reduce_foreign(const Collective& c, void* dst, Range range) {
   const std::size_t itemsize = item_size(c.dtype);
   const auto num_peers = static_cast<std::size_t>(size_ - 1);
@@ -165,8 +165,8 @@ void ShmTransport::copy_from(Call& call, int peer, bool is_foreign, void* dst, c
       [&](Range range) { pull(peer, bytes(dst) + range.first, bytes(src) + range.first, range.count); });
 }
 
-// A process that has ended has no memory left, or soon has none: its main thread may go before
-// the kernel marks it as dead.
+// A process that is ending may have no memory left to read before the kernel has marked it as dead:
+// its main thread may go first.
 void ShmTransport::throw_unreadable(int peer, int error) const {
   check_group();
   const bool is_dead =
@@ -213,8 +213,8 @@ void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots&
   round_ += num_rounds;
 }
 
-// A slot is free once everybody consumed the round that was in it. Those of earlier
-// collectives are: a rank publishes a header only after consuming all before it.
+// A slot is free once everybody has consumed the round that was in it. Slots of earlier
+// collectives are free: a rank publishes a header only after consuming all before it.
 void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots,
                                    int sole_consumer) {
   if (round < num_slots) return;
@@ -430,7 +430,7 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
   unsigned char* own = bytes(c.out) + index_ * nbytes;
   if (inputs_.are_complete) {
     copy_block(call, own, c.in, nbytes);
-    // Each begins with another one: none is read by all at once.
+    // Each rank begins with a different peer, so that none is read by all at once.
     for (int step = 1; step < size_; ++step) {
       const int peer = (index_ + step) % size_;
       copy_from(call, peer, has_foreign_input_[peer], bytes(c.out) + peer * nbytes, inputs_.of_rank[peer],
@@ -524,7 +524,7 @@ bool ShmTransport::all_to_all(Call& call, const Collective& c) {
 }
 
 bool ShmTransport::all_to_all_uneven(Call& call, const Collective& c) {
-  std::size_t most = 0;  // of any pair of ranks, so that all run equally many rounds
+  std::size_t most = 0;  // between any two ranks, so that all run equally many rounds
   for (int src = 0; src < size_; ++src) {
     const std::uint64_t* sent = counts_of(src);
     for (int dst = 0; dst < size_; ++dst)

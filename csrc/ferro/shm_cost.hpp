@@ -7,19 +7,21 @@
 
 namespace ferro::shm_cost {
 
-// Up to this much is moved in about a microsecond: not worth letting go of a lock for.
+// Moving up to this much takes about a microsecond: not worth letting go of the interpreter's lock.
 constexpr std::size_t kBriefNbytes = std::size_t{8} << 10;
 
-// From here on reading a peer's symmetric array where it stands beats copying it,
-// in spite of the fence that must follow.
+// From here on reading a peer's symmetric array in place beats copying it, in spite
+// of the fence that must follow.
 constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 
-// From here on what one rank copies from one other may be pulled out of that one's memory: three
-// system calls to lend it, one for each reader, and the fence, which less would not repay anywhere.
+// From here on what one rank copies from another may be pulled out of that one's memory. It costs
+// three system calls to lend the array, one for each reader, and the fence: smaller copies would not
+// repay that anywhere.
 constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
 
-// The same for what is reduced, of a rank's whole input: it is fetched first, and an allreduce has a
-// second fence. Inputs that fit into the windows, in the peer's cache still, are as fast through those.
+// The same for a reduction, where a rank's whole input counts: it has to be fetched first, and an allreduce
+// needs a second fence. Inputs that fit into the windows are read from there as fast, still in the peer's
+// cache.
 constexpr std::size_t kPullReducedNbytes = std::size_t{2} << 20;
 
 // Per byte and rank, one-shot costs w + (p - 1) r, two-shot w + 2 (p - 1) / p r
@@ -29,8 +31,8 @@ constexpr bool one_shot_wins(std::size_t nbytes, int num_ranks) {
   return num_ranks <= 2 || nbytes <= kOneShotNbytes;
 }
 
-// What a rank stages for one reader in one round, of `nbytes` in all. Small enough that
-// the first round comes soon, large enough that waiting for the last costs little.
+// How much a rank stages for one reader in one round, of `nbytes` in all. Small enough that
+// the first round comes soon, large enough that there are few rounds to wait for.
 constexpr std::size_t piece_nbytes(std::size_t nbytes) {
   constexpr std::size_t kMiB = std::size_t{1} << 20;
   return nbytes < kMiB ? kMiB / 16 : nbytes < 2 * kMiB ? kMiB / 8 : kMiB / 4;

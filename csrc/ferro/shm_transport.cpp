@@ -22,8 +22,8 @@ struct Places {
   std::uint64_t staged_at;    // in the rank's ring of small payloads, if that is where it is
   std::uint64_t address;      // in this rank's own memory
   std::uint64_t out_address;  // the output's, of an allreduce
-  bool may_be_pulled;         // it can read its peers, and lets them read the input
-  bool shall_be_pulled;       // of the rank that chooses for all
+  bool may_be_pulled;         // it can read its peers, and lets them read its arrays
+  bool shall_be_pulled;       // the choice, in the header of the rank that chooses for all
 };
 static_assert(sizeof(Places) <= HeaderSlot::kInlineNbytes, "must travel in a header");
 
@@ -110,7 +110,7 @@ void ShmTransport::add_lost(RankSet& ranks) {
   }
 }
 
-// The rank whose reason won has said before for whom it waited.
+// The rank whose reason won has first said for whom it waited.
 std::vector<int> ShmTransport::find_missing() {
   const AbortReason reason = aborted();
   if (std::find(members_.begin(), members_.end(), reason.reporter) == members_.end()) return {};
@@ -119,7 +119,8 @@ std::vector<int> ShmTransport::find_missing() {
                                                                     : std::vector<int>{};
 }
 
-// While headers are missing, everybody whose own is; later, the one that is waited for.
+// While headers are missing, the ranks that owe them, or that keep those from coming; later, the one
+// that is waited for.
 void ShmTransport::add_awaited(RankSet& ranks) const {
   for (std::uint64_t awaited = awaited_.load(std::memory_order_relaxed); awaited != kNobody;) {
     const std::uint32_t sequence = sequence_of(awaited);
@@ -130,8 +131,8 @@ void ShmTransport::add_awaited(RankSet& ranks) const {
         missing.set(static_cast<std::size_t>(members_[culprit_behind(peer)]));
     }
     if (missing.none()) missing.set(static_cast<std::size_t>(members_[static_cast<std::uint32_t>(awaited)]));
-    // On another thread the wait may be over by now, and the slots be used again: the loads above
-    // acquire what came before such a use, so this one sees it.
+    // By now the wait may be over, if it is another thread's, and the slots may be in use again. The loads
+    // above acquire what came before such a use, so the next one sees that awaited_ has changed.
     const std::uint64_t now = awaited_.load(std::memory_order_relaxed);
     if (now == awaited) {
       ranks |= missing;
@@ -171,8 +172,8 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   if (collective.count * item_size(collective.dtype) > shm_cost::kBriefNbytes) call.begin_blocking();
   publish_header(collective);
   await_headers(call);
-  // All have read what stood in the slot that comes next. Where it takes the whole message its store is
-  // what the peers wait for, and their caches still hold the line.
+  // All ranks have read what stood in the slot that this one fills next. Where the slot takes the whole
+  // input, peers wait for the store to it, and their caches still hold the line.
   if (is_inline_) prepare_to_write(&segment_->header(index_, (sequence_ + 1) & 1));
   find_inputs(collective);
   const bool is_timed = index_ == kChooser && is_pullable(collective);
@@ -180,7 +181,8 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   const bool has_borrowed = dispatch(call, collective);
   if (has_borrowed) {
     fence(call);
-    // Who gave up in the fence may have changed what was still being read, but has ended the group before.
+    // A rank that gave up in the fence may have changed its array while it was still being read, but has
+    // ended the group before that.
     check_group();
   }
   if (is_timed && (inputs_.are_pulled || !has_borrowed))
@@ -207,8 +209,8 @@ void ShmTransport::publish_header(const Collective& collective) {
   wake_sleepers();
 }
 
-// The next place in the own ring. It comes round after at least kSmallSlots - 1 further
-// payloads; two would do, as with the headers. The longer way leads past the lines that
+// The next place in this rank's ring. It is used again after at least kSmallSlots - 1 further
+// payloads; two places would do, as with the headers. A longer ring avoids the lines that
 // peers still hold in their caches, each of which would have to be taken back from them.
 std::size_t ShmTransport::next_small(std::size_t nbytes) {
   const std::size_t at = next_small_ + nbytes <= segment_->layout().smalls_nbytes ? next_small_ : 0;
@@ -267,7 +269,8 @@ void ShmTransport::await_headers(Call& call) {
       await(call, peer,
             [&flag, this] { return sequence_of(flag.load(std::memory_order_acquire)) == sequence_; });
     } catch (Error& error) {
-      // Of a rank of another host, that its peers there gave up, nothing is known here.
+      // If the group ended for a rank of another host, given up by its peers there, nothing of that is
+      // known here.
       const bool is_of_this_host =
           error.peer < 0 || std::find(members_.begin(), members_.end(), error.peer) != members_.end();
       if (error.code != ErrorCode::timeout || !is_of_this_host) throw;
@@ -315,7 +318,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
   inputs_.are_borrowed = inputs_.are_pulled = false;
   std::fill(has_foreign_input_.begin(), has_foreign_input_.end(), false);
   inputs_.are_complete = true;
-  inputs_.are_symmetric = size_ > 1;  // a rank alone reads but its own, and borrows from nobody
+  inputs_.are_symmetric = size_ > 1;  // a rank that is alone borrows from nobody
   if (is_uneven(collective)) return check_counts();
 
   const bool is_pulled = agree_to_pull(collective);
@@ -351,7 +354,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
   inputs_.of_rank[index_] = static_cast<const unsigned char*>(collective.in);
 }
 
-// Read if all are symmetric or all may be pulled; else it may be nonsense.
+// What it finds is used only if all are symmetric or all may be pulled; otherwise it may be meaningless.
 void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t address) {
   has_foreign_output_[peer] = symmetric == 0;
   inputs_.output_of_rank[peer] = symmetric != 0
@@ -359,8 +362,9 @@ void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t 
                                      : reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(address));
 }
 
-// Whether its arrays are large enough to be read out of each other's memory. Only where every rank
-// both gives and takes: elsewhere staging keeps the giver's core at work too, and is as fast.
+// Whether the arrays of the collective are large enough for ranks to read them out of each other's
+// memory. Only where every rank both gives and takes: elsewhere staging puts the giver's core to work
+// as well, and is as fast.
 bool ShmTransport::is_pullable(const Collective& collective) const {
   if (peer_reads_ == PeerReads::never || size_ == 1 || is_uneven(collective)) return false;
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
@@ -395,8 +399,8 @@ CopyChoice& ShmTransport::copy_choice_of(const Collective& collective) {
   }
 }
 
-// Every rank finds the same, in the headers. Until all have tried to read each other, which
-// they do here, once all are there, nobody offers anything.
+// Every rank comes to the same answer, from the headers. A rank offers nothing before it has tried
+// to read every other, which it does here, where all are known to be there.
 bool ShmTransport::agree_to_pull(const Collective& collective) {
   if (!is_pullable(collective)) return false;
   if (!peer_memory_.can_read_all())
@@ -429,7 +433,7 @@ __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, 
   call.begin_blocking();
   awaited_.store(flag_of(sequence_, static_cast<std::uint32_t>(peer)), std::memory_order_relaxed);
   if (!spin(ready)) sleep(call, peer, ready);
-  // Not before: while we wait, others read here for whom.
+  // Not before: as long as we wait, others read here for whom.
   awaited_.store(kNobody, std::memory_order_relaxed);
 }
 
@@ -481,7 +485,7 @@ void ShmTransport::check_caller(Call& call, int peer) const {
   throw error;
 }
 
-// Where no peer ever keeps this rank waiting, only this ends a call that shall not go on.
+// Where no peer ever keeps this rank waiting, only this ends a call that must not go on.
 void ShmTransport::check_at_work(Call& call) const {
   check_group();
   call.check_at_work();
@@ -492,8 +496,8 @@ void ShmTransport::check_group() const {
   if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
 }
 
-// A peer that sleeps waits for another one, which its word names: whoever keeps it
-// from coming keeps us, too.
+// A peer that sleeps waits for another one, which its word names: whoever holds it
+// up holds us up, too.
 int ShmTransport::culprit_behind(int peer) const {
   for (int step = 0; step < size_; ++step) {
     const std::uint32_t word = segment_->collective_sleeper(peer).load(std::memory_order_relaxed);
@@ -504,8 +508,8 @@ int ShmTransport::culprit_behind(int peer) const {
   return peer;
 }
 
-// Follows a sequentially consistent store: the publisher's fence of parking.hpp.
-// Reads a line for every 16 ranks, which changes only when somebody sleeps.
+// Called after a sequentially consistent store, which is the publisher's fence of parking.hpp.
+// Reads one cache line for every 16 ranks, which changes only when somebody sleeps.
 void ShmTransport::wake_sleepers() {
   for (int peer = 0; peer < size_; ++peer) {
     std::atomic<std::uint32_t>& word = segment_->collective_sleeper(peer);

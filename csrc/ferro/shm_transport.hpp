@@ -20,8 +20,8 @@ namespace ferro {
 
 class ShmTransport final : public Transport {
  public:
-  // `index` is this rank's place in the segment, `members` the group's rank at
-  // every place. Ranks that are processes of their own are watched for death.
+  // `index` is this rank's place in the segment; `members` gives the rank, in the
+  // group, at every place. Ranks that are processes of their own are watched for death.
   ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members, SpinPolicy spin,
                bool are_processes, PeerReads peer_reads = PeerReads::automatic);
   ~ShmTransport() override;
@@ -80,7 +80,7 @@ class ShmTransport final : public Transport {
   void advance(std::atomic<std::uint64_t> RankControl::* counter, std::uint64_t value);
 
   // ---- Collectives (shm_collectives.cpp) ----
-  // True if it read arrays of peers where they stand, who must not leave before that is over.
+  // True if it read arrays of peers in place: no rank may leave the call before all have read.
   bool dispatch(Call& call, const Collective& collective);
   bool allreduce(Call& call, const Collective& collective);
   bool broadcast(Call& call, const Collective& collective);
@@ -95,17 +95,17 @@ class ShmTransport final : public Transport {
   void allreduce_symmetric(Call& call, const Collective& collective);
   void allreduce_pulled(Call& call, const Collective& collective);
   void allreduce_one_shot(Call& call, const Collective& collective);
-  // The first half alone, with only the root collecting results, is reduce.
+  // An allreduce or, if only the root collects results, a reduce.
   void reduce_two_shot(Call& call, const Collective& collective, int sole_collector);
   void all_to_all_rounds(Call& call, const Collective& collective, const std::size_t* send_counts,
                          const std::size_t* recv_counts, std::size_t most);
   void reduce_inputs(const Collective& collective, void* dst, std::size_t first, std::size_t count,
                      std::size_t output_nbytes = 0) const;
-  // dst = the elements of `range` of every rank's input, read where peers have them.
+  // dst = the elements of `range` of every rank's input, reduced; read in place.
   void reduce_in_passes(Call& call, const Collective& collective, void* dst, Range range);
   void reduce_foreign(const Collective& collective, void* dst, Range range);
   void pull(int peer, void* dst, const void* src, std::size_t nbytes) const;
-  // Of `peer`, whose own memory it is in if it is foreign.
+  // Copies an array of `peer`. If it is foreign, `src` is an address in the peer's own memory.
   void copy_from(Call& call, int peer, bool is_foreign, void* dst, const void* src, std::size_t nbytes) const;
   [[noreturn]] void throw_unreadable(int peer, int error) const;
   void copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const;
@@ -116,8 +116,8 @@ class ShmTransport final : public Transport {
     int producer = kEverybody;  // who stages
     int consumer = kEverybody;  // who reads what was staged
   };
-  // How one collective divides the windows: a slot a round, in it a piece for each of
-  // some readers, or one for all of them.
+  // How one collective divides the windows: one slot a round, and in it a piece for each
+  // reader, or one piece for all of them.
   struct Slots {
     std::size_t piece_nbytes;
     std::size_t nbytes;  // of one slot
@@ -152,25 +152,25 @@ class ShmTransport final : public Transport {
   const int size_;
   const std::vector<int> members_;
   const SpinPolicy spin_;
-  std::vector<int> index_of_;  // by rank of the group
+  std::vector<int> index_of_;  // place in the segment, by rank of the group
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
-  bool is_inline_ = false;  // the own header carries the whole input
-  // In the slow part of a wait: for whom, and in which sequence, as flag_of(sequence, index).
-  // kNobody otherwise. Informs other threads, orders nothing.
+  bool is_inline_ = false;  // this rank's header carries its whole input
+  // In the slow part of a wait: the peer waited for, and in which sequence, as flag_of(sequence,
+  // index). kNobody otherwise. Informs other threads, orders nothing.
   static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
   std::atomic<std::uint64_t> awaited_{kNobody};
-  std::size_t next_small_ = 0;  // where the own ring goes on
+  std::size_t next_small_ = 0;  // where this rank's ring of small payloads goes on
   Inputs inputs_;
-  // By rank: what inputs_ has of it is an address in its process.
+  // By place: whether inputs_ holds an address in that rank's own process.
   std::vector<bool> has_foreign_input_, has_foreign_output_;
   StagingWriter staging_;
   const PeerReads peer_reads_;
   PeerMemory peer_memory_;
   // Of all_gather, all_to_all, allreduce and reduce_scatter.
   CopyChoice gather_choice_, exchange_choice_, allreduce_choice_, scatter_choice_;
-  Scratch fetched_;                           // of foreign inputs, what is being reduced
+  Scratch fetched_;                           // the block of foreign inputs that is being reduced
   mutable std::vector<const void*> sources_;  // scratch of reductions
   std::vector<void*> outputs_;                // the same
   std::unique_ptr<Watchdog> watchdog_;

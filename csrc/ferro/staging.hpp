@@ -33,7 +33,7 @@ class StagingWriter {
 
  private:
   static constexpr std::size_t kTimedNbytes = 4096;  // below, the two ways cost the same
-  static constexpr double kFarNsPerByte = 0.2;       // between 0.1, the most of near cores, and 0.4
+  static constexpr double kFarNsPerByte = 0.2;       // between 0.1, the most that near cores take, and 0.4
   static constexpr int kNearInterval = 16;
   static constexpr int kFarInterval = 64;  // a probe costs five copies there
 

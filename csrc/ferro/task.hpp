@@ -32,7 +32,7 @@ class Task {
 
   bool is_done() const { return state_.load(std::memory_order_acquire) == kDone; }
 
-  // Blocks until the task is done. False if the caller's time ran out before.
+  // Blocks until the task is done. False if the caller's time ran out first.
   bool wait(Call& waiter) {
     for (int i = 0; i < SpinPolicy::kBriefPauses && !is_done(); ++i) pause_briefly();
     if (is_done()) return true;
@@ -47,12 +47,12 @@ class Task {
     return true;
   }
 
-  // Once done: throws what the task did.
+  // Once done: throws what the task threw.
   void rethrow() const {
     if (error_) throw *error_;
   }
 
-  // Needs no memory: who runs out of it must be able to say so.
+  // Allocates nothing: running out of memory must be reportable, too.
   void finish(std::optional<Error> error) noexcept {
     error_ = std::move(error);
     if (state_.exchange(kDone, std::memory_order_seq_cst) == kAwaited) futex_wake_all(state_);
@@ -60,9 +60,10 @@ class Task {
 
   Collective collective;  // the op alone, if there are messages
   std::unique_ptr<Batch> messages;
-  Call call;  // of who runs it
-  // Its place among the collectives or exchanges, once it has begun: messages may have been
-  // posted by who submitted them. Written by who begins it, read by who waits; orders nothing.
+  Call call;  // of the thread that runs it
+  // Its number among the collectives or exchanges, once it has begun: messages may already have been
+  // posted by the thread that submitted them. Written by the thread that begins it, read by those
+  // that wait; orders nothing.
   std::atomic<std::uint64_t> sequence{kNoSequence};
   bool has_begun() const { return sequence.load(std::memory_order_relaxed) != kNoSequence; }
 

@@ -16,7 +16,7 @@
 
 namespace ferro {
 
-// Tasks pass from one list to another without needing memory.
+// Lists, so that tasks can pass from one to another without allocating.
 using Tasks = std::list<std::shared_ptr<Task>>;
 
 class TaskQueue {
@@ -24,7 +24,7 @@ class TaskQueue {
   // Tasks pushed and not yet retired. A call may run on its caller's thread only at zero.
   int num_pending() const { return num_pending_.load(std::memory_order_acquire); }
 
-  // Starts `progress` as the queue's thread with the first task.
+  // The first task starts the queue's thread, which runs `progress`.
   template <class Progress>
   void push(std::shared_ptr<Task> task, Progress progress) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -67,7 +67,8 @@ class TaskQueue {
     return all;
   }
 
-  // Reports a task done. It stops counting first: its waiter's next call may run at once.
+  // Reports a task done. It stops counting as pending first, so that its waiter's next call may run
+  // on its own thread.
   void retire(Task& task, std::optional<Error> error) noexcept {
     num_pending_.fetch_sub(1, std::memory_order_acq_rel);
     task.finish(std::move(error));
@@ -82,7 +83,7 @@ class TaskQueue {
     has_changed_.notify_all();
   }
 
-  // Once stopped, by the queue's thread as the last that it does: fails what nobody will run.
+  // Once stopped, called by the queue's thread as its last act: fails what nobody will run.
   void abandon() noexcept {
     Tasks left;
     {
@@ -94,12 +95,12 @@ class TaskQueue {
 
   // Stops, and waits for the thread to end.
   void join() {
-    stop();  // else a task that is pushed meanwhile would start another one
+    stop();  // else a task that is pushed meanwhile would start another thread
     if (thread_.joinable()) thread_.join();
   }
 
  private:
-  std::mutex mutex_;  // tasks_, thread_
+  std::mutex mutex_;  // guards tasks_ and thread_
   std::condition_variable has_changed_;
   Tasks tasks_;
   std::thread thread_;

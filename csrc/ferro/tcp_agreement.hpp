@@ -18,18 +18,18 @@ namespace ferro {
 class Rider {
  public:
   virtual ~Rider() = default;
-  // What this rank has to give now: of nbytes(), or null.
+  // What this rank has to contribute now, of size nbytes(); null if nothing.
   virtual const void* data() const = 0;
   virtual std::size_t nbytes() const = 0;
-  // Makes one of what ranks gave, in their order; null stands for nothing. May
-  // include data().
+  // Combines what ranks contributed, in their order; null stands for nothing.
+  // data() may be among the sources.
   virtual void combine(const std::vector<const void*>& sources) = 0;
 };
 
 // An array of partial results that is reduced on its way.
 class ReductionRider final : public Rider {
  public:
-  // `accumulator` holds this rank's own and will hold the result. MEAN is left undivided.
+  // `accumulator` holds this rank's contribution and will hold the result. MEAN is left undivided.
   ReductionRider(void* accumulator, DType partial, ReduceOp op, std::size_t count);
   const void* data() const override { return accumulator_; }
   std::size_t nbytes() const override { return count_ * item_size(partial_); }
@@ -60,7 +60,7 @@ class BroadcastRider final : public Rider {
 // The verdict of all members, the same on each. The order of messages depends on
 // the number of members alone, so that ranks meet whatever they called: every rank
 // to every rank for a few, recursive doubling for many. `rider` may be null; what
-// it holds is worth something only if all agreed.
+// it holds in the end is meaningful only if all agreed.
 Agreement agree(Exchange& exchange, const TcpCollectives& group, Agreement own, Rider* rider);
 
 // For an uneven all_to_all on which all agreed: whether what each rank sends is

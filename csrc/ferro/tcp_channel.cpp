@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kDropNbytes = std::size_t{64} << 10;
 
-// How long an end without last words waits for the mesh's before the peer counts as dead.
+// After an end without last words, how long the mesh's are waited for before the peer counts as dead.
 constexpr std::chrono::milliseconds kMeshPatience{500};
 
 Frame header_of(const PointToPoint& op) {
@@ -47,8 +47,8 @@ void TcpChannel::close() noexcept {
   Frame words = farewell(FrameKind::goodbye);
   const iovec piece{&words, sizeof words};
   try {
-    // If there is no room the peer has not been reading. It will find the end alone, and learn
-    // from the mesh that this was a goodbye: close() waits for nobody.
+    // If there is no room, the peer has not been reading. It will find only the end of the stream, and
+    // learn from the mesh that this was a goodbye: close() waits for nobody.
     stream_.send(&piece, 1);
   } catch (const Error&) {
     // The socket is unusable: the peer will notice, too.
@@ -119,7 +119,7 @@ void TcpChannel::begin_payload(Message& message, const Frame& header) {
   message.check_fits(header.first.dtype, header.first.count, header.first.tag, stream_.peer());
 }
 
-// The stream has ended. Throws why; returns if that can only be told in a moment.
+// The stream has ended. Throws the reason; returns if that will only be known in a moment.
 void TcpChannel::throw_if_certain() {
   if (mesh_ != nullptr) {
     const AbortReason reason = mesh_->look();

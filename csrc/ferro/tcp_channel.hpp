@@ -17,11 +17,11 @@ namespace ferro {
 
 class TcpChannel final : public Channel {
  public:
-  // Takes the connected socket over, also if it throws. `mesh`, if the group has
-  // one, is asked why when the stream ends: the peer may have left because of another,
-  // or had no room for a goodbye here.
+  // Takes the connected socket over, even if it throws. When the stream ends, `mesh`, if
+  // the group has one, is asked why: the peer may have left because of another rank, or
+  // had no room for a goodbye here.
   TcpChannel(int peer, int fd, std::shared_ptr<TcpMesh> mesh = nullptr);
-  // Closes it if that was not done.
+  // Closes the channel if that has not been done.
   ~TcpChannel() override;
 
   bool try_send(Message& message) override;
@@ -38,11 +38,11 @@ class TcpChannel final : public Channel {
 
   TcpStream stream_;
   bool has_said_goodbye_ = false;
-  std::optional<std::chrono::steady_clock::time_point> ended_at_;  // when the end was first met
+  std::optional<std::chrono::steady_clock::time_point> ended_at_;  // when the end was first seen
   std::shared_ptr<TcpMesh> mesh_;
   Frame outgoing_;                   // header of the message that is being sent
-  std::size_t outgoing_nbytes_ = 0;  // of it, sent
-  Scratch dropped_;                  // where payloads go that do not fit
+  std::size_t outgoing_nbytes_ = 0;  // how much of it has been sent
+  Scratch dropped_;                  // takes the payloads that do not fit
 };
 
 }  // namespace ferro

@@ -183,8 +183,8 @@ void TcpCollectives::reduce_all(Exchange& exchange, const Collective& collective
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   ReduceRing ring(*this, exchange, collective.in, collective.out, collective.count, collective.dtype,
                   collective.reduce_op);
-  // In place, a result may not replace what some peer has yet to be sent. The
-  // rank that is furthest behind is sent to by all, so this blocks no circle.
+  // In place, a result must not overwrite what some peer has yet to be sent. All
+  // ranks send to the one that is furthest behind, so they cannot block each other.
   const bool is_in_place = collective.in == collective.out;
   while (!ring.is_done()) {
     ring.post();
@@ -219,8 +219,8 @@ void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective
   from_partial(call, collective.out, collective.dtype, own, partial, collective.count);
 }
 
-// Each rank reduces one chunk of all arrays and sends it to who collects: to all, or to one. The
-// two halves overlap: a segment goes out as soon as it is reduced.
+// Each rank reduces one chunk of all arrays and sends it to whoever collects: to all, or to one.
+// The two halves overlap: a segment goes out as soon as it is reduced.
 void TcpCollectives::reduce_two_shot(Call& call, const Collective& collective, int sole_collector) {
   const auto collects = [&](int i) { return sole_collector == kEverybody || sole_collector == i; };
   const Piece own = chunk_of(collective, collective.in, index_);
@@ -272,14 +272,14 @@ void TcpCollectives::broadcast(Call& call, const Collective& collective) {
   }
 }
 
-// Who has the data sends it to who is half as far from the root, and so on.
+// A rank that has the data sends it to the one half its subtree away, then a quarter, and so on.
 void TcpCollectives::broadcast_binomial(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   const int root = index_of(collective.root);
   const int distance = (index_ - root + size()) % size();
   const auto at_distance = [&](int d) { return member((root + d) % size()); };
   const void* const data = distance == 0 ? collective.in : collective.out;
-  int reach = 1;  // my subtree: ranks up to this far from me
+  int reach = 1;  // this rank's subtree: itself and those less than this far behind it
   while (reach < size() && (distance & reach) == 0) reach *= 2;
   Exchange exchange(mesh_, call);
   if (distance != 0) {
@@ -386,8 +386,8 @@ void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
 
 void TcpCollectives::all_gather(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  // From here on the input is not looked at: it may be a part of the output that
-  // is about to be received.
+  // After this copy the input is not read: it may be a part of the output that is
+  // about to be received.
   char* const own = bytes(collective.out) + static_cast<std::size_t>(index_) * nbytes;
   copy_in_passes(call, own, collective.in, nbytes);
   if (size() > 2 && is_all_gather_doubling(size(), static_cast<double>(nbytes)))
@@ -401,8 +401,8 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
   exchange.finish();
 }
 
-// In step k each rank sends what it has, its own chunk first, to the rank 2^k
-// before it, and so doubles it.
+// In step k each rank sends what it has, its own chunk first, to the rank 2^k before
+// it, and receives as much from the rank 2^k after it.
 void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   char* const blocks = scratch_.reserve(nbytes * members_.size());
@@ -421,8 +421,8 @@ void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) 
                 blocks + static_cast<std::size_t>(i) * nbytes, nbytes);
 }
 
-// gather, scatter, all_to_all: what goes to each rank is its own affair, so all
-// pieces travel at once, straight to where they belong.
+// gather, scatter, all_to_all: each pair of ranks has a piece of its own to move, so
+// all pieces travel at once, straight to where they belong.
 void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
   Collective collective = original;
   const int root = has_root(collective.op) ? index_of(collective.root) : -1;
@@ -444,7 +444,7 @@ void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
   const auto keep_own = [&] {
     copy_in_passes(call, own_out.data, own_in.data, std::min(own_in.nbytes, own_out.nbytes));
   };
-  // In place, the own piece of a gather may lie where another's belongs, and that
+  // In place, this rank's own piece of a gather may lie where another's belongs, and that
   // of a scatter belongs where another's lies until it is sent.
   if (collective.op != Op::scatter) keep_own();
   Exchange exchange(mesh_, call);

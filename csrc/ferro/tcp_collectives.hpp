@@ -24,7 +24,7 @@ class TcpCollectives {
   int index() const { return index_; }
   int member(int index) const { return members_[static_cast<std::size_t>(index)]; }
   const std::vector<int>& members() const { return members_; }
-  // Throws Error{io} if the rank is no member.
+  // Throws Error{io} if the rank is not a member.
   int index_of(int rank) const;
 
   // Any of the operations of types.hpp but barrier. Roots are ranks, as everywhere.
@@ -34,7 +34,7 @@ class TcpCollectives {
 
   // Throws Error{unsupported} where the reduction is not defined.
   static ReduceKernel kernel_for(DType dtype, ReduceOp op);
-  // What is left to do of a MEAN whose sum is known.
+  // The last step of a MEAN, once the sum is known.
   static void divide(Call& call, void* data, DType dtype, std::size_t count, int divisor);
 
  private:
@@ -43,7 +43,7 @@ class TcpCollectives {
   void allreduce(Call& call, const Collective& collective);
   void allreduce_one_shot(Call& call, const Collective& collective);
   void allreduce_doubling(Call& call, const Collective& collective);
-  // allreduce and, with the root as the only one that collects results, reduce.
+  // An allreduce or, if only the root collects results, a reduce.
   static constexpr int kEverybody = -1;
   void reduce_two_shot(Call& call, const Collective& collective, int sole_collector);
   void broadcast(Call& call, const Collective& collective);
@@ -67,7 +67,7 @@ class TcpCollectives {
   std::vector<int> members_;
   int index_;
   Scratch scratch_;  // what is received
-  Scratch reduced_;  // what has no place in an output
+  Scratch reduced_;  // results that have no place in an output
 };
 
 }  // namespace ferro

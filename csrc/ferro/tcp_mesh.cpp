@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 
 // How often aborted() looks at the sockets.
 constexpr std::int64_t kLookIntervalNs = 10'000'000;
-// How often an inquest looks for what ranks say that no socket leads to.
+// How often an inquest looks for what ranks say to which there is no socket.
 constexpr std::int64_t kListenIntervalNs = 10'000'000;
 
 std::int64_t now_ns() {
@@ -55,7 +55,7 @@ void TcpMesh::abort(AbortReason reason) noexcept {
   adopt(reason);
   RankSet waited_for;
   {
-    const std::lock_guard<std::mutex> lock(streams_mutex_);  // a pass in progress ends
+    const std::lock_guard<std::mutex> lock(streams_mutex_);  // waits for a pass in progress to end
     if (has_told_.exchange(true, std::memory_order_acq_rel)) return;
     waited_for = testimony_ = testimony_now();
   }
@@ -157,7 +157,7 @@ void TcpMesh::examine_hangups() {
       lowest_silent = lane.stream.peer();
     }
   }
-  // Of several that died together the lowest, as others will find.
+  // Of several that died together blame the lowest, as others will.
   if (lowest_silent >= 0) adopt({ErrorCode::peer_lost, lowest_silent, own_rank_, sequence()});
 }
 
@@ -187,8 +187,8 @@ TcpMesh::Words TcpMesh::words_of(const Frame& farewell, const RankSet& awaited) 
 
 void TcpMesh::tell_all(const Words& last_words) noexcept {
   const std::int64_t deadline_ns = now_ns() + static_cast<std::int64_t>(kTellSeconds * 1e9);
-  // First to all whose stream has room, then to those who must read first: a peer
-  // that reads nothing waits for somebody else, and shall not delay the others' news.
+  // First to all whose stream has room, then to those that must read first: a peer
+  // that reads nothing waits for somebody else, and must not delay the news to others.
   // Only the end of a stream lets its peer know that these are last words.
   for (const bool may_wait : {false, true})
     for (Lane& lane : lanes_) {
@@ -213,7 +213,7 @@ void TcpMesh::tell(Lane& lane, const Words& last_words, std::int64_t deadline_ns
     if (moved.has_ended || (moved.nbytes == 0 && (left_ms <= 0 || lane.stream.has_hung_up()))) return;
     pollfd entry{lane.stream.fd(), POLLOUT | POLLIN | POLLRDHUP, 0};
     if (moved.nbytes == 0 && poll(&entry, 1, static_cast<int>(left_ms)) <= 0) return;
-    // It may be telling us the same: nobody would read, and nobody have room.
+    // It may be trying to tell us the same: if neither read, neither would ever have room.
     if ((entry.revents & POLLIN) != 0) discard_unread(lane);
   }
 }
@@ -258,7 +258,7 @@ RankSet TcpMesh::testimony() {
 }
 
 RankSet TcpMesh::testimony_now() const noexcept {
-  // What was noted may be as old as a slice of the wait.
+  // What was noted may be out of date by up to a slice of the wait.
   const RankSet now = testimony_.any() ? awaited() : RankSet{};
   return (now.any() ? now : testimony_) | awaited_in_messages_;
 }
@@ -278,14 +278,14 @@ std::vector<int> TcpMesh::find_missing(const std::function<void(Testimonies&)>& 
   }
 }
 
-// What the first thread to ask has found is the answer to all: later there may be more to hear.
+// The answer that the first thread to ask has found stands for all: a later one might hear more.
 std::vector<int> TcpMesh::settle(const Testimonies& testimonies) {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
   if (missing_) return *missing_;
   const AbortReason reason = testimonies.reason();
   word_.store(reason.pack(), std::memory_order_release);
   RankSet missing = testimonies.missing();
-  // Everybody is there: a link is slow, they wait for each other, or the missing rank came in
+  // Everybody is there: a link is slow, they wait for each other, or the missing rank came at
   // the last moment.
   if (missing.none() && reason.culprit >= 0) missing.set(static_cast<std::size_t>(reason.culprit));
   missing_ = ranks_of(missing);
@@ -297,7 +297,7 @@ void TcpMesh::add_testimonies(Testimonies& testimonies) {
   if (reason().code == ErrorCode::none) return;
   testimonies.add(reason());
   for (Lane& lane : lanes_) {
-    // Nobody else will, and the peer may have no room for its last words.
+    // Nobody else reads any more, and the peer may have no room for its last words.
     lane.stream.discard_unread();
     if (!lane.stream.has_hung_up()) continue;
     RankSet awaited;

@@ -1,15 +1,15 @@
 // The sockets between one rank and its peers, and how the news that a group has
 // ended travels over them. exchange.hpp moves the data.
 //
-// A rank that leaves sends last words on every stream and shuts it: a goodbye, or
-// why the group ended and who is to blame; and for whom it was waiting. They are of
-// one size, and may fall into the middle of a payload that will never be completed;
-// whoever meets the end of a stream finds them as its last bytes. An end without
-// last words is a death, certain since it is the dead process's kernel that reports it.
+// A rank that leaves sends last words on every stream and shuts it: a goodbye, or why
+// the group ended and who is to blame; then the ranks that it was waiting for. Last words
+// have a fixed size, and may fall into the middle of a payload that will never be completed;
+// whoever meets the end of a stream finds them as its last bytes. An end without last words
+// is a death, and certain, since it is the dead process's kernel that reports it.
 //
 // A rank that learns of an end before its peers do tells them, naming the culprit
-// and not itself. Before a rank blames a peer that fell silent, it looks for last
-// words on all other streams: the messenger of a death may have gone as well.
+// and not itself. Before a rank blames a peer whose stream ended without last words, it looks
+// for those of all other peers: one that told of an earlier culprit may have gone as well.
 #ifndef FERRO_TCP_MESH_HPP
 #define FERRO_TCP_MESH_HPP
 
@@ -37,11 +37,11 @@ class TcpMesh {
     int fd;
   };
 
-  // Takes the connected sockets over, also if it throws. `may_spin`: each rank of
-  // this host has a core to itself. `world_size` counts all ranks of the group, also
+  // Takes the connected sockets over, even if it throws. `may_spin`: each rank of
+  // this host has a core to itself. `world_size` counts all ranks of the group, even
   // those to which there is no socket.
   TcpMesh(int own_rank, int world_size, const std::vector<Socket>& sockets, bool may_spin);
-  // Says goodbye if that was not done, then closes the sockets.
+  // Says goodbye if that has not been done, then closes the sockets.
   ~TcpMesh();
   TcpMesh(const TcpMesh&) = delete;
   TcpMesh& operator=(const TcpMesh&) = delete;
@@ -49,16 +49,16 @@ class TcpMesh {
   int own_rank() const { return own_rank_; }
   bool may_spin() const { return may_spin_; }
 
-  // Any thread, at any moment. The first reason given stays, unless find_missing() finds another
-  // to count; all peers are told of it once, which takes kTellSeconds at most. Who gives up a wait
-  // calls look() before: the end may have come while this rank was kept from running.
+  // May be called from any thread, at any moment. The first reason given stands, unless find_missing()
+  // settles on another; all peers are told of it once, which takes kTellSeconds at most. A rank that
+  // gives up a wait calls look() first: the end may have come while it was kept from running.
   void abort(AbortReason reason) noexcept;
   // Says goodbye. Idempotent; calls in progress raise Error{closed}.
   void close() noexcept;
 
   // The reason that won, code none while the group is well. Every now and then
-  // this also looks at the sockets, so that who waits elsewhere may learn here
-  // of a peer's end.
+  // this also looks at the sockets, so that a thread that waits elsewhere can learn
+  // here of a peer's end.
   AbortReason aborted() noexcept;
   // The same, but looks now.
   AbortReason look() noexcept;
@@ -66,32 +66,32 @@ class TcpMesh {
   // Whether this peer has left in good order, as far as is known here by now.
   bool has_said_goodbye(int peer) noexcept;
 
-  // Adds the peers that said goodbye or died. Those that told of the group's end
-  // and then died are not among them.
+  // Adds the peers that said goodbye or died. Those whose last words told why the group
+  // ended are not among them, even if they have died since.
   void add_lost(RankSet& ranks) noexcept;
 
   // The collective in progress, for the reasons found from here on.
   void set_sequence(std::uint32_t sequence) { sequence_.store(sequence, std::memory_order_relaxed); }
 
-  // What a rank raises for such a reason.
+  // The error that this rank raises for such a reason.
   Error error_of(AbortReason reason) const;
 
-  // The peers from whom data is missing now or, if there are none, those that take none. From
-  // any thread.
+  // The peers from which data is missing now or, if there are none, those that do not take ours. May
+  // be called from any thread.
   RankSet awaited() const noexcept;
-  // For whom the collective in progress has waited for some time: what this rank testifies if it
+  // The peers that the collective in progress has been waiting for: what this rank testifies if it
   // ends in an error. Set and cleared by the thread that runs collectives.
   void set_testimony(const RankSet& awaited);
   void clear_testimony();
-  // The same of messages, by who gives them up and is about to abort().
+  // The same for messages, by the thread that gives them up and is about to abort().
   void testify(const RankSet& awaited) noexcept;
-  // Once peers have been told, what they were told.
+  // What peers were told or, before that, what they would be told now.
   RankSet testimony();
 
-  // After a timeout has ended the group and this rank has said so, who is missing: see
+  // Who is missing, after a timeout has ended the group and this rank has said so: see
   // testimony.hpp. Waits until every rank has been heard, kInquestSeconds from the end at most.
-  // `add_others` adds what ranks say that this mesh does not reach. The same for all who ask;
-  // from then on aborted() is the reason that counts on all ranks.
+  // `add_others` adds what ranks say that this mesh does not reach. All threads that ask get the
+  // same answer; from then on aborted() is the reason that counts on all ranks.
   std::vector<int> find_missing(const std::function<void(Testimonies&)>& add_others);
   // What peers have said so far.
   void add_testimonies(Testimonies& testimonies);
@@ -106,7 +106,7 @@ class TcpMesh {
     bool is_frame;
   };
   // First in, first out; keeps its memory, since an exchange is made for every call. Used by the
-  // thread that runs collectives, but for is_waiting().
+  // thread that runs collectives alone, except for is_waiting().
   class TransferQueue {
    public:
     bool empty() const { return head_ == transfers_.size(); }
@@ -145,7 +145,7 @@ class TcpMesh {
     std::size_t num_sent = 0, num_received = 0;  // payload bytes of this exchange
     Frame outgoing;                              // stays in place while it is sent
     std::size_t frame_nbytes = 0;                // a frame at the front of the buffer that is being read
-    std::size_t told_nbytes = 0;                 // of the last words
+    std::size_t told_nbytes = 0;                 // how much of the last words has been sent
   };
 
   static constexpr double kTellSeconds = 0.5;
@@ -160,7 +160,7 @@ class TcpMesh {
   void try_examine_hangups() noexcept;
   // The error that the end of this stream means. Needs streams_mutex_.
   Error verdict_on(Lane& suspect);
-  // The same where the last words were found in their place, perhaps before the end was.
+  // The same where last words were met in the course of reading, perhaps before the stream's end was seen.
   Error verdict_of(Lane& speaker, const Frame& last_words);
   RankSet testimony_now() const noexcept;  // needs streams_mutex_
   // Last words as they travel: a farewell and a testimony.
@@ -184,9 +184,9 @@ class TcpMesh {
   std::vector<pollfd> poll_entries_;
   UniqueFd wake_fd_;  // readable from the first abort on
 
-  // AbortReason::pack() of the first reason, 0 before, and after an inquest of the one that
-  // counts. Set before streams_mutex_ is taken by abort(), and looked at with it held by
-  // everyone who moves bytes: after abort() held it once, nobody else writes to a socket.
+  // AbortReason::pack() of the first reason or, after an inquest, of the one that counts; 0 while
+  // there is none. abort() sets it before it takes streams_mutex_, and everyone who moves bytes looks
+  // at it with that held: once abort() has held it, nobody else writes to a socket.
   std::atomic<std::uint64_t> word_{0};
   std::atomic<std::int64_t> ended_at_ns_{0};  // written before word_
   std::atomic<bool> has_told_{false};
@@ -196,7 +196,7 @@ class TcpMesh {
   std::atomic<bool> has_testimony_{false};   // whether it is not empty; spares clear_testimony() the lock
   std::atomic<std::uint32_t> sequence_{0};   // informs, orders nothing
   std::atomic<std::int64_t> next_look_ns_{0};
-  std::mutex streams_mutex_;  // the lanes; never held across a wait
+  std::mutex streams_mutex_;  // guards the lanes; never held across a wait
 };
 
 }  // namespace ferro

@@ -74,8 +74,8 @@ struct Buffer {
   int option;
   int nbytes;
 };
-// The receiver's is the larger: a sender never meets a closed window, also while
-// the receiver does not run.
+// The receiver's is the larger, so that a sender never meets a closed window, even
+// while the receiver does not run.
 constexpr Buffer kLocalBuffers[] = {{SO_SNDBUF, 2 << 20}, {SO_RCVBUF, 4 << 20}};
 
 // Whether the kernel grants such buffers. It would grant smaller ones silently,
@@ -158,7 +158,7 @@ bool TcpStream::has_hung_up() const {
   return poll(&entry, 1, 0) > 0;
 }
 
-// Reads without taking: after the end of the stream is known to have arrived,
+// Reads without consuming: once the end of the stream is known to have arrived,
 // nothing follows what is unread now.
 std::optional<TcpStream::LastWords> TcpStream::last_words() const {
   int unread = 0;

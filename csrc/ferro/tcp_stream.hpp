@@ -26,19 +26,19 @@ class TcpStream {
     bool has_ended = false;
   };
 
-  // How a stream ended on purpose: a farewell, and what is said behind it.
+  // How a stream ended on purpose: a farewell, and what follows it.
   struct LastWords {
     Frame frame;
     std::vector<char> testimony;
   };
 
-  // Makes the socket non-blocking. Throws Error{io} if that is not possible. What is said
-  // behind a farewell on this stream has `testimony_nbytes`.
+  // Makes the socket non-blocking. Throws Error{io} if that is not possible. What follows
+  // a farewell on this stream has `testimony_nbytes`.
   TcpStream(int peer, UniqueFd fd, std::size_t testimony_nbytes = 0);
 
-  // Between processes of one host, and where the kernel permits: room for more than
-  // it would choose itself. Its choice grows from little, and late, which costs
-  // allreduces of megabytes up to a fifth.
+  // Between processes of one host, where the kernel permits: makes the socket's buffers
+  // larger than the kernel itself would. That starts small and enlarges them late, which
+  // costs allreduces of megabytes up to a fifth.
   void enlarge_local_buffers();
 
   int peer() const { return peer_; }
@@ -47,16 +47,16 @@ class TcpStream {
   Moved send(const iovec* pieces, int num_pieces);
   Moved receive(void* data, std::size_t nbytes);
 
-  // Bytes taken off the socket ahead of their receiver, so that a header and the
-  // small payload after it cost one system call. receive() gives them out first.
+  // Bytes taken off the socket before their receiver asked for them, so that a header and
+  // the small payload after it cost one system call. receive() hands them out first.
   const char* buffered() const { return buffer_.get() + begin_; }
   std::size_t buffered_nbytes() const { return end_ - begin_; }
-  // Adds what has arrived until there are `nbytes`, at most a frame of the largest
-  // size. Who asks for no more than that spares what follows a copy.
+  // Adds what has arrived until there are `nbytes`, at most a frame of the largest size.
+  // Asking for no more than a frame saves what follows it a copy.
   Moved fill(std::size_t nbytes);
   void consume(std::size_t nbytes) { begin_ += nbytes; }
 
-  // Whether the peer's side is shut, be there unread bytes before its end or not.
+  // Whether the peer's side is shut, even if there are unread bytes before its end.
   bool has_hung_up() const;
   // The peer's last words, once it has hung up; nothing if it died without any.
   std::optional<LastWords> last_words() const;
@@ -76,7 +76,7 @@ class TcpStream {
   std::unique_ptr<char[]> buffer_;  // of kMaxFrameNbytes; allocated when first needed
   std::size_t begin_ = 0;
   std::size_t end_ = 0;
-  // The last bytes received: last words may be taken for payload.
+  // The last bytes received: last words may have been received as payload.
   std::vector<char> tail_;
 };
 

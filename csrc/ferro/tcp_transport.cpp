@@ -45,7 +45,7 @@ TcpTransport::TcpTransport(std::shared_ptr<TcpMesh> mesh, std::vector<int> membe
     : mesh_(std::move(mesh)), group_(*mesh_, std::move(members)) {}
 
 void TcpTransport::run(Call& call, const Collective& collective) {
-  // Before anything is sent: ranks that ask for the impossible all find out alone.
+  // Before anything is sent: ranks that ask for the impossible each find out by themselves.
   if (has_reduce_op(collective.op)) TcpCollectives::kernel_for(collective.dtype, collective.reduce_op);
   const std::uint32_t sequence = sequence_++;
   mesh_->set_sequence(sequence);
@@ -75,7 +75,7 @@ void TcpTransport::run_agreed(Call& call, const Collective& collective, std::uin
   if (collective.op != Op::barrier) group_.run(call, collective);
 }
 
-// Whether agreeing and moving are one: decided by what must be the same on all ranks.
+// Whether agreeing and moving are one step, decided by what must be the same on all ranks.
 bool TcpTransport::is_inline(const Collective& collective) const {
   if (group_.size() == 1 || collective.op == Op::barrier || is_uneven(collective)) return false;
   const std::size_t limit = inline_limit(group_.size());

@@ -57,9 +57,9 @@ struct Beyond {
   std::function<void(Testimonies&)> add_testimonies = [](Testimonies&) {};
 };
 
-// Runs `body`; whatever but a mismatch it throws ends the group, and the culprit that
-// then stands as the first is the one that is thrown. Of a timeout it is found out who
-// is missing.
+// Runs `body`. Whatever it throws, except a mismatch, ends the group; what is thrown on
+// then names the culprit that stands as the first. After a timeout it finds out who is
+// missing.
 void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const Beyond& beyond,
                   const std::function<void()>& body);
 

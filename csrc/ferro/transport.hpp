@@ -13,7 +13,7 @@
 
 namespace ferro {
 
-// Ranks in errors and in AbortReason are always ranks of the whole group, also
+// Ranks in errors and in AbortReason are always ranks of the whole group, even
 // where a transport joins only some of them.
 //
 // run() is called by one thread at a time, in the same order on every rank; abort(),
@@ -34,35 +34,35 @@ class Transport {
   virtual AbortReason aborted() const noexcept = 0;
 
   // Adds the ranks that are certain to take part no more, since they died or closed.
-  // Also after the end of the group; silence convicts nobody.
+  // Works after the end of the group, too. Silence convicts nobody.
   virtual void add_lost(RankSet& ranks) = 0;
 
-  // After a timeout, once this rank has called abort(): who is missing, the same on all ranks, and
-  // from then on aborted() is the reason that counts on all. May wait for kInquestSeconds. Empty
-  // where the rank that gave up had waited for nobody.
+  // After a timeout, once this rank has called abort(): who is missing. The answer is the same on all
+  // ranks, and from then on aborted() is the reason that counts on all. May wait for kInquestSeconds.
+  // Empty where the rank that gave up had been waiting for nobody.
   virtual std::vector<int> find_missing() = 0;
 
-  // Adds the ranks for which the collective in progress waits, as far as that is known. From
-  // any thread.
+  // Adds the ranks for which the collective in progress waits, as far as that is known. May be
+  // called from any thread.
   virtual void add_awaited(RankSet& ranks) const = 0;
-  // Lets the others know for whom this rank was waiting, other than in a collective of this
-  // transport. Before abort().
+  // Lets the others know whom this rank was waiting for outside of this transport's collectives.
+  // To be called before abort().
   virtual void testify(const RankSet& awaited) noexcept = 0;
   // For a transport that joins the ranks of one host only: adds what other ranks have said so far,
   // and the reason that stands among them.
   virtual void add_testimonies(Testimonies& testimonies) = 0;
 
   // A word that ranks of one host share, to agree on who decides which ranks go on in
-  // a successor of this group. 0 at first; what else it means is up to them. Ranks
-  // that share no memory have none: it stays 0, and may be advanced by all of them.
+  // a successor of this group. 0 at first; the meaning of other values is up to them. Ranks
+  // that share no memory have no such word: it stays 0, and each of them may advance it.
   virtual std::uint32_t succession() const noexcept { return 0; }
-  // Whether the word was `from`, in which case it is `to` now.
+  // Sets the word to `to` if it is `from`; whether it was.
   virtual bool advance_succession([[maybe_unused]] std::uint32_t from,
                                   [[maybe_unused]] std::uint32_t to) noexcept {
     return true;
   }
 
-  // Says goodbye: this rank sends nothing more, and peers that wait for it shall
+  // Says goodbye: this rank sends nothing more, and peers that wait for it need
   // not wait any longer. Nothing else is called afterwards.
   virtual void close() noexcept = 0;
 };

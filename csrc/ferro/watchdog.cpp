@@ -8,8 +8,8 @@
 namespace ferro {
 namespace {
 
-// A word is looked at again this often even if nobody wakes us; every event has a
-// wake of its own, so this bounds nothing but the damage of a lost one.
+// A word is looked at again this often even if nobody wakes us. Every event comes with
+// a wake of its own, so this only bounds the damage should one be lost.
 constexpr double kRecheckSeconds = 1.0;
 
 }  // namespace
@@ -38,7 +38,7 @@ void Watchdog::watch() noexcept {
     if (await_change(target)) {
       is_dead_[static_cast<std::size_t>(target)] = true;
       segment_->abort({ErrorCode::peer_lost, members_[target], members_[index_], 0});
-      // One death ends the group, but who makes its successor must see the next one too.
+      // One death ends the group, but those that form its successor must learn of the next one, too.
     }
     target = next_to_watch();
   }
@@ -59,8 +59,8 @@ int Watchdog::next_to_watch() const {
   for (int step = 1; step < segment_->size(); ++step) {
     const int candidate = (index_ + step) % segment_->size();
     const RankControl& control = segment_->control(candidate);
-    // Departed and released: until then it may still be killed, and its own watchdog may
-    // sleep where we would, of whom the kernel wakes only one.
+    // Departed and released: until then it may still be killed, and its own watchdog may still
+    // sleep on the word that we would sleep on next, where the kernel wakes only one of us.
     const bool has_left = control.has_departed.load(std::memory_order_acquire) != 0 &&
                           control.liveness.load(std::memory_order_acquire) == 0;
     if (!has_left && !is_dead_[static_cast<std::size_t>(candidate)]) return candidate;

@@ -26,7 +26,7 @@ class Watchdog {
  public:
   // Returns once this rank itself can be watched.
   Watchdog(std::shared_ptr<Segment> segment, int index, std::vector<int> members);
-  // The rank has departed: stops watching, and hands its watcher on to its successor.
+  // The rank has departed: stops watching, and sends its own watcher on to the next rank.
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;

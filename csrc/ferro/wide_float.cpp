@@ -29,7 +29,7 @@ struct Half {
   }
   static std::uint16_t narrow(std::uint32_t bits) {
     const std::uint32_t magnitude = bits & 0x7fffffffu;
-    // Adding 0.5 puts the last bit of a denormal half at the last of the float32.
+    // Adding 0.5 aligns the last bit of a denormal half with the last bit of the float32.
     const std::uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
     const std::uint32_t normal = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
     std::uint32_t half = magnitude < 0x38800000u ? denormal : normal;
