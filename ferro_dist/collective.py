@@ -1,32 +1,31 @@
 # cython: annotation_typing=False
 """Operations that all ranks of a group take part in.
 
-Every rank calls the same functions in the same order, with arrays of the same
-dtype and size. Ranks that do not are told: `CollectiveMismatch`, on all of them,
-before anything is sent. After any other error the group is unusable.
+Every rank must call the same functions in the same order, with arrays of the same dtype and size.
+If the calls differ, all ranks raise `CollectiveMismatch` before anything is sent. After most other
+errors the group is unusable: see below.
 
 Parameters that all functions share:
 
 backend : Backend
     The group.
 out : array, optional
-    Where the result is written: C-contiguous, writable, of the same dtype as the
-    input. It may be the input itself. Left away, a new array of the input's
-    library, dtype and device is returned. torch's autograd does not learn of what is written,
-    and a new tensor has no gradient.
+    Where the result is written: C-contiguous, writable, of the same dtype as the input. It may be
+    the input itself. Without it, a new array of the input's library, dtype and device is returned.
+    torch's autograd does not see what is written, and a new tensor has no gradient.
 async_op : bool
     Return a `Work` at once. The arrays must not be touched until it is done.
 timeout : float, optional
-    Seconds; default: the backend's. Ends the call with `Timeout`, naming the ranks
-    that did not come.
+    In seconds; by default the backend's. It ends the call with `Timeout`, naming the ranks that did
+    not take part.
 tag : int
-    A mark of your own, from 0 to 2**32 - 1. Ranks whose tags differ have come from
-    different lines of a program, and mismatch.
+    A mark of your own, from 0 to 2**32 - 1. Ranks with different tags come from different lines of
+    a program, and raise `CollectiveMismatch`.
 
-Arrays are of any library with the buffer protocol or DLPack: NumPy, torch, JAX, CuPy. They
-are in host memory; on a GPU with `NcclBackend`, on either with `HybridBackend`. Input that
-is not C-contiguous is copied first. Shapes are checked by the number of elements. Any
-rank's array may be empty or 0-dimensional if all are.
+Arrays may come from any library with the buffer protocol or DLPack: NumPy, torch, JAX, CuPy. They
+are in host memory; with `NcclBackend` on a GPU, with `HybridBackend` on either. Input that is not
+C-contiguous is copied first. Of shapes only the number of elements is checked. Arrays may be empty
+or 0-dimensional if they are so on all ranks.
 
 Dtypes: booleans (MIN and MAX), integers (all but MEAN), floats (all), complex
 numbers (SUM, MEAN, PROD). 16-bit floats are summed in float32. All ranks get the
@@ -34,11 +33,11 @@ same bits.
 
 Algorithms, with their costs and sources: ``csrc/ferro/ALGORITHMS.md``.
 
-Errors that all functions share: `InvalidArray`, `UnsupportedOp`, `SizeMismatch`,
-`InvalidRank`, `ValueError` (timeout), `OverflowError` (tag), `TypeError` (either): this
-rank's arguments, of which nothing was sent; `CollectiveMismatch` (the group stays usable);
-`Timeout`, `PeerLostError`, `ChannelClosed`, `Io` (it does not); `LockPoisoned` (it did not
-before).
+Errors that all functions share: `InvalidArray`, `UnsupportedOp`, `SizeMismatch`, `InvalidRank`,
+`ValueError` (timeout), `OverflowError` (tag) and `TypeError` (either) mean that this rank's
+arguments are wrong and nothing was sent. After these and after `CollectiveMismatch` the group stays
+usable; after `Timeout`, `PeerLostError`, `ChannelClosed` and `Io` it does not. `LockPoisoned` says
+that an earlier error has ended it.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def broadcast(
     Parameters
     ----------
     x : array, any shape
-        On the root, what is sent; elsewhere it tells dtype and size, and is not read.
+        On the root, what is sent; elsewhere it gives only dtype and size, and is not read.
     root : int
 
     Returns
@@ -220,7 +219,7 @@ def reduce_scatter(
     x : array, shape (world_size * n, ...)
     op : ReduceOp or str
     out : array, optional
-        ``n * ...`` elements. In place if it is the own chunk of `x`.
+        ``n * ...`` elements. In place if it is this rank's own chunk of `x`.
 
     Returns
     -------
@@ -259,7 +258,7 @@ def all_to_all(
     Returns
     -------
     array or Work
-        Shape of `x`; with counts, rows of `x`'s shape if they come out whole, else flat.
+        Shape of `x`; with counts, rows like those of `x` if only whole rows arrive, else flat.
     """
     try:
         return backend.all_to_all(x, out, send_counts, recv_counts, async_op, timeout, tag)
@@ -320,11 +319,11 @@ def scatter(
         Read on the root only; None elsewhere.
     root : int
     out : array
-        ``n * ...`` elements. Only the root, which knows the shape, may leave it away.
+        ``n * ...`` elements. Only the root, which knows the shape, may omit it.
 
     Returns
     -------
-    `out`, or without it array, shape (n, ...), or Work
+    `out`, or without it a new array, shape (n, ...), or Work
     """
     try:
         return backend.scatter(x, out, root, async_op, timeout, tag)
@@ -354,14 +353,14 @@ def barrier(
 def empty(shape: int | Sequence[int], dtype: Any, backend: Backend) -> Any:
     """Make an uninitialized array in the memory that suits `backend` best.
 
-    For a `HostBackend` that is memory which all ranks of the host can reach: collectives
-    whose arrays all stand there copy nothing that they need not. It is the calling
-    rank's own; no other rank need call this.
+    For a `HostBackend` this is memory that all ranks of the host can reach: collectives whose
+    arrays are all there avoid needless copies. It belongs to the calling rank alone; no other rank
+    needs to call this.
 
     Parameters
     ----------
     shape : int or sequence of int
-    dtype : anything NumPy takes, "bfloat16" included
+    dtype : anything that NumPy takes, or "bfloat16"
 
     Returns
     -------
@@ -374,7 +373,7 @@ def empty(shape: int | Sequence[int], dtype: Any, backend: Backend) -> Any:
     TypeError, ValueError
         A bad or negative `shape`.
     InvalidArray
-        There is no such `dtype` here.
+        `dtype` is not supported.
     MemoryError
         There is no room for it.
     ChannelClosed, LockPoisoned

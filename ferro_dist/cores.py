@@ -1,6 +1,6 @@
-"""How many cores processes may use: those of their affinity, as far as their cgroup pays for them.
+"""How many cores processes may use: those in their affinity, up to the quota of their cgroup.
 
-The launcher reads it, too: no import here may take milliseconds.
+The launcher imports this, too, so no import here may take milliseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can go wrong, by whose fault it is.
+"""What can go wrong, sorted by whose fault it is.
 
 Every class derives from `DistributedError` and carries the facts as attributes,
 so that a program can act on them without reading the message. The docstrings
@@ -41,7 +41,7 @@ class DistributedError(RuntimeError):
     peer : int or None
         The rank at fault, where one can be named.
     sequence : int or None
-        The number of the call in its group, counted from 0 on every rank alike.
+        The number of the call in its group, counted from 0 and the same on every rank.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class InvalidWorldSize(DistributedError, ValueError):
 
 
 class InvalidRank(DistributedError, ValueError):
-    """A rank, root or peer outside ``range(world_size)``, or one that is taken."""
+    """A rank, root or peer outside ``range(world_size)``, or a rank that is already taken."""
 
 
 class SelfSend(DistributedError, ValueError):
@@ -99,7 +99,7 @@ class BackendUnavailable(DistributedError, ImportError):
 
 
 class CollectiveMismatch(SizeMismatch):
-    """Ranks called different collectives, or the same with other arguments.
+    """Ranks called different collectives, or the same one with different arguments.
 
     Raised on every rank. No array was touched.
     """
@@ -111,14 +111,15 @@ class CollectiveMismatch(SizeMismatch):
 class Timeout(DistributedError, TimeoutError):
     """Not every rank arrived in time. The group is unusable afterwards.
 
-    Except where ``Work.wait(timeout)`` alone gave up: the call goes on then, and so does the group.
+    The exception is a ``Work.wait(timeout)`` that gives up: the call then goes on, as does the
+    group.
 
     Attributes
     ----------
     missing : tuple of int
         The ranks that were waited for.
     seconds : float
-        How long was waited.
+        How long this rank waited.
     """
 
     def __init__(
@@ -150,15 +151,15 @@ class Io(DistributedError, OSError):
 
 
 class NoConnection(Io):
-    """A connection could not be made, or who answered could not prove to be of the group."""
+    """A connection could not be made, or the other end could not prove its membership."""
 
 
 class LockPoisoned(DistributedError):
-    """The group ended with an earlier error, which is the ``__cause__``; or without this rank.
+    """The group ended with an earlier error, its ``__cause__``, or went on without this rank.
 
     Go on in the group that ``backend.shrink()`` makes, or make a new one.
     """
 
 
 class GpuFallbackWarning(RuntimeWarning):
-    """A collective of a GPU's array goes through the host's memory."""
+    """A collective on a GPU array goes through host memory."""

@@ -1,4 +1,4 @@
-"""From what a launcher left in the environment to a group."""
+"""Making the group that a launcher has described in the environment."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def init(
 ) -> HostBackend | HybridBackend:
     """Join the group that this process was started for.
 
-    Rank, world size and address are taken from the arguments, else from the
-    environment of ferrorun, torchrun, Open MPI, MPICH or Slurm, in that order. Where
-    nothing is found, the group is a world of one.
+    Rank, world size and address are taken from the arguments, else from the environment of
+    ferrorun, torchrun, Open MPI, MPICH or Slurm, in that order. If nothing is found, this process
+    is the only rank.
 
     Parameters
     ----------
@@ -69,8 +69,8 @@ def init(
         ``"host"``, ``"tcp"``, or ``"hybrid"`` for a group with a GPU on every rank.
     device : int, optional
         For ``"hybrid"``: this rank's GPU, which becomes the thread's current one. By default the
-        ranks of a host take its GPUs in turn, if the launcher has numbered them; else, as with
-        `rank` and `world_size` from here, it is the one that is current already.
+        ranks of a host take its GPUs in turn, if the launcher has numbered them; otherwise, and if
+        `rank` and `world_size` are arguments, it is the one that is current already.
     unique_id : UniqueId or bytes, optional
         For ``"hybrid"``: NCCL's identifier of the group. By default rank 0 makes one.
     config : dict, optional
@@ -84,7 +84,7 @@ def init(
     Raises
     ------
     InvalidRank, InvalidWorldSize
-        What was found is no place in a group, or two sources disagree.
+        Rank and world size do not fit each other, or two sources disagree.
     NoConnection, Timeout, PeerLostError
         The ranks could not connect; the message names the culprit.
     Io

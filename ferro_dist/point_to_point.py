@@ -1,20 +1,20 @@
 # cython: annotation_typing=False
 """Messages from one rank to another.
 
-Messages between two ranks arrive in the order in which they were sent. They are
-independent of the group's collectives: a receive may be posted ahead with
-``async_op=True`` and outstay any number of them.
+Messages between two ranks arrive in the order in which they were sent. They are independent of the
+group's collectives: a receive may be posted ahead with ``async_op=True`` and stay pending through
+any number of them.
 
-A send returns when the array may be changed again, which may be before the peer
-has received it. Two ranks that both send something large before they receive
-wait for each other; `sendrecv` and `batch` progress both directions together.
+A send returns when the array may be changed again, which may be before the peer has received it.
+Two ranks that both send something large before they receive wait for each other in vain; `sendrecv`
+and `batch` progress both directions together.
 
-Several threads may call these functions on one group at once: one that blocks in a receive
-keeps none from sending. Messages of one thread to one peer keep their order; between threads
-that send to the same peer, the order is theirs to arrange.
+Several threads may call these functions on one group at once: one that blocks in a receive does not
+keep others from sending. Messages of one thread to one peer keep their order; threads that send to
+the same peer must arrange the order among themselves.
 
-A message whose dtype, size or tag is not what the receive was posted for raises
-`SizeMismatch` there and is dropped. The group stays usable.
+A message whose dtype, size or tag is not what the receive expects raises `SizeMismatch` at the
+receiver and is dropped. The group stays usable.
 
 `timeout`, `async_op`, `tag` and the other errors are as in `ferro_dist.collective`.
 """
@@ -164,7 +164,7 @@ def batch(
     Raises
     ------
     TypeError
-        `ops` holds something else. Nothing was sent.
+        `ops` holds something other than P2POp. Nothing was sent.
     InvalidArray
         An array that is received into shares memory with another of the batch. Nothing was sent.
 

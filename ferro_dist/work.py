@@ -1,4 +1,4 @@
-"""The handle of a call that runs while the caller goes on."""
+"""The handle of a call that runs in the background."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ class Work(abc.ABC):
         Raises
         ------
         Timeout
-            The call is still under way after `timeout`; it goes on, and may be
-            waited for again. The ranks that it waits for are `missing`; NCCL does
-            not tell them.
+            The call is still under way after `timeout`; it goes on, and may be waited for again.
+            The error's `missing` names the ranks that it waits for, which NCCL does not tell.
         DistributedError
-            Whatever the call raised. Every wait raises it again.
+            Whatever error the call met. Every wait raises it again.
         """
 
     @abc.abstractmethod
     def is_completed(self) -> bool:
-        """Whether the call has ended, well or with an error. Never blocks."""
+        """Whether the call has ended, with success or an error. Never blocks."""
 
     @abc.abstractmethod
     def result(self, timeout: float | None = None) -> Any:

@@ -1,7 +1,7 @@
 """The contract that every backend keeps, and that the contract suite in ``tests`` checks.
 
 The functions of `ferro_dist.collective` and `ferro_dist.point_to_point` are the
-public face; they call the methods here with every argument in its place.
+public face; they call the methods here with positional arguments.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class P2POp:
 class Backend(abc.ABC):
     """A group of ranks and the means to move arrays between them.
 
-    Every method but `close` is called by all ranks in the same order, save the
-    point-to-point ones, which concern two. Shapes, dtypes and errors are
-    documented at the functions of the same name in `ferro_dist`.
+    All ranks call the methods in the same order, except `close` and the point-to-point ones, which
+    concern two ranks. Shapes, dtypes and errors are documented with the functions of the same name
+    in `ferro_dist`.
 
-    For each collective: `out` None allocates the result with the library, dtype
-    and device of `x`; `async_op` returns a `Work` at once; `timeout` is in
-    seconds, None for the backend's own; `tag` is an int from 0 to 2**32 - 1, the same on all ranks.
+    In each collective, `out` None allocates the result with the library, dtype and device of `x`;
+    `async_op` returns a `Work` at once; `timeout` is in seconds, None for the backend's own; `tag`
+    is an int from 0 to 2**32 - 1, the same on all ranks.
     """
 
     name: str
@@ -225,10 +225,10 @@ class Backend(abc.ABC):
         Parameters
         ----------
         members : sequence of int
-            Ranks of this group, the same on all of them. Their order is that of the new one:
+            Ranks of this group, the same on all ranks. Their order is that of the new group:
             ``members[i]`` becomes its rank i.
         timeout : float, optional
-            Seconds until the new group must stand; None for the backend's own.
+            Seconds until the new group must be ready; None for the backend's own.
 
         Returns
         -------
@@ -242,22 +242,22 @@ class Backend(abc.ABC):
         CollectiveMismatch
             The ranks named different members. This group stays usable.
         Timeout, PeerLostError, ChannelClosed
-            As every call. This group has ended.
+            As in every call. This group has ended.
         Io, NoConnection
             The members could not connect. This group stays usable.
         """
 
     @property
     def cores_per_rank(self) -> float:
-        """How many cores each rank has, where the ranks of a host share those of the host.
+        """How many cores each rank has, when the ranks of a host share its cores.
 
-        Of a backend that does not know who shares its host: as if all ranks did.
+        A backend that does not know who shares its host counts as if all ranks did.
         """
         return count_own() / self.world_size
 
     @property
     def device(self) -> int | None:
-        """The GPU whose arrays this group moves where they stand; None if it moves none."""
+        """The GPU whose arrays this group moves without copying them to the host, or None."""
         return None
 
     @property
@@ -266,33 +266,32 @@ class Backend(abc.ABC):
         return True
 
     def interrupt(self, error: BaseException) -> None:
-        """End the group on all ranks: `error` struck between calls that belong together.
+        """End the group on all ranks, because `error` struck between calls that belong together.
 
-        The others get an error that names this rank, and do not wait for what it will not
-        do any more. Returns at once; of a group that has ended already, or was closed,
-        nothing becomes of it.
+        The others get an error that names this rank, and need not wait for calls that it will never
+        make. Returns at once; on a group that has ended or was closed it has no effect.
         """
         self.close()
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """Each rank's number in the group that `shrink` made this one from; else its own."""
+        """Each rank's number in the group that `shrink` made this one from, else in this one."""
         return tuple(range(self.world_size))
 
     @abc.abstractmethod
     def shrink(self, timeout: float | None = None) -> Backend:
         """Make a group of the ranks that are left, and close this one.
 
-        Called by every survivor once a call has failed with `PeerLostError`,
-        `ChannelClosed` or `Timeout`; by all ranks of a healthy group, it makes another of
-        the same ranks. The survivors keep their order, and are numbered anew from 0.
+        Every survivor calls this once a call has failed with `PeerLostError`, `ChannelClosed` or
+        `Timeout`; if all ranks of a healthy group call it, the new group has the same ranks. The
+        survivors keep their order, and are numbered anew from 0.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds until the new group must stand; None for the backend's own. Ranks that
-            died or closed the group are left out at once. Ranks that are silent, stopped
-            ones for instance, are left out when half of it has passed.
+            Seconds until the new group must be ready; None for the backend's own. Ranks that died
+            or closed the group are left out at once. Ranks that are silent, for instance because
+            they are stopped, are left out after half of this time.
 
         Returns
         -------
@@ -303,21 +302,20 @@ class Backend(abc.ABC):
         Raises
         ------
         LockPoisoned
-            The others went on without this rank, which came too late.
+            The others went on without this rank, which was too late.
         Timeout
-            It cannot be decided who goes on: where ranks share no memory, those that came
-            must be more than half of those not known to be dead, or half of them with the
-            lowest, so that no two groups go on. Or a member was lost or silent at the last.
+            It cannot be decided who goes on: where ranks share no memory, those that take part must
+            be more than half of those not known to be dead, or half of them including the lowest,
+            so that two groups can never go on. Or a member was lost or fell silent at the end.
         ChannelClosed
             This rank has closed the group.
         UnsupportedOp
-            The backend cannot lose a rank and go on (MPI).
+            The backend cannot go on without a rank (MPI).
 
         Notes
         -----
-        Results of calls that had not returned are lost, work under way ends with an error,
-        and memory from `empty` stays readable but is the old group's: ask the new one for
-        more.
+        Results of calls that have not returned are lost, work under way ends with an error, and
+        memory from `empty` stays readable but belongs to the old group: ask the new one for more.
 
         If it raises, this group remains as it was, and can only be closed or shrunk again.
         """

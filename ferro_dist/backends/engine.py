@@ -34,8 +34,9 @@ def peer_reads() -> int:
     Returns
     -------
     int
-        The engine's number for it. ``automatic``: each is read out of its rank's memory where
-        that is permitted and has been faster; ``always``: wherever it is permitted; ``never``.
+        The engine's number for it. ``automatic``: arrays are read directly from their rank's memory
+        where that is permitted and has been faster; ``always``: wherever it is permitted;
+        ``never``.
 
     Raises
     ------
@@ -56,10 +57,10 @@ class EngineBackend(BoundBackend):
         self._survivors: tuple[int, ...] = ()
         self._sockets = tuple(sockets)
         self._bind(communicator)
-        # Not left to the collector: it would free the arrays of work under way before it
-        # came to the engine that writes to them. Also called at exit, while there still is
-        # an interpreter for calls under way to come back to. It holds the engine alone: what
-        # holds the arrays of work under way would keep a group that one of them refers to.
+        # Not left to the collector, which would free the arrays of work under way before the engine
+        # that writes to them. Also called at exit, while calls under way still have an interpreter
+        # to come back to. It refers to the engine alone: a reference to the arrays of work under
+        # way would keep alive a group to which one of them refers.
         self._finalizer = weakref.finalize(self, communicator.closer().close)
         _keep_threads_from_a_dying_interpreter()
         if self._sockets:
@@ -86,7 +87,7 @@ class EngineBackend(BoundBackend):
         return self._communicator.is_closed
 
     def alarm(self) -> object:
-        """Return what tells a group of GPUs of the same ranks that one is gone."""
+        """Return what tells a GPU group of the same ranks that one is gone."""
         return self._communicator.alarm()
 
     def has_lost_ranks(self) -> bool:
@@ -128,8 +129,8 @@ class EngineBackend(BoundBackend):
     def _succeeded_by(self, group: _Group, survivors: tuple[int, ...]) -> _Group:
         """Leave the group for another one."""
         group._survivors = survivors
-        # Not just closed: ranks that were left out, and only come now, must not take this
-        # for the end of a rank, and go on as if they were the only ones.
+        # Not just closed: ranks that were left out, and only come now, must not take this for the
+        # end of one rank, and go on as if the group were theirs.
         self._communicator.supersede()
         self.close()
         return group
@@ -141,9 +142,9 @@ class EngineBackend(BoundBackend):
 
     @contextlib.contextmanager
     def _splitting(self) -> Iterator[None]:
-        """Make one call of the several that a split consists of.
+        """Make one call out of the several that a split consists of.
 
-        Their errors name it, and the group ends if it is left in the middle of them.
+        Their errors name the split, and leaving it halfway through ends the group.
         """
         try:
             yield
@@ -175,7 +176,7 @@ _holders_of_sockets: weakref.WeakSet[EngineBackend] = weakref.WeakSet()
 
 
 def _release_sockets_in_child() -> None:
-    """Close a forked child's copies: peers would not see the parent die while they are open."""
+    """Close a forked child's copies: while they are open, peers would not see the parent die."""
     for backend in list(_holders_of_sockets):
         for fd in backend._sockets:
             with contextlib.suppress(OSError):

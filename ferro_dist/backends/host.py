@@ -30,8 +30,8 @@ class HostBackend(EngineBackend):
     ----------
     rank, world_size : int
     addr : str or None
-        ``"host:port"`` at which rank 0 listens while the group is made. None for a
-        world of one.
+        ``"host:port"`` at which rank 0 listens while the group is made. None if there is only one
+        rank.
     token : bytes or str, optional
         The secret that all ranks prove to know. Default: ``FERRO_DIST_TOKEN``, else,
         for ranks of one machine, a file that only this user can read.
@@ -39,10 +39,10 @@ class HostBackend(EngineBackend):
         Seconds after which making the group, and any blocking call that names no
         timeout of its own, gives up.
     listener : socket, optional
-        On rank 0: a socket that listens at `addr` already. It is closed once ranks connect or
-        fail to.
+        On rank 0: a socket that listens at `addr` already. It is closed once the ranks have
+        connected or failed to.
     group, epoch : str, optional
-        Tell groups at one address apart; the same on all ranks.
+        These distinguish groups that use the same address; the same on all ranks.
 
     Raises
     ------
@@ -65,7 +65,7 @@ class HostBackend(EngineBackend):
         group: str = "world",
         epoch: str = "",
     ) -> None:
-        try:  # here, where no other rank knows of this one yet
+        try:  # now, while no other rank knows of this one yet
             self._peer_reads = peer_reads()
         except ValueError:
             if isinstance(listener, socket.socket):
@@ -86,7 +86,7 @@ class HostBackend(EngineBackend):
         )
 
     def _adopt(self, wiring: Wiring, timeout: float) -> HostBackend:
-        """Make this the group of the wiring, in place of __init__."""
+        """Make this the group that was wired, in place of __init__."""
         collective_sockets, message_sockets = [-1] * wiring.world_size, [-1] * wiring.world_size
         for peer, (collective, message) in wiring.sockets.items():
             collective_sockets[peer], message_sockets[peer] = collective, message
@@ -159,15 +159,15 @@ class HostBackend(EngineBackend):
         return self._wiring.local_ranks
 
     def share_memory(self, create: Segment, adopt: Callable[[int], Group]) -> Group:
-        """Give all `local_ranks`, which call this together, one piece of memory beside the group's.
+        """Give all `local_ranks`, which call this together, a piece of memory besides the group's.
 
         Parameters
         ----------
         create : callable
-            Makes it for so many ranks, on the lowest of them, and returns its descriptor.
+            Makes the memory for so many ranks, on the lowest of them, and returns its descriptor.
         adopt : callable
-            Is given a descriptor of it, which is closed afterwards. What it returns is closed
-            if some other rank fails.
+            Is given a descriptor of the memory, which is closed afterwards. What it returns is
+            closed if some other rank fails.
         """
         members = self.local_ranks
         deadline = Deadline(self.timeout)
@@ -213,7 +213,7 @@ class HostBackend(EngineBackend):
 class TcpBackend(HostBackend):
     """`HostBackend` without shared memory: every two ranks are connected by TCP.
 
-    For measuring, and for ranks of one machine that cannot share memory.
+    For measurements, and for ranks of one machine that cannot share memory.
     """
 
     name = "tcp"

@@ -40,23 +40,23 @@ __all__ = ["MpiBackend"]
 class MpiBackend(MpiGroup):
     """A group of MPI processes.
 
-    Made by all ranks of `comm` together, as every collective. Calls are checked for
-    agreement before data moves, at the price of one small message to every rank.
+    All ranks of `comm` make it together, like a collective. Calls are checked for agreement before
+    data moves, at the price of one small message to every rank.
 
-    MPI itself cannot lose a process: most launchers end the whole job when one dies.
-    What runs with ``async_op=True`` moves on while some call of the group waits, or its
-    `Work` is asked: MPI makes progress inside its own functions only. A thread of ours
-    would take the interpreter's lock from the computation that it should overlap; MPICH
-    has one of its own (``MPIR_CVAR_ASYNC_PROGRESS=1``).
+    MPI itself cannot lose a process: most launchers end the whole job when one dies. Calls with
+    ``async_op=True`` progress only while some call of the group waits or their `Work` is queried,
+    since MPI makes progress only inside its own functions. A progress thread here would take the
+    interpreter's lock from the computation that it should overlap; MPICH has one of its own
+    (``MPIR_CVAR_ASYNC_PROGRESS=1``).
 
-    `split` ends in a call of MPI's that knows no timeout and is deaf to Ctrl-C. Ranks are in it
-    for moments, as all have come before any begins it, unless one is stopped just then.
+    `split` ends in a call to MPI that has no timeout and ignores Ctrl-C. It takes only moments,
+    since no rank begins it before all have arrived, unless one is stopped just then.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
-        Duplicated, so that its own traffic is never mixed with ours.
-        ``MPI.COMM_WORLD`` by default.
+        By default ``MPI.COMM_WORLD``. It is duplicated, so that its own traffic never mixes with
+        that of the backend.
     timeout : float
         Seconds after which a blocking call that names no timeout gives up.
 
@@ -65,7 +65,7 @@ class MpiBackend(MpiGroup):
     BackendUnavailable
         mpi4py or an MPI library is missing.
     Timeout
-        Not every rank of `comm` made its backend in time.
+        Not all ranks of `comm` made their backends in time.
     """
 
     name = "mpi"

@@ -16,16 +16,16 @@ from ferro_dist.rendezvous.deadline import Deadline
 
 __all__ = ["SimulatedBackend"]
 
-# How often who waits for siblings looks whether one has left.
+# How often a rank that waits for siblings checks whether one has left.
 LOOK_S = 0.01
 
 
 class SimulatedBackend(EngineBackend):
     """One rank of a group whose ranks are threads of this process.
 
-    It is the engine of `HostBackend`, with the same algorithms, checks and errors,
-    over memory that the threads share anyway. Each rank's calls are made by a thread
-    of its own; one thread cannot play two ranks, as each would wait for the other.
+    It runs on the engine of `HostBackend`, with the same algorithms, checks and errors, over memory
+    that the threads share anyway. Each rank needs a thread of its own; one thread cannot play two
+    ranks, as each would wait for the other.
     """
 
     name = "simulated"
@@ -60,9 +60,9 @@ class SimulatedBackend(EngineBackend):
         Raises
         ------
         InvalidWorldSize
-            `world_size` is no positive integer.
+            `world_size` is not a positive integer.
         ValueError, TypeError
-            `timeout` is no positive number.
+            `timeout` is not a positive number.
         MemoryError, Io
             There is no room, or no descriptor, for the group's memory.
         """
@@ -100,7 +100,7 @@ class SimulatedBackend(EngineBackend):
         return part
 
     def _make_part(self, world_size: int) -> list[SimulatedBackend] | list[DistributedError]:
-        """Make a group for siblings, or what keeps them from having one."""
+        """Make a group for siblings, or return the error that prevents it."""
         try:
             return self.create_group(world_size, timeout=self.timeout)
         except DistributedError as error:
@@ -141,7 +141,7 @@ class _Siblings:
 
 
 class _Succession:
-    """Who goes on in a smaller group: those who have come when the first of them decides."""
+    """Who goes on in a smaller group: those who are present when the first of them decides."""
 
     def __init__(self) -> None:
         # Guards the rest.
@@ -157,7 +157,7 @@ class _Succession:
         create_group: Callable[[int], list[SimulatedBackend]],
         deadline: float,
     ) -> tuple[tuple[int, ...], SimulatedBackend]:
-        """Return the members and this one's backend, once all of `expected` or `deadline` came."""
+        """Return the members and this rank's backend, once all `expected` came or time is up."""
         with self._condition:
             self._check_undecided(rank)
             self._present.add(rank)
