@@ -39,8 +39,8 @@ cdef class BufferView:
     cdef readonly bint is_contiguous    # C order, no gaps
 
 
-# One whose memory was handed out by its owner, and must be given back; one of the three is set.
-# Apart from the others, which are made and freed faster without.
+# A view whose memory was handed out by its owner, and must be given back; one of the three is set.
+# A class of its own, since all other views are made and freed faster without these.
 cdef class ExportedView(BufferView):
     cdef Py_buffer* _buffer
     cdef DLManagedTensor* _capsule
@@ -51,18 +51,18 @@ cdef class ExportedView(BufferView):
 # An array with gaps is described, not refused: look at is_contiguous.
 cdef BufferView view_of(object array)
 
-# An array to write into. Raises InvalidArray also for one that is read-only, has
+# An array to write into. Also raises InvalidArray for one that is read-only, has
 # gaps, or whose autograd history a write would falsify.
 cdef BufferView output_view_of(object array)
 
 # Whether output_view_of would return this very view.
 cdef bint is_output(BufferView view)
 
-# Whether it is an array of JAX, whose work a view waits for, since JAX has no stream of the caller's.
+# Whether it is an array of JAX, for whose pending work a view waits, since JAX has no current stream.
 cdef bint is_of_jax(object array)
 
-# Finds the stream on which the owner's library works now, for one that says so through
-# DLPack's exchange table (torch). False where it does not.
+# Finds the stream on which the owner's library currently works, for libraries that tell it through
+# DLPack's exchange table (torch). False for others.
 cdef bint current_stream_of(BufferView view, void** stream) except -1
 
 # Whether they share memory.

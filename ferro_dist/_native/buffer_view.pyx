@@ -1,6 +1,6 @@
 """Where an array of any library lies in memory, and what it holds.
 
-The ways in, the quickest first: NumPy's own object head; DLPack's C exchange
+The ways to find out, quickest first: NumPy's own object head; DLPack's C exchange
 table (torch); the buffer protocol; ``__cuda_array_interface__``; a DLPack capsule.
 """
 
@@ -54,7 +54,7 @@ SUPPORTED = (
 @cython.freelist(32)
 @cython.no_gc_clear  # the owner must outlive what an ExportedView gives back
 cdef class BufferView:
-    """Memory of an array, described; made by `as_view`.
+    """A description of the memory of an array; made by `as_view`.
 
     The memory stays valid for as long as the view lives, unless its owner is told
     to move it (``tensor.resize_``, ``ndarray.resize(refcheck=False)``).
@@ -331,7 +331,7 @@ cdef struct CachedApi:
 
 cdef CachedApi[8] cache
 cdef int cached_count = 0
-# Types that are known to have none, with the same limit: to ask costs as much as to view.
+# Types that are known to have none, with the same limit: asking costs as much as a view.
 cdef PyTypeObject* without_api[8]
 cdef int without_count = 0
 
@@ -393,9 +393,9 @@ cdef BufferView _view_through_exchange_api(object array, DLExchangeApi* api):
 
 
 cdef int _refuse_undescribed(object array) except -1:
-    """Tell in our words what the array's library has raised.
+    """Put what the array's library has raised into our words.
 
-    A function of its own: a ``try`` costs its caller time even where nothing is raised.
+    A function of its own: a ``try`` costs time in its function even where nothing is raised.
     """
     try:
         already_raised()
@@ -406,11 +406,11 @@ cdef int _refuse_undescribed(object array) except -1:
 
 
 cdef int _check_torch_bits(object array, BufferView view, const DLTensor* tensor) except -1:
-    """Refuse tensors whose memory does not hold their values, which the table does not tell."""
+    """Refuse tensors whose memory does not hold their values; the table does not tell which."""
     if view.count == 0:
         return 0
     # Gradients of unused inputs come as tensors of zeros without memory; subclasses that
-    # wrap others (DTensor) have none either.
+    # wrap other tensors (DTensor) have none either.
     if view.data == NULL:
         raise InvalidArray(
             f"cannot move this {_name(array)}: it has no memory of its own. Pass its .clone(), "
@@ -421,8 +421,9 @@ cdef int _check_torch_bits(object array, BufferView view, const DLTensor* tensor
         raise InvalidArray(
             f"cannot move this {_name(array)}: its conjugation is pending. Pass .resolve_conj()."
         )
-    # A negation is pending in the imaginary part of a pending conjugate and its views: every
-    # second number in memory. To ask costs as much as all the rest, so only such are asked.
+    # A negation is pending in the imaginary part of a pending conjugate and in views of it, which take
+    # every second number in memory. Asking costs as much as all the rest, so only tensors that
+    # may be such are asked.
     cdef bint may_be_part = view.dtype >= FLOAT16 and not _has_dense_strides(tensor)
     if may_be_part and _is_of_torch(array) and array.is_neg():
         raise InvalidArray(
@@ -437,7 +438,7 @@ cdef bint _is_of_torch(object array):
 
 
 cdef inline bint _has_dense_strides(const DLTensor* tensor) noexcept:
-    """Tell whether every stride is that of a fresh array, those of axes of size 1 too."""
+    """Tell whether every stride is that of a fresh array, even along axes of size 1."""
     cdef int64_t expected = 1
     cdef int axis
     for axis in range(tensor.ndim - 1, -1, -1):
@@ -519,7 +520,7 @@ ctypedef fused extent:
 cdef inline bint _is_contiguous(
     int ndim, const extent* shape, const extent* strides, extent step
 ) noexcept:
-    """Tell whether elements lie in C order without gaps; `step` is the last axis' stride then."""
+    """Tell whether elements lie in C order without gaps; `step` is then the last axis' stride."""
     cdef extent expected = step
     cdef bint has_gaps = False
     cdef int axis
@@ -560,8 +561,9 @@ cdef BufferView _view_of_any(object array):
     cdef BufferView view = None
     if PyObject_CheckBuffer(array):
         view = _view_through_buffer(array)
-    # What JAX says there is neither awaited nor kept from being donated to a computation. Torches of
-    # before the exchange table call bfloat16 float16 there, and raise for what requires grad.
+    # Through that interface, JAX neither waits for an array nor keeps it from being donated to a computation;
+    # versions of torch older than the exchange table call bfloat16 float16 there, and raise for what
+    # requires grad.
     if view is None and not is_of_jax(array) and not _is_of_torch(array):
         view = _view_through_cuda_array_interface(array)
     if view is None:
@@ -582,8 +584,8 @@ cdef BufferView _view_of_ndarray_subclass(object array):
 cdef str _why_no_view(object array):
     if array is None:
         return (
-            "None is no array. Also where an array is not read, one must tell dtype and size, such as "
-            "numpy.empty(shape, dtype)."
+            "None is not an array. Even where an array is not read, one is needed for its dtype and "
+            "size, such as numpy.empty(shape, dtype)."
         )
     return (
         f"cannot move this {_name(array)}: it has neither the buffer protocol, nor DLPack, nor "
@@ -604,9 +606,9 @@ cdef str _remedy(object array):
 # --- The buffer protocol ----------------------------------------------------------------
 
 cdef BufferView _view_through_buffer(object array):
-    """Describe through the buffer protocol; None if the type has it but this array has not.
+    """Describe through the buffer protocol; None if the type has it but this array does not.
 
-    JAX's bfloat16 arrays and those on a GPU are so.
+    JAX's bfloat16 arrays and those on a GPU are such.
     """
     cdef ExportedView view = _new_exported(array)
     cdef Py_buffer* buffer = <Py_buffer*> PyMem_Malloc(sizeof(Py_buffer))
@@ -697,7 +699,7 @@ cdef BufferView _view_through_cuda_array_interface(object array):
 
 
 cdef int _dtype_of_typestr(object array, object typestr) except -1:
-    """Read ``"<f4"``; the dtypes of ml_dtypes are opaque there, and named by the array."""
+    """Read ``"<f4"`` and the like; ml_dtypes' dtypes are opaque there: the array names them."""
     cdef str name
     cdef object code = NATIVE_TYPESTRS.get(typestr)
     if code is not None:
@@ -740,7 +742,7 @@ cdef bint _is_contiguous_tuple(tuple shape, object strides, int itemsize):
 
 
 cdef int _cuda_device_of(object array) except? -1:
-    """Ask for the device's number, which the interface leaves out; -1 if nobody tells."""
+    """Ask the array for its device's number, which the interface leaves out; -1 if it cannot tell."""
     number = getattr(getattr(array, "device", None), "id", None)
     if number is None and hasattr(array, "__dlpack_device__"):
         number = array.__dlpack_device__()[1]
@@ -750,7 +752,7 @@ cdef int _cuda_device_of(object array) except? -1:
 # --- DLPack capsules --------------------------------------------------------------------
 
 cdef BufferView _view_through_capsule(object array):
-    """Describe through ``__dlpack__``; None where there is none. Never copies; waits for JAX alone."""
+    """Describe through ``__dlpack__``; None where there is none. Never copies; waits only for JAX."""
     if not hasattr(array, "__dlpack__"):
         return None
     try:
@@ -783,15 +785,15 @@ cdef object _export_capsule(object array):
     options = {}
     # JAX takes no -1, and its arrays have been waited for.
     if array.__dlpack_device__()[0] in (CUDA, CUDA_MANAGED) and not is_of_jax(array):
-        options["stream"] = -1  # no waiting: whoever uses the view orders streams
+        options["stream"] = -1  # no synchronization: whoever uses the view orders streams
     try:
         return array.__dlpack__(max_version=(DLPACK_MAJOR, 0), **options)
     except TypeError:
-        return array.__dlpack__(**options)  # of before DLPack 1.0
+        return array.__dlpack__(**options)  # from before DLPack 1.0
 
 
 cdef object _readable(object array):
-    """Let pending work of JAX finish, and autograd of an old torch permit the export."""
+    """Wait for pending work of JAX; detach, since an old torch exports nothing that requires grad."""
     if is_of_jax(array):
         array.block_until_ready()
     return array.detach() if _requires_grad(array) else array

@@ -1,5 +1,5 @@
 # DLPack 1.x as arrays hand it out (https://dmlc.github.io/dlpack): declared here
-# because no header of it can be relied on where this package is built.
+# because its header cannot be relied on to exist where this package is built.
 
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
@@ -65,6 +65,6 @@ cdef struct DLExchangeApi:
     void* allocate
     void* export_managed
     void* import_managed
-    # Null where not supported. Not 0 where it has raised.
+    # Null where not supported. Return 0, or anything else once they have raised.
     int (*describe)(PyObject* array, DLTensor* out) noexcept
     int (*current_stream)(int32_t device_type, int32_t device_id, void** stream) noexcept

@@ -1,5 +1,5 @@
-# What arrays need to hand themselves out in a DLPack capsule: their dtype's name, the reference
-# that an export holds to its array, and its end.
+# What arrays need to hand themselves out in a DLPack capsule: the code of their dtype, and the end of
+# the export with the reference that it holds to its array.
 
 from cpython.mem cimport PyMem_Free
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
@@ -10,7 +10,7 @@ from ferro_dist._native.dlpack cimport (
 )
 
 
-# Of a dtype of NumPy or ml_dtypes.
+# `dtype` is one of NumPy or ml_dtypes.
 cdef inline DLDataType dlpack_dtype_of(object dtype) except *:
     kinds = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
     extensions = {
@@ -22,13 +22,13 @@ cdef inline DLDataType dlpack_dtype_of(object dtype) except *:
     return DLDataType(code, dtype.itemsize * 8, 1)
 
 
-# A deleter, of a tensor from PyMem_Malloc whose context is a reference to the array.
+# The deleter of a tensor that came from PyMem_Malloc and whose context is a reference to the array.
 cdef inline void delete_managed(DLManagedTensor* managed) noexcept with gil:
     Py_DECREF(<object> managed.manager_context)
     PyMem_Free(managed)
 
 
-# A capsule that nobody took; one that was taken has another name.
+# Frees a capsule that nobody took; one that was taken has been renamed.
 cdef inline void drop_capsule(object capsule) noexcept:
     if PyCapsule_IsValid(capsule, "dltensor"):
         delete_managed(<DLManagedTensor*> PyCapsule_GetPointer(capsule, "dltensor"))

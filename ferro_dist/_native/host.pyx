@@ -54,7 +54,7 @@ cdef tuple OP_NAMES = (
     "barrier",
 )
 cdef double UNLIMITED = 1e9  # seconds
-cdef double SHORTEST_TIMEOUT = 1e-3  # of what is left for the rest of a call
+cdef double SHORTEST_TIMEOUT = 1e-3  # seconds, for what is left of a call whose time is up
 cdef enum:
     MAX_TAG = 0xFFFFFFFF
 cdef Py_ssize_t NEVER = sys.maxsize
@@ -64,9 +64,10 @@ PEER_READS = {
     "always": <int> PeerReads.always,
     "never": <int> PeerReads.never,
 }
-cdef object NO_TAG = 0  # the interpreter has but one
+cdef object NO_TAG = 0  # the only 0 in the interpreter, so that `is` finds it
 
-# How often this process has been forked from another, which must not use its groups.
+# How many forks lie between this process and the first: an object that was made at another number
+# belongs to a parent process, and must not be used.
 cdef int num_forks = 0
 
 
@@ -89,7 +90,7 @@ def kernel_isa():
 
 
 def begin_exit():
-    """Say that this thread is about to end the interpreter: others shall not come back to it."""
+    """Say that this thread is about to end the interpreter: others must not come back to it."""
     ferro.begin_exit()
 
 
@@ -126,7 +127,7 @@ cdef class HostWork:
 
     cdef shared_ptr[Task] _task
     cdef Communicator _communicator
-    cdef object _views     # keep the arrays alive
+    cdef object _views     # keeps the arrays alive
     cdef object _x
     cdef object _written
     cdef bint _is_new      # _written was allocated for x, and is delivered in x's library
@@ -174,7 +175,7 @@ cdef class HostLeg:
 
 @cython.final
 cdef class Communicator:
-    """One rank's side of a group. Methods take the arguments of `Backend`'s, in its order.
+    """One rank's side of a group. Methods take the arguments of `Backend`'s methods, in the same order.
 
     `arrays` has the functions contiguous, allocate and deliver of ferro_dist.interop.
     """
@@ -187,7 +188,7 @@ cdef class Communicator:
     cdef object _first_error
     cdef object __weakref__
     cdef set _in_flight    # work whose arrays the engine may still use
-    cdef size_t _sweep_at  # how much of it may gather before it is looked through
+    cdef size_t _sweep_at  # how many may gather in it before it is searched for those that are done
     cdef int _num_forks
 
     def __init__(self):
@@ -210,7 +211,7 @@ cdef class Communicator:
         int rank, int world_size, hosts, int segment_fd, collective_sockets, message_sockets,
         int num_colocated, int num_cores, int peer_reads, double timeout, arrays,
     ):
-        """One rank of processes. Takes the sockets over; the segment's descriptor stays the caller's."""
+        """The rank of this process. Takes the sockets over; the segment's descriptor stays the caller's."""
         cdef Wiring wiring
         wiring.rank = rank
         wiring.world_size = world_size
@@ -243,7 +244,7 @@ cdef class Communicator:
         return self._engine.get() == NULL or self._engine.get().is_closed()
 
     def close(self):
-        """Leave the group; True if this was what ended the last use of arrays."""
+        """Leave the group; True if this call did, and no array is in use any more."""
         if self._num_forks == num_forks and not ferro.close(self._engine):
             return False
         self._in_flight.clear()
@@ -258,10 +259,10 @@ cdef class Communicator:
         return closer
 
     def alarm(self):
-        """What tells an NcclGroup of the same ranks that one is gone: a capsule of a ferro::Alarm."""
+        """A capsule of a ferro::Alarm, which tells an NcclGroup of the same ranks that one is gone."""
         return PyCapsule_New(new ferro.Alarm(ferro.alarm_of(self._engine)), "ferro::Alarm", _delete_alarm)
 
-    # ---- What its survivors must know to make a successor ---------------------
+    # ---- What survivors must know to make a successor -------------------------
 
     def lost_ranks(self):
         """The ranks that are certain to take part no more, ascending."""
@@ -273,11 +274,11 @@ cdef class Communicator:
         return self._engine.get().succession()
 
     def advance_succession(self, uint32_t before, uint32_t after):
-        """Make the word `after` if it was `before`; whether it was. True where none is shared."""
+        """Set the word to `after` if it is `before`; return whether it was. True where none is shared."""
         return self._engine.get().advance_succession(before, after)
 
     def supersede(self):
-        """End the group for ranks that are still in it; this one goes on in a successor."""
+        """End the group for the ranks that are still in it; this one goes on in a successor."""
         cdef shared_ptr[Engine] engine = self._engine
         with nogil:
             engine.get().supersede()
@@ -286,7 +287,7 @@ cdef class Communicator:
         """End the group on all ranks: `error` struck between calls that belong together."""
         cdef shared_ptr[Engine] engine = self._engine
         if self._num_forks == num_forks:
-            with nogil:  # a peer that reads nothing takes the news late
+            with nogil:  # telling a peer that reads nothing takes a while
                 engine.get().interrupt()
             self._note(error)
 
@@ -497,8 +498,8 @@ cdef class Communicator:
                 "HybridBackend, or copy it to the host first.", op=op, rank=self.rank)
         return view
 
-    # `in_place` is how many bytes past the start of x an out that shares its memory begins;
-    # NEVER if it must not.
+    # `in_place` is how many bytes past the start of x an out that shares its memory has to begin;
+    # NEVER if it must not share it.
     cdef inline int _check_outputs(
         self, str op, BufferView src, BufferView dst, size_t count, Py_ssize_t in_place
     ) except -1:
@@ -593,7 +594,7 @@ cdef class Communicator:
         return self._deliver(x, written, is_new) if is_new else written
 
     cdef inline int _run(self, Collective* c, double seconds) except -1:
-        # No copy of the pointer: close() keeps it, and the caller keeps this object.
+        # The pointer need not be copied: close() keeps it, and the caller keeps this object.
         try:
             ferro.run(self._engine, c[0], seconds)
         except BaseException as error:
@@ -601,7 +602,7 @@ cdef class Communicator:
             raise
         return 0
 
-    # A GPU's arrays, by way of the host's memory; blocks also where it is asked not to.
+    # Moves a GPU's arrays by way of the host's memory; blocks even where it is asked not to.
     cdef object _detour(
         self, Collective* c, BufferView src, BufferView dst, object x, object written, bint is_new,
         bint async_op, double seconds,
@@ -640,8 +641,8 @@ cdef class Communicator:
             raise
         return result
 
-    # Kept before it is submitted: memory that runs out must not leave the engine with arrays
-    # that nobody holds.
+    # The work is kept before it is submitted: if memory runs out after that, the engine must not be left
+    # with arrays that nobody holds.
     cdef HostWork _new_work(self, object views, object x, object written, bint is_new):
         cdef HostWork work = HostWork.__new__(HostWork)
         work._communicator = self
@@ -663,11 +664,12 @@ cdef class Communicator:
     cdef int _note(self, object error) except -1:
         if self._first_error is not None or self._engine.get().is_closed():
             return 0
-        # Mistakes leave the group as it was; of what failed before anything was sent it knows nothing.
+        # The caller's mistakes leave the group as it was, and it never hears of what failed before anything
+        # was sent.
         if isinstance(error, (SizeMismatch, UnsupportedOp)) or not self._engine.get().has_ended():
             return 0
         if isinstance(error, DistributedError):
-            # A copy has no traceback, whose frames would keep the caller's arrays alive, and us.
+            # A copy, without the traceback, whose frames would keep the caller's arrays and us alive.
             self._first_error = copy.copy(error)
         else:  # raised by a signal handler, like KeyboardInterrupt, or MemoryError
             self._first_error = DistributedError(
@@ -684,8 +686,9 @@ cdef void _delete_alarm(object capsule) noexcept:
 cdef class Closer:
     """Closes a group for a backend that nobody closed.
 
-    Whoever waits for the backend to go holds this meanwhile. An array under way may
-    refer to that backend: to hold the communicator, which holds the array, would be to keep both.
+    The finalizer that waits for the backend to go holds this object. It must not hold the
+    communicator: that holds the arrays under way, one of which may refer to the backend, which would
+    then never go.
     """
 
     cdef shared_ptr[Engine] _engine
@@ -737,14 +740,14 @@ cdef inline Collective _collective(
     return c
 
 
-# Not left to the conversion to uint32_t, which would take 1.5 for 1.
+# Checked here, since Cython's conversion to uint32_t would silently take 1.5 for 1.
 cdef inline uint32_t _tag(tag) except? MAX_TAG:
     if tag is NO_TAG:
         return 0
     return arguments.check_tag(tag)
 
 
-# In place needs one view, where the array may be written at all.
+# In place one view serves for both, provided that the array may be written at all.
 cdef inline BufferView _output_of(object written, object x, BufferView src):
     if written is x and src.owner is x and is_output(src):
         return src

@@ -125,7 +125,7 @@ cdef extern from "abi/alarm.hpp" namespace "ferro" nogil:
         Alarm(const Alarm&) except +raise_native
 
 
-# With the GIL held: these let go of it themselves.
+# To be called with the GIL held: these let go of it themselves.
 cdef extern from "python_call.hpp" namespace "ferro::python":
     void run(const shared_ptr[Engine]& engine, const Collective& collective,
              double timeout_s) except +raise_native

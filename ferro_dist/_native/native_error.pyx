@@ -1,5 +1,4 @@
-# The engine throws facts; this puts them into words. One function a kind of error,
-# each saying what happened, where, and what to do.
+# The engine throws facts; this puts them into words: what happened, where, and what to do.
 
 from libc.stdint cimport uint64_t
 from libcpp.string cimport string
@@ -132,9 +131,9 @@ cdef object _timeout(const Error& error, str where, dict facts):
         else:
             what = f"rank {error.reporter} gave up waiting for {names}"
     elif missing in ((), (error.rank,)) and error.detail.empty():
-        # Long work of its own, or a call before it that waits.
-        what = "its time was up, and it waited for no other rank itself"
-        remedy = "Pass a larger timeout, or see whom the calls before it wait for."
+        # Its own work took long, or a call before it is waiting.
+        what = "its time was up, though it waited for no other rank itself"
+        remedy = "Pass a larger timeout, or find out whom the calls before it wait for."
     elif error.detail.empty():
         what = _silence(facts["op"], names, error.elapsed_s)
     else:  # it has not had its turn, and waited for no other rank

@@ -21,10 +21,10 @@
 namespace ferro::python {
 
 // The end of the interpreter. Daemon threads that wait in the engine are woken by then,
-// since their groups are closed; but what they come back to may not bear the end that
-// they meet there: until Python 3.14 it unwinds their stacks, and frames of other
-// libraries (torch's) that forbid it end the process. So they wait for the process to
-// end first. Not for ever: an exit handler may be waiting for them in turn.
+// since their groups are closed. But a thread that then returns to Python is ended by it:
+// before Python 3.14 by unwinding its stack, and frames of other libraries (torch's) that
+// forbid unwinding end the whole process. So such threads wait for the process to end first.
+// Not for ever: an exit handler may be waiting for them in turn.
 class InterpreterExit {
  public:
   // Called by the thread that runs the exit handlers.
@@ -45,7 +45,7 @@ class InterpreterExit {
 
 // Letting go of the lock and taking it back costs as much as a small collective,
 // so it is left to the engine to ask for it. The destructor takes the lock back,
-// also on the way of an exception to the handler that turns it into Python's.
+// also for an exception on its way to the handler that turns it into Python's.
 class PythonCall {
  public:
   explicit PythonCall(double timeout_s, const Communicator* communicator = nullptr)
@@ -68,9 +68,9 @@ class PythonCall {
   }
 
  private:
-  // A daemon thread that comes back while the interpreter goes away is made to exit
-  // there and then, by unwinding its stack: through destructors and over arrays that
-  // others still use. It sleeps instead until the process ends, as later Pythons see to.
+  // A daemon thread that comes back while the interpreter is going away is made to exit
+  // there and then, by unwinding its stack: through destructors, and over arrays that
+  // others still use. Instead it sleeps until the process ends, as later Pythons do themselves.
   static void take_lock(PyThreadState* state) noexcept {
     if (InterpreterExit::concerns_this_thread()) InterpreterExit::wait();
     try {
@@ -84,7 +84,8 @@ class PythonCall {
   }
   // Runs Python's signal handlers; true if one raised. The exception is kept until the call ends.
   static bool interrupted(void* self) noexcept {
-    // Here others may be waiting for the call to end, and signals are for the main thread anyway.
+    // The thread that ends the interpreter may be waiting for the call to end, and signals are for
+    // the main thread anyway.
     if (InterpreterExit::concerns_this_thread()) return false;
     auto* call = static_cast<PythonCall*>(self);
     take_lock(call->released_);
@@ -96,10 +97,10 @@ class PythonCall {
     return has_raised;
   }
 
-  static inline thread_local PythonCall* innermost = nullptr;  // that runs signal handlers
+  static inline thread_local PythonCall* innermost = nullptr;  // of those that run signal handlers
 
   Call call_;
-  const Communicator* const communicator_;  // null if the call keeps nobody out of it
+  const Communicator* const communicator_;  // null if the call keeps no other out of the group
   PythonCall* outer_ = nullptr;
   PyThreadState* released_ = nullptr;
   PyObject* type_ = nullptr;
@@ -127,13 +128,13 @@ inline void wait(const std::shared_ptr<Communicator>& communicator, const std::s
 
 inline void* allocate(const std::shared_ptr<Heap>& heap, std::size_t nbytes) {
   PythonCall call(kUnlimited);
-  call.release_lock();  // backing memory takes a while, and another thread may be at it
+  call.release_lock();  // backing memory takes a while, and another thread may hold the heap's lock for it
   return heap->allocate(call.get(), nbytes);
 }
 
 inline void begin_exit() noexcept { InterpreterExit::begin(); }
 
-// For a connection of the same ranks that sees less of their ends: NCCL's.
+// For a connection of the same ranks that learns less about the end of one: NCCL's.
 inline Alarm alarm_of(const std::shared_ptr<Communicator>& communicator) {
   return [weak = std::weak_ptr<Communicator>(communicator)] {
     const auto group = weak.lock();
@@ -144,7 +145,7 @@ inline Alarm alarm_of(const std::shared_ptr<Communicator>& communicator) {
   };
 }
 
-// True if this was what ended the last use of the caller's arrays.
+// True if this call left the group: from then on the engine uses no array of the caller's.
 inline bool close(const std::shared_ptr<Communicator>& communicator) {
   PythonCall call(0);
   call.release_lock();  // other threads may need it to end their calls
