@@ -1,4 +1,4 @@
-// How one connection between ranks tells another between the same ranks that one is gone.
+// How one connection between ranks tells another one between the same ranks that a rank is gone.
 #ifndef FERRO_ALARM_HPP
 #define FERRO_ALARM_HPP
 
@@ -11,7 +11,7 @@ struct Loss {
   bool is_dead = false;  // died, and did not just leave
 };
 
-// Asked from any thread, now and then. It keeps nothing alive.
+// May be asked from any thread, now and then. It keeps nothing alive.
 using Alarm = std::function<Loss()>;
 
 }  // namespace ferro

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-// Of the hundred-odd codes, those that are told apart here.
+// Of the hundred-odd codes, those that are told apart in this project.
 typedef enum cudaError {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
@@ -79,7 +79,7 @@ struct cudaPointerAttributes {
   int device;
   void* devicePointer;
   void* hostPointer;
-  long reserved[8];  // CUDA 13 writes it, CUDA 12 does not know of it
+  long reserved[8];  // CUDA 13 writes it; CUDA 12 does not know it
 };
 
 const char* cudaGetErrorName(cudaError_t error);

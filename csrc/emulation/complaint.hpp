@@ -1,4 +1,4 @@
-// What the emulation says of a program that breaks the rules of CUDA or NCCL: one
+// What the emulation says about a program that breaks the rules of CUDA or NCCL: one
 // line on stderr, and in the worst case the end of the process.
 #ifndef EMULATION_COMPLAINT_HPP
 #define EMULATION_COMPLAINT_HPP

@@ -2,8 +2,8 @@
 #ifndef EMULATION_EXPORT_HPP
 #define EMULATION_EXPORT_HPP
 
-// The one macro: an attribute cannot be had otherwise. All else is hidden, since both
-// libraries have parts of the same names.
+// The only macro: there is no other way to give a name to an attribute. All else is hidden,
+// since both libraries have parts of the same names.
 #define EMULATION_API extern "C" __attribute__((visibility("default")))
 
 #endif  // EMULATION_EXPORT_HPP

@@ -5,14 +5,14 @@
 //          launch (of what non-blocking calls ask for, where a real NCCL connects ranks),
 //          finalize, destroy, register, deregister, mem_alloc, mem_free; malloc for device
 //          memory; any
-//   hit    how many-th time this process comes by, from 1; 1 if not given
+//   hit    at which visit of this process it strikes, counted from 1; 1 if not given
 //   ms     how long act=slow takes; 500 if not given
 //   act    remote_error   the operation ends unfinished; the communicator's async error says so
 //          async_error    the same for an internal error, but the operation is carried out
-//          system_error   the call returns it, nothing is launched
-//          out_of_memory  the call returns it, nothing is allocated or launched
+//          system_error   the call returns it, and nothing is launched
+//          out_of_memory  the call returns it, and nothing is allocated or launched
 //          hang           the operation never ends, unless it is aborted
-//          stuck          the call itself does not return, before there is another plan
+//          stuck          the call itself does not return until there is another plan
 //          slow           the operation is late
 // Several faults are separated by semicolons.
 #ifndef EMULATION_FAULT_PLAN_HPP

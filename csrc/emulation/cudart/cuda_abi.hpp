@@ -21,7 +21,7 @@ constexpr cudaError_t cudaErrorStreamCaptureImplicit = static_cast<cudaError_t>(
 constexpr cudaError_t cudaErrorCapturedEvent = static_cast<cudaError_t>(907);
 constexpr cudaError_t cudaErrorStreamCaptureWrongThread = static_cast<cudaError_t>(908);
 
-// Handles are numbers in these types and point to nothing.
+// Handles are numbers of these types, and point to nothing.
 using cudaGraph_t = struct CUgraph_st*;
 using cudaGraphExec_t = struct CUgraphExec_st*;
 using cudaGraphNode_t = struct CUgraphNode_st*;

@@ -11,7 +11,7 @@ using namespace emulation;
 
 namespace {
 
-// 12.9 and 13.0 are built from the same sources and differ in their names alone.
+// 12.9 and 13.0 are built from the same sources and differ only in their names.
 int version() {
   Dl_info info{};
   dladdr(reinterpret_cast<void*>(&cudaRuntimeGetVersion), &info);
@@ -86,8 +86,8 @@ void synchronize_device(int device) {
 
 int compute_capability() { return static_cast<int>(setting("COMPUTE_CAPABILITY", 90, 50, 999)); }
 
-// What a program may ask a device: numbers as in cudaDeviceAttr. An H100's where one
-// is needed; 0 for whatever the emulation has not got.
+// What a program may ask of a device, by the numbers of cudaDeviceAttr. An H100's values where
+// some are needed; 0 for whatever the emulation does not have.
 int attribute_of(int attribute) {
   switch (attribute) {
     case 1:
@@ -237,7 +237,7 @@ EMULATION_API void ferroEmulationGetAsker(int words[2]) {
 }
 EMULATION_API void ferroEmulationAskFor(const int words[2]) { ask_for({words[0], words[1], 0}); }
 
-// For the emulated NCCL: what the calling host function is, for the report of a fault in it.
+// For the emulated NCCL: the name of the calling host function, for the report of a fault in it.
 EMULATION_API void ferroEmulationSetActivity(const char* operation) { set_activity(operation); }
 
 // Faults at point=malloc, as FERRO_EMULATION_FAULT gives them. 0 if understood.

@@ -47,8 +47,8 @@ void on_fault(int signal_number, siginfo_t* info, void* context) {
     report(allocation, reinterpret_cast<std::uintptr_t>(info->si_addr));
     std::abort();
   }
-  // Not ours: as if we were not there. What was there before may be a handler of the
-  // one kind or the other, or none; then the instruction faults again, and ends us.
+  // Not ours: behave as if we were not there. The previous handler may be of one kind or the
+  // other; if there was none, the instruction faults again, and ends the process.
   if ((previous_handler.sa_flags & SA_SIGINFO) != 0) {
     previous_handler.sa_sigaction(signal_number, info, context);
   } else if (previous_handler.sa_handler != SIG_DFL && previous_handler.sa_handler != SIG_IGN) {

@@ -27,17 +27,17 @@ struct UserObject {
 struct GraphNode {
   const char* name;
   std::function<void()> run;
-  std::vector<std::size_t> after;  // earlier nodes, so that their order of entry is a valid one
+  std::vector<std::size_t> after;  // earlier nodes only, so that the order of entry is a valid one
 };
 
-// Under the runtime's lock while it is captured, unchanged afterwards.
+// Guarded by the runtime's lock while it is captured, unchanged afterwards.
 struct Graph {
   std::vector<GraphNode> nodes;
   std::vector<std::shared_ptr<UserObject>> objects;
 };
 using GraphPtr = std::shared_ptr<Graph>;
 
-// One cudaStreamBeginCapture .. cudaStreamEndCapture. Under the runtime's lock.
+// One cudaStreamBeginCapture .. cudaStreamEndCapture. Guarded by the runtime's lock.
 struct Capture {
   unsigned long long id = 0;
   cudaGraph_t handle = nullptr;

@@ -5,7 +5,7 @@ using namespace emulation;
 
 namespace {
 
-// The graph that went last takes its user objects with it, whose destructors are the
+// The last reference to a graph takes its user objects with it, whose destructors are the
 // program's: they run after the lock is let go.
 template <class Table, class Handle>
 void destroy(Table& table, Handle handle) {
@@ -82,7 +82,7 @@ EMULATION_API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* 
 EMULATION_API cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* data,
                                                cudaHostFn_t destroy_data, unsigned references, unsigned) {
   return guarded([&] {
-    // More than one reference of the creator's has no use here.
+    // The creator has no use for more than one reference here.
     require(object != nullptr && destroy_data != nullptr && references == 1);
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     *object = runtime().objects.add(std::make_shared<UserObject>(data, destroy_data));

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;  // what cudaMalloc promises
 
-// Each is two or three mappings to the kernel, which allows a process 65,530.
+// To the kernel each is two or three mappings, of which it allows a process 65,530.
 constexpr std::size_t kMaxQuarantined = 4096;
 
 std::size_t page_nbytes() {
@@ -94,7 +94,7 @@ void Memory::make_inaccessible(void* data) {
   if (start == starts_.end()) return;
   const Allocation& allocation = allocations_.at(start->second);
   void* mapping = reinterpret_cast<void*>(allocation.mapping);
-  // Mapped anew: gives the pages back, and leaves one inaccessible range where three were.
+  // Mapping anew gives the pages back, and leaves one inaccessible range where there were three.
   if (mmap(mapping, allocation.mapping_nbytes, PROT_NONE,
            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
     die("cannot make freed memory inaccessible: mmap failed");
@@ -136,8 +136,8 @@ std::size_t Memory::free_nbytes(int device) {
 }
 
 bool Memory::find_from_handler(const void* address, Allocation* found) {
-  // The thread that faulted holds no lock of ours: it was moving a user's bytes. Another
-  // one may hold it, for microseconds.
+  // The thread that faulted does not hold the lock: it was moving a user's bytes. Another
+  // thread may, for microseconds.
   for (int attempt = 0; attempt < 1000; ++attempt) {
     if (mutex_.try_lock()) {
       const bool is_found = find_locked(address, found);

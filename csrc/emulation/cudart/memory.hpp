@@ -1,7 +1,7 @@
 // Emulated device memory and pinned host memory: where it lies, and whose it is.
 //
-// Every allocation is a mapping of its own between two guard pages, its end as near
-// to the second as CUDA's alignment of 256 allows. Freed memory is made inaccessible,
+// Every allocation is a mapping of its own between two guard pages, its end as close
+// to the second one as CUDA's alignment of 256 allows. Freed memory is made inaccessible,
 // and its addresses are not used again for a long time: whoever still reads or
 // writes it faults, and the report says what the memory was.
 #ifndef EMULATION_CUDART_MEMORY_HPP
@@ -25,7 +25,7 @@ struct Allocation {
   MemoryKind kind = MemoryKind::device;
   int device = 0;
   bool is_freed = false;
-  // The mapping, guard pages included; 0 bytes of registered memory, which is the caller's.
+  // The mapping, guard pages included; 0 bytes for registered memory, which is the caller's.
   std::uintptr_t mapping = 0;
   std::size_t mapping_nbytes = 0;
 
@@ -42,8 +42,8 @@ class Memory {
   bool register_host(void* data, std::size_t nbytes, int device);
   bool unregister_host(void* data);
 
-  // In two steps for cudaFreeAsync: from the first on the address must not be given
-  // to any call, from the second on it faults. False if `data` is no such allocation.
+  // Two steps, for cudaFreeAsync: from the first on the address must not be given to
+  // any call, from the second on it faults. False if `data` is not such an allocation.
   bool retire(void* data, bool is_device);
   void make_inaccessible(void* data);
 
@@ -52,7 +52,7 @@ class Memory {
   std::size_t free_nbytes(int device);
   std::size_t capacity_nbytes() const { return capacity_nbytes_; }
 
-  // For a signal handler: false also if another thread holds the lock for long.
+  // For a signal handler. Also false if another thread holds the lock for long.
   bool find_from_handler(const void* address, Allocation* found);
 
  private:
@@ -60,7 +60,7 @@ class Memory {
   void evict_locked();
 
   const std::size_t capacity_nbytes_;
-  std::mutex mutex_;                                  // over all below
+  std::mutex mutex_;                                  // guards all below
   std::map<std::uintptr_t, Allocation> allocations_;  // by the start of mapping or registered memory
   std::map<std::uintptr_t, std::uintptr_t> starts_;   // base -> key of allocations_
   std::deque<std::uintptr_t> quarantine_;             // keys, the longest freed first

@@ -27,8 +27,8 @@ void refuse_locked() {
   refuse_during_capture();
 }
 
-// At once, work in flight or not. A real cudaFree waits for the device, but caching
-// allocators give the same memory to somebody else without: here neither is forgiven.
+// At once, whether work is in flight or not. A real cudaFree waits for the device, whereas caching
+// allocators hand the memory to somebody else without waiting: the emulation forgives neither.
 void release(void* data, bool is_device) {
   if (data == nullptr) return;
   require(runtime().memory.retire(data, is_device));
@@ -164,8 +164,8 @@ EMULATION_API cudaError_t cudaFreeAsync(void* data, cudaStream_t handle) {
     const StreamPtr stream = find_stream(handle);
     require(stream->capture == nullptr, cudaErrorStreamCaptureUnsupported);
     require(runtime().memory.retire(data, true));
-    // Never late, and at once if it can be: whoever counts on the delay of another stream
-    // shall find the memory gone.
+    // Never delayed, and at once if possible: a program that counts on the delay of another
+    // stream is to find the memory gone.
     const auto free_now = [data] { runtime().memory.make_inaccessible(data); };
     is_idle(stream) ? free_now() : void(enqueue(stream, {"cudaFreeAsync", free_now, {}, false}));
   });
@@ -213,7 +213,7 @@ EMULATION_API cudaError_t cudaHostGetDevicePointer(void** device_data, void* dat
 EMULATION_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
   return guarded([&] {
     require(attributes != nullptr);
-    // Field by field: CUDA 12's programs have no room for `reserved`.
+    // Field by field: programs built for CUDA 12 have no room for `reserved`.
     attributes->type = cudaMemoryTypeUnregistered;
     attributes->device = -2;  // cudaInvalidDeviceId
     attributes->devicePointer = nullptr;
@@ -270,8 +270,8 @@ EMULATION_API cudaError_t cudaMemsetAsync(void* dst, int value, std::size_t nbyt
   return guarded([&] { fill(dst, value, nbytes, stream, true); });
 }
 
-// For the emulated NCCL, which checks what it is given: where the allocation begins and
-// ends in which `data` lies. -1 if there is none, 0 if it was freed or is host memory.
+// For the emulated NCCL, which checks what it is given: where the allocation that `data` lies
+// in begins and ends. -1 if there is none, 0 if it was freed or is host memory.
 EMULATION_API int ferroEmulationDeviceRange(const void* data, std::uintptr_t* begin, std::uintptr_t* end,
                                             int* device) {
   Allocation found;

@@ -13,7 +13,7 @@ thread_local cudaError_t last_error = cudaSuccess;
 
 bool is_legacy(cudaStream_t handle) { return reinterpret_cast<std::uintptr_t>(handle) <= 1; }
 
-// This thread's default streams, one a device; their work is finished when the thread ends.
+// This thread's default streams, one per device; their work is finished when the thread ends.
 struct PerThreadStreams {
   std::map<int, StreamPtr> by_device;
   ~PerThreadStreams() {
@@ -92,7 +92,7 @@ int& current_device() {
   return device;
 }
 
-// Relaxed: a fact on its own, for tests that have joined whoever made it.
+// Relaxed: nothing else is published with it, and tests that read it have joined its threads.
 void make_context() {
   const auto device = static_cast<std::size_t>(current_device());
   if (device < runtime().contexts.size()) runtime().contexts[device].store(true, std::memory_order_relaxed);

@@ -24,8 +24,8 @@ struct Failure {
   cudaError_t code;
 };
 
-// Handles are made of a counter, so that one of something destroyed is never that of
-// something new; they stand far from any address, so that following one faults.
+// Handles are made from a counter, so that no new object gets the handle of a destroyed one;
+// they are far from any valid address, so that dereferencing one faults.
 template <class Handle, class Object>
 class HandleTable {
  public:
@@ -70,8 +70,8 @@ struct Runtime {
   // By device: whether some call has made a context on it.
   std::vector<std::atomic<bool>> contexts;
 
-  // Over all below, over every Event, Graph and Capture, and over the order in which
-  // operations are submitted: never held during a wait.
+  // Guards all below, every Event, Graph and Capture, and the order in which operations
+  // are submitted. Never held during a wait.
   std::mutex mutex;
   HandleTable<cudaStream_t, StreamPtr> streams;
   HandleTable<cudaEvent_t, EventPtr> events;
@@ -89,7 +89,8 @@ Runtime& runtime();
 
 // The device of the calling thread.
 int& current_device();
-// What most calls do first: on a GPU it takes hundreds of megabytes.
+// Makes a context on the current device, as most calls do first: on a GPU it takes hundreds
+// of megabytes.
 void make_context();
 cudaStreamCaptureMode& capture_mode_of_thread();
 
@@ -104,8 +105,8 @@ MilestonePtr enqueue(const StreamPtr& stream, Operation operation);
 // Whether an operation given to the stream now would have nothing to wait for. Under the lock.
 bool is_idle(const StreamPtr& stream);
 
-// Calls that may wait for a stream that is captured, or depend on it, end the capture:
-// cudaErrorStreamCaptureUnsupported, as on a GPU. Under the runtime's lock.
+// For calls that may wait for a stream that is being captured, or depend on it: they end the
+// capture with cudaErrorStreamCaptureUnsupported, as on a GPU. Under the runtime's lock.
 void refuse_during_capture();
 
 cudaError_t remember(cudaError_t error);

@@ -14,7 +14,7 @@
 namespace emulation {
 namespace {
 
-// How long an operation waits at most for its asker, who may have a core's last priority.
+// How long an operation waits at most for its asker, which may have the lowest priority on its core.
 constexpr auto kPatience = std::chrono::seconds(10);
 
 thread_local Activity activity;
@@ -47,8 +47,8 @@ void be_late(const Asker& asker, int late_us) {
   }
 }
 
-// How many operations a stream takes before it blocks whoever gives it more, and with him all
-// of CUDA. A GPU's takes about a thousand.
+// How many operations a stream takes before it blocks the thread that gives it more, and with that
+// all of CUDA. A GPU's takes about a thousand.
 std::size_t max_items() {
   static const auto most = static_cast<std::size_t>(setting("STREAM_DEPTH", 1 << 30, 1, 1 << 30));
   return most;
@@ -61,7 +61,7 @@ std::atomic<int>& delay() {
 
 }  // namespace
 
-// Relaxed: a setting on its own, nothing is published with it.
+// Relaxed: nothing else is published with this setting.
 void set_delay_us(int microseconds) { delay().store(microseconds, std::memory_order_relaxed); }
 int delay_us() { return delay().load(std::memory_order_relaxed); }
 
@@ -115,7 +115,7 @@ StreamPtr Stream::start(cudaStream_t handle, int device, unsigned flags, int pri
   sigfillset(&all);
   for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  // Detached, and with a share of the stream: destroying a stream does not wait for its work.
+  // Detached, and a co-owner of the stream: destroying a stream does not wait for its work.
   std::thread([stream] { stream->work(); }).detach();
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return stream;

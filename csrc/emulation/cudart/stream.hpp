@@ -34,9 +34,9 @@ using MilestonePtr = std::shared_ptr<Milestone>;
 
 // The thread that asked for an operation, and how much it had computed by then.
 //
-// A delay gives the program time to make its mistake: to free what is still in use, to
-// read what is not there yet. On a busy machine the kernel may give that time to somebody
-// else; so an operation also waits while its asker wants to run and is not let.
+// A delay gives the program time to make its mistake: to free what is still in use, or to
+// read what is not there yet. On a busy machine the kernel may give that time to another
+// process; so an operation also waits while its asker is runnable but does not get to run.
 struct Asker {
   int thread = 0;
   clockid_t clock = 0;
@@ -45,7 +45,7 @@ struct Asker {
   static Asker here();
   bool has_had_time(long long needed_ns) const;
 };
-// Whom this thread asks for, from now on: a thread of a library for the one that called it.
+// On whose behalf this thread asks from now on: a library's thread acts for the one that called it.
 void ask_for(const Asker& asker);
 
 // One operation of a stream.
@@ -65,7 +65,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   // Appends to the work; the milestone is reached when the operation is done.
   MilestonePtr submit(Operation operation);
-  // When all that was submitted so far is done; null if that was nothing.
+  // Reached when all that was submitted so far is done; null if there was nothing.
   MilestonePtr latest();
   // Lets the thread end once it has done all that was submitted.
   void close();
@@ -77,7 +77,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool synchronizes_with_legacy() const { return (flags & cudaStreamNonBlocking) == 0; }
 
   // While the stream is captured, its operations become nodes of a graph, each after
-  // those in `tail`. Both under the runtime's lock.
+  // those in `tail`. Both guarded by the runtime's lock.
   std::shared_ptr<Capture> capture;
   std::vector<std::size_t> tail;
 

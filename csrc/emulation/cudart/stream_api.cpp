@@ -102,8 +102,9 @@ cudaGraph_t end_capture(const StreamPtr& stream) {
     runtime().graphs.take(capture->handle);
     throw Failure{is_whole ? cudaErrorStreamCaptureInvalidated : cudaErrorStreamCaptureUnjoined};
   }
-  // Events that were recorded in the capture keep it, and would else end the graph, whose
-  // end calls us, when they are destroyed or recorded anew: with the lock held.
+  // Events that were recorded in the capture keep it alive. They would otherwise destroy the graph
+  // when they are destroyed or recorded anew, with the lock held, and its user objects' destructors
+  // may call us.
   capture->graph = nullptr;
   return capture->handle;
 }
@@ -342,7 +343,7 @@ EMULATION_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureM
 }
 
 // For the emulated NCCL: the graph that the stream is captured into, null if it is not
-// captured. cudaStreamGetCaptureInfo has other arguments in CUDA 12 than in 13.
+// captured. cudaStreamGetCaptureInfo takes other arguments in CUDA 12 than in 13.
 EMULATION_API cudaError_t ferroEmulationGraphOf(cudaStream_t stream, cudaGraph_t* graph) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   *graph = nullptr;

@@ -45,7 +45,7 @@ Address address_of(const ncclUniqueId& id) {
 }
 
 void look_for_abort(const std::atomic<bool>& stop) {
-  if (stop.load(std::memory_order_relaxed)) throw Interrupted{};  // the flag stands alone
+  if (stop.load(std::memory_order_relaxed)) throw Interrupted{};  // nothing else is published with it
 }
 
 void await_readable(int fd, const std::atomic<bool>& stop) {
@@ -87,7 +87,7 @@ void send_answer(int fd, const Answer& answer, int segment) {
     header->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(header), &segment, sizeof segment);
   }
-  sendmsg(fd, &message, MSG_NOSIGNAL);  // to a rank that has died meanwhile: its own affair
+  sendmsg(fd, &message, MSG_NOSIGNAL);  // may fail, if the rank has died meanwhile
 }
 
 int receive_answer(int fd, const std::atomic<bool>& stop) {
@@ -123,7 +123,7 @@ std::string objection_to(const std::vector<Newcomer>& known, const Newcomer& oth
     text << "two ranks call themselves rank " << other.rank;
   } else if (std::getenv("NCCL_MULTI_RANK_GPU_ENABLE") == nullptr) {
     for (const Newcomer& one : known) {
-      // With one emulated device there is no other choice than to share it.
+      // With only one emulated device there is no choice but to share it.
       if (one.magic != 0 && one.num_devices > 1 && one.device == other.device && one.host == other.host) {
         text << "Duplicate GPU detected: ranks " << one.rank << " and " << other.rank << " both use device "
              << one.device << "; call cudaSetDevice first, with another device on each rank";

@@ -3,7 +3,7 @@
 // Rank 0 listens on the abstract Unix socket that the id names; the others dial until
 // it is there, and say who they are. When all have come, each gets the descriptor of
 // the segment, and nothing listens any more. Abstract sockets and memfds leave no file
-// behind, whoever is killed when. All ranks are on one host.
+// behind, no matter who is killed when. All ranks are on one host.
 #ifndef EMULATION_NCCL_BOOTSTRAP_HPP
 #define EMULATION_NCCL_BOOTSTRAP_HPP
 

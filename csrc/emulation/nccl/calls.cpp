@@ -12,10 +12,10 @@ namespace {
 
 constexpr std::uintptr_t kFirstHandle = std::uintptr_t{0x6ecc} << 48;
 
-// Handles are made of a counter: one that has ended is never given again, and is told
-// from one that never was.
+// Handles are made from a counter: one that has ended is never handed out again, and can be
+// told from one that never existed.
 struct Handles {
-  std::mutex mutex;  // over the rest
+  std::mutex mutex;  // guards the rest
   std::unordered_map<std::uintptr_t, CommunicatorPtr> live;
   std::uintptr_t next = kFirstHandle;
 };
@@ -59,7 +59,7 @@ CommunicatorPtr find_communicator(ncclComm_t handle, const char* function) {
 Use::Use(CommunicatorPtr communicator, const char* function) : communicator_(std::move(communicator)) {
   std::thread::id nobody{};
   const std::thread::id self = std::this_thread::get_id();
-  // Acquire and release: what the thread before did in the communicator is seen.
+  // Acquire and release: this thread sees what the one before it did in the communicator.
   if (communicator_->user.compare_exchange_strong(nobody, self, std::memory_order_acq_rel)) {
     is_outermost_ = true;
     communicator_->user_function.store(function, std::memory_order_relaxed);

@@ -13,8 +13,8 @@ void end_handle(ncclComm_t handle, const char* function);
 // For the few functions that may be called while another thread is inside a call.
 CommunicatorPtr find_communicator(ncclComm_t handle, const char* function);
 
-// A communicator for the time of one call. A second thread that comes in meanwhile ends
-// the process: with a real NCCL it would corrupt the communicator.
+// A communicator for the duration of one call. If a second thread comes in meanwhile, the
+// process ends: with a real NCCL it would corrupt the communicator.
 class Use {
  public:
   Use(ncclComm_t handle, const char* function) : Use(find_communicator(handle, function), function) {}

@@ -69,7 +69,7 @@ class Collective {
     return segment_.staging(static_cast<int>(rank)) + element * element_nbytes_;
   }
 
-  // Steps through `count` elements, as many at once as `parts` of them fit into staging.
+  // Steps through `count` elements, as many at a time as fit into the staging buffer `parts` times.
   template <class Stage, class Take>
   void in_pieces(std::size_t parts, Stage stage, Take take) {
     const std::size_t piece = kStagingNbytes / element_nbytes_ / parts;

@@ -30,13 +30,13 @@ FaultPlan& fault_plan() {
 void suffer(const Fault& fault, const char* function, Communicator& communicator) {
   switch (fault.act) {
     case Act::none:
-    case Act::stuck:  // has been suffered when the plan was asked
+    case Act::stuck:  // has already been suffered inside FaultPlan::next
       return;
     case Act::slow:
       std::this_thread::sleep_for(std::chrono::milliseconds(fault.ms));
       return;
     case Act::hang:
-      // Interrupted by an abort, else never over.
+      // Never over, unless an abort interrupts it.
       while (!communicator.stop().load(std::memory_order_relaxed)) {
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
       }
@@ -134,7 +134,7 @@ ncclResult_t Communicator::state() {
 }
 
 void Communicator::fail_later(ncclResult_t code, const std::string& text) {
-  // As the real one, it has the caller's text and no copy of it.
+  // Like the real one, it holds a pointer to the caller's text, not a copy.
   set_last_error(config.commName == nullptr ? text : std::string(config.commName) + ": " + text);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (error_ == ncclSuccess) error_ = code;

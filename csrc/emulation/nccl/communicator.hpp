@@ -1,8 +1,8 @@
 // One rank's side of a communicator.
 //
 // Calls that talk to other ranks are jobs: a blocking communicator carries them out at
-// once, another in a thread of their own while its state is ncclInProgress. What is launched
-// into streams runs in the streams' threads, one launch of a communicator after another.
+// once, a non-blocking one in a thread of their own while its state is ncclInProgress. What is
+// launched into streams runs in the streams' threads, one launch of a communicator after another.
 #ifndef EMULATION_NCCL_COMMUNICATOR_HPP
 #define EMULATION_NCCL_COMMUNICATOR_HPP
 
@@ -35,7 +35,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       : rank(rank), num_ranks(num_ranks), id(id), device(device), config(config) {}
   ~Communicator();
 
-  // Set before any other call can be made: by init at once, by split when it is known.
+  // Set before any other call can be made: by init at once, by split as soon as they are known.
   int rank;
   int num_ranks;
   ncclUniqueId id;
@@ -43,10 +43,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const ncclConfig_t config;
   bool is_blocking() const { return config.blocking != 0; }
 
-  // Carries out `job`, now or in a thread. A failure of it becomes the async error, and
-  // is thrown by a blocking communicator. Returns ncclInProgress or ncclSuccess.
+  // Carries out `job`, now or in a thread. If it fails, that becomes the async error, and
+  // a blocking communicator throws it. Returns ncclInProgress or ncclSuccess.
   ncclResult_t run(std::function<void()> job);
-  // The state that ncclCommGetAsyncError tells.
+  // The state that ncclCommGetAsyncError reports.
   ncclResult_t state();
   void fail_later(ncclResult_t code, const std::string& text);
   void forget_error();  // shrink goes on from a communicator in error
@@ -54,7 +54,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void require_ready(const char* function);
   void require_usable(const char* function);
 
-  // Around the making of a child: it is in progress, and an abort of ours ends it too.
+  // Around the making of a child: this communicator is in progress meanwhile, and aborting it
+  // aborts the child, too.
   void begin_child(const std::shared_ptr<Communicator>& child);
   void end_child();
 
@@ -67,7 +68,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void abort();
   // Waits for graphs that captured the communicator.
   void await_graphs(const char* function);
-  // Gives the shared memory back: at the end of either way to end.
+  // Gives the shared memory back: the last step of ncclCommDestroy and of ncclCommAbort.
   void release();
   // A number that is the same on all ranks that call it equally often.
   std::uint64_t next_successor() { return ++num_successors_; }
@@ -86,7 +87,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void add_graph();
   void remove_graph();
 
-  // By the calling program's threads, one at a time: no lock.
+  // Used by the calling program's threads, one at a time: no lock.
   std::map<int, Multiplier> multipliers;
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
   std::map<void*, void*> registrations;
@@ -98,7 +99,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool is_finalized = false;
   bool is_revoked = false;
 
-  // The thread that is inside a call on this communicator, and which: see Use in calls.hpp.
+  // The thread that is inside a call on this communicator, and which call: see Use in calls.hpp.
   std::atomic<std::thread::id> user{};
   std::atomic<const char*> user_function{nullptr};
   const pid_t pid = getpid();
@@ -116,7 +117,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::uint64_t sequence_ = 0;
   std::uint64_t num_successors_ = 0;
 
-  std::mutex mutex_;  // over all below
+  std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
   ncclResult_t error_ = ncclSuccess;
   bool is_busy_ = false;
@@ -127,7 +128,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 
 FaultPlan& fault_plan();
-// Carries out what the plan has for a job at this point: throws, waits, or nothing.
+// Carries out the fault that the plan has for a job at this point: throws, waits, or does nothing.
 void suffer(const Fault& fault, const char* function, Communicator& communicator);
 
 // What ncclGetLastError says in this process.

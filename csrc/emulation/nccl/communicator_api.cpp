@@ -119,7 +119,7 @@ ncclResult_t init(ncclComm_t* out, int num_ranks, const ncclUniqueId& id, int ra
               function);
 }
 
-// A child of `parent`, of which the job finds out rank and size.
+// A child of `parent`, whose rank and size the job will find out.
 CommunicatorPtr new_child(const Communicator& parent, const ncclConfig_t* given) {
   const ncclConfig_t config = resolve(given, parent.config);
   return std::make_shared<Communicator>(parent.id, 0, 1, parent.device, config);
@@ -134,7 +134,7 @@ ncclResult_t make_child(ncclComm_t* out, const CommunicatorPtr& parent, const Co
   parent->begin_child(child);
   try {
     return submit(parent, [parent, child, find_out] {
-      // However it ends: the child is in progress no longer.
+      // However the job ends, the child is no longer in progress.
       const std::shared_ptr<void> always(nullptr, [&](void*) { parent->end_child(); });
       try {
         find_out();
@@ -233,8 +233,8 @@ ncclResult_t destroy(ncclComm_t handle) {
   const Use use(handle, function);
   const ncclResult_t state = use->state();
   if (state != ncclSuccess) {
-    // As the real one: it returns before it closes the group level that it opened, and
-    // all later calls of this thread are queued and never run.
+    // Like the real one: it returns before it closes the group level that it opened, so
+    // that all later calls of this thread are queued and never run.
     leak_group_level();
     set_last_error(std::string(function) +
                    " on a communicator in error or in progress: this thread's group level is lost now; abort "

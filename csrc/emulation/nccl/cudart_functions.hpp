@@ -39,7 +39,7 @@ const CudartFunctions& cudart();
 // Throws Failure, ncclUnhandledCudaError, unless it is a success.
 void check(cudaError_t error);
 
-// Makes a device current, and what was current before at the end.
+// Makes a device current, and at the end the one that was current before.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);

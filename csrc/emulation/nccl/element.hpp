@@ -17,13 +17,13 @@ bool is_integer(ncclDataType_t dtype);
 void reduce(ncclDataType_t dtype, ncclRedOp_t op, void* dst, const void* const* srcs, int n,
             std::size_t count);
 
-// data[i] *= scalar, rounded to the dtype, of which the scalar is one element too.
+// data[i] *= scalar, rounded to the dtype; the scalar is an element of that dtype, too.
 void scale(ncclDataType_t dtype, void* data, const void* scalar, std::size_t count);
 
-// data[i] /= divisor, of integers, towards zero.
+// data[i] /= divisor, for integers, rounded towards zero.
 void divide(ncclDataType_t dtype, void* data, int divisor, std::size_t count);
 
-// 1 / n as an element: what ncclAvg multiplies with. 16 bytes are enough for any.
+// 1 / n as an element: what ncclAvg multiplies by. 16 bytes are enough for any dtype.
 void reciprocal(ncclDataType_t dtype, int n, void* element);
 
 }  // namespace emulation

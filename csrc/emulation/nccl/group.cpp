@@ -46,7 +46,7 @@ bool is_blocking(const Entries& entries) {
   return blocks;
 }
 
-// Each in a thread of its own: they may wait for each other.
+// Runs each in a thread of its own: they may wait for each other.
 ncclResult_t run_jobs(std::vector<Job>& jobs) {
   if (jobs.size() == 1 || !is_blocking(jobs)) {
     ncclResult_t result = ncclSuccess;
@@ -84,7 +84,7 @@ ncclResult_t run_batches(std::vector<Batch>& batches) {
     for (Batch& batch : batches) launch(batch.communicator, std::move(batch.operations));
     return ncclSuccess;
   }
-  // As a real NCCL, in the background: nothing is in the stream before the state says so. Nor may a
+  // In the background, like a real NCCL: nothing is in the stream before the state says so. Nor may a
   // communicator overtake another: ranks whose streams had them in different orders would wait for each
   // other.
   ncclResult_t result = ncclSuccess;

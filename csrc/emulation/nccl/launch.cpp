@@ -34,8 +34,8 @@ void run_one(Communicator& communicator, const Operation& operation) {
   }
 }
 
-// Collectives in their order, then what is one-sided, then all messages together; waits
-// come last, so that nothing of the same group waits behind them.
+// Collectives in their order, then one-sided operations, then all messages together; waits
+// come last, so that nothing of the same group has to wait behind them.
 void run_all(const Launch& launch) {
   Communicator& communicator = *launch.communicator;
   for (const Operation& operation : launch.operations) suffer_before(communicator, operation);
@@ -71,8 +71,8 @@ void report_async_errors(const Launch& launch) {
   }
 }
 
-// In the stream's thread. A launch behind a failed one does nothing: on a GPU it would wait
-// for ever.
+// Runs in the stream's thread. A launch behind a failed one does nothing: on a GPU it would
+// wait for ever.
 void run(const Launch& launch) {
   Communicator& communicator = *launch.communicator;
   const std::lock_guard<std::mutex> one_at_a_time(communicator.running);
@@ -103,8 +103,8 @@ void forget_captured(void* data) {
   launch->communicator->remove_graph();
 }
 
-// The graph owns the launch: with it the communicator's memory, which is why NCCL ends no
-// communicator before its graphs.
+// The graph owns the launch, and with it the communicator's memory, which is why NCCL does not
+// end a communicator before its graphs.
 void capture(std::unique_ptr<Launch> launch, cudaStream_t stream, cudaGraph_t graph) {
   cudaUserObject_t object = nullptr;
   Launch* const kept = launch.get();

@@ -1,5 +1,5 @@
-// What one group gives to one communicator: one operation of a stream, as a fused
-// kernel of NCCL's is.
+// What one group gives to one communicator: a single operation of a stream, like a fused
+// kernel of NCCL's.
 #ifndef EMULATION_NCCL_LAUNCH_HPP
 #define EMULATION_NCCL_LAUNCH_HPP
 
@@ -9,8 +9,8 @@
 
 namespace emulation {
 
-// Puts the operations into their streams: into the first one's stream, after what is in
-// the others, and these go on after it.
+// Puts all operations into the stream of the first one, after what is in the streams of the
+// others; those go on after them.
 void launch(const CommunicatorPtr& communicator, std::vector<Operation> operations);
 
 }  // namespace emulation

@@ -6,7 +6,7 @@
 namespace emulation {
 namespace {
 
-// How often `count` an operation reads and writes on one rank; kAll for once each rank.
+// How many times `count` an operation reads and writes on one rank; kAll for once per rank.
 constexpr int kAll = -1;
 
 struct Description {
@@ -47,7 +47,7 @@ std::size_t nbytes_of(const Communicator& communicator, const Operation& operati
   return count * factor * nbytes;
 }
 
-// As NCCL_CHECK_POINTERS=1, and more: the memory must be alive and large enough.
+// Like NCCL_CHECK_POINTERS=1, and more: the memory must be alive and large enough.
 void check_memory(const Communicator& communicator, const char* function, const char* name, const void* data,
                   std::size_t nbytes) {
   if (nbytes == 0) return;
@@ -65,7 +65,7 @@ void check_memory(const Communicator& communicator, const char* function, const 
           nbytes, " bytes at ", data, ", where the allocation has ", end - address, " left");
 }
 
-// Equal where a call is in place, else without a byte in common.
+// The two must coincide where a call is in place, and otherwise not have a byte in common.
 void check_overlap(const Communicator& communicator, const Operation& operation, std::size_t in_nbytes,
                    std::size_t out_nbytes) {
   if (in_nbytes == 0 || out_nbytes == 0) return;

@@ -14,7 +14,7 @@ using namespace emulation;
 
 namespace {
 
-// What a communicator is said to take, so that a program can read a plausible number.
+// How much memory a communicator is said to take, so that a program reads a plausible number.
 constexpr std::uint64_t kSuspendableNbytes = std::uint64_t{4} << 20;
 constexpr std::uint64_t kPersistentNbytes = std::uint64_t{1} << 20;
 
@@ -92,7 +92,7 @@ EMULATION_API const char* ncclGetErrorString(ncclResult_t result) {
   }
 }
 
-// Of the process: like the real one, it does not look at the communicator.
+// The process's last error: like the real one, it does not look at the communicator.
 EMULATION_API const char* ncclGetLastError(ncclComm_t) { return last_error(); }
 
 EMULATION_API ncclResult_t ncclMemAlloc(void** data, std::size_t nbytes) {
@@ -154,7 +154,7 @@ EMULATION_API ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, s
     const auto window = std::make_shared<Window>();
     window->number = ++communicator->num_windows;
     window->base = static_cast<char*>(data);
-    // Unlike those of other communicators: a window used with the wrong one is found.
+    // Different from those of other communicators, so that a window used with the wrong one is caught.
     static std::atomic<std::uintptr_t> last{std::uintptr_t{0x6eaa} << 48};
     *out = reinterpret_cast<ncclWindow_t>(last.fetch_add(16, std::memory_order_relaxed) + 16);
     communicator->windows[*out] = window;
@@ -204,7 +204,8 @@ EMULATION_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scala
     } else {
       std::memcpy(multiplier.scalar, scalar, element_nbytes(dtype));
     }
-    // Unlike in every other communicator of the process: a handle used with the wrong one is found.
+    // Different from those of all other communicators of the process, so that one used with the wrong
+    // communicator is caught.
     static std::atomic<int> last{ncclNumOps - 1};
     const int number = last.fetch_add(1, std::memory_order_relaxed) + 1;
     use->multipliers[number] = multiplier;

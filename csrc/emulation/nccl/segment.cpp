@@ -88,7 +88,7 @@ std::atomic<std::uint32_t>& Segment::signals(int dst, int src, int index, int co
 
 void Segment::barrier(Lane lane, const std::atomic<bool>& stop) {
   const auto index = static_cast<std::size_t>(lane);
-  // Release: what was written before the barrier is seen by who passes it (acquire below).
+  // Release: whoever passes the barrier (acquire below) sees what was written before it.
   const std::uint32_t mine = part(rank).arrivals[index].fetch_add(1, std::memory_order_acq_rel) + 1;
   ring();
   for (int peer = 0; peer < num_ranks; ++peer) {

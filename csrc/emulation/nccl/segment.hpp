@@ -22,7 +22,7 @@ constexpr std::size_t kControlNbytes = 256;
 constexpr int kMaxSignals = 16;
 constexpr int kMaxSignalContexts = 4;
 
-// Streams and host threads work at the same time, each in barriers of their own.
+// Streams and host threads work at the same time, and each have barriers of their own.
 enum class Lane { stream, control };
 
 // What a rank is about to do in a collective, for the others to compare.
@@ -35,8 +35,8 @@ struct CallRecord {
   std::int32_t root;
 };
 
-// One direction between two ranks. `state` is a hand-over: the sender alone writes the
-// rest while it is kEmpty, the receiver alone reads it while it is kFull.
+// One direction between two ranks. `state` hands the rest over: only the sender writes it
+// while `state` is kEmpty, only the receiver reads it while `state` is kFull.
 struct alignas(64) Channel {
   enum State : std::uint32_t { kEmpty, kFull, kRefused };
   std::atomic<std::uint32_t> state;
@@ -52,7 +52,7 @@ struct alignas(64) Channel {
 struct alignas(128) RankPart {
   std::atomic<std::uint32_t> arrivals[2];  // by Lane: barriers that the rank has entered
   pid_t pid;
-  std::uint64_t start_time;  // of the process, so that another one of the same number is told apart
+  std::uint64_t start_time;  // of the process, to tell it from a later one with the same pid
   std::int32_t device;
   CallRecord calls[2];  // by the sequence's parity: written anew only after a barrier
   char control[kControlNbytes];
@@ -69,8 +69,8 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
 
   // Both end with Interrupted when `stop` is set, and with Failure, ncclRemoteError, when a
-  // rank has died and FERRO_EMULATION_PEER_DEATH is remote_error: else, as on one host
-  // with GPUs, nobody notices.
+  // rank has died and FERRO_EMULATION_PEER_DEATH is remote_error. Otherwise nobody notices
+  // a death, as on one host with GPUs.
   void barrier(Lane lane, const std::atomic<bool>& stop);
   template <class Condition>
   void await(Condition condition, const std::atomic<bool>& stop) {
@@ -78,7 +78,7 @@ class Segment {
       // Before the condition is looked at: what changes afterwards changes the bell too.
       const std::uint32_t seen = head().bell.load(std::memory_order_seq_cst);
       if (condition()) return;
-      // Relaxed: the flag stands alone.
+      // Relaxed: nothing else is published with the flag.
       if (stop.load(std::memory_order_relaxed)) throw Interrupted{};
       pause(turn, seen);
     }
@@ -86,7 +86,7 @@ class Segment {
   // Wakes everybody who awaits something: call it after every change.
   void ring();
 
-  // Leaves with every rank what every rank gave: `all` has room for num_ranks of it.
+  // Leaves every rank with what every rank gave: `all` has room for num_ranks of it.
   void exchange(const void* mine, std::size_t nbytes, void* all, const std::atomic<bool>& stop);
 
   RankPart& part(int rank);

@@ -2,8 +2,8 @@
 //
 // A message goes through the channel of its pair of ranks, piece by piece: the sender
 // fills it when it is empty, the receiver empties it. The sender is done when the last
-// piece was taken, never before: as with a real NCCL, whose buffers are no promise, two
-// ranks that both send first and receive afterwards wait for ever, unless they group.
+// piece has been taken, never before: two ranks that both send first and receive afterwards
+// wait for ever unless they group, as with a real NCCL, which does not promise to buffer.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -141,7 +141,7 @@ void run_put(Communicator& communicator, const Operation& operation) {
     segment.ring();
     if (nbytes == 0) break;
   }
-  // Written when the operation ends: what follows in the stream may rely on it.
+  // The data is in place when the operation ends: what follows in the stream may rely on it.
   segment.await(is_empty, communicator.operations_stop());
 }
 

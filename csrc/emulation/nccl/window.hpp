@@ -1,8 +1,8 @@
 // Memory that other ranks may write into: ncclPutSignal.
 //
-// A real put needs nobody at its target. Here a thread of the target, one for each
-// communicator with windows, takes what comes in and writes it, so that memory freed
-// under a window faults in the process that freed it.
+// A real put needs no thread at its target. Here the target has one for each communicator
+// with windows, which takes what comes in and writes it, so that memory freed under a
+// window faults in the process that freed it.
 #ifndef EMULATION_NCCL_WINDOW_HPP
 #define EMULATION_NCCL_WINDOW_HPP
 
