@@ -1,10 +1,10 @@
-"""Say what this machine offers: versions, transports, devices, and who started us.
+"""Report what this machine offers: versions, transports, devices, and the launcher.
 
     python -m ferro_dist [--help] [--version]
 
-What is missing is named with the reason and the remedy. Nothing large is imported:
-versions of other packages are read from their metadata. Ends with 1 if the engine
-itself cannot be loaded, else with 0.
+For what is missing it gives the reason and the remedy. Nothing large is imported: versions of other
+packages are read from their metadata. The exit code is 1 if the engine itself cannot be loaded,
+else 0.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def main(argv: Sequence[str] = ()) -> int:
     """Print the report and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m ferro_dist",
-        description="Say what this machine offers: versions, transports, devices, and who "
-        "started us. What is missing is named with the reason and the remedy.",
+        description="Report what this machine offers: versions, transports, devices, and the "
+        "launcher. For what is missing it gives the reason and the remedy.",
         epilog="exit code: 1 if the engine itself cannot be loaded, else 0.",
         allow_abbrev=False,
     )
@@ -135,7 +135,7 @@ def transports(engine_problem: str | None) -> list[Row]:
 
 
 def shared_memory() -> str:
-    """Make the segment of a world of one, as a group would, and throw it away."""
+    """Make a segment for a single rank, as a group would, and throw it away."""
     from ferro_dist._native.host import create_segment
 
     try:
@@ -146,7 +146,7 @@ def shared_memory() -> str:
 
 
 def huge_pages() -> str:
-    """Say whether the kernel gives shared memory huge pages where it is asked to."""
+    """Say whether the kernel gives shared memory huge pages on request."""
     # The chosen word is the one in brackets: "always within_size [advise] never".
     chosen = read(HUGE_PAGES).partition("[")[2].partition("]")[0]
     if chosen in ("always", "within_size", "advise", "force"):
@@ -166,7 +166,7 @@ def tcp() -> str:
 
 
 def mpi() -> str:
-    """Name the MPI library that MpiBackend would use. It is loaded, and not initialised."""
+    """Name the MPI library that MpiBackend would use. It is loaded, but not initialised."""
     if importlib.util.find_spec("mpi4py") is not None:
         import mpi4py
 
@@ -184,7 +184,7 @@ def mpi() -> str:
 
 
 def nccl() -> str:
-    """Name the NCCL that NcclBackend would use. It is loaded, and connects to nobody."""
+    """Name the NCCL that NcclBackend would use. It is loaded, but connects to nobody."""
     if importlib.util.find_spec("ferro_dist._native.nccl") is None:
         return "no: the binding is missing: pip install . in the source tree builds it"
     from ferro_dist._native.cuda_libraries import load_nccl
@@ -220,7 +220,7 @@ def mixed_nccl() -> str:
 
 
 def cuda() -> str:
-    """Name the CUDA runtime that GPU arrays would use, and what the driver serves."""
+    """Name the CUDA runtime that GPU arrays would use, and the version that the driver supports."""
     if importlib.util.find_spec("ferro_dist._native.cuda_runtime") is None:
         return "no: the binding is missing: pip install . in the source tree builds it"
     from ferro_dist._native import cuda_runtime
@@ -296,7 +296,7 @@ def launcher() -> list[Row]:
 
 
 def read(path: str, limit: int = 4096) -> str:
-    """Return the text of a file of the kernel's, at most `limit` of it, "" if it is not there."""
+    """Return the first `limit` characters of a kernel file, "" if it does not exist."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(limit).strip()
@@ -305,6 +305,6 @@ def read(path: str, limit: int = 4096) -> str:
 
 
 if __name__ == "__main__":
-    # End as other programs do when who reads, like head, has enough.
+    # End as other programs do when the reader, like head, has enough.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

@@ -2,9 +2,9 @@
 
     ferrorun -n 2 -m ferro_dist.demo
 
-Each rank computes the gradients of its share of every batch, DDP adds them up over the
-ranks, and all ranks take the same step. Then rank 0 trains the same model once more by
-itself, on whole batches: all must end with the same weights.
+Each rank computes the gradients of its share of every batch, DDP adds them up over the ranks, and
+all ranks take the same step. Then rank 0 trains the same model once more by itself, on whole
+batches: both runs must end with the same weights.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ REQUIRED_ACCURACY = 0.96
 TEST_IMAGES = 360
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 
-# The ranks add the numbers that one process adds, in another order. That changes the last
-# bit of a float64, 1e-16 of its value; after some hundred steps 1e-15 to 1e-14 of it was
+# The ranks add the same numbers as one process, but in a different order. That changes the last
+# bit of a float64, 1e-16 of its value; after some hundred steps, differences of 1e-15 to 1e-14 were
 # measured. Data that is lost or counted twice changes the second digit.
 ALLOWED_DIFFERENCE = 1e-9
 
@@ -70,8 +70,8 @@ def train_on_all_ranks(
     say: Callable[[str], None],
 ) -> float:
     """Train the model data-parallel, report on the way, return the test accuracy."""
-    # Each rank divides its gradients by the size of the whole batch. What is left to do
-    # is a sum, and that is right for shares of uneven size too.
+    # Each rank divides its gradients by the size of the whole batch. Only a sum is left to do,
+    # which is right for shares of uneven size, too.
     ddp = fd.DDP(model, backend, average="sum")
     model.gradients = ddp.gradient_buffers()
     training, communication = Stopwatch(), Stopwatch()
@@ -106,11 +106,11 @@ def train_on_rank_0(digits: Digits, options: Options, backend: Backend) -> Class
 
 
 def largest_difference(model: Classifier, other: Classifier, backend: Backend) -> float:
-    """Return how far a weight of any rank's model is from that of the other."""
+    """Return how far any weight of any rank's model is from the other model's."""
     differences = [
         np.abs(weight - other.weights[name]).max() for name, weight in model.weights.items()
     ]
-    # Infinity, where a weight is no number: a NaN may get lost in a maximum.
+    # Infinity if a weight is NaN, which may get lost in a maximum.
     largest = np.nan_to_num(np.max(differences), nan=np.inf)
     return float(fd.allreduce(np.atleast_1d(largest), backend, fd.ReduceOp.MAX)[0])
 
@@ -147,8 +147,8 @@ class Trainer:
     ) -> None:
         """Go once through the training images.
 
-        By default alone. Otherwise this rank takes its share of every batch, and
-        `synchronize` makes gradients of the whole batch from those of the shares.
+        By default on its own. Otherwise this rank takes its share of every batch, and `synchronize`
+        combines the gradients of the shares into those of the whole batch.
         """
         order = self.rng.permutation(len(self.digits.train_labels))
         for start in range(0, len(order), self.batch_size):
@@ -203,8 +203,8 @@ class Classifier:
     def backward(self, probabilities: Array, labels: Array, batch_size: int) -> None:
         """Compute the gradients of the cross-entropy of these images, divided by `batch_size`.
 
-        They are written into the arrays of `gradients`, wherever those lie: DDP's are in
-        memory that all ranks reach, and are added up without being copied.
+        They are written into the arrays of `gradients`, wherever those are: DDP's are in memory
+        that all ranks can reach, and are added up without being copied.
         """
         d_scores = probabilities.copy()
         d_scores[np.arange(len(labels)), labels] -= 1
@@ -218,7 +218,7 @@ class Classifier:
 
 @dataclass
 class Digits:
-    """The 1797 handwritten digits of UCI that scikit-learn brings along, 8 × 8 pixels each."""
+    """The 1797 handwritten digits of UCI that come with scikit-learn, 8 × 8 pixels each."""
 
     train_images: Array
     train_labels: Array
@@ -227,7 +227,7 @@ class Digits:
 
     @classmethod
     def load(cls) -> Digits:
-        """Put some digits aside for the test: drawn by lot, the same ones in every run."""
+        """Put some digits aside for the test: chosen at random, but the same in every run."""
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
@@ -290,7 +290,7 @@ class Options:
 
 
 def natural(text: str) -> int:
-    """Read a number that is not negative."""
+    """Parse a number that is not negative."""
     number = int(text)
     if number < 0:
         raise ValueError(text)
@@ -298,7 +298,7 @@ def natural(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Read a number above zero."""
+    """Parse a number above zero."""
     number = int(text)
     if number < 1:
         raise ValueError(text)

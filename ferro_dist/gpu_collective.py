@@ -1,10 +1,10 @@
-"""Collectives that insist on arrays of a GPU.
+"""Collectives that insist on GPU arrays.
 
-They go through NCCL where the group has it (`NcclBackend`, `HybridBackend`). Elsewhere they
-raise `UnsupportedOp`. On groups of the engine (`HostBackend`, `TcpBackend`, `SimulatedBackend`)
-``FERROTORCH_ENABLE_GPU_FALLBACK`` allows the way through the host's memory; then each call gives
-a `GpuFallbackWarning`. The ordinary collectives do the same with a GPU's arrays, and take the
-host's as well; messages know no such way.
+They go through NCCL where the group has it (`NcclBackend`, `HybridBackend`). Elsewhere they raise
+`UnsupportedOp`. On groups of the engine (`HostBackend`, `TcpBackend`, `SimulatedBackend`)
+``FERROTORCH_ENABLE_GPU_FALLBACK`` allows the detour through host memory; each call then gives a
+`GpuFallbackWarning`. The ordinary collectives treat GPU arrays in the same way, and take host
+arrays as well; messages have no such detour.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def gpu_allreduce(
     timeout: float | None = None,
     tag: int = 0,
 ) -> Any:
-    """Reduce an array of a GPU over all ranks and give every rank the result, on its GPU.
+    """Reduce a GPU array over all ranks and give every rank the result, on its GPU.
 
     Parameters and errors are those of `ferro_dist.allreduce`.
 
     Parameters
     ----------
     x : array, any shape
-        On a GPU: of torch, CuPy or JAX.
+        On a GPU; from torch, CuPy or JAX.
 
     Returns
     -------
@@ -45,10 +45,10 @@ def gpu_allreduce(
     Raises
     ------
     InvalidArray
-        `x` is in the host's memory.
+        `x` is in host memory.
     UnsupportedOp
-        The group has no NCCL, and the way through the host's memory is not allowed, or not
-        there (MPI).
+        The group has no NCCL, and the detour through host memory is not allowed, or does not exist
+        (MPI).
     """
     _check_on_gpu(x, "gpu_allreduce", backend.rank)
     return collective.allreduce(
@@ -73,7 +73,7 @@ def gpu_broadcast(
     Parameters
     ----------
     x : array, any shape
-        On a GPU. On the root, what is sent; elsewhere it tells dtype and size.
+        On a GPU. On the root, what is sent; elsewhere it gives only dtype and size.
 
     Returns
     -------
@@ -82,7 +82,7 @@ def gpu_broadcast(
     Raises
     ------
     InvalidArray, UnsupportedOp
-        As `gpu_allreduce`.
+        As for `gpu_allreduce`.
     """
     _check_on_gpu(x, "gpu_broadcast", backend.rank)
     return collective.broadcast(

@@ -17,8 +17,8 @@ Front and supervisor are both subreapers: a process that a rank left behind, eve
 that made itself a daemon, becomes the child of whichever of the two is alive, where it
 is found and stopped.
 
-None of this imports more of ferro_dist than `cores`, nor argparse, dataclasses, typing or
-subprocess: they take longer to load than two ranks take to start.
+None of this imports anything of ferro_dist but `cores`, nor argparse, dataclasses, typing or
+subprocess, which take longer to load than two ranks take to start.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ usage: ferrorun [options] script.py [arguments]
        ferrorun [options] --no-python command [arguments]
 
 Start the ranks of a job on this host. Each line of their output is marked with the
-rank it comes from. The first rank that fails ends the job: its exit code is the job's.
+rank it comes from. The first rank that fails ends the job and gives it its exit code.
 Processes that the ranks leave behind are stopped when the last rank has ended.
 
   -n, --nproc N          ranks on this host (default: its usable cores)
@@ -52,7 +52,7 @@ Processes that the ranks leave behind are stopped when the last rank has ended.
       --env KEY=VALUE    set a variable for every rank; may be repeated
       --bind-to core     bind each rank to one core, in turn (default: none)
       --log-dir DIR      also write each rank's output to DIR/rank<N>.log
-      --emulate-gpu      let every rank find emulated GPUs, in place of CUDA and NCCL
+      --emulate-gpu      give every rank emulated GPUs in place of CUDA and NCCL
       --dry-run          print what would be run, and run nothing
       --version          print the version of ferro_dist
   -h, --help             print this text
@@ -63,9 +63,9 @@ Several hosts; run ferrorun once on each, with the same -n and FERRO_DIST_TOKEN:
       --rdzv-endpoint H:P      address of host 0 and a free port there; the next port
                                is announced as MASTER_PORT
 
-exit code: the first failing rank's (128 + number for a signal); 2 for a bad option;
-127 for a command that cannot be found, 126 for one that cannot be run; 141 when
-nobody reads the output any more; 1 when a port or file cannot be had.
+exit code: that of the first rank that fails (128 + number for a signal); 2 for a bad
+option; 127 for a command that cannot be found, 126 for one that cannot be run; 141 when
+nobody reads the output any more; 1 when a port or file is not available.
 """
 
 

@@ -1,4 +1,4 @@
-"""For testing code that runs on many ranks, and on GPUs: `run_ranks` plays all of them.
+"""Tools to test code that runs on many ranks, and on GPUs: `run_ranks` runs all ranks.
 
 >>> def body(backend):
 ...     return ferro_dist.allreduce(numpy.ones(2), backend).tolist()
@@ -7,9 +7,9 @@
 
 `body` is a module-level function, so that the processes find it by its name.
 
-`emulated_gpu` puts GPUs into a process that has none: CUDA's runtime and NCCL over the
-host's memory. It is an emulation: right or wrong order, early frees and calls that ranks
-disagree on show as on a GPU, but no time measured on it is a GPU's.
+`emulated_gpu` puts GPUs into a process that has none: the CUDA runtime and NCCL over host memory.
+It is an emulation: wrong order, early frees and calls on which ranks disagree show as on a GPU, but
+no time measured on it says anything about a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["RankDeath", "RankFailed", "emulated_gpu", "run_ranks", "share_gpu"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["ferro_dist.backends.host", "ferro_dist.testing"]
 
-# What all ranks together may take to exit once their bodies have returned.
+# How long all ranks together may take to exit once their bodies have returned.
 _EXIT_S = 30.0
 
 
@@ -61,7 +61,7 @@ class RankFailed(AssertionError):
 
 @dataclass(frozen=True)
 class RankDeath:
-    """In place of the result of a rank that ended without one, as it was allowed to.
+    """The result of a rank that ended without one, as it was allowed to.
 
     Attributes
     ----------
@@ -110,12 +110,12 @@ def run_ranks(
     *args
         Anything that can be pickled; the same for every rank.
     backend : str
-        ``"host"`` or ``"tcp"``, or ``"none"`` for a body that makes its own group: it is
-        called as ``body(rank, world_size, addr, *args)``, and `addr` suits `HostBackend`.
+        ``"host"``, ``"tcp"``, or ``"none"`` for a body that makes its own group: it is called as
+        ``body(rank, world_size, addr, *args)``, with an `addr` for `HostBackend`.
     timeout : float
-        Seconds until all bodies must have returned.
+        Seconds within which all bodies must return.
     may_die : collection of int
-        Ranks that may end without a result, for which they get a `RankDeath`, or die after it.
+        Ranks that may end without a result, which is then a `RankDeath`, or die after it.
     emulate_gpu : bool
         Call `emulated_gpu` in each process first.
 
@@ -126,9 +126,9 @@ def run_ranks(
     Raises
     ------
     RankFailed
-        For the first rank that failed, also while it exited. The others are killed.
+        Some rank failed, even while it exited; raised for the first. The others are killed.
     TypeError
-        `body` is no module-level function: other processes could not import it.
+        `body` is not a module-level function: other processes could not import it.
     """
     if backend not in ("host", "tcp", "none"):
         raise ValueError(f"backend must be 'host', 'tcp' or 'none', not {backend!r}")
@@ -159,7 +159,7 @@ def run_ranks(
 
 
 def _preload() -> None:
-    """Let the server, if it does not run yet, import the package beside what its user wants."""
+    """Let the server, if it is not running yet, import the package besides what the user wants."""
     wanted = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
     if wanted == ["__main__"]:  # the default: nobody has asked for it, and it may be large
         wanted = []
@@ -211,7 +211,7 @@ def _play(
     except BaseException:
         outcome = _failure("raised")
     try:
-        # By value: as multiprocessing sends a tensor of torch, it would end with this process.
+        # By value: a torch tensor, as multiprocessing sends it, would end with this process.
         connection.send_bytes(pickle.dumps(outcome))
     except Exception:
         connection.send(_failure("returned what cannot be sent to the caller"))
@@ -259,7 +259,7 @@ def _settle(rank: _Rank, may_die: set[int]) -> None:
 
 
 def _await_exits(run: _Run, deadline: float, may_die: set[int]) -> None:
-    """Wait for the interpreters of bodies that have returned: crashes and hangs at exit count."""
+    """Wait until ranks whose bodies have returned exit: crashes and hangs at exit count, too."""
     for rank in run.ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
         exitcode = rank.process.exitcode
@@ -293,7 +293,7 @@ def _killing_survivors(run: _Run) -> Iterator[None]:
     finally:
         started = [rank for rank in run.ranks if rank.process.pid is not None]
         for rank in started:
-            rank.process.kill()  # nothing, if it has ended
+            rank.process.kill()  # does nothing if it has ended
         for rank in started:
             rank.process.join()
         for rank in run.ranks:
@@ -318,12 +318,12 @@ def emulated_gpu(
     cuda : int
         12 or 13: the version of the CUDA runtime, where ferrorun has not chosen one.
     devices : int, optional
-        How many; else ``FERRO_EMULATION_DEVICES``, else 1. The first call decides.
+        Their number; by default ``FERRO_EMULATION_DEVICES``, else 1. The first call decides.
     delay_us : int, optional
-        Microseconds by which every operation in a stream is late; else
+        Microseconds by which every operation in a stream is late; by default
         ``FERRO_EMULATION_DELAY_US``, else 0.
     faults : str, optional
-        Faults on demand; else ``FERRO_EMULATION_FAULT``, else none.
+        Faults on demand; by default ``FERRO_EMULATION_FAULT``, else none.
 
     Returns
     -------
@@ -348,11 +348,11 @@ def emulated_gpu(
 
 
 def share_gpu(rank: int) -> None:
-    """Let several ranks share one GPU, which NCCL refuses unless it is told.
+    """Let several ranks share one GPU, which NCCL refuses by default.
 
     Call it on every rank before the first group is made, and before JAX looks for its devices: both
-    read their environment once. JAX then takes memory as it needs it, in place of most of the GPU's
-    at once, which would leave the other ranks none.
+    read their environment once. JAX then takes memory as it needs it; otherwise it would take most
+    of the GPU's at once, and leave the other ranks none.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 """The command line of ferrorun, checked.
 
-Read by hand: argparse takes the script's own options for ours, and it and getopt take
+Parsed by hand: argparse would take the script's options for ferrorun's own, and it and getopt take
 6 ms to load, a quarter of what starting a job may cost.
 """
 
@@ -20,10 +20,10 @@ EXIT_NOT_FOUND = 127
 # What the engine can name in an error: kMaxWorldSize of csrc/ferro/error.hpp.
 MAX_WORLD_SIZE = 8190
 
-# Where the libraries lie that --emulate-gpu puts in place of the real ones.
+# Where the libraries are that --emulate-gpu puts in place of the real ones.
 EMULATION_DIR = os.path.join(os.path.dirname(os.path.dirname(__file__)), "_emulation")
 
-# What the launcher says of a rank; --env may not contradict it.
+# What the launcher tells a rank about itself; --env may not contradict it.
 IDENTITY = (
     "FERRO_RANK",
     "FERRO_WORLD_SIZE",
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cores: Sequence[int])
 
 
 def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return our options as pairs of long name and value, and the words after them."""
+    """Return ferrorun's options as pairs of long name and value, and the words after them."""
     pairs = []
     words = list(argv)
     while words and words[0].startswith("-"):
@@ -248,5 +248,5 @@ def _check_emulation(options: Options) -> None:
 
 
 def usable_cores() -> list[int]:
-    """Return the cores this process may run on, no more of them than its CPU quota pays for."""
+    """Return the cores that this process may run on, as many as its CPU quota allows."""
     return sorted(os.sched_getaffinity(0))[: count_own()]

@@ -26,7 +26,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ferro_dist._launch.command_line import Options
 
-# SIGKILL to giving up on a process that the kernel does not let die (state D).
+# From SIGKILL until a process that the kernel does not let die (state D) is given up.
 UNKILLABLE_S = 2.0
 SI_KERNEL = 0x80  # siginfo's si_code of a signal that the terminal sent
 
@@ -36,14 +36,14 @@ def run_job(options: Options) -> int:
     signals = InheritedSignals()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     control_read, control_write = os.pipe()
-    # A rank that reads the terminal must be in the foreground group, which is ours.
+    # A rank that reads the terminal must be in the foreground group, which is this process's.
     terminal_group = os.getpgrp() if os.isatty(0) else None
     supervisor = os.fork()
     if supervisor == 0:
         os.close(control_write)
         exit_with(lambda: supervise(options, signals, control_read, terminal_group))
     os.close(control_read)
-    # Whoever writes to rank 0 must notice when it has stopped reading.
+    # A process that writes to rank 0 must notice when it has stopped reading.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     status = _relay_signals(supervisor, control_write, signals.forwarded)
     _bury_descendants()
@@ -72,7 +72,7 @@ def _relay_signals(supervisor: int, control: int, forwarded: frozenset[signal.Si
 
 
 def _bury_descendants() -> None:
-    """Kill what a killed supervisor left behind; its children have become ours."""
+    """Kill what a killed supervisor left behind; its children are now this process's."""
     deadline = time.monotonic() + UNKILLABLE_S
     while time.monotonic() < deadline:
         try:

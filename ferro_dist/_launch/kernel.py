@@ -1,4 +1,4 @@
-"""What the kernel knows of processes, for front and supervisor alike."""
+"""What the kernel knows about processes, for front and supervisor alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def open_standard_fds() -> None:
-    """Fill closed standard descriptors, so that no pipe of ours takes their numbers."""
+    """Fill closed standard descriptors, so that no pipe of the launcher takes their numbers."""
     for fd in (0, 1, 2):
         if not _is_open(fd):
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
@@ -32,7 +32,7 @@ def _is_open(fd: int) -> bool:
 
 
 def show(text: str) -> None:
-    """Write text that was asked for to standard output, for as long as somebody reads."""
+    """Write requested text to standard output, for as long as somebody reads."""
     data = text.encode(errors="surrogateescape")
     with contextlib.suppress(BrokenPipeError):
         while data:
@@ -74,7 +74,7 @@ def descendants(root: int) -> list[int]:
 def kill_all(pids: Iterable[int], signum: int) -> None:
     """Send a signal to each of them that is still there."""
     for pid in pids:
-        # A set-uid process is not ours to kill; the job's deadline reports it.
+        # A set-uid process cannot be killed; the job's deadline reports it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)
 

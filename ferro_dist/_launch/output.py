@@ -18,7 +18,7 @@ EXIT_CANNOT_WRITE = 1
 READ_NBYTES = 1 << 16
 # Ranks that write faster than the reader reads are held up beyond this.
 QUEUE_NBYTES = 1 << 20
-# Longer lines are broken, so that a rank which never ends one cannot exhaust memory.
+# Longer lines are broken, so that a rank that never ends a line cannot exhaust memory.
 LINE_NBYTES = 1 << 26
 # poll() promises that this much can be written to a pipe without blocking.
 PIPE_NBYTES = select.PIPE_BUF
@@ -81,7 +81,7 @@ class Stream:
         return self._partial_nbytes > 0
 
     def read(self) -> bytes | None:
-        """Return what is there; empty at the end of the stream, None if it has nothing now."""
+        """Return what has arrived: empty at the end of the stream, None if nothing has."""
         try:
             return os.read(self.fd, READ_NBYTES)
         except BlockingIOError:
@@ -139,7 +139,7 @@ class Output:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all was written that is going to be."""
+        """Whether everything that will be written has been."""
         return self._is_dropping or not self._queue
 
     @property

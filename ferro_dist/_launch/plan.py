@@ -1,4 +1,4 @@
-"""What each rank is started with. Pure: --dry-run shows it, the supervisor runs it."""
+"""What each rank is started with. A pure function: --dry-run shows it, the supervisor runs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ferro_dist._launch.command_line import Options
 
-# What an outer launcher said of us; it is not true of our ranks.
+# What an outer launcher said about this process; it is not true of its ranks.
 FOREIGN_IDENTITY = (
     "FERRO_LISTEN_FD",
     "MPI_LOCALNRANKS",
@@ -117,7 +117,7 @@ def _rank_env(
 
 
 def _emulation_env(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
-    """Let the linker find the emulated libraries first; a GPU for each rank, unless told."""
+    """Let the linker find the emulated libraries first; by default with a GPU for each rank."""
     given = options.env.get("LD_LIBRARY_PATH", environ.get("LD_LIBRARY_PATH", ""))
     name = "FERRO_EMULATION_DEVICES"
     devices = options.env.get(name, environ.get(name, str(options.nproc)))

@@ -101,7 +101,7 @@ class Spawner:
         return Rank(command, pid, streams, error_read, has_group=group is None)
 
     def release(self) -> None:
-        """Close what is now the ranks' alone; MASTER_PORT stays taken."""
+        """Close what only the ranks need now; MASTER_PORT stays taken."""
         for listener in self._sockets[:1]:
             os.close(listener)
         os.dup2(self._devnull, 0)

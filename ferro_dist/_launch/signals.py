@@ -1,4 +1,4 @@
-"""Which signals the job obeys, and how they were handled before it came."""
+"""Which signals the job obeys, and how they were handled before it started."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ EXIT_SIGNALLED = 128  # plus the signal's number
 
 
 class InheritedSignals:
-    """How signals were handled before we came, for the ranks to have it so again."""
+    """How signals were handled before the launcher, to be restored in the ranks."""
 
     def __init__(self) -> None:
         self.ignored = {s for s in FORWARDED if signal.getsignal(s) is signal.SIG_IGN}
         # A signal ignored by nohup or a shell's & stays ignored.
         self.forwarded = FORWARDED - self.ignored
-        # If it was ignored, the kernel would reap the children before we can.
+        # If it stayed ignored, the kernel would reap the children before the launcher can.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # Blocked before the fork: none is lost in between, and the front takes them
-        # one by one with sigwaitinfo, which tells who sent them.
+        # Blocked before the fork, so that none is lost in between; the front takes them one by one
+        # with sigwaitinfo, which tells who sent them.
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self.forwarded | {signal.SIGCHLD}) - {
             signal.SIGCHLD
         }
 
     def shield_supervisor(self) -> None:
-        """Leave the front's signals to the front, even where both are sent one by name."""
+        """Leave the front's signals to the front, even if one is sent to this process, too."""
         for signum in FORWARDED - {signal.SIGCONT}:
             signal.signal(signum, signal.SIG_IGN)
-        # Writing to the terminal from the background must not stop us.
+        # Writing to the terminal from the background must not stop the supervisor.
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
 

@@ -30,9 +30,9 @@ from ferro_dist._launch.signals import (
     name_of,
 )
 
-# SIGTERM to SIGKILL. With the kill itself, stragglers are gone within 5 s.
+# From SIGTERM to SIGKILL. With the kill itself, stragglers are gone within 5 s.
 GRACE_S = 4.0
-# SIGKILL to giving up on a process that the kernel does not let die (state D).
+# From SIGKILL until a process that the kernel does not let die (state D) is given up.
 UNKILLABLE_S = 2.0
 # A signalled job waits for a reader of its last output no longer than this.
 READER_S = 1.0
@@ -120,7 +120,7 @@ class Job:
         self._reap()
 
     def _is_called_off(self) -> bool:
-        """Hear the front between two starts: of thousands of ranks they take minutes."""
+        """Listen to the front between two starts: those of thousands of ranks take minutes."""
         assert self._control is not None
         if not select.select([self._control], [], [], 0)[0]:
             return False
@@ -148,9 +148,9 @@ class Job:
             self._exit_code, self._reason, self._culprit = exit_code, reason, culprit
 
     def _finish(self) -> None:
-        """Show the rest of the output, and last of all why the job ended."""
+        """Show the rest of the output, and finally why the job ended."""
         for stream in list(self._streams.values()):
-            # A process beyond our reach may hold the other end: do not wait for it.
+            # A process out of reach may hold the other end: do not wait for it.
             while self._read(stream):
                 pass
             self._close(stream)
@@ -158,7 +158,7 @@ class Job:
         if self._reason:
             words = self._culprit.last_words() if self._culprit else ""
             self._output.say(self._reason + words)
-        # Only output is left to write. Who stopped the job may not be there to read it.
+        # Only output is left to write. Whoever stopped the job may not be there to read it.
         self._deadline = time.monotonic() + READER_S if self._was_told_to_stop else None
         self._is_finished = True
 
@@ -244,7 +244,7 @@ class Job:
     # Signals.
 
     def _obey(self) -> None:
-        """Do what the front says, or what its end means."""
+        """Do what the front asks for, or what its end calls for."""
         self._follow(self._hear())
 
     def _hear(self) -> bytes:
@@ -260,7 +260,7 @@ class Job:
             self._forward(signal.Signals(order & ~FROM_TERMINAL), bool(order & FROM_TERMINAL))
 
     def _abandon(self) -> None:
-        """Kill what the front, which is dead, has left to us."""
+        """Kill what the dead front has left to this process."""
         self._control = None
         self._settle(EXIT_SIGNALLED + signal.SIGKILL, "")
         self._output.drop()
@@ -270,7 +270,7 @@ class Job:
         self._was_told_to_stop |= signum in STOPPING
         self._interrupts += signum == signal.SIGINT
         for rank in self._ranks.values():
-            # The terminal has told its foreground group itself.
+            # The terminal has sent this to its foreground group itself.
             if rank.has_group or not is_from_terminal:
                 rank.signal(signum)
         if self._interrupts > 1:
@@ -284,7 +284,7 @@ class Job:
     # Ends of processes.
 
     def _reap(self) -> None:
-        """Collect every process that has ended, ours and those left to us."""
+        """Collect every child that has ended, and every process that has become one."""
         ended = []
         has_children = True
         while has_children:
@@ -306,8 +306,8 @@ class Job:
             self._finish()
 
     def _judge(self, ended: list[Rank]) -> None:
-        # The kernel does not tell which of them was first. One that crashed is likelier
-        # the cause than one that reports an error, or aborts because it lost its peer.
+        # The kernel does not tell which of them was first. A rank that crashed is more likely the
+        # cause than one that reports an error, or aborts because it lost its peer.
         ended.sort(key=lambda rank: rank.status >= 0 or rank.status == -signal.SIGABRT)
         for rank in ended:
             if rank.status:
@@ -322,7 +322,7 @@ class Job:
             self._deadline = self._deadline or time.monotonic() + GRACE_S
 
     def _stop(self) -> None:
-        """Ask the ranks to end, and see to it that they do."""
+        """Ask the ranks to end, and make sure that they do."""
         if self._deadline is not None or self._is_finished:
             return
         self._deadline = time.monotonic() + GRACE_S
@@ -352,7 +352,7 @@ class Job:
         self._kill_descendants()
 
     def _kill_descendants(self) -> None:
-        # One forked after the list was made becomes our child when its parent dies,
+        # A process forked after the list was made becomes this one's child when its parent dies,
         # and is found when that death is reaped.
         kill_all(descendants(os.getpid()), signal.SIGKILL)
 

@@ -4,14 +4,14 @@ Each rank holds a replica of the model and computes gradients on its share of th
 Before the optimizer steps, gradients are averaged over the ranks, bucket by bucket
 (`ferro_dist.parallel.reducer`).
 
-`DDP` is what users construct and what all kinds have in common. A kind knows one sort of
-module: where its parameters are, when a gradient is there, when backward has ended.
+`DDP` is what users construct, and holds what all kinds have in common. A kind knows one sort of
+module: where its parameters are, when a gradient is ready, when backward has ended.
 
 =====================================  ==================================================
 module                                 kind
 =====================================  ==================================================
 ``torch.nn.Module``                    `ferro_dist.integrations.torch_ddp.TorchDDP`
-pytree with arrays of JAX              `ferro_dist.integrations.jax_ddp.JaxDDP`
+pytree with JAX arrays                 `ferro_dist.integrations.jax_ddp.JaxDDP`
 with ``parameters()`` and ``grads()``  `ferro_dist.parallel.array_ddp.ArrayDDP`
 dict or list of arrays                 `ferro_dist.parallel.array_ddp.ArrayDDP`
 =====================================  ==================================================
@@ -43,9 +43,9 @@ ModuleT = TypeVar("ModuleT")
 
 
 class Kind(abc.ABC):
-    """What `DDP` asks of those who know one sort of module.
+    """What `DDP` asks of the classes that know one sort of module.
 
-    Beside `DDP`, not above it: a class with abstract methods could not be what users construct.
+    It is no base of `DDP`: users could not construct a class with abstract methods.
     """
 
     __slots__ = ()
@@ -56,12 +56,12 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def _prepare(self, options: Options, first_tag: int) -> None:
-        """Make what averages gradients, now that all ranks agree."""
+        """Set up the averaging of gradients, now that all ranks agree."""
 
     @property
     @abc.abstractmethod
     def _held(self) -> Any:
-        """The module; None once it was given back."""
+        """The module, or None after it was given back."""
 
     @abc.abstractmethod
     def _release(self) -> None:
@@ -69,7 +69,7 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def _average(self, grads: Any, weight: float | None) -> Any:
-        """Do what `DDP.sync_gradients` says, with a weight that was checked."""
+        """Do what `DDP.sync_gradients` says; the weight has been checked."""
 
     @abc.abstractmethod
     def _broadcast(self, root: int) -> None:
@@ -87,94 +87,94 @@ class Kind(abc.ABC):
         return []
 
     def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
-        """Overwrite the state of optimizers: those given to `join`, and any that DDP steps."""
+        """Overwrite the state of the optimizers given to `join`, and of any that DDP steps."""
         assert not optimizers  # they have been refused
 
 
 class DDP(Generic[ModuleT]):
-    """Keep the replicas of a module equal while each rank trains on other data.
+    """Keep the replicas of a module equal while each rank trains on its own data.
 
-    All ranks construct it together, with the same arguments. It compares names, order,
-    shapes and dtypes of all parameters over the ranks, and which of them are trained, then
+    All ranks construct it together, with the same arguments. It checks that names, order, shapes
+    and dtypes of all parameters, and which of them are trained, are the same on all ranks, then
     gives every rank the parameters of `root`.
 
     Parameters
     ----------
     module : object
-        A ``torch.nn.Module``: DDP is one too, and every backward that reaches its
-        parameters ends with averaged gradients. Or a pytree of parameters in which there are
-        arrays of JAX: see `ferro_dist.integrations.jax_ddp.JaxDDP`. Or an object with
-        ``parameters()`` and ``grads()``, each of which returns a dict of name to array, or a
-        list of arrays in a fixed order; or the dict or list of parameters itself:
-        `sync_gradients` averages their gradients. Arrays are writable, of NumPy, CuPy or torch;
-        float16, bfloat16, float32, float64, complex64 or complex128.
+        A ``torch.nn.Module``: then DDP is one too, and every backward that reaches its parameters
+        ends with averaged gradients. Or a pytree of parameters with JAX arrays: see
+        `ferro_dist.integrations.jax_ddp.JaxDDP`. Or an object with ``parameters()`` and
+        ``grads()``, each of which returns a dict of name to array, or a list of arrays in a fixed
+        order; or the dict or list of parameters itself: then `sync_gradients` averages the
+        gradients. Their arrays are writable, from NumPy, CuPy or torch; float16, bfloat16, float32,
+        float64, complex64 or complex128.
     backend : Backend
-        The group. It stays the caller's to close. Arrays are where it moves them: in host
-        memory, on the GPU of an `NcclBackend`, or some here and some there for a `HybridBackend`.
+        The group; closing it is left to the caller. Arrays must be where it can move them: in host
+        memory, on the GPU of an `NcclBackend`, or some in each for a `HybridBackend`.
     bucket_mb : float, default 25
         Largest bucket, in MiB.
     average : {"mean", "sum", "contributors"}, default "mean"
-        What becomes of the gradients of the ranks. ``"sum"`` is right where each rank
-        has divided its loss by the size of the whole batch. ``"contributors"`` divides each
-        gradient by the number of ranks that had one, in place of the number of ranks.
+        How the gradients of the ranks are combined. ``"sum"`` is right if each rank has divided its
+        loss by the size of the whole batch. ``"contributors"`` divides each gradient by the number
+        of ranks that had one, not by the number of all ranks.
     compress : {None, "fp16", "bf16"} or callable, optional
         How real gradients of 32 and 64 bits travel. A callable gets a
         `ferro_dist.parallel.bucket.Bucket`, the backend and a `ReduceOp`, and reduces
-        ``bucket.gradients`` (or its ``views``) in place, the same on all ranks. It returns
-        nothing, what it has reduced, or a `Work` to wait for.
+        ``bucket.gradients`` (or its ``views``) in place, alike on all ranks. It returns None, what
+        it has reduced, or a `Work` to wait for.
     overlap : bool or "always", default True
-        Whether buckets are reduced while backward goes on. True does so where each rank has two
-        cores: a reduction in shared memory is work for a core, and where backward
-        and reduction share one, doing one after the other is faster. Results are the same.
+        Whether buckets are reduced while backward goes on. True does so if each rank has two cores:
+        a reduction in shared memory keeps a core busy, and where backward and reduction share one,
+        running one after the other is faster. Results are the same.
     sync_buffers : bool, default True
-        Whether all ranks get the buffers of `root` (running means of a BatchNorm) with
-        every average: those that the module has when it is wrapped.
+        Whether all ranks get the buffers of `root` (such as running means of a BatchNorm) with
+        every average. Only buffers that the module has when it is wrapped count.
     root : int, default 0
-        Whose parameters all ranks start with.
+        The rank whose parameters all ranks start with.
     find_unused_parameters, static_graph, gradient_as_bucket_view : optional
-        Accepted for those who come from torch's DDP, and of no effect: parameters may be
-        unused at any time, on any rank, and gradients always lie in buckets.
+        Accepted for those who come from torch's DDP, but without effect: parameters may be unused
+        at any time, on any rank, and gradients always lie in buckets.
 
     Raises
     ------
     TypeError, ValueError
-        Arguments or a module that cannot be wrapped. Nothing was sent.
+        Bad arguments, or a module that cannot be wrapped. Nothing was sent.
     CollectiveMismatch
         The ranks hold different modules. Raised on all of them, naming the first
         parameter that differs. The group stays usable.
 
     Notes
     -----
-    What is not an attribute of the wrapper is one of the module, to read, to set and to
-    call: ``ddp(inputs)``, ``ddp.learning_rate = 0.1``.
+    Attributes that the wrapper does not have are those of the module, to read, to set and to call:
+    ``ddp(inputs)``, ``ddp.learning_rate = 0.1``.
 
-    A gradient that no rank has stays None. One that some ranks have is averaged with zeros
-    for the others.
+    A gradient that no rank has stays None. One that only some ranks have is averaged with zeros for
+    the others.
 
-    An exception on one rank alone ends the group, as the others would wait for that rank:
-    in a torch module's forward, save in evaluation mode, inside `no_sync` and under
-    ``torch.no_grad()``; in backward, once that has come to the module's outputs; and while
-    gradients are averaged. An exception elsewhere, in the computation of the loss say, is to end
-    its rank: one that goes on with its next batch has it averaged with the others' last. To skip
-    a batch that does not fit, check it before, or give all ranks another. The group's ``shrink``
-    makes a new one. A group of one rank goes on.
+    An exception on a single rank ends the group, as the others would wait for that rank, if it
+    strikes in a torch module's forward (but not in evaluation mode, inside `no_sync` or under
+    ``torch.no_grad()``), in backward once that has reached the module's outputs, or while gradients
+    are averaged. An exception elsewhere, such as in the computation of the loss, should end its
+    rank: if the rank goes on, its next batch is averaged with the others' last. To skip a batch
+    that does not fit, check it beforehand, or give all ranks another. The group's ``shrink`` makes
+    a new group. A group of one rank goes on.
 
-    Gradients are views of buckets: the next average overwrites what this one left. Copy what
-    is to be kept.
+    Gradients are views of buckets: the next average overwrites what this one left. Copy what you
+    want to keep.
 
-    On a GPU nothing waits but streams: a call returns when the work is queued, and raises what
-    is known by then. Only where a rank lacks a gradient, which another one may have, does its
-    host wait for the reduction, and with ``average="contributors"``; over a `HybridBackend` it
-    waits until the other hosts have come to the same backward. If a rank is lost, averages
-    under way are undefined, and a step that was queued behind them as well: go on from a
-    checkpoint. `HybridBackend` names the rank that failed, soon; NCCL alone tells nobody, and
-    the others find out when a call's time is up. Nor does it compare calls: over an `NcclBackend`
-    freeze, unfreeze and convert parameters on all ranks before the same forward. One that does so
-    alone makes another call than the others, and what comes of that is undefined.
+    On a GPU only streams wait: a call returns when the work is queued, and raises errors that are
+    known by then. A host waits for the reduction only if its rank lacks a gradient that another
+    rank may have, or with ``average="contributors"``; over a `HybridBackend` it also waits until
+    the other hosts have reached the same backward. If a rank is lost, averages under way are
+    undefined, as is a step that was queued behind them: go on from a checkpoint. `HybridBackend`
+    soon names the rank that failed; NCCL alone tells nobody, and the others find out when a call
+    times out. Nor does NCCL compare calls: over an `NcclBackend`, freeze, unfreeze and convert
+    parameters on all ranks before the same forward. If one rank does so alone, its calls differ
+    from the others', and the result is undefined.
 
     Examples
     --------
-    With torch nothing but the wrapping changes:
+    With torch only the wrapping is new:
 
     >>> ddp = DDP(model, backend)
     >>> for inputs, targets in my_share_of_the_data:
@@ -182,7 +182,7 @@ class DDP(Generic[ModuleT]):
     ...     optimizer.step()
     ...     optimizer.zero_grad()
 
-    Elsewhere say when gradients are there:
+    Otherwise say when gradients are ready:
 
     >>> ddp = DDP(model, backend)
     >>> for inputs, targets in my_share_of_the_data:
@@ -221,8 +221,8 @@ class DDP(Generic[ModuleT]):
         _check_arguments(module, backend)
         options = Options(backend, bucket_mb, average, compress, overlap, sync_buffers, root)
         lines = self._kind._adopt(module, options)
-        # Drawn by lot for this wrapper: two of one shape, synchronized in different order
-        # on different ranks, would otherwise exchange their gradients unnoticed.
+        # Drawn at random for this wrapper: two of the same shape, synchronized in different order
+        # on different ranks, would otherwise mix up their gradients unnoticed.
         first_tag = agree_on_manifest([f"settings {options}", *lines], backend, op="DDP")
         self._start(options, first_tag)
         self._kind._broadcast(options.root)
@@ -236,7 +236,7 @@ class DDP(Generic[ModuleT]):
         self._no_sync_depth, self._last_present = 0, ()
         self._kind._prepare(options, first_tag)
 
-    if TYPE_CHECKING:  # what the kinds have of the module
+    if TYPE_CHECKING: # the kinds get these from the module
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -254,11 +254,11 @@ class DDP(Generic[ModuleT]):
 
     @property
     def backend(self) -> Backend:
-        """The group that gradients are averaged over."""
+        """The group over which gradients are averaged."""
         return self._backend
 
     def into_inner(self) -> ModuleT:
-        """Give the module back; the wrapper is of no use afterwards."""
+        """Give the module back; the wrapper is useless afterwards."""
         module = self.module
         self._kind._release()
         return module
@@ -266,15 +266,15 @@ class DDP(Generic[ModuleT]):
     def broadcast_parameters(self, root: int | None = None, params: Any = None) -> Any:
         """Overwrite the parameters and buffers of all ranks with those of one.
 
-        Called by all ranks, where parameters were changed outside training: a checkpoint
-        that one rank has loaded.
+        Called by all ranks, after parameters were changed outside training, for instance by loading
+        a checkpoint on one rank.
 
         Parameters
         ----------
         root : int, optional
-            Whose parameters. None means the `root` that DDP was constructed with.
+            The rank whose parameters are used. None means the `root` given to the constructor.
         params : pytree, optional
-            Of arrays of JAX, which are returned anew. Other modules hold their parameters.
+            Of JAX arrays; new ones are returned. Other modules hold their parameters themselves.
         """
         _refuse_params("broadcast_parameters", params)
         _ = self.module  # raises if it was given back
@@ -283,20 +283,20 @@ class DDP(Generic[ModuleT]):
     def sync_gradients(self, grads: Any = None, *, weight: float | None = None) -> Any:
         """Replace each gradient by its average over all ranks.
 
-        Called by all ranks, after backward and before the optimizer's step. With torch
-        every backward does it by itself; this is for what `no_sync` left alone, and for
-        gradients that were set by hand.
+        Called by all ranks, after backward and before the optimizer's step. With torch every
+        backward does this by itself; call it for what `no_sync` left alone, and for gradients that
+        were set by hand.
 
         Parameters
         ----------
         grads : dict of str to array, or list of arrays, optional
-            Shapes and dtypes as those of the parameters; overwritten. By default those of
-            the module.
+            With the shapes and dtypes of the parameters; overwritten. By default those of the
+            module.
         weight : float, optional
-            What this rank's gradients count, at least 0; on all ranks or on none. The mean is
-            then the weighted mean: with the number of tokens as the weight, and a loss that
-            is a mean over tokens, that over the tokens of all ranks. A sum has each
-            gradient multiplied by its weight.
+            How much this rank's gradients count, at least 0; given on all ranks or on none. The
+            mean is then the weighted mean: with the number of tokens as the weight, and a loss that
+            is a mean over tokens, it is the mean over the tokens of all ranks. In a sum each
+            gradient is multiplied by its weight.
 
         Returns
         -------
@@ -306,19 +306,19 @@ class DDP(Generic[ModuleT]):
         Raises
         ------
         TypeError, ValueError
-            Gradients that do not fit the parameters, or a weight that is none. Nothing was
-            sent. Or the weights of all ranks are 0: raised on all; the group stays usable.
+            Gradients that do not fit the parameters, or an invalid weight. Nothing was sent. Or the
+            weights of all ranks are 0: raised on all; the group stays usable.
         CollectiveMismatch
             Only some ranks gave a weight (inside `join` that is a ValueError), or they train
-            other parameters. Raised on all ranks; the group stays usable.
+            different parameters. Raised on all ranks; the group stays usable.
 
         Notes
         -----
-        A gradient that is None, or absent from a dict, counts as zeros. Where every rank
-        lacks it, it stays absent; where another rank has it, the average is put in its
-        place, so that all ranks take the same step.
+        A gradient that is None, or absent from a dict, counts as zeros. If every rank lacks it, it
+        stays absent; if another rank has it, the average takes its place, so that all ranks take
+        the same step.
 
-        With torch, and an average other than the mean, gradients that were averaged already
+        With torch, and an average other than the mean, gradients that have been averaged already
         are left as they are, unless they were written to since.
         """
         _ = self.module  # raises if it was given back
@@ -326,10 +326,10 @@ class DDP(Generic[ModuleT]):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients as they are, inside the block: to accumulate those of several batches.
+        """Do not average gradients inside the block, to accumulate those of several batches.
 
         What counts is where backward is called. The first backward after the block averages
-        all that was accumulated, in place of it.
+        everything that was accumulated, and the average replaces it.
         """
         self._no_sync_depth += 1
         try:
@@ -339,32 +339,32 @@ class DDP(Generic[ModuleT]):
 
     @contextlib.contextmanager
     def join(self, *optimizers: Any) -> Iterator[None]:
-        """Let ranks run out of data one by one, inside the block.
+        """Let ranks run out of data at different times, inside the block.
 
-        All ranks enter it. A rank that leaves it goes on to take part in the averages of the
-        others, without a gradient of its own, until all have left; then all get the parameters
-        of one that was there to the last. A mean counts those that have left with zeros; with
-        ``average="contributors"`` they do not count.
+        All ranks enter it. A rank that reaches its end goes on to take part in the averages of the
+        others, without a gradient of its own, until all have reached it; then all get the
+        parameters of a rank that was among the last. A mean counts ranks that are done with zeros;
+        with ``average="contributors"`` they do not count.
 
-        One wrapper at a time: ranks that train two in turn must leave both together. Inside
-        the block each average costs one more small all_gather. Gradients are not sent: set them to
-        zero after the block.
+        Use it with one wrapper at a time: ranks that train two in turn must leave both together.
+        Inside the block each average costs one more small all_gather. Gradients themselves are not
+        made equal at the end: set them to zero after the block.
 
         Parameters
         ----------
         *optimizers : torch.optim.Optimizer
-            All ranks get their state and options too, from the same rank: one with moments, such
-            as Adam, would otherwise go on differently on ranks that have left early, and the
-            replicas drift apart. That of `step_in_backward` needs no mention. A scheduler that
-            steps with every batch and a ``GradScaler`` are the caller's to bring along, and so are
-            the moments of who trains without torch.
+            All ranks get their state and options too, from the same rank: an optimizer with
+            moments, such as Adam, would otherwise go on differently on ranks that were done early,
+            and the replicas would drift apart. The one of `step_in_backward` need not be named. A
+            scheduler that steps with every batch, a ``GradScaler``, and the moments of those who
+            train without torch are left to the caller.
 
         Raises
         ------
         TypeError, ValueError
-            It is no optimizer of torch, has parameters of another module, or is a
+            An argument is no torch optimizer, has parameters of another module, or is a
             `ShardedOptimizer`. Nothing was sent. Or, at the end of the block and on all ranks, its
-            state holds other things than tensors and plain values. The group stays usable.
+            state holds something other than tensors and plain values. The group stays usable.
         CollectiveMismatch
             The optimizers of the ranks differ. The group stays usable.
         """
@@ -382,7 +382,7 @@ class DDP(Generic[ModuleT]):
     def _follow_the_last(self, optimizers: Sequence[Any]) -> None:
         root = min(self._last_present, default=None)
         self.broadcast_parameters(root)
-        if root is not None:  # else nobody had a batch, and all is as it was
+        if root is not None:  # else nobody had a batch, and nothing has changed
             self._kind._broadcast_optimizers(optimizers, root)
 
     def verify(self, params: Any = None) -> None:
@@ -391,12 +391,12 @@ class DDP(Generic[ModuleT]):
         Parameters
         ----------
         params : pytree, optional
-            Of arrays of JAX. Other modules hold their parameters.
+            Of JAX arrays. Other modules hold their parameters themselves.
 
         Raises
         ------
         CollectiveMismatch
-            Names the first that differs, and which ranks have what. Raised on all ranks; the
+            Names the first that differs, and which ranks have which value. Raised on all ranks; the
             group stays usable.
         """
         _refuse_params("verify", params)
@@ -434,7 +434,7 @@ class DDP(Generic[ModuleT]):
         """Do what all ranks do once gradients are averaged."""
 
     def _finish_round(self) -> bool:
-        """Reduce what is left of the open round; whether any rank took part."""
+        """Reduce what is left of the open round; return whether any rank took part."""
         with telling(self._tell_the_others):
             attendance = self._reducer.finish()
             if attendance is not None and not attendance.present:
@@ -448,7 +448,7 @@ class DDP(Generic[ModuleT]):
         interrupt(self._backend, error)
 
     def _attend(self) -> bool:
-        """Take part in a round of the others; whether there was anybody else."""
+        """Take part in a round of the others; return whether there were any others."""
         self._reducer.begin(NoGradients(), is_present=False)
         return self._finish_round()
 
@@ -460,9 +460,9 @@ class DDP(Generic[ModuleT]):
 
 
 def _kind_of(module: object) -> type[DDP[Any]]:
-    """Return the kind for a module, told by the classes that its own descends from."""
-    # Integrations by their names: what knows a framework stands above this package, and is
-    # imported once somebody has brought such a module along.
+    """Return the kind for a module, going by the base classes of its type."""
+    # Integrations by name: code that knows a framework is a layer above this package, and is
+    # imported only when the user passes in such a module.
     for base in type(module).__mro__:
         if base.__module__.partition(".")[0] == "torch" and base.__name__ == "Module":
             return cast("type[DDP[Any]]", _integration("torch_ddp").TorchDDP)

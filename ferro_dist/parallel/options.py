@@ -18,7 +18,7 @@ from ferro_dist.parallel.power_sgd import PowerSGD
 __all__ = ["Options", "check_group"]
 
 CORES_TO_OVERLAP = 2.0
-"""Cores for each rank from which on backward and a reduction do not take turns on one."""
+"""Cores that each rank needs so that backward and a reduction need not take turns on one."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Options:
     Raises
     ------
     TypeError, ValueError, InvalidRank
-        One that makes no sense.
+        One of them makes no sense.
     """
 
     backend: Backend
@@ -59,16 +59,16 @@ class Options:
 
     @property
     def averaging(self) -> Averaging:
-        """What becomes of the gradients of the ranks."""
+        """How the gradients of the ranks are combined."""
         return Averaging(self.average, self.backend.world_size)
 
     @property
     def is_overlapped(self) -> bool:
         """Whether to reduce while backward goes on.
 
-        A reduction in shared memory is work for a core, not for a device beside it. With fewer
-        than two cores a rank, the progress thread would take from backward the very time
-        that it saves, and a switch of threads for each bucket.
+        A reduction in shared memory is done by a core, not by a separate device. With fewer than
+        two cores per rank, the progress thread would take from backward the very time that it
+        saves, plus a switch of threads for each bucket.
         """
         if self.overlap == "always":
             return True
@@ -76,7 +76,7 @@ class Options:
         return bool(self.overlap) and has_cores and self.backend.world_size > 1
 
     def is_overlapped_with(self, specs: Iterable[ParameterSpec]) -> bool:
-        """Whether to do so with these parameters: what a GPU reduces takes time from no core."""
+        """Whether to do so with these parameters: what a GPU reduces takes no core's time."""
         return self.is_overlapped or (bool(self.overlap) and any(spec.is_on_gpu for spec in specs))
 
     def check_compression(self, specs: Iterable[ParameterSpec]) -> None:

@@ -1,9 +1,9 @@
 """Pipeline-parallel training: each rank has a part of the model, microbatches pass through.
 
 A model is cut into stages, a batch into microbatches. Activations flow from stage to stage,
-gradients flow back, and while one stage works on one microbatch its neighbours work on others. In
-which order is a schedule: see `ferro_dist.parallel.schedules`. What comes out, the loss, the
-gradients of weights and input, random numbers and statistics, does not depend on it.
+gradients flow back, and while one stage works on one microbatch its neighbours work on others. The
+order is given by a schedule: see `ferro_dist.parallel.schedules`. The results do not depend on it:
+neither the loss nor the gradients of weights and input, random numbers and statistics.
 
 A step on each rank:
 
@@ -68,18 +68,18 @@ Tree = Any
 class Pipeline(Generic[ModuleT]):
     """One rank's part of a pipeline.
 
-    Every rank makes one with the same arguments, but for the module, and makes the same calls.
+    Every rank makes one with the same arguments, except for the module, and makes the same calls.
 
     Parameters
     ----------
     module : torch.nn.Module, JaxStage, or object with forward and backward
-        This rank's stage: what the stage before returns is its one argument, as it is. A list
-        (or ModuleList) of them where the schedule has several stages on a rank, in order. See
+        This rank's stage; its only argument is what the previous stage returns. A list (or
+        ModuleList) of stages, in order, if the schedule has several on each rank. See
         `ferro_dist.parallel.stage`.
     backend : Backend
-        The pipeline's group, two ranks or more. It stays the caller's to close.
+        The pipeline's group, of two ranks or more; closing it is left to the caller.
     num_microbatches : int
-        Into how many parts a batch is cut.
+        The number of parts into which a batch is cut.
     schedule : PipelineSchedule, str, or one list or line of actions for each rank
         ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"zb_h1"``, ``"zb_v"``, or a schedule of
         your own: see `ferro_dist.parallel.schedules.parse_schedule`.
@@ -87,20 +87,20 @@ class Pipeline(Generic[ModuleT]):
         The group of this rank's replicas in other pipelines, see `RankGrid`. They start with
         the same weights, and gradients and loss are averaged over them.
     average : {"mean", "sum"}, default "mean"
-        What becomes of the gradients and losses of replicas.
+        How the gradients and losses of replicas are combined.
     tied : mapping of str to parameter, optional
-        Weights that are one, though on several ranks: under one name on each of them. A
-        parameter is given as itself, or by the name that its stage has for it.
+        Weights shared by several ranks, under the same name on each of them. A parameter is given
+        as itself, or by the name that its stage has for it.
     checkpoint : bool or sequence of int, default False
         Whether all stages, or which of them, keep only their input, and run forward again
         before backward.
     seed : int or None, default 0
-        Each forward draws random numbers by this, the step, the stage and the microbatch
-        (`microbatch_seed`), counted through all replicas. torch has one generator for a process,
-        so ranks that are threads run their modules one at a time: modules of your own that wait
-        for other ranks need None there; `SyncBatchNorm` does not. With None torch modules draw what
-        they would without a pipeline, but for checkpointed ones, of which each forward
-        draws a seed; a stage that is given an `rng` gets one that nobody can foretell.
+        The random numbers of each forward depend on this, the step, the stage and the microbatch,
+        numbered across all replicas (`microbatch_seed`). torch has one generator per process, so
+        ranks that are threads run their modules one at a time; modules of your own that wait for
+        other ranks need None there, but `SyncBatchNorm` does not. With None torch modules draw what
+        they would without a pipeline, except for checkpointed ones, where each forward draws a
+        seed; a stage that takes an `rng` gets an unpredictable one.
     bucket_mb : float, default 25
         Largest bucket of gradients, in MiB.
     timeout : float, optional
@@ -115,32 +115,32 @@ class Pipeline(Generic[ModuleT]):
     Raises
     ------
     ValueError, TypeError
-        Arguments that will not do. Nothing was sent.
+        Bad arguments. Nothing was sent.
     InvalidWorldSize
         The group has one rank.
     UnsupportedOp
-        The group moves a GPU's arrays alone; stages also tell each other what is coming.
+        The group moves only GPU arrays; but stages also send each other descriptions in host
+        memory.
     InvalidSchedule
-        The schedule is not sound, or not for this group.
+        The schedule is not sound, or does not fit this group.
 
     Notes
     -----
     Activations are trees: arrays, None, bools, numbers, str, and tuples, lists and dicts of these.
-    They may have other shapes in each microbatch and step. Floating-point arrays carry gradients
-    back.
+    Shapes may differ between microbatches and steps. Floating-point arrays carry gradients back.
 
-    With `HybridBackend`, arrays in a GPU's memory go from GPU to GPU and are received where the
-    stage is; the host waits for none of them, but it does for the loss. `JaxStage` passes its
+    With `HybridBackend`, arrays in GPU memory go from GPU to GPU and are received on the stage's
+    device; the host waits for none of them, but does wait for the loss. `JaxStage` passes its
     arrays through the host.
 
-    An array that a stage returns is the pipeline's: the stage must not write to it later.
-    A stage must not write into its input.
+    An array that a stage returns belongs to the pipeline: the stage must not write to it later. A
+    stage must not write into its input.
 
     A step that fails ends the groups of the `SyncBatchNorm` layers in its stages, in which replicas
-    may wait: convert the modules again before the next one.
+    may be waiting: convert the modules again before the next step.
 
-    In the first step the ranks compare schedules and numbers of microbatches; if they differ, it
-    raises `CollectiveMismatch` on all of them.
+    In the first step the ranks compare schedules and numbers of microbatches; if these differ, all
+    ranks raise `CollectiveMismatch`.
 
     Examples
     --------
@@ -221,7 +221,7 @@ class Pipeline(Generic[ModuleT]):
 
     @property
     def num_stages(self) -> int:
-        """Of the whole pipeline."""
+        """The number of stages of the whole pipeline."""
         return len(self._placement)
 
     @property
@@ -233,10 +233,10 @@ class Pipeline(Generic[ModuleT]):
     def input_grad(self) -> Tree:
         """The gradient of the last step's loss with respect to `x`, on the first stage's rank.
 
-        A tree like `x`; None where there is no gradient, and on all other ranks. With torch, it
-        has been added to the ``grad`` of tensors that require one. With replicas whose gradients
-        are averaged, it is that of this pipeline's own loss, as under DDP: what computes `x` is
-        averaged over them, too.
+        A tree like `x`; None where there is no gradient, and on all other ranks. With torch, it has
+        been added to the ``grad`` of tensors that require one. With replicas whose gradients are
+        averaged, it is the gradient of this pipeline's own loss, as under DDP: the module that
+        computes `x` is expected to be averaged over the replicas, too.
         """
         return self._input_grad
 
@@ -255,13 +255,13 @@ class Pipeline(Generic[ModuleT]):
         Parameters
         ----------
         x : tree of arrays, on the rank of the first stage
-            Cut along the first dimension of every array. Other ranks may leave it out.
+            Cut along the first dimension of every array. Other ranks may omit it.
         target : tree of arrays, on the rank of the last stage
-            Cut alike.
+            Cut in the same way.
         loss_fn : function, on the rank of the last stage
-            From output and target of a microbatch to its mean loss. Without a target it is
-            called with the output alone; without a loss_fn the output is the loss. For a
-            hand-written stage it returns the loss and its gradient.
+            Maps output and target of a microbatch to its mean loss. Without a target it is called
+            with the output alone; without a loss_fn the output is the loss. For a hand-written
+            stage it returns the loss and its gradient.
         weight : sequence of numbers, on the rank of the last stage
             How much each microbatch, or each row, counts; for instance its number of tokens.
             By default microbatches count by their rows, so that the loss is the mean over the
@@ -275,11 +275,11 @@ class Pipeline(Generic[ModuleT]):
         Raises
         ------
         ValueError, TypeError
-            `x`, `target`, `loss_fn` or `weight` will not do; on every rank. Nothing was computed.
+            A bad `x`, `target`, `loss_fn` or `weight`; raised on every rank. Nothing was computed.
         StageFailed
-            A stage raised; on every rank. The group stays usable.
+            A stage raised an exception; raised on every rank. The group stays usable.
         CollectiveMismatch
-            The ranks were made with different arguments; on every rank.
+            The ranks' pipelines were made with different arguments; raised on every rank.
         PeerLostError, Timeout
             A rank died or is silent. The group is unusable afterwards.
         """
@@ -297,8 +297,8 @@ class Pipeline(Generic[ModuleT]):
         Returns
         -------
         list of tree
-            The output of this rank's last stage for each microbatch. On the rank of the last
-            stage, the model's.
+            The output of this rank's last stage for each microbatch. On the rank of the pipeline's
+            last stage, that is the output of the model.
 
         Raises
         ------
@@ -306,7 +306,7 @@ class Pipeline(Generic[ModuleT]):
             As for `step`.
         """
         self._begin()
-        self._pending_forward = None  # what it had kept is dropped here
+        self._pending_forward = None # this drops what it had kept
         kept = max(self._stages)
         ends = ForwardEnds(*self._end_stages, input, kept)
         for stage in self._stages.values():
@@ -323,8 +323,7 @@ class Pipeline(Generic[ModuleT]):
         outputs : sequence of tree
             What `forward` has returned.
         grad_outputs : sequence of tree, on the rank of the last stage
-            The gradient of each output; nothing is scaled. May be left out if outputs are
-            scalars.
+            The gradient of each output; nothing is scaled. May be omitted if outputs are scalars.
 
         Raises
         ------
@@ -373,13 +372,12 @@ class Pipeline(Generic[ModuleT]):
         target: Tree = None,
         loss_fn: Callable[..., Any] | None = None,
     ) -> PipelinePlan:
-        """Measure what actions and messages take, and simulate the schedule with that.
+        """Measure how long actions and messages take, and simulate the schedule with these times.
 
-        Called by all ranks. After a step, it is that step that is measured, and its real timeline
-        stands beside the simulated one. On a GPU that is the time in which work is queued, not the
-        time that it takes. Before the first step, `x`, `target` and `loss_fn` are
-        needed as for `step`: one is run for its times alone, and leaves no trace in weights,
-        gradients and statistics.
+        Called by all ranks. After a step, the times are those of that step, and its real timeline
+        is given next to the simulated one. On a GPU these are the times to queue work, not those to
+        do it. Before the first step, `x`, `target` and `loss_fn` are needed as for `step`: a step
+        is run just to time it, and leaves no trace in weights, gradients and statistics.
 
         Returns
         -------
@@ -395,7 +393,7 @@ class Pipeline(Generic[ModuleT]):
                         untouched.enter_context(stage.untouched())
 
                 run_on_all(protect, self._backend, self._dp)
-                # What takes longer the first time must not be taken for the rule.
+                # Whatever takes longer the first time must not be taken for the rule.
                 for _ in range(2):
                     self._train("step", self._training_ends(x, target, loss_fn, None))
             self._input_grad = None
@@ -404,7 +402,7 @@ class Pipeline(Generic[ModuleT]):
         return make_plan(self._lists, self._last_step, self._backend)
 
     def close(self) -> None:
-        """Leave what was made for tied weights and between GPUs. Idempotent."""
+        """Leave the groups that were made for tied weights and between GPUs. Idempotent."""
         if self._connection is not None:
             self._connection.close()
 
@@ -413,8 +411,8 @@ class Pipeline(Generic[ModuleT]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._connection is not None:
-            # Whoever hears of the exception should do so now: the others may never come to
-            # end the ways between GPUs with this rank.
+            # Report the exception now: the other ranks may never come to close the channels between
+            # GPUs together with this rank.
             self._connection.abort()
         self.close()
 
@@ -557,6 +555,6 @@ def _sum_ties(connection: Connection) -> None:
     except DistributedError:
         raise
     except BaseException as error:
-        # The others are in this sum already, and wait for what this rank will not add.
+        # The others have begun this sum already, and wait for what this rank will not add.
         connection.interrupt_ties(error)
         raise

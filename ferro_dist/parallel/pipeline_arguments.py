@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 MOST_MICROBATCHES = 1 << 20
-"""Each rank keeps the lists of all. Beyond, it would run out of memory before it could say why."""
+"""Each rank keeps the lists of all. With more, it would run out of memory before saying why."""
 
 
 def place(
@@ -53,7 +53,7 @@ def place(
 
 
 def _checkpointed(checkpoint: bool | Sequence[int], num_stages: int) -> list[bool]:
-    """Return for each stage of the pipeline whether it is."""
+    """Return for each stage of the pipeline whether it is checkpointed."""
     if isinstance(checkpoint, bool):
         return [checkpoint] * num_stages
     try:
@@ -72,7 +72,7 @@ def _checkpointed(checkpoint: bool | Sequence[int], num_stages: int) -> list[boo
 
 
 def modules_of(module: Any) -> list[Any]:
-    """Return the modules of a rank: those of a list or ModuleList, or the one that this is."""
+    """Return the modules of a rank: those in a list or ModuleList, or the single one given."""
     is_list = isinstance(module, (list, tuple)) or any(
         (base.__module__, base.__name__) == ("torch.nn.modules.container", "ModuleList")
         for base in type(module).__mro__
@@ -155,7 +155,7 @@ def check_groups(backend: Any, replicas: Any) -> None:
 
 
 def reduce_op(average: Any) -> ReduceOp:
-    """Return what `average` names."""
+    """Return the reduction that `average` names."""
     if not isinstance(average, str) or average not in REDUCE_OPS:
         raise ValueError(f"Pipeline: average must be 'mean' or 'sum', not {average!r}")
     return REDUCE_OPS[average]

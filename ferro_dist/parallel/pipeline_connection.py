@@ -1,12 +1,12 @@
 """What the ranks of a pipeline do once, before the first of all steps.
 
 1. Each looks at its own stages.
-2. The ranks of a pipeline compare what they were made with; so do replicas, with their weights;
-   and again those of a pipeline, what is tied.
+2. The ranks of a pipeline compare their arguments; replicas compare these and their weights; then
+   the ranks of a pipeline compare what is tied.
 3. Weights that are tied, or replicas, become equal, and what sums their gradients is made.
 
-What is found in a part, be it by the replicas of one stage alone, is known on all ranks before any
-of them goes on to the next: none is left waiting for one that has raised.
+A problem found in one part, even by the replicas of a single stage, is known on all ranks before
+any of them goes on to the next part: none is left waiting for one that has raised.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Connection", "connect"]
 
 
 class Connection:
-    """What a rank has of it.
+    """What a rank has of the connection.
 
     Attributes
     ----------
@@ -61,11 +61,11 @@ class Connection:
 
     @property
     def reductions(self) -> list[GradientReduction]:
-        """Ties first: what replicas share of them comes on top."""
+        """Ties first: the replicas' reduction takes their result."""
         return [*self.ties, *self.wiring.reductions.values()]
 
     def check_weights(self) -> None:
-        """Raise BadArgument if what is trained is no longer what was made equal and is summed."""
+        """Raise BadArgument if other weights are trained than those that were made equal."""
         for number, before in self._trained.items():
             changed = _specs(self.wiring.stages[number]) ^ before
             if changed:
@@ -81,7 +81,7 @@ class Connection:
             group.interrupt(error)
 
     def close(self) -> None:
-        """Leave the groups, and the ways between GPUs. Idempotent."""
+        """Leave the groups, and close the channels between GPUs. Idempotent."""
         with contextlib.ExitStack() as ends:
             if self.wiring.gpu_channels is not None:
                 ends.callback(self.wiring.gpu_channels.close)
@@ -89,7 +89,7 @@ class Connection:
                 ends.callback(group.close)
 
     def abort(self) -> None:
-        """End the ways between GPUs at once, whatever is under way."""
+        """End the channels between GPUs at once, whatever is under way."""
         if self.wiring.gpu_channels is not None:
             self.wiring.gpu_channels.abort()
 
@@ -107,7 +107,7 @@ def connect(
     first_microbatch: int,
     timeout: float | None,
 ) -> Connection:
-    """Make sure that all ranks mean the same, and start from the same weights.
+    """Make sure that all ranks agree, and start from the same weights.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def connect(
     tied : mapping of str to parameter or its name
         This rank's.
     op : ReduceOp
-        What becomes of replicas' gradients.
+        How replicas' gradients are combined.
     bucket_nbytes : int
     first_microbatch : int
     timeout : float, optional
@@ -134,7 +134,7 @@ def connect(
     CollectiveMismatch
         The ranks differ; on every rank.
     ValueError, TypeError
-        Weights will not do; on every rank.
+        Unsuitable weights; raised on every rank.
     """
 
     def on_all(part: Callable[[], Any]) -> Any:
@@ -156,7 +156,7 @@ def connect(
         except DistributedError:
             raise
         except BaseException as error:
-            # Out of memory, perhaps. The others wait for calls that this rank will not make.
+            # Perhaps out of memory. The others wait for calls that this rank will not make.
             for group in (*own_groups, backend, *([] if replicas is None else [replicas])):
                 group.interrupt(error)
             raise
@@ -189,5 +189,5 @@ def connect(
 
 
 def _specs(stage: Stage) -> set[tuple[str, ArraySpec]]:
-    """Return what gradients are made like: name, dtype, shape and place of each weight."""
+    """Return name, dtype, shape and place of each weight, as its gradient will have them."""
     return {(name, stage.describe(weight)) for name, weight in stage.parameters().items()}

@@ -1,4 +1,4 @@
-"""What a schedule should take by what its actions took, beside what it did take."""
+"""How long a schedule should take, given the times of its actions, and how long it took."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class PipelinePlan:
     durations : dict of (int, str) to float
         Seconds of each kind of action on each stage; medians.
     latency_s : list of float
-        Of a message between each stage and the next, as large as the run's largest there.
+        For a message between each stage and the next, as large as the run's largest there.
     predicted : Simulation
     spans : list of Span
         The run, by the clock of rank 0.
     peak_live : list of int
-        The most microbatches that were live on each rank, times its stages.
+        The largest number of microbatches live at once on each rank, summed over its stages.
     overhead_s : list of float
-        What each rank spent neither computing nor waiting.
+        The time that each rank spent neither computing nor waiting.
     """
 
     schedule: list[list[Action]]
@@ -70,7 +70,7 @@ class PipelinePlan:
 
     @property
     def overhead_us_per_action(self) -> float:
-        """What an action cost beyond its own time, on the rank where it was most."""
+        """What an action cost beyond its own time, on the rank where that was largest."""
         pairs = zip(self.overhead_s, self.schedule, strict=True)
         return max(1e6 * seconds / len(actions) for seconds, actions in pairs if actions)
 
@@ -142,9 +142,9 @@ def _medians(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
 def _latencies(
     placement: Sequence[int], nbytes: Mapping[int, int], backend: Backend
 ) -> list[float]:
-    """Return what a message takes between each stage and the next. Called by all ranks.
+    """Return how long a message takes between each stage and the next. Called by all ranks.
 
-    One boundary after the other: all at once would measure each other.
+    One boundary after the other: at the same time, they would slow each other down.
     """
     latencies = np.zeros(len(placement) - 1)
     for boundary, (rank, other) in enumerate(itertools.pairwise(placement)):
@@ -163,7 +163,8 @@ def _latencies(
 def _compare_clocks(backend: Backend) -> float:
     """Return how far this rank's clock is ahead of rank 0's.
 
-    Rank 0 asks each rank for its time. The answer of the quickest round was given halfway.
+    Rank 0 asks each rank for its time, and takes the answer of the quickest round trip as given at
+    its middle.
     """
     told = np.empty(1)
     if backend.rank != 0:

@@ -23,7 +23,7 @@ class RankGrid:
     Parameters
     ----------
     backend : Backend
-        It stays the caller's to close.
+        Closing it is left to the caller.
     pipeline : int
         How many ranks a pipeline has; a divisor of the world size.
 
@@ -37,7 +37,7 @@ class RankGrid:
     Raises
     ------
     InvalidWorldSize
-        The ranks cannot be divided so. Nothing was sent.
+        The ranks cannot be divided like this. Nothing was sent.
 
     Examples
     --------

@@ -15,14 +15,14 @@ __all__ = ["split_sequential"]
 def split_sequential(
     module: Any, num_stages: int, weights: Sequence[float] | None = None
 ) -> list[Any]:
-    """Cut a chain into stages such that the most expensive one is as cheap as can be.
+    """Cut a chain into stages such that the most expensive one is as cheap as possible.
 
     Parameters
     ----------
     module : torch.nn.Sequential, or sequence of layers
-        A slice of it must be what it is itself.
+        A slice of it must be of the same kind.
     num_stages : int
-        At most the number of layers: every stage has one.
+        At most the number of layers: every stage has at least one.
     weights : sequence of float, optional
         What each layer costs, in any unit; for instance its measured time. By default the
         number of its parameters.
@@ -33,8 +33,8 @@ def split_sequential(
 
     Notes
     -----
-    By dynamic programming over the place of the last cut, num_stages * layers**2 steps.
-    Where several cuts are as good, the one whose other stages are even is taken.
+    Dynamic programming over the place of the last cut, in num_stages * layers**2 steps. Among
+    equally good cuts, the one with the most even stages is taken.
 
     Examples
     --------
@@ -62,8 +62,8 @@ def _cut(costs: Sequence[float], num_stages: int) -> list[int]:
     for cost in costs:
         total.append(total[-1] + cost)
     num_layers = len(costs)
-    # best[end]: the highest cost of a stage, then the sum of squares, and the cuts, of the layers
-    # before `end` in as many stages as have been gone through.
+    # best[end]: for the layers before `end`, cut into the stages considered so far, the highest
+    # cost of a stage, then the sum of squares, and the cuts.
     best = {0: (0.0, 0.0, [0])}
     for stage in range(1, num_stages + 1):
         ends = range(stage, num_layers - (num_stages - stage) + 1)

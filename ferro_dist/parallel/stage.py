@@ -1,7 +1,7 @@
 """A stage of a pipeline: a part of a model, run forward and backward microbatch by microbatch.
 
-`Stage` keeps what each microbatch needs from its forward to its backward. What an array
-library has to do for that is in its subclasses, of which `make_stage` chooses by the module:
+`Stage` keeps what each microbatch needs from its forward to its backward. What depends on the array
+library is in its subclasses, among which `make_stage` chooses by the module:
 
 =========================================  ===============================================
 torch.nn.Module                            `ferro_dist.integrations.torch_stage.TorchStage`
@@ -32,7 +32,7 @@ __all__ = ["Keyed", "Stage", "make_stage", "microbatch_seed"]
 Array = Any
 Tree = Any
 LossOf = Callable[[Tree], Any]
-"""What the last stage does to its output in training: loss of output."""
+"""What the last stage applies to its output in training: from output to loss."""
 
 
 def microbatch_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
@@ -43,10 +43,10 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
     seed : int
         The pipeline's.
     step : int
-        How many steps, forwards and evaluations the pipeline has run before.
+        How many steps, forwards and evaluations the pipeline has run before this one.
     stage, microbatch : int
-        Microbatches of replicas are counted through: with m in each pipeline, those of replica r
-        begin at r * m.
+        Microbatches are numbered across replicas: with m in each pipeline, those of replica r begin
+        at r * m.
 
     Returns
     -------
@@ -82,7 +82,7 @@ class Stage(abc.ABC):
     number : int
         Its place in the pipeline.
     is_checkpointed : bool
-        Keep only inputs, and run forward once more before backward.
+        Whether only inputs are kept, and forward is run once more before backward.
     pool : ReceivePool
         Host memory for what it receives.
     """
@@ -133,17 +133,17 @@ class Stage(abc.ABC):
         self._run_backward_weight(self._deferred.pop(microbatch))
 
     def forget(self) -> None:
-        """Drop all that is kept for backwards that will not come."""
+        """Drop everything that is kept for backwards that will not come."""
         self._saved.clear()
         self._deferred.clear()
 
     @property
     def num_live(self) -> int:
-        """How many microbatches something is kept of."""
+        """The number of microbatches of which something is kept."""
         return len(self._saved.keys() | self._deferred.keys())
 
     def interrupt(self, error: BaseException) -> None:
-        """Tell replicas that wait in the module itself for what will not come."""
+        """Tell replicas that wait inside the module itself for what will not come."""
         return
 
     def evaluation(self) -> contextlib.AbstractContextManager[None]:
@@ -168,7 +168,7 @@ class Stage(abc.ABC):
         return
 
     def receiving(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which a thread makes and receives what is for this stage."""
+        """Return the context in which a thread allocates and receives arrays for this stage."""
         return contextlib.nullcontext()
 
     def take_over(self, received: Array) -> None:
@@ -192,7 +192,7 @@ class Stage(abc.ABC):
         return part
 
     def deliver_input_gradient(self, x: Array, gradient: Array) -> None:
-        """Give the user the gradient of what the first stage was given, if there is a place."""
+        """Give the user the gradient of the first stage's input, if there is a place for it."""
         return
 
     @abc.abstractmethod
@@ -239,7 +239,7 @@ class Stage(abc.ABC):
 
     @abc.abstractmethod
     def new_bucket(self, group: Backend, like: Array, count: int) -> Array:
-        """Return an array of zeros that the group reduces best, of the dtype of `like`."""
+        """Return an array of zeros in the group's best memory, of the dtype of `like`."""
 
     @abc.abstractmethod
     def write(self, bucket: Array, offset: int, values: Array | float) -> None:
@@ -262,7 +262,7 @@ class Stage(abc.ABC):
     # What subclasses do; they keep nothing of a microbatch themselves
 
     def _draw_seed(self, will_replay: bool) -> int | None:
-        """Return a seed for a forward that was given none, if it cannot do without."""
+        """Return a seed for a forward that was given none, if it needs one."""
         return None
 
     @abc.abstractmethod
@@ -295,7 +295,7 @@ class Stage(abc.ABC):
         return saved
 
     def _versions(self, inputs: Parcel) -> Any:
-        """Return what tells later whether somebody has written to a stage's input."""
+        """Return what shows later whether somebody has written to a stage's input."""
         return None
 
     def _check_unchanged(self, checkpoint: _Checkpoint) -> None:
@@ -315,7 +315,7 @@ def make_stage(module: Any) -> Stage:
     Raises
     ------
     TypeError
-        It is nothing that a pipeline can run.
+        A pipeline cannot run it.
     """
     if isinstance(module, Stage):
         return module
