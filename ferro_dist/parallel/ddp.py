@@ -236,7 +236,7 @@ class DDP(Generic[ModuleT]):
         self._no_sync_depth, self._last_present = 0, ()
         self._kind._prepare(options, first_tag)
 
-    if TYPE_CHECKING: # the kinds get these from the module
+    if TYPE_CHECKING:  # the kinds get these from the module
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -306,7 +306,7 @@ class Pipeline(Generic[ModuleT]):
             As for `step`.
         """
         self._begin()
-        self._pending_forward = None # this drops what it had kept
+        self._pending_forward = None  # this drops what it had kept
         kept = max(self._stages)
         ends = ForwardEnds(*self._end_stages, input, kept)
         for stage in self._stages.values():
