@@ -1,8 +1,8 @@
 """Schedules of a pipeline as data: made, checked, simulated and drawn apart from the executor.
 
-In the order in which to read them: `action` (what a list is made of, and how it is to be run),
-`builtin` (the schedules), `messages` and `reductions` (the passes), `validation`, `simulation`,
-`synthesis`, `plot`.
+Reading order: `action` (what a list is made of, and how it is to be run), `builtin` (the
+schedules), `messages` and `reductions` (the passes), `validation`, `simulation`, `synthesis`,
+`plot`.
 """
 
 from __future__ import annotations

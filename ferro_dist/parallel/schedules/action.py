@@ -39,10 +39,10 @@ send without waiting for it is therefore never worse off.
 
 What a rank keeps
 -----------------
-Microbatch *m* of stage *s* is live from the start of ``sFm`` to the end of ``sBm`` or ``sWm``.
-The output is needed until it has been sent, and after that no more; the received input, until
-backward is done; the received gradient of the output, until the end of B, or of I if W keeps what
-it needs of it. A receive that is posted holds one buffer; `insert_messages` bounds their number.
+Microbatch *m* of stage *s* is live from the start of ``sFm`` to the end of ``sBm`` or ``sWm``. The
+output is needed only until it has been sent; the received input, until backward is done; the
+received gradient of the output, until the end of B, or of I if W keeps what it needs of it. A
+receive that is posted holds one buffer; `insert_messages` bounds their number.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from typing import NamedTuple
 __all__ = ["NO_MICROBATCH", "Action", "ActionKind"]
 
 NO_MICROBATCH = -1
-"""The microbatch of an action that concerns all of them, as a reduction does."""
+"""The microbatch of an action that concerns all microbatches, such as a reduction."""
 
 
 class ActionKind(str, enum.Enum):
@@ -133,14 +133,14 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Return the action that is written so.
+        """Return the action that a text stands for.
 
         Raises
         ------
         ValueError
             The text is no action.
         TypeError
-            It is no text.
+            It is not a str.
         """
         if not isinstance(text, str):
             raise TypeError(f"an action is parsed from text, not from {type(text).__name__}")

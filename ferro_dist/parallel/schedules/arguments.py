@@ -1,4 +1,4 @@
-"""What the functions on schedules demand of their numbers."""
+"""Checks of the numbers that the functions on schedules take."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 
 
 def one_per(name: str, value: float | Iterable[float], count: int) -> list[float]:
-    """Return so many numbers: those given, or the one that was given for all.
+    """Return `count` numbers: those given, or the single one given for all.
 
-    Raises ValueError for another number of them, and for one that is negative or infinite, and
-    TypeError for what is no number.
+    Raises ValueError if there are more or fewer, or one is negative or infinite, and TypeError for
+    anything that is no number.
     """
     try:
         if isinstance(value, (str, bytes)):
-            raise TypeError  # digits are no numbers
+            raise TypeError  # a str of digits is no sequence of numbers
         if isinstance(value, Iterable):
             numbers = [float(number) for number in value]
         else:

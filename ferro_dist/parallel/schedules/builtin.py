@@ -1,4 +1,4 @@
-"""The schedules that everybody uses, each a pure function of the pipeline's size.
+"""The well-known schedules, each a pure function of the pipeline's size.
 
 Each returns one list of actions for each rank: forwards and backwards, for any number of
 microbatches. `insert_messages` and `insert_reductions` add what moves between ranks. All of
@@ -59,10 +59,10 @@ def gpipe(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Run a backward as soon as there can be one, then one forward for each; one stage on a rank.
+    """Run backwards as early as possible, then one forward for each; one stage on a rank.
 
     1. Warm up: rank r runs p-1-r forwards, as many as it takes until the first gradient is back.
-    2. Steady: one forward, one backward.
+    2. Steady state: one forward, one backward.
     3. Drain: the backwards that are left.
     """
     return interleaved_1f1b(num_ranks, num_microbatches, 1)
@@ -73,12 +73,12 @@ def interleaved_1f1b(
 ) -> list[list[Action]]:
     """Run 1F1B over v stages on each rank, rank r having stages r, r+p, r+2p, ...
 
-    Microbatches go in groups of p through one stage of a rank after the other: a group is
-    back from the last rank just when the first rank has sent all of it on its way.
+    Microbatches pass in groups of p through the stages of a rank, one stage after the other: a
+    group is back from the last rank just when the first rank has sent all of it on its way.
 
-    The original needs m to be a multiple of p. Here m microbatches are divided as evenly as can
-    be into groups of p or more, which keeps the bubble at (p-1) / (v m) for any m from p
-    up. A group of g > p costs the memory of (g-p)(v-1)/v microbatches.
+    The original needs m to be a multiple of p. Here m microbatches are divided as evenly as
+    possible into groups of p or more, which keeps the bubble at (p-1) / (v m) for any m from p up.
+    A group of g > p costs the memory of (g-p)(v-1)/v additional microbatches.
     """
     _check_positive(num_ranks, num_microbatches, stages_per_rank)
     groups = _even_groups(num_ranks, num_microbatches)
@@ -86,7 +86,7 @@ def interleaved_1f1b(
 
 
 def _even_groups(p: int, m: int) -> list[range]:
-    """Divide the microbatches into as many groups of p or more as there can be, largest first."""
+    """Divide the microbatches into as many groups of p or more as possible, largest first."""
     num_groups = max(m // p, 1)
     size, num_larger = divmod(m, num_groups)
     ends = list(itertools.accumulate(size + (i < num_larger) for i in range(num_groups)))
@@ -97,8 +97,8 @@ def _one_f_one_b(rank: int, p: int, groups: list[range], v: int) -> list[Action]
     stages = range(rank, p * v, p)
     forwards = [Action(s, F, m) for group in groups for s in stages for m in group]
     backwards = [Action(s, B, m) for group in groups for s in reversed(stages) for m in group]
-    # With one stage, a forward gets one rank further in the time of one forward. With several it
-    # queues behind those of other stages, and the first gradient takes twice as many.
+    # With one stage, a microbatch gets one rank further in the time of one forward. With several it
+    # queues behind those of other stages, and the first gradient takes twice as many forwards.
     steps_to_last_rank = p - 1 - rank
     num_first = steps_to_last_rank
     if v > 1:
@@ -112,7 +112,7 @@ def _alternate(forwards: list[Action], backwards: list[Action]) -> Iterator[Acti
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Run 1F1B with the backward in two, the weights' part r microbatches late; one stage a rank.
+    """Run 1F1B with split backwards, the weights' part r microbatches late; one stage a rank.
 
     A rank hands the input's gradient on before it turns to its weights, and fills the time in
     which it would wait for gradients at the end with those it has put off. Rank r puts off
@@ -136,17 +136,17 @@ def _zb_h1_of_rank(rank: int, p: int, m: int) -> list[Action]:
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Run two stages on each rank, rank r having r and 2p-1-r, with the backward in two.
+    """Run two stages on each rank, rank r having r and 2p-1-r, with split backwards.
 
     The last stage is on the first rank, so backwards start there as early as on any other, and
     all ranks warm up and drain alike. In four parts, for rank r:
 
-    1. Warm up: 2(p-r)-1 forwards down, r of each way, and p-r of the way up with their backwards.
-    2. Steady: a forward and its whole backward, down and up in turn.
+    1. Warm up: 2(p-r)-1 forwards down, r in each direction, and p-r up with their backwards.
+    2. Steady state: a forward and its whole backward, down and up in turn.
     3. Drain: input gradients first, since other ranks wait for them.
     4. The weight gradients that were put off.
 
-    It is made for 2p-1 microbatches or more; fewer are what is left of that many.
+    It is built for at least 2p-1 microbatches; for fewer, the surplus is left out.
     """
     _check_positive(num_ranks, num_microbatches)
     padded = max(num_microbatches, 2 * num_ranks - 1)

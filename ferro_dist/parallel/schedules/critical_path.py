@@ -1,9 +1,9 @@
 """The critical path of a simulated schedule, and the changes that could shorten it.
 
-The path is a chain of actions without a pause from the end of the last action back to time 0:
-each starts when the one before it on its rank ends, or when its input arrives. As long as the
-path stays as it is, so does the makespan. An input cannot come before it is made, but the order
-on a rank can change.
+The path is a chain of actions without a pause, from the end of the last action back to time 0: each
+starts when the previous one on its rank ends, or when its input arrives. As long as the path stays
+the same, so does the makespan. An input cannot arrive before it is made, but the order on a rank
+can change.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _put_off(actions: list[Action], position: int, last: int) -> list[Action]:
     stage = actions[position].stage
     order = actions[:position] + actions[position + 1 : last + 1]
     order += [actions[position], *actions[last + 1 :]]
-    # It may have passed others of its stage: these come first now, in the old order.
+    # It may have moved past others of its stage: restore the order of their microbatches.
     numbers = (a.microbatch for a in actions if a.stage == stage and a.kind is W)
     return [
         Action(stage, W, next(numbers)) if a.stage == stage and a.kind is W else a for a in order

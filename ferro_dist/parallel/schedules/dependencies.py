@@ -1,4 +1,4 @@
-"""Dependencies: what must have happened before an action, and how far lists that wait get."""
+"""Dependencies: what must happen before an action, and how far lists that wait for it get."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ferro_dist.parallel.schedules.placement import placement_of
 __all__ = ["Dependencies", "Key", "OrderedRun"]
 
 Key = tuple[int, ActionKind, int]
-"""An action, or the plain tuple that is equal to it and made in a fraction of the time."""
+"""An action, or a plain tuple equal to it, which takes a fraction of the time to make."""
 
 F = ActionKind.FORWARD
 B = ActionKind.BACKWARD
@@ -55,8 +55,8 @@ class Dependencies:
     def of(self, action: Key) -> Sequence[Key]:
         """Return what an action waits for.
 
-        A compute action waits for its receive to be posted and for the send on the other side;
-        a send waits for what it sends, and not for its receive.
+        A compute action waits for its receive to be posted and for the send on the other side; a
+        send waits for what it sends, but not for its receive.
         """
         stage, kind, microbatch = action
         if kind is F:
@@ -123,8 +123,8 @@ class Dependencies:
 class OrderedRun:
     """All lists side by side, each run in its order as far as it can.
 
-    What an action waits for depends neither on time nor on the order in which ranks get their
-    turn, so one run decides for all: whoever is stuck here is stuck always, and nobody else.
+    What an action waits for depends neither on time nor on the order in which ranks take their
+    turns, so one run stands for all: a rank is stuck here if and only if it always is.
 
     Parameters
     ----------

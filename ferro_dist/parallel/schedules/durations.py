@@ -25,14 +25,13 @@ class Durations:
     Parameters
     ----------
     times : mapping
-        From a kind, ``"F"``, or a stage and a kind, ``(2, "F")``, to a time; the latter
-        counts where both are given. ``"B"`` defaults to the sum of ``"I"`` and ``"W"``, and
-        ``"REDUCE"`` to 0.
+        From a kind, ``"F"``, or a stage and a kind, ``(2, "F")``, to a time; the latter takes
+        precedence. ``"B"`` defaults to the sum of ``"I"`` and ``"W"``, and ``"REDUCE"`` to 0.
 
     Raises
     ------
     TypeError, ValueError
-        A key or time that is none.
+        An invalid key or time.
     """
 
     def __init__(self, times: DurationsLike) -> None:

@@ -13,7 +13,7 @@ class InvalidSchedule(DistributedError, ValueError):
     Attributes
     ----------
     rank : int or None
-        In whose list the fault is.
+        The rank in whose list the fault is.
     position : int or None
         Index in that list.
     action : Action or str or None

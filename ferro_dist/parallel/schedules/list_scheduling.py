@@ -1,11 +1,11 @@
 """List scheduling: a schedule grown action by action, under a limit on memory.
 
-Whenever a rank is free, it starts what its policy prefers of all that could start now. If
-nothing can, it waits until its next input arrives.
+Whenever a rank is free, it starts what its policy prefers among the actions that could start now.
+If there are none, it waits until its next input arrives.
 
-A forward is let in only if the rank could still finish what it has begun, one microbatch after the
-other. That is Dijkstra's banker: without it, a rank with several stages fills its memory with
-first stages and has no room left for the last one, which would free it.
+A forward is let in only if the rank could still finish everything it has begun, one microbatch
+after the other. This is Dijkstra's banker's algorithm: without it, a rank with several stages fills
+its memory with first stages and has no room left for the last one, which would free it.
 
 Cost: O(n (log n + k)) for n actions and k live microbatches on a rank.
 
@@ -34,7 +34,7 @@ W = ActionKind.BACKWARD_WEIGHT
 
 @dataclass(frozen=True)
 class Problem:
-    """What a schedule is wanted for.
+    """What a schedule is to be made for.
 
     Attributes
     ----------
@@ -43,11 +43,11 @@ class Problem:
     num_microbatches : int
     durations : Durations
     latency : sequence of float
-        For each stage but the last, of messages between it and the next.
+        For each stage but the last, that of messages between it and the next.
     weights : sequence of float
-        What a live microbatch of each stage holds.
+        The memory that a live microbatch of each stage holds.
     capacity : sequence of float
-        What each rank may hold.
+        The memory that each rank may hold, in the same unit.
     """
 
     placement: Sequence[int]
@@ -67,14 +67,14 @@ class Problem:
         return [stage for stage, owner in enumerate(self.placement) if owner == rank]
 
     def travel_time(self, stage: int, neighbour: int) -> float:
-        """Return what it takes from one stage to the next or the one before."""
+        """Return how long a message takes from one stage to the next or the previous one."""
         is_remote = self.placement[stage] != self.placement[neighbour]
         return self.latency[min(stage, neighbour)] if is_remote else 0.0
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a rank prefers of all that it could start.
+    """What a rank prefers among the actions that it could start.
 
     Attributes
     ----------
@@ -83,12 +83,12 @@ class Policy:
     prefers_forward : bool
         Forwards before backwards; otherwise the other way round.
     prefers_late_stages : bool
-        Of several stages, the last one first; otherwise the first.
+        Among several stages, the last one first; otherwise the first.
     prompt_weights : bool
-        Weight gradients before forwards, so that memory is free early; otherwise last.
+        Weight gradients before forwards, so that memory is freed early; otherwise last.
     patience : float
-        How much of a weight gradient's time a rank rather waits for an input that is on its way
-        than to start one.
+        How long a rank would rather wait for an input that is on its way than start a weight
+        gradient, as a share of that gradient's time.
     memory_share : float
         How much of the capacity is used. Fewer forwards at first can mean less waiting later.
     """
@@ -119,7 +119,7 @@ class _Stage:
     def __init__(self, index: int, is_first: bool, num_microbatches: int) -> None:
         self.index = index
         self.counts = {F: 0, B: 0, I: 0, W: 0}
-        # When inputs and gradients arrive, by microbatch, as far as that is known.
+        # When inputs and gradients arrive, by microbatch, as far as known.
         self.input_at = [0.0] * num_microbatches if is_first else []
         self.gradient_at: list[float] = []
 

@@ -21,16 +21,16 @@ Queue = tuple[int, int]
 def insert_messages(
     schedule: Schedule, *, prefetch: int = 1, phase: str = "step"
 ) -> list[list[Action]]:
-    """Give lists of actions their messages; those that they have are replaced.
+    """Add messages to lists of actions, replacing those that they have.
 
     1. Send each output and each input gradient to another rank right after the action that
        made it.
-    2. Post each receive ahead of the action that needs it, by `prefetch` actions: what comes
-       travels while those run.
-    3. Post receives of one queue in the order in which their messages are sent, some earlier
-       therefore.
+    2. Post each receive `prefetch` actions ahead of the one that needs it: the message travels
+       while those run.
+    3. Post the receives of a queue in the order in which their messages are sent, which makes
+       some of them earlier.
     4. Run the lists as if no send were buffered. If all ranks are stuck in sends, post the
-       receives that they wait for, where the receiving ranks are stuck themselves.
+       receives that they wait for at the point where the receiving ranks are stuck themselves.
 
     Cost: linear in the actions.
 
@@ -38,8 +38,8 @@ def insert_messages(
     ----------
     schedule : sequence of sequence of Action
     prefetch : int, default 1
-        At least 0. Each further action ahead costs a receive buffer, and is of use where a
-        message takes longer than an action.
+        At least 0. Each further action ahead costs a receive buffer, and helps where a message
+        takes longer than an action.
     phase : {"step", "forward", "backward"}, default "step"
         See `validate`.
 
@@ -61,8 +61,8 @@ def insert_messages(
 class _MessagePass:
     """The lists in slots: slot i of a rank holds what it does between compute i-1 and compute i.
 
-    In a slot, receives are posted before sends are started: posting never blocks, and may
-    be what the other side's send waits for. Reductions come last: nobody waits for them.
+    In a slot, receives are posted before sends are started: posting never blocks, and the other
+    side's send may wait for it. Reductions come last: nobody waits for them.
     """
 
     def __init__(self, lists: list[list[Action]], prefetch: int) -> None:
@@ -137,7 +137,7 @@ class _MessagePass:
 
 
 def _slots_of(actions: Sequence[Action]) -> list[int]:
-    """Return in which slot each position is: how many compute actions come before it."""
+    """Return the slot of each position, which is the number of compute actions before it."""
     return [0, *itertools.accumulate(int(action.kind.is_compute) for action in actions)]
 
 

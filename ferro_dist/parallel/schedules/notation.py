@@ -1,4 +1,4 @@
-"""Notation: schedules as text, and the reading of schedules that others have written."""
+"""Notation: schedules as text, and how to parse those that users write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Schedule = Sequence[Sequence[Action]]
 """The list of each rank."""
 
 WrittenSchedule = str | Iterable[str | Iterable[str | Action]]
-"""A schedule as its user may write it; see `parse_schedule`."""
+"""A schedule as users may write it; see `parse_schedule`."""
 
 
 def parse_schedule(schedule: WrittenSchedule) -> list[list[Action]]:
@@ -28,8 +28,8 @@ def parse_schedule(schedule: WrittenSchedule) -> list[list[Action]]:
     Raises
     ------
     InvalidSchedule
-        Something in it is no action; the error says where. Whether the actions make a sound
-        schedule is for `validate` to say.
+        Something in it is no action; the error says where. Whether the schedule is sound is checked
+        by `validate`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The built-in schedules by name, and the way from a name to the lists that ranks run."""
+"""The built-in schedules by name, and how a name becomes the lists that ranks run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = [
 
 
 class PipelineSchedule(enum.IntEnum):
-    """In which order the ranks of a pipeline run forwards and backwards.
+    """The order in which the ranks of a pipeline run forwards and backwards.
 
-    Functions accept a member or its name in lower case: ``"zb_v"``; `ONE_F_ONE_B` is ``"1f1b"``
-    too.
+    Functions accept a member or its name in lower case, such as ``"zb_v"``, and ``"1f1b"`` for
+    `ONE_F_ONE_B`.
     """
 
     GPIPE = 0
@@ -53,7 +53,7 @@ def pipeline_schedule_of(schedule: PipelineSchedule | str) -> PipelineSchedule:
 
 
 def built_in(schedule: PipelineSchedule | str | WrittenSchedule) -> PipelineSchedule | None:
-    """Return the built-in schedule that this is or names; None if it is a written one."""
+    """Return the built-in schedule that this is or names; None if it is written out."""
     is_written = isinstance(schedule, str) and len(schedule.split()) > 1
     if isinstance(schedule, (PipelineSchedule, str)) and not is_written:
         return pipeline_schedule_of(schedule)
@@ -80,7 +80,7 @@ def placement_for(
     schedule : PipelineSchedule or str
     num_ranks : int
     stages_per_rank : int, optional
-        By default 2 for interleaved 1F1B. Only that has a choice: ZB-V has 2, the others 1.
+        By default 2 for interleaved 1F1B, the only one with a choice: ZB-V has 2, the others 1.
     """
     member = pipeline_schedule_of(schedule)
     count = _stages_per_rank(member, stages_per_rank)
@@ -102,16 +102,16 @@ def generate(
     Parameters
     ----------
     schedule : PipelineSchedule, str, or sequence with the actions of each rank
-        A name, or a written one: see `parse_schedule`.
+        A name, or a schedule written out: see `parse_schedule`.
     num_ranks, num_microbatches : int
         At least 1.
     stages_per_rank : int, optional
-        As for `placement_for`; of no concern to a written schedule.
+        As for `placement_for`; ignored for a schedule that is written out.
 
     Raises
     ------
     InvalidSchedule
-        There is no such schedule, it has no such number of stages, or it is not sound.
+        There is no such schedule, it cannot have so many stages, or it is not sound.
     """
     member = built_in(schedule)
     if member is None:
@@ -171,8 +171,8 @@ def complete(
 def one_phase(schedule: Schedule, phase: str, *, prefetch: int = 1) -> list[list[Action]]:
     """Return the forwards or the backwards of a schedule alone, with their messages.
 
-    What is left of a sound schedule without the one or the other is sound: neither forwards
-    nor messages of forwards wait for anything else.
+    Either half of a sound schedule is sound: neither forwards nor their messages wait for anything
+    else.
 
     Parameters
     ----------

@@ -45,7 +45,7 @@ NAMES: Mapping[ActionKind, str] = {
 IDLE = "#eeeeec"
 INK = "#2b2b2b"
 BRIGHT = 0.35
-"""The luminance from which on a box has dark numbers."""
+"""The luminance from which a box has dark numbers."""
 
 WIDTH_IN = 12.0
 LANE_IN = 0.34
@@ -75,8 +75,8 @@ def plot(
 ) -> Path:
     """Draw what each rank does when, into a file.
 
-    Idle time is what shows of a lane's grey ground. Stages of one rank have shades of one
-    colour, the first the lightest.
+    Idle time shows as the lane's grey background. The stages of a rank have shades of one colour,
+    the first the lightest.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def plot(
         A timeline is a list of (rank, action, start_s, end_s), as measured. Several are drawn
         one below the other on one scale of time.
     path : path
-        Its suffix says what it becomes: ``.svg``, ``.png``, ``.pdf``.
+        Its suffix gives the format: ``.svg``, ``.png``, ``.pdf``.
     durations, latency
         For schedules; see `simulate`.
     ideal : schedule, Simulation or timeline, optional
@@ -107,7 +107,7 @@ def plot(
 
     Examples
     --------
-    This makes ``docs/schedules.png``; where a rank has two stages, they are half as large:
+    This makes ``docs/schedules.png``; if a rank has two stages, each is half as large:
 
     >>> halves = {"F": 0.5, "I": 0.5, "W": 0.5}
     >>> runs = {
@@ -176,7 +176,7 @@ class _Panel:
         return max(span.end_s for span in [*self.spans, *self.ideal])
 
     def caption(self) -> str:
-        """Say how long it took, and how much of that was idle."""
+        """Say how long the run took, and how much of that was idle."""
         makespan_s = max(span.end_s for span in self.spans)
         useful_s = sum(busy_times(self.spans, self.num_ranks))
         idle_s = makespan_s * self.num_ranks - useful_s
@@ -288,7 +288,7 @@ def _draw_numbers(
     shades: Mapping[tuple[int, ActionKind], Colour],
     end_s: float,
 ) -> None:
-    """Write the microbatches into the boxes that have room, if half of a kind's have."""
+    """Write microbatch numbers into boxes with room for them, if half of those of a kind have."""
     of_kind: dict[ActionKind, list[Span]] = defaultdict(list)
     for span in spans:
         if span.action.kind.is_compute:
@@ -315,7 +315,7 @@ def _draw_numbers(
 def _number_size_pt(spans: Sequence[Span], end_s: float) -> float:
     width_s = statistics.median(span.end_s - span.start_s for span in spans)
     num_digits = max(len(str(span.action.microbatch)) for span in spans)
-    # A little less: boxes of about that width have numbers, too.
+    # A little less, so that boxes of about that width have numbers, too.
     room_pt = 0.85 * _room_pt(width_s, end_s)
     return min(LARGEST_FONT_PT, room_pt / (DIGIT_WIDTH * num_digits))
 
@@ -325,7 +325,7 @@ def _room_pt(width_s: float, end_s: float) -> float:
 
 
 def _luminance(colour: Colour) -> float:
-    """Return how bright a colour is to the eye, from 0 to 1; roughly, as a screen has it."""
+    """Return how bright a colour looks on a screen, from 0 to 1; approximately."""
     weights = (0.2126, 0.7152, 0.0722)
     return math.fsum(w * math.pow(share, 2.2) for w, share in zip(weights, colour, strict=True))
 

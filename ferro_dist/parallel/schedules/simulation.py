@@ -44,9 +44,9 @@ class Simulation:
     peak_live : list of int
         For each rank, the most (stage, microbatch) pairs that were live at a time.
     peak_microbatches : list of float
-        The same over the rank's number of stages: in microbatches of its whole share.
+        The same divided by the rank's number of stages: in microbatches of its whole share.
     peak_nbytes : list of float or None
-        For each rank, the most that live microbatches held; None if `memory` was not given.
+        For each rank, the most memory that live microbatches held; None without `memory`.
     """
 
     spans: list[Span]
@@ -59,7 +59,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Idle time over useful time, of all ranks together."""
+        """Idle time divided by useful time, summed over all ranks."""
         useful_s = math.fsum(self.busy_s)
         return (self.makespan_s * self.num_ranks - useful_s) / useful_s if useful_s else 0.0
 
@@ -81,10 +81,10 @@ def simulate(
     durations : mapping
         Time of each kind, or of each stage and kind; see `Durations`.
     latency : float or sequence of float, default 0
-        Time that a message takes between ranks: one for all, or one for each pair of neighbour
-        stages, and alike in both directions.
+        Time that a message takes between ranks: one for all, or one for each pair of neighbouring
+        stages; the same in both directions.
     memory : float or sequence of float, optional
-        Bytes that a live microbatch holds: on every stage, or on each.
+        Bytes that a live microbatch holds: one number for all stages, or one for each.
     phase : {"step", "forward", "backward"}, default "step"
 
     Raises
@@ -92,7 +92,7 @@ def simulate(
     InvalidSchedule
         See `validate`.
     ValueError
-        Durations, latencies or memory that lack a stage, or are negative.
+        Durations, latencies or memory lack a stage, or are negative.
 
     Examples
     --------
@@ -168,7 +168,7 @@ class _PaperRun:
         self.spans.append(Span(rank, action, start, end))
 
     def _available_at(self, action: Key, needed: Key) -> float:
-        """Return when what an action needs of another is on its rank."""
+        """Return when the result of another action that this one needs is on its rank."""
         done_at = self._done_at[needed]
         stage, other = action[0], needed[0]
         if self._dependencies.has_messages or self.placement[stage] == self.placement[other]:
@@ -197,7 +197,7 @@ class _PaperRun:
 
 
 class _Residents:
-    """Which microbatches come to live on each rank, and go, in the order of its list.
+    """Which microbatches become live on each rank, and cease to be, in the order of its list.
 
     Both happen on one rank, so its list alone decides what is live together.
     """
@@ -208,7 +208,7 @@ class _Residents:
         ]
 
     def peaks(self, weights: Sequence[float]) -> list[float]:
-        """Return the most that the live microbatches of each rank weigh at a time."""
+        """Return the most that the live microbatches of each rank weigh at any time."""
         return [self._peak(changes, weights) for changes in self._changes]
 
     @staticmethod

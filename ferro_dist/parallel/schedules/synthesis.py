@@ -1,4 +1,4 @@
-"""Synthesis: a schedule made to measure, for stages that cost what they cost.
+"""Synthesis: a schedule made to measure, for stages of any cost.
 
 1. Collect candidates: the built-in schedules for this placement that fit the memory, and those
    that list scheduling makes under a number of policies.
@@ -45,7 +45,7 @@ W = ActionKind.BACKWARD_WEIGHT
 Lists = list[list[Action]]
 
 SIMULATED_ACTIONS = 200_000
-"""How many actions the search simulates, whatever their number in the schedule: seconds."""
+"""How many actions the search simulates, however many the schedule has: it takes seconds."""
 
 NUM_IMPROVED = 8
 """How many of the candidates are improved."""
@@ -70,8 +70,9 @@ def synthesize(
     durations : mapping
         See `Durations`. Backwards are split only where ``"I"`` and ``"W"`` are given.
     memory_cap : float or sequence of float, optional
-        What may be live on every rank, or on each: bytes if `memory` is given, else microbatches
-        of a rank's whole share, as in `Simulation.peak_microbatches`. None: all that there is.
+        What may be live at once, one number for all ranks or one for each: bytes if `memory` is
+        given, else microbatches of a rank's whole share, as in `Simulation.peak_microbatches`. None
+        sets no limit.
     placement : sequence of int
         The rank of each stage; see `placement_for`.
     num_microbatches : int
@@ -86,7 +87,7 @@ def synthesize(
     Raises
     ------
     ValueError, TypeError
-        The limit is too low for a single microbatch, or an argument is none.
+        The limit is too low for a single microbatch, or an argument is invalid.
 
     Examples
     --------
@@ -146,7 +147,7 @@ def _capacity(rank: int, cap: float, one_microbatch: float) -> float:
 
 
 _ROUNDING = 1e-9
-"""By how much sums of the same numbers may differ with the order in which they were added."""
+"""How much sums of the same numbers may differ with the order of addition."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class _Candidate:
 
     @property
     def score(self) -> tuple[float, float]:
-        """Less is better: the makespan, then the sum of the times at which ranks end."""
+        """Lower is better: the makespan, then the sum of the times at which ranks end."""
         ends = {span.rank: span.end_s for span in self.simulation.spans}
         return self.simulation.makespan_s, math.fsum(ends.values())
 
@@ -182,7 +183,7 @@ class _Search:
     def _candidates(self) -> list[_Candidate]:
         """Return what fits, best first, each once."""
         found: dict[str, _Candidate] = {}
-        # Whatever it takes, all of these: the result is to be no worse than any.
+        # All of these, whatever it takes: the result must be no worse than any.
         for lists in _builtin_schedules(self._problem):
             self._add(lists, found)
         for lists in _greedy_schedules(self._problem):
@@ -213,7 +214,7 @@ class _Search:
                 yield moved
 
     def _joined(self, candidate: _Candidate) -> _Candidate:
-        """Join the parts of backwards on all stages, or else on those on which it costs nothing."""
+        """Join the parts of backwards on all stages, or else on those where it costs nothing."""
         self._budget = max(self._budget, SIMULATED_ACTIONS // 4)
         stages = range(len(self._problem.placement))
         # The first stage comes first: nobody waits for the gradient of its input.
@@ -250,10 +251,10 @@ def _score(candidate: _Candidate) -> tuple[float, float]:
 
 
 def _least_makespan(problem: Problem) -> float:
-    """Return what no schedule can beat.
+    """Return a makespan that no schedule can beat.
 
-    The greater of: the work of a rank after its first input has come, for the slowest rank; and
-    the way of one microbatch through all stages and back.
+    This is the larger of two times: that of the slowest rank's work after its first input has come,
+    and that of one microbatch through all stages and back.
     """
     stages = range(len(problem.placement))
     arrival = [0.0]
@@ -285,7 +286,7 @@ def _backward(problem: Problem, stage: int) -> float:
 
 
 def _gradient(problem: Problem, stage: int) -> float:
-    """Return the least time after which a stage's input gradient is there."""
+    """Return the least time in which a stage's input gradient is made."""
     whole = _time(problem, stage, B)
     return min(whole, _time(problem, stage, I)) if _can_split(problem) else whole
 
@@ -319,7 +320,7 @@ def _greedy_schedules(problem: Problem) -> Iterator[Lists]:
 
 
 def _policies(problem: Problem) -> Iterator[Policy]:
-    """Yield policies, those first that have done best."""
+    """Yield policies, the most successful first."""
     shares = (1.0, 0.75, 0.5)
     if _can_split(problem):
         for share, prompt, patience, late, forward in itertools.product(

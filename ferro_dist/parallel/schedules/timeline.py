@@ -15,7 +15,7 @@ __all__ = ["Span", "busy_times", "parse_timeline"]
 class Span(NamedTuple):
     """One action on its rank, from start to end.
 
-    A run that is measured on several clocks must bring its times to one of them.
+    Times measured on several clocks must have been converted to one of them.
     """
 
     rank: int
@@ -34,7 +34,7 @@ def busy_times(spans: Iterable[Span], num_ranks: int) -> list[float]:
 
 
 def parse_timeline(entries: object) -> list[Span] | None:
-    """Return the spans of a measured run, from time 0; None for what is no timeline at all.
+    """Return the spans of a measured run, from time 0; None for anything but a timeline.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def parse_timeline(entries: object) -> list[Span] | None:
     Raises
     ------
     ValueError
-        It is a timeline, but an entry is none, or there is none of compute.
+        It is a timeline, but an entry is invalid, or none is of a compute action.
     """
     if isinstance(entries, str) or not isinstance(entries, Sequence) or not entries:
         return None

@@ -1,6 +1,6 @@
 """Validation: the proof that lists of actions are a schedule that its ranks can run to the end.
 
-1. Census: each action stands in one list, each stage on one rank, and every stage has the
+1. Census: each action is in one list, each stage on one rank, and every stage has the
    same microbatches.
 2. Completeness: each stage runs forward, and backward in one part or in two, for every
    microbatch.
@@ -67,7 +67,7 @@ def validate(
 def check_content(
     lists: list[list[Action]], num_microbatches: int | None, phase: str
 ) -> Dependencies:
-    """Do all of `validate` but the proof of progress, for whoever runs the lists anyway."""
+    """Do all of `validate` but the proof of progress, for callers that run the lists anyway."""
     if phase not in PHASES:
         raise ValueError(f"phase must be one of {', '.join(map(repr, PHASES))}, not {phase!r}.")
     census = _Census(lists, num_microbatches)
