@@ -1,4 +1,4 @@
-"""DDP of pytrees of JAX arrays, which nobody can write to: averages are returned."""
+"""DDP of pytrees of JAX arrays, which are immutable: averages are returned."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ Pytree = Any
 class JaxDDP(DDP[Any], Kind):
     """DDP of a pytree of parameters: of dicts and lists, of Flax, of Equinox.
 
-    Parameters stay the caller's own, who passes them to `tap`, to `verify` and to
+    The caller keeps the parameters, and passes them to `tap`, to `verify` and to
     `broadcast_parameters`; training begins with `module`, the parameters of the root.
 
-    A gradient that is an average of all ranks comes from `sync_gradients`, of what a step
-    returned, or from `tap`, inside of a compiled step. Leaves that are no floats, as counters
-    and random keys, are made equal by construction, and have no gradients.
+    Gradients averaged over all ranks come from `sync_gradients`, applied to what a step returned,
+    or from `tap`, inside a compiled step. Leaves that are not floats, such as counters and random
+    keys, are made equal on construction, and have no gradients.
 
-    Of what `DDP` takes, `average` may be ``"mean"`` or ``"sum"`` (every leaf has a gradient, if
-    only zeros, so that all ranks contribute), and `compress` no function. A pytree has no buffers
-    to be synchronized.
+    `average` may be ``"mean"`` or ``"sum"`` (every leaf has a gradient, if only zeros, so that all
+    ranks contribute), and `compress` cannot be a function. A pytree has no buffers to be
+    synchronized.
 
-    An error inside of a compiled program comes out as JAX's own, with ours in its text; the
-    next call on the group raises ours.
+    An error inside a compiled program surfaces as JAX's own, with that of ferro_dist in its text;
+    the next call on the group raises the latter.
 
-    Ranks must be processes where steps are tapped: JAX runs the programs of all threads in one
-    queue, in which a rank could come to wait for another behind it.
+    Ranks that tap their steps must be processes: JAX runs the programs of all threads in one queue,
+    in which a rank might wait for another that is behind it.
 
     Examples
     --------
@@ -86,7 +86,7 @@ class JaxDDP(DDP[Any], Kind):
         return [f"leaf {number} {line}" for number, line in enumerate(describe_leaves(module))]
 
     def _prepare(self, options: Options, first_tag: int) -> None:
-        return  # trees of gradients are agreed on as they come: they may be parts of this one
+        return  # trees of gradients are compared as they come: they may be parts of this one
 
     @property
     def _held(self) -> Pytree:
@@ -98,13 +98,13 @@ class JaxDDP(DDP[Any], Kind):
     def tap(self, params: Pytree) -> Pytree:
         """Return `params` unchanged; their gradients will be averages over the ranks.
 
-        Called inside of the function that is differentiated, compiled or not, once in a
-        step. The average of each bucket is under way while the rest of backward runs.
+        Called inside the function that is differentiated, compiled or not, once per step. The
+        average of each bucket is under way while the rest of backward runs.
 
         Parameters
         ----------
         params : pytree
-            All parameters or some; on each rank trees of the same structure.
+            All parameters or some; trees of the same structure on each rank.
 
         Raises
         ------
@@ -115,14 +115,14 @@ class JaxDDP(DDP[Any], Kind):
         return self._pytrees.tap(params)
 
     def broadcast_parameters(self, root: int | None = None, params: Pytree = None) -> Pytree:
-        """Return the parameters of one rank, on all of them; `module` is those then.
+        """Return the parameters of one rank, on all of them; `module` then holds these.
 
         Parameters
         ----------
         root : int, optional
-            Whose parameters. None means the `root` that DDP was constructed with.
+            The rank whose parameters are used. None means the `root` given to the constructor.
         params : pytree, optional
-            Of the same structure on all ranks. None means `module`: what was broadcast last.
+            Of the same structure on all ranks. None means `module`, which was broadcast last.
         """
         tree = self.module if params is None else params
         self._tree = self._pytrees.broadcast_parameters(tree, self._checked_root(root))
@@ -134,12 +134,12 @@ class JaxDDP(DDP[Any], Kind):
         Parameters
         ----------
         params : pytree, optional
-            None means `module`: what was broadcast last.
+            None means `module`, which was broadcast last.
 
         Raises
         ------
         CollectiveMismatch
-            Names the first that differs, and which ranks have what. Raised on all ranks; the
+            Names the first that differs, and which ranks have which value. Raised on all ranks; the
             group stays usable.
         """
         before = self.module
@@ -151,10 +151,10 @@ class JaxDDP(DDP[Any], Kind):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients as they are, inside the block: to add up those of several batches.
+        """Do not average gradients inside the block, to add up those of several batches.
 
-        A step that taps its parameters, compiled outside the block or in it, returns this rank's
-        own. Average their sum with `sync_gradients`.
+        A step that taps its parameters, whether compiled outside the block or inside, returns this
+        rank's own gradients. Average their sum with `sync_gradients`.
         """
         with self._pytrees.no_sync():
             yield
@@ -199,7 +199,7 @@ class JaxDDP(DDP[Any], Kind):
 
 
 def has_jax_arrays(module: object) -> bool:
-    """Whether this is a pytree with at least one array of JAX."""
+    """Whether this is a pytree with at least one JAX array."""
     try:
         leaves = jax.tree.leaves(module)
     except (TypeError, ValueError):  # a dict whose keys cannot be sorted, for instance

@@ -41,7 +41,7 @@ _OP = "DDP"
 
 @dataclass
 class _Terms:
-    """What all trees of a reducer have in common."""
+    """What all trees of a reducer share."""
 
     backend: Backend
     reduce_op: ReduceOp
@@ -50,7 +50,7 @@ class _Terms:
     is_overlapped: bool
     is_local: bool = False
     most_buckets: int = 0
-    """Of any tree so far: as many calls another rank may have under way."""
+    """The most of any tree so far: another rank may have as many calls under way."""
     statistics: Statistics = field(default_factory=Statistics)
 
     def explained(self, error: CollectiveMismatch, lines: Sequence[str]) -> CollectiveMismatch:
@@ -61,15 +61,15 @@ class _Terms:
 class PytreeReducer:
     """Average pytrees of gradients over the ranks.
 
-    What `ferro_dist.DDP` of a pytree is made of; by itself it holds no parameters.
+    `ferro_dist.DDP` of a pytree is made of this; it holds no parameters itself.
 
     Parameters
     ----------
     backend : Backend
-        The group; the same calls, with trees of the same structure, on all ranks. Stays
-        the caller's to close.
+        The group, on which all ranks make the same calls, with trees of the same structure. Closing
+        it is left to the caller.
     average : {"mean", "sum"}, default "mean"
-        What becomes of the gradients of the ranks.
+        How the gradients of the ranks are combined.
     bucket_mb : float, default 25
         Largest bucket, in MiB.
     compress : {None, "fp16", "bf16"}, optional
@@ -79,10 +79,10 @@ class PytreeReducer:
 
     Notes
     -----
-    Leaves that are no floats, as the step counters of an optimizer, are left alone.
+    Leaves that are not floats, such as the step counters of an optimizer, are left alone.
 
-    An error inside of a compiled program comes out as JAX's own, with ours in its text; the
-    next call on the group raises ours.
+    An error inside a compiled program surfaces as JAX's own, with that of ferro_dist in its text;
+    the next call on the group raises the latter.
 
     Examples
     --------
@@ -123,8 +123,8 @@ class PytreeReducer:
             )
         bucket_nbytes = bucket_nbytes_of(bucket_mb, "DDP")
         self._terms = _Terms(backend, REDUCE_OPS[average], bucket_nbytes, compress, is_overlapped)
-        # By structure of the tree: a program that is traced anew, for another batch size,
-        # on one rank alone, must not agree on anything again.
+        # By structure of the tree: if a program is traced again on one rank alone, for another
+        # batch size, the ranks must not have to agree again.
         self._reductions: dict[Hashable, _Reduction] = {}
 
     def check(self, tree: Pytree) -> None:
@@ -137,8 +137,8 @@ class PytreeReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients as they are, inside the block, also in programs compiled outside."""
-        # Programs run when they like: those of before and those of the block must have ended.
+        """Do not average gradients inside the block, even in programs compiled outside."""
+        # Programs run asynchronously: those from before, and those of the block, must have ended.
         jax.effects_barrier()
         before, self._terms.is_local = self._terms.is_local, True
         try:
@@ -148,9 +148,9 @@ class PytreeReducer:
             self._terms.is_local = before
 
     def broadcast_parameters(self, params: Pytree, root: int = 0) -> Pytree:
-        """Return the tree of `root`, on all ranks. Called outside of compiled programs.
+        """Return the tree of `root`, on all ranks. Called outside compiled programs.
 
-        Leaves that are no arrays, as the functions in a tree of layers, are left alone.
+        Leaves that are not arrays, such as the functions in a tree of layers, are left alone.
         """
         jax.effects_barrier()  # callbacks of a step that is still running use the group, too
         return jax.tree.map(
@@ -159,14 +159,14 @@ class PytreeReducer:
         )
 
     def sync_gradients(self, grads: Pytree, *, weight: float | None = None) -> Pytree:
-        """Return the averages of a tree of gradients. Called outside of compiled programs.
+        """Return the averages of a tree of gradients. Called outside compiled programs.
 
         Parameters
         ----------
         grads : pytree
         weight : float, optional
-            What this rank's gradients count, at least 0; on all ranks or on none. The mean is
-            then the weighted mean; a sum has each gradient multiplied by its weight.
+            How much this rank's gradients count, at least 0; given on all ranks or on none. The
+            mean is then the weighted mean; in a sum each gradient is multiplied by its weight.
 
         Raises
         ------
@@ -187,7 +187,7 @@ class PytreeReducer:
         if not floats or self._terms.is_local:
             return grads
         jax.effects_barrier()
-        # All of them first: what cannot be read is told before the others wait for it.
+        # Read all of them first: an error must come before the others wait for this rank.
         own = [np.asarray(leaves[position]) for position in floats]
         reduction = self._reduction(grads, floats)
         if weight is not None:
@@ -202,8 +202,8 @@ class PytreeReducer:
     def tap(self, params: Pytree) -> Pytree:
         """Return `params` unchanged; their gradients will be averages over the ranks.
 
-        Called inside of the function that is differentiated, compiled or not, once in a
-        step. The average of each bucket is under way while the rest of backward runs.
+        Called inside the function that is differentiated, compiled or not, once per step. The
+        average of each bucket is under way while the rest of backward runs.
 
         Raises
         ------
@@ -249,16 +249,16 @@ class PytreeReducer:
 class _Reduction:
     """The buckets of trees of one structure.
 
-    Buckets are reduced in one order on all ranks, whatever the order in which they become
-    ready: each starts once it and all before it are. In the first step that order is a
-    guess; then it is the one that rank 0 saw.
+    Buckets are reduced in the same order on all ranks, whatever the order in which they become
+    ready: each starts once it and all before it are ready. In the first step that order is a guess;
+    later it is the one that rank 0 observed.
     """
 
     def __init__(
         self, terms: _Terms, specs: Sequence[ParameterSpec], lines: Sequence[str], tag: int
     ) -> None:
         self._terms, self._backend, self._lines, self._tag = terms, terms.backend, lines, tag
-        # Last layers first, as backward goes: in the order of their names, layer 10 after 9.
+        # Last layers first, as in backward. Names are in natural order: layer 10 after 9.
         positions = {spec.name: position for position, spec in enumerate(specs)}
         ready_order = sorted(specs, key=lambda spec: _natural(spec.name), reverse=True)
         parts = assign_buckets(ready_order, terms.bucket_nbytes)
@@ -284,7 +284,7 @@ class _Reduction:
         self._factor: float | None = None
 
     def weigh(self, weight: float) -> None:
-        """Give this rank's gradients a weight in the turn that comes."""
+        """Give this rank's gradients a weight in the next turn."""
         with self._lock, self._failing_for_good():
             attendance = self._roll_call.ask(True, weight, self._tag + 1).result()
         is_mean = self._terms.reduce_op is ReduceOp.MEAN
@@ -347,9 +347,9 @@ class _Reduction:
 
     @contextlib.contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Let nothing follow a step that was given up: its buckets may be under way still.
+        """Refuse all calls after a step that was given up: its buckets may still be under way.
 
-        Ranks that disagree give it up together, and can go on.
+        Ranks that disagree give up a step together, and can go on.
         """
         self._check_is_well()
         try:
@@ -440,11 +440,11 @@ class _Bucket:
         ]
 
     def pack(self, gradients: Sequence[NumpyArray], factor: float | None) -> None:
-        # What is too large for 16 bits becomes infinite on all ranks, for them to see.
+        # What is too large for 16 bits becomes infinite, visibly on all ranks.
         with np.errstate(over="ignore"):
             for view, gradient in zip(self._views, gradients, strict=True):
                 if factor == 0:
-                    gradient = np.zeros_like(gradient)  # whatever it was
+                    gradient = np.zeros_like(gradient)  # whatever the gradient was
                 elif factor is not None:
                     gradient = gradient * np.asarray(factor, gradient.dtype)
                 np.copyto(view, gradient, casting="unsafe")
@@ -458,7 +458,7 @@ class _Bucket:
 
 
 def is_array(leaf: object) -> bool:
-    """Whether a leaf is an array or a number: trees of layers hold functions, too."""
+    """Whether a leaf is an array or a number; trees of layers also hold functions."""
     return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
 
 

@@ -33,7 +33,7 @@ Tree = Any
 
 @jax.tree_util.register_static
 class _Structure:
-    """What a compiled function returns beside arrays."""
+    """What a compiled function returns besides arrays."""
 
     def __init__(self, structure: pytree.Structure) -> None:
         self.structure = structure
@@ -51,7 +51,7 @@ class _Saved(NamedTuple):
     is_input_differentiable: list[bool]
     is_output_differentiable: list[bool]
     outputs: list[jax.ShapeDtypeStruct]
-    """Those that are."""
+    """The differentiable ones."""
     of_loss: list[Array] | None
     """Their gradients, if the output is the loss."""
 
@@ -69,7 +69,7 @@ class JaxStage(Stage):
     Attributes
     ----------
     params : tree
-        The caller's to replace, after an optimizer's step.
+        To be replaced by the caller after an optimizer's step.
     grads : tree or None
         Like `params`, summed since it was last None.
 
@@ -88,8 +88,8 @@ class JaxStage(Stage):
         self.params = params
         self.grads: Tree = None
         self._takes_rng = "rng" in inspect.signature(apply).parameters
-        # By what is compiled beside arrays: the structure of the input, and which of it is
-        # differentiable. The loss is not compiled.
+        # Keyed by what is compiled in besides arrays: the structure of the input, and which of its
+        # arrays are differentiable. The loss is not compiled.
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     # Arrays between stages
@@ -102,7 +102,7 @@ class JaxStage(Stage):
             )
 
     def describe(self, array: Array) -> ArraySpec:
-        # On a GPU too: what JAX has there goes through the host.
+        # For JAX on a GPU, too: its arrays go through the host.
         is_on_host = True
         dtype = str(array.dtype)
         return ArraySpec(dtype, tuple(array.shape), _is_differentiable(array), is_on_host)
@@ -278,7 +278,7 @@ class JaxStage(Stage):
         return jax.tree_util.tree_unflatten(structure, values)
 
 
-# Compiled apart: what a half does not return, XLA does not compute.
+# Compiled separately: what a half does not return, XLA does not compute.
 
 
 _Compiled = Callable[..., Any]
@@ -296,7 +296,7 @@ def _checked_loss(loss: Any) -> Array:
 
 
 def _check_params(params: Tree) -> None:
-    """Raise TypeError for what has no gradient; `jax.grad` refuses it as well."""
+    """Raise TypeError for weights without gradients, which `jax.grad` refuses as well."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):

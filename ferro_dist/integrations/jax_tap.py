@@ -1,4 +1,4 @@
-"""A way out of a compiled JAX program for gradients, while backward still runs.
+"""How gradients leave a compiled JAX program while backward still runs.
 
 `tap_leaves` is the identity. Its backward hands each group of gradients to the host as
 soon as it is computed, and returns what the host makes of all of them:
@@ -7,10 +7,10 @@ soon as it is computed, and returns what the host makes of all of them:
                  ◄───── ready(group, gradients) ◄─────── backward
            finish()
 
-Each announcement gives the gate a token. These tell XLA that the gate comes after all
-announcements, and nothing else: it may run them in any order, and side by side. So the
-host must not let one wait for another rank; only `finish` may. JAX's ordered callbacks
-would be one chain through all of the program, and are refused inside of custom gradients.
+Each announcement gives the gate a token. The tokens tell XLA only that the gate comes after all
+announcements, which it may run in any order and in parallel. So the host must not let one wait for
+another rank; only `finish` may. JAX's ordered callbacks would be one chain through the whole
+program, and are refused inside custom gradients.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def tap_leaves(
     leaves : sequence of jax.Array
         Real or complex floats.
     groups : sequence of sequence of int
-        Which leaves are announced together: each in one group.
+        Which leaves are announced together; each leaf is in one group.
     ready : callable
         Called with the number of a group and its gradients, in any order and from any
         thread. Must not wait for other ranks. Groups on which the loss does not depend are
         not announced.
     finish : callable
-        Called once all groups were announced that will be; returns one gradient for each
-        leaf. They are copied at once.
+        Called once all groups that will be announced have been; returns one gradient for each leaf.
+        They are copied at once.
     """
     tapped: list[JaxArray]
     tapped, tokens = _gate(len(groups), finish)([jnp.asarray(leaf) for leaf in leaves])

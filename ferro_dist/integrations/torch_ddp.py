@@ -1,4 +1,4 @@
-"""DDP of torch modules: a module itself, that averages gradients in every backward."""
+"""DDP of torch modules: itself a module, which averages gradients in every backward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["TorchDDP"]
 
 PREFIX = "module."
 COPY_TAG_STRIDE = 0x9E3779B1  # odd and large: tags of copies are far from each other
-BUFFERS = -3  # the call's number in a tag, after the reducer's own
+BUFFERS = -3  # the call's number in a tag, next to the reducer's -1 and -2
 
 
 class TorchDDP(DDP[Any], Kind, torch.nn.Module):
@@ -53,8 +53,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     ``state_dict`` and the names of parameters and buffers are those of the module;
     ``load_state_dict`` also takes what torch's DDP has saved.
 
-    Gradients of an ``Embedding`` that was made with ``sparse=True`` stay sparse, unless a rank has
-    a dense one of the same weight. Other sparse gradients become dense.
+    Gradients of an ``Embedding`` that was made with ``sparse=True`` stay sparse, unless some rank
+    has a dense one for the same weight. Other sparse gradients become dense.
     """
 
     def __init__(self, module: Any, backend: Any, **options: Any) -> None:
@@ -75,7 +75,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 )
         options.check_compression(specs_of(parameters.dense))
         buffers = BufferShare(module, options.backend) if options.sync_buffers else None
-        # Not by `setattr`, which is for attributes of the module.
+        # Not by `setattr`, which sets attributes of the module.
         self._modules["module"] = module
         self.__dict__.update(
             _parameters_of_module=parameters,
@@ -108,7 +108,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             first_tag=first_tag,
         )
         gradients.is_ready = reducer.is_ready
-        # Hooks of parameters must not keep the wrapper alive, but end with it.
+        # Hooks of parameters must not keep the wrapper alive; they end with it.
         this = weakref.ref(self)
         watcher = BackwardWatcher(
             on_begin=lambda first: _alive(this)._begin(first),
@@ -122,7 +122,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._stop_watching.atexit = False
         self._watch()
 
-    # A backward, as the watcher tells of it
+    # A backward, as the watcher reports it
 
     def _watch(self) -> None:
         dense, sparse = self._parameters_of_module.dense, self._parameters_of_module.sparse
@@ -137,7 +137,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             return
         specs = specs_of(parameters.dense)
         if not self._backend.moves_host_arrays:
-            # NCCL alone does not compare what ranks call: they must agree before they do.
+            # NCCL alone does not compare the ranks' calls: they must agree before they make them.
             lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(specs)]
             lines += lines_of(specs_of(parameters.sparse))
             agree_on_manifest(lines, self._backend, op="DDP")
@@ -146,12 +146,12 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         parameters.accept_changes()
 
     def _begin(self, first: int | None) -> Callable[[int], object]:
-        """Prepare for a backward; return what is to be told of its gradients.
+        """Prepare for a backward; return the function to which its gradients are reported.
 
         Parameters
         ----------
         first : int or None
-            The parameter that has got its gradient before.
+            The parameter that has its gradient already.
         """
         self.__dict__["_is_local"] = self._no_sync_depth > 0
         with telling(self._tell_layers if self._is_local else self._tell_the_others):
@@ -177,7 +177,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._sparse.end_local()
 
     def _note(self) -> Callable[[int], object]:
-        """Return what is to be told of gradients, by number: the dense ones come first."""
+        """Return the function to which gradients are reported by number; dense ones come first."""
         of_dense = self._gradients.note_local if self._is_local else self._reducer.mark_ready
         if not self._sparse.parameters:
             return cast("Callable[[int], object]", of_dense)
@@ -198,15 +198,15 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._finish_own_round()
 
     def _finish_own_round(self) -> None:
-        """Finish a round to which this rank gives the gradients of its parameters."""
+        """Finish a round to which this rank contributes the gradients of its parameters."""
         try:
             self._finish_round()
         except BaseException:
-            self._sparse.end_local()  # shows again what was put aside; dense ones are back already
+            self._sparse.end_local()  # brings back those put aside; dense ones are back already
             raise
 
     def _fail(self) -> None:
-        # The others would wait for what never comes: buckets, or what a layer sends.
+        # The others would wait in vain, for buckets or for what a layer sends.
         error = RuntimeError("backward raised")
         if self._is_local:
             self._end_local()
@@ -238,7 +238,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             )
 
     def _refuse_compiled(self) -> None:
-        # A graph that was compiled of autograd's calls the hooks of nodes, but is none of them.
+        # A graph that was compiled from autograd's calls the hooks of nodes, but consists of none.
         if torch._C._current_autograd_node() is None:
             raise RuntimeError(
                 "DDP: this backward runs under torch's compiled autograd, which does not tell when "
@@ -254,7 +254,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 "create_graph=True), or call backward inside no_sync() and sync_gradients() last."
             )
 
-    # What is a module's
+    # The interface of a module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and watch for a backward of what it returns."""
@@ -265,9 +265,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         with self._telling_in_forward():
             if not torch.is_grad_enabled():
                 return module(*args, **kwargs)
-            if not self._watcher.is_open:  # else it is a checkpoint that computes anew
+            if not self._watcher.is_open:  # else this is a checkpoint that recomputes
                 self._check_parameters()
-                # Hooks of the user's own shall see this rank's gradients, and may change them.
+                # The user's own hooks must see this rank's gradients, and may change them.
                 self._watcher.come_last()
                 self.__dict__["_is_checked"] = True
             outputs = module(*args, **kwargs)
@@ -275,7 +275,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         return outputs
 
     def _telling_in_forward(self) -> contextlib.AbstractContextManager[None]:
-        # Inside a backward an exception may be how a checkpoint ends what it computes anew.
+        # Inside a backward, an exception may be how a checkpoint ends its recomputation.
         if torch._C._current_graph_task_id() >= 0:
             return contextlib.nullcontext()
         is_averaged = torch.is_grad_enabled() and self.training and not self._no_sync_depth
@@ -330,7 +330,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         return twin
 
     def __getattr__(self, name: str) -> Any:
-        # Reached for what the wrapper lacks.
+        # Called for attributes that the wrapper lacks.
         try:
             return torch.nn.Module.__getattr__(self, name)
         except AttributeError:
@@ -339,7 +339,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What is read through the wrapper is written through it too.
+        # Attributes that are read through the wrapper are also written through it.
         if isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
         elif hasattr(type(self), name) or name in self.__dict__ or "_watcher" not in self.__dict__:
@@ -347,7 +347,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         else:
             setattr(self.module, name, value)
 
-    # What is DDP's
+    # The interface of DDP
 
     @contextlib.contextmanager
     def join(self, *optimizers: Any) -> Iterator[None]:
@@ -359,15 +359,15 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     def step_in_backward(self, optimizer: Any) -> None:
         """Let an optimizer step at the end of every backward that averages gradients.
 
-        Called by all ranks, with optimizers of the same parameters. From then on the loop is
-        forward and backward: gradients are None after each. Inside `no_sync` they add up, and
-        nothing is stepped; `sync_gradients` steps too.
+        Called by all ranks, with optimizers of the same parameters. From then on the loop consists
+        of forward and backward: gradients are None after each. Inside `no_sync` they add up, and no
+        step is taken; `sync_gradients` steps, too.
 
         Parameters
         ----------
         optimizer : torch.optim.Optimizer or None
-            Of parameters of the module. Options may be changed between steps, by a scheduler for
-            instance. None leaves steps to the caller again.
+            An optimizer of parameters of the module. Its options may be changed between steps, for
+            instance by a scheduler. None leaves the steps to the caller again.
 
         Raises
         ------
@@ -379,11 +379,11 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
 
         Notes
         -----
-        The step comes once all buckets have been reduced, and not with each: backward may still
-        read a parameter whose gradient is there, and if a rank is lost on the way, parameters and
-        optimizer are as before the step on all others.
+        The step is taken once all buckets have been reduced, not bucket by bucket: backward may
+        still read a parameter whose gradient is there, and if a rank is lost meanwhile, parameters
+        and optimizer are as before the step on all others.
 
-        What must come between backward and step, such as clipping, goes into a hook:
+        Anything to be done between backward and step, such as clipping, goes into a hook:
         ``optimizer.register_step_pre_hook``.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -513,18 +513,18 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
 
 
 def _saved_state(optimizer: Any) -> bytes:
-    """Return what others can load: a state, or why there is none for them."""
+    """Return what others can load: a state, or the reason why there is none."""
     try:
         data = saved(optimizer.state_dict())
         loaded(data)
     except Exception as error:
-        # Torch puts advice around its own words that is for files.
+        # Torch surrounds its message with advice that is meant for files.
         return saved(str(error.__context__ or error))
     return data
 
 
 def _add_prefix(ddp: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename what a module around the wrapper loads into it to where the wrapper has its module."""
+    """Rename what an enclosing module loads into the wrapper, to where its module is."""
     own = ddp.module.state_dict()
     for name in [name for name in state if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)

@@ -34,7 +34,7 @@ ALIGNMENT_NBYTES = 64  # a cache line, and more than any dtype needs
 
 
 class ModuleParameters:
-    """A module's parameters, and what of them may change after it was wrapped.
+    """A module's parameters, and what about them may change after it was wrapped.
 
     Parameters
     ----------
@@ -69,17 +69,17 @@ class ModuleParameters:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """Those that require grad."""
+        """The parameters that require grad."""
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     @property
     def dense(self) -> dict[str, Tensor]:
-        """Those that are trained, and whose gradients lie in buckets."""
+        """The trained parameters whose gradients lie in buckets."""
         return {name: p for name, p in self.trained.items() if id(p) not in self._sparse_ids}
 
     @property
     def sparse(self) -> dict[str, Tensor]:
-        """Those that are trained, of layers that were made with ``sparse=True``."""
+        """The trained parameters of layers that were made with ``sparse=True``."""
         return {name: p for name, p in self.trained.items() if id(p) in self._sparse_ids}
 
     def lines(self) -> list[str]:
@@ -92,14 +92,14 @@ class ModuleParameters:
         ]
 
     def have_changed(self) -> bool:
-        """Whether others are trained than when this was last accepted, or elsewhere, or otherwise.
+        """Whether trained parameters, or their places or dtypes, differ from those last accepted.
 
         Raises
         ------
         ValueError
             Parameters were added, removed or replaced.
         InvalidArray
-            They were moved or converted to what cannot be averaged.
+            They were moved or converted in a way that prevents averaging.
         """
         if not self._has_its_members():
             self._refuse_others()
@@ -110,7 +110,7 @@ class ModuleParameters:
         return True
 
     def accept_changes(self) -> None:
-        """Take what is trained now for what was trained before."""
+        """Accept what is trained now."""
         self._states = self._current_states()
 
     def _has_its_members(self) -> bool:
@@ -118,7 +118,7 @@ class ModuleParameters:
         return all(map(operator.is_, self._current_members(), self._members))
 
     def _current_members(self) -> Iterator[object]:
-        """Yield all parameters and modules, then a mark, as one may be more or less."""
+        """Yield all parameters and modules, then a mark, as their number may have changed."""
         values = map(operator.methodcaller("values"), self._tables)
         return itertools.chain(itertools.chain.from_iterable(values), (_END,))
 
@@ -148,10 +148,10 @@ class ModuleParameters:
 
 
 class BufferShare:
-    """A module's buffers, all of one memory in one array that the group moves without a copy.
+    """A module's buffers: those of each memory in one array that the group moves without a copy.
 
-    Written behind autograd's back, which would else take it for a change that invalidates
-    graphs it still has: a BatchNorm saves its running means, and does not use them in training.
+    They are written behind autograd's back, which would otherwise consider graphs that it still has
+    invalid: a BatchNorm saves its running means, but does not use them in training.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ class BufferShare:
         return [f"buffer {number} {spec}" for number, spec in enumerate(self._specs)]
 
     def broadcast(self, root: int, tag: int) -> None:
-        """Overwrite the buffers of all ranks with those of one, in one call for each memory."""
+        """Overwrite the buffers of all ranks with those of one, with one call for each memory."""
         buffers = [buffer.data for _, buffer in self.named()]
         are_on_gpu = [buffer.is_cuda for buffer in buffers]
         if are_on_gpu != self._are_on_gpu:  # at first, and when the module has been moved
@@ -255,7 +255,7 @@ class _BufferPart:
 
 
 def broadcast_tensor(tensor: Tensor, backend: Backend, root: int) -> None:
-    """Overwrite a tensor on all ranks with that of one."""
+    """Overwrite a tensor on all ranks with that of one rank."""
     data = tensor.detach()
     if data.is_contiguous():
         broadcast(data, backend, root, out=data)

@@ -40,7 +40,7 @@ __all__ = ["ShardedOptimizer"]
 
 Tensor = Any
 
-# What these do to an element depends on that element alone. By exact class: a subclass may
+# What these do to an element depends on that element alone. Matched by exact class: a subclass may
 # look at more.
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -66,49 +66,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params : iterable
         Parameters, or dicts of them with options: what `optimizer_class` takes.
     optimizer_class : type
-        Any of torch's but LBFGS and SparseAdam, or another that treats each parameter by
-        itself.
+        Any of torch's except LBFGS and SparseAdam, or another that treats each parameter by itself.
     backend : Backend
-        The group. Stays the caller's to close.
+        The group; closing it is left to the caller.
     average : {"mean", "sum", None}, default "mean"
-        What becomes of the gradients of the ranks. None where `DDP` has averaged them
-        before: they are equal on all ranks, and only the parameters are communicated.
+        How the gradients of the ranks are combined. None if `DDP` has averaged them already: they
+        are equal on all ranks, and only the parameters are communicated.
     divides_parameters : bool, optional
-        Whether a parameter may be cut between ranks, so that all have the same share. By
-        default those of torch's optimizers that treat each element by itself do so; others
-        (Adafactor, Muon, LAMB) are given whole parameters.
+        Whether a parameter may be divided between ranks, so that all have equal shares. By default
+        this is so for torch's optimizers that treat each element by itself; others (Adafactor,
+        Muon, LAMB) are given whole parameters.
     **options
         For `optimizer_class`: ``lr=1e-3``.
 
     Attributes
     ----------
     param_groups : list of dict
-        The user's own parameters, with the options of each group: what learning rate
-        schedulers change.
+        The user's own parameters, with the options of each group, which learning rate schedulers
+        change.
 
     Raises
     ------
     TypeError, ValueError
-        Arguments that cannot be. Nothing was sent.
+        Bad arguments. Nothing was sent.
     CollectiveMismatch
         The ranks disagree on parameters, optimizer or options.
 
     Notes
     -----
-    Without DDP, it averages the gradients itself: train a plain module with it. With DDP,
-    pass ``average=None``: averaging twice would cost time, and ``"sum"`` twice be wrong.
+    Without DDP, it averages the gradients itself: train a plain module with it. With DDP, pass
+    ``average=None``: averaging twice would cost time, and ``"sum"`` twice would be wrong.
 
-    Every rank must call `step`, `clip_grad_norm_` and `consolidate_state_dict` as often as
-    the others. A gradient that is None counts as zeros; where all ranks lack it, the
-    parameter is not stepped.
+    Every rank must call `step`, `clip_grad_norm_` and `consolidate_state_dict` as often as the
+    others. A gradient that is None counts as zeros; if all ranks lack it, the parameter is not
+    stepped.
 
-    A share of the state is nowhere but on its owner: if a rank is lost, go on from a
-    checkpoint. An exception on one rank alone, in a step or its closure, ends the group: the
-    others would wait for that rank.
+    Each share of the state exists only on its owner: if a rank is lost, go on from a checkpoint. An
+    exception on a single rank, in a step or its closure, ends the group, as the others would wait
+    for that rank.
 
-    With ``torch.amp.GradScaler`` all ranks skip a step if the gradients of one overflowed. Each
-    rank scales its own loss: scales may differ between ranks, and gradients are right. Call
-    ``scaler.unscale_(optimizer)`` before `clip_grad_norm_`.
+    With ``torch.amp.GradScaler`` all ranks skip a step if the gradients of any rank overflowed.
+    Each rank scales its own loss: scales may differ between ranks, and gradients are still right.
+    Call ``scaler.unscale_(optimizer)`` before `clip_grad_norm_`.
 
     Examples
     --------
@@ -123,8 +122,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ...     torch.save(optimizer.state_dict(), path)
     """
 
-    # Has GradScaler call `step` on every rank, with attributes `grad_scale` and `found_inf` set, in
-    # place of skipping it on those whose own gradients have overflowed.
+    # Makes GradScaler call `step` on every rank, with attributes `grad_scale` and `found_inf` set,
+    # instead of skipping it on those whose own gradients have overflowed.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -151,17 +150,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reduced: list[tuple[Tensor | None, int]] | None = None
         self._consolidated: dict[str, Any] | None = None
         super().__init__(params, {})
-        # Its own errors, of options for instance, come before anything is sent.
+        # Its own errors, for instance about options, come before anything is sent.
         resolved = optimizer_class(_one_element_each(self.param_groups), **options)
         for group, other in zip(self.param_groups, resolved.param_groups, strict=True):
             group.update(_options(other))
         self.defaults = dict(resolved.defaults)
-        # By the options as given: the defaults may name some that are none of its arguments.
+        # By the options as given: the defaults may name some that are not its arguments.
         self._new_inner = functools.partial(optimizer_class, **options)
         self._shard(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters: those of a layer that was frozen so far. Called by all ranks."""
+        """Add parameters, such as those of a layer that was frozen so far. Called by all ranks."""
         super().add_param_group(param_group)
         if self._inner is not None:
             self._consolidated = None
@@ -173,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Parameters
         ----------
         closure : callable, optional
-            Computes loss and gradients anew; called once.
+            Recomputes loss and gradients; called once.
 
         Returns
         -------
@@ -215,7 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         interrupt(self._backend, error)
 
     def _survey(self) -> _Survey:
-        """Ask all ranks how they stand: what one of them must do, or refuses, all do."""
+        """Ask all ranks for their state: what one of them must do, or refuses, all do."""
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
         is_reduced = self._reduced is not None
         survey = _Survey(
@@ -247,7 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def _unscale(self) -> None:
-        """Divide this rank's gradients by what GradScaler has multiplied its loss with."""
+        """Divide this rank's gradients by the factor that GradScaler has put on its loss."""
         scale = getattr(self, "grad_scale", None)
         if scale is None:
             return
@@ -256,7 +255,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 p.grad.div_(scale.to(p.grad.device))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, those that `clip_grad_norm_` has averaged too."""
+        """Reset the gradients, including those that `clip_grad_norm_` has averaged."""
         super().zero_grad(set_to_none)
         self._drop_reduced()
 
@@ -288,8 +287,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be at least 0, not {max_norm!r}")
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, not {norm_type!r}")
-        # A step that was skipped, for its norm say, has left the gradients of another batch;
-        # perhaps not on all ranks, for some may have had no batch.
+        # A step that was skipped, for instance because of its norm, has left the gradients of
+        # another batch; perhaps not on all ranks, as some may have had no batch.
         where = self._survey()
         if where.changed or where.reduced < self._backend.world_size:
             self._reduce_gradients()
@@ -297,24 +296,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm = self._global_norm(gradients, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"ShardedOptimizer: the norm of the gradients is {float(norm)}")
-        # torch's constant: the same step as after torch.nn.utils.clip_grad_norm_.
+        # torch's constant, for the same step as after torch.nn.utils.clip_grad_norm_.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale.to(gradient.device, gradient.real.dtype))
         return norm
 
     def consolidate_state_dict(self, root: int | None = 0) -> None:
-        """Bring the state together, for `state_dict`. Called by all ranks.
+        """Collect the state, for `state_dict`. Called by all ranks.
 
         Parameters
         ----------
         root : int or None
-            Which rank may call `state_dict` then; None for all.
+            The rank that may then call `state_dict`; None for all.
 
         Raises
         ------
         InvalidRank
-            The root is no rank of the group. Nothing was sent.
+            The root is not a rank of the group. Nothing was sent.
         """
         if root is not None:
             op, backend = "ShardedOptimizer", self._backend
@@ -332,7 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises
         ------
         RuntimeError
-            It was not consolidated on this rank, or a step was taken since.
+            It was not consolidated on this rank, or a step has been taken since.
         """
         if self._consolidated is None:
             raise RuntimeError(
@@ -344,7 +343,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a whole state: each rank keeps its share of it.
 
-        Called by all ranks, with the same.
+        Called by all ranks, with the same state.
 
         Parameters
         ----------
@@ -466,7 +465,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 class _Survey(NamedTuple):
-    """How a rank's gradients stand; summed, on how many ranks they stand so."""
+    """The state of a rank's gradients; summed, the number of ranks in each state."""
 
     reduced: int
     changed: int
@@ -500,7 +499,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_element_each(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups with the same options and hardly any parameters: to see what is made of it."""
+    """Return groups with the same options and tiny parameters, to see what is made of them."""
     return [{**_options(group), "params": [torch.zeros(1, 1)]} for group in groups]
 
 

@@ -1,7 +1,7 @@
 """Stages that are torch modules: backward is autograd's.
 
-The input is a leaf of the stage's own graph. Of the output only its place in that graph is
-kept, so that its memory is free once it has been sent.
+The input is a leaf of the stage's own graph. Of the output only its node in that graph is kept, so
+that its memory is freed once it has been sent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_NUMPY = {
 
 class _Saved(NamedTuple):
     inputs: list[Tensor | None]
-    """Those that want a gradient."""
+    """Those that need a gradient."""
     outputs: list[GradientEdge | None]
     loss: Tensor | None
     """An empty tensor of the loss's dtype and device, if the output is one."""
@@ -96,7 +96,7 @@ class TorchStage(Stage):
         device = self._own_device()
         self._gpu = device if device.type == "cuda" else torch.device(torch.cuda.current_device())
         if self._receive_stream is None or self._receive_stream.device != self._gpu:
-            # Of its own: what arrives need not wait for what is being computed.
+            # A separate stream: what arrives need not wait for what is being computed.
             self._receive_stream = torch.cuda.Stream(self._gpu)
 
     def receiving(self) -> contextlib.AbstractContextManager[Any]:
@@ -106,8 +106,8 @@ class TorchStage(Stage):
         return stream
 
     def take_over(self, received: Tensor) -> None:
-        # Made on the stream that receives: its memory must not be used again before this one
-        # is done with it.
+        # It was allocated on the receiving stream: its memory must not be reused before the current
+        # stream is done with it.
         received.record_stream(torch.cuda.current_stream(received.device))
 
     def deliver(self, spec: ArraySpec, received: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class TorchStage(Stage):
         if parameter.grad is None:
             parameter.grad = gradient
         elif parameter.grad.is_sparse and not gradient.is_sparse:
-            parameter.grad = gradient + parameter.grad  # torch has the sum in this order alone
+            parameter.grad = gradient + parameter.grad  # torch supports the sum only in this order
         else:
             parameter.grad += gradient
 
@@ -196,7 +196,7 @@ class TorchStage(Stage):
 
     def write(self, bucket: Tensor, offset: int, values: Tensor | float) -> None:
         if isinstance(values, torch.Tensor):
-            values = values.to_dense()  # of an embedding, perhaps; itself if it is dense
+            values = values.to_dense()  # perhaps of an embedding; itself if it is dense
             bucket[offset : offset + values.numel()].view(values.shape).copy_(values)
         else:
             bucket[offset] = values
@@ -242,7 +242,7 @@ class TorchStage(Stage):
             if loss_of is not None:
                 output = _checked_loss(loss_of(output))
         structure, arrays = _flatten_tensors(output)
-        # Nobody can know yet which of them will want a gradient.
+        # Which of them will need a gradient is not known yet.
         arrays = [y.detach().requires_grad_(will_replay and _is_differentiable(y)) for y in arrays]
         return parcel._replace(structure=structure, arrays=arrays)
 
@@ -287,7 +287,7 @@ class TorchStage(Stage):
     def _draw_seed(self, will_replay: bool) -> int | None:
         if not will_replay:
             return None
-        # The second time must draw what the first has drawn.
+        # The second run must draw what the first has drawn.
         return draw_seed()
 
     def _random_numbers(self, keyed: Keyed) -> contextlib.AbstractContextManager[Any]:
@@ -311,7 +311,7 @@ class TorchStage(Stage):
             yield
         finally:
             for buffer, value in before:
-                # Through .data: what autograd has saved of it is of no other value.
+                # Through .data: what autograd has saved of it keeps its value.
                 buffer.data.copy_(value)
 
     def _tell(self, function: str) -> None:
@@ -329,7 +329,7 @@ class TorchStage(Stage):
 
 @contextlib.contextmanager
 def _told_of_writes(stage: int) -> Iterator[None]:
-    """Say of a stage that writes into its input what it does; autograd speaks of leaves."""
+    """Tell that a stage writes into its input; autograd's message speaks of leaves."""
     try:
         yield
     except RuntimeError as error:
@@ -368,7 +368,7 @@ def _flatten_tensors(output: Any) -> tuple[pytree.Structure, list[Tensor]]:
             raise TypeError(
                 f"Pipeline: a torch stage returns dense tensors, not {array.layout}: to_dense()"
             )
-    # What is said to be conjugated or negated, and is not yet, cannot be read as it lies in memory.
+    # What is only marked as conjugated or negated cannot be read as it lies in memory.
     return structure, [array.resolve_conj().resolve_neg() for array in arrays]
 
 

@@ -1,15 +1,15 @@
-"""BatchNorm over the batches of all ranks, for torch, on the CPU as on a GPU.
+"""BatchNorm over the batches of all ranks, for torch, on CPUs and GPUs.
 
     y = (x - mean) / sqrt(var + eps) * weight + bias
 
-where mean and variance are those of what all ranks have of this batch.
+where mean and variance are taken over all ranks' parts of the batch.
 
 1. Forward: each rank computes count, mean and variance of its own values; one all_gather;
    all ranks combine them by Chan's formula, weighted by the counts. Sums of squares, one
    allreduce, would cancel where the mean is large.
 2. Backward: the gradients of mean and variance are summed over the ranks, in one allreduce.
 
-The rest is autograd's, of the gradient too: it may be differentiated again.
+Autograd does the rest, for the gradient, too: it may be differentiated again.
 
 References
 ----------
@@ -41,7 +41,7 @@ __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "groups_in_use"]
 
 Tensor = Any
 
-# Of statistics on the way: exact for any count, and small beside what they describe.
+# The dtype in which statistics travel: exact for any count, and they are small anyway.
 _WIRE_DTYPE = torch.float64
 
 
@@ -53,13 +53,13 @@ def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
     Parameters
     ----------
     module : torch.nn.Module
-        Changed in place: each BatchNorm, torch's SyncBatchNorm too, is replaced by a
-        `SyncBatchNorm` with the same parameters and buffers. Modules that were converted
-        before take the new group.
+        Changed in place: each BatchNorm, including torch's SyncBatchNorm, is replaced by a
+        `SyncBatchNorm` with the same parameters and buffers. Modules that were converted before get
+        the new group.
     backend : Backend
-        The group of the ranks. Stays the caller's to close. The modules get a group of
-        their own, of the same ranks, which ends with the last of them: their collectives
-        and those of `DDP` need not come in one order.
+        The group of the ranks; closing it is left to the caller. The modules get a group of their
+        own, of the same ranks, which ends with the last module, so that their collectives and those
+        of `DDP` need no common order.
 
     Returns
     -------
@@ -69,18 +69,18 @@ def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
     Raises
     ------
     TypeError, ValueError
-        `module` is no torch module, or a BatchNorm in it is lazy still. Nothing was sent.
+        `module` is no torch module, or a BatchNorm in it is still lazy. Nothing was sent.
     CollectiveMismatch
         The ranks have different BatchNorms.
 
     Notes
     -----
-    The state_dict is that of BatchNorm. In evaluation mode nothing is communicated. In
-    training mode every rank must call the module and its backward as often as the others; a
-    rank that has run out of data may give an empty batch. An exception on one rank, as in a layer
-    before, ends the group of a module that is wrapped in `DDP` or a stage of a `Pipeline`; without
-    these the others find out when the call's time is up. Convert the module again for the group
-    that `shrink` makes.
+    The state_dict is that of BatchNorm. In evaluation mode nothing is communicated. In training
+    mode every rank must call the module and its backward as often as the others; a rank that has
+    run out of data may give an empty batch. An exception on one rank, for instance in an earlier
+    layer, ends the modules' group if they are wrapped in `DDP` or in a stage of a `Pipeline`;
+    otherwise the other ranks find out when the call times out. Convert the module again for the
+    group that `shrink` makes.
 
     The gradients of weight and bias are those of this rank's loss, as with any other layer:
     `DDP` averages them.
@@ -100,7 +100,7 @@ def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
     if not found:
         return module
     group = _Group(backend.split(range(backend.world_size)) if backend.world_size > 1 else None)
-    # Two tags each: ranks that come from different layers, or directions, are told.
+    # Two tags each: ranks in different layers, or in different directions, raise.
     tags = itertools.count(step=2)
     replacements = {id(norm): _replacement(norm, group, next(tags)) for norm in found.values()}
     return _replace(module, replacements)
@@ -118,10 +118,10 @@ class SyncBatchNorm(_BatchNorm):
     Raises
     ------
     RuntimeError
-        In training, when it has no group: it was unpickled, say. Convert it again.
+        In training, if it has no group, for instance after unpickling. Convert it again.
     ValueError
-        In training, when the ranks together have less than two values for each channel.
-        Raised on all of them; the group stays usable.
+        In training, if the ranks together have fewer than two values for each channel. Raised on
+        all of them; the group stays usable.
     """
 
     def __init__(self, num_features: int, **options: Any) -> None:
@@ -150,7 +150,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(x)
         mean, var, count = _Statistics.apply(x, self._group.backend, self._tag)
         if count.device.type == "cpu" and count < 2:
-            # Not asked of a GPU, whose stream every layer would wait for.
+            # Not checked on a GPU, where every layer would wait for the stream.
             raise KnownToAll(
                 f"SyncBatchNorm: the batches of all ranks have {int(count)} values for each "
                 "channel; a variance needs two."
@@ -184,7 +184,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def groups_in_use(module: Any) -> list[Backend]:
-    """Return the groups in which each `SyncBatchNorm` of a module that is in training waits."""
+    """Return the groups in which the `SyncBatchNorm` layers of a module wait in training."""
     layers = [each for each in module.modules() if isinstance(each, SyncBatchNorm)]
     groups = {id(each._group): each._group for each in layers if each._group and each.training}
     return [group.backend for group in groups.values() if group.backend is not None]
@@ -204,7 +204,7 @@ class _Group:
 
 
 def _no_group() -> None:
-    """Stand where a group was pickled."""
+    """Take the place of a group that was pickled."""
 
 
 class _Statistics(torch.autograd.Function):
@@ -261,7 +261,7 @@ def _own_statistics(x: Tensor) -> Tensor:
 
 
 def _combine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, variance and count of the union of what the rows describe."""
+    """Return mean, variance and count of everything that the rows describe."""
     counts = rows[:, -1:]
     means, variances = rows[:, :-1].chunk(2, dim=1)
     count = counts.sum()
@@ -284,7 +284,7 @@ def _along_channels(values: Tensor, x: Tensor, dtype: Any) -> Tensor:
 
 def _batch_norms(module: Any) -> Iterator[tuple[str, Any]]:
     for name, each in module.named_modules():
-        # InstanceNorm is of the same family, and has no batch to share.
+        # InstanceNorm has the same base class, but no batch to share.
         if isinstance(each, _BatchNorm) and not _is_instance_norm(each):
             yield name, each
 
@@ -324,7 +324,7 @@ def _replacement(norm: Any, group: _Group, tag: int) -> SyncBatchNorm:
 
 
 def _replace(module: Any, replacements: dict[int, SyncBatchNorm]) -> Any:
-    """Put replacements in all places: a module may stand in several."""
+    """Put replacements in all places: a module may be in several."""
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if id(child) in replacements:
