@@ -70,7 +70,7 @@ void Attendance::retract(const Entry& entry) noexcept {
 }
 
 void Attendance::leave(bool in_order) noexcept {
-  // Release: who sees it finds the last numbers.
+  // Release: whoever sees it sees the last numbers, too.
   row(own_).presence.store(in_order ? Presence::left : Presence::gave_up, std::memory_order_release);
 }
 

@@ -1,10 +1,10 @@
 // Who has come to which call: a page that the ranks of a host share.
 //
-// NCCL tells neither who is missing in a call nor who never will come. Here each rank writes
-// down what it enters, and others read when they have waited too long: how many collectives,
-// and how many sends to and receives from each other rank. Calls of two ranks match by their
-// numbers: the n-th collective of one is that of all, the n-th send to a rank that one's n-th
-// receive. No rank waits for another here, and a dead one's numbers stay.
+// NCCL tells neither who is missing from a call nor who will never come. Here each rank writes
+// down what it enters, and others read it when they have waited too long: how many collectives,
+// and how many sends to and receives from each other rank. Calls of two ranks match by number:
+// the n-th collective of one is the n-th of all, and its n-th send to a rank is that one's n-th
+// receive from it. No rank waits for another here, and a dead one's numbers stay.
 #ifndef FERRO_NCCL_ATTENDANCE_HPP
 #define FERRO_NCCL_ATTENDANCE_HPP
 
@@ -19,7 +19,7 @@ namespace ferro::nccl {
 
 class Attendance {
  public:
-  // The numbers of one call, of this rank.
+  // The numbers of one call of this rank.
   struct Entry {
     struct Message {
       int peer;  // a rank of the group, of this host
@@ -43,20 +43,20 @@ class Attendance {
   Entry enter(const Operation* operations, std::size_t count);
   // Takes back a call that was refused.
   void retract(const Entry& entry) noexcept;
-  // Writes down that this rank makes no more calls. Unless it is `in_order`, not even those that
-  // it has entered are to be waited for.
+  // Writes down that this rank makes no more calls. Unless it leaves `in_order`, not even those
+  // that it has entered are to be waited for.
   void leave(bool in_order) noexcept;
 
   // The members that have not entered the call, ascending.
   std::vector<int> missing(const Entry& entry) const;
-  // One of those who never will, as it has left; -1 if there is none.
+  // One of those that never will, since it has left; -1 if there is none.
   int deserter(const Entry& entry) const;
-  // Another one that has left, and not in order; -1 if there is none.
+  // Another member that has left, but not in order; -1 if there is none.
   int quitter() const noexcept;
 
  private:
   enum class Presence : std::uint32_t { here, left, gave_up };
-  // What one rank writes and all read: on lines of its own, as prefetchers fetch them in pairs.
+  // What one rank writes and all read: on a pair of lines of its own, since prefetchers fetch pairs.
   struct alignas(128) Row {
     std::atomic<std::uint64_t> collectives;
     std::atomic<Presence> presence;

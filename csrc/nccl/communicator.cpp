@@ -14,9 +14,9 @@
 namespace ferro::nccl {
 namespace {
 
-// How long an abort lets a call return that is inside NCCL.
+// How long an abort waits for a call that is inside NCCL to return.
 constexpr std::chrono::seconds kCallGrace{1};
-// How long, in seconds, whoever gives something back waits for its turn before it lets others go.
+// How long, in seconds, a thing that is given back waits for its turn before others go first.
 constexpr double kTurnGrace = 1;
 
 Error ended(ErrorKind kind) {
@@ -186,7 +186,7 @@ void launch_group(const std::vector<GroupedOperation>& operations, Patience& pat
   for (const GroupedOperation& each : operations) {
     if (first != ncclSuccess) break;
     const ncclResult_t result = each.communicator->issue_now(each.operation);
-    if (result != ncclInProgress) first = result;  // that, the group's end tells
+    if (result != ncclInProgress) first = result;  // of progress the group's end tells
   }
   // Even after an error: without it all later calls of this thread would be queued.
   const ncclResult_t result = ncclGroupEnd();
@@ -246,7 +246,7 @@ void Communicator::deregister_later(void* registration, bool (*let_go)(void*), v
         is_back = is_back || give_back_quietly(*self, [&](Patience& patience) {
                     self->deregister_buffer(registration, patience);
                   });
-        // At the exit nobody may be left to take it, and the process takes all along.
+        // At the exit nobody may be left to take it, and all of it goes with the process.
         return is_back && (let_go(memory) || Reaper::instance().is_stopping());
       });
 }
@@ -317,11 +317,11 @@ void Communicator::fail(const Error& error) noexcept {
     first_error_ = Error(error.kind, error.function, error.result);
   }
   first_error_.is_fatal = true;
-  has_error_.store(true, std::memory_order_release);  // last: who sees it reads first_error_
+  has_error_.store(true, std::memory_order_release);  // last: whoever sees it may read first_error_
 }
 
 bool Communicator::discover_error() noexcept {
-  if (!lock_.try_lock()) return false;  // whoever has it will learn of an error himself
+  if (!lock_.try_lock()) return false;  // whoever has it will learn of an error anyway
   const Lock lock(lock_, std::adopt_lock);
   if (handle() == nullptr || is_busy() || is_closing_ || has_error_) return false;
   ncclResult_t state = ncclSuccess;
@@ -382,7 +382,7 @@ bool Communicator::advance_end(Patience::Clock::time_point deadline) noexcept {
   }
   Lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock()) {
-    // Some call of the device's is in NCCL. One that hangs there is not waited for.
+    // Some call of the device's is inside NCCL. If it hangs there, it is not waited for.
     if (Patience::Clock::now() < deadline) return false;
     abort_now();
     return true;
@@ -406,7 +406,7 @@ bool Communicator::finalize_quietly(ncclComm_t comm, Patience::Clock::time_point
   if (ncclCommGetAsyncError(comm, &state) != ncclSuccess) return true;
   if (state == ncclInProgress) return Patience::Clock::now() >= deadline;
   if (state != ncclSuccess) return true;
-  is_finalized_ = is_finalizing_ || is_revoked_;  // to finalize what is revoked is an error
+  is_finalized_ = is_finalizing_ || is_revoked_;  // finalizing what is revoked would be an error
   if (is_finalized_) return true;
   is_finalizing_ = true;
   const ncclResult_t result = ncclCommFinalize(comm);

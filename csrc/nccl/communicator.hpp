@@ -1,20 +1,20 @@
 // One rank's NCCL communicator: who may call it when, and how it ends.
 //
 // Communicators are non-blocking: a call of NCCL's that needs other ranks (init, split,
-// finalize, the first use of a connection) returns ncclInProgress, and is asked
-// after until it is done or time is up. The rules:
+// finalize, the first use of a connection) returns ncclInProgress, and NCCL is asked again
+// and again until it is done or time is up. The rules:
 //
-// - NCCL is called under the device's lock only, which is let go between two questions.
+// - NCCL is called only under the device's lock, which is let go between two questions.
 //   A communicator that is in progress is `busy_`: its other callers wait.
 // - abort() waits for nobody: it sets is_aborting_, which callers see between two
-//   questions, and leaves the rest to the reaper, who takes the communicator out under the
-//   lock. Only a call that hangs inside NCCL is not waited for longer than a second: abort is
-//   what makes it return.
+//   questions, and leaves the rest to the reaper, which takes the communicator's handle away
+//   under the lock. It waits for the lock for a second at most: a call that hangs inside NCCL
+//   may have it, and only abort makes that return.
 // - The first error stays. A communicator that has one, or is in progress, is aborted,
 //   never destroyed: destroying it would leave the thread inside a group for good.
 // - Ending it is left to the reaper's threads, which are in no group of NCCL's. What ends it
 //   is called without the lock: NCCL waits there for graphs that hold the communicator,
-//   perhaps for ever, and others of the device go on meanwhile.
+//   perhaps for ever, and other communicators of the device go on meanwhile.
 #ifndef FERRO_NCCL_COMMUNICATOR_HPP
 #define FERRO_NCCL_COMMUNICATOR_HPP
 
@@ -37,7 +37,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Makes a communicator of `world_size` ranks, who all pass the same `ids` in the same
+  // Makes a communicator of `world_size` ranks, which all pass the same `ids` in the same
   // order; one is enough, more than one need NCCL 2.23.
   static std::shared_ptr<Communicator> init(const Cudart& cuda, int device,
                                             const std::vector<ncclUniqueId>& ids, int world_size, int rank,
@@ -71,16 +71,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   ncclRedOp_t create_premul_sum(void* scalar, ncclDataType_t dtype, ncclScalarResidence_t residence,
                                 Patience& patience);
   void destroy_reduce_op(ncclRedOp_t reduce_op, Patience& patience);
-  // What nobody holds any more is given back by the reaper, if the communicator still lives.
-  // `let_go(memory)` follows, as often as it returns false, but not at the process's exit.
+  // For what nobody holds any more: the reaper gives it back, if the communicator still lives.
+  // After that it calls `let_go(memory)` until that returns true or the process exits.
   void deregister_later(void* registration, bool (*let_go)(void*), void* memory) noexcept;
-  // The same once the communicator has ended, for memory that it reaches until then.
+  // Calls `let_go` like that once the communicator has ended, for memory that it can reach until then.
   void let_go_once_ended(bool (*let_go)(void*), void* memory) noexcept;
   void destroy_reduce_op_later(ncclRedOp_t reduce_op) noexcept;
   void suspend(Patience& patience);
   void resume(Patience& patience);
   std::uint64_t memory(ncclCommMemStat_t statistic, Patience& patience);
-  // For whoever has the turn: what NCCL returns.
+  // For whoever has the turn. Returns what NCCL returns.
   ncclResult_t issue_now(const Operation& operation) { return issue_on(operation, operation.stream); }
   ncclResult_t issue_on(const Operation& operation, cudaStream_t stream) {
     return issue(operation, stream, handle(), rank_, world_size_);
@@ -88,13 +88,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // What NCCL says of the communicator's state now: ncclSuccess, ncclInProgress or an error.
   ncclResult_t async_error(Patience& patience);
 
-  // Waits until all that was launched is done on all ranks; only an end can follow.
+  // Waits until all that was launched is done on all ranks; only its end can follow.
   void finalize(Patience& patience);
-  // Stops what is under way, here and on ranks that wait for it; only shrink, split and an
+  // Stops what is under way, here and on ranks that wait for it; only shrink, split and its
   // end can follow.
   void revoke(Patience& patience);
-  // At once and from any thread; wait_ended() tells when NCCL is done with it. Ranks that wait
-  // for this one are not told.
+  // Ends it at once, from any thread; wait_ended() waits until NCCL is done with it. Ranks that
+  // wait for this one are not told.
   void abort() noexcept;
   // Waits until the reaper has ended it.
   void wait_ended(Patience& patience) const {
@@ -102,34 +102,34 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   }
   bool is_aborted() const noexcept { return is_aborting_.load(std::memory_order_acquire); }
   bool is_ended() const noexcept { return is_ended_.load(std::memory_order_acquire); }
-  // Whether it was closed and nothing else: whatever it has done is right.
+  // Whether it was merely closed, and neither failed nor was aborted: what it has done is right.
   bool is_closed_in_order() const noexcept {
     return is_closing_.load(std::memory_order_acquire) && !has_failed() && !is_aborted();
   }
 
   // Keeps `error` as the reason for which all later calls fail, unless there is one.
   void fail(const Error& error) noexcept;
-  // Throws what keeps it from being called: its first error, its end, or that it is another
-  // process's.
+  // Throws what keeps it from being called: its first error, its end, or that it belongs to
+  // another process.
   void check_open() const;
   bool has_failed() const noexcept { return has_error_.load(std::memory_order_acquire); }
   // Whether some call is waiting for NCCL to finish what it began.
   bool is_busy() const noexcept { return busy_.load(std::memory_order_acquire); }
 
-  // For the watchdog: looks after an error that no call has met. True if there is a new one.
+  // For the watchdog: looks for an error that no call has met. True if there is a new one.
   bool discover_error() noexcept;
 
   // For the reaper: calls are refused from here on.
   void begin_end() noexcept { is_closing_.store(true, std::memory_order_release); }
-  // For one thread of the reaper's alone: goes one step towards the end; true once there. In good
-  // health that is finalize, until `deadline`, and destroy; else abort.
+  // For a single thread of the reaper's: goes one step towards the end; true once it is reached. For
+  // a healthy communicator that is finalize, until `deadline`, and destroy; otherwise abort.
   bool advance_end(Patience::Clock::time_point deadline) noexcept;
 
  private:
   friend class Turn;
   using Lock = std::unique_lock<std::mutex>;
 
-  // For the reaper's thread: takes the communicator out, and lets NCCL abort it.
+  // For the reaper's thread: takes the handle away, and lets NCCL abort it.
   void abort_now() noexcept;
   // Waits for a communicator in the making and asks it who it is; aborts it if that fails.
   void complete(ncclResult_t result, const char* function, Patience& patience);
@@ -140,7 +140,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   template <typename Make>
   std::shared_ptr<Communicator> make_child(const char* function, ncclConfig_t& config, Patience& patience,
                                            Make make);
-  // Copies the texts of a configuration and puts the copies in their place.
+  // Replaces the texts of a configuration by copies.
   void keep_texts(ncclConfig_t& config);
   void check_healthy() const;
   ncclComm_t handle() const noexcept { return handle_.load(std::memory_order_acquire); }
@@ -156,11 +156,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int rank_ = -1;
   int world_size_ = 0;
 
-  // Written under lock_; abort_now() takes it out without if a call hangs.
+  // Written under lock_, but abort_now() takes it away without that if a call hangs.
   std::atomic<ncclComm_t> handle_{nullptr};
   // Where NCCL's own thread writes the handle of a communicator in the making.
   ncclComm_t newborn_ = nullptr;
-  // Children in the making when a call of ours gave up: they end with us. Under lock_.
+  // Children that were being made when a call of ours gave up: they end with us. Under lock_.
   std::vector<std::shared_ptr<Communicator>> unfinished_;
 
   std::atomic<bool> busy_{false};  // set under lock_, reset by whoever set it

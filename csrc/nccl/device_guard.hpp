@@ -1,4 +1,4 @@
-// Makes a device current for the time of a scope.
+// Makes a device current for the duration of a scope.
 #ifndef FERRO_NCCL_DEVICE_GUARD_HPP
 #define FERRO_NCCL_DEVICE_GUARD_HPP
 
@@ -7,8 +7,8 @@
 
 namespace ferro::nccl {
 
-// A device that cannot be made current is left to the call that follows: it fails with
-// more to say of why.
+// If the device cannot be made current, that is left to the call that follows: it fails, and
+// has more to say about why.
 class DeviceGuard {
  public:
   DeviceGuard(const Cudart& cuda, int device) noexcept : cuda_(cuda) {
@@ -27,8 +27,8 @@ class DeviceGuard {
   bool has_changed_ = false;
 };
 
-// For threads of our own, which keep the device. A guard would put them back on device 0: a
-// process that has nothing there gets a context on it then, of hundreds of megabytes.
+// For threads of our own, which keep the device. A guard would put them back on device 0, where
+// a process that uses nothing else there would get a context, of hundreds of megabytes.
 inline void stay_on_device(const Cudart& cuda, int device) noexcept { cuda.cudaSetDevice(device); }
 
 }  // namespace ferro::nccl

@@ -10,9 +10,9 @@
 
 namespace ferro::nccl {
 
-// Held for the time of a call of NCCL, never while waiting for other ranks. Taken without
-// the interpreter's lock. The locks live as long as the process: threads may hold them to
-// the end.
+// Held for the duration of a call of NCCL, never while waiting for other ranks. Taken without
+// holding the interpreter's lock. The locks live as long as the process: threads may hold them
+// to the end.
 inline std::mutex& device_lock(int device) {
   static auto& guard = *new std::mutex;
   static auto& locks = *new std::map<int, std::mutex>;
@@ -20,7 +20,7 @@ inline std::mutex& device_lock(int device) {
   return locks[device];
 }
 
-// Takes the lock for a call of `function`. Whoever has it may hang inside NCCL.
+// Takes the lock for a call of `function`. Not for ever, since whoever has it may hang inside NCCL.
 inline std::unique_lock<std::mutex> lock_patiently(std::mutex& device_lock, const char* function,
                                                    Patience& patience) {
   std::unique_lock<std::mutex> lock(device_lock, std::try_to_lock);

@@ -25,7 +25,7 @@ enum class ErrorKind : unsigned char {
   too_old,      // the loaded library has no `function`; `detail` is the version that has it
   out_of_memory,
   peer_lost,  // an Alarm told that rank `result` died
-  peer_left,  // the same, of one that ended its group otherwise
+  peer_left,  // an Alarm told that rank `result` ended its group in another way
   deserted,   // rank `result` has left without making the call
   system,     // `function` failed with errno `result`
 };
@@ -41,14 +41,14 @@ struct Error : std::exception {
   const char* function;  // NCCL's or CUDA's, a literal
   int result;
   double elapsed_s = 0;
-  bool is_attended = false;  // timeout: `missing` are those who have not made the call
+  bool is_attended = false;  // timeout: `missing` are those that have not made the call
   std::vector<int> missing;
   bool is_fatal = false;     // the communicator is unusable afterwards
   const char* meaning = "";  // NCCL's words for `result`, a literal of the library
   std::string detail;        // its words for this very error, if it has any
 };
 
-// The exception being handled, whatever it is. For use in a catch block.
+// The exception being handled, as an Error whatever it is. For use in a catch block.
 inline Error current_error() noexcept {
   try {
     throw;

@@ -1,4 +1,4 @@
-// Whether streams have come to a point that was marked in them.
+// Whether a stream has reached a point that was marked in it.
 #ifndef FERRO_NCCL_EVENT_HPP
 #define FERRO_NCCL_EVENT_HPP
 
@@ -11,7 +11,7 @@ inline void check(cudaError_t status, const char* function) {
   if (status != cudaSuccess) throw Error(ErrorKind::cuda, function, status);
 }
 
-// Lets this thread do what CUDA else refuses while some thread captures a graph, whose capture it ends.
+// Lets this thread do what CUDA otherwise refuses while some thread captures a graph, ending that capture.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Cudart& cuda) noexcept : cuda_(cuda) {
@@ -30,7 +30,7 @@ inline bool has_passed(const Cudart& cuda, cudaEvent_t event) {
   const RelaxedCapture relaxed(cuda);
   const cudaError_t status = cuda.cudaEventQuery(event);
   if (status == cudaErrorNotReady) {
-    cuda.cudaGetLastError();  // else it would be the next one's who asks
+    cuda.cudaGetLastError();  // else whoever asks next would get this error
     return false;
   }
   check(status, "cudaEventQuery");

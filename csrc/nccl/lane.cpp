@@ -16,11 +16,11 @@
 namespace ferro::nccl {
 namespace {
 
-// How long ranks that have made their last call may go on, when one has left that will not:
-// other ranks may still be fed by what theirs has not sent.
+// How long a call goes on after a rank has left without making it: other ranks may be in earlier
+// calls, and still need what this one has yet to send them.
 constexpr double kDrainGrace = 0.5;  // seconds
 
-// How long CUDA may leave the question open whether a call is done that ought to be.
+// How long CUDA may take to answer whether a call that ought to be done is done.
 constexpr double kAnswerGrace = 5;  // seconds
 
 // The default streams are those of the thread's current device, which need not be ours.
@@ -102,7 +102,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   const Entered entered{attendance_.get(), &entry};
   if (attendance_ != nullptr && !is_captured) {
     entry = attendance_->enter(operations, count);
-    // The first use of a connection takes the other ranks, too.
+    // The first use of a connection needs the other ranks, and so may time out.
     patience.complete_with(tell_missing, &entered);
   }
   try {
@@ -119,7 +119,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   {
     const std::lock_guard<std::mutex> lock(lock_);
     if (is_captured) {
-      spare_events_.push_back(done);  // the graph keeps its place; the event may be recorded anew
+      spare_events_.push_back(done);  // the graph keeps the place; the event may be recorded anew
     } else {
       flights_.push_back({done, op, timeout_s, now_s(), std::move(entry)});
       ticket = num_launched_.load(std::memory_order_relaxed) + 1;
@@ -158,7 +158,7 @@ ncclResult_t Lane::issue_all(const Operation* operations, std::size_t count) {
     const ncclResult_t result = communicator_->issue_on(operations[i], stream_);
     if (result != ncclInProgress) first = result;
   }
-  const ncclResult_t result = ncclGroupEnd();  // also after an error, see launch_group
+  const ncclResult_t result = ncclGroupEnd();  // even after an error, see launch_group
   return first == ncclSuccess ? result : first;
 }
 
@@ -204,7 +204,8 @@ void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
     communicator_->check_open();
     patience.pause("cudaEventQuery");
   }
-  // A call that was aborted is done too, and one that failed may be: the watchdog looks later.
+  // A call that was aborted counts as done, too, and one that failed may: the watchdog would only look
+  // for the error later.
   if (communicator_->discover_error()) Reaper::instance().end(communicator_);
   check_good(ticket);
 }
@@ -309,7 +310,7 @@ bool Lane::is_overdue() noexcept {
     const Flight& oldest = flights_.front();
     error.elapsed_s = now_s() - oldest.begin_s;
     if (error.elapsed_s < oldest.timeout_s) return false;
-    // It may have been done in time, and nobody have asked since.
+    // It may have been done in time without anybody having asked since.
     const bool has_asked = asked_s_ > oldest.begin_s + oldest.timeout_s;
     if (!has_asked && error.elapsed_s < oldest.timeout_s + kAnswerGrace) return false;
     error.function = function_of(oldest.op);
@@ -338,7 +339,7 @@ bool Lane::is_deserted() noexcept {
   return true;
 }
 
-// Whether the end, which takes all ranks, is waited for in vain.
+// Whether the end, in which all ranks have to take part, is waited for in vain.
 bool Lane::is_forsaken() noexcept {
   if (!has_left_.load(std::memory_order_acquire) || communicator_->has_failed()) return false;
   const int quitter = attendance_->quitter();

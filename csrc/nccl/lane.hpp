@@ -1,6 +1,6 @@
-// The stream on which one communicator works, in order with everybody else's.
+// The stream on which one communicator works, kept in order with the callers' streams.
 //
-// A call on a lane, none of which blocks the host:
+// The steps of a call on a lane, none of which blocks the host:
 //   1. an event is recorded on the caller's stream, and the lane's stream waits for it:
 //      what the caller queued before is done before NCCL reads. A call on arrays of two
 //      libraries has a caller's stream for each;
@@ -41,14 +41,14 @@ class Lane {
   // do not wait until hand_back(). A call not done after `timeout_s` ends the communicator.
   std::uint64_t launch(const Operation* operations, std::size_t count, const cudaStream_t* callers,
                        std::size_t num_callers, bool is_async, double timeout_s, Patience& patience);
-  // Lets `callers` wait for a call that is still under way.
+  // Makes `callers` wait for a call that is still under way.
   void hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::size_t num_callers);
   // Blocks until the call is done; throws what ended the communicator meanwhile.
   void synchronize(std::uint64_t ticket, Patience& patience);
   bool is_done(std::uint64_t ticket);
   // The number of calls that are done: those with tickets up to it.
   std::uint64_t num_done();
-  // As last seen by anybody, which costs nothing.
+  // As it was last seen by anybody, which costs nothing.
   std::uint64_t num_seen_done() const noexcept { return num_done_.load(std::memory_order_acquire); }
   std::uint64_t num_launched() const noexcept { return num_launched_.load(std::memory_order_acquire); }
 
@@ -57,9 +57,9 @@ class Lane {
 
   // Ends the communicator when `alarm` tells that a rank is gone.
   void heed(Alarm alarm);
-  // Writes down from the first call on what this rank calls, and reads who has not come.
+  // From the first call on, writes down what this rank calls, and reads who has not come.
   void attend(int fd, const std::vector<int>& members);
-  // Tells those who share the attendance that no call will follow.
+  // Tells those that share the attendance that no call will follow.
   void leave() noexcept;
 
   // For the watchdog: ends the communicator if a rank is gone or the oldest call is overdue.
@@ -77,7 +77,7 @@ class Lane {
     Attendance::Entry entry;
   };
 
-  // Throws what has ended the communicator, unless the call was done before an end in order.
+  // Throws what has ended the communicator, unless the call was done before an orderly end.
   void check_good(std::uint64_t ticket) const;
   bool has_lost_rank() noexcept;
   bool is_overdue() noexcept;
@@ -101,12 +101,12 @@ class Lane {
   cudaEvent_t arrival_ = nullptr;     // used under the device's lock, as launch is
   cudaEvent_t next_event_ = nullptr;  // the same: what the next call records, if it is there already
 
-  // Held by whoever asks CUDA which calls are done; taken before lock_. Flights go under both.
+  // Held by whoever asks CUDA which calls are done; taken before lock_. Flights are removed under both.
   std::mutex retire_lock_;
   // Never held during a call of CUDA's, which blocks the host while a stream is full.
   std::mutex lock_;
   Alarm alarm_;  // under lock_
-  // Set before the first call, to stay; then used under the device's lock, and read under lock_.
+  // Set once, before the first call; then used under the device's lock, and read under lock_.
   std::unique_ptr<Attendance> attendance_;
   std::atomic<bool> has_left_{false};
   double deserted_since_s_ = 0;  // the watchdog's
@@ -116,7 +116,7 @@ class Lane {
   std::size_t retire_at_ = kMinFlights;         // under lock_: how many flights may gather
   std::vector<cudaEvent_t> spare_events_;       // under lock_
   int num_borrowed_ = 0;                        // under lock_: events that hand_back() uses
-  double asked_s_ = 0;                          // under lock_: when CUDA was asked last that has answered
+  double asked_s_ = 0;                          // under lock_: when the last answer of CUDA's was asked for
   std::atomic<bool> is_device_lost_{false};     // CUDA has answered with an error
   std::atomic<std::uint64_t> num_done_{0};      // written under lock_
   std::atomic<std::uint64_t> num_launched_{0};  // written under lock_

@@ -18,7 +18,7 @@ void check(ncclResult_t result, const char* function) {
   if (result != ncclSuccess) throw error_of(function, result, nullptr);
 }
 
-// How far streams were when nobody was to use the memory any more.
+// The points in the streams from which on nobody uses the memory any more.
 class LastUse {
  public:
   LastUse(const Cudart& cuda, int device, const std::vector<cudaStream_t>& users) : cuda_(cuda) {
@@ -38,8 +38,8 @@ class LastUse {
   }
 
  private:
-  // What goes into a graph uses nothing now. Of the default stream CUDA does not tell while
-  // another is captured that it would wait for.
+  // What goes into a graph uses nothing now. CUDA does not tell whether the default stream is captured
+  // while another one is that it would wait for.
   bool is_captured(cudaStream_t stream) const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     return cuda_.cudaStreamIsCapturing(stream, &status) != cudaSuccess ||

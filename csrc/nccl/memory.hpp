@@ -12,12 +12,12 @@ namespace ferro::nccl {
 
 void* allocate(const Cudart& cuda, int device, std::size_t nbytes, Patience& patience);
 
-// NCCL takes memory away under kernels that use it, where cudaFree waits for the whole device.
-// Both wait for what `users`, streams of the device, were given before: that does not hang with
-// other streams, and breaks no capture of a graph, as waiting for the device does.
+// ncclMemFree takes memory away even from kernels that use it, where cudaFree waits for the whole
+// device. So these two wait for what `users`, streams of the device, were given before. Unlike
+// waiting for the device, that does not hang with other streams, nor break the capture of a graph.
 void free(const Cudart& cuda, int device, void* data, const std::vector<cudaStream_t>& users,
           Patience& patience);
-// By the reaper, for whoever may be inside a group.
+// Leaves it to the reaper, for callers that may be inside a group.
 void free_later(const Cudart& cuda, int device, void* data, const std::vector<cudaStream_t>& users) noexcept;
 
 }  // namespace ferro::nccl

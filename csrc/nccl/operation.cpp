@@ -24,7 +24,7 @@ class Exchange {
   void recv(void* array, int index, int peer) {
     note(ncclRecv(static_cast<char*>(array) + index * chunk_nbytes_, count_, dtype_, peer, comm_, stream_));
   }
-  // Also ends a group that has failed: NCCL would queue all later calls of this thread in it.
+  // Even ends a group that has failed: else NCCL would queue all later calls of this thread in it.
   ncclResult_t end() {
     note(ncclGroupEnd());
     return result_;

@@ -49,11 +49,11 @@ struct Operation {
 
 std::size_t item_size(ncclDataType_t dtype) noexcept;
 
-// Throws ErrorKind::too_old if the loaded library has no such call, nor can do without it.
+// Throws ErrorKind::too_old if the loaded library has no such call, and no others can stand in for it.
 void check_available(Op op);
 
-// Makes the call on `comm` and `stream`, whatever the operation's is. Where the loaded library is older than
-// all_to_all, gather and scatter (2.28), sends and receives in a group do the same.
+// Makes the call on `comm`, and on `stream` whatever the operation's own is. Where the loaded library is
+// older than all_to_all, gather and scatter (2.28), a group of sends and receives stands in for them.
 ncclResult_t issue(const Operation& operation, cudaStream_t stream, ncclComm_t comm, int rank,
                    int world_size);
 

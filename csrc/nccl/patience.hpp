@@ -20,7 +20,7 @@ class Patience {
   explicit Patience(double timeout_s, Interrupted interrupted = nullptr, void* context = nullptr)
       : timeout_s_(timeout_s), interrupted_(interrupted), context_(context) {}
 
-  // Adds to the error of a wait that was too long what else is known.
+  // Adds what else is known to the error of a wait that took too long.
   using Complete = void (*)(const void* context, Error& error);
   void complete_with(Complete complete, const void* context) {
     complete_ = complete;
@@ -29,7 +29,7 @@ class Patience {
 
   // For the first 100 microseconds lets other threads run; then sleeps 20 microseconds, and twice as
   // long each time, up to a millisecond. Call it without a lock. The clock starts with the first
-  // pause: a call that need not wait reads none.
+  // pause: a call that need not wait never reads it.
   void pause(const char* function) {
     const Clock::time_point now = Clock::now();
     if (begin_ == Clock::time_point{}) begin_ = listened_ = now;
@@ -46,7 +46,7 @@ class Patience {
 
  private:
   // NCCL carries out each call of a non-blocking communicator in a thread that it starts for it. That
-  // takes less than a sleep does, which the kernel lengthens by its slack.
+  // takes less time than a sleep, which the kernel prolongs by its timer slack.
   static constexpr std::chrono::microseconds kYielding{100};
   static constexpr std::chrono::microseconds kShortest{20};
   static constexpr std::chrono::microseconds kLongest{1000};

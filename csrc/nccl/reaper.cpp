@@ -11,7 +11,7 @@ namespace ferro::nccl {
 namespace {
 
 constexpr std::chrono::milliseconds kBetweenLooks{1};
-// What an abort takes after the time of a healthy end is up: see Communicator::abort.
+// How long an abort may take once the time for a healthy end is up: see Communicator::abort.
 constexpr double kAbortGrace = 2;  // seconds
 
 Patience::Clock::time_point after(double seconds) {
@@ -45,7 +45,7 @@ void Reaper::start_ending(const std::shared_ptr<Communicator>& communicator) {
     std::thread([advance_once] {
       while (!advance_once()) std::this_thread::sleep_for(kBetweenLooks);
     }).detach();
-  } catch (const std::system_error&) {  // there are no threads left: it shares one
+  } catch (const std::system_error&) {  // no more threads can be made: it shares that of the tasks
     add_task(advance_once);
   }
 }

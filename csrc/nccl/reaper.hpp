@@ -1,8 +1,8 @@
 // The threads that end communicators, and give back what nobody holds any more.
 //
-// A Python object may be collected in the middle of anything, also between a group's
+// A Python object may be collected in the middle of anything, even between a group's
 // start and its end on the same thread, where a call of NCCL would be queued or wait for
-// itself. So whatever NCCL must be given back goes to threads that are never in a group.
+// itself. So whatever must be given back to NCCL goes to threads that are never in a group.
 //
 // Each communicator ends on a thread of its own: NCCL's calls may wait for other ranks,
 // which may be threads of this very process, for graphs that hold the communicator, or hang.
@@ -31,7 +31,7 @@ class Reaper {
   // Refuses further calls of `communicator` and ends it, within `grace_s` if it is healthy.
   // If that has been asked for already, the shorter time counts.
   void end(std::shared_ptr<Communicator> communicator, double grace_s = kGrace) noexcept;
-  // Runs `task` in no group, soon and until it returns true.
+  // Runs `task` outside of any group, soon, and again until it returns true.
   void run(Task task) noexcept;
   // Ends what it has, and the threads; what comes later is left to the system, and so is a
   // thread that hangs in NCCL. For the interpreter's exit. Takes little more than `grace_s`.
@@ -62,7 +62,7 @@ class Reaper {
   Patience::Clock::time_point stops_by_;  // once is_stopping_
 };
 
-// Reaper::end, for a caller that gives the last reference.
+// Reaper::end, for a caller that gives up the last reference.
 inline void end(std::shared_ptr<Communicator> communicator, double grace_s) noexcept {
   Reaper::instance().end(std::move(communicator), grace_s);
 }

@@ -9,7 +9,7 @@
 
 namespace ferro::nccl {
 
-// While it lives the devices are locked, except inside settle(), and nobody else calls
+// While it lives, the devices are locked, except inside settle(), and nothing else calls
 // the communicators but abort().
 class Turn {
  public:
@@ -25,7 +25,7 @@ class Turn {
   Turn& operator=(const Turn&) = delete;
 
   // Waits while `result` is ncclInProgress; throws for an error. An error that the library
-  // remembers, a timeout and an interruption are the end of the communicators.
+  // remembers, a timeout or an interruption ends the communicators.
   void settle(ncclResult_t result) {
     if (result != ncclSuccess) settle_slowly(result);
   }
@@ -51,7 +51,7 @@ class Turn {
 
   Communicator* const communicator_;
   const std::vector<Communicator*> others_;  // all of them if there are several
-  std::vector<std::mutex*> locks_;           // of their devices, each once, in an order that all keep
+  std::vector<std::mutex*> locks_;           // of their devices, each once, in an order that all threads keep
   const char* const function_;
   Patience& patience_;
   bool is_locked_ = false;

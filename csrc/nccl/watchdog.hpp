@@ -1,9 +1,9 @@
 // The threads that notice errors which no call has met: a peer's death while this rank
 // computes, a network that broke under a transfer on the GPU.
 //
-// There are two, since CUDA may keep whoever asks it waiting while another thread waits for
-// room in a stream, which is what a peer that hangs leads to. One looks at clocks and alarms
-// and asks CUDA nothing; the other asks which calls are done.
+// There are two, since a question to CUDA may have to wait while another thread waits for room
+// in a stream, which is what a peer that hangs leads to. One looks at clocks and alarms and
+// asks CUDA nothing; the other asks which calls are done.
 #ifndef FERRO_NCCL_WATCHDOG_HPP
 #define FERRO_NCCL_WATCHDOG_HPP
 
@@ -25,8 +25,8 @@ class Watchdog {
   // Looks after each until it has ended or nobody else holds it.
   void watch(const std::shared_ptr<Communicator>& communicator);
   void watch(const std::shared_ptr<Lane>& lane);
-  // Calls `hook` after a look that found calls done, from a thread of the watchdog's: their
-  // arrays may go. One that takes no locks.
+  // Calls `hook` after a look that found calls done, whose arrays may then go. It runs on a thread of
+  // the watchdog's, and must take no locks.
   void on_done(void (*hook)());
   // What is watched and has not ended.
   std::vector<std::shared_ptr<Communicator>> watched();
@@ -56,7 +56,7 @@ class Watchdog {
 inline void on_done(void (*hook)()) { Watchdog::instance().on_done(hook); }
 
 // At the interpreter's exit, while other libraries are still whole: ends all that is left
-// and all threads. A forked child has none of them, and leaves its parent's be.
+// and all threads. A forked child has none of them, and leaves its parent's alone.
 void shut_down(double grace_s) noexcept;
 
 }  // namespace ferro::nccl

@@ -134,7 +134,7 @@ ncclResult_t make_child(ncclComm_t* out, const CommunicatorPtr& parent, const Co
   parent->begin_child(child);
   try {
     return submit(parent, [parent, child, find_out] {
-      // However the job ends, the child is no longer in progress.
+      // However it ends: the child is in progress no longer.
       const std::shared_ptr<void> always(nullptr, [&](void*) { parent->end_child(); });
       try {
         find_out();

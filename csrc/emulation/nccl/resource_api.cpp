@@ -154,7 +154,7 @@ EMULATION_API ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, s
     const auto window = std::make_shared<Window>();
     window->number = ++communicator->num_windows;
     window->base = static_cast<char*>(data);
-    // Different from those of other communicators, so that a window used with the wrong one is caught.
+    // Unlike those of other communicators: a window used with the wrong one is found.
     static std::atomic<std::uintptr_t> last{std::uintptr_t{0x6eaa} << 48};
     *out = reinterpret_cast<ncclWindow_t>(last.fetch_add(16, std::memory_order_relaxed) + 16);
     communicator->windows[*out] = window;
