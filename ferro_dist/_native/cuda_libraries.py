@@ -4,7 +4,7 @@ The extension modules name the libraries that they need (``DT_NEEDED``), and the
 linker finds them: one that is loaded already, by torch or CuPy for instance, else one in
 ``LD_LIBRARY_PATH``, else the wheels' beside this package (``RUNPATH``), else the system's.
 Where this package is not in the same ``site-packages`` as the wheels, as in a source tree,
-the wheel is searched for here and loaded before.
+this module searches for the wheel and loads its library first.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _CUDART_VERSIONS = (13, 12)
 def load_cudart() -> ModuleType:
     """Import the module of the CUDA runtime that suits this process.
 
-    One that is loaded already; else the newest installed that the driver serves; else,
-    without a driver, the newest installed.
+    That is the runtime which is loaded already, else the newest installed one that the driver
+    supports, else the newest installed.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def load_nccl() -> Any:
 
 
 def is_loaded(soname: str) -> bool:
-    """Whether a library of this name is part of the process already."""
+    """Whether a library of this name is loaded already."""
     try:
         ctypes.CDLL(soname, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
@@ -98,12 +98,12 @@ def wheel_libraries(soname: str) -> Iterator[str]:
 
 
 def _import(name: str, soname: str) -> ModuleType:
-    """Import a compiled module; if the linker finds no such library, with the wheel's."""
+    """Import a compiled module; if the linker does not find its library, load the wheel's first."""
     try:
         return importlib.import_module(f"ferro_dist._native.{name}")
     except ImportError as problem:
         path = next(wheel_libraries(soname), None)
-        # One that was found and is broken is an error, and no reason to take another.
+        # A library that was found and is broken is an error, not a reason to take another one.
         if path is None or "cannot open shared object file" not in str(problem):
             raise
     ctypes.CDLL(path)

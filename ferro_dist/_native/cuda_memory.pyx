@@ -103,8 +103,10 @@ cdef cudaError_t _free(const Cudart* cuda, void* data) noexcept nogil:
 
 @cython.final
 cdef class PinnedMemory:
-    """Bytes of the host that no swapping moves, so that GPUs copy from and to them while the
-    host goes on; exports the buffer protocol."""
+    """Page-locked memory of the host: GPUs copy from and to it while the host goes on.
+
+    Exports the buffer protocol.
+    """
 
     cdef void* _data
     cdef readonly size_t nbytes

@@ -9,17 +9,17 @@ cdef const Cudart* cudart() except NULL
 # Turns the status of the call on its line into an exception.
 cdef int CHECK_CUDA(cudaError_t status, str function) except -1
 
-# The same with the number of a status, for those who have no cudaError_t.
+# The same with the number of a status, for callers that have no cudaError_t.
 cdef int raise_cuda(int status, str function) except -1
 
-# How often this process was forked from another: objects of CUDA's are those of the process in
+# How many forks have led to this process (nccl/fork.hpp): CUDA's objects belong to the process in
 # which they were made.
 cdef int num_forks() noexcept
 
 
-# What this thread may do while a graph is captured, by whichever thread; returns what it might
-# before. Unless it is relaxed, to ask whether something is done, to wait for it, to allocate or to
-# free ends the capture of somebody who has nothing to do with it.
+# Sets what this thread may do while any thread captures a graph; returns the mode before. Unless it is
+# relaxed, asking whether something is done, waiting for it, allocating and freeing end captures
+# that have nothing to do with it.
 cdef inline cudaStreamCaptureMode exchange_capture_mode(
     const Cudart* cuda, cudaStreamCaptureMode mode
 ) noexcept nogil:

@@ -99,7 +99,7 @@ def runtime_version():
 
 
 def driver_version():
-    """Return the newest version of CUDA that the driver serves, 0 if there is no driver."""
+    """Return the newest version of CUDA that the driver supports, 0 if there is no driver."""
     cdef int version = 0
     CHECK_CUDA(cudart().cudaDriverGetVersion(&version), "cudaDriverGetVersion")
     return version
@@ -147,7 +147,7 @@ def set_device(int device):
 
 
 def compute_capability(int device):
-    """Return what a device can do, as in the names of architectures: 90 for sm_90."""
+    """Return a device's compute capability as in the names of architectures: 90 for sm_90."""
     cdef int major = 0
     cdef int minor = 0
     cdef const Cudart* cuda = cudart()
@@ -161,7 +161,7 @@ def compute_capability(int device):
 
 
 def pci_bus_id(int device):
-    """Return what tells a device from all others of the machine: ``"0000:3b:00.0"``."""
+    """Return what identifies a device on its machine: ``"0000:3b:00.0"``."""
     cdef char[32] text
     CHECK_CUDA(cudart().cudaDeviceGetPCIBusId(text, sizeof(text), device), "cudaDeviceGetPCIBusId")
     return text.decode()
@@ -169,7 +169,7 @@ def pci_bus_id(int device):
 
 @cython.final
 cdef class DeviceGuard:
-    """Make a device current for the time of a ``with`` block, in this thread."""
+    """Make a device current for the duration of a ``with`` block, in this thread."""
 
     cdef int _device
     cdef int _before

@@ -23,30 +23,30 @@ cdef class Event:
     cdef int _num_forks
 
 
-# The stream that `stream` is: an integer, one of ours, or an object of torch, CuPy,
+# The handle of `stream`: an integer, one of our streams, or an object of torch, CuPy,
 # cuda.core, Numba or anything with __cuda_stream__.
 cdef cudaStream_t stream_handle(object stream) except? NULL
 
 # The stream on which the owner of `view` works now.
 cdef cudaStream_t current_stream(BufferView view) except? NULL
 
-# Those on which the libraries of arrays that are imported work now, in this thread.
+# The streams on which the array libraries that are imported work now, in this thread.
 cdef vector[cudaStream_t] streams_of_thread(int device) except *
 
-# The answer of the library asked last, for many arrays in a row: those of one type that has
-# an exchange table, on one device, have one current stream. Begins as KnownStream(NULL, -1, NULL).
+# The last answer of a library, for many arrays in a row: those of one type that has an exchange
+# table, on one device, share one current stream. Begins as KnownStream(NULL, -1, NULL).
 cdef struct KnownStream:
     void* array_type
     int device
     cudaStream_t stream
 
 
-# current_stream, asking again only where the answer may be another.
+# current_stream, asking again only where the answer may be a different one.
 cdef inline cudaStream_t known_stream(BufferView view, KnownStream* known) except? NULL:
     cdef void* array_type = <void*> (<PyObject*> view.owner).ob_type
     if known.array_type == array_type and known.device == view.device_id:
         return known.stream
     return learn_stream(view, known)
 
-# current_stream, kept in `known` where others have the same.
+# current_stream, kept in `known` where other arrays share it.
 cdef cudaStream_t learn_stream(BufferView view, KnownStream* known) except? NULL

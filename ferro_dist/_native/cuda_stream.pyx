@@ -30,7 +30,7 @@ cdef class Stream:
     device : int, optional
         Where a stream of our own works; the current device if not given.
     priority : int, optional
-        Lower comes first; 0 is the usual one, and CUDA's limits apply.
+        Lower comes first; 0 is the default, and CUDA's limits apply.
 
     Notes
     -----
@@ -50,7 +50,7 @@ cdef class Stream:
 
     @staticmethod
     def borrow(stream, int device):
-        """Use somebody else's stream, who keeps the right to destroy it.
+        """Use a stream of somebody else, who alone may destroy it.
 
         Parameters
         ----------
@@ -203,7 +203,7 @@ cdef class Event:
 
 cdef bint _is_ready(cudaError_t status, str function) except -1:
     if status == cudaErrorNotReady:
-        cudart().cudaGetLastError()  # else it would be the next one's who asks
+        cudart().cudaGetLastError()  # else whoever asks next would get this error
         return False
     CHECK_CUDA(status, function)
     return True
@@ -267,14 +267,14 @@ cdef vector[cudaStream_t] streams_of_thread(int device) except *:
 cdef cudaStream_t _stream_of_library(BufferView view) except? NULL:
     """Ask the library of an array that has no exchange table.
 
-    JAX has no stream of the caller's: an array of it was waited for when it was read, so any
-    stream will do. Arrays that name a stream in ``__cuda_array_interface__`` are ready on
-    that one; the legacy default stream waits for all streams but the non-blocking.
+    JAX has no current stream: its arrays were waited for when they were read, so any stream
+    will do. Arrays that name a stream in ``__cuda_array_interface__`` are ready on that one.
+    Others get the legacy default stream, which waits for all streams but non-blocking ones.
     """
     package = type(view.owner).__module__.partition(".")[0]
     if package == "cupy":
         return <cudaStream_t> <uintptr_t> sys.modules["cupy"].cuda.get_current_stream(view.device_id).ptr
-    if package == "torch":  # of before the exchange table
+    if package == "torch":  # from before the exchange table
         torch = sys.modules["torch"]
         return <cudaStream_t> <uintptr_t> torch.cuda.current_stream(view.device_id).cuda_stream
     if is_of_jax(view.owner):

@@ -1,4 +1,4 @@
-"""Memory of a GPU that is written here, and taken over by a library whose arrays are immutable."""
+"""Memory of a GPU that is written here, then taken over by a library whose arrays are immutable."""
 
 cimport cython
 from cpython.mem cimport PyMem_Malloc
@@ -21,15 +21,15 @@ __all__ = ["DeviceArray"]
 
 cdef enum:
     MAX_NDIM = 64
-    LEGACY_STREAM = 1  # its number in DLPack, and a handle that CUDA takes for it
-    NO_STREAM = -1     # whoever asks puts streams in order himself
+    LEGACY_STREAM = 1  # its number in DLPack, and a handle that CUDA accepts for it
+    NO_STREAM = -1     # whoever asks puts streams in order itself
 
 
 @cython.final
 cdef class DeviceArray:
     """A C-contiguous array, not initialized, that DLPack hands out.
 
-    What was queued before on the legacy default stream comes first for whoever takes it.
+    For whoever takes it, what was queued on the legacy default stream before comes first.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ cdef class DeviceArray:
         self.dtype = numpy.dtype(dtype)
         self.device = device
         self._dlpack_dtype = dlpack_dtype_of(self.dtype)
-        # Some memory even for no elements: CUDA allocates none, and says null.
+        # Some memory even for no elements: for zero bytes CUDA returns a null pointer.
         self._memory = DeviceMemory(max(1, math.prod(shape) * self.dtype.itemsize), device)
         for axis, extent in enumerate(shape):
             self._extents[<Py_ssize_t> axis] = extent

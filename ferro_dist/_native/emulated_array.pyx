@@ -54,7 +54,7 @@ cdef class EmulatedArray:
     Parameters
     ----------
     memory : object
-        Keeps the memory, and is kept; its ``gpu`` copies, and orders streams.
+        Keeps the memory, and is kept alive; its ``gpu`` copies, and orders streams.
     address : int
         Where the first element lies.
     shape : tuple of int
@@ -130,7 +130,8 @@ cdef class EmulatedArray:
 
     def __getitem__(self, key):
         """Return a view: integers, slices, None and Ellipsis."""
-        # An array of the same layout at the same address, which nobody looks into, does the sums.
+        # NumPy does the arithmetic, on an array of the same layout at the same address into which
+        # nobody looks.
         shadow = self._shadow()
         view = shadow[key]
         if not isinstance(view, numpy.ndarray):
@@ -307,7 +308,7 @@ cdef int _refuse_import(DLManagedTensorVersioned* managed, void** array) except 
     raise BufferError("emulated arrays are made by emulated_gpu().array(), not from DLPack")
 
 
-# The callback of the caller says why there is no memory: it owns the error.
+# The caller's callback says why there is no memory: the error is the caller's.
 cdef int _refuse_allocation(
     DLTensor* prototype, DLManagedTensorVersioned** managed, void* context,
     void (*set_error)(void*, const char*, const char*) noexcept
@@ -328,5 +329,5 @@ exchange_api.previous = NULL
 exchange_api.allocate = <void*> _refuse_allocation
 exchange_api.export_managed = <void*> _export_managed
 exchange_api.import_managed = <void*> _refuse_import
-exchange_api.describe = <int (*)(PyObject*, DLTensor*) noexcept> _describe  # raises all the same
+exchange_api.describe = <int (*)(PyObject*, DLTensor*) noexcept> _describe  # it raises nevertheless
 exchange_api.current_stream = _current_stream

@@ -1,5 +1,5 @@
 # The CUDA runtime as a table of functions: csrc/abi/cudart.h and cudart_table.hpp,
-# which say why a table. `load_cudart` of cuda_libraries.py gives it.
+# which says why it is a table. `load_cudart` in cuda_libraries.py finds it.
 
 
 cdef extern from "abi/cudart.h" nogil:

@@ -23,10 +23,10 @@ cdef class Communicator(Connection):
 
 cdef class Group:
     cdef vector[GroupedOperation] _operations
-    cdef list _kept            # what the operations' arrays are kept alive by
+    cdef list _kept            # what keeps the operations' arrays alive
     cdef list _communicators   # each at least once
     cdef bint _is_open
-    cdef Group _outer          # the open one that this is part of
+    cdef Group _outer          # the open group that this one is part of
     # How much that held when this began.
     cdef size_t _num_operations_before
     cdef Py_ssize_t _num_kept_before

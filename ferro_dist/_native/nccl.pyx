@@ -1,7 +1,7 @@
 # NCCL as Python sees it: check, convert, let go of the GIL, call once, translate.
 #
 # This is the binding: operations go on the stream that the caller names, and the caller keeps
-# arrays alive. Order and lifetime are nccl_group.pyx's. Below it lie
+# arrays alive. Order and lifetime are the business of nccl_group.pyx. This module stands on
 #   nccl_library.pyx     the library itself, identifiers, configurations
 #   nccl_operation.pyx   what can be asked of NCCL, and the arguments' checks
 #   nccl_connection.pyx  a communicator's state and its end
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 cdef double DEFAULT_TIMEOUT = 300  # seconds
-cdef size_t TYPICAL_SIZE = 128  # operations of a group, which need no more memory up to there
+cdef size_t TYPICAL_SIZE = 128  # operations of a group, which allocates only once up to there
 
 
 @cython.final
@@ -54,16 +54,16 @@ cdef class Communicator(Connection):
     """One rank's place in a set of GPUs that NCCL connects.
 
     Made by `init_rank`, `join`, `split`, `shrink` and `grow`. All methods may be called from
-    any thread; calls of one device take turns. Every blocking one takes `timeout` in
+    any thread; calls on one device take turns. Every blocking method takes `timeout` in
     seconds, None for the communicator's own.
 
     Collectives and messages put their work on `stream` and return. **The caller keeps arrays
     alive until the stream has passed the work.**
 
     Those on arrays take `x` and `out` of any shape, C-contiguous, of one dtype, on this
-    communicator's GPU, and count their elements. For `stream`, None is the one on which
+    communicator's GPU, and count their elements. For `stream`, None means the one on which
     the arrays' library works now. Ranks that disagree on sizes hang, or get wrong results: NCCL
-    compares nothing. They raise, before anything is launched:
+    compares nothing. These methods raise, before anything is launched:
 
     - `InvalidArray` for another device, layout or dtype, and for an `out` that overlaps `x` but not
       in place: where it begins with `x`; for all_gather and gather, where `x` is this rank's part
@@ -96,7 +96,7 @@ cdef class Communicator(Connection):
             From `get_unique_id`; the same on every rank, in the same order. Several spread the
             work of a large start (NCCL 2.23).
         rank : int
-            From 0 to ``world_size - 1``, another one on each.
+            From 0 to ``world_size - 1``, a different one on each.
         device : int, optional
             The current device if not given.
         timeout : float
@@ -113,7 +113,7 @@ cdef class Communicator(Connection):
         BackendUnavailable
             The NCCL that is loaded has no such option, or there is no such GPU.
         InvalidRank, InvalidWorldSize
-            They are no place in a communicator.
+            `rank` and `world_size` do not name a place in a communicator.
         DistributedError
             NCCL refuses the options, or the ranks disagree.
         """
@@ -149,11 +149,12 @@ cdef class Communicator(Connection):
         color : int or None
             At least 0. A rank that names None gets None.
         key : int
-            Equal ones are ordered by their ranks here.
+            Ranks with equal keys keep their order in this communicator.
         timeout : float, optional
             Seconds. A `Timeout` ends this communicator, too.
         **config
-            As `init_rank` takes them; what is not given is NCCL's default, not as it is here.
+            As `init_rank` takes them; what is not given takes NCCL's default, not the value that it has
+            here.
         """
         cdef int native_color = NCCL_SPLIT_NOCOLOR if color is None else index(color)
         cdef int native_key = index(key)
@@ -176,15 +177,15 @@ cdef class Communicator(Connection):
         excluded : iterable of int
             At least one; the same on all ranks that call. The others keep their order.
         abort : bool
-            Whether work under way on this one is ended first, as is needed where it waits
-            for those that are excluded.
+            Whether work under way on this communicator is ended first, as is needed where it
+            waits for ranks that are excluded.
         timeout, **config
             As `split` takes them.
 
         Raises
         ------
         InvalidRank
-            They are no ranks here, or this one is among them.
+            `excluded` names no ranks of this communicator, or this rank.
         """
         cdef vector[int] ranks = self._others_of(excluded)
         cdef int flags = NCCL_SHRINK_ABORT if abort else NCCL_SHRINK_DEFAULT
@@ -238,7 +239,7 @@ cdef class Communicator(Connection):
     def allreduce_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int op, stream
     ):
-        """Reduce `count` elements of every rank's `sendbuf` into `recvbuf` of all; the same for in place."""
+        """Reduce `count` elements of every rank's `sendbuf` into `recvbuf` of all, which may be the same."""
         cdef Operation o
         _set_raw(&o, Op.allreduce, sendbuf, recvbuf, count, dtype, stream)
         o.reduce_op = <ncclRedOp_t> op
@@ -281,7 +282,7 @@ cdef class Communicator(Connection):
         self.launch(o, None, None, self.timeout_s)
 
     def all_to_all_raw(self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, stream):
-        """Send `count` elements to each rank, and receive as many of each."""
+        """Send `count` elements to each rank, and receive as many from each."""
         cdef Operation o
         _set_raw(&o, Op.all_to_all, sendbuf, recvbuf, count, dtype, stream)
         self.launch(o, None, None, self.timeout_s)
@@ -312,7 +313,7 @@ cdef class Communicator(Connection):
         self.launch(o, None, None, self.timeout_s)
 
     def recv_raw(self, uintptr_t recvbuf, size_t count, int dtype, int peer, stream):
-        """Receive `count` elements of rank `peer`."""
+        """Receive `count` elements from rank `peer`."""
         cdef Operation o
         _set_raw(&o, Op.recv, 0, recvbuf, count, dtype, stream)
         o.peer = peer
@@ -351,7 +352,7 @@ cdef class Communicator(Connection):
         return self._issue(&o, src, dst, stream)
 
     def all_gather(self, x, out, *, stream=None):
-        """Copy every rank's `x` into `out` of all, one after the other: ``world_size`` times as many."""
+        """Copy every rank's `x` into `out` of all, in rank order: ``world_size`` times as many elements."""
         cdef BufferView src = self.input(x, "all_gather")
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
@@ -370,7 +371,7 @@ cdef class Communicator(Connection):
         return self._issue(&o, src, dst, stream)
 
     def all_to_all(self, x, out, *, stream=None):
-        """Send the i-th of ``world_size`` parts of `x` to rank i, and receive one of each into `out`.
+        """Send the i-th of ``world_size`` parts of `x` to rank i, and receive one from each into `out`.
 
         `out` has as many elements, and shares no memory with `x`.
         """
@@ -487,11 +488,11 @@ cdef class Communicator(Connection):
         x : array
         peer : int
         window : Window
-            Which all ranks have made together, `peer` too.
+            One that all ranks, `peer` among them, have made together.
         offset : int
             Bytes; a multiple of the size of an element.
         signal, context : int
-            Which of NCCL's counters tells of it, and of its queues carries it: both 0 unless
+            Which of NCCL's counters announces it, and which of its queues carries it: both 0 unless
             ``num_rma_sig`` and ``num_rma_ctx`` ask for more.
         """
         cdef BufferView src = self.input(x, "put")
@@ -507,7 +508,7 @@ cdef class Communicator(Connection):
         return self._issue(&o, src, None, stream)
 
     def signal(self, peer, *, int signal=0, int context=0, stream):
-        """Signal rank `peer` once `stream` has come here; `signal` and `context` as in `put`."""
+        """Signal rank `peer` once `stream` has come to this point; `signal` and `context` as in `put`."""
         cdef Operation o
         o.op = Op.signal
         o.peer = self.peer("signal", peer)
@@ -517,7 +518,7 @@ cdef class Communicator(Connection):
         self.launch(o, None, None, self.timeout_s)
 
     def wait_signal(self, peer, int count=1, *, int signal=0, int context=0, stream):
-        """Let `stream` wait for `count` signals of rank `peer`; `signal` and `context` as in `put`."""
+        """Make `stream` wait for `count` signals from rank `peer`; `signal` and `context` as in `put`."""
         cdef Operation o
         o.op = Op.wait_signal
         o.peer = self.peer("wait_signal", peer)
@@ -537,15 +538,15 @@ cdef class Communicator(Connection):
         scalar : float
             Rounded to `dtype`.
         dtype : str
-            One of floats; that of the arrays: ``"float32"``.
+            A float dtype, that of the arrays: ``"float32"``.
         """
         return make_premul_sum(self, scalar, dtype, timeout)
 
     def register(self, x, *, timeout=None):
-        """Tell NCCL of memory that will be used often, which lets it do without copies.
+        """Tell NCCL of memory that will be used often, which spares it copies.
 
-        Of this rank alone; the others need not do the same. Lasts until the `Registration` that
-        this returns is closed or dropped.
+        Concerns this rank alone; the others need not do the same. Lasts until the `Registration`
+        that this returns is closed or dropped.
         """
         return make_registration(self, self.input(x, "register"), timeout)
 
@@ -575,7 +576,7 @@ cdef class Communicator(Connection):
             self._refuse_stream_of_thread()
         if current_group() != NULL:
             return _add_to_group(<Group> current_group(), self, operation, first, second)
-        # No copy of the pointer: it stays to the end, and the caller keeps this object.
+        # The pointer need not be copied: it stays to the end, and the caller keeps this object.
         cdef Patience patience = Patience(timeout, is_interrupted, NULL)
         try:  # not Noting: it takes longer than the call
             with nogil:
@@ -590,7 +591,7 @@ cdef class Communicator(Connection):
             return Member.set_own_reduction(self, o, op, view, reduce_op)
         o.reduce_op = (<PreMulSum> reduce_op).open(self, op, view.dtype)
         if current_group() != NULL:
-            # Launched when the block ends, by when nobody else may hold it.
+            # It is launched when the block ends, when nobody else may hold it any more.
             (<Group> current_group())._kept.append(reduce_op)
         return 0
 
@@ -759,7 +760,7 @@ cdef vector[ncclUniqueId] _ids_of(unique_ids) except *:
 
 
 cdef bint _is_in_force(int blocking):
-    """Tell whether a communicator blocks: the environment is stronger than the option."""
+    """Tell whether a communicator blocks: the environment overrides the option."""
     forced = os.environ.get("NCCL_COMM_BLOCKING")
     return forced == "1" if forced in ("0", "1") else blocking == 1
 

@@ -14,16 +14,17 @@ cdef class Connection(Member):
     cdef readonly bint is_blocking
     cdef double timeout_s
     cdef object _first_error
-    # A set of views of the memory that NCCL has made windows of, and a reference to it that the
+    # The set of views of the memory that NCCL has made windows of, as a reference that the garbage
     # collector does not see: it would empty the set before the communicator has ended.
     cdef PyObject* _window_views
     cdef int _num_forks
 
     # Takes over what is in _native.
     cdef int adopt(self, double timeout, bint is_blocking) except -1
-    # For one call: checks that it can be made, too. None stands for the connection's own timeout.
+    # The patience of one call, which it also checks can be made. None stands for the connection's own
+    # timeout.
     cdef Patience patience(self, timeout) except *
-    # Raises why it cannot be called.
+    # Raises the reason why it cannot be called.
     cdef int refuse(self) except -1
     # Names this rank in an error, and remembers the one that ended the communicator.
     cdef int note(self, object error) except -1
@@ -48,12 +49,12 @@ cdef inline int check_usable(Connection connection) except -1:
     return 0
 
 
-# For the reaper's thread, which has no interpreter: lets the main thread give up a reference to
+# For the reaper's thread, which has no interpreter: asks the main thread to give up a reference to
 # an object. False if it cannot be asked now.
 cdef cpp_bool let_go(void* held) noexcept nogil
 
 
-# `with Noting(connection), nogil:` is round every call of NCCL that may fail. Where that is too
-# slow, note() is called itself.
+# `with Noting(connection), nogil:` stands around every call of NCCL that may fail. Where that is too
+# slow, note() is called directly.
 cdef class Noting:
     cdef Connection _connection

@@ -34,7 +34,7 @@ cdef double EXIT_GRACE = 5  # seconds, for all communicators together
 
 
 cdef class Connection(Member):
-    """What `Communicator` is, but for how it is made and what it moves."""
+    """All of `Communicator` but how it is made and what it moves."""
 
     def __cinit__(self):
         self._num_forks = -1  # nobody's until it is adopted
@@ -55,7 +55,7 @@ cdef class Connection(Member):
         return 0
 
     def __dealloc__(self):
-        # The collector may run inside another group of this thread: no NCCL here.
+        # The collector may run inside a group of this thread: NCCL must not be called here.
         if self._native.get() == NULL or not is_own(self) or not window_views(self):
             Py_DECREF(window_views(self))
         else:
@@ -73,7 +73,7 @@ cdef class Connection(Member):
 
     @property
     def timeout(self):
-        """Seconds that calls may take which name no time of their own."""
+        """Seconds that calls may take which are given no timeout of their own."""
         return self.timeout_s
 
     @timeout.setter
@@ -100,9 +100,9 @@ cdef class Connection(Member):
         return result_name(result)
 
     def last_error(self):
-        """Return NCCL's words for what went wrong last, "" for nothing.
+        """Return NCCL's words for what went wrong last, "" if nothing did.
 
-        NCCL keeps them for the process: they may be about another communicator.
+        NCCL keeps them per process: they may be about another communicator.
         """
         self._check_own()
         return get_last_error()
@@ -130,7 +130,7 @@ cdef class Connection(Member):
         return value
 
     def suspend(self, *, timeout=None):
-        """Free GPU memory that `resume` can get back; no calls in between (NCCL 2.29.7)."""
+        """Free GPU memory that `resume` gets back; no calls may be made in between (NCCL 2.29.7)."""
         cdef Patience patience = self.patience(timeout)
         with Noting(self), nogil:
             self._native.get().suspend(patience)
@@ -158,9 +158,9 @@ cdef class Connection(Member):
     def abort(self):
         """End the communicator at once, whatever other threads and the GPU are doing with it.
 
-        Other ranks are not told. Idempotent. Returns when NCCL is done with it, after a few
-        seconds at most: CUDA graphs that captured its calls keep NCCL from freeing its memory
-        for as long as they live, which `is_closed` tells.
+        Other ranks are not told. Idempotent. Returns when NCCL is done with it, or after a few
+        seconds: CUDA graphs that captured its calls keep NCCL from freeing its memory for as long
+        as they live, and until then `is_closed` is false.
         """
         cdef shared_ptr[Native] native = self._native
         if not is_own(self) or native.get() == NULL:
@@ -172,18 +172,18 @@ cdef class Connection(Member):
                 native.get().wait_ended(patience)
             window_views(self).clear()
         except Timeout:
-            pass  # it can be called no more, which is what was asked for
+            pass  # it can no longer be called, which is what was asked for
 
     def close(self, *, timeout=None):
-        """End the communicator; what was launched is waited for. Idempotent.
+        """End the communicator, after waiting for what was launched. Idempotent.
 
-        Healthy ones are finalized and destroyed, which takes until the other ranks do so, at
-        most `timeout` seconds; after that, or after an error, it is aborted.
+        A healthy one is finalized and destroyed, which takes until the other ranks do so, at most
+        `timeout` seconds; after that, or after an error, it is aborted.
 
         Raises
         ------
         Timeout
-            NCCL still keeps it: CUDA graphs that captured its calls live, and must go first.
+            NCCL still keeps it: CUDA graphs that captured its calls are alive, and must go first.
         """
         cdef shared_ptr[Native] native = self._native
         if not is_own(self) or native.get() == NULL:
@@ -221,7 +221,7 @@ cdef class Connection(Member):
         if isinstance(error, DistributedError) and error.rank is None:
             error.rank = self.rank
         if self._first_error is None and self._native.get() != NULL and self._native.get().has_failed():
-            # A copy has no traceback, whose frames would keep the caller's arrays alive.
+            # A copy, without the traceback, whose frames would keep the caller's arrays alive.
             self._first_error = copy.copy(error)
         return 0
 

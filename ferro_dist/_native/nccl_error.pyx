@@ -59,7 +59,7 @@ cdef object _exception_of(const Error& error, str function, op):
         return PeerLostError(f"Rank {error.result} died.", peer=error.result, op=op)
     if error.kind == ErrorKind.peer_left:
         return ChannelClosed(
-            f"The group has ended on the host's side, by rank {error.result}.", peer=error.result, op=op)
+            f"Rank {error.result} has ended the group on the host's side.", peer=error.result, op=op)
     if error.kind == ErrorKind.deserted:
         return ChannelClosed(
             f"{function} cannot be done: rank {error.result} has left the group without making the call.",
@@ -110,7 +110,7 @@ cdef object _nccl_error(int result, str meaning, str detail, str function, op):
         return PeerLostError(f"{function} failed: a rank died or cannot be reached ({reason}).", op=op)
     if result == <int> ncclInvalidArgument or result == <int> ncclInvalidUsage:
         return DistributedError(f"{function} failed: {reason}.", op=op)
-    return Io(f"{function} failed: {reason}.", op=op)  # it names NCCL_DEBUG=INFO itself
+    return Io(f"{function} failed: {reason}.", op=op)  # NCCL's own words name NCCL_DEBUG=INFO
 
 
 cdef str _text(const string& text):

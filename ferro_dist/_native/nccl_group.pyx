@@ -26,9 +26,9 @@ from ferro_dist.errors import ChannelClosed, DistributedError, InvalidArray, Tim
 
 __all__ = ["NcclGroup", "NcclWork", "attendance_nbytes"]
 
-cdef object NO_TAG = 0  # the interpreter has but one
-# Arrays of at least this many bytes are let go as soon as anybody can tell that the GPU is
-# done with them; smaller ones, where asking costs more than it frees, when the watchdog has seen it.
+cdef object NO_TAG = 0  # the only 0 in the interpreter, so that `is` finds it
+# For arrays of at least this many bytes each call asks which earlier calls the GPU is done with, and
+# lets their arrays go. For smaller ones asking costs more than it frees: the watchdog's look must do.
 cdef size_t LARGE = 1 << 20
 # The watchdog ends the group when a call's time is up, and says why, a moment later.
 cdef double WATCHDOG_GRACE = 10  # seconds
@@ -42,7 +42,7 @@ cdef extern from "Python.h":
 cdef class NcclWork:
     """A call on the group's stream; see ferro_dist.work.Work.
 
-    `wait` lets the caller's stream wait, and blocks the host only with a `timeout`.
+    `wait` makes the caller's stream wait, and blocks the host only with a `timeout`.
     """
 
     cdef NcclGroup _group
@@ -50,8 +50,8 @@ cdef class NcclWork:
     cdef BufferView _first      # keep the arrays alive, until the call is done
     cdef BufferView _second
     cdef object _others
-    cdef object _x              # for which _written was allocated, and in whose library it is
-    cdef object _written        # delivered; None for an out of the caller's
+    cdef object _x              # what _written was allocated for; None where that is the caller's out
+    cdef object _written        # the result, to be delivered in x's library if it was allocated for x
     cdef bint _is_new
 
     def __init__(self):
@@ -91,7 +91,7 @@ cdef class NcclWork:
         return self._group._deliver(self._x, self._written, self._is_new)
 
     cdef int forget(self) except -1:
-        """Let go of what the call, which is done, has used; the work may live on with its user."""
+        """Let go of what the call used, now that it is done; the work may live on with its user."""
         self._first = None
         self._second = None
         self._others = None
@@ -105,7 +105,7 @@ def attendance_nbytes(int num_members):
 
 @cython.final
 cdef class NcclGroup:
-    """One rank's side of a group of GPUs. Methods take the arguments of `Backend`'s, in its order.
+    """One rank's side of a group of GPUs. Methods take the arguments of `Backend`'s methods, in order.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ cdef class NcclGroup:
     cdef readonly int world_size
     cdef object _arrays
     cdef object _lender          # of a stream that is not the group's own
-    # What calls keep alive until they are done, two places for each, in the order of their
+    # What calls keep alive until they are done, two places for each call, in the order of their
     # tickets; and how many calls came before the first of them.
     cdef list _kept
     cdef uint64_t _num_let_go
@@ -178,7 +178,7 @@ cdef class NcclGroup:
     def attend(self, int fd, members):
         """Write down what this rank calls, for those ranks that share the memory behind `fd`.
 
-        Errors then name who has not made a call. Before the first call.
+        Errors then name who has not made a call. To be called before the first call.
 
         Parameters
         ----------
@@ -199,7 +199,7 @@ cdef class NcclGroup:
     def leave(self):
         """Wait for what is under way, and tell the others that no call will follow. Idempotent.
 
-        Those who share the attendance and wait for one get `ChannelClosed`.
+        Those that share the attendance and wait for another call get `ChannelClosed`.
         """
         if self._is_closed:
             return
@@ -218,7 +218,7 @@ cdef class NcclGroup:
         """Leave the group, and end this side of it. Idempotent.
 
         In good health that takes until the other ranks close it too, at most `timeout` seconds,
-        by default the group's.
+        which default to the group's timeout.
         """
         try:
             self.leave()
@@ -447,7 +447,7 @@ cdef class NcclGroup:
         self._communicator.check_device(view, op)
         return view
 
-    # Arrays of two libraries may be worked on in two streams.
+    # Arrays of two libraries may be worked on in two streams: both have to be put in order.
     cdef object _launch(
         self, Operation* o, BufferView first, BufferView second, object x, object written, bint is_new,
         bint async_op, timeout, tag,
@@ -502,7 +502,7 @@ cdef class NcclGroup:
         return work
 
     cdef inline double _check_call(self, timeout, tag) except? -1:
-        """Return the call's seconds."""
+        """Check the tag, and that a call can be made; return the call's timeout in seconds."""
         check_usable(self._communicator)
         if tag is not NO_TAG:
             arguments.check_tag(tag)
@@ -522,8 +522,8 @@ cdef class NcclGroup:
             self._communicator.note(error)
             raise
 
-    # Whatever makes an array go may run code of its library, or let other threads run, which
-    # call and let go themselves: first the list is made right, then arrays are forgotten.
+    # Dropping an array may run code of its library, or let other threads run, which make calls and
+    # drop arrays themselves. So the list is put right first, and arrays are dropped after that.
 
     cdef int _keep(self, uint64_t ticket, BufferView first, object second) except -1:
         """Keep the arrays of a call until it is done, and let go of those of calls that are."""
@@ -531,7 +531,7 @@ cdef class NcclGroup:
         if ticket > self._num_let_go:
             if not self._kept:
                 _busy.add(self)
-            # Another thread's call may have come before and its arrays come later.
+            # Another thread's call may have come before this one while its arrays come later.
             while len(self._kept) < place:
                 self._kept.append(None)
             if len(self._kept) == place:
@@ -540,7 +540,7 @@ cdef class NcclGroup:
             else:
                 self._kept[place] = first
                 self._kept[place + 1] = second
-        elif type(second) is NcclWork:  # done already, and others let go up to there
+        elif type(second) is NcclWork:  # done already, and another thread has let go of calls up to it
             (<NcclWork> second).forget()
         if first is not None and first.nbytes >= LARGE:
             with Noting(self._communicator), nogil:
@@ -606,8 +606,8 @@ cdef int _add_stream(vector[cudaStream_t]* streams, BufferView view) except -1:
 
 # ---- Arrays of groups that make no more calls ------------------------------------------
 
-# Groups with work in flight. Held here, so that no collector takes a group that nobody
-# refers to any more together with arrays that the GPU still uses.
+# Groups with work in flight. Held here, so that the collector does not take a group that nobody
+# refers to any more, and with it arrays that the GPU still uses.
 cdef set _busy = set()
 
 

@@ -38,7 +38,7 @@ def get_unique_id():
 
 
 def get_last_error():
-    """Return NCCL's own words for what went wrong last in this process, "" for nothing."""
+    """Return NCCL's own words for what went wrong last in this process, "" if nothing did."""
     cdef const char* text = ncclGetLastError(NULL)
     return "" if text == NULL else text.decode("utf-8", "replace")
 
@@ -64,7 +64,7 @@ cdef class UniqueId:
     """
 
     def __init__(self, data):
-        if data is None or isinstance(data, (int, str)):  # bytes(128) are so many zeros
+        if data is None or isinstance(data, (int, str)):  # bytes(128) would be that many zeros
             raise TypeError(f"A unique id is made of {NCCL_UNIQUE_ID_BYTES} bytes, not of {data!r:.50}.")
         cdef bytes given = bytes(data)
         if len(given) != NCCL_UNIQUE_ID_BYTES:
@@ -92,7 +92,7 @@ cdef class UniqueId:
 
 # ---- Configuration -------------------------------------------------------------------
 
-# Each option's place in ncclConfig_t and the first NCCL that knows of it.
+# Each option's place in ncclConfig_t, and the first NCCL that has it.
 cdef dict _config_fields():
     cdef ncclConfig_t c
     cdef char* start = <char*> &c
@@ -150,7 +150,7 @@ cdef ncclConfig_t config_of(dict options) except *:
     cdef char* place
     for name, value in options.items():
         if name not in CONFIG_FIELDS:
-            raise TypeError(f"There is no option {name!r}, but {', '.join(CONFIG_OPTIONS)}.")
+            raise TypeError(f"There is no option {name!r}. Options are {', '.join(CONFIG_OPTIONS)}.")
         offset, since = CONFIG_FIELDS[name]
         _require_version(f"The option {name}", since)
         place = <char*> &config + <Py_ssize_t> offset

@@ -20,7 +20,7 @@ cdef double TIMEOUT = 300  # seconds
 
 @cython.final
 cdef class NcclMemory(GpuBytes):
-    """`GpuBytes` that NCCL allocates, as it likes them best."""
+    """`GpuBytes` that NCCL allocates in the way that suits it best."""
 
     cdef int allocate(self) except -1:
         cdef const Cudart* cuda = cudart()
@@ -30,9 +30,9 @@ cdef class NcclMemory(GpuBytes):
         return 0
 
     def close(self):
-        """Free the memory, once the stream in which this thread works is done with it. Idempotent.
+        """Free the memory, once the stream on which this thread works is done with it. Idempotent.
 
-        Other streams that use it must be done before.
+        Other streams that use it must be done with it before.
         """
         cdef void* data = self._data
         cdef const Cudart* cuda = cudart()
@@ -45,7 +45,7 @@ cdef class NcclMemory(GpuBytes):
             libnccl.free(cuda[0], self.device, data, users, patience)
 
     def __del__(self):
-        # Not __dealloc__, which may call no Python: the libraries know their streams.
+        # Not __dealloc__, which must not call Python: only the libraries know their streams.
         if self._data == NULL or not self.is_own() or sys.is_finalizing():
             return
         libnccl.free_later(cudart()[0], self.device, self._data, streams_of_thread(self.device))

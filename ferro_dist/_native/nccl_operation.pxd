@@ -19,7 +19,7 @@ cdef class Member:
     cdef BufferView input(self, object array, str op)
     cdef BufferView output(self, object array, str op)
     cdef int check_device(self, BufferView view, str op) except -1
-    # `in_place` is how many bytes past the start of x an out that shares its memory begins.
+    # `in_place` is how many bytes past the start of x an out that shares its memory has to begin.
     cdef int check_output(
         self, str op, BufferView src, BufferView dst, size_t count, Py_ssize_t in_place) except -1
     cdef int check_float8(self, str op, int dtype) except -1
@@ -27,7 +27,7 @@ cdef class Member:
     cdef int peer(self, str op, peer) except -1
     cdef size_t chunk(self, str op, BufferView view) except? 0
 
-    # Each checks the arguments of one call and writes it down, all but the stream.
+    # Each checks the arguments of one call and writes the call down in `o`, all but the stream.
     cdef int describe_allreduce(
         self, Operation* o, BufferView src, BufferView dst, reduce_op) except -1
     cdef int describe_broadcast(self, Operation* o, BufferView src, BufferView dst, root) except -1
@@ -47,7 +47,7 @@ cdef class Member:
     # The same for reducing, after set_elements.
     cdef int set_summands(self, Operation* o, str op, BufferView view) except -1
     cdef int set_reduction(self, Operation* o, str op, BufferView view, reduce_op) except -1
-    # For what is no number: the name of a ReduceOp, or what only some communicators know.
+    # For reductions that are not numbers: names of a ReduceOp, or what only some communicators know.
     cdef int set_own_reduction(self, Operation* o, str op, BufferView view, reduce_op) except -1
     cdef int _refuse_reduction(self, str op, int dtype, reduce_op) except -1
     cdef int _demand(self, str op, str name, BufferView view) except -1
@@ -56,7 +56,7 @@ cdef class Member:
 # The view of `out`; that of x where they are one array.
 cdef BufferView output_of(object out, object x, BufferView src)
 
-# The place among our dtypes of a float that NCCL multiplies.
+# The place among our dtypes of a float dtype that NCCL can multiply.
 cdef int float_code(str dtype) except -1
 
 # NCCL's number for one of our dtypes.

@@ -26,8 +26,8 @@ cdef int HOPPER = 90  # the compute capability, ten times
 
 # ---- Dtypes and reductions -----------------------------------------------------------
 
-# By ferro::DType: what NCCL moves in its place, how many of them an element is, and
-# whether sums of them are the element's sums.
+# By ferro::DType: what NCCL moves in its place, how many of those make up an element, and
+# whether NCCL's reductions of those are all right for the element.
 cdef struct Element:
     ncclDataType_t dtype
     int count
@@ -38,7 +38,7 @@ ELEMENTS[:] = [
     Element(ncclUint8, 1, False),   # bool
     Element(ncclInt8, 1, True),
     Element(ncclUint8, 1, True),
-    Element(ncclUint8, 2, False),   # int16: NCCL has none of 16 bits, and moves their bytes
+    Element(ncclUint8, 2, False),   # int16: NCCL has no integers of 16 bits, and moves their bytes
     Element(ncclUint8, 2, False),   # uint16
     Element(ncclInt32, 1, True),
     Element(ncclUint32, 1, True),
@@ -48,7 +48,7 @@ ELEMENTS[:] = [
     Element(ncclBfloat16, 1, True),
     Element(ncclFloat32, 1, True),
     Element(ncclFloat64, 1, True),
-    Element(ncclFloat32, 2, False),  # complex64: two numbers, added and averaged each
+    Element(ncclFloat32, 2, False),  # complex64: two numbers, each added and averaged by itself
     Element(ncclFloat64, 2, False),  # complex128
     Element(ncclFloat8e4m3, 1, True),
     Element(ncclFloat8e5m2, 1, True),
@@ -247,8 +247,7 @@ cdef class Member:
 
     @cython.final
     cdef int set_elements(self, Operation* o, str op, BufferView view, size_t count) except -1:
-        # Not every NCCL and GPU knows floats of 8 bits, and all can move them as the bytes that
-        # they are.
+        # Not every NCCL and GPU knows floats of 8 bits, but all can move them as bytes.
         o.dtype = ncclUint8 if view.dtype >= E4M3 else ELEMENTS[view.dtype].dtype
         o.count = count * <size_t> ELEMENTS[view.dtype].count
         return 0
@@ -275,7 +274,7 @@ cdef class Member:
             o.dtype = ELEMENTS[view.dtype].dtype
         return 0
 
-    # NCCL refuses them when it launches, and a non-blocking communicator does not get over it.
+    # NCCL refuses them only when it launches, from which a non-blocking communicator does not recover.
     cdef int check_float8(self, str op, int dtype) except -1:
         if get_version() < (2, 24):
             raise UnsupportedOp(
@@ -331,7 +330,7 @@ cdef inline bint _is_reducible(int dtype, int reduction) noexcept:
     if not SUM <= reduction <= MAX:
         return False
     if dtype >= E4M3:
-        # ncclAvg multiplies by 1/n in the dtype itself, whose smallest step is larger.
+        # ncclAvg multiplies by 1/n in the dtype itself, whose steps are too coarse for that.
         return reduction != MEAN
     if ELEMENTS[dtype].is_number:
         return reduction != MEAN or ELEMENTS[dtype].dtype >= ncclFloat16

@@ -24,7 +24,7 @@ cdef class Registration:
 cdef class Window:
     cdef Connection _connection
     cdef BufferView _view
-    cdef ncclWindow_t _window  # null also where NCCL makes none
+    cdef ncclWindow_t _window  # also null where NCCL makes none
     cdef bint _is_closed
 
     cdef ncclWindow_t open(self, Connection connection) except NULL

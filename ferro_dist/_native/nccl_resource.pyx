@@ -23,7 +23,7 @@ __all__ = ["PreMulSum", "Registration", "Window"]
 cdef class PreMulSum:
     """A reduction that multiplies each rank's input by a number of its own, then sums.
 
-    Made by `Communicator.premul_sum`; of that communicator and one dtype.
+    Made by `Communicator.premul_sum`, for that communicator and one dtype.
     """
 
     def __init__(self):
@@ -105,7 +105,7 @@ cdef class Registration:
             patience = self._connection.patience(timeout)
             with Noting(self._connection), nogil:
                 self._connection._native.get().deregister_buffer(registration, patience)
-        self._view = None  # last: NCCL knew of it
+        self._view = None  # last: until here NCCL knew of the memory
 
     def __dealloc__(self):
         if self._registration == NULL or not is_own(self._connection):
@@ -129,8 +129,8 @@ cdef Registration make_registration(Connection connection, BufferView view, time
 cdef class Window:
     """Memory that all ranks of a communicator reach; made by `Communicator.register_window`.
 
-    Stays until it is closed, or its communicator is, and keeps the memory alive so long:
-    giving it back is a call of all ranks, which no collector can make.
+    Stays until it is closed, or its communicator is, and keeps the memory alive until then:
+    giving it back is a call of all ranks, which no garbage collector can make.
     """
 
     def __init__(self):
@@ -155,8 +155,8 @@ cdef class Window:
             raise ValueError("This Window is closed.")
         if self._window == NULL:
             raise UnsupportedOp(
-                "put: NCCL has made no window of this memory, as it does where the GPUs of the ranks do "
-                "not reach each other's.", op="put")
+                "put: NCCL has made no window of this memory, which happens where the ranks' GPUs do not "
+                "reach each other's memory.", op="put")
         if connection is not self._connection:
             raise UnsupportedOp("put: this Window is another communicator's.", op="put")
         return self._window
