@@ -1,8 +1,8 @@
 """What a collective demands of its arguments, the same for every backend.
 
-Every check here is made before anything is sent, so the group survives its
-error. A backend that checks in compiled code calls the function of the same
-check once it has failed: the words of an error stand here and nowhere else.
+Every check here is made before anything is sent, so the group survives its error. A backend that
+checks in compiled code calls the corresponding function here once the check has failed, so that the
+text of an error is only in this file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _REDUCIBLE = {
 
 
 def integer(value: object) -> int:
-    """Return an integer of any library as an int; raise TypeError for what is none, or a bool."""
+    """Return an integer of any library as an int; raise TypeError for a bool or anything else."""
     try:
         if not _is_bool(value):
             return operator.index(value)  # type: ignore[arg-type]
@@ -75,15 +75,15 @@ def integer(value: object) -> int:
 
 
 def _is_bool(value: object) -> bool:
-    # By name, so that NumPy's need not be imported.
+    # By name, so that NumPy need not be imported.
     return type(value).__name__ in ("bool", "bool_")
 
 
 def name_call(error: Exception, op: str, backend: Any) -> None:
-    """Say in an error of one who knows arrays alone which call of which rank it ended.
+    """Add call and rank to an error from code that knows only arrays.
 
-    Left to the public functions, where a `try` costs nothing as long as nothing is raised.
-    There nobody has looked at `backend` either: if it is no group, that was the mistake.
+    Done in the public functions, where a `try` costs nothing as long as nothing is raised. They
+    have not checked `backend` either: if it is no group, that was the mistake.
     """
     if not isinstance(getattr(backend, "rank", None), int):
         raise TypeError(
@@ -98,7 +98,7 @@ def name_call(error: Exception, op: str, backend: Any) -> None:
 
 
 def check_world_size(world_size: int) -> int:
-    """Return the number of ranks; raise InvalidWorldSize for what is none."""
+    """Return the number of ranks; raise InvalidWorldSize for anything else."""
     try:
         size = integer(world_size)
     except TypeError:
@@ -111,7 +111,7 @@ def check_world_size(world_size: int) -> int:
 
 
 def check_place(rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and world size as ints, if they are a place in a group.
+    """Return rank and world size as ints, if they fit each other.
 
     Raises InvalidRank, InvalidWorldSize.
     """
@@ -153,7 +153,7 @@ def check_peer(op: str, peer: int, *, rank: int, world_size: int) -> int:
 def check_members(members: Sequence[int], *, rank: int, world_size: int) -> tuple[int, ...]:
     """Return the ranks of a sub-group as a tuple of int.
 
-    Raises InvalidRank for a group that cannot be, TypeError for what lists no ranks.
+    Raises InvalidRank for an impossible group, TypeError for anything but a list of ranks.
     """
     try:
         named = tuple(members)
@@ -180,7 +180,7 @@ def check_members(members: Sequence[int], *, rank: int, world_size: int) -> tupl
 
 
 def check_same_members(answers: Sequence[bytes], members: Sequence[int], *, rank: int) -> None:
-    """Raise CollectiveMismatch unless all ranks gave the same answer, which says whom they named.
+    """Raise CollectiveMismatch unless all ranks gave the same answer, a digest of their members.
 
     `members` are those that this rank named.
     """
@@ -223,12 +223,12 @@ def reduce_op_of(op: ReduceOp | str) -> ReduceOp:
 
 
 def is_reducible(dtype: str, reduce_op: ReduceOp) -> bool:
-    """Whether elements of this dtype have this reduction."""
+    """Whether this dtype supports this reduction."""
     return dtype in _REDUCIBLE[reduce_op]
 
 
 def check_reduction(op: str, dtype: str, reduce_op: ReduceOp, *, rank: int) -> None:
-    """Raise UnsupportedOp for a reduction that this dtype does not have."""
+    """Raise UnsupportedOp for a reduction that this dtype does not support."""
     if is_reducible(dtype, reduce_op):
         return
     name = reduce_op.name
@@ -311,7 +311,7 @@ def check_tag(tag: int) -> int:
 
 
 def raise_missing_array(op: str, name: str, why: str, *, rank: int) -> NoReturn:
-    """Raise InvalidArray for an array that this rank had to give."""
+    """Raise InvalidArray for a missing array that this rank must give."""
     raise InvalidArray(f"{op}: {name} is None, but {why}.", op=op, rank=rank)
 
 
@@ -324,7 +324,7 @@ def check_timeout(seconds: float) -> float:
 
 
 def check_patience(seconds: float) -> float:
-    """Return how long to wait for work; raise ValueError for what is no time. 0 only looks."""
+    """Return how long to wait for work; raise ValueError if it is no time. 0 only looks."""
     value = _as_float(seconds)
     if not value >= 0:
         raise ValueError(f"timeout must be a number of seconds, not {seconds!r}.")
@@ -334,7 +334,7 @@ def check_patience(seconds: float) -> float:
 def _as_float(seconds: float) -> float:
     if not _is_bool(seconds):
         with contextlib.suppress(TypeError):
-            return float(seconds + 0.0)  # float("5") alone would be a number
+            return float(seconds + 0.0)  # not just float(seconds), which accepts "5"
         with contextlib.suppress(TypeError):
             return float(integer(seconds))
     raise TypeError(f"timeout must be a number of seconds, not {seconds!r}.")
@@ -344,7 +344,7 @@ def _as_float(seconds: float) -> float:
 
 
 def check_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a new array; raise TypeError if it is none, ValueError if negative."""
+    """Return the shape of a new array; raise TypeError for no shape, ValueError if negative."""
     dims = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     try:
         lengths = tuple(operator.index(length) for length in dims)

@@ -1,8 +1,8 @@
-"""Arrays of a GPU through a group of the engine, which reaches none: by way of the host's memory.
+"""GPU arrays through a group of the engine, which reaches no GPU: by way of host memory.
 
-Only where the user has asked for it, by ``FERROTORCH_ENABLE_GPU_FALLBACK``: the way is long,
-and a program that takes it unnoticed is slow for no reason that anybody sees. Unset, empty,
-``0`` and ``false`` mean no. Each call that takes it warns.
+Only if the user has asked for it, by ``FERROTORCH_ENABLE_GPU_FALLBACK``: the detour is long, and a
+program that takes it unnoticed is slow for no apparent reason. Unset, empty, ``0`` and ``false``
+mean no. Each call that takes it warns.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _PIECE_NBYTES = 4 << 20
 # One being filled, one being communicated, one being emptied.
 _NUM_BUFFERS = 3
 
-# Every call warns, not only the first of each line. Whoever filters warnings comes first.
+# Every call warns, not only the first of each line. The user's own filters take precedence.
 warnings.simplefilter("always", GpuFallbackWarning, append=True)
 
 
 class Run(Protocol):
-    """The call, on memory of the host: addresses and a count of elements."""
+    """The call, on host memory: addresses and a count of elements."""
 
     def __call__(self, source: int, target: int, count: int) -> None: ...
 
 
 def is_enabled() -> bool:
-    """Whether the user has asked for the way through the host's memory."""
+    """Whether the user has asked for the detour through host memory."""
     return os.environ.get(VARIABLE, "").strip().lower() not in ("", "0", "false")
 
 
 def check_enabled(op: str, rank: int) -> None:
-    """Warn that `op` goes through the host's memory; raise UnsupportedOp if it may not."""
+    """Warn that `op` goes through host memory; raise UnsupportedOp if it may not."""
     if not is_enabled():
         raise UnsupportedOp(
             f"{op}: the array is on a GPU, which this backend does not reach. Use NcclBackend or "
@@ -82,7 +82,7 @@ def _depth_of_caller() -> int:
 def round_trip(
     source: BufferView | None, target: BufferView | None, run: Run, *, is_elementwise: bool
 ) -> None:
-    """Run a call on copies of a GPU's arrays, and copy the result back.
+    """Run a call on copies of GPU arrays, and copy the result back.
 
     Blocks until the call is done; the copy back is queued on the stream on which the
     arrays' library works now, as any use of the result will be.
@@ -137,7 +137,7 @@ def _in_one(source: BufferView | None, target: BufferView | None, run: Run, stre
     )
     if received is not None and target is not None:
         copy_async(target.address, received.address, target.nbytes, stream)
-        stream.synchronize()  # the memory goes when we return
+        stream.synchronize()  # the memory is freed on return
 
 
 def _in_pieces(
@@ -172,8 +172,8 @@ def _in_pieces(
 def _pieces(count: int, itemsize: int) -> Iterator[range]:
     """Yield the elements of each piece, up to the first that is not full, which may be empty.
 
-    Ranks whose counts differ so differ in some piece, too, and are told of the mismatch. If
-    the last were full, a rank with fewer pieces would be done while the others wait for it.
+    So ranks whose counts differ also differ in some piece, and notice the mismatch. If the last
+    piece were full, a rank with fewer pieces would be done while the others wait for it.
     """
     step = _PIECE_NBYTES // itemsize
     for first in range(0, count + 1, step):
@@ -190,7 +190,7 @@ def _copy(
     copy_async(*ends, len(piece) * view.itemsize, stream)
 
 
-# To pin memory takes milliseconds. Guarded by the lock.
+# Pinning memory takes milliseconds. Guarded by the lock.
 _spare: list[PinnedMemory] = []
 _spare_lock = threading.Lock()
 

@@ -1,7 +1,7 @@
 """Arrays of any library, in and out, without importing the library.
 
-Reading is `as_view`; where a result must be made, `allocate` makes the memory to write
-into and `deliver` turns what was written into an array of the input's library:
+`as_view` reads them; for a result, `allocate` makes the memory to write into and `deliver` turns
+what was written into an array of the input's library:
 
 =====================  ============================  ===================================
 input                  `allocate` gives              `deliver` gives
@@ -13,8 +13,8 @@ JAX, on a GPU          memory of that GPU            JAX, over the same memory
 any other              NumPy                         the same array
 =====================  ============================  ===================================
 
-Arrays of NumPy's subclasses (``memmap``, ``matrix``) are read as the arrays that they
-are below; results are plain arrays. A masked array is refused: its mask would be lost.
+NumPy's subclasses (``memmap``, ``matrix``) are read as the plain arrays underneath; results are
+plain arrays. A masked array is refused, as its mask would be lost.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _CODES = {name: code for code, name in enumerate(DTYPE_NAMES)}
 _CUDA = 2  # DLPack's number
 _EMULATION = "ferro_dist._emulation.gpu"
 
-# What XLA demands of memory that it takes over without a copy.
+# The alignment that XLA demands of memory that it takes over without a copy.
 _JAX_ALIGNMENT = 64
 
 
@@ -81,7 +81,7 @@ def copy(x: Array) -> Array:
 
 
 def content_of(x: Array) -> bytes:
-    """Return the bytes of the elements in C order, after what is queued on the current stream."""
+    """Return the bytes of the elements in C order, once the current stream's work is done."""
     whole = contiguous(x)
     view = as_view(whole)
     if view.device_type != _CUDA:
@@ -99,7 +99,7 @@ def content_of(x: Array) -> bytes:
 
 
 def is_on_gpu(x: Array) -> bool:
-    """Whether only a GPU reaches the memory of `x`."""
+    """Whether only a GPU can reach the memory of `x`."""
     return as_view(x).device_type == _CUDA
 
 
@@ -116,7 +116,7 @@ def device_empty(shape: Sequence[int], code: int, device: int) -> Array:
     Returns
     -------
     array
-        Of torch if that is imported, else of CuPy.
+        From torch if that is imported, else from CuPy.
 
     Raises
     ------
@@ -149,7 +149,7 @@ def array_over(memory: Any, shape: Sequence[int], dtype: np.dtype[Any], like: Ar
     Raises
     ------
     InvalidArray
-        It is of no library that can do so.
+        Its library cannot do so.
     """
     return _library_of(like).over(memory, shape, dtype)
 
@@ -172,7 +172,7 @@ def allocate(x: Array, shape: Sequence[int] | None = None) -> Array:
     Raises
     ------
     InvalidArray
-        `x` lives on a device and its library is none that this module knows.
+        `x` is on a device and this module does not know its library.
     """
     return _library_of(x).allocate(x, shape)
 
@@ -183,16 +183,16 @@ def empty_beside(x: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
     Raises
     ------
     InvalidArray
-        The library is none that this module can make room with.
+        This module cannot allocate with its library.
     """
     return _library_of(x).empty_beside(x, shape, dtype)
 
 
 def same_stream(x: Array) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what gives another thread the GPU of `x`, and the stream that is current here.
+    """Return a context maker that gives another thread the GPU of `x` and the stream current here.
 
-    Libraries of arrays keep the current device and stream for each thread, and free memory in
-    the order of the stream that was current when it was made.
+    Array libraries keep the current device and stream per thread, and free memory in the order of
+    the stream that was current when it was allocated.
     """
     return _library_of(x).same_stream(x)
 
@@ -211,7 +211,7 @@ def deliver(x: Array, written: Array) -> Array:
 
 
 def empty_for_jax(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Make an uninitialized array of NumPy that JAX on the host takes over without a copy."""
+    """Make an uninitialized NumPy array that JAX on the host takes over without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     block = np.empty(nbytes + _JAX_ALIGNMENT, np.uint8)
     start = -block.ctypes.data % _JAX_ALIGNMENT
@@ -273,7 +273,7 @@ def dtype_code(dtype: Any) -> int:
 
 
 class _Library:
-    """NumPy arrays, and what all other libraries do alike."""
+    """NumPy arrays, and what all other libraries have in common with them."""
 
     def contiguous(self, x: Array) -> Array:
         return x if x.flags.c_contiguous else np.array(x, order="C")
@@ -398,7 +398,7 @@ class _Jax(_Library):
         # An array that the user has put on a device stays there; others follow the default.
         device = next(iter(x.devices())) if _is_committed(x) else None
         if not isinstance(written, np.ndarray):
-            # With whatever stream JAX names, the export puts the writing of it in order.
+            # Whatever stream JAX names, the export makes it wait for the writing.
             return jax.dlpack.from_dlpack(written, device=device)
         return jax.device_put(written, device)
 
@@ -445,7 +445,7 @@ class _Emulated(_Library):
         return enter
 
     def concatenate(self, parts: Sequence[Array]) -> Array:
-        # Row by row: these arrays know nothing else.
+        # Row by row: these arrays support nothing else.
         rows = [row for part in parts for row in (part if part.ndim else [part])]
         whole = parts[0].empty((len(rows), *rows[0].shape))
         for number, row in enumerate(rows):
@@ -484,13 +484,13 @@ def _library_of(x: Array) -> _Library:
 
 def _find_library(cls: type) -> _Library:
     library = _library_by_descent(cls)
-    if len(_libraries) < 256:  # a program that makes types without end must not fill memory
+    if len(_libraries) < 256:  # a program that keeps making types must not fill memory
         _libraries[cls] = library
     return library
 
 
 def _library_by_descent(cls: type) -> _Library:
-    """Tell whose arrays these are by the classes that theirs descends from."""
+    """Tell whose arrays these are by the base classes of their type."""
     if issubclass(cls, (np.ndarray, np.generic)):
         return _NUMPY
     for base in cls.__mro__:

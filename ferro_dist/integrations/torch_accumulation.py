@@ -1,4 +1,4 @@
-"""What was averaged of torch gradients, and what has come to them since."""
+"""Torch gradients that were averaged, and what has been added to them since."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Tensor: TypeAlias = Any
 class Accumulation:
     """``grad`` of some parameters, over several backward passes.
 
-    A gradient is *averaged* from the end of a round until something is added to it, or
-    it is replaced. Averaged ones are contributed again where that changes nothing: the
-    mean of what all ranks have in common, and of what each has added to it, is right. Else they
-    are put aside while a round is open, and added to its result; one that the user
-    has written to meanwhile counts as this rank's own.
+    A gradient is *averaged* from the end of a round until something is added to it, or it is
+    replaced. Averaged gradients are contributed again where that changes nothing: in a mean, what
+    all ranks have in common stays, and what each has added is averaged. Otherwise they are put
+    aside while a round is open, and added to its result; one that the user has written to meanwhile
+    counts as this rank's own.
 
     Attributes
     ----------
@@ -32,12 +32,12 @@ class Accumulation:
         self.parameters: list[Tensor] = []
         self._is_idempotent = True
         self._averaged: list[Tensor] = []
-        # Of averaged gradients; unknown of those that were left where they are.
+        # Of averaged gradients; unknown for those that were left where they are.
         self._versions: dict[int, int] = {}
         self._aside: dict[int, _Aside] = {}
 
     def adopt(self, parameters: Sequence[Tensor]) -> None:
-        """Take these parameters instead of those of before; some may be the same."""
+        """Replace the parameters by these; some may be the same."""
         averaged = dict(zip(map(id, self.parameters), self._averaged, strict=True))
         aside = {id(self.parameters[number]): kept for number, kept in self._aside.items()}
         self.parameters = list(parameters)
@@ -50,7 +50,7 @@ class Accumulation:
         }
 
     def note_versions(self) -> None:
-        """Tell what is written to averaged gradients from now on."""
+        """Note the versions, to notice what is written to averaged gradients from now on."""
         for number, gradient in enumerate(self._averaged):
             if gradient is not None:
                 self._versions[number] = gradient._version
@@ -70,7 +70,7 @@ class Accumulation:
         Parameters
         ----------
         is_idempotent : bool
-            Whether averaging what was averaged changes nothing.
+            Whether averaging again changes nothing.
         """
         self._is_idempotent = is_idempotent
         if is_idempotent:
@@ -80,11 +80,11 @@ class Accumulation:
             self._put_aside(number, parameter)
 
     def note_local(self, number: int) -> None:
-        """Take note that this rank has added to a gradient what others have not."""
+        """Note that this rank has added to a gradient what others have not."""
         self._averaged[number] = None
 
     def end_local(self) -> None:
-        """Show the sum of what was put aside and of what has come."""
+        """Show the sums of what was put aside and what has come since."""
         for number, kept in list(self._aside.items()):
             parameter = self.parameters[number]
             own = parameter.grad
@@ -114,7 +114,7 @@ class Accumulation:
 
 @dataclass
 class _Aside:
-    """A gradient that was averaged already, and what has come to it since.
+    """A gradient that was averaged already, and what has been added to it since.
 
     Attributes
     ----------

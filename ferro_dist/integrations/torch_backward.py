@@ -1,16 +1,16 @@
 """When a backward begins, when each gradient is there, and when the outermost backward ends.
 
-autograd tells of each by a hook, and each alone is not enough:
+autograd reports each by a hook, and no hook is enough on its own:
 
 - A hook on the outputs of forward fires first, in the graph task in which the loss is
   differentiated. A callback that is queued there runs when that task ends, whatever backward
   passes were nested in it (re-entrant checkpointing runs one for each segment).
-- A hook on each parameter fires when its gradient was added to ``grad``. Where no output was
-  seen, because it is inside an object that hides it or because the module was called
-  past its wrapper, the first of these opens the round, and the end of its own graph task closes it.
+- A hook on each parameter fires when its gradient has been added to ``grad``. Where no output was
+  seen, because an object hides it or because the module was called without its wrapper, the first
+  of these opens the round, and the end of its own graph task closes it.
 
-`torch.autograd.grad` fires hooks of outputs too, and accumulates nothing: it is told apart by
-asking the engine whether it will come to a parameter at all.
+`torch.autograd.grad` also fires hooks of outputs, but accumulates nothing: it is recognized by
+asking the engine whether it will reach any parameter at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Tensor: TypeAlias = Any
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
-# Outputs nested deeper are taken for what they are in practice: models, caches, data sets.
+# Objects nested deeper are, in practice, no outputs but models, caches, data sets.
 MAX_DEPTH = 8
 
 
@@ -40,8 +40,8 @@ class BackwardWatcher:
     Parameters
     ----------
     on_begin : callable
-        Called with the number of the parameter whose gradient was there before the backward was
-        seen, or None. Returns what is to be called with the number of each whose gradient is there.
+        Called with the number of the parameter whose gradient came before the backward was noticed,
+        or None. Returns a function to be called with the number of each gradient that is ready.
     on_end : callable
     on_failure : callable
     """
@@ -56,7 +56,7 @@ class BackwardWatcher:
         self._on_begin = on_begin
         self._on_end = on_end
         self._on_failure = on_failure
-        # Gradients of CPU and GPU come on threads of their own.
+        # Gradients on the CPU and on GPUs come on different threads.
         self._opening = threading.Lock()
         self._handles: list[Any] = []
         self._parameters: list[Tensor] = []
@@ -67,7 +67,7 @@ class BackwardWatcher:
         self._is_stopped = True
 
     def watch_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Be told of the gradients of these parameters, and of no others any more."""
+        """Watch the gradients of these parameters, and no others any more."""
         self.stop()
         self._is_stopped = False
         self._parameters = list(parameters)
@@ -79,36 +79,36 @@ class BackwardWatcher:
         self._num_hooks = RemovableHandle.next_id
 
     def is_followed(self) -> bool:
-        """Whether others have registered hooks since, that come later than those of this."""
+        """Whether others have registered hooks since, which run later than this one's."""
         # torch counts the hooks of everything: nearly always there are no new ones to look for.
         num_hooks = RemovableHandle.next_id
         if num_hooks == self._num_hooks:
             return False
-        # How many a parameter has does not tell: one that was removed makes room for another.
+        # The number of a parameter's hooks does not tell: one may be removed and another added.
         if list(map(next, map(reversed, self._hook_tables))) != self._hook_ids:
             return True
         self._num_hooks = num_hooks
         return False
 
     def come_last(self) -> None:
-        """Be told of a gradient after all others. Not while any of them is told."""
+        """Run after all other hooks of a gradient. Not to be called while any of them runs."""
         if self.is_followed():
             self.watch_parameters(self._parameters)
 
     def watch_outputs(self, outputs: object) -> None:
-        """Be told when a backward comes to any of these outputs of forward."""
+        """Notice when a backward reaches any of these outputs of forward."""
         num_hooks, num_own = RemovableHandle.next_id, 0
         for tensor in find_tensors(outputs):
             if tensor.is_leaf:
-                continue  # a parameter that forward returned: its own hook tells
+                continue  # a parameter that forward returned: its own hook suffices
             tensor.register_hook(self._on_output_gradient)
             num_own += 1
         if self._num_hooks == num_hooks and RemovableHandle.next_id == num_hooks + num_own:
             self._num_hooks += num_own  # none of which is a parameter's
 
     def stop(self) -> None:
-        """Be told of no gradient any more."""
-        self._is_stopped = True  # to hooks of outputs, which last as long as the graph
+        """Watch no gradient any more."""
+        self._is_stopped = True  # for hooks of outputs, which last as long as the graph
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -134,7 +134,7 @@ class BackwardWatcher:
             self._open()
 
     def _found_accumulators(self) -> Iterator[Any]:
-        """Yield the node of each parameter that adds to ``grad``; those asked for are kept."""
+        """Yield each parameter's node that adds to ``grad``; nodes asked for are kept."""
         yield from self._accumulators
         for parameter in self._parameters[len(self._accumulators) :]:
             node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -175,18 +175,18 @@ class _Backward:
 
 
 def _accumulates(accumulators: Iterable[Any]) -> bool:
-    """Whether the backward under way, in whose hook this is called, is to add to ``grad``."""
+    """Whether the backward under way, in whose hook this is called, will add to ``grad``."""
     try:
         if any(map(torch._C._will_engine_execute_node, accumulators)):
             return True
-    except RuntimeError:  # it will, but for `torch.autograd.grad`
+    except RuntimeError:  # it will, unless it is `torch.autograd.grad`
         return False
-    # None of them is in this rank's graph, or they are not what is asked for. The other ranks
-    # wait in the first case, and know of nothing in the second.
+    # None of them is in this rank's graph, or their gradients are not asked for. In the first case
+    # the other ranks wait, in the second they know of nothing.
     caller = _caller_of_backward(sys._getframe())
     if caller is not None:
         return _is_plain_backward(caller)
-    # On a thread of the engine, for a GPU: whoever called it is on another one.
+    # On a thread of the engine, for a GPU: its caller is on another one.
     callers = [_caller_of_backward(frame) for frame in sys._current_frames().values()]
     found = [caller for caller in callers if caller is not None]
     return bool(found) and all(map(_is_plain_backward, found))
@@ -213,10 +213,10 @@ def is_watched(parameter: Tensor) -> bool:
 def find_tensors(outputs: object) -> Iterator[Tensor]:
     """Yield the tensors in `outputs` that require grad, each once.
 
-    Looks into mappings, sequences, sets, dataclasses and other objects with attributes,
-    but not into modules, and not without end.
+    Looks into mappings, sequences, sets, dataclasses and other objects with attributes, but not
+    into modules, and only to a limited depth.
     """
-    seen: dict[int, object] = {}  # holds them, so that no number is given twice
+    seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
     level: list[object] = [outputs]
     for _ in range(MAX_DEPTH):
         deeper: list[object] = []

@@ -10,23 +10,23 @@ The *spine* is all nodes from which an input can be reached. A *junction* is a n
 spine from which a weight is reached without going along the spine: both addmm. In steps:
 
 1. Walk the graph; find spine, junctions, and the weights of each junction.
-2. Input part: backward with the inputs alone as its goals. Each node computes only what leads
-   there: one matrix product of addmm's two. A hook on each junction keeps the gradient that
+2. Input part: backward with only the inputs as its goals. Each node computes only what leads
+   there: one of addmm's two matrix products. A hook on each junction keeps the gradient that
    passes through it.
-3. Weight part, any time later: for each junction, backward from it with what was kept, and with its
-   weights alone as goals. The spine below is not run again, as it leads to none of them.
+3. Weight part, any time later: for each junction, backward from it with what was kept, with only
+   its weights as goals. The spine below is not run again, as it leads to none of them.
 
 Each product is computed once, and weights accumulate through autograd, so their hooks fire.
 
 Some weights cannot wait, and are goals of the input part already:
 
-- One that hangs on several junctions, as a layer that is used twice: from the upper one the
-  spine leads to it again, and its share would count twice.
-- One that hangs on a Python function (`torch.autograd.Function`), whose backward computes
+- A weight of several junctions, such as that of a layer that is used twice: from the upper junction
+  the spine leads to it again, and its share would count twice.
+- A weight of a Python function (`torch.autograd.Function`), whose backward computes
   everything each time it is called; it would run twice.
 
-Cost: a walk over the graph for each microbatch, a microsecond a node, and an autograd call for each
-junction.
+Cost: for each microbatch a walk over the graph, a microsecond per node, and an autograd call for
+each junction.
 
 References
 ----------
@@ -49,8 +49,8 @@ Node = Any
 Tensor = Any
 
 UNDIVIDED = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
-"""A re-entrant checkpoint refuses to run with goals, what torch.compile has made to run and keep
-what it has saved. A graph with one of them runs whole."""
+"""A re-entrant checkpoint refuses to run with goals, and what torch.compile has made refuses to
+keep what it has saved. A graph with one of them runs undivided."""
 
 
 class WeightPart:
@@ -62,11 +62,11 @@ class WeightPart:
     def run(self) -> None:
         """Accumulate the weights' gradients."""
         while self._junctions:
-            self._junctions.pop().run()  # let go of each, with what it has kept
+            self._junctions.pop().run()  # release each, with what it has kept
 
 
 class _WholeBackward(WeightPart):
-    """All of it: no input wants a gradient."""
+    """A whole backward, if no input needs a gradient."""
 
     def __init__(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Junction:
         if self._kept is None:
             self._kept = gradients
             return None
-        # Hooks of the user on this tensor have run once more, on what they had changed already.
+        # The user's hooks on this tensor have run once more, on what they had changed already.
         return self._kept
 
 
@@ -228,7 +228,7 @@ class _Graph:
 
 
 def _spread(urgent: set[Node], functions: dict[Node, set[Node]]) -> None:
-    """Let no Python function run for a weight that waits if it runs for one that cannot."""
+    """Let no Python function run for a waiting weight if it runs for one that cannot wait."""
     has_grown = True
     while has_grown:
         has_grown = False

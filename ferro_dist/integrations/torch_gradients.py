@@ -35,7 +35,7 @@ Tensor: TypeAlias = Any
 def _counts_changes_of_many() -> bool:
     try:
         torch.autograd.graph.increment_version(())
-    except (TypeError, AttributeError):  # torch before it took more than one tensor
+    except (TypeError, AttributeError):  # an older torch, which takes only one tensor
         return False
     return True
 
@@ -88,9 +88,9 @@ class TorchGradients(Accumulation, Gradients):
     def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
         is_here = not bucket.num_missing and not bucket.is_leaving
         if is_here:
-            self._refuse_taken(bucket)  # by a hook of autograd's node, which comes after all others
+            self._refuse_taken(bucket)  # by a hook on autograd's node, which runs after all others
         if self._is_idempotent and is_here:
-            return  # all are there since they were packed, and were contributed by this rank
+            return  # all have been in place since packing, and were contributed by this rank
         flags = is_contributed or [True] * len(bucket.members)
         for number, view, is_wanted in zip(bucket.members, bucket.views, flags, strict=True):
             parameter = self.parameters[number]
@@ -105,8 +105,9 @@ class TorchGradients(Accumulation, Gradients):
                     self._versions[number] = view._version
 
     def take_back(self) -> None:
-        # Places in buckets hold this rank's own again. Those that were averaged before, and are
-        # not put aside, are contributed once more, by all ranks: that changes nothing.
+        # The places in buckets hold this rank's own gradients again. Those that were averaged
+        # before, and are not put aside, are contributed once more, by all ranks, which changes
+        # nothing.
         self._averaged = [None] * len(self.parameters)
         self.end_local()
 
@@ -138,7 +139,7 @@ class TorchGradients(Accumulation, Gradients):
 
 
 def _refuse_misplaced(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketMemory) -> None:
-    """Refuse gradients that would be overwritten, or are already, by those that come there."""
+    """Refuse gradients that lie in other gradients' places, where they are overwritten."""
     names = bucket.layout.names
     for name, view, gradient in zip(names, bucket.views, gradients, strict=True):
         if gradient is None or gradient is view or _is_sparse(gradient) or not gradient.numel():
@@ -154,11 +155,11 @@ def _elements(tensor: Tensor) -> tuple[int, list[int]]:
 
 
 def _has_copied_all(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketMemory) -> bool:
-    """Bring gradients to their places; whether they are such that it can be done in one go."""
+    """Copy gradients to their places, if this can be done in one call; return whether it was."""
     if any(map(operator.is_, gradients, bucket.views)):
         return False
-    # Nearly always they are. Other exceptions are not asked for: that would cost something for
-    # each gradient.
+    # Nearly always it can. Other conditions are not checked beforehand, which would cost something
+    # for each gradient.
     with contextlib.suppress(TypeError, RuntimeError):
         start, stop = memory.start, memory.stop
         addresses = map(torch.Tensor.data_ptr, gradients)
@@ -170,19 +171,19 @@ def _has_copied_all(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketM
 
 
 def _copy_some(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-    """Bring gradients to their places; zeros for absent ones. Some may be there already."""
+    """Copy gradients to their places, zeros for absent ones. Some may be there already."""
     pairs = list(zip(bucket.views, gradients, strict=True))
     absent = [view for view, gradient in pairs if gradient is None]
     if absent:
         torch._foreach_zero_(absent)
-    # A sparse one is of a function that nobody could know of beforehand.
+    # A sparse one comes from a function that could not be known beforehand.
     given = [(v, as_dense(g)) for v, g in pairs if g is not None and g is not v]
     if given:
         torch._foreach_copy_([view for view, _ in given], [dense for _, dense in given])
 
 
 def _copy_all(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-    """Bring gradients to their places, none of which is absent or there already."""
+    """Copy gradients to their places; none is absent or there already."""
     if bucket.is_on_gpu or not _COUNTS_CHANGES_OF_MANY:
         torch._foreach_copy_(bucket.views, gradients)
         return
@@ -201,7 +202,7 @@ def _copy_all(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
 
 
 class GivenGradients(Gradients):
-    """Gradients that the user hands over, in place of those of the parameters.
+    """Gradients that the user passes in, in place of those of the parameters.
 
     Parameters
     ----------
@@ -249,7 +250,7 @@ class GivenGradients(Gradients):
             if gradient is not None and not _is_sparse(gradient):
                 self.replace(number, view)
             elif gradient is not None or is_wanted:
-                self.replace(number, view.clone())  # the place will be filled anew
+                self.replace(number, view.clone())  # the place will be filled again
 
     def get(self, number: int) -> Tensor:
         """Return a gradient; None if there is none."""
@@ -257,7 +258,7 @@ class GivenGradients(Gradients):
         return self._holder.get(key) if isinstance(key, str) else self._holder[key]
 
     def replace(self, number: int, average: Tensor) -> None:
-        """Overwrite a gradient; hand over another one where there is none, or a sparse one."""
+        """Overwrite a gradient; where there is none, or a sparse one, give a new one."""
         gradient = self.get(number)
         if gradient is None or _is_sparse(gradient) or _is_sparse(average):
             self._holder[self._keys[number]] = average
@@ -289,13 +290,13 @@ def dtype_of_gradient(parameter: Tensor) -> Any:
 
 def as_tensor(buffer: np.ndarray[Any, Any]) -> Tensor:
     """Return torch's view of a NumPy array."""
-    if buffer.dtype.name == "bfloat16":  # which torch does not know as NumPy's
+    if buffer.dtype.name == "bfloat16":  # which torch does not accept from NumPy
         return torch.from_numpy(buffer.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(buffer)
 
 
 def zeros_in_group(shape: int | tuple[int, ...], like: Tensor, backend: Backend) -> Tensor:
-    """Return zeros where `like` lies; of a CPU's, in memory that the ranks of a host share."""
+    """Return zeros on the device of `like`; on the CPU in memory that the ranks of a host share."""
     if like.device.type != "cpu":
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     return as_tensor(backend.empty(shape, like.dtype)).zero_()
@@ -303,7 +304,7 @@ def zeros_in_group(shape: int | tuple[int, ...], like: Tensor, backend: Backend)
 
 def gpu_view(flat: Tensor, offset: int, spec: ParameterSpec) -> Tensor:
     """Return the place of a gradient in a flat tensor, in the memory order of its parameter."""
-    # By way of `data`: slices of one tensor share the count of its changes.
+    # Through `data`: slices of one tensor share its version counter.
     elements = flat.data[offset : offset + spec.count]
     if not spec.axes:
         return elements.view(spec.shape)
@@ -312,7 +313,7 @@ def gpu_view(flat: Tensor, offset: int, spec: ParameterSpec) -> Tensor:
 
 
 def spec_of(name: str, tensor: Tensor) -> ParameterSpec:
-    """Describe a tensor, with the order of its dimensions in memory where that is dense."""
+    """Describe a tensor, with the order of its dimensions in memory if it is dense."""
     dtype = numpy_dtype(dtype_code(tensor.dtype))
     shape = tuple(tensor.shape)
     if tensor.is_contiguous():

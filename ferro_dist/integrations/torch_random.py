@@ -1,8 +1,8 @@
-"""Random numbers of one forward of a stage, drawn by a seed of its own.
+"""Random numbers of one forward of a stage, drawn from a seed of its own.
 
-torch has one generator for all threads of a process, and ranks may be threads: whoever draws by a
-seed holds the generators alone. Who waits for another rank meanwhile lets them go: that one may be
-a thread, too, and wait for them.
+torch has one generator for all threads of a process, and ranks may be threads: a rank that draws
+from a seed holds the generators exclusively. While it waits for another rank it releases them, as
+the other may be a thread, too, and wait for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _of_thread = threading.local()
 class Seeded:
     """A context in which generators start from a seed; after it, they are as they were.
 
-    Entered for every microbatch, and so no generator function, which takes twice as long.
+    Entered for every microbatch; a generator function would take twice as long.
     """
 
     def __init__(self, generators: Sequence[Any], seed: int) -> None:
@@ -46,7 +46,7 @@ class Seeded:
 
     @contextlib.contextmanager
     def let_go(self) -> Iterator[None]:
-        """Give the generators back for a while, and then go on where they were."""
+        """Give the generators back for a while, then go on from where they were."""
         own = [generator.get_state() for generator in self._generators]
         self._give_back()
         try:
@@ -65,7 +65,7 @@ class Seeded:
         _of_thread.seeded = self
 
     def _give_back(self) -> None:
-        if not self._is_holder:  # Ctrl-C came while they were another's, in `let_go`
+        if not self._is_holder:  # Ctrl-C came in `let_go`, while another rank held them
             return
         _of_thread.seeded = None
         try:
@@ -83,7 +83,7 @@ class Seeded:
 
 
 def while_others_draw() -> contextlib.AbstractContextManager[None]:
-    """Return the context in which to wait for other ranks inside of a forward."""
+    """Return the context in which to wait for other ranks inside a forward."""
     seeded: Seeded | None = getattr(_of_thread, "seeded", None)
     return contextlib.nullcontext() if seeded is None else seeded.let_go()
 

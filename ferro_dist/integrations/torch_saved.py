@@ -1,6 +1,6 @@
-"""What ``torch.save`` writes, on its way between ranks: the state of optimizers.
+"""The state of optimizers, sent between ranks as ``torch.save`` writes it.
 
-It is read with ``weights_only``: no rank runs code of another.
+It is read with ``weights_only``, so that no rank runs another's code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["broadcast_saved", "load_exactly", "loaded", "saved"]
 
 
 def saved(content: Any) -> bytes:
-    """Return what ``torch.save`` writes of dicts, lists, tensors and numbers, NumPy's too."""
+    """Return what ``torch.save`` writes for dicts, lists, tensors and numbers, also NumPy's."""
     buffer = io.BytesIO()
     torch.save(_plain(content), buffer)
     return buffer.getvalue()
@@ -49,8 +49,8 @@ def broadcast_saved(data: bytes, backend: Backend, root: int, device: Any, tag: 
 def load_exactly(optimizer: Any, state: Any) -> None:
     """Load a state that was saved into an optimizer, with the bits that it had.
 
-    ``load_state_dict`` alone gives the dtype of a parameter to all that is kept of it, save a
-    ``step``, and leaves a learning rate that is a tensor in host memory.
+    ``load_state_dict`` alone converts all state of a parameter, except ``step``, to the parameter's
+    dtype, and leaves a learning rate that is a tensor in host memory.
     """
     options = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
@@ -75,7 +75,7 @@ def _undo_casts(kept: MutableMapping[str, Any], sent: Mapping[str, Any]) -> None
 
 
 def _plain(content: Any) -> Any:
-    """Return the same in types that are read with ``weights_only``."""
+    """Return the same in types that ``weights_only`` permits."""
     if isinstance(content, np.generic):
         return content.item()
     if isinstance(content, Mapping):

@@ -1,11 +1,11 @@
 """Parameters of one dtype and device, divided among the ranks, for torch.
 
-All ranks hold all parameters; each has its own part of what is computed of them. One flat
-array serves both directions of a step:
+All ranks hold all parameters; each has its own part of the optimizer's work. One flat array serves
+both directions of a step:
 
-1. Pack the gradients, all rows; reduce_scatter in place; the own row has the average.
-2. The optimizer changes the own fragments, which are views of the parameters.
-3. Pack the own fragments into the own row; all_gather in place; unpack the other rows.
+1. Pack the gradients, all rows; reduce_scatter in place; this rank's row gets the average.
+2. The optimizer changes this rank's fragments, which are views of the parameters.
+3. Pack this rank's fragments into its row; all_gather in place; unpack the other rows.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class Shard:
             elements.grad = None if grad is None else _elements(grad, fragment).clone()
 
     def drop_gradients(self) -> None:
-        """Let go of what `reduce_gradients` or `take_gradients` gave."""
+        """Drop what `reduce_gradients` or `take_gradients` gave."""
         for _, _, elements in self.owned:
             elements.grad = None
 
     def look_again(self) -> None:
-        """Follow parameters whose memory is another since: ``module.to``, ``p.data = ...``."""
+        """Follow parameters whose memory has changed since: ``module.to``, ``p.data = ...``."""
         for parameter, fragment, elements in self.owned:
             elements.data = _elements(parameter, fragment)
 
@@ -116,7 +116,7 @@ class Shard:
     def _pack_gradients(self, rows: Tensor) -> None:
         gradients = [None if p.grad is None else p.grad.reshape(-1) for p in self.parameters]
         for row, fragments in zip(rows, self._layout.fragments, strict=True):
-            # Not the lanes alone: what is left beside them would grow with every sum.
+            # Not only the lanes: what is left besides them would grow with every sum.
             row[fragments[-1].place.stop if fragments else 0 :].zero_()
             for lane, fragment in enumerate(fragments, start=self._layout.lanes_offset):
                 gradient = gradients[fragment.parameter]

@@ -1,4 +1,4 @@
-"""The state of a `ShardedOptimizer`: brought together from the ranks, and divided again."""
+"""The state of a `ShardedOptimizer`: collected from the ranks, and divided again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["cut_state", "gather_states", "join_states"]
 
 Tensor = Any
 State = dict[str, Any]
-"""What an optimizer keeps of one parameter."""
+"""What an optimizer keeps for one parameter."""
 
 Pieces = dict[tuple[int, int, int], State]
 """States of fragments: number of the parameter, start and stop."""
@@ -28,8 +28,7 @@ def gather_states(
 ) -> Pieces | None:
     """Return the states of all ranks, on `root` or, if that is None, on every rank.
 
-    Each rank broadcasts in turn, so that no rank holds more than one share beside what it
-    keeps.
+    Each rank broadcasts in turn, so that no rank holds more than one share besides what it keeps.
     """
     keeps = root is None or backend.rank == root
     states: Pieces = {}
@@ -54,7 +53,7 @@ def cut_state(state: Mapping[str, Any], parameter: Tensor, fragment: Fragment) -
     if fragment.size == parameter.numel():
         return dict(state)
     return {
-        # Cloned: a view would keep the whole.
+        # Cloned: a view would keep the whole state alive.
         key: value.reshape(-1)[fragment.start : fragment.stop].clone()
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape
         else value
@@ -66,8 +65,8 @@ def _join(fragments: list[tuple[int, int, State]], parameter: Tensor) -> State:
     first_start, first_stop, first = fragments[0]
     if len(fragments) == 1:
         return first
-    # A fragment that was cut off is flat, and what is kept of each of its elements is too; a
-    # count of steps is the same for all.
+    # A fragment that was cut off is flat, as is what is kept for each of its elements; a count of
+    # steps is the same for all.
     return {
         key: torch.cat([state[key] for _, _, state in fragments]).view(parameter.shape)
         if isinstance(value, torch.Tensor) and value.shape == (first_stop - first_start,)

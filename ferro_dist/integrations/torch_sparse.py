@@ -1,13 +1,13 @@
-"""Sparse gradients, as of ``Embedding(sparse=True)``: the rows of all ranks, gathered and summed.
+"""Sparse gradients, such as those of ``Embedding(sparse=True)``: rows gathered and summed.
 
-They are in no bucket, which would hold a place for every row. After the buckets, all ranks
+They are in no bucket, which would have a place for every row. After the buckets, all ranks
 
-1. tell each other, for all such parameters at once, what they have: nothing, or a sparse gradient
-   with so many rows, or a dense one (a weight that is tied to a dense layer);
+1. tell each other, for all such parameters at once, what they have: nothing, a sparse gradient
+   with so many rows, or a dense one (of a weight that is tied to a dense layer);
 2. for each parameter gather indices and rows, padded to the longest, and add up rows of one
    index; or reduce it like any other array, if a rank has a dense one.
 
-The cost of a parameter is that of the rows that were used, on all ranks together.
+The cost of a parameter is that of the rows used on all ranks together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["SparseGradients", "lines_of"]
 Tensor: TypeAlias = Any
 
 ABSENT, SPARSE, DENSE = range(3)
-TAG = -4  # the call's number in a tag, after those of the reducer and of buffers
+TAG = -4  # the call's number in a tag; the reducer and buffers use others
 
 
 class _Header(NamedTuple):
@@ -55,13 +55,13 @@ class SparseGradients(Accumulation):
     averaging : Averaging
     backend : Backend
     first_tag : int
-        Tells these calls from others of the group.
+        Distinguishes these calls from others of the group.
 
     Attributes
     ----------
     is_used : bool
-        Whether there are such parameters, or were: if none is trained any more, on this rank at
-        least, the others may still ask.
+        Whether there are such parameters, or were: even if none is trained any more on this rank,
+        the others may still ask.
     """
 
     def __init__(self, averaging: Averaging, backend: Backend, first_tag: int) -> None:
@@ -82,7 +82,7 @@ class SparseGradients(Accumulation):
         self._tag = (self._first_tag + digest + TAG) & 0xFFFFFFFF
 
     def own(self) -> list[Tensor]:
-        """Return what this rank has to give."""
+        """Return what this rank contributes."""
         return [parameter.grad for parameter in self.parameters]
 
     def average(
@@ -95,7 +95,7 @@ class SparseGradients(Accumulation):
         gradients : sequence of torch.Tensor, optional
             None on a rank that has run out of data.
         factor : float, optional
-            What this rank's are multiplied with, to be summed; None if they are not weighted.
+            The factor for this rank's gradients in a sum; None if they are not weighted.
         """
         own = list(gradients) if gradients is not None else [None] * len(self.parameters)
         with torch.no_grad():
@@ -110,7 +110,7 @@ class SparseGradients(Accumulation):
             ]
 
     def put(self, averages: Sequence[Tensor | None]) -> None:
-        """Hand them to the parameters, and add what was put aside."""
+        """Give the averages to the parameters, and add what was put aside."""
         for number, (parameter, average) in enumerate(zip(self.parameters, averages, strict=True)):
             kept = self._aside.pop(number, None)
             if kept is not None:
@@ -140,14 +140,14 @@ class SparseGradients(Accumulation):
             return None
         is_sum = is_weighted or self._averaging.name == "sum"
         is_mean = self._averaging.name == "mean" and not is_sum
-        # Sparse ones of several kinds have no common indices.
+        # Sparse gradients of several kinds have no common indices.
         num_sparse_dims = {header.num_sparse_dims for header in given}
         if len(num_sparse_dims) == 1 and given[0].kind == SPARSE:
             divisor = 1 if is_sum else self._backend.world_size if is_mean else len(given)
             return self._gather(own, parameter, headers, num_sparse_dims.pop(), divisor)
         total = torch.zeros_like(parameter) if own is None else as_dense(own).clone()
         total = total.contiguous()
-        # The mean as a reduction: its sum has room that 16 bits lack.
+        # The mean is one reduction, whose sum has the range that 16 bits lack.
         op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
         allreduce(total, self._backend, op, out=total, tag=self._tag)
         return total if is_sum or is_mean else total.div_(len(given))
@@ -174,12 +174,12 @@ class SparseGradients(Accumulation):
         all_indices = all_gather(indices, self._backend, tag=self._tag)[rows]
         all_values = all_gather(values, self._backend, tag=self._tag)[rows]
         if values.dtype in (torch.float16, torch.bfloat16):
-            all_values = all_values.float()  # as reductions of these are
+            all_values = all_values.float()  # as in reductions of 16-bit floats
         return _rows_tensor(all_indices, all_values, shape).div_(divisor).to(values.dtype)
 
 
 def _rows_tensor(indices: Tensor, values: Tensor, shape: Any) -> Tensor:
-    # Unchecked: indices are those of tensors of the same shape.
+    # Unchecked: the indices come from tensors of the same shape.
     return torch.sparse_coo_tensor(indices.T, values, shape, check_invariants=False).coalesce()
 
 
@@ -189,7 +189,7 @@ def lines_of(specs: Sequence[ParameterSpec]) -> list[str]:
 
 
 def _scaled(gradient: Tensor, factor: float) -> Tensor:
-    # Times zero it is zero, whatever it was.
+    # Zero by assignment: NaN times zero would not be.
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 

@@ -5,7 +5,7 @@ Reading order: `environment` (which rank is this), `launchers` and `rank_zero` (
 `succession` (what survivors do); below them `control_plane`, `roll_call`, `event_loop`,
 `frame`, `address`, `machine` and `deadline`.
 
-Standard library only. What it makes are descriptors; the engine gets them connected.
+Standard library only. It produces descriptors; the engine gets them connected.
 """
 
 from ferro_dist.rendezvous.connection import connect, connect_through

@@ -132,12 +132,12 @@ def derived_addr(host: str, *key: object) -> str:
     host : str
         Name or address of the machine where rank 0 runs.
     *key : object
-        What tells this group from every other at that host: job, step, epoch.
+        What distinguishes this group from every other on that host: job, step, epoch.
 
     Returns
     -------
     str
-        Several addresses, for the case that somebody holds the first.
+        Several addresses, in case the first is taken.
     """
     return ",".join(format_host_port(host, port) for port in derived_ports(host, *key))
 
@@ -165,7 +165,7 @@ def format_host_port(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a literal address, reaches this machine alone."""
+    """Whether `host`, a literal address, reaches only this machine."""
     return host.startswith(("127.", "::ffff:127.")) or host == "::1"
 
 
@@ -195,7 +195,7 @@ def resolve(address: Address, token: bytes, deadline: float) -> list[Target]:
 
 
 def _abstract_name(name: str, token: bytes) -> str:
-    # Only who knows the token knows the name, so that no other user can take it first.
+    # Only those who know the token know the name, so that no other user can take it first.
     return "\0ferro-" + hmac.digest(token, b"ferro unix " + name.encode(), "sha256").hex()[:32]
 
 
@@ -220,7 +220,7 @@ def _getaddrinfo(address: Address) -> list[Target] | OSError:
     except OSError as error:
         return error
     targets = [Target(family, sockaddr) for family, _, _, _, sockaddr in found]
-    # IPv4 first: where localhost has both, rank 0 binds the one that everybody has.
+    # IPv4 first: where localhost has both, rank 0 binds the one that every rank has.
     return sorted(dict.fromkeys(targets), key=lambda target: target.family != socket.AF_INET)
 
 
@@ -235,7 +235,7 @@ def _family_of(host: str) -> socket.AddressFamily | None:
 
 
 def wildcard_target(port: int) -> Target:
-    """Every interface, of IPv6 and IPv4 alike where the machine has both."""
+    """Every interface, over both IPv6 and IPv4 where the machine has them."""
     if os.path.exists("/proc/net/if_inet6"):
         return Target(socket.AF_INET6, ("::", port))
     return Target(socket.AF_INET, ("0.0.0.0", port))
@@ -254,7 +254,7 @@ def listen(target: Target) -> socket.socket:
     sock = socket.socket(target.family, socket.SOCK_STREAM)
     try:
         if target.family != socket.AF_UNIX:
-            # Without it, a port is refused for a minute after the group before has closed it.
+            # Without it, a port is refused for a minute after the previous group has closed it.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if target.family == socket.AF_INET6 and is_wildcard(target.sockaddr[0]):
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

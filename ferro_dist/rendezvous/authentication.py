@@ -1,7 +1,7 @@
 """The shared token, and the proof that both ends of a connection know it.
 
-Who dials says a hello of 64 bytes; who accepted answers with its proof, gets the
-dialler's, and acknowledges::
+The dialler sends a hello of 64 bytes; the acceptor answers with its proof, gets the dialler's, and
+acknowledges::
 
     dialler                                       acceptor
     hello: role, rank, world size, group, nonce →
@@ -9,10 +9,10 @@ dialler's, and acknowledges::
     HMAC(token, "dialler", all said)            →
                                                 ← acknowledgement, or refusal
 
-All said is the hello, the rank of the acceptor and its nonce, so that a proof is good
-for one connection, direction, purpose and pair of ranks. The acceptor proves itself
-first: an impostor who waits at the port learns nothing. Who knows the token and
-comes for another group is refused. Connections are authenticated, not encrypted.
+"All said" is the hello, the rank of the acceptor and its nonce, so that a proof is good for one
+connection, direction, purpose and pair of ranks. The acceptor proves itself first, so that an
+impostor waiting at the port learns nothing. One who knows the token but comes for another group is
+refused. Connections are authenticated, not encrypted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ HOW_TO_SET_A_TOKEN = (
 
 
 class AuthenticationFailed(ProtocolError):
-    """The other end speaks the protocol and does not know the token."""
+    """The other end speaks the protocol but does not know the token."""
 
 
 class Role(enum.IntEnum):
@@ -75,7 +75,7 @@ class Role(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """Who dialled, and what for."""
+    """Who dialled, and for what purpose."""
 
     role: Role
     rank: int
@@ -89,7 +89,7 @@ class Claim:
 
 
 def group_digest(*parts: object) -> bytes:
-    """Return the 16 bytes that stand for a group, its epoch and one attempt to wire it."""
+    """Return the 16 bytes that identify a group, its epoch and one attempt to wire it."""
     return hashlib.sha256(repr([str(part) for part in parts]).encode()).digest()[:16]
 
 
@@ -110,7 +110,7 @@ def introduce(
     Raises
     ------
     AuthenticationFailed, ProtocolError
-        Who accepted does not know the token; does not speak this protocol.
+        The acceptor does not know the token, or does not speak this protocol.
     """
     hello = claim.hello(os.urandom(NONCE_NBYTES))
     yield hello
@@ -137,7 +137,7 @@ def answer(token: bytes, rank: int, group: bytes) -> Generator[int | bytes, byte
     Raises
     ------
     AuthenticationFailed, ProtocolError
-        Who dialled does not know the token; does not speak this protocol.
+        The dialler does not know the token, or does not speak this protocol.
     """
     hello = yield HELLO.size
     claim = _parse_hello(hello)
@@ -205,7 +205,7 @@ def _encoded(token: bytes | str) -> bytes:
     if isinstance(token, str):
         return token.encode()
     try:
-        return bytes(memoryview(token))  # bytes() alone would make so many zeros of an int
+        return bytes(memoryview(token))  # bytes() alone would turn an int into as many zeros
     except TypeError:
         raise TypeError(f"token must be bytes or str, not {type(token).__name__}") from None
 
@@ -246,7 +246,7 @@ def _read_token_fd(fd: int) -> bytes:
 
 
 def _token_folder(environ: Mapping[str, str]) -> str:
-    # Where su or sudo leave another user's XDG_RUNTIME_DIR behind, it is not ours to use.
+    # su or sudo may leave another user's XDG_RUNTIME_DIR behind, which must not be used.
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     with contextlib.suppress(OSError):
         if os.path.isabs(runtime) and os.stat(runtime).st_uid == os.geteuid():
