@@ -1,4 +1,4 @@
-"""Backends whose calls are the very methods of a compiled object."""
+"""Backends whose calls are directly the methods of a compiled object."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _CALLS = (
 
 
 class BoundBackend(Backend):
-    """A backend over an object whose methods take the very arguments of `Backend`'s.
+    """A backend over an object whose methods take the same arguments as `Backend`'s.
 
-    Instances hold them as they are, in slots: a method in between would cost a third of a
-    small collective.
+    Instances hold these methods in slots: a Python method in between would cost a third of a small
+    collective.
     """
 
     __slots__ = {name: f"As `ferro_dist.{name}`." for name in _CALLS}  # what help() shows

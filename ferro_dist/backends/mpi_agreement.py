@@ -1,11 +1,11 @@
 """Whether all ranks of an MPI group call the same collective, found before data moves.
 
-Every rank sends 48 bytes to every other and compares what it gets. That costs
-world_size - 1 small messages a rank, and buys what MPI does not offer: a mismatch is
-an error with names instead of wrong data, and of a rank that never comes the number
-is known. All ranks see the same words, so all come to the same verdict.
+Every rank sends 48 bytes to every other and compares what it receives. That costs world_size - 1
+small messages per rank, and gives what MPI does not offer: a mismatch is an error with names
+instead of wrong data, and a rank that never comes is known by its number. All ranks see the same
+fingerprints, so all reach the same verdict.
 
-The same messages tell that a rank has left the group, or that the group failed on it.
+The same messages report that a rank has left the group, or that the group failed on it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Failure:
     culprit : int
         The rank at fault; -1 if none can be named.
     reporter : int
-        The rank that tells.
+        The rank that reports this.
     """
 
     kind: str
@@ -142,9 +142,9 @@ class Agreement:
     mpi : module
         ``mpi4py.MPI``.
     comm : MPI.Intracomm
-        Its point-to-point messages are this class's alone.
+        Its point-to-point messages belong to this class alone.
     requests : Requests
-        Counts the group's collectives, of which the comparison of counts makes two.
+        Completes MPI's collectives; a comparison of counts makes two of them.
     """
 
     def __init__(self, mpi: Any, comm: Any, requests: Requests) -> None:
@@ -221,7 +221,7 @@ class Agreement:
         return self._missing() if self._is_under_way else []
 
     def has_left(self, peer: int) -> bool:
-        """Whether `peer` has said goodbye, and nothing of it is left to be heard."""
+        """Whether `peer` has said goodbye, and nothing else from it is left to be received."""
         return peer in self._departed and not self._heard[peer]
 
     @property
@@ -238,7 +238,7 @@ class Agreement:
         self._post(Failure(kind, culprit, self._rank).to_words())
 
     def close(self) -> None:
-        """Give back what MPI holds; also in the middle of an exchange."""
+        """Free what MPI holds, even in the middle of an exchange."""
         if self._is_closed:
             return
         self.listen()

@@ -26,7 +26,7 @@ def duplicate(op: str, parent: Any, deadline: Deadline) -> Any:
 
 
 def count_cores_per_rank(op: str, comm: Any, deadline: Deadline) -> float:
-    """Share the cores of this rank's machine out among the ranks that run on it."""
+    """Divide the cores of this rank's machine among the ranks that run on it."""
     limit = cpu_limit()
     own = machine.host_identity(), f"{affinity_mask():x}", limit.cgroup, limit.millicores
     every = [json.loads(text) for text in _all_gather(op, comm, json.dumps(own), deadline)]

@@ -1,10 +1,10 @@
 """Groups that this rank has left, and whose communicators its peers still need.
 
-MPI may give the number of a freed communicator to the next one, and messages of the old
-group that were never received would then arrive in the new one. So a rank that leaves
-says goodbye to every peer, on each of its channels, and frees its communicators only
-once it has heard the goodbyes of all: nothing can be under way then. It waits for
-nobody: whoever makes or closes a group looks whether others can be freed meanwhile.
+MPI may give the number of a freed communicator to the next one, and messages of the old group that
+were never received would then arrive in the new one. So a rank that leaves says goodbye to every
+peer, on each of its channels, and frees its communicators only once it has heard the goodbyes of
+all: then nothing can be under way. It waits for nobody: each time a group is made or closed, those
+that can be freed by then are.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ferro_dist.backends.mpi_progress import mpi_lock
 __all__ = ["GOODBYE_TAG", "Farewell", "close_at_exit", "free_left_groups"]
 
 GOODBYE_TAG = 32767
-"""Of the last message of a rank to each peer."""
+"""The tag of a rank's last message to each peer."""
 
-# How long an interpreter that ends waits for the goodbyes of the other ranks.
+# How long the interpreter waits at exit for the goodbyes of the other ranks.
 _EXIT_S = 1.0
 
 _leaving: list[Farewell] = []
@@ -45,8 +45,7 @@ class Farewell:
     departed : set of int
         Peers whose goodbye has been received among the messages already.
     is_sound : bool
-        Whether no request of the group is under way: with one, MPI may wait for it
-        in Free for ever.
+        Whether no request of the group is under way: MPI might wait forever for one in Free.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ def free_left_groups() -> None:
 
 
 def close_at_exit(group: Any) -> None:
-    """Have a group closed at exit at the latest: its receives must not outlive MPI."""
+    """Make sure that a group is closed at exit: its receives must not outlive MPI."""
     _open_groups.add(group)
 
 

@@ -93,7 +93,7 @@ class MpiGroup(Backend):
         self._check_open("empty")
         resolved = numpy_dtype(dtype_code(dtype))
         dims = arguments.check_shape(shape)
-        # On a cache line of its own, where vector instructions like it best.
+        # Aligned to a cache line, which vector instructions like best.
         nbytes = math.prod(dims) * resolved.itemsize
         block = np.empty(nbytes + _ALIGNMENT, np.uint8)
         start = -block.ctypes.data % _ALIGNMENT
@@ -107,8 +107,8 @@ class MpiGroup(Backend):
 
         deadline = Deadline(self._limit(timeout))
         self._collective(Fingerprint.of_members(chosen), move, False, timeout)
-        # MPI has no split that could be given up. All ranks are here or about to be, and
-        # whoever dies takes the job along: only a rank that is stopped now holds up the others.
+        # MPI has no split that could be given up. All ranks are here or about to be, and one that
+        # dies takes the job along: only a rank that is stopped now holds up the others.
         is_member = self._rank in chosen
         colour = 0 if is_member else self._mpi.UNDEFINED
         with self._lock_for_blocking():
@@ -185,7 +185,7 @@ class MpiGroup(Backend):
         try:
             yield
         except (KeyboardInterrupt, SystemExit) as error:
-            # The call goes on in MPI, but nobody would ever know its end.
+            # The call goes on in MPI, but nobody would ever learn of its end.
             self._progress.poison(self._interruption(op, error))
             raise
 
@@ -201,7 +201,7 @@ class MpiGroup(Backend):
         return arguments.check_timeout(timeout)
 
     def _translate(self, call: Call, error: BaseException) -> DistributedError:
-        """Put into our words what ended a call."""
+        """Translate what ended a call into an error of ferro_dist."""
         failed = f"{call.label} failed on rank {self._rank}"
         kind, reason = DistributedError, f"{type(error).__name__}: {error}"
         if isinstance(error, self._mpi.Exception):
@@ -211,7 +211,7 @@ class MpiGroup(Backend):
         return kind(f"{failed}: {reason}.", op=call.op, rank=self._rank, sequence=call.sequence)
 
     def _listen(self) -> None:
-        """Hear what peers tell, and end the group if it failed on one of them."""
+        """Take in what peers report, and end the group if it failed on one of them."""
         self._agreement.listen()
         failure = self._agreement.failure
         if failure is not None and self._progress.first_error is None:
@@ -242,7 +242,7 @@ class MpiGroup(Backend):
 
     @contextlib.contextmanager
     def _lock_for_blocking(self) -> Iterator[None]:
-        """Keep other threads out of MPI for a call that blocks, where MPI demands that."""
+        """Keep other threads out of MPI during a blocking call, where MPI demands that."""
         if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
             yield
             return

@@ -10,7 +10,7 @@ __all__ = ["intracomm", "load_mpi"]
 
 
 def load_mpi() -> Any:
-    """Import mpi4py, which initialises MPI: only once somebody wants it."""
+    """Import mpi4py, which initialises MPI, and so only on demand."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -27,7 +27,7 @@ def load_mpi() -> Any:
 
 
 def intracomm(mpi: Any, comm: Any) -> Any:
-    """Return `comm` if it is what a group can be made of."""
+    """Return `comm` if a group can be made of it."""
     if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
         raise InvalidArray(f"comm must be an mpi4py.MPI.Intracomm, not {comm!r}")
     return comm

@@ -100,7 +100,7 @@ def overlap(a: BufferView, b: BufferView) -> bool:
 
 def pieces(array: Numbers) -> Iterator[Numbers]:
     """Cut an array into pieces that MPI can count; an empty one is one empty piece."""
-    # Every rank must make the call, also where there is nothing to move.
+    # Every rank must make the call, even if there is nothing to move.
     for first in range(0, max(1, array.size), MAX_COUNT):
         yield array[first : first + MAX_COUNT]
 

@@ -19,7 +19,7 @@ __all__ = ["Messages", "mpi_tag_of"]
 # A message's MPI tag tells its dtype and ten bits of a hash of the caller's tag: MPI
 # promises tags up to 32767.
 _TAG_BITS = 10
-_TAG_MULTIPLIER = 2654435761  # Knuth's: all bits of a tag have a say in the upper ten
+_TAG_MULTIPLIER = 2654435761  # Knuth's: all bits of a tag affect the upper ten
 
 
 class Messages:
@@ -48,7 +48,7 @@ class Messages:
         while message is None:
             if peer in self.silent_peers:
                 raise left_error("recv", self._rank, peer)
-            # Any tag: the next message of this peer is the one that was meant.
+            # Any tag: the next message of this peer is the one for this receive.
             message = self._comm.Improbe(peer, self._mpi.ANY_TAG, status)
             if message is None:
                 yield
@@ -85,6 +85,6 @@ class Messages:
 
 
 def mpi_tag_of(view: BufferView, tag: int) -> int:
-    """Return what tells a message's dtype, and with luck the caller's tag, to its receiver."""
+    """Return the MPI tag: it tells the receiver the dtype and, with luck, the caller's tag."""
     mixed = arguments.check_tag(tag) * _TAG_MULTIPLIER % (1 << 32) >> (32 - _TAG_BITS)
     return view.dtype << _TAG_BITS | mixed

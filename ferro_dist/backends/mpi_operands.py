@@ -26,7 +26,7 @@ _CPU = 1
 
 
 class Operands:
-    """Makes what one rank's calls work on from what its caller gave.
+    """Makes the operands of one rank's calls from what its caller gave.
 
     Each method names the public call in its errors.
     """
@@ -65,10 +65,10 @@ class Operands:
         *,
         in_place: int | None = 0,
     ) -> Target:
-        """Check `out`, or take what was made (by default: like `x`) for the result.
+        """Check `out`, or use what was made for the result (by default an array like `x`).
 
-        `in_place` is how many bytes past the start of `x` an `out` that shares its memory
-        begins; None if it may not.
+        `in_place` is the offset in bytes from the start of `x` at which an `out` that shares its
+        memory must begin; None if it may not share it.
         """
         if out is None:
             made = allocate(x) if made is None else made

@@ -1,10 +1,10 @@
-"""Calls under way in an MPI group: who moves them on, how long, and what becomes of failures.
+"""Calls under way in an MPI group: what drives them, for how long, and how they fail.
 
-A call is a generator that starts its MPI requests and yields while they are not
-complete. MPI makes progress only inside its own functions, so whoever waits for any
-call moves all of them. Calls of one lane run one after the other: the collectives of a
-group, because every rank must start them in the same order; the messages of each
-direction to each peer, because they must match in the order of the program.
+A call is a generator that starts its MPI requests and yields while they are not complete. MPI makes
+progress only inside its own functions, so waiting for any call drives all of them. Calls of one
+lane run one after the other: the collectives of a group, because every rank must start them in the
+same order; the messages of each direction to each peer, because they must match in the order of the
+program.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ mpi_lock = threading.RLock()
 
 _abandoned: list[Steps | None] = []
 
-# After this long without success a waiting thread sleeps between two looks, a little
-# behind the fastest that MPI could be, so that it leaves the core to others.
+# After this long without success a waiting thread sleeps between two checks: a little slower than
+# MPI could be, but it leaves the core to others.
 _EAGER_S = 0.5
 _NAP_S = 0.0005
 
@@ -48,8 +48,8 @@ class Call:
     awaited : callable
         The ranks that are known to be late, asked on a timeout.
     timeout_s : float
-        From `start_clock` on: at once where the caller blocks, else from the moment that
-        somebody waits for it and it is its lane's turn.
+        Counted from `start_clock`: at once if the caller blocks, else from the moment when somebody
+        waits for the call and its lane has reached it.
     sequence : int or None
         The number of a collective in its group.
     """
@@ -77,7 +77,7 @@ class Call:
         return self.op if self.sequence is None else f"{self.op} #{self.sequence}"
 
     def start_clock(self) -> None:
-        """Say that somebody waits from now on, if nobody has before."""
+        """Note that somebody waits from now on, if nobody has before."""
         if self._waited_since is None:
             self._waited_since = time.monotonic()
 
@@ -94,12 +94,12 @@ class Call:
             self._finish(end.value, None)
         except Exception as error:
             self._finish(None, error)
-        except BaseException as error:  # Ctrl-C: the generator is dead all the same
+        except BaseException as error:  # even Ctrl-C: the generator is dead all the same
             self._abandon(error)
             raise
 
     def fail(self, error: BaseException) -> None:
-        """End the call with this error, in the middle of what it does."""
+        """End the call with this error, whatever it is doing."""
         if not self.is_done:
             self._abandon(error)
 
@@ -112,7 +112,7 @@ class Call:
     def _finish(self, result: Any, error: BaseException | None) -> None:
         self.result, self.error = result, error
         self.is_done = True
-        self._steps = None  # lets go of the arrays
+        self._steps = None  # releases the arrays
 
     def value(self) -> Any:
         """Return the result of a call that has ended, or raise its error."""
@@ -185,7 +185,7 @@ class Progress:
                 self._advance_lane(lane)
 
     def wait(self, lane: Hashable, call: Call, timeout_s: float | None) -> bool:
-        """Move everything on until `call` has ended; False once `timeout_s` is over."""
+        """Drive everything until `call` has ended; False once `timeout_s` is over."""
         started = time.monotonic()
         while True:
             self.advance()
@@ -229,7 +229,7 @@ class Progress:
         self._lanes.pop(lane, None)
 
     def _judge(self, call: Call) -> None:
-        """Decide whether the group survives the way in which a call ended."""
+        """Decide whether the group survives the end of a call."""
         if call.error is None:
             return
         if not isinstance(call.error, DistributedError):
@@ -253,10 +253,9 @@ class Progress:
 
 
 class MpiWork(Work):
-    """A call of an MPI group that runs while the caller goes on.
+    """A call of an MPI group that runs in the background.
 
-    MPI makes progress only while some call of its group is waited for, or asked
-    whether it is complete.
+    MPI makes progress only while some call of its group is waited for, or queried.
     """
 
     def __init__(self, progress: Progress, lane: Hashable, call: Call) -> None:
@@ -290,7 +289,7 @@ class MpiWork(Work):
 
 
 class BatchWork(Work):
-    """Several calls that are waited for together, and what they are together the result of."""
+    """Several calls that are waited for together, and their common result."""
 
     def __init__(self, works: list[MpiWork], result: Any = None) -> None:
         self._works = works
@@ -309,14 +308,14 @@ class BatchWork(Work):
             try:
                 work.wait(left)
             except DistributedError as error:
-                # A message that does not fit spoils nothing for the others, which must
-                # have left their arrays before the caller may use them again.
+                # A message that does not fit does no harm to the others, which must be done with
+                # their arrays before the caller may use them again.
                 errors.append(error)
         if errors:
             raise errors[0]
 
     def is_completed(self) -> bool:
-        # Every one is asked: asking is what moves them on.
+        # Every one is queried: the query is what drives it.
         completed = [work.is_completed() for work in self._works]
         return all(completed)
 

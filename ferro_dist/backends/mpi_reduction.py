@@ -1,11 +1,11 @@
 """How MPI reduces each dtype so that all ranks end with the same bits.
 
-MPI requires identical results on all ranks for its own operations, and implementations
-keep to it where a ∘ b and b ∘ a are the same bits. That leaves three cases to take care of:
+MPI requires identical results on all ranks for its own operations, and implementations comply where
+a ∘ b and b ∘ a have the same bits. That leaves three cases to take care of:
 
 - float16 and bfloat16, which MPI does not know: widened to float32, reduced, rounded once.
-- MIN and MAX of floats: MPI compares with ``<``, by which the order of the operands
-  decides what becomes of NaN and of signed zeros. Done by NumPy, in rank order.
+- MIN and MAX of floats: MPI compares with ``<``, so that the results for NaN and signed
+  zeros depend on the order of the operands. Done by NumPy, in rank order.
 - PROD of complex numbers: the two products of the imaginary part may be fused with the
   sum in one order only. Done by NumPy, in rank order.
 
@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 _NARROW_FLOATS = frozenset({"float16", "bfloat16"})
 _ORDERED_UFUNCS = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PROD: np.multiply}
 
-# MPI lends out few slots for operations of one's own: made once for the whole process.
+# MPI has few slots for user-defined operations, so they are made once per process.
 _ordered_ops: dict[tuple[ReduceOp, str], Any] = {}
 
 
@@ -43,7 +43,7 @@ class Reduction:
     mpi_type : MPI.Datatype
         Of `working_dtype`.
     working_dtype : dtype
-        What MPI adds up; wider than the array's where MPI does not have that.
+        The dtype that MPI adds up; wider than the array's if MPI lacks that.
     is_mean : bool
         Whether the sum is to be divided by the number of ranks.
     """
@@ -64,7 +64,7 @@ class Reduction:
 
 
 def reduction_of(mpi: Any, name: str, reduce_op: ReduceOp) -> Reduction:
-    """Find how MPI does this; `name` has this reduction."""
+    """Find how MPI does this; the dtype `name` supports the reduction."""
     working = "float32" if name in _NARROW_FLOATS else name
     return Reduction(
         mpi_op=_operation(mpi, working, reduce_op),

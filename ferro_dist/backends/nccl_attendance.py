@@ -1,7 +1,7 @@
-"""What the GPUs of one host's ranks have been called for: memory that they all see.
+"""Which NCCL calls the ranks of a host have made: memory that they all see.
 
-NCCL cannot tell who is missing in a call. Ranks that share memory write down there what they
-call (`csrc/nccl/attendance.hpp`), so that the error of one that waited in vain names the others.
+NCCL cannot tell who is missing in a call. Ranks that share memory note their calls there
+(`csrc/nccl/attendance.hpp`), so that the error of one that waited in vain names the missing ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["share_attendance"]
 
 
 def share_attendance(host: HostBackend, nccl: NcclBackend) -> None:
-    """Let `nccl` see what the others of `host`'s group call that share memory with this rank.
+    """Let `nccl` see the calls of the ranks in `host`'s group that share memory with this one.
 
     Collective over the ranks of a host, before the first call.
     """
@@ -33,7 +33,7 @@ def share_attendance(host: HostBackend, nccl: NcclBackend) -> None:
 
 
 def _create(num_members: int) -> int:
-    """Make the memory, zeros, that no member can make smaller under the others."""
+    """Make the memory, filled with zeros, which no member can shrink under the others."""
     from ferro_dist._native.nccl_group import attendance_nbytes
 
     fd = os.memfd_create("ferro_dist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -1,4 +1,4 @@
-"""Arrays for the results of collectives whose output has another shape than their input."""
+"""Arrays for the results of collectives whose output differs in shape from their input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def allocate_chunk(x: Any, world_size: int) -> Any:
 
 
 def allocate_rows(x: Any, new_count: int) -> Any:
-    """Make an array for `new_count` elements: in rows like those of `x` if that fits, else flat."""
+    """Make an array for `new_count` elements, in rows like those of `x` if they fit, else flat."""
     shape = shape_of(x)
     row = math.prod(shape[1:])
     if len(shape) < 2 or not row or new_count % row:

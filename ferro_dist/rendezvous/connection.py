@@ -1,11 +1,11 @@
-"""Ranks that know no more than an address become a group whose members are connected.
+"""Ranks that know nothing but an address become a group whose members are connected.
 
 1. Rank 0 listens; the others dial until it comes. Every connection, these and all
    that follow, begins with the proof that both ends know the token (`authentication`).
 2. to 5. They tell each other who they are, and connect to each other (`wiring`).
 
-A rank that fails anywhere on the way tells the others why, and all raise within
-the timeout. Nothing listens any more when the group stands.
+A rank that fails anywhere on the way tells the others why, and all raise within the timeout.
+Nothing listens any more once the group is complete.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from ferro_dist.rendezvous.wiring import Group, Member, Place, Segment, Wiring, 
 __all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "connect", "connect_through"]
 
 DEFAULT_TIMEOUT_S = 300.0
-# Who finds rank 0's address taken asks there whether it is rank 0 a second time.
+# A rank 0 that finds its address taken asks there whether another rank 0 of its group has it.
 DUPLICATE_CHECK_S = 0.5
 
 
@@ -83,13 +83,13 @@ def connect(
     rank, world_size : int
     addr : str or None
         Where rank 0 listens: ``"host:port"``, ``"unix:@name"`` (one host), or several
-        separated by commas. None for a world of one.
+        separated by commas. None if there is only one rank.
     create_segment : callable
         Makes shared memory for so many ranks and returns its descriptor. Called on
         the lowest rank of each host that has several.
     adopt : callable
-        Makes the group of the wiring, as soon as this rank is connected, and before it is
-        known that all are: it notices ranks that die from here on. Closed if an error
+        Makes the group from the wiring, as soon as this rank is connected and before it is known
+        that all are: from then on the group notices ranks that die. It is closed if an error
         follows.
     token : bytes, optional
         The group's secret. Default: ``FERRO_DIST_TOKEN``, the descriptor
@@ -97,11 +97,11 @@ def connect(
     timeout : float, optional
         Seconds from here until all ranks are connected.
     shared_memory : bool, optional
-        False: sockets also between ranks of one host.
+        False: sockets, even between ranks of one host.
     listener : socket, optional
-        On rank 0: a socket that listens at `addr` already. It is closed, whatever follows.
+        On rank 0: a socket that listens at `addr` already. It is closed in every case.
     group, epoch : str, optional
-        Tell groups of one token apart; the same on all ranks.
+        These distinguish groups with the same token; the same on all ranks.
 
     Returns
     -------
@@ -110,11 +110,11 @@ def connect(
     Raises
     ------
     InvalidRank, InvalidWorldSize
-        They are no place in a group; a rank was started twice; world sizes differ.
+        Rank and world size do not fit; a rank was started twice; world sizes differ.
     NoConnection
-        The address is taken, or who listens there does not know the token.
+        The address is taken, or the listener there does not know the token.
     Timeout
-        Not all ranks came; the error names the missing ones, on every rank that did.
+        Not all ranks came; the error names the missing ones, on every rank that did come.
     PeerLostError
         A rank ended while the group was being made.
     Io
@@ -163,7 +163,7 @@ def connect_through(
     addresses: Sequence[str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Group:
-    """Connect the ranks of a group by means of a group that exists already.
+    """Connect the ranks of a group by means of an existing group.
 
     Parameters
     ----------
@@ -237,10 +237,10 @@ class KnownPlace(Place):
 
 
 class _Entrance(Place):
-    """Where rank 0 listens and the others dial; tells the interface that peers reach us by.
+    """Where rank 0 listens and the others dial; tells by which interface peers reach this rank.
 
-    That is the one by which this rank reaches rank 0. What the hostname resolves
-    to may be another interface, or the loopback.
+    That is the one by which this rank reaches rank 0. The hostname may resolve to another
+    interface, or the loopback.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class _Entrance(Place):
         )
 
     def _listen_at(self, address: Address, claim: Claim) -> tuple[socket.socket | None, str]:
-        """Listen at the first of an address's targets that can be had, or say why at none."""
+        """Listen at the first available target of an address, or say why there is none."""
         failure = ""
         for target in self._bindable(address):
             result = try_to_listen(target)
@@ -332,7 +332,7 @@ class _Entrance(Place):
         return targets
 
     def _check_duplicate(self, address: Address, target: Target, claim: Claim) -> None:
-        """Raise InvalidRank if who holds our address is rank 0 of our own group."""
+        """Raise InvalidRank if another rank 0 of this group holds the address."""
         deadline = Deadline(min(DUPLICATE_CHECK_S, self._deadline.at - time.monotonic()))
         with contextlib.closing(EventLoop()) as loop:
             twin = Participant(loop, [address], self.token, claim, deadline)
@@ -371,7 +371,7 @@ class _Entrance(Place):
         return tuple(views)
 
     def _with_scope(self, host: str) -> str:
-        # A link-local address means something only together with our own interface.
+        # A link-local address has a meaning only together with this host's interface.
         is_link_local = host.lower().startswith(("fe8", "fe9", "fea", "feb"))
         return f"{host}%{self._scope}" if is_link_local and self._scope else host
 
@@ -380,7 +380,7 @@ def try_to_listen(target: Target) -> socket.socket | OSError:
     try:
         return listen(target)
     except OSError as error:
-        return error.with_traceback(None)  # which would lead to who keeps the error
+        return error.with_traceback(None)  # which would refer to whoever keeps the error
 
 
 def _host_of(sockaddr: Any) -> str:

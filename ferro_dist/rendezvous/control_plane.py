@@ -1,7 +1,7 @@
-"""How the ranks of a group that is being made exchange what they must know of each other.
+"""How the ranks of a group in the making exchange what they must know about each other.
 
-Over a star with rank 0 in its middle, or over the collectives of a group that
-exists. In either case a rank that fails tells the others why.
+They use a star with rank 0 at its centre, or the collectives of an existing group. In either case a
+rank that fails tells the others why.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from ferro_dist.rendezvous.frame import (
 
 __all__ = ["Coordinator", "Exchange", "ParentExchange", "Participant"]
 
-# Whoever failed waits this long for the others to have read why.
+# A rank that failed waits this long for the others to read why.
 FAREWELL_S = 0.3
-# After a failure, rank 0 tells ranks that come this much later of it.
+# After a failure, rank 0 still tells ranks that come within this time.
 LATECOMERS_S = 0.4
 # A rank whose time is up waits this long for rank 0 to say who was missing.
 VERDICT_S = 0.5
@@ -70,7 +70,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def commit(self) -> None:
-        """Return once all ranks have come here: the group is made on all of them."""
+        """Return once all ranks have come here: the group exists on all of them."""
 
     @abc.abstractmethod
     def fail(self, error: BaseException) -> None:
@@ -146,7 +146,7 @@ class Coordinator(Exchange):
 
     def commit(self) -> None:
         parts = self._gather(b"")
-        # From here on ranks may leave: they have all they need.
+        # From here on ranks may leave: they have everything they need.
         self._is_over = True
         self._send_to_all(parts)
 
@@ -174,7 +174,7 @@ class Coordinator(Exchange):
             self._tell_latecomers()
 
     def _tell_latecomers(self) -> None:
-        """Let ranks in for a moment more: they would wait for a rank 0 that is gone."""
+        """Let ranks in for another moment: they would wait for a rank 0 that is gone."""
         until = time.monotonic() + LATECOMERS_S
         with contextlib.suppress(Exception):
             self.loop.run_until(lambda: len(self._streams) == self.world_size - 1, until)
@@ -247,7 +247,7 @@ class Coordinator(Exchange):
         if failure is None or self._is_over:
             return
         if isinstance(failure, Timeout) and not failure.missing:
-            # That rank's time is up before ours; who is missing is known only here.
+            # That rank's time is up earlier; who is missing is known only here.
             failure = self.timeout(self._missing(), f" Rank {rank} waits no longer.")
         raise failure
 
@@ -269,7 +269,7 @@ class Participant(Exchange):
     Parameters
     ----------
     addresses : sequence of Address
-        Where rank 0 may be; it is where somebody proves to be rank 0 of this group.
+        Where rank 0 may be; it is found where somebody proves to be rank 0 of this group.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class Participant(Exchange):
         Raises
         ------
         NoConnection
-            Who listens there is not rank 0 of this group.
+            The listener there is not rank 0 of this group.
         Timeout
             Nobody listened there.
         """
@@ -395,7 +395,7 @@ class Participant(Exchange):
         if self._is_over or self._failure is not None:
             return
         if self._is_committing and self._parts:
-            # Rank 0 has said its last word, and left.
+            # Rank 0 has said its last words, and left.
             return
         raise PeerLostError(
             f"rendezvous: rank 0 ended while the group was being made ({error})",
@@ -435,7 +435,7 @@ class Participant(Exchange):
 
 
 class ParentExchange(Exchange):
-    """The collectives of a group that exists already.
+    """The collectives of an existing group.
 
     Parameters
     ----------
@@ -473,7 +473,7 @@ class ParentExchange(Exchange):
         self.all_gather(b"")
 
     def fail(self, error: BaseException) -> None:
-        # The others are on their way to the next all_gather: be there, and say why.
+        # The others are on their way to the next all_gather: take part, and say why.
         if self._is_agreed or not isinstance(error, Exception):
             return
         with contextlib.suppress(Exception):

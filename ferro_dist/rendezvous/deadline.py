@@ -7,7 +7,7 @@ import time
 
 __all__ = ["Deadline"]
 
-# Long enough for a step to find who is late, and short beside any timeout.
+# Long enough for a step to find out who is late, and short compared with any timeout.
 SHORTEST_STEP_S = 1e-3
 
 
@@ -20,7 +20,7 @@ class Deadline:
 
     @property
     def remaining_s(self) -> float:
-        """The timeout of the next step, also where the time is up."""
+        """The timeout of the next step, even if the time is up."""
         return max(SHORTEST_STEP_S, self.at - time.monotonic())
 
     def __str__(self) -> str:

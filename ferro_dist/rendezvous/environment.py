@@ -1,10 +1,10 @@
-"""This process's place in the world, from its arguments or from what started it.
+"""This process's place in the world, from its arguments or from its launcher.
 
-Known are ferrorun, torchrun (and anything else that sets ``RANK`` and
-``WORLD_SIZE``), Open MPI, MPICH and its kin (PMI), and Slurm. They are asked in this
-order, and who comes later must not contradict: a variable that was left behind in a
-shell would otherwise give every process the same rank. A launcher that only started
-the launcher which started us (``srun torchrun ...``) contradicts nobody.
+The known launchers are ferrorun, torchrun (and anything else that sets ``RANK`` and
+``WORLD_SIZE``), Open MPI, MPICH and its relatives (PMI), and Slurm. They are looked for in this
+order, and the later ones must not contradict: a variable left behind in a shell would otherwise
+give every process the same rank. A launcher that only started this process's launcher (``srun
+torchrun ...``) contradicts nobody.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Placement:
     Attributes
     ----------
     addr : str or None
-        What `ferro_dist.rendezvous.connect` takes; None for a world of one.
+        What `ferro_dist.rendezvous.connect` takes; None for a single rank.
     local_rank, local_world_size : int or None
-        The place among the ranks of this host; None if nobody said.
+        The place among the ranks of this host; None if unknown.
     launcher : str
-        ``"arguments"``, ``"ferrorun"``, ``"torchrun"``, ``"openmpi"``, ``"mpich"``,
-        ``"slurm"``, or ``"none"`` for a world of one that nobody asked for.
+        ``"arguments"``, ``"ferrorun"``, ``"torchrun"``, ``"openmpi"``, ``"mpich"``, ``"slurm"``, or
+        ``"none"`` for a single rank by default.
     token_source : str
         Where the token is: a variable's name, or ``"file"``.
     epoch : str
-        Tells this attempt of a job from those before it; the same on all ranks.
+        Distinguishes this attempt of a job from earlier ones; the same on all ranks.
     """
 
     rank: int
@@ -55,9 +55,9 @@ class Placement:
     listen_fd: int | None = None
 
     def listener(self) -> socket.socket | None:
-        """Return a copy of the socket that ferrorun listens at for rank 0, if it does.
+        """Return a copy of the socket at which ferrorun listens for rank 0, if it does.
 
-        None in a process that has inherited the variable and not the socket.
+        None in a process that has inherited the variable but not the socket.
         """
         if self.rank > 0 or self.listen_fd is None or self.addr is None:
             return None
@@ -77,7 +77,7 @@ class Placement:
 
 
 def _socket_at(fd: int) -> socket.socket:
-    """Make a socket of a descriptor, which is closed if it is none."""
+    """Make a socket from a descriptor, which is closed if it is not one."""
     try:
         return socket.socket(fileno=fd)
     except OSError:
@@ -96,8 +96,8 @@ def placement(
     Parameters
     ----------
     rank, world_size : int, optional
-        Given together, they are the answer, whatever the environment says. One
-        alone must agree with the environment, which gives the other.
+        If both are given, they are used, whatever the environment says. One alone must agree with
+        the environment, which gives the other.
     addr : str, optional
         Where rank 0 listens; default from the environment.
     environ : mapping, optional
@@ -105,15 +105,15 @@ def placement(
     Returns
     -------
     Placement
-        A world of one if neither arguments nor environment say anything.
+        A single rank if neither arguments nor environment say anything.
 
     Raises
     ------
     InvalidRank, InvalidWorldSize
-        A value is no rank or world size, or two sources contradict each other; the
-        message names the variables.
+        A value is not a rank or world size, or two sources contradict each other; the message names
+        the variables.
     NoConnection
-        The ranks are several, and nothing says where rank 0 is.
+        There are several ranks, and nothing says where rank 0 is.
     """
     if rank is not None and world_size is not None:
         sources = [_from_arguments(rank, world_size)]
@@ -140,9 +140,9 @@ def placement(
 
 
 def _check_unread(addr: str | None, environ: Environ) -> None:
-    """Refuse to be a world of one where something says that ranks are several, and not how many.
+    """Refuse to be a single rank if something says that there are several, but not how many.
 
-    Bare ``prterun`` does so; Open MPI's ``mpiexec`` says it in variables of its own.
+    Bare ``prterun`` does so; Open MPI's ``mpiexec`` gives the number in its own variables.
     """
     if addr is not None:
         raise InvalidWorldSize(
@@ -184,7 +184,7 @@ def _check_argument(source: Source | None, rank: int | None, world_size: int | N
 
 
 def _from_environment(environ: Environ) -> list[Source]:
-    """Return all that say the same place, the one to believe first."""
+    """Return all sources that give the same place, the most reliable first."""
     sources = [source for find in FINDERS if (source := find(environ)) is not None]
     for other in sources[1:]:
         if not sources[0].agrees_with(other):

@@ -2,8 +2,8 @@
 
 A conversation is a generator that knows bytes and nothing of sockets (see
 `ferro_dist.rendezvous.frame.Conversation`); a `Stream` holds one over a socket. An `Acceptor`
-answers whoever connects and keeps only who proves to be of the group; a `Dialler`
-connects again and again until somebody proves it. No one of them waits for another.
+answers every connection and keeps only those that prove to belong to the group; a `Dialler`
+connects again and again until somebody proves it. None of them waits for another.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ RECV_NBYTES = 1 << 16
 # Turns that one socket gets before the others have theirs.
 MAX_TURNS = 64
 MAX_ACCEPTS = 16
-# Strangers that may be half-way through the handshake, beside all the ranks.
+# Strangers that may be halfway through the handshake, besides all the ranks.
 MAX_STRANGERS = 64
 FIRST_PAUSE_S = 0.001
 MAX_PAUSE_S = 0.1
-# A pause is this part of the time waited so far: 5 ms after a tenth of a second.
+# A pause is this fraction of the time waited so far: 5 ms after a tenth of a second.
 PAUSE_GROWTH = 0.05
 
-# A signal that comes just before the kernel waits is seen when it has waited.
+# A signal that comes just before the kernel waits is noticed only after the wait.
 MAX_SELECT_S = 0.1
 
 TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
@@ -62,7 +62,7 @@ class Timer:
 class EventLoop:
     """Waits for sockets and timers.
 
-    Closes, at its end, the sockets that it has been given and that nobody has taken back: a
+    At its end it closes the sockets that it was given and that nobody has taken back: a
     KeyboardInterrupt may come wherever they are being made, connected or accepted.
     """
 
@@ -78,7 +78,7 @@ class EventLoop:
         return sock
 
     def watch(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
-        """Own a socket and call back with its events; replaces what was asked before."""
+        """Own a socket and call back with its events; replaces an earlier request."""
         self.own(sock)
         if self.is_watched(sock):
             self._selector.modify(sock, events, callback)
@@ -135,7 +135,7 @@ class EventLoop:
             sock.close()
         self._sockets.clear()
         self._selector.close()
-        # The timers' callbacks refer to us and ours: end the cycle.
+        # The timers' callbacks refer to this loop and its sockets: break the cycle.
         self._timers.clear()
 
 
@@ -182,7 +182,7 @@ class Stream:
         self._attempt(lambda: self._converse(next(self._conversation)))
 
     def write(self, data: bytes) -> None:
-        """Send bytes beside the conversation."""
+        """Send bytes outside the conversation."""
         self._outgoing += data
         self._attempt(lambda: None)
 
@@ -209,7 +209,7 @@ class Stream:
             self._attempt(lambda: None)
 
     def _attempt(self, step: Callable[[], None]) -> None:
-        # Callbacks are made outside the try: what they raise is for the caller of the loop.
+        # Callbacks are called outside the try: what they raise is for the caller of the loop.
         failure: Exception | None = None
         try:
             step()
@@ -217,7 +217,7 @@ class Stream:
         except StopIteration as stop:
             failure = self._end(stop.value)
         except (OSError, ProtocolError) as error:
-            # Its traceback would lead back here, and keep what called the loop: the group, too.
+            # Its traceback would lead back here, and keep the loop's caller alive, and the group.
             failure = error.with_traceback(None)
         if failure is not None:
             self.close()
@@ -274,7 +274,7 @@ class Stream:
 
 
 class Acceptor:
-    """Answers whoever connects to a listening socket.
+    """Answers connections to a listening socket.
 
     Parameters
     ----------
@@ -283,10 +283,10 @@ class Acceptor:
     token, rank, group
         What to prove, and to whom; see `authentication.answer`.
     on_accepted : callable
-        Takes the socket and the claim of who has proved to be of the group.
+        Takes the socket and the claim of a dialler that has proved to belong to the group.
     num_ranks : int
-        How many may rightly come at once. Where far more do, the oldest handshake
-        under way is ended: an honest one takes a millisecond, and comes again.
+        How many may legitimately come at once. If far more do, the oldest handshake under way is
+        ended: an honest one takes a millisecond, and is tried again.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno in TOO_MANY_FILES:
                     raise _too_many_files(error) from error
-                # Nobody more; or accept(2) tells of a connection that ended before its turn.
+                # Nobody more, or accept(2) reports a connection that ended before its turn.
                 return
             self._welcome(sock)
 
@@ -373,14 +373,13 @@ class Acceptor:
 
 
 class Dialler:
-    """Connects to one target until who accepts there has proved to be of the group.
+    """Connects to one target until the acceptor there has proved to belong to the group.
 
     Parameters
     ----------
     conversation : callable
-        Makes the dialler's side of a handshake. It is given a function to call
-        before it gives its own proof, from where on the dialler is patient: who
-        accepted may count on it.
+        Makes the dialler's side of a handshake. It is given a function to call before it gives its
+        own proof; from then on the dialler is patient, since the acceptor may count on it.
     on_connected : callable
         Takes the socket.
     on_failed : callable, optional
@@ -440,7 +439,7 @@ class Dialler:
         self._timer = self._stream = self._socket = None
 
     def describe_failure(self) -> str:
-        """Say what became of the last attempt."""
+        """Say how the last attempt failed."""
         text = _describe(self.last_error) if self.last_error else "no answer"
         if self.mismatch is None or self.mismatch is self.last_error:
             return text
@@ -492,7 +491,7 @@ def set_options(sock: socket.socket) -> None:
 
 
 def _is_connected_to_itself(sock: socket.socket) -> bool:
-    # A dial to a free local port within the ephemeral range can meet itself.
+    # A dial to a free local port within the ephemeral range can connect to itself.
     with contextlib.suppress(OSError):
         return bool(sock.getsockname() == sock.getpeername())
     return False

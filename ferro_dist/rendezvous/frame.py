@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Conversation = Generator[int | bytes, bytes, Any]
-"""One side of a dialogue: yields bytes to send, or how many bytes it must have next."""
+"""One side of a dialogue: yields bytes to send, or the number of bytes it needs next."""
 
 FRAME = struct.Struct("!BI")
 LENGTH = struct.Struct("!I")
@@ -79,7 +79,7 @@ def pack_list(parts: Sequence[bytes]) -> bytes:
 
 
 def unpack_list(body: bytes, count: int) -> list[bytes]:
-    """Split what `pack_list` joined; exactly `count` parts and nothing behind them."""
+    """Split what `pack_list` joined; exactly `count` parts and nothing after them."""
     parts, at = [], 0
     for _ in range(count):
         if len(body) - at < LENGTH.size:
@@ -106,7 +106,7 @@ def decode_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-# Errors cross to other ranks as a class from this closed list, a text and numbers.
+# Errors travel to other ranks as a class from this closed list, a text and numbers.
 ERRORS: dict[str, type[errors.DistributedError]] = {
     error.__name__: error
     for error in (

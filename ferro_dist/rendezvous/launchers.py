@@ -1,4 +1,4 @@
-"""What each launcher has left in the environment: the one rank, and how many there are."""
+"""What each launcher has left in the environment: this rank, and how many there are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Source:
         return (self.rank, self.world_size) == (other.rank, other.world_size)
 
     def agrees_with(self, other: Source) -> bool:
-        """Whether both mean the same place, or `other` only started this one's launcher."""
+        """Whether both give the same place, or `other` only started this one's launcher."""
         if self.is_at_place_of(other):
             return True
         if self.num_hosts is None:
@@ -84,8 +84,8 @@ def _from_mpich(environ: Environ) -> Source | None:
 
 
 def _from_slurm(environ: Environ) -> Source | None:
-    # A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but is no task of a step: it
-    # would wait for the other ranks for ever. So would an interactive shell (a pty).
+    # A batch script also has SLURM_PROCID=0 and SLURM_NTASKS, but is no task of a step: it would
+    # wait for the other ranks forever. So would an interactive shell (a pty).
     is_step = "SLURM_STEP_ID" in environ and "SLURM_PTY_PORT" not in environ
     if not is_step or (number_of(environ, "SLURM_STEP_NUM_TASKS") or 0) <= 1:
         return None
@@ -127,7 +127,7 @@ def _read(
     variables: tuple[str, str, str, str],
     hosts_variable: str | None = None,
 ) -> Source | None:
-    """Read what a launcher has set; None if it is not there."""
+    """Read what a launcher has set; None if it is missing."""
     rank_variable, size_variable, local_rank_variable, local_size_variable = variables
     if rank_variable not in environ and size_variable not in environ:
         return None
@@ -184,7 +184,7 @@ def _rank(environ: Environ, variable: str, size_variable: str, size: int) -> int
 
 
 def number_of(environ: Environ, variable: str) -> int | None:
-    """Return the number that a variable holds; None if it holds none."""
+    """Return the number that a variable holds; None if it does not hold one."""
     # int() would also take "1_0", "+1" and digits of other scripts.
     text = environ.get(variable, "").strip()
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None

@@ -1,4 +1,4 @@
-"""Which machine this is: who shares its memory and its loopback."""
+"""Which machine this is: which processes share its memory and its loopback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMESPACES = ("ipc", "pid", "net", "user")
 
 
 def host_identity() -> str:
-    """Return a text that is the same for two processes exactly if they can share memory."""
+    """Return a text that is the same for two processes if and only if they can share memory."""
     parts = [_namespace(name) for name in NAMESPACES]
     return ":".join([_boot_id(), *parts, str(os.geteuid())])
 
@@ -38,5 +38,5 @@ def _namespace(name: str) -> str:
 
 
 def _nobody_else() -> str:
-    # What cannot be known is taken to differ: TCP works in either case.
+    # What cannot be known is assumed to differ: TCP works in either case.
     return os.urandom(8).hex()

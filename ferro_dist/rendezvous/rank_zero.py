@@ -1,7 +1,6 @@
 """Where rank 0 listens, from what a launcher has left in the environment.
 
-Where no address is given, ranks derive one from what all ranks of the job know and no other job
-has.
+If no address is given, ranks derive one from what all ranks of the job know and no other job has.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LAUNCHER_PROCESSES = frozenset(
 def find_addr(sources: list[Source], addr: str | None, environ: Environ) -> str:
     """Return `addr`, else what the environment says, else what ranks of this job derive.
 
-    Raises NoConnection if nothing says where rank 0 is, or it is no address.
+    Raises NoConnection if nothing says where rank 0 is, or what does is no address.
     """
     given = addr if addr is not None else environ.get("FERRO_ADDR")
     if given is None:
@@ -64,11 +63,11 @@ def _torchrun_addr(source: Source, environ: Environ) -> str | None:
     own = format_host_port(host.strip("[]"), _master_port(port))
     run = (environ.get("TORCHELASTIC_RUN_ID", ""), own)
     if source.is_single_host and "TORCHELASTIC_RUN_ID" in environ:
-        # The agents of several hosts do not count restarts alike, but here is only one.
+        # The agents of several hosts do not count restarts alike, but here there is only one.
         return derived_unix_addr("torchrun", *run, environ.get("TORCHELASTIC_RESTART_COUNT", ""))
     derived = derived_addr(host.strip("[]"), "torchrun", *run)
     # The agent holds MASTER_PORT for its store. Without an agent, it is free unless
-    # torch.distributed is in use beside us.
+    # torch.distributed is in use as well.
     is_held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return derived if is_held else f"{own},{derived}"
 
@@ -115,7 +114,7 @@ def first_host(nodelist: str) -> str:
     Raises
     ------
     NoConnection
-        It is no node list.
+        It is not a node list.
     """
     end, depth = len(nodelist), 0
     for at, letter in enumerate(nodelist):
@@ -123,7 +122,7 @@ def first_host(nodelist: str) -> str:
         if letter == "," and depth == 0:
             end = at
             break
-    # Of each bracket, the first number stands for the first host; it keeps its zeros.
+    # In each bracket, the first number belongs to the first host; it keeps its zeros.
     host = re.sub(r"\[([^\[\],-]+)[^\[\]]*\]", r"\1", nodelist[:end]).strip()
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", host):
         raise NoConnection(f"SLURM_STEP_NODELIST={nodelist!r} is no list of hosts")

@@ -1,4 +1,4 @@
-"""What the ranks of a group that loses members say to the one that decides who goes on.
+"""What the ranks of a group that has lost members tell the one that decides who goes on.
 
 A rank's claim is two sets of ranks, one bit for each rank of the group: whom it knows to
 be lost, and the members that a former coordinator decided on, if it heard of them. The
@@ -46,7 +46,7 @@ def unpack_ranks(body: bytes, world_size: int) -> frozenset[int]:
 
 
 class Roll:
-    """Who has come to the coordinator.
+    """Which ranks have come to the coordinator.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class Roll:
         return frozenset(self._sockets)
 
     def take(self, sock: socket.socket, claim: Claim) -> None:
-        """Hear a rank that has proved itself."""
+        """Listen to a rank that has proved itself."""
         is_other = claim.rank != self._rank and claim.world_size == self._world_size
         if claim.role is not Role.CONTROL or not is_other:
             sock.close()
@@ -88,7 +88,7 @@ class Roll:
         stream.start()
 
     def release(self, rank: int) -> socket.socket:
-        """Give away a rank's connection."""
+        """Hand over a rank's connection."""
         sock = self._sockets.pop(rank)
         self._loop.unwatch(sock)
         return sock
@@ -112,7 +112,7 @@ class Roll:
             self.former_decisions.add(former)
 
     def _on_word(self, rank: int, sock: socket.socket) -> None:
-        """Strike a rank off: all that one who waits may say is that it gives up."""
+        """Strike a rank off: a waiting rank may say nothing but that it gives up."""
         try:
             has_ended = not sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -124,18 +124,18 @@ class Roll:
 
 
 class Answer:
-    """A rank's connection to the coordinator, and what that one said.
+    """A rank's connection to the coordinator, and the coordinator's answer.
 
     Attributes
     ----------
     is_connected : bool
-        Each has proved itself to the other.
+        Whether each has proved itself to the other.
     is_over : bool
-        The coordinator has answered, or ended.
+        Whether the coordinator has answered, or ended.
     kind, body
         The answer; `kind` is None if it ended without.
     socket : socket
-        Ours again once there is an answer.
+        The caller's again once there is an answer.
     """
 
     def __init__(self, loop: EventLoop, claim_frame: bytes) -> None:

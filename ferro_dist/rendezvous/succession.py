@@ -1,22 +1,22 @@
-"""The survivors of a group agree on who they are, and connect anew.
+"""The survivors of a group agree on who they are, and connect again.
 
 1. Each rank turns to the lowest one that it does not know to be lost, at an address that
    follows from what only the group's ranks know. Being lost is certain: the kernel said
    so, or the rank closed the group. That lowest rank is the coordinator; the others tell
-   it whom they know to be lost.
-2. The coordinator waits for all that are not lost. Ranks that are silent are given half
+   it which ranks they know to be lost.
+2. The coordinator waits for all that are not lost. Silent ranks are given half
    of the timeout. Then it decides on the members, and tells them.
-3. The members connect as the ranks of any group do (`wiring`). Who is lost meanwhile is
-   left out: they begin again at 1, among themselves.
+3. The members connect as the ranks of any group do (`wiring`). If members are lost meanwhile,
+   the others begin again at 1, among themselves.
 
-A coordinator that is lost is followed by the next rank, one that is silent as well: the
-first has half of the timeout, the next half of what remains, and so on.
+A coordinator that is lost or silent is succeeded by the next rank: the first has half
+of the timeout, the next half of what remains, and so on.
 
 There is never a second successor. Where all ranks share memory, a word in it names the
 coordinator that decides; another may take its place only if that one is lost and no
 member has heard of its decision, or to carry on with the members that it decided on.
 Elsewhere the members must be more than half of the ranks that are not lost, or half of
-them with the lowest: a stopped rank that goes on, and finds nobody, is no majority.
+them including the lowest: a stopped rank that resumes, and finds nobody, is no majority.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ from ferro_dist.rendezvous.wiring import Group, Segment, Wiring, wire
 
 __all__ = ["Predecessor", "connect_survivors"]
 
-# How often a waiting rank looks at what the old group knows.
+# How often a waiting rank checks what the old group knows.
 FIRST_LOOK_S = 0.0005
 MAX_LOOK_S = 0.02
 LOOK_GROWTH = 0.05
 
 
 class Predecessor(Protocol):
-    """What the old group knows of its ranks; see `_native.host.Communicator`."""
+    """What the old group knows about its ranks; see `_native.host.Communicator`."""
 
     def lost_ranks(self) -> list[int]:
-        """Return the ranks that are certain to take part no more."""
+        """Return the ranks that will certainly not take part any more."""
 
     def succession(self) -> int:
         """Return the word by which ranks of one host agree on who decides."""
@@ -124,9 +124,9 @@ def connect_survivors(
     parent : Wiring
         The old group's.
     create_segment, adopt, shared_memory
-        As for `connect`. `adopt` is called again if members are lost on the way.
+        As for `connect`. `adopt` is called again if members are lost meanwhile.
     timeout : float
-        Seconds until the members are connected; half of it until silent ranks are left out.
+        Seconds within which the members are connected; after half, silent ranks are left out.
 
     Returns
     -------
@@ -157,7 +157,7 @@ def connect_survivors(
 
 
 class _Succession(Generic[Group]):
-    """The steps on one rank. All ranks here are the old group's."""
+    """The steps on one rank. All rank numbers here are those of the old group."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class _Succession(Generic[Group]):
         if time.monotonic() >= self._deadline.at:
             raise self._timeout([members[error.peer]]) from error
 
-    # What is known of the others
+    # What is known about the others
 
     def _look(self) -> _Word:
         """Take over what the old group knows, and return whose decision is in force.
@@ -233,8 +233,8 @@ class _Succession(Generic[Group]):
         self._learn_lost(lost)
         if word.decider in (-1, self._rank, self._decider):
             return word
-        # Lost for certain, not only out of reach. If some member knows of its decision, this
-        # rank may be another: who knows will say so.
+        # Lost for certain, not just out of reach. If some member knows of its decision, this rank
+        # may be a member, too: the one that knows will say so.
         if word.decider in lost and (self._may_be_member or not word.is_accepted):
             return word
         raise _left_out(self._rank, word.decider)
@@ -248,7 +248,7 @@ class _Succession(Generic[Group]):
         self._lost.discard(self._rank)
 
     def _await(self, loop: EventLoop, is_done: Callable[[], bool], until: float) -> bool:
-        """Serve the loop until `is_done`, looking again and again at the old group."""
+        """Serve the loop until `is_done`, checking the old group again and again."""
         while not is_done():
             now = time.monotonic()
             if now >= until:
@@ -326,7 +326,7 @@ class _Succession(Generic[Group]):
             self._check_majority(members)
         former = self._look()
         is_bound = former.is_accepted and former.decider != self._rank
-        # Nobody else will ever hear of the decision of one that goes on alone.
+        # Nobody else will ever hear of the decision of a rank that goes on alone.
         own = _Word(self._rank, is_accepted=len(members) == 1)
         if (is_bound and not self._is_member) or not self._advance(former, own):
             raise _left_out(self._rank, former.decider)

@@ -1,8 +1,8 @@
-"""Ranks that can exchange byte strings connect to each other, each pair as it can best.
+"""Ranks that can exchange byte strings connect to each other, each pair in its best way.
 
-These are the steps of a rendezvous that follow once an `Exchange` stands:
+These are the steps of a rendezvous that follow once there is an `Exchange`:
 
-2. All tell all who they are: host, address, cores.
+2. All tell each other about themselves: host, address, cores.
 3. Ranks of one host connect to the lowest of them, which makes a segment of shared
    memory and passes its descriptor on.
 4. Ranks that share no memory connect two sockets per pair, the higher to the lower rank.
@@ -44,7 +44,7 @@ Segment = Callable[[int], int]
 
 
 class Adopted(Protocol):
-    """What is made of a wiring, and undone if not all ranks get that far."""
+    """What is made from a wiring, and undone if not all ranks get that far."""
 
     def close(self) -> None: ...
 
@@ -76,9 +76,9 @@ class Wiring:
     token : bytes
         The secret that the group was made with; for `connect_through`.
     identity : bytes
-        Tells the group from every other; known to nobody but its ranks.
+        Identifies the group; known only to its ranks.
     spans_networks : bool
-        Whether some ranks cannot reach each other by the loopback.
+        Whether some ranks cannot reach each other over the loopback.
     """
 
     rank: int
@@ -104,7 +104,7 @@ class Wiring:
         return next(host for host in self.hosts if self.rank in host)
 
     def close(self) -> None:
-        """Close every descriptor that is still here. Idempotent."""
+        """Close every descriptor that nobody has taken. Idempotent."""
         fds = [fd for pair in self.sockets.values() for fd in pair]
         if self.segment_fd is not None:
             fds.append(self.segment_fd)
@@ -135,7 +135,7 @@ class Place(abc.ABC):
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank tells the others of itself.
+    """What a rank tells the others about itself.
 
     Attributes
     ----------
@@ -150,7 +150,7 @@ class Member:
     socket : str
         Names the abstract socket at which it would serve its host's ranks.
     nonce : str
-        Rank 0's tells this attempt to connect the group from every other.
+        Rank 0's identifies this attempt to connect the group.
     """
 
     pid: int
@@ -228,7 +228,7 @@ def wire(
     place: Place,
     adopt: Callable[[Wiring], Group],
 ) -> Group:
-    """Connect this rank to all others, as `adopt` makes it; if it cannot, tell them why."""
+    """Connect this rank to all others and return what `adopt` makes; on failure, tell them why."""
     try:
         return _Wirer(exchange, token, create_segment, place).wire(shared_memory, adopt)
     except ProtocolError as error:
@@ -257,7 +257,7 @@ class _Wirer:
 
     def wire(self, shared_memory: bool, adopt: Callable[[Wiring], Group]) -> Group:
         own = Member.own(shared_memory, self._place)
-        # It listens before anybody can know its name.
+        # Listen before anybody can know the name.
         with listen(Target(socket.AF_UNIX, own.socket_name)) as server:
             parts = self._exchange.all_gather(own.encode())
             self._members = [Member.decode(part) for part in parts]
@@ -266,8 +266,8 @@ class _Wirer:
             wiring = self._plan()
             try:
                 self._connect(wiring, server)
-                # Before the commit, which sees a rank die: once it is over, all of them
-                # must be in the care of whoever watches them from then on.
+                # Before the commit, which notices ranks that die: once it is over, they must
+                # already be watched by the group.
                 group = adopt(wiring)
             except BaseException:
                 wiring.close()
@@ -287,8 +287,8 @@ class _Wirer:
             listener = None
             if len(wiring.hosts) > 1:
                 listener = stack.enter_context(listen(self._interface(wiring.addresses)))
-            # What can fail on one rank alone has been done: those who wait from here on know
-            # that the others are on their way to them.
+            # Everything that can fail on one rank alone has been done: ranks that wait from here on
+            # know that the others are on their way.
             ports = self._exchange_ports(listener.getsockname()[1] if listener else 0)
             self._share_segment(wiring, server)
             if listener is not None:
@@ -325,7 +325,7 @@ class _Wirer:
     # Step 3: shared memory
 
     def _agree_on_hosts(self) -> tuple[tuple[int, ...], ...]:
-        """Group the ranks by memory: who says the same host, and can reach its lowest rank."""
+        """Group the ranks by memory: those that name one host, and can reach its lowest rank."""
         hosts = _group_by_host(self._members)
         if all(len(host) == 1 for host in hosts):
             return hosts
@@ -393,7 +393,7 @@ class _Wirer:
     def _interface(self, addresses: Sequence[str]) -> Target:
         own = addresses[self._rank]
         if is_loopback(own) and not all(map(is_loopback, addresses)):
-            # Other hosts reach this one by an address that it does not know.
+            # Other hosts reach this one at an address that it does not know.
             return wildcard_target(0)
         return target_of(own, 0)
 
@@ -461,14 +461,14 @@ class _Mesh:
         return lambda sock: self._keep(peer, role, sock)
 
     def _keep(self, peer: int, role: Role, sock: socket.socket) -> None:
-        # A rank that comes again has lost the connection before.
+        # A rank that comes again has lost its earlier connection.
         former = self._sockets.pop((peer, role), None)
         if former is not None:
             former.close()
         self._sockets[peer, role] = sock
 
     def is_complete(self) -> bool:
-        """Whether every connection stands."""
+        """Whether every connection has been made."""
         return len(self._sockets) == len(self._peers) * len(SOCKET_ROLES)
 
     def missing(self) -> list[int]:
@@ -480,7 +480,7 @@ class _Mesh:
         ]
 
     def describe_failures(self) -> str:
-        """Say why the connections that this rank has begun do not stand."""
+        """Say why the connections that this rank has begun are missing."""
         failed = [self.diallers[peer] for peer in self.missing() if peer in self.diallers]
         return "".join(f" {d.target}: {d.describe_failure()}." for d in failed[:3])
 
@@ -512,7 +512,7 @@ def _group_by_host(members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:
 
 
 def _can_reach(leader: Member) -> bool:
-    """Whether a descriptor could be passed: the socket is there, and it is the leader's."""
+    """Whether a descriptor could be passed: the socket exists, and is the leader's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         try:
@@ -531,7 +531,7 @@ def _checked_fd(fd: int) -> int:
 
 
 def _receive_fd(sock: socket.socket, rank: int, leader: int) -> int:
-    """Take the segment's descriptor from a socket that is ready."""
+    """Receive the segment's descriptor from a socket that is ready."""
     # Not socket.recv_fds: it drops the flag, and a fork in another thread would inherit them.
     space = socket.CMSG_SPACE(array.array("i", [0]).itemsize)
     message, ancillary, flags, _ = sock.recvmsg(
