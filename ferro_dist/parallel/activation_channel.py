@@ -1,18 +1,18 @@
 """Messages between stages: trees of arrays whose shapes the receiver learns on arrival.
 
-A message is a header of fixed size and then the arrays, each as it lies in memory. A GPU's
-arrays go by themselves, from GPU to GPU (`gpu_channels`):
+A message is a header of fixed size followed by the arrays, each as it lies in memory. GPU arrays go
+separately, from GPU to GPU (`gpu_channels`):
 
     | run, call, kind, stage, microbatch, rows, length | description ... | rest, if long | arrays |
 
 The description is the structure of the tree with dtype and shape of each array, so nobody has to
-know beforehand what a stage will return, and nobody has to run it to find out.
+know beforehand what a stage will return, or run it to find out.
 
-Sending is asynchronous. Each peer that sends to this rank has a thread here which
-receives what has been posted, in order, for the length of one step: an empty queue then
-holds up no other, and what arrives does so while this rank computes. To receive a GPU's arrays is
-started by that thread too, as soon as a header has told of them; whoever takes the message lets the
-current stream wait for them, and the host does not.
+Sending is asynchronous. For each peer that sends to it, a rank has a thread that receives what has
+been posted, in order, for the length of one step: so an empty queue holds up no other, and messages
+arrive while this rank computes. That thread also starts to receive GPU arrays, as soon as a header
+has announced them; when the message is taken, the current stream waits for them, and the host does
+not.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class ArraySpec(NamedTuple):
 class Parcel(NamedTuple):
     """A tree on its way from stage to stage, with the share of the batch that it stands for.
 
-    `rows` of the `total_rows` that the batch has, both zero with gradients; and whether the rank of
-    the first stage was given a weight, which is that of the last stage's to use.
+    That is `rows` of the batch's `total_rows`, both zero for gradients; it also says whether the
+    rank of the first stage was given a weight, which only the rank of the last stage can use.
     """
 
     structure: pytree.Structure
@@ -89,14 +89,14 @@ class Parcel(NamedTuple):
 
 
 class PeerAborted(Exception):
-    """A peer has given the step up. What went wrong is told when the step ends."""
+    """A peer has given up the step. The end of the step tells what went wrong."""
 
 
 class Memory(Protocol):
-    """Where a stage takes in what is for it. The first three are called by any thread."""
+    """Where a stage receives its input. The first three methods are called by any thread."""
 
     def receiving(self) -> AbstractContextManager[Any]:
-        """Return the context in which memory is made and received into."""
+        """Return the context in which to allocate memory and receive into it."""
 
     def allocate(self, spec: ArraySpec) -> Array:
         """Make room for an array that will be received."""
@@ -110,11 +110,11 @@ class Memory(Protocol):
 
 Describe = Callable[[Array], ArraySpec]
 Forecasts = dict[tuple[ActionKind, int], list[ArraySpec]]
-"""What the last message of its kind held, for each stage; of all steps."""
+"""What the last message of each kind held, for each stage; kept over all steps."""
 
 
 class _Arrival(NamedTuple):
-    """A message that is here, but for what is still on its way to this rank's GPU."""
+    """A message that is here, except for what is still on its way to this rank's GPU."""
 
     receive: Action
     parcel: Parcel
@@ -151,7 +151,7 @@ class Sender:
         self._under_way: list[Work] = []
 
     def send(self, peer: int, receive: Action, parcel: Parcel, describe: Describe) -> int:
-        """Start to send what the peer's action `receive` is for.
+        """Start to send what the peer's action `receive` expects.
 
         Returns
         -------
@@ -179,7 +179,7 @@ class Sender:
         if self._gpu_channels is not None:
             payload, on_gpu = _by_place(payload, specs)
             if on_gpu:
-                # First: if it cannot be started, the header that tells of it is not sent.
+                # First: if this cannot be started, the header that announces it is not sent.
                 self._under_way.append(self._gpu_channels.send(on_gpu, peer, self._timeout))
         self._start(ops + [P2POp("send", array, peer) for array in payload])
         return sum(array.nbytes for array in payload)
@@ -190,7 +190,7 @@ class Sender:
         self._start([P2POp("send", _header(fields), peer)])
 
     def release_sent(self) -> None:
-        """Let go of what has been sent; raise what a send has raised."""
+        """Release what has been sent; raise the error of a send that failed."""
         if not self._under_way:
             return
         for work in self._under_way:
@@ -250,7 +250,7 @@ class Receiver:
         self._room: tuple[list[ArraySpec], list[Array]] | None = None
         self._num_posted = 0
         self._arrived: dict[Action, _Arrival] = {}
-        # To the thread: receives that are posted, then None. From it: what came of each.
+        # To the thread: receives that are posted, then None. From it: the result of each.
         self._posted: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[_Arrival | BaseException] = queue.SimpleQueue()
         self._is_draining = False
@@ -261,7 +261,7 @@ class Receiver:
         self._thread.start()
 
     def post(self, receive: Action) -> None:
-        """Let the next message come in."""
+        """Post the next receive."""
         self._num_posted += 1
         self._posted.put(receive)
 
@@ -290,7 +290,7 @@ class Receiver:
         return arrival.parcel
 
     def _make_room(self, receive: Action) -> None:
-        """Use the time in which there is nothing to do for what would have to be done then."""
+        """Use idle time to make room in advance for what will arrive."""
         specs = self._forecasts.get((receive.kind, receive.stage))
         if self._room is None and specs and all(spec.is_on_host for spec in specs):
             self._room = specs, self._allocate(receive.stage, specs)
@@ -300,18 +300,18 @@ class Receiver:
         return [allocate(spec) for spec in specs]
 
     def drain(self) -> None:
-        """Take in, and drop, all that the peer may still send in this step."""
+        """Receive, and drop, everything that the peer may still send in this step."""
         self._is_draining = True
         self._arrived.clear()
         for receive in self._expected[self._num_posted :]:
             self.post(receive)
 
     def end(self) -> None:
-        """Let the thread end, once it has received what was posted."""
+        """Let the thread end once it has received what was posted."""
         self._posted.put(None)
 
     def join(self) -> None:
-        """Wait until it has."""
+        """Wait until the thread has ended."""
         self._thread.join()
 
     def _receive_posted(self) -> None:
@@ -320,11 +320,11 @@ class Receiver:
                 arrival = self._receive(receive)
                 if not self._is_draining:
                     self._outcomes.put(arrival)
-                del arrival  # it is the taker's, to release when it is done
+                del arrival  # it belongs to the taker, who releases it
         except (PeerAborted, DistributedError) as error:
             self._outcomes.put(error.with_traceback(None))
         except BaseException as error:
-            # What the peer has announced will not be taken in, and it must not wait for that.
+            # What the peer has announced will not be received, and the peer must not wait for that.
             self._backend.interrupt(error)
             self._outcomes.put(error.with_traceback(None))
 
@@ -398,7 +398,7 @@ def _header(content: bytes) -> np.ndarray[Any, Any]:
     return np.frombuffer(content.ljust(HEADER_NBYTES, b"\0"), np.uint8)
 
 
-# A training loop sends few kinds of trees, again and again.
+# A training loop sends the same few kinds of trees again and again.
 
 
 @lru_cache(maxsize=256)

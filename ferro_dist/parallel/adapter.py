@@ -1,9 +1,9 @@
 """How DDP reads a module: its parameters and gradients, by name.
 
-Arrays in host memory are read as NumPy sees them, those on a GPU stay what they are. A module
-is an object with ``parameters()`` and ``grads()``, each of which returns a dict of name to
-array or a list of arrays, or it is the dict or list of parameters itself. The arrays of a
-list are named by their position.
+Arrays in host memory are read as NumPy arrays, those on a GPU stay what they are. A module is an
+object with ``parameters()`` and ``grads()``, each of which returns a dict of name to array or a
+list of arrays, or it is the dict or list of parameters itself. The arrays of a list are named by
+their position.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ModuleAdapter:
     ----------
     module : object
     is_collection : bool
-        Whether the module is a mere dict or list of parameters, without gradients.
+        Whether the module is just a dict or list of parameters, without gradients.
     specs : dict of str to ParameterSpec
         The parameters at construction. Later arrays must fit them.
     devices : dict of str to int or None
-        The GPU of each parameter; None of one in host memory.
+        The GPU of each parameter; None for one in host memory.
     """
 
     def __init__(self, module: object) -> None:
@@ -73,7 +73,7 @@ class ModuleAdapter:
         return views
 
     def gradients(self, grads: Any = None) -> ArrayGradients:
-        """Return views of the gradients given, or of those the module has."""
+        """Return views of the gradients given, or of the module's own."""
         holder = cast(Any, self.module).grads() if grads is None else grads
         views = self._views("gradient", holder)
         if len(views) < len(self.specs) and not self._keeps(holder, is_own=grads is None):
@@ -89,7 +89,7 @@ class ModuleAdapter:
         return self.module if self.is_collection else cast(Any, self.module).parameters()
 
     def _keeps(self, holder: Any, is_own: bool) -> bool:
-        """Whether what is put into `holder` will be found there by its owner."""
+        """Whether the owner of `holder` will find what is put into it."""
         if not isinstance(holder, (MutableMapping, MutableSequence)):
             return False
         if isinstance(holder, MutableSequence) and len(holder) < len(self.specs):
@@ -215,7 +215,7 @@ def _device_of(view: Any) -> int | None:
 
 
 def _view(kind: str, name: str, array: Any) -> Any:
-    """Return what can be written to: NumPy's view, or of an array on a GPU the array itself."""
+    """Return what can be written to: NumPy's view, or for an array on a GPU the array itself."""
     if type(array) is np.ndarray or not _is_on_gpu(array):
         return _host_view(kind, name, array)
     if interop.as_view(array).is_readonly:
@@ -236,7 +236,7 @@ def _host_view(kind: str, name: str, array: Any) -> NumpyArray:
     elif isinstance(array, np.ma.MaskedArray):
         raise InvalidArray(f"DDP: {kind} {name!r} is masked, and would lose its mask", op="DDP")
     elif hasattr(array, "__dlpack__") and hasattr(array, "__array__"):
-        # A parameter of torch shows its memory once it is out of the graph.
+        # A torch parameter gives access to its memory once it is detached.
         view = np.asarray(array.detach() if getattr(array, "requires_grad", False) else array)
     else:
         raise TypeError(f"DDP: {kind} {name!r} is {type(array).__name__}, not an array")

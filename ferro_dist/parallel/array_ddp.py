@@ -1,4 +1,4 @@
-"""DDP of modules whose parameters and gradients NumPy can see."""
+"""DDP of modules whose parameters and gradients are arrays that can be written to."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ModuleT = TypeVar("ModuleT")
 class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
     """DDP of an object with ``parameters()`` and ``grads()``, or of a dict or list of arrays.
 
-    To spare the copies in and out of buckets, let the module compute its gradients in
-    them: ``model.gradients = ddp.gradient_buffers()``. To reduce while backward goes on, call
-    `ready` after each layer.
+    To avoid the copies in and out of buckets, let the module compute its gradients in them:
+    ``model.gradients = ddp.gradient_buffers()``. To reduce while backward goes on, call `ready`
+    after each layer.
     """
 
     __slots__ = ("__weakref__", "_adapter", "_gave_buffers", "_given")
@@ -69,9 +69,9 @@ class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
         Returns
         -------
         dict of str to array
-            One for each parameter, of its shape and dtype, in the same memory: of NumPy, or
-            on a GPU of the parameters' library. At first zero; always the same arrays.
-            They lie in buckets, and hold the average after `sync_gradients`.
+            One for each parameter, of its shape and dtype, in the same kind of memory: from NumPy,
+            or on a GPU from the parameters' library. Zero at first; always the same arrays. They
+            lie in buckets, and hold the average after `sync_gradients`.
         """
         specs = self._checked_adapter().specs
         self._gave_buffers = True
@@ -85,19 +85,19 @@ class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
     def ready(self, layer: str | int) -> None:
         """Say that gradients are final, so that they may be reduced while backward goes on.
 
-        `sync_gradients` does what is left. Until then they must not be touched.
+        `sync_gradients` does the rest. Until then these gradients must not be touched.
 
         Parameters
         ----------
         layer : str or int
-            A parameter's name, or what stands before the dot in the names of several; the
-            position of one in a list. Its gradients are those of the module's ``grads()``,
-            for a dict or list of parameters those of `gradient_buffers`.
+            A parameter's name, or the part before the dot in the names of several; in a list the
+            position of one. The gradients are those of the module's ``grads()``, or for a dict or
+            list of parameters those of `gradient_buffers`.
 
         Raises
         ------
         ValueError
-            There is no such parameter, or its gradient was ready already since the last
+            There is no such parameter, or its gradient has been reported since the last
             `sync_gradients`.
         """
         adapter = self._checked_adapter()
@@ -147,15 +147,15 @@ class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
         return cast(Any, self.module)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached for what the wrapper lacks. Protocols such as copying look up dunder
+        # Called for attributes that the wrapper lacks. Protocols such as copying look up dunder
         # names: the module's own would speak for the wrong object.
         if name.startswith("__") or hasattr(type(self), name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What is read through the wrapper is written through it too: a setting left on
-        # the wrapper would never reach the module.
+        # Attributes read through the wrapper are also written through it: a setting left on the
+        # wrapper would never reach the module.
         if hasattr(type(self), name):
             object.__setattr__(self, name, value)
         else:

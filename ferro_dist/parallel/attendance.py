@@ -1,7 +1,7 @@
 """Who takes part in a round, and with what weight.
 
-Asked at the beginning of a round, and only where it can matter: inside `DDP.join`, where
-ranks run out of data one by one, and where averages are weighted.
+Ranks ask at the beginning of a round, and only where it can matter: inside `DDP.join`, where ranks
+run out of data at different times, and where averages are weighted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Attendance", "RollCall", "WeightError", "check_weight"]
 
 
 class WeightError(KnownToAll):
-    """The weights of the ranks make no average."""
+    """The weights of the ranks allow no average."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Attendance:
     Attributes
     ----------
     present : tuple of int
-        The ranks that have gradients to give.
+        The ranks that have gradients to contribute.
     num_weighted : int
         How many of them gave a weight.
     total_weight : float
@@ -78,14 +78,14 @@ class RollCall:
         self._answers = Rows((3,), np.float64, backend)
 
     def ask(self, is_present: bool, weight: float | None, tag: int) -> RollCall:
-        """Ask all ranks, which do so too.
+        """Ask all ranks; all of them must do so.
 
         Parameters
         ----------
         is_present : bool
-            Whether this rank has gradients to give.
+            Whether this rank has gradients to contribute.
         weight : float or None
-            What they count.
+            How much they count.
         tag : int
         """
         own = np.array([is_present, weight is not None, weight or 0.0])
@@ -108,7 +108,7 @@ def check_weight(weight: float | None) -> float | None:
     Raises
     ------
     TypeError, ValueError
-        It is no finite number, or negative.
+        It is not a finite number, or is negative.
     """
     if weight is None:
         return None

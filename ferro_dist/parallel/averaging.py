@@ -1,4 +1,4 @@
-"""What becomes of the gradients of the ranks: their mean, their sum, or the contributors' mean."""
+"""How the gradients of the ranks are combined: mean, sum, or mean of the contributors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ferro_dist.reduce_op import ReduceOp
 __all__ = ["REDUCE_OPS", "Averaging"]
 
 REDUCE_OPS = {"mean": ReduceOp.MEAN, "sum": ReduceOp.SUM}
-"""Of averages that are one reduction. The mean's division is part of it."""
+"""Averages that are a single reduction. The mean's division is part of it."""
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """One of the three, as reductions of buckets.
+    """One of the three, in terms of reductions of buckets.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Averaging:
 
     @property
     def num_counters(self) -> int:
-        """Lanes of each gradient: so many that none has to count further than it can."""
+        """Lanes of each gradient, so many that none has to count further than it can."""
         if self.name != "contributors":
             return 1
         return -(-self.world_size // COUNTABLE)
@@ -56,7 +56,7 @@ class Averaging:
 
     @property
     def is_idempotent(self) -> bool:
-        """Whether what all ranks have in common stays what it is."""
+        """Whether a gradient that is equal on all ranks stays the same."""
         return self.name == "mean"
 
     def complete(self, bucket: Bucket) -> None:

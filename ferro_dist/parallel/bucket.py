@@ -1,15 +1,15 @@
 """Buckets: many gradients in one array, so that one allreduce moves them all.
 
-A collective has a cost that no small array can earn back, and a model has many small
-parameters. `assign_buckets` divides parameters into groups of one dtype, `BucketLayout`
-gives each its place in one flat array, `Bucket` is that array.
+A collective has a fixed cost that small arrays do not justify, and a model has many small
+parameters. `assign_buckets` divides parameters into groups of one dtype, `BucketLayout` gives each
+its place in one flat array, `Bucket` is that array.
 
     | gradient | gradient | gradient | lanes of each gradient | control lanes |
 
-Lanes are elements of the same dtype that travel with the same allreduce. Each rank that
-has a gradient *i* to give writes 1 to a lane of *i*; reduced, the lanes say whether any
-rank had one, and summed, how many. So ranks agree on what was used without another message,
-and without walking a graph. Control lanes are the reducer's, for what else ranks must agree on.
+Lanes are elements of the same dtype that travel with the same allreduce. Each rank that contributes
+a gradient *i* writes 1 to a lane of *i*; reduced, the lanes tell whether any rank had one, or, if
+they are summed, how many. So ranks agree on what was used without another message, and without
+walking a graph. Control lanes are the reducer's, for anything else that ranks must agree on.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ALIGNMENT_NBYTES = 64
 """A cache line, and the widest vector load: where a gradient of a bucket may start."""
 
 LARGE_NBYTES = 64 << 10
-"""From here on a gradient takes longer to move than to ask for."""
+"""From this size on, moving a gradient takes longer than asking about it."""
 
 COUNTABLE = 256
-"""Up to here every integer is a bfloat16: a lane that is summed must not lose count."""
+"""Up to here bfloat16 has every integer: a lane that is summed must not lose count."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ParameterSpec:
     axes : tuple of int
         Dimensions from the outermost in memory to the innermost; empty for C order.
     is_on_gpu : bool
-        Whether it lives in the memory of the rank's GPU.
+        Whether it is in the memory of the rank's GPU.
     """
 
     name: str
@@ -106,12 +106,12 @@ def bucket_nbytes_of(bucket_mb: Any, caller: str) -> int:
     bucket_mb : float
         In MiB, as the user gives it.
     caller : str
-        What the user gives it to.
+        The name of the class that takes it.
 
     Raises
     ------
     ValueError
-        It is no positive number.
+        It is not a positive number.
     """
     is_number = isinstance(bucket_mb, numbers.Real) and not isinstance(bucket_mb, bool)
     mib = float(bucket_mb) if is_number else math.nan
@@ -137,7 +137,7 @@ def assign_buckets(
     bucket_nbytes : int
         The largest bucket. A parameter that is larger has a bucket to itself.
     first_bucket_nbytes : int
-        The largest first bucket, if that is less. A small one is full early, so that
+        The largest first bucket, if that is less. A small one is filled early, so that
         communication starts while most of backward is still to come.
 
     Returns
@@ -181,7 +181,7 @@ class _OpenBucket:
 
 
 class Run(NamedTuple):
-    """Gradients that are together one array, cut along its first dimension: many, or a large one.
+    """Gradients that together form one array, cut along its first dimension.
 
     Attributes
     ----------
@@ -219,7 +219,7 @@ class BucketLayout:
     singles : list of int
         Places of gradients that are in no run.
     lanes_offset : int
-        First of the lanes of gradients, those of one gradient side by side.
+        First of the lanes of gradients; those of one gradient are side by side.
     controls_offset : int
         First of the control lanes.
     count : int
@@ -254,8 +254,8 @@ class BucketLayout:
 class Bucket:
     """Gradients that are reduced together, as views of one flat array in host memory.
 
-    `ferro_dist.parallel.gpu_bucket.GpuBucket` is the same in the memory of a GPU. What it
-    overrides is what differs there; all else leaves alone what may not be reached.
+    `ferro_dist.parallel.gpu_bucket.GpuBucket` is the same in GPU memory. It overrides what differs
+    there; all other methods leave alone what the host cannot reach.
 
     Parameters
     ----------
@@ -267,12 +267,12 @@ class Bucket:
     buffer : numpy.ndarray, shape (layout.count,), dtype layout.dtype
         Its content is overwritten with zeros.
     as_array : callable
-        Makes an array of the module's library of a NumPy array, over the same memory.
+        Makes an array of the module's library from a NumPy array, over the same memory.
     wire : numpy.ndarray, optional
-        What is reduced in place of the buffer: as many elements of another dtype.
+        What is reduced instead of the buffer: as many elements of another dtype.
     kept : dict, optional
-        What a reduction of the user's own keeps of parameters, by name. It passes to the buckets
-        that come after this one, and is empty at first.
+        What a user's own reduction keeps for parameters, by name. It is passed on to the buckets
+        that replace this one, and is empty at first.
 
     Attributes
     ----------
@@ -285,11 +285,11 @@ class Bucket:
     num_missing : int
         Gradients that are not ready yet.
     is_packed, is_leaving : bool
-        Whether this rank's gradients are in it; whether it may be under way since then.
+        Whether this rank's gradients are in it; whether its reduction may be under way.
     is_full : bool
         Whether this rank gave all gradients of this round.
     work : Work or None
-        Its reduction, if that is under way.
+        Its reduction while that is under way.
     """
 
     is_on_gpu = False
@@ -311,7 +311,7 @@ class Bucket:
         wire: NumpyArray | None = None,
         kept: dict[str, Any] | None = None,
     ) -> None:
-        # Padding is reduced too: memory as it came may hold signalling or slow values.
+        # Padding is reduced, too: uninitialized memory may hold signalling or slow values.
         buffer.fill(0)
         self._set_place(index, members, layout, kept)
         self._as_array = as_array
@@ -319,7 +319,7 @@ class Bucket:
         self.flat = as_array(buffer)
         self.wire = buffer if wire is None else wire
         self._flat_wire = self.flat if wire is None else as_array(wire)
-        # Each made by itself: torch's views of one tensor share the count of its changes.
+        # Each made separately: torch's views of one tensor share its version counter.
         self.views = [
             as_array(view_of(buffer, offset, spec))
             for spec, offset in zip(layout.specs, layout.offsets, strict=True)
@@ -344,14 +344,14 @@ class Bucket:
         self.kept: dict[str, Any] = {} if kept is None else kept
 
     def reset(self) -> None:
-        """Expect all gradients anew."""
+        """Expect all gradients again."""
         self.num_missing = len(self.members)
         self.is_packed = self.is_leaving = self.is_full = False
         self.work: Work | None = None
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Address of its first byte, and of the first behind it."""
+        """Address of its first byte, and of the first one after it."""
         whole = interop.as_view(self.flat)
         return whole.address, whole.address + whole.nbytes
 
@@ -363,24 +363,24 @@ class Bucket:
     # Lanes
 
     def clear(self) -> None:
-        """Contain zeros, which say that this rank gives nothing."""
+        """Fill it with zeros, which say that this rank contributes nothing."""
         self.buffer.fill(0)
         self.is_full = False
 
     def mark(self, counter: int, is_contributed: Sequence[bool] | None = None) -> None:
-        """Write into the lanes which gradients this rank gives; None for all of them."""
+        """Write into the lanes which gradients this rank contributes; None for all of them."""
         self.is_full = is_contributed is None or all(is_contributed)
         self.lanes.fill(0)
         self.lanes[:, counter] = 1 if is_contributed is None else is_contributed
 
     def contributors(self) -> list[int]:
-        """How many ranks gave each gradient, once the bucket has been summed."""
+        """How many ranks contributed each gradient, once the bucket has been summed."""
         lanes = self._reduced_lanes()
         counts: list[int] = np.rint(lanes.real.astype(np.float64)).sum(axis=1).astype(int).tolist()
         return counts
 
     def contributed(self) -> list[bool] | None:
-        """Whether any rank gave each gradient, once it was reduced; None if all were given."""
+        """Whether any rank contributed each gradient, once it was reduced; None if all were."""
         if self.is_full:
             return None
         is_given = (self._reduced_lanes() != 0).any(axis=1)
@@ -394,7 +394,7 @@ class Bucket:
         self.controls[control] = is_set
 
     def has_control(self, control: int) -> bool:
-        """Whether any rank told so, once the bucket was reduced."""
+        """Whether any rank has set it, once the bucket was reduced."""
         return bool(self.controls[control])
 
     def _reduced_lanes(self) -> NumpyArray:
@@ -403,7 +403,7 @@ class Bucket:
     # Gradients
 
     def put_in(self, place: int, gradient: Any) -> None:
-        """Bring a gradient to its place, where it may be already; zeros for None."""
+        """Copy a gradient to its place, where it may be already; zeros for None."""
         view = self.views[place]
         if gradient is None:
             view.fill(0)
@@ -411,13 +411,13 @@ class Bucket:
             np.copyto(view, gradient)
 
     def take_out(self, place: int, gradient: Any) -> None:
-        """Overwrite a gradient with what is at its place, where it may lie itself."""
+        """Overwrite a gradient with what is at its place, which may be the gradient itself."""
         view = self.views[place]
         if not is_same_memory(gradient, view):
             np.copyto(gradient, view)
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients. Times zero they are zero, whatever they were."""
+        """Multiply all gradients. Times zero they become zero, even NaN."""
         gradients = self.gradients
         if factor:
             gradients *= factor
@@ -425,22 +425,22 @@ class Bucket:
             gradients[...] = 0
 
     def to_wire(self) -> None:
-        """Bring the content to what is reduced."""
+        """Copy the content into what is reduced."""
         if self.wire is not self.buffer:
             self._flat_wire[...] = self.flat
 
     def from_wire(self) -> None:
-        """Bring back what was reduced."""
+        """Copy back what was reduced."""
         if self.wire is not self.buffer:
             self.flat[...] = self._flat_wire
 
     def contains(self, thing: object) -> bool:
-        """Whether this is an array of memory of the bucket."""
+        """Whether this is an array in the bucket's memory."""
         try:
             view = interop.as_view(thing)
         except (TypeError, InvalidArray):  # no array
             return False
-        if not view.nbytes:  # it may stand nowhere
+        if not view.nbytes:  # an empty array has no address
             return True
         start, stop = self.extent
         return start <= view.address and view.address + view.nbytes <= stop
@@ -450,14 +450,14 @@ class Bucket:
         return self._as_array(self.buffer.copy())
 
     def add(self, content: Any) -> None:
-        """Add the content of before."""
+        """Add earlier content."""
         flat = self.flat
         flat += content
 
-    # Streams, of a GPU
+    # Streams of a GPU
 
     def note_stream(self) -> None:
-        """Take note of the stream on which a gradient has become ready."""
+        """Note the stream on which a gradient has become ready."""
 
     def join_streams(self) -> None:
         """Let the current stream wait for those on which gradients have become ready."""
@@ -472,7 +472,7 @@ class BucketMemory:
     Attributes
     ----------
     start, stop : int
-        Addresses between which all of them are, and maybe other things.
+        Addresses between which all of them lie, and perhaps other things.
     """
 
     def __init__(self, buckets: Iterable[Bucket] = ()) -> None:
@@ -481,12 +481,12 @@ class BucketMemory:
         self.stop = max((stop for _, stop in self._extents), default=0)
 
     def contains(self, address: int) -> bool:
-        """Whether a byte is one of a bucket."""
+        """Whether a byte belongs to a bucket."""
         return any(start <= address < stop for start, stop in self._extents)
 
 
 def misplaced(name: str) -> RuntimeError:
-    """Return the error of a gradient that would be overwritten by those that come there."""
+    """Return the error for a gradient at others' places, where it would be overwritten."""
     return RuntimeError(
         f"DDP: the gradient of {name!r} shares memory with that of another parameter, or with its "
         "own transposed. Let it be a copy."
@@ -510,7 +510,7 @@ def _is_large(spec: ParameterSpec) -> bool:
 
 
 def _is_continued(spec: ParameterSpec, other: ParameterSpec) -> bool:
-    """Whether a gradient and the one behind it are together one array."""
+    """Whether a gradient and the one after it form one array."""
     return (
         bool(spec.shape and other.shape)
         and spec.shape[1:] == other.shape[1:]
@@ -532,7 +532,7 @@ def is_same_memory(a: NumpyArray, b: NumpyArray) -> bool:
     """Whether two arrays of one shape and dtype are the same elements in the same order."""
     if a is b:
         return True
-    # Asking for an address costs a microsecond: first the bounds, which mostly differ.
+    # Asking for an address costs a microsecond: compare first the bounds, which mostly differ.
     return (
         np.may_share_memory(a, b)
         and a.__array_interface__["data"][0] == b.__array_interface__["data"][0]

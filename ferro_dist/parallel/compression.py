@@ -1,4 +1,4 @@
-"""How buckets travel: as they are, as 16-bit floats, or by a reduction of the user's own."""
+"""How buckets travel: as they are, as 16-bit floats, or by a user's own reduction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compression_of(compress: Compression) -> Compression:
     Raises
     ------
     ValueError, TypeError
-        There is none.
+        There is no such compression.
     """
     if isinstance(compress, type):
         raise TypeError(
@@ -44,9 +44,9 @@ def compression_of(compress: Compression) -> Compression:
 
 
 def wire_dtype(compress: Compression, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return as what gradients of this dtype travel; None if as they are.
+    """Return the dtype as which gradients of this dtype travel; None for their own.
 
-    What is no wider real float already stays what it is.
+    Only real floats that are wider than it are converted.
     """
     if not isinstance(compress, str) or dtype.name not in _WIDE:
         return None

@@ -1,8 +1,8 @@
-"""The two ends of a pipeline, for each thing that one can do with it.
+"""The two ends of a pipeline, for each kind of run.
 
-On the rank of the first stage inputs are cut from the batch and their gradients are put
-together; on the rank of the last, losses or outputs are collected. The other ranks have the same
-objects, which are not asked.
+On the rank of the first stage inputs are cut from the batch and their gradients are joined; on the
+rank of the last, losses or outputs are collected. The other ranks have the same objects, but do not
+use them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LossFn = Callable[..., Any]
 
 
 class _Ends:
-    """What all have in common: the first stage's input and its gradient.
+    """What all kinds have in common: the first stage's input and its gradient.
 
     Parameters
     ----------
@@ -54,10 +54,10 @@ class _Ends:
         self._input_gradients: dict[int, Gradients] = {}
 
     def begin(self) -> None:
-        """Check what the user gave; raise BadArgument if it will not do."""
+        """Check what the user gave; raise BadArgument if it is not usable."""
 
     def abandon(self) -> None:
-        """Go through what other ranks wait for in their `begin`, if this one has not."""
+        """Take part in what other ranks wait for in their `begin`, if this rank has not yet."""
 
     def first_input(self, microbatch: int) -> Parcel:
         assert self._x is not None
@@ -86,7 +86,7 @@ class _Ends:
             self._first.check_given(array, "input")
 
     def deliver_input_gradient(self) -> Tree:
-        """Return the gradient of the input, and put it where the user looks for it."""
+        """Return the gradient of the input, and put it where the user expects it."""
         x = self._x
         if self._first is None or x is None or not self._input_gradients:
             return None
@@ -99,14 +99,14 @@ class _Ends:
 
 
 class TrainingEnds(_Ends):
-    """Of a step: a batch in, its loss and its gradient out.
+    """Those of a step: a batch in, its loss and its gradient out.
 
     Parameters
     ----------
     x, target, loss_fn, weight
         As in `Pipeline.step`.
     replicas : Backend, optional
-        The group of this stage's replicas, over which weights are counted too.
+        The group of this stage's replicas, over which weights are summed, too.
     is_averaged : bool
         Whether losses of replicas will be averaged, not summed.
     """
@@ -157,7 +157,7 @@ class TrainingEnds(_Ends):
                 "Pipeline: the rank of the first stage was given a weight, and that of the last, "
                 "which counts by it, was not. Give it there"
             )
-        # Before the loss, which would broadcast, or raise something else.
+        # Before the loss, which would broadcast, or raise a different error.
         if target is not None and target.total_rows != inputs.total_rows:
             raise BadArgument from ValueError(
                 f"Pipeline: the target has {target.total_rows} rows, the input "
@@ -174,7 +174,7 @@ class TrainingEnds(_Ends):
         if self._last is None or stage != self._last.number:
             return
         self._losses[microbatch] = output.arrays[0]
-        # By rows, not by microbatch: the mean over an uneven batch is that over its rows.
+        # By rows, not by microbatches: the mean over an uneven batch is the mean over its rows.
         share = output.rows / output.total_rows
         self._scales[microbatch] = share if self._weights is None else self._weights[microbatch]
 
@@ -215,10 +215,10 @@ class TrainingEnds(_Ends):
             self._weights = shares_of_weight(weight, self._num_microbatches, self._target)
 
     def _count_weights(self) -> None:
-        """Make weights the shares of the whole batch: that of all replicas."""
+        """Turn weights into shares of the whole batch, that of all replicas."""
         rows = self._tell_replicas(has_failed=False)
         if rows[:, 0].any():
-            return  # what it was is heard when the step ends
+            return  # the end of the step tells what it was
         if len(set(rows[:, 1])) > 1:
             raise ValueError("Pipeline: give a weight on all replicas or on none")
         if self._weights is not None:
@@ -227,7 +227,7 @@ class TrainingEnds(_Ends):
             self._divide_weights(float(rows[:, 2].sum()) / once_more)
 
     def _tell_replicas(self, has_failed: bool) -> NumpyArray:
-        """Return of each replica: whether it has failed, has weights, and their sum."""
+        """Return for each replica: whether it has failed, has weights, and their sum."""
         self._is_told = True
         weights = self._weights
         row = np.array([has_failed, weights is not None, sum(weights or [])], np.float64)
@@ -242,7 +242,7 @@ class TrainingEnds(_Ends):
 
 
 class ForwardEnds(_Ends):
-    """Of a forward: a batch in, outputs out."""
+    """Those of a forward: a batch in, outputs out."""
 
     def __init__(
         self,
@@ -276,13 +276,13 @@ class ForwardEnds(_Ends):
 
     @property
     def whole_output(self) -> Tree:
-        """The same, put together; None where there is none."""
+        """The same, joined; None where there is none."""
         parcels = [self._outputs[m] for m in sorted(self._outputs)]
         return concatenate(parcels) if parcels else None
 
 
 class BackwardEnds(_Ends):
-    """Of a backward that follows a forward: gradients in at the last stage, out at the first."""
+    """Those of a backward after a forward: gradients in at the last stage, out at the first."""
 
     def __init__(
         self,
@@ -344,7 +344,7 @@ class BackwardEnds(_Ends):
 
 
 def _wants_target(loss_fn: LossFn) -> bool:
-    """Whether a loss function cannot be called with an output alone, as far as it tells."""
+    """Whether a loss function cannot be called with an output alone, judging by its signature."""
     try:
         # The call of a torch module takes anything, and passes it on.
         signature = inspect.signature(getattr(loss_fn, "forward", loss_fn))
@@ -358,7 +358,7 @@ def _wants_target(loss_fn: LossFn) -> bool:
 
 
 def _listed(values: Any, wanted: str, count: int) -> list[Any]:
-    """Return what has one entry for each microbatch, once it is known to have."""
+    """Return the sequence as a list, after checking that it has one entry for each microbatch."""
     if not isinstance(values, (list, tuple)):
         raise TypeError(
             f"Pipeline: backward wants a list of {wanted}, not {type(values).__qualname__}"

@@ -1,6 +1,6 @@
-"""Small arrays of the host that every rank gives and every rank gets, over any group.
+"""Small host arrays that all ranks gather from all, over any group.
 
-A group of GPUs alone takes no array in host memory: there they travel through the GPU's.
+A group for GPU arrays alone takes no array in host memory: there they travel through GPU memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def all_gather_bytes(data: bytes, backend: Backend) -> list[bytes]:
 def all_gather_rows(
     row: NumpyArray, backend: Backend, timeout: float | None = None, tag: int = 0
 ) -> NumpyArray:
-    """Return the arrays of all ranks, by rank, which are of one shape and dtype."""
+    """Return the arrays of all ranks, by rank; they have the same shape and dtype."""
     if backend.moves_host_arrays:
         rows = np.asarray(all_gather(row, backend, timeout=timeout, tag=tag))
         return rows.reshape(backend.world_size, *row.shape)
@@ -52,12 +52,12 @@ def broadcast_row(row: NumpyArray, backend: Backend, tag: int = 0) -> NumpyArray
 
 
 class Rows:
-    """The arrays of all ranks, gathered as often as one likes.
+    """The arrays of all ranks, gathered any number of times.
 
     Parameters
     ----------
     shape : tuple of int
-        Of one rank's, which is not empty.
+        The shape of one rank's array, which is not empty.
     dtype : numpy.dtype
     backend : Backend
     """
@@ -71,7 +71,7 @@ class Rows:
         self._timeout: float | None = None
 
     def start(self, row: NumpyArray, tag: int = 0, timeout: float | None = None) -> Rows:
-        """Give this rank's array. Called by all ranks, once those of before were waited for."""
+        """Give this rank's array. Called by all ranks, once the previous ones were waited for."""
         self._row[...] = row
         self._timeout = timeout
         if self._detour is not None:
@@ -126,12 +126,12 @@ class _Detour:
     def wait(self, rows: NumpyArray, timeout: float | None) -> None:
         seconds = self._backend.timeout if timeout is None else timeout
         self._work.wait(seconds + WATCHDOG_GRACE_S)
-        self._arrival.synchronize()  # the copy, which nothing can hold up any more
+        self._arrival.synchronize()  # for the copy, which nothing can hold up any more
         rows[...] = np.frombuffer(self._received, rows.dtype).reshape(rows.shape)
 
 
 class _OnStream:
-    """Bytes of a GPU, that say on which stream they are used."""
+    """Bytes on a GPU that say on which stream they are used."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory

@@ -1,10 +1,10 @@
 """The executor: runs one rank's list of actions, and nothing else.
 
-What each action asks for is told in `ferro_dist.parallel.schedules.action`. Beyond that:
+`ferro_dist.parallel.schedules.action` tells what each action asks for. Beyond that:
 
 - Between a stage's forward and its backward nothing is kept here: an input goes to its stage
   with the forward, an output to the sender, or to the next stage if that is on this rank.
-- Sends are batches under way; each action first lets go of those that have ended.
+- Sends are batches under way; each action first releases those that have ended.
 - If this rank raises, it still owes its peers an end of the step: see `StepRun.abandon`.
 """
 
@@ -71,10 +71,10 @@ class Ends(Protocol):
     """What enters a pipeline at its two ends, and what leaves it."""
 
     def begin(self) -> None:
-        """Raise if what the user gave will not do."""
+        """Raise if what the user gave is not usable."""
 
     def abandon(self) -> None:
-        """Go through what other ranks wait for in their `begin`, if this one has not."""
+        """Take part in what other ranks wait for in their `begin`, if this rank has not yet."""
 
     def first_input(self, microbatch: int) -> Parcel: ...
 
@@ -98,7 +98,7 @@ class Wiring(NamedTuple):
     stages: Mapping[int, Stage]
     reductions: Mapping[int, GradientReduction]
     first_microbatch: int
-    """Of this pipeline, where those of all replicas are counted through."""
+    """The first number of this pipeline, as microbatches are numbered across all replicas."""
     gpu_channels: GpuChannels | None
     forecasts: Forecasts
 
@@ -112,8 +112,8 @@ class StepRun:
     program : Program
     ends : Ends
     run : Run
-        Its number is the same on all ranks, and this run's alone. All but eval keep what backward
-        needs.
+        Its number is the same on all ranks, and unique to this run. All runs but eval keep what
+        backward needs.
     seed : int or None
 
     Attributes
@@ -127,10 +127,10 @@ class StepRun:
     peak_live : int
         The most pairs of stage and microbatch that were between forward and backward.
     message_nbytes : dict of int to int
-        The most that a message of this rank between a stage and the next has held, by the former;
-        of what goes from host to host.
+        The largest message of this rank between a stage and the next, by the number of the former;
+        counts only what goes from host to host.
     where : tuple of int or None
-        Stage and microbatch that are being computed.
+        Stage and microbatch being computed.
     """
 
     def __init__(
@@ -196,15 +196,15 @@ class StepRun:
     def abandon(self, failure: BaseException) -> None:
         """Give up, and let no other rank wait for this one.
 
-        Each peer that is still due something is told instead that nothing will come, and gives
-        up in its turn. What peers have sent, or are still sending, is taken in. Exchanges and
-        reductions are gone through, as replicas wait in them; what they add up to is of no use
-        to anybody. Of what a module itself exchanges with its replicas nobody knows how often it
-        was still to come, so that ends.
+        Each peer to which this rank still owes a message is told that nothing will come, and gives
+        up in its turn. What peers have sent, or are still sending, is received. This rank takes
+        part in exchanges and reductions, as replicas wait in them; nobody uses the results. How
+        often a module itself would still have exchanged something with its replicas is unknown, so
+        the groups of these exchanges end.
         """
         left = self._program.actions[self._position :]
-        # The pipeline's group may have ended, and that of replicas not, or the other way round.
-        # What is raised here is a consequence: why the step failed is known already.
+        # The pipeline's group may have ended but not that of the replicas, or the other way round.
+        # Errors raised here are consequences: why the step failed is known already.
         for stage in self._wiring.stages.values():
             stage.interrupt(failure)
         with contextlib.suppress(Exception):
@@ -243,7 +243,7 @@ class StepRun:
         parcel = self._input_of(number, microbatch)
         seed = None
         if self._seed is not None:
-            # Replicas have other data, and must not drop the same of it.
+            # Replicas have different data, and must not drop the same parts of it.
             counted = self._wiring.first_microbatch + microbatch
             seed = microbatch_seed(self._seed, self._run.number, number, counted)
         is_last = number == self._program.num_stages - 1

@@ -1,12 +1,12 @@
 """Sums of gradients over ranks that hold the same weights: replicas, or ends of a tie.
 
-Gradients lie side by side in buckets, each followed by one lane for each gradient, which says
-whether this rank had one:
+Gradients lie side by side in buckets, followed by one lane for each gradient, which says whether
+this rank had one:
 
     | gradient | gradient | ... | lane | lane | ... |
 
-Only what a step adds is summed. What was there before the step has been summed before, and a
-second time would count it once for each rank; it is set aside, and added again afterwards.
+Only what a step adds is summed. What was there before the step has been summed already, and would
+otherwise count once for each rank; it is set aside, and added again afterwards.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class GradientReduction:
         self.restore()
 
     def restore(self) -> None:
-        """Add what was set aside, and forget sums that were not waited for."""
+        """Add what was set aside, and drop sums that were not waited for."""
         self._under_way.clear()
         for weight, before in self._before:
             weight.stage.add_gradient(weight.name, before)

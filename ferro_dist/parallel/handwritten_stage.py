@@ -1,15 +1,15 @@
-"""Stages whose backward somebody has written: of NumPy, CuPy, torch, or other arrays.
+"""Stages with a hand-written backward, for NumPy, CuPy, torch, or other arrays.
 
-What comes to a stage in host memory comes as arrays of NumPy, whatever it computes with; on a
-GPU, as arrays of the library of its ``parameters()``, which is CuPy or torch there.
+A stage receives arrays in host memory as NumPy arrays, whatever it computes with; on a GPU, as
+arrays of the library of its ``parameters()``, which is CuPy or torch.
 
 A module is an object with
 
 ``forward(x) -> (y, saved)``
-    `saved` is whatever backward needs of this microbatch. Other microbatches pass between
-    a forward and its backward: what is kept in the module itself is another's by then.
+    `saved` is whatever backward needs for this microbatch. Other microbatches pass between a
+    forward and its backward, and would overwrite what is kept in the module itself.
 ``backward(saved, gradient) -> gradient of x``
-    Adds the weights' gradients to what is there.
+    Adds to the weights' gradients.
 ``parameters()`` and ``grads()``, for ``dp=`` and ``tied=``
     A dict of name to array, each; the same arrays at each call. On a GPU ``parameters()`` also
     tells where the stage works. Otherwise it does not matter what they return.
@@ -18,8 +18,8 @@ and if its backward can be divided for zero-bubble schedules,
 
 ``backward_input(saved, gradient) -> gradient of x``, ``backward_weight(saved, gradient)``
 
-Gradients are trees as the values are, with None for no gradient. A forward that has a parameter
-named `rng` is given a ``numpy.random.Generator`` of its own for each microbatch. The loss function
+Gradients are trees like the values, with None for no gradient. A forward that has a parameter named
+`rng` is given a ``numpy.random.Generator`` of its own for each microbatch. The loss function
 returns the loss and its gradient.
 """
 
@@ -71,7 +71,7 @@ class HandwrittenStage(Stage):
         )
 
     def describe(self, array: Array) -> ArraySpec:
-        # Weights are described before each step: those of NumPy are not copied for that.
+        # Weights are described before each step, without copying those of NumPy.
         is_read_as_is = isinstance(array, np.ndarray)
         view = interop.as_view(array if is_read_as_is else interop.contiguous(array))
         dtype = interop.dtype_name(view.dtype)
@@ -169,7 +169,7 @@ class HandwrittenStage(Stage):
         try:
             yield
         finally:
-            # In place, where it can be: others may hold the arrays.
+            # In place, where possible: others may hold the arrays.
             _restore(self.module.__dict__, before)
 
     def _named(self, method: str) -> dict[str, Array]:
@@ -202,7 +202,7 @@ class HandwrittenStage(Stage):
 
     def _run_unsaved(self, keyed: Keyed, loss_of: LossOf | None, will_replay: bool) -> Parcel:
         if will_replay:
-            # Nobody can see whether the module writes into its input, which is needed again.
+            # Nothing shows whether the module writes into its input, which is needed again.
             copies = [_copy(x) for x in keyed.parcel.arrays]
             keyed = keyed._replace(parcel=keyed.parcel._replace(arrays=copies))
         return self._run_forward(keyed, loss_of)[0]
@@ -274,7 +274,7 @@ def _checked_loss(loss: Any) -> Any:
 
 
 def _input_gradients(saved: _Saved, of_input: Any) -> list[Array | None]:
-    """Return the gradients of the stage's inputs, once they are known to be of their shapes."""
+    """Return the gradients of the stage's inputs, after checking their shapes."""
     return pytree.gradients_like(
         saved.inputs, saved.input_shapes, of_input, "backward returned", "input"
     )
@@ -289,7 +289,7 @@ def _gradient_tree(saved: _Saved, gradients: Sequence[Any]) -> Any:
 
 
 def _without_constants(structure: pytree.Structure) -> pytree.Structure:
-    """Put None in the place of what has no gradient."""
+    """Put None in place of what has no gradient."""
     kind = structure[0]
     if kind == "array":
         return pytree.ARRAY

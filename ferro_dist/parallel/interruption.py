@@ -1,4 +1,4 @@
-"""An exception on one rank alone, told to those who would wait for that rank."""
+"""An exception on a single rank, reported to those that would wait for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["KnownToAll", "interrupt", "telling"]
 
 
 class KnownToAll(ValueError):
-    """Raised on every rank alike, of what all have told each other; the group stays usable."""
+    """Raised on every rank alike, from what all have told each other; the group stays usable."""
 
 
 @contextlib.contextmanager
 def telling(tell: Callable[[BaseException], object]) -> Iterator[None]:
-    """Tell if this rank alone fails: the others go on to collectives that it skips."""
+    """Tell the others if only this rank fails: they go on to collectives that it skips."""
     try:
         yield
     except BaseException as error:
@@ -36,7 +36,7 @@ def interrupt(backend: Backend, error: BaseException) -> None:
 
 
 def _is_known_to_all(error: BaseException) -> bool:
-    """Whether the other ranks get this error, or one of the same cause, by themselves."""
+    """Whether the other ranks get this error, or one with the same cause, by themselves."""
     if isinstance(error, InvalidArray):
         return False
     return isinstance(error, (DistributedError, KnownToAll))

@@ -1,7 +1,7 @@
 """Find out whether all ranks mean the same thing, before they act on it.
 
-A manifest is a list of lines, one for each thing that must be equal on all ranks. It is
-compared in three small all_gathers at most:
+A manifest is a list of lines, one for each thing that must be equal on all ranks. Comparing it
+takes three small all_gathers at most:
 
 1. A digest of the whole. Equal on all ranks: done.
 2. A digest of each line, which tells the first line that differs.
@@ -47,17 +47,17 @@ def agree_on_manifest(
         What this rank has.
     backend : Backend
     op : str
-        Who asks, for the error: ``"DDP"``.
+        The caller, for the error: ``"DDP"``.
     timeout : float, optional
-        Seconds until the others must have asked too; None for the backend's own.
+        Seconds until the others must have called, too; None for the backend's own.
     member : str, default "rank"
         What a rank of this group is to the user, for the error: ``"replica"``.
 
     Returns
     -------
     int
-        A number below 2**31 that rank 0 drew by lot, equal on all ranks: it tells those
-        who agreed here from any others in the same group.
+        A random number below 2**31 from rank 0, equal on all ranks: it distinguishes those that
+        agreed here from any others in the same group.
 
     Raises
     ------
@@ -79,14 +79,14 @@ def agree_on_manifest(
 def explain_mismatch(
     error: CollectiveMismatch, lines: Sequence[str], backend: Backend, op: str, num_under_way: int
 ) -> CollectiveMismatch:
-    """Bring all ranks to one point again; return the error that says how their manifests differ.
+    """Bring all ranks together again; return the error that says how their manifests differ.
 
-    Called by all ranks, each of which has got a mismatch and waited for its own calls.
+    Called by all ranks, each of which has had a mismatch and waited for its own calls.
 
     Parameters
     ----------
     error : CollectiveMismatch
-        Returned if the manifests do not differ, or if it tells of that already.
+        Returned if the manifests do not differ, or if it already says how.
     lines, backend, op
         As `agree_on_manifest` takes them.
     num_under_way : int
@@ -94,7 +94,7 @@ def explain_mismatch(
     """
     if error.op == op:
         return error
-    # Each of those calls is answered by a failure of ours.
+    # Each of those calls is answered by a failing call of this rank.
     for _ in range(num_under_way + 1):
         answer = _disagreement(lines, backend, op)
         if answer is None or answer.op == op:
@@ -106,7 +106,7 @@ def _disagreement(lines: Sequence[str], backend: Backend, op: str) -> Collective
     try:
         agree_on_manifest(lines, backend, op, timeout=backend.timeout / 10)
     except CollectiveMismatch as error:
-        return error.with_traceback(None)  # which would hold the caller, and with it the error
+        return error.with_traceback(None)  # which would refer to the caller, and so to the error
     return None
 
 
@@ -121,7 +121,7 @@ def _first_difference(digests: NumpyArray, length: int, backend: Backend) -> int
 def _gather_quotes(line: str, backend: Backend) -> list[str]:
     quote = line.encode()
     if len(quote) > QUOTE_NBYTES:
-        # The digest keeps lines apart that differ only in what is cut off.
+        # The digest distinguishes lines that differ only in what is cut off.
         quote = quote[: QUOTE_NBYTES - 30] + f"... (digest {_digest(line):x})".encode()
     rows = all_gather_rows(np.frombuffer(quote.ljust(QUOTE_NBYTES, b"\0"), np.uint8), backend)
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
@@ -142,7 +142,7 @@ def _mismatch(quotes: Sequence[str], backend: Backend, op: str, member: str) -> 
 
 
 def _odd_one_out(sides: Sequence[Sequence[int]]) -> int | None:
-    """Return the rank that stands alone against several who agree, if there is one."""
+    """Return the rank that stands alone against several that agree, if there is one."""
     if len(sides) != 2:
         return None
     minority, majority = sorted(sides, key=len)

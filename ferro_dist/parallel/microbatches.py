@@ -1,4 +1,4 @@
-"""Microbatches: a batch cut along its first dimension, and put together again."""
+"""Microbatches: a batch cut along its first dimension, and joined again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Microbatches:
     batch : tree
     num_microbatches : int
     name : str
-        What the caller knows it by.
+        The caller's name for it.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Microbatches:
         return Parcel(self.structure, parts, end - first, self.total_rows)
 
     def tree(self, microbatch: int) -> Tree:
-        """Return one part as the user knows it."""
+        """Return one part in the form of the user's batch."""
         parcel = self.parcel(microbatch, lambda part, _: part)
         return pytree.unflatten(parcel.structure, parcel.arrays)
 
@@ -63,12 +63,12 @@ class Microbatches:
 def shares_of_weight(
     weight: Any, num_microbatches: int, target: Microbatches | None
 ) -> list[float]:
-    """Return each microbatch's weight: the sum of its rows' if there is one for each row."""
+    """Return each microbatch's weight, the sum of its rows' weights if each row has one."""
     if hasattr(weight, "tolist"):
         weight = weight.tolist()
     try:
         if isinstance(weight, (str, bytes, Mapping)):
-            raise TypeError  # digits are no numbers, nor are keys
+            raise TypeError  # neither digits nor keys are meant as numbers
         weights = [float(value) for value in weight]
     except (TypeError, ValueError):
         raise TypeError(
@@ -89,7 +89,7 @@ def shares_of_weight(
 
 
 def concatenate(outputs: Sequence[Parcel]) -> Tree:
-    """Put the outputs of all microbatches together. Arrays without rows are stacked."""
+    """Join the outputs of all microbatches. Arrays without rows are stacked."""
     columns = zip(*(parcel.arrays for parcel in outputs), strict=True)
     arrays = [interop.concatenate(column) for column in columns]
     return pytree.unflatten(outputs[0].structure, arrays)

@@ -1,10 +1,10 @@
-"""How a step ends: every rank learns of the loss, or of what went wrong and where.
+"""How a step ends: every rank learns the loss, or what went wrong and where.
 
 All ranks exchange one small row each: whether they failed, and their part of the loss. If one has
-failed, it tells all what happened: an exception of one rank is one of all ranks, and the group
+failed, it tells all what happened: so an exception on one rank is raised on all, and the group
 stays as usable as before. The replicas of a rank are each in another pipeline, so after a second
-exchange, among them, whatever happened anywhere is known everywhere. How ranks that wait for the
-one that failed get here is told at `StepRun.abandon` in `executor.py`.
+exchange, among them, whatever happened anywhere is known everywhere. `StepRun.abandon` in
+`executor.py` tells how ranks that wait for the one that failed get here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ResultT = TypeVar("ResultT")
 
 _ROW = struct.Struct("<dI?")
 _ENDS = (PeerLostError, ChannelClosed, Timeout, Io, LockPoisoned)
-"""What ends a group, and is no doing of a stage."""
+"""Errors that end a group, and are not caused by a stage."""
 _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -63,18 +63,18 @@ _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
 
 
 class StageFailed(DistributedError):
-    """A stage raised. All ranks of the pipeline raise this; the group stays usable.
+    """A stage raised an exception. All ranks of the pipeline raise this; the group stays usable.
 
     Gradients of the step are incomplete: zero them before the next one.
 
     Attributes
     ----------
     peer : int
-        The rank whose stage it was; there, the ``__cause__`` is what was raised.
+        The rank whose stage it was; there, the ``__cause__`` is the original exception.
     replica : int or None
-        In which of the pipelines side by side, if there are several.
+        In which of several parallel pipelines it happened, if there are several.
     stage, microbatch : int or None
-        What it was at.
+        What was being computed.
     traceback_text : str
         The traceback, as that rank would have printed it.
     """
@@ -98,7 +98,7 @@ class StageFailed(DistributedError):
 
 
 class BadArgument(Exception):
-    """Wraps an error of the caller's, that all ranks raise as it is."""
+    """Wraps a mistake of the caller's, which all ranks raise as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class FailureReport:
     """What one rank tells the others of an exception."""
 
     kind: str
-    """``"stage"``, ``"argument"``, or ``"end"``: of a group that others are in."""
+    """``"stage"``, ``"argument"``, or ``"end"``: that of a group in which others are."""
     error: str
     message: str
     traceback_text: str
@@ -134,12 +134,12 @@ class FailureReport:
         return cls(kind, name, _words(error), text, rank, replica, stage, microbatch)
 
     def to_error(self, rank: int) -> Exception:
-        """Return what a rank raises that this has been told."""
+        """Return what a rank raises to which this has been reported."""
         if self.kind == "argument":
             return self._to_argument_error(rank)
         who = f"rank {self.rank}" + ("" if self.replica is None else f" of replica {self.replica}")
         if self.kind == "end":
-            # No peer: whoever it was has that number in the other group.
+            # No peer: the rank at fault has that number in the other group.
             ends = {kind.__name__: kind for kind in _ENDS}
             return ends.get(self.error, ChannelClosed)(
                 f"Pipeline: another group of {who} has ended: {self.message}",
@@ -169,12 +169,12 @@ class FailureReport:
 
 
 def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend | None) -> ResultT:
-    """Run what all ranks run, and raise on all of them what it raises on any.
+    """Run a part that all ranks run, and raise on all of them what it raises on any.
 
     Parameters
     ----------
     part : callable
-        If it calls collectives, what it raises is the same on all ranks of these.
+        If it calls collectives, it raises alike on all ranks that take part in them.
     backend : Backend
     replicas : Backend, optional
 
@@ -187,7 +187,7 @@ def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend 
     ValueError, TypeError
         As `part` has raised it on the lowest of the ranks.
     StageFailed
-        It has raised something else.
+        It has raised something else on some rank.
     DistributedError
         The pipeline's group has ended. The replicas have been told.
     """
@@ -220,7 +220,7 @@ def share_outcome(
     backend : Backend
     replicas : Backend, optional
     failure : BaseException, optional
-        What this rank has raised; `PeerAborted` if that is another one's doing.
+        What this rank has raised; `PeerAborted` if another rank is the cause.
     where : tuple of int, optional
         Stage and microbatch that were being computed.
     loss : float
@@ -236,7 +236,7 @@ def share_outcome(
     Raises
     ------
     ValueError, TypeError, RuntimeError, StageFailed, PeerLostError
-        What a rank had to tell; the lowest of the first replica that had.
+        What a rank has reported: the lowest one, in the first replica with a report.
     DistributedError
         The pipeline's group has ended. The replicas have been told.
     """
@@ -268,19 +268,19 @@ def share_outcome(
 def _exchange(
     backend: Backend, report: FailureReport | None, loss: float
 ) -> tuple[FailureReport | None, np.ndarray[Any, Any]]:
-    """Tell all ranks how this one fared.
+    """Tell all ranks how the step went on this one.
 
     Parameters
     ----------
     backend : Backend
     report : FailureReport, optional
-        What there is to tell.
+        The failure on this rank.
     loss : float
 
     Returns
     -------
     report of the lowest rank that has one or None, losses by rank
-        One that a group has ended counts only if there is no other.
+        A report that a group has ended counts only if there is no other.
     """
     told = b"" if report is None else json.dumps(dataclasses.asdict(report)).encode()
     is_end = report is not None and report.kind == "end"
@@ -291,7 +291,7 @@ def _exchange(
     reporting = [rank for rank, outcome in enumerate(outcomes) if outcome[1]]
     if not reporting:
         return None, losses
-    # That a group has ended may be what another one's exception has led to.
+    # The end of a group may be the consequence of another rank's exception.
     root = min(reporting, key=lambda rank: (outcomes[rank][2], rank))
     text = np.empty(outcomes[root][1], np.uint8)
     if root == backend.rank:
@@ -301,9 +301,9 @@ def _exchange(
 
 
 def _raise_failure(failure: BaseException | None, told: FailureReport, rank: int) -> NoReturn:
-    """Raise the same on all ranks; on the one that failed, with what it raised as the cause."""
+    """Raise the same on all ranks; on the one that failed, with its exception as the cause."""
     if failure is not None and not isinstance(failure, Exception):
-        raise failure  # Ctrl-C is for whoever pressed it
+        raise failure  # Ctrl-C stays with whoever pressed it
     own = failure.__cause__ if isinstance(failure, BadArgument) else failure
     if told.kind == "argument" and own is not None and _words(own) == told.message:
         raise own
@@ -327,7 +327,7 @@ def _why_ended(error: DistributedError) -> DistributedError:
 
 
 def _words(error: BaseException) -> str:
-    """Return what an exception says; one that cannot say it must not keep others waiting."""
+    """Return an exception's message; one that has none must not keep others waiting."""
     try:
         return str(error)
     except Exception as another:

@@ -2,15 +2,15 @@
 
 For each gradient M, n × m, of which Q, m × r, is the right factor of the step before:
 
-1. M ← gradient + error: what the steps before have left out.
+1. M ← gradient + error, which is what the previous steps have left out.
 2. P ← mean over ranks of M Q;  P ← orthonormal basis of its columns.
 3. Q ← mean over ranks of Mᵀ P.
 4. gradient ← P Qᵀ;  error ← M − P Qᵀ.
 
-With a sum in place of the mean, a rank's part of P Qᵀ is what its error is taken against.
+With a sum in place of the mean, a rank's error is M less its own part of P Qᵀ.
 
-One step of subspace iteration: as gradients change slowly, P and Q come near to the
-leading singular vectors of their mean. r (n + m) elements travel in place of n m.
+This is one step of subspace iteration: as gradients change slowly, P and Q approach the leading
+singular vectors of their mean. r (n + m) elements travel instead of n m.
 
 References
 ----------
@@ -42,30 +42,30 @@ __all__ = ["PowerSGD"]
 NumpyArray = np.ndarray[Any, Any]
 
 _MIN_SAVING = 2
-"""How many times fewer elements must travel for a gradient to be compressed."""
+"""The factor by which compressing a gradient must reduce the elements that travel."""
 
 
 class PowerSGD:
-    """Send an approximation of each gradient, and make up for it in the steps that follow.
+    """Send an approximation of each gradient, and make up for its error in later steps.
 
     Pass it to `DDP` as ``compress=PowerSGD(rank)``.
 
     Parameters
     ----------
     rank : int, default 4
-        Columns of the factors. More is more exact, and more to send.
+        Columns of the factors. More columns are more exact, but more to send.
 
     Notes
     -----
-    Compressed are gradients of two or more dimensions, of real floats, of which less than
-    half the elements then travel; the others are reduced as they are. Computed is in
-    float32, in float64 for gradients of that dtype. Each rank keeps one array of the size
-    of the compressed gradients: their error.
+    Gradients of real floats with two or more dimensions are compressed if less than half of the
+    elements then travel; the others are reduced as they are. Computation is in float32, or in
+    float64 for gradients of that dtype. Each rank keeps the errors, which take as much memory as
+    the compressed gradients.
 
-    A gradient with NaN or infinity becomes NaN on all ranks, and is not remembered.
+    A gradient with NaN or infinity becomes NaN on all ranks, and leaves no error behind.
 
-    All ranks compute the product of the factors themselves: bits are equal where their
-    processors and BLAS are.
+    All ranks compute the product of the factors themselves: they get the same bits if their
+    processors and BLAS are the same.
     """
 
     def __init__(self, rank: int = 4) -> None:
@@ -75,20 +75,20 @@ class PowerSGD:
             raise TypeError(f"PowerSGD: rank {error}") from None
         if self.rank < 1:
             raise ValueError(f"PowerSGD: rank must be at least 1, not {rank}")
-        # Of each bucket for as long as there is the bucket. The lock is for ranks that are
-        # threads and share this object.
+        # For each bucket as long as the bucket exists. The lock is for ranks that are threads and
+        # share this object.
         self._lock = threading.Lock()
         self._factors: weakref.WeakKeyDictionary[Bucket, _Factors] = weakref.WeakKeyDictionary()
 
     def __call__(self, bucket: Bucket, backend: Backend, op: ReduceOp) -> None:
-        """Replace the gradients in a bucket by about their mean or sum over the ranks.
+        """Replace the gradients in a bucket by an approximate mean or sum over the ranks.
 
         Called by all ranks, for the same buckets in the same order.
 
         Parameters
         ----------
         bucket : Bucket
-            Its ``buffer``, ``layout`` and ``kept`` are used, and ``is_on_gpu`` to refuse a GPU's.
+            Its ``buffer``, ``layout`` and ``kept`` are used; with ``is_on_gpu`` it is refused.
         backend : Backend
         op : ReduceOp
             `MEAN` or `SUM`.
@@ -114,9 +114,9 @@ class PowerSGD:
 
 
 class _Factors:
-    """What is kept of one bucket: errors, right factors, and where both factors travel.
+    """What is kept for one bucket: errors, right factors, and the arrays that travel.
 
-    Errors outlive it: they are found again by the names of their parameters.
+    Errors outlive the bucket: they are found again by the names of their parameters.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class _Factors:
             self._draw(k)
 
     def reduce(self, gradients: Sequence[NumpyArray], backend: Backend, op: ReduceOp) -> None:
-        """Replace gradients by their product of factors, and those not compressed exactly."""
+        """Replace gradients by products of factors; reduce those not compressed exactly."""
         self._pack(gradients)
         allreduce(self._first, backend, op, out=self._first)
         for view, i in zip(self._uncompressed, self._others, strict=True):
@@ -150,7 +150,7 @@ class _Factors:
         if not self._compressed:
             return
         for error, left, right in zip(self._errors, self._left, self._right, strict=True):
-            # What is no number here is none on any rank: all pass it on alike.
+            # NaN here is NaN on every rank: all pass it on alike.
             if np.isfinite(left).all():
                 left[:] = np.linalg.qr(left)[0]
             np.matmul(error.T, left, out=right)
@@ -174,16 +174,16 @@ class _Factors:
             self._forget(k)
             return
         gradient[...] = (left @ right.T).reshape(gradient.shape)
-        # Less what was really given: of 16-bit floats the rounding comes back, too.
+        # Less what was really written: for 16-bit floats that includes the rounding.
         error -= gradient.reshape(error.shape).astype(error.dtype) / num_parts
 
     def _forget(self, k: int) -> None:
-        """Begin anew with the k-th matrix."""
+        """Start over with the k-th matrix."""
         self._errors[k].fill(0)
         self._draw(k)
 
     def _draw(self, k: int) -> None:
-        # By its number, so that all ranks draw the same.
+        # Seeded by its number, so that all ranks draw the same.
         self._right[k][:] = np.random.default_rng(k).standard_normal(self._right[k].shape)
 
 

@@ -46,8 +46,8 @@ def flatten(tree: Tree) -> tuple[Structure, list[Array]]:
     Raises
     ------
     TypeError
-        Something in it is none of the above. Subclasses of tuple and dict are refused too: the
-        other side would make the plain type of them.
+        Something in it is none of these. Subclasses of tuple and dict are refused, too: the other
+        side would turn them into the plain type.
     """
     arrays: list[Array] = []
     return _flatten(tree, arrays), arrays
@@ -65,8 +65,8 @@ def gradients_like(
 ) -> list[Array | None]:
     """Return one gradient for each array of a structure, from a tree of gradients like it.
 
-    None in the tree, or no such key in a dict, stands for no gradient, of an array or of all
-    below it. What is in the place of a constant does not count.
+    None in the tree, or a missing key of a dict, stands for no gradient, for an array or for all
+    below it. What is in the place of a constant is ignored.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def gradients_like(
     Raises
     ------
     TypeError, ValueError
-        It is not like them.
+        The gradient does not match the structure or the shapes.
     """
     leaves = _leaves_like(structure, gradient)
     for leaf, shape in zip(leaves, shapes, strict=True):
@@ -91,7 +91,7 @@ def gradients_like(
                 f"Pipeline: {giver} a {type(leaf).__qualname__} where the gradient of an {of} is "
                 "due: an array of its shape, or None"
             )
-        # A column for a matrix would be broadcast by the stage before, and nobody would see it.
+        # A column in place of a matrix would be broadcast by the previous stage, unnoticed.
         if tuple(leaf.shape) != tuple(shape):
             raise ValueError(
                 f"Pipeline: {giver} a gradient of shape {tuple(leaf.shape)} for an {of} of shape "
@@ -126,7 +126,7 @@ def _leaves_like(structure: Structure, gradient: Tree) -> list[Array | None]:
 
 
 def _check_type(gradient: Tree, types: tuple[type, ...], kind: str) -> None:
-    """Raise TypeError for an array in the place of a tuple, whose rows would be taken for it."""
+    """Raise TypeError for an array in place of a tuple: its rows would pass for the elements."""
     if not isinstance(gradient, types):
         raise TypeError(
             f"Pipeline: there is a gradient of type {type(gradient).__qualname__} for a {kind}: "
@@ -135,7 +135,7 @@ def _check_type(gradient: Tree, types: tuple[type, ...], kind: str) -> None:
 
 
 def _check_keys(gradient: Tree, keys: Sequence[Any]) -> None:
-    """Raise ValueError for a gradient of a key that is not there: a misspelt one would be lost."""
+    """Raise ValueError for a gradient with an unknown key: a misspelt one would be lost."""
     unknown = [key for key in gradient if key not in keys]
     if unknown:
         raise ValueError(f"Pipeline: there are gradients of {unknown} for a dict of {keys}")
@@ -169,7 +169,7 @@ def _flatten(tree: Tree, arrays: list[Array]) -> Structure:
 
 
 def _constant(value: object) -> Structure:
-    """Name the type beside the value: structures are compared, and 1 == True == 1.0."""
+    """Name the type with the value: structures are compared, and 1 == True == 1.0."""
     kind = type(value)
     if kind is bool or kind is int or kind is str:
         return (kind.__name__, value)

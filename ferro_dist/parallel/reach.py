@@ -1,4 +1,4 @@
-"""Whether a group moves what a module has, asked before anything is sent."""
+"""Whether a group can move a module's arrays, checked before anything is sent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Memory for what is received, used again and again.
+"""Memory for what is received, reused again and again.
 
-Memory that is new to a process costs more to touch for the first time than to receive into. A
-block goes back to the pool when the last array that looks into it is gone, whoever holds it:
-a stage, autograd, or the user.
+Touching memory that is new to a process costs more than receiving into it. A block returns to the
+pool when the last array that refers to it is gone, whoever holds that: a stage, autograd, or the
+user.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["SMALLEST_NBYTES", "ReceivePool"]
 NumpyArray = np.ndarray[Any, Any]
 
 SMALLEST_NBYTES = 1 << 15
-"""Below, what malloc gives has been touched already."""
+"""Below this size, malloc gives memory that has been touched already."""
 _ALIGNMENT_NBYTES = 64
 
 
 class _Lease(NamedTuple):
-    """A block in use, until the reference dies; then it goes home."""
+    """A block in use, until the reference dies; then it returns to the pool."""
 
     end: weakref.ref[NumpyArray]
     block: NumpyArray
@@ -32,12 +32,12 @@ class _Lease(NamedTuple):
 
 
 class ReceivePool:
-    """Blocks by size. Any thread may take one, or let go of one."""
+    """Blocks by size. Any thread may take or release one."""
 
     def __init__(self) -> None:
         self._free: dict[int, deque[NumpyArray]] = {}
         self._taken_since_trim: set[int] = set()
-        # By the identity of the reference: its hash would be that of an array, which has none.
+        # By the identity of the reference: its hash would be that of an array, which is unhashable.
         self._leases: dict[int, _Lease] = {}
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
@@ -51,11 +51,11 @@ class ReceivePool:
             block = blocks.pop()  # the last one: it may still be in a cache
         except IndexError:
             block = _aligned(nbytes)
-        # Views of a view belong to the array that owns the memory, past all between. A memoryview
-        # between stops that: all of them keep `array`, and it is gone only when they are.
+        # Views of a view refer directly to the array that owns the memory. A memoryview in between
+        # prevents that: all of them keep `array`, which is gone only when they are.
         buffer: Any = block  # has the buffer protocol, which mypy knows from Python 3.12 on
         array = np.frombuffer(memoryview(buffer), np.uint8)
-        # No weakref.finalize, which takes longer than all the rest.
+        # Not weakref.finalize, which takes longer than all the rest.
         end = weakref.ref(array, self._put_back)
         self._leases[id(end)] = _Lease(end, block, blocks)
         return array.view(dtype).reshape(shape)
@@ -65,7 +65,7 @@ class ReceivePool:
         lease.home.append(lease.block)
 
     def trim(self) -> None:
-        """Give back what has not been taken since the last time: shapes may change."""
+        """Free blocks that have not been used since the last call: shapes may change."""
         for nbytes in self._free.keys() - self._taken_since_trim:
             del self._free[nbytes]
         self._taken_since_trim.clear()

@@ -6,24 +6,24 @@ One round, with buckets 0 to B-1:
 2. `mark_ready(i)`, whenever a gradient is there. The last one of a bucket packs it: all its
    gradients are copied into the bucket, save those that were computed there. If rounds are
    overlapped, and buckets before it are under way, the bucket's allreduce starts.
-3. `finish`. Buckets with gradients that never came are packed as they are; all that was not
+3. `finish`. Buckets with gradients that never came are packed as they are; everything not
    reduced yet is reduced now; the results are handed back.
 
-Ranks may differ in which gradients they have and when, and never fall out of step: each
-reduces buckets 0 to B-1 in this order in every round. The lanes of a bucket tell
-what was contributed at all.
+Ranks may differ in which gradients they have and when, but never get out of step: each reduces
+buckets 0 to B-1 in this order in every round. The lanes of a bucket tell what was contributed at
+all.
 
-Buckets are laid out once more after the first round, in the order in which its
-gradients became ready on rank 0. So they are after each first round with a parameter that was
-frozen till then.
+Buckets are laid out again after the first round, in the order in which its gradients became ready
+on rank 0, and again after the first round in which a parameter is trained that was frozen until
+then.
 
-A gradient that is marked ready a second time has got more after its bucket was packed: a layer
-that two re-entrant checkpoints share. In place, where the bucket is still here; else what came
-late waits apart. The last bucket never leaves before backward has ended, so that it can say on a
-control lane whether any rank has something late. If so all ranks reduce once more, what
-is late, add it, and never overlap again. Of a last bucket on a GPU the control lane is read in
-the first round only, since the host would have to wait for the GPU: what comes late in
-another round raises.
+A gradient is marked ready a second time if something was added after its bucket was packed, as in a
+layer that two re-entrant checkpoints share. If the bucket has not left yet, it is added there;
+otherwise the late part waits separately. The last bucket never leaves before backward has ended, so
+that a control lane in it can say whether any rank has a late part. If so, all ranks reduce the late
+parts in a second pass, add them, and never overlap again. If the last bucket is on a GPU, the
+control lane is read in the first round only, since the host would have to wait for the GPU: a late
+gradient in any other round raises.
 
 References
 ----------
@@ -99,26 +99,26 @@ class Gradients(abc.ABC):
 
     @abc.abstractmethod
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
-        """Bring this rank's gradients into a bucket, zeros for absent ones, and mark which.
+        """Copy this rank's gradients into a bucket, zeros for absent ones, and mark them.
 
-        If the bucket is leaving, nothing may be added to its gradients where they now lie.
+        If the bucket is leaving, nothing may be added to its gradients in their new places.
         """
 
     def pack_late(self, bucket: Bucket) -> None:
-        """Bring what has come since the bucket left, zeros else, and mark nothing."""
+        """Copy what has come since the bucket left, zeros elsewhere, and mark nothing."""
         bucket.clear()
 
     @abc.abstractmethod
     def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
-        """Hand the results to the module: those that any rank contributed; None for all."""
+        """Give the results to the module, for gradients that any rank contributed; None for all."""
 
     def take_back(self) -> None:
-        """Undo what `pack` did to the module, whose gradients were averaged nowhere."""
+        """Undo what `pack` did to the module, as no rank has averaged the gradients."""
         return
 
 
 class NoGradients(Gradients):
-    """Those of a rank that has run out of data, and stays for the sake of the others."""
+    """Those of a rank that has run out of data, and stays only for the others."""
 
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         bucket.clear()
@@ -137,7 +137,7 @@ class Reducer:
     backend : Backend
     averaging : Averaging
     as_array : callable
-        Makes an array of the module's library of a NumPy array, over the same memory.
+        Makes an array of the module's library from a NumPy array, over the same memory.
     gpu_memory : GpuMemory or None
         For parameters on the GPU; None if there cannot be any.
     bucket_nbytes : int
@@ -145,9 +145,9 @@ class Reducer:
     is_overlapped : bool
         Whether buckets leave while a round is open. Ranks may differ in this.
     follows_order : bool
-        Whether buckets follow the order of the first round; their memory then moves once.
+        Whether buckets follow the order of the first round; their memory then changes once.
     first_tag : int
-        Tells this reducer's calls from others of the group.
+        Distinguishes this reducer's calls from others of the group.
 
     Attributes
     ----------
@@ -156,14 +156,14 @@ class Reducer:
     bucket_of : list of Bucket
         By number of the parameter.
     is_open : bool
-        Whether a round is.
+        Whether a round is open.
     is_attended : bool
         Whether every round begins with a roll call.
     statistics : Statistics
         Of the last round.
     """
 
-    # Of a round.
+    # State of a round.
     _gradients: Gradients
     _ready: set[int]
     _ready_order: list[int]
@@ -195,7 +195,7 @@ class Reducer:
         self._bucket_nbytes = bucket_nbytes
         self._compress = compress
         self._kept: dict[str, Any] = {}
-        # A reduction of the user's own runs on the user's thread.
+        # A user's own reduction runs on the user's thread.
         self._is_overlapped = is_overlapped and not callable(compress)
         self._follows_order = follows_order
         self._agreed_places: dict[str, int] = {}  # of parameters in the order of readiness, by name
@@ -203,7 +203,7 @@ class Reducer:
         self._question: RollCall | None = None
         has_both = backend.device is not None and backend.moves_host_arrays
         self._agreement = Agreement(backend) if has_both else None
-        # Gradients of CPU and GPU become ready on threads of their own.
+        # Gradients on the CPU and on GPUs become ready on different threads.
         self._lock = threading.RLock()
         self._counter = averaging.counter(backend.rank)
         self._gradients = NoGradients()
@@ -214,10 +214,10 @@ class Reducer:
     def lay_out(self, specs: Sequence[ParameterSpec]) -> None:
         """Make buckets for these parameters.
 
-        Gradients that lie in buckets of before keep them alive.
+        Gradients that lie in earlier buckets keep them alive.
         """
-        # A rank that alone freezes parameters, and unfreezes them before the others hear of it,
-        # must come back to the order that all have: it is forgotten at no layout.
+        # A rank that alone freezes parameters, and unfreezes them before the others notice, must
+        # return to the order of all ranks: so no layout forgets that order.
         places = self._agreed_places
         self._has_order = not self._follows_order or all(spec.name in places for spec in specs)
         # Backward finishes the last layers first, so their bucket fills first.
@@ -239,13 +239,13 @@ class Reducer:
         by_number = {number: bucket for bucket in self.buckets for number in bucket.members}
         self.bucket_of = [by_number[number] for number in range(len(specs))]
         place_of = {number: place for place, number in enumerate(order)}
-        # How many gradients have come when each bucket is full, if they come in this order.
+        # How many gradients have come by the time each bucket is full, if they come in this order.
         self._full_at = [1 + max(map(place_of.__getitem__, b.members)) for b in self.buckets]
         self._tag = self._first_tag + _digest(specs, order)
         self._reset()
 
     def _make_bucket(self, index: int, members: list[int], specs: list[ParameterSpec]) -> Bucket:
-        # Every bucket has control lanes, so that its layout tells nothing of its place.
+        # Every bucket has control lanes, so that its layout does not depend on its place.
         layout = BucketLayout(specs, self.averaging.num_counters, NUM_CONTROLS)
         wire = wire_dtype(self._compress, layout.dtype)
         if specs[0].is_on_gpu:
@@ -266,7 +266,7 @@ class Reducer:
 
     @property
     def is_idempotent(self) -> bool:
-        """Whether averaging what was averaged changes nothing: not without those who have left."""
+        """Whether averaging again changes nothing; it does once ranks have left."""
         return self.averaging.is_idempotent and not self.is_attended
 
     def begin(
@@ -277,9 +277,9 @@ class Reducer:
         is_present: bool = True,
         is_held: bool = False,
     ) -> None:
-        """Open a round. All ranks do, and finish it, with their gradients or without.
+        """Open a round. All ranks do so, and finish it, with gradients or without.
 
-        If it is held, this rank's gradients stay what and where they are until `finish`.
+        If it is held, this rank's gradients stay as and where they are until `finish`.
         """
         self._reset()
         self._is_held = is_held
@@ -302,7 +302,7 @@ class Reducer:
         )
 
     def mark_ready(self, number: int) -> None:
-        """Take note that a gradient is there, and pack its bucket if it was the last."""
+        """Note that a gradient is there, and pack its bucket if it was the last."""
         # Runs for every parameter and step: what can wait until a bucket may be full does.
         if self._is_on_gpu:
             self._mark_ready_on_gpu(number)
@@ -324,7 +324,7 @@ class Reducer:
         new = self._ready_order[self._num_settled :]
         self._num_settled += len(new)
         bucket = self.bucket_of[new[0]] if new else None
-        # Nearly always these are one bucket, in the order foreseen.
+        # Nearly always these are the gradients of one bucket, in the expected order.
         if bucket is not None and bucket.num_missing == len(new) and set(new) == bucket.member_set:
             self._ready |= bucket.member_set
             bucket.num_missing = 0
@@ -335,7 +335,7 @@ class Reducer:
                 return
         else:
             self._settle_each(new)
-        # None can be full before so many more have come.
+        # No bucket can be full before so many more have come.
         missing = (bucket.num_missing for bucket in self.buckets if bucket.num_missing)
         self._next_full = self._num_settled + min(missing, default=1)
 
@@ -379,10 +379,10 @@ class Reducer:
         Raises
         ------
         WeightError
-            Their weights make no average. Nothing was packed; the group stays usable.
+            Their weights allow no average. Nothing was packed; the group stays usable.
         CollectiveMismatch
-            The ranks do not train the same parameters; names the first that differs. Gradients
-            that had not left yet are this rank's own again; the group stays usable.
+            The ranks do not train the same parameters; names the first that differs. Gradients that
+            had not left yet are again this rank's own; the group stays usable.
         DistributedError
             Whatever ended the group. Gradients are then undefined.
         """
@@ -433,7 +433,7 @@ class Reducer:
         bucket.is_packed, bucket.is_leaving = True, is_leaving
 
     def _send_packed(self) -> None:
-        """Start every bucket whose turn it is, save the last: its control lanes are not known."""
+        """Start every bucket whose turn it is, except the last: its control lanes are not known."""
         if self._agreement is not None and not self._agreement.is_reached():
             return  # `finish` says so
         while self._num_sent < len(self.buckets) - 1 and self.buckets[self._num_sent].is_packed:
@@ -454,7 +454,7 @@ class Reducer:
         op = self.averaging.reduce_op if factor is None else self._weigh(factor)
         self.buckets[-1].set_control(LATE, self._has_late)
         for bucket in self.buckets[self._num_sent :]:
-            # Of a GPU no host waits, and what is under way may be asked after.
+            # On a GPU the host does not wait, and the call's state can be queried later.
             self._send(bucket, op, async_op=bucket.is_on_gpu)
         for bucket in self.buckets:
             self._await(bucket)
@@ -468,11 +468,11 @@ class Reducer:
 
     @property
     def _tells_late(self) -> bool:
-        """Whether all ranks look at what the last bucket tells in this round."""
+        """Whether all ranks read the control lane of the last bucket in this round."""
         return not self.buckets[-1].is_on_gpu or not self._has_order
 
     def _factor(self, attendance: Attendance | None) -> float | None:
-        """Return what this rank's gradients are multiplied by; None if they stay as they are."""
+        """Return the factor for this rank's gradients; None if they stay as they are."""
         if attendance is None:
             return None
         factor = attendance.factor(self._weight, self.averaging.reduce_op is ReduceOp.MEAN)
@@ -505,7 +505,7 @@ class Reducer:
             self._arrive(bucket, times.start_s)
 
     def _send_as_user_likes(self, bucket: Bucket, op: ReduceOp) -> None:
-        # The lanes must arrive as they are, whatever becomes of the gradients.
+        # The lanes must arrive as they are, whatever is done to the gradients.
         lanes = bucket.buffer[bucket.layout.lanes_offset :]
         allreduce(lanes, self.backend, op, out=lanes, tag=self.tag_of(bucket.index))
         result = cast(Callable[..., object], self._compress)(bucket, self.backend, op)
@@ -531,7 +531,7 @@ class Reducer:
         times.exposed_s += times.end_s - waiting_since_s
 
     def _reduce_late(self) -> None:
-        """Reduce what came after its bucket had left, on whatever rank, and add it."""
+        """Reduce what came after its bucket had left, on any rank, and add it."""
         self._is_overlapped = False
         for bucket in self.buckets:
             in_time = bucket.copy()
@@ -553,7 +553,7 @@ class Reducer:
     # Ranks that disagree
 
     def _explained(self, error: CollectiveMismatch) -> CollectiveMismatch:
-        """Return the error that says which parameter the ranks disagree on, if it is one."""
+        """Return the error that names the parameter on which the ranks disagree, if any."""
         for bucket in self.buckets:
             with contextlib.suppress(CollectiveMismatch):
                 if bucket.work is not None:
@@ -563,11 +563,11 @@ class Reducer:
 
 
 def _likeness(spec: ParameterSpec) -> tuple[Any, ...]:
-    """Sorts gradients of a bucket so that those lie side by side which may be copied in one go."""
+    """Sort key: puts gradients of a bucket side by side that can be copied in one call."""
     return spec.axes, len(spec.shape), spec.shape[1:], spec.padded_count != spec.count
 
 
 def _digest(specs: Sequence[ParameterSpec], order: Iterable[int]) -> int:
-    """31 bits of what lies where: part of every tag, so that ranks that differ mismatch."""
+    """31 bits of the layout: part of every tag, so that ranks that differ get a mismatch."""
     text = "\0".join(map(str, [*specs, *order])).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1

@@ -18,7 +18,7 @@ __all__ = ["connect_replicas", "describe_state"]
 
 
 def describe_state(stages: Mapping[int, Stage]) -> list[str]:
-    """Return a line for each weight and buffer, the same on all replicas if they are alike."""
+    """Return a line for each weight and buffer, equal on all replicas if these match."""
     return [
         f"stage {number} {name} {stage.describe(array)}"
         for number, stage in stages.items()
@@ -64,7 +64,7 @@ def connect_replicas(
 def _weights_by_stage(
     stages: Mapping[int, Stage], actions: Sequence[Action]
 ) -> dict[int, list[Weight]]:
-    """Give each weight to the stage of this rank that is the last to add to its gradient."""
+    """Assign each weight to the stage of this rank that is the last to add to its gradient."""
     order = [action.stage for action in actions if action.kind is ActionKind.REDUCE]
     weights: dict[int, list[Weight]] = {number: [] for number in stages}
     seen: set[int] = set()

@@ -1,7 +1,7 @@
 """Which rank owns which elements of a set of parameters, and where they lie in one array.
 
-The array has one row for each rank, all of one length, so that reduce_scatter gives each
-rank its own row and all_gather gives all ranks all rows:
+The array has one row for each rank, all of the same length, so that reduce_scatter gives each rank
+its own row and all_gather gives all ranks all rows:
 
     row of rank r:  | fragment | fragment | ... | one lane per fragment | padding |
 
@@ -49,9 +49,9 @@ class ShardLayout:
         Elements of each parameter.
     world_size : int
     divides_parameters : bool
-        Whether a parameter may be cut between ranks: then all own the same number of
-        elements. Else each parameter goes to the rank that has least so far, the largest
-        first.
+        Whether a parameter may be divided between ranks: then all own the same number of elements.
+        Otherwise each parameter, the largest first, goes to the rank that has the fewest elements
+        so far.
 
     Attributes
     ----------

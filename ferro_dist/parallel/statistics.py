@@ -17,15 +17,15 @@ class BucketTimes:
     names : tuple of str
         The parameters whose gradients it holds.
     ready_s : float
-        Its last gradient was there; or backward had ended without some of them.
+        Its last gradient was there, or backward had ended without some of them.
     start_s : float
         Its allreduce was started.
     end_s : float
-        Its allreduce was seen to be done. One that ran beside backward may have ended
-        earlier: nobody looked.
+        Its allreduce was seen to be done. One that ran during backward may have ended earlier,
+        unnoticed.
     exposed_s : float
-        How long the rank did nothing but wait for it. On a GPU its host waits for little:
-        these are the times at which work was queued.
+        How long the rank did nothing but wait for it. On a GPU the host hardly waits: there all
+        times are those at which work was queued.
     """
 
     nbytes: int
@@ -47,7 +47,7 @@ class Statistics:
     is_overlapped : bool
         Whether buckets were reduced while backward went on.
     begin_s, backward_end_s, end_s : float
-        Backward began, backward had ended, all was reduced and handed back.
+        Backward began, backward had ended, everything was reduced and handed back.
     buckets : list of BucketTimes
         In the order in which they were reduced.
     """

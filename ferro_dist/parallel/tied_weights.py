@@ -1,4 +1,4 @@
-"""Weights that are one, though stages on several ranks have them: an embedding and its inverse."""
+"""Weights that stages on several ranks share, such as an embedding and its inverse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Members = tuple[int, ...]
 
 
 class TiedWeight(NamedTuple):
-    """A weight of this rank, and what must be the same on the others that have it."""
+    """A weight of this rank, and what must be the same on other ranks that share it."""
 
     weight: Weight
     spec: str
@@ -35,7 +35,7 @@ def find_tied_weights(
     Raises
     ------
     ValueError
-        There is no such weight, or two names stand for one.
+        There is no such weight, or two names stand for the same one.
     """
     found: dict[str, TiedWeight] = {}
     key_of: dict[Weight, str] = {}
@@ -57,7 +57,7 @@ def agree_on_ties(weights: Mapping[str, TiedWeight], backend: Backend) -> dict[M
     Raises
     ------
     ValueError
-        On all ranks: nobody else has a weight, or it has another shape there.
+        On all ranks: no other rank has a weight, or it has a different shape there.
     """
     own = json.dumps({key: weight.spec for key, weight in weights.items()})
     of_ranks = [json.loads(text) for text in all_gather_bytes(own.encode(), backend)]
@@ -90,7 +90,7 @@ def tie_weights(
     groups: Mapping[Members, Backend],
     bucket_nbytes: int,
 ) -> list[GradientReduction]:
-    """Make the sums of gradients that keep tied weights one. Called by all ranks.
+    """Make the sums of gradients that keep tied weights equal. Called by all ranks.
 
     Parameters
     ----------
