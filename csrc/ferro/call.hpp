@@ -56,8 +56,8 @@ class Call {
   double slice_s() const { return std::clamp(remaining_s(), 0.0, kWaitSliceSeconds); }
   void extend(double seconds) { timeout_s_ += seconds; }
 
-  // How long since the last absence, 0 during one. check_interrupt() records presence: where it
-  // is called too rarely, the gaps count as absences.
+  // How long since the last absence (kAbsenceSeconds), 0 during one. check_interrupt() records
+  // presence: where it is called too rarely, the gaps count as absences.
   double present_s() const {
     const Clock::time_point now = Clock::now();
     return is_absence(last_seen_, now) ? 0.0 : seconds_between(present_since_, now);

@@ -15,7 +15,7 @@ namespace ferro {
 // About the most that one message moves before others, and the caller's signals, have their turn.
 constexpr std::size_t kTurnNbytes = std::size_t{1} << 20;
 
-// One message on its way, progressed in pieces so that many can be under way at once.
+// One message on its way, moved in pieces, so that many can be under way at once.
 struct Message {
   explicit Message(const PointToPoint& point_to_point) : op(point_to_point) {}
 

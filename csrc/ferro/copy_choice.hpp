@@ -38,7 +38,7 @@ class CopyChoice {
     ++record.number;
     double& known = record.seconds[was_pulled ? 1 : 0];
     // The recent minimum: interruptions only ever add time, and as the old minimum ages, a change of
-    // conditions shows in the end.
+    // conditions shows in time.
     known = std::min(seconds, known * kForgetting);
   }
 

@@ -1,4 +1,4 @@
-// Transfers between one rank and any number of peers, all progressed together.
+// Transfers between one rank and any number of peers, which all make progress together.
 #ifndef FERRO_EXCHANGE_HPP
 #define FERRO_EXCHANGE_HPP
 

@@ -1,5 +1,5 @@
 // Lets one thread at a time into a group: a lock that obeys the caller's deadline,
-// lets go of the caller's interpreter while it waits, and costs two atomic
+// lets go of the interpreter's lock while it waits, and costs two atomic
 // instructions when nobody has to wait.
 //
 // The states are those of Drepper, "Futexes Are Tricky", mutex 2.
@@ -31,7 +31,7 @@ class Gate {
     Gate& gate_;
   };
 
-  // Takes the thread that is inside out for a moment. Whoever waits gets in before it returns.
+  // Lets the thread that is inside step out for a moment. Whoever waits gets in before it returns.
   class Leave {
    public:
     explicit Leave(Gate& gate) : gate_(gate) { gate_.leave(); }
@@ -103,7 +103,7 @@ class Gate {
   }
 
   std::atomic<std::uint32_t> state_{kFree};
-  // Written only by the thread inside. Threads only ask whether it names themselves, for which no
+  // Written only by the thread inside. A thread only ever asks whether it names itself, for which no
   // order matters.
   std::atomic<pthread_t> owner_{};
   std::atomic<int> num_waiting_{0};

@@ -29,13 +29,13 @@ class Heap {
  private:
   // Null if more of the memory has to be backed first; each attempt backs some of it.
   void* try_allocate(std::size_t nbytes);
-  // Backs [0, end) of the heap with memory before it is used: otherwise a machine short of
-  // memory would kill the process at the first touch. False if it has backed only some of it.
+  // Backs [0, end) of the heap with memory before it is used: otherwise the kernel of a machine short
+  // of memory would kill the process at the first touch. False if it has backed only some of it.
   bool back_until(std::size_t end);
 
   const std::shared_ptr<Segment> segment_;  // the arrays outlive the group
   unsigned char* const base_;
-  std::mutex mutex_;                         // all below
+  std::mutex mutex_;                         // guards all below
   std::map<std::size_t, std::size_t> free_;  // offset → size, neighbours merged
   std::map<std::size_t, std::size_t> used_;
   std::size_t backed_nbytes_ = 0;

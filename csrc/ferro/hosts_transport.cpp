@@ -12,7 +12,7 @@
 namespace ferro {
 
 // While this rank waits in one of its two transports, or works on its memory, it keeps an eye
-// on both: the hook that asks for signals is called in every long wait or piece of work.
+// on both: the hook that asks for signals is called in every long wait and piece of work.
 struct HostsTransport::Watch {
   HostsTransport& transport;
   Call& outer;

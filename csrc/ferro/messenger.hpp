@@ -35,8 +35,8 @@ class Batch {
       : messages_(ops.begin(), ops.end()), remaining_(ops.size()) {}
 
   bool is_done() const { return remaining_ == 0; }
-  // Throws what ended the group, or the first message that did not fit; in that case the others have
-  // been delivered.
+  // Throws what ended the group, or else the error of the first message that did not fit; then the
+  // messages that fit have been delivered.
   void rethrow() const {
     if (error_ != nullptr) throw *error_;
   }
@@ -133,7 +133,7 @@ class Messenger {
   int poll_ms_ = 0;
   const std::shared_ptr<const Error> out_of_memory_;  // made while there is memory
 
-  std::atomic<bool> is_notified_{false};  // the watch shall not sleep
+  std::atomic<bool> is_notified_{false};  // the watch must not sleep
   std::atomic<int> num_followers_{0};     // written under the gate
   std::atomic<std::uint32_t> news_{0};    // the followers' futex
 };

@@ -19,8 +19,8 @@ namespace {
 
 // All heaps together stay well inside the 128 TiB that a process may address.
 constexpr std::size_t kMaxHeaps = std::size_t{16} << 40;
-// With more, a rank's share of a two-shot round would be less than a line pair; nor has any
-// machine room for so many.
+// With more, a rank's share of a two-shot round would be less than a line pair; and no machine has
+// room for so many.
 constexpr int kMaxRanks = 1024;
 
 std::size_t memory_of_machine() {
@@ -47,7 +47,7 @@ std::size_t heap_nbytes_for(int size) {
               std::string(call) + ": " + std::generic_category().message(errno));
 }
 
-// Without this a machine short of memory would kill whoever touches a page first.
+// Without this the kernel of a machine short of memory would kill whoever touches a page first.
 // Populating through a mapping gives huge pages where the system has them for shared memory.
 void back_with_memory(int fd, std::size_t nbytes) {
   void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

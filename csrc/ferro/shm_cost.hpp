@@ -20,8 +20,8 @@ constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
 
 // The same for a reduction, where a rank's whole input counts: it has to be fetched first, and an allreduce
-// needs a second fence. Inputs that fit into the windows are read from there as fast, still in the peer's
-// cache.
+// needs a second fence. Inputs that fit into the windows are read from there just as fast, since they are
+// still in the peer's cache.
 constexpr std::size_t kPullReducedNbytes = std::size_t{2} << 20;
 
 // Per byte and rank, one-shot costs w + (p - 1) r, two-shot w + 2 (p - 1) / p r

@@ -269,8 +269,8 @@ void ShmTransport::await_headers(Call& call) {
       await(call, peer,
             [&flag, this] { return sequence_of(flag.load(std::memory_order_acquire)) == sequence_; });
     } catch (Error& error) {
-      // If the group ended for a rank of another host, given up by its peers there, nothing of that is
-      // known here.
+      // If the group ended because peers on another host gave up waiting for a rank there, nothing of
+      // that is known here.
       const bool is_of_this_host =
           error.peer < 0 || std::find(members_.begin(), members_.end(), error.peer) != members_.end();
       if (error.code != ErrorCode::timeout || !is_of_this_host) throw;

@@ -61,9 +61,9 @@ class Task {
   Collective collective;  // the op alone, if there are messages
   std::unique_ptr<Batch> messages;
   Call call;  // of the thread that runs it
-  // Its number among the collectives or exchanges, once it has begun: messages may already have been
-  // posted by the thread that submitted them. Written by the thread that begins it, read by those
-  // that wait; orders nothing.
+  // Its number among the collectives or exchanges, once it has begun, which messages may do on the
+  // thread that submits them. Written by the thread that begins it, read by those that wait; orders
+  // nothing.
   std::atomic<std::uint64_t> sequence{kNoSequence};
   bool has_begun() const { return sequence.load(std::memory_order_relaxed) != kNoSequence; }
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kDropNbytes = std::size_t{64} << 10;
 
-// After an end without last words, how long the mesh's are waited for before the peer counts as dead.
+// How long a stream's end without last words waits for those of the mesh before the peer counts as dead.
 constexpr std::chrono::milliseconds kMeshPatience{500};
 
 Frame header_of(const PointToPoint& op) {

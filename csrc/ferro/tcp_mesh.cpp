@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 
 // How often aborted() looks at the sockets.
 constexpr std::int64_t kLookIntervalNs = 10'000'000;
-// How often an inquest looks for what ranks say to which there is no socket.
+// How often an inquest looks for the words of ranks to which there is no socket.
 constexpr std::int64_t kListenIntervalNs = 10'000'000;
 
 std::int64_t now_ns() {

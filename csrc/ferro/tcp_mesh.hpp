@@ -9,7 +9,7 @@
 //
 // A rank that learns of an end before its peers do tells them, naming the culprit
 // and not itself. Before a rank blames a peer whose stream ended without last words, it looks
-// for those of all other peers: one that told of an earlier culprit may have gone as well.
+// for those of all other peers: one that named an earlier culprit may have gone as well.
 #ifndef FERRO_TCP_MESH_HPP
 #define FERRO_TCP_MESH_HPP
 

@@ -36,9 +36,9 @@ class TcpStream {
   // a farewell on this stream has `testimony_nbytes`.
   TcpStream(int peer, UniqueFd fd, std::size_t testimony_nbytes = 0);
 
-  // Between processes of one host, where the kernel permits: makes the socket's buffers
-  // larger than the kernel itself would. That starts small and enlarges them late, which
-  // costs allreduces of megabytes up to a fifth.
+  // Between processes of one host, where the kernel permits it: makes the socket's buffers
+  // larger than the kernel itself would. Its own start small and grow late, which costs
+  // allreduces of megabytes up to a fifth.
   void enlarge_local_buffers();
 
   int peer() const { return peer_; }

@@ -57,8 +57,8 @@ struct Beyond {
   std::function<void(Testimonies&)> add_testimonies = [](Testimonies&) {};
 };
 
-// Runs `body`. Whatever it throws, except a mismatch, ends the group; what is thrown on
-// then names the culprit that stands as the first. After a timeout it finds out who is
+// Runs `body`. Whatever that throws, except a mismatch, ends the group; the error that is
+// passed on names the culprit that then stands as the first and, after a timeout, who is
 // missing.
 void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const Beyond& beyond,
                   const std::function<void()>& body);

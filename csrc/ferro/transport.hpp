@@ -56,7 +56,7 @@ class Transport {
   // a successor of this group. 0 at first; the meaning of other values is up to them. Ranks
   // that share no memory have no such word: it stays 0, and each of them may advance it.
   virtual std::uint32_t succession() const noexcept { return 0; }
-  // Sets the word to `to` if it is `from`; whether it was.
+  // Sets the word to `to` if it is `from`; returns whether it was.
   virtual bool advance_succession([[maybe_unused]] std::uint32_t from,
                                   [[maybe_unused]] std::uint32_t to) noexcept {
     return true;

@@ -26,7 +26,7 @@ enum class DType : std::uint8_t {
   complex64,
   complex128,
   float8_e4m3,
-  float8_e5m2,  // moved, never reduced on a host
+  float8_e5m2,  // floats of 8 bits are moved, never reduced on a host
 };
 constexpr int kDTypeCount = 17;
 

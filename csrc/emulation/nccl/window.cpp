@@ -66,7 +66,7 @@ void WindowService::take(int src) {
     std::memcpy(window->second + channel.offset, channel.data, channel.nbytes);
   }
   if (channel.dtype > 0) {
-    // Release: who sees the signal sees the data.
+    // Release: whoever sees the signal sees the data.
     segment_
         .signals(segment_.rank, src, static_cast<int>(channel.signal & 0xffff),
                  static_cast<int>(channel.signal >> 16))
