@@ -1,4 +1,4 @@
-"""Groups that move arrays of both kinds of memory: the host's and the GPUs'."""
+"""Groups that move arrays in both kinds of memory: the host's and the GPUs'."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _UNIQUE_ID_NBYTES = 128
 class HybridBackend(Backend):
     """One rank of a group that has a GPU on every rank.
 
-    Each call goes by where its array lives: arrays of GPUs to NCCL, all others and
-    `barrier` to the host engine. The same program runs on both.
+    Each call is routed by where its array lives: GPU arrays go to NCCL, all others and `barrier` to
+    the host engine. The same program runs on both.
 
     Parameters
     ----------
     rank, world_size, addr
         As `HostBackend` takes them.
     unique_id : UniqueId or bytes, optional
-        As `NcclBackend` takes it. Left away, rank 0 makes one and sends it to the others.
+        As `NcclBackend` takes it. By default rank 0 makes one and sends it to the others.
     device : int, optional
-        The GPU of this rank, which becomes this thread's current one; that one if not given.
+        The GPU of this rank, which becomes this thread's current one; by default the current one.
     timeout : float
-        Of both.
+        The timeout of both sides, in seconds.
     config : dict, optional
         Options of NCCL: see `NcclBackend`.
     **options
-        Further ones of `HostBackend`.
+        Further options of `HostBackend`.
 
     Raises
     ------
@@ -55,9 +55,9 @@ class HybridBackend(Backend):
 
     Notes
     -----
-    What `NcclBackend` cannot tell is told here, as far as ranks share memory, that is, within
-    a host: `Timeout.missing` names the ranks that have not made a call on GPU arrays, and a
-    call that a rank has left without making raises `ChannelClosed` soon. A death is a
+    Ranks that share memory, that is, within a host, learn what `NcclBackend` cannot tell:
+    `Timeout.missing` names the ranks that have not made a call on GPU arrays, and if a rank leaves
+    the group without making a call, the others' call soon raises `ChannelClosed`. A death is a
     `PeerLostError` wherever it happens.
     """
 
@@ -79,7 +79,7 @@ class HybridBackend(Backend):
         try:
             nccl = _join_gpus(host, unique_id, device, config or {})
         except BaseException:
-            host.close()  # the others, who wait for this rank, hear of it
+            host.close()  # so the others, who wait for this rank, hear of it
             raise
         self._start(host, nccl)
 
@@ -140,15 +140,15 @@ class HybridBackend(Backend):
         return self._host.cores_per_rank
 
     def interrupt(self, error: BaseException) -> None:
-        self._host.interrupt(error)  # whose alarm ends the GPUs' side, here and on the others
+        self._host.interrupt(error)  # its alarm ends the GPU side, here and on the others
 
     def close(self) -> None:
         try:
-            self._nccl.leave()  # the host's side sees who dies meanwhile
+            self._nccl.leave()  # the host side notices who dies meanwhile
         finally:
             try:
-                # It goes first: who waits for this rank there hears of it at once, while NCCL
-                # ends with all ranks together.
+                # The host side closes first: ranks that wait for this one there hear of it at once,
+                # while NCCL ends with all ranks together.
                 self._host.close()
             finally:
                 self._nccl.close(min(self.timeout, END_GRACE_S))
@@ -156,7 +156,7 @@ class HybridBackend(Backend):
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         """Make an uninitialized array that all ranks of the host can reach.
 
-        For memory of the GPU that NCCL likes best: ``backend.nccl.empty``.
+        For the GPU memory that suits NCCL best: ``backend.nccl.empty``.
         """
         return self._host.empty(shape, dtype)
 
@@ -178,7 +178,7 @@ class HybridBackend(Backend):
         return self._host.survivors
 
     def shrink(self, timeout: float | None = None) -> HybridBackend:
-        # The GPUs' work under way may wait for a rank that is gone: it ends first.
+        # GPU work under way may be waiting for a rank that is gone, so it ends first.
         self._nccl.abort()
         device = self._nccl.device
         host = self._host.shrink(timeout)
@@ -322,8 +322,8 @@ class HybridBackend(Backend):
         sides = [side for side, part in ours.items() if part]
         if len(sides) < 2:
             return (sides or [self._host])[0].batch(ops, async_op, timeout, tag)
-        # Started together: a message on one side may be answered on the other. All that can
-        # be wrong with the arguments is found before: the host's side checks its own first.
+        # Started together: a message on one side may be answered on the other. Everything that can
+        # be wrong with the arguments is found before: the host side checks its own first.
         self._nccl.check_batch(ours[self._nccl], timeout, tag)
         works = [side.batch(ours[side], True, timeout, tag) for side in (self._host, self._nccl)]
         both = _Both([work for work in works if work is not None])
@@ -358,7 +358,7 @@ def _join_gpus(
     device: int | None,
     config: dict[str, Any],
 ) -> NcclBackend:
-    """Connect the GPUs of a group's ranks, once all ranks are known to have one."""
+    """Connect the GPUs of a group's ranks, after making sure that all ranks have one."""
     problem = _why_no_gpu(device)
     have_problems = host.all_gather(np.array([bool(problem)]), None, False, None, 0)
     if have_problems.any():
@@ -377,7 +377,7 @@ def _join_gpus(
 
 
 def _why_no_gpu(device: int | None) -> str:
-    """Make `device` current; say what keeps this rank from using NCCL, "" for nothing."""
+    """Make `device` current; return what keeps this rank from using NCCL, "" if nothing does."""
     try:
         load_nccl()
         from ferro_dist._native.cuda_runtime import device_count, device_number, set_device

@@ -39,9 +39,9 @@ __all__ = [
 
 _BETWEEN_LOOKS_S = 50e-6
 WATCHDOG_GRACE_S = 10.0
-"""The watchdog ends a group when a call's time is up, and says why, a moment later."""
+"""A moment after a call's timeout the watchdog ends the group, and says why."""
 END_GRACE_S = 10.0
-"""How long the end of a group waits for that of the other ranks, all its calls being done."""
+"""How long closing waits for the other ranks to close, when all calls are done."""
 # CUDA's other name of the legacy default stream, whose address is null.
 _LEGACY_STREAM = 1
 _STREAM_PER_THREAD = 2
@@ -54,7 +54,7 @@ def is_nccl_available() -> bool:
         from ferro_dist._native.cuda_runtime import device_count
 
         return device_count() > 0
-    except DistributedError:  # also of a driver that is broken
+    except DistributedError:  # including that of a broken driver
         return False
 
 
@@ -102,12 +102,12 @@ def dtype_to_nccl(dtype: Any) -> int:
 
 
 class NcclBackend(BoundBackend):
-    """One rank of a group of GPUs, whose arrays NCCL moves where they stand.
+    """One rank of a group of GPUs, whose arrays NCCL moves without a detour.
 
-    Calls do not block the host: they wait for the stream on which the caller's library
-    works now, run on the group's own stream, and let the caller's stream wait for the
-    result. Arrays in flight stay referenced. Calls can be captured in a CUDA graph, which must
-    go before the group is closed: NCCL waits for it.
+    Calls do not block the host: they wait for the stream on which the caller's library currently
+    works, run on the group's own stream, and make the caller's stream wait for the result. Arrays
+    in flight stay referenced. Calls can be captured in a CUDA graph, which must be destroyed before
+    the group is closed: NCCL waits for it.
 
     Arrays in host memory are refused: `HybridBackend` takes both kinds.
 
@@ -117,32 +117,32 @@ class NcclBackend(BoundBackend):
     unique_id : UniqueId or bytes
         From `get_unique_id` on one rank; the same on all.
     device : int, optional
-        The GPU of this rank; this thread's current one if not given.
+        The GPU of this rank; by default this thread's current one.
     timeout : float
         Seconds after which making the group gives up, and after which a call that is
         still under way ends the group.
     **config
         Options of NCCL by the names that ``Communicator.init_rank`` takes: ``min_ctas``,
         ``max_ctas``, ``cga_cluster_size``, ``net_name``, ``traffic_class`` and others. With
-        ``blocking=True`` NCCL starts no thread for each call of more than one rank, and no
-        timeout holds while it connects ranks.
+        ``blocking=True`` NCCL does not start a thread for each call of more than one rank, but no
+        timeout applies while it connects ranks.
 
     Raises
     ------
     BackendUnavailable
         NCCL is not installed or too old, or there is no GPU.
     InvalidRank, InvalidWorldSize
-        They are no place in a group.
+        Rank and world size do not fit each other.
     Timeout
         Not all ranks came.
 
     Notes
     -----
-    NCCL does not compare what ranks call: a wrong count on one rank is a hang or a wrong
-    result, where the engine's backends raise `CollectiveMismatch`. Nor does it tell who is
-    missing: `Timeout.missing` is empty, and a rank that leaves does not end the others' calls
-    before their time is up. `HybridBackend` tells both for ranks of one host. Sums of 16-bit floats
-    are rounded as NCCL does it.
+    NCCL does not compare the ranks' calls: a wrong count on one rank causes a hang or a wrong
+    result, where the engine's backends raise `CollectiveMismatch`. Nor does it tell who is missing:
+    `Timeout.missing` is empty, and when a rank leaves, the others' calls end only when they time
+    out. `HybridBackend` improves on both for ranks of one host. Sums of 16-bit floats are rounded
+    as NCCL does it.
     """
 
     name = "nccl"
@@ -177,15 +177,15 @@ class NcclBackend(BoundBackend):
         Parameters
         ----------
         stream : stream
-            Of torch, CuPy or cuda-python, anything with ``__cuda_stream__``, or its address.
-            It stays the caller's, and must outlive the group.
+            From torch, CuPy or cuda-python, anything with ``__cuda_stream__``, or its address. It
+            still belongs to the caller, and must outlive the group.
 
         Raises
         ------
         ValueError
-            It is ``cudaStreamPerThread``, which is another stream in each thread.
+            It is ``cudaStreamPerThread``, which is a different stream in each thread.
         """
-        lent = _lend(stream, device)  # what is no stream for it is told before the ranks connect
+        lent = _lend(stream, device)  # an unsuitable stream is refused before the ranks connect
         communicator = _connect(rank, world_size, unique_id, device, timeout, config)
         return cls.__new__(cls)._adopt(communicator, lent, config)
 
@@ -234,7 +234,7 @@ class NcclBackend(BoundBackend):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The options of NCCL that the group was made with."""
+        """The NCCL options with which the group was made."""
         return dict(self._config)
 
     @property
@@ -248,7 +248,7 @@ class NcclBackend(BoundBackend):
         Raises
         ------
         Timeout
-            They are not after `timeout` seconds, by default the backend's.
+            Some are not done after `timeout` seconds, by default the backend's.
         """
         seconds = self.timeout if timeout is None else arguments.check_timeout(timeout)
         self._await_raw(seconds)
@@ -269,18 +269,18 @@ class NcclBackend(BoundBackend):
         return False
 
     def attend(self, fd: int, members: Sequence[int]) -> None:
-        """Write down calls for those ranks that share the memory behind `fd`, before the first.
+        """Note calls in the memory behind `fd`, shared with other ranks; called before the first.
 
-        Errors then name who has not made a call. See ``NcclGroup.attend``.
+        Errors then name ranks that have not made a call. See ``NcclGroup.attend``.
         """
         self._group.attend(fd, members)
 
     def check_batch(self, ops: Sequence[P2POp], timeout: float | None, tag: int) -> None:
-        """Raise what `batch` would raise for its arguments; launch nothing."""
+        """Raise what `batch` would raise for these arguments; launch nothing."""
         self._group.check_batch(ops, timeout, tag)
 
     def leave(self) -> None:
-        """Wait for what is under way, and tell those that `attend` that no call will follow."""
+        """Wait for what is under way, and tell ranks that `attend` that no call will follow."""
         self._group.leave()
 
     def abort(self) -> None:
@@ -288,9 +288,9 @@ class NcclBackend(BoundBackend):
         self._group.abort()
 
     def interrupt(self, error: BaseException) -> None:
-        """End the group on this rank: `error` struck between calls that belong together.
+        """End the group on this rank, because `error` struck between calls that belong together.
 
-        NCCL tells nobody: the others' calls end when their time is up. `HybridBackend` tells.
+        NCCL tells nobody: the others' calls end when they time out. `HybridBackend` tells them.
         """
         self._group.abort()
 
@@ -303,14 +303,14 @@ class NcclBackend(BoundBackend):
         self._group.close(timeout)
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
-        """Make an uninitialized array of memory that NCCL has allocated.
+        """Make an uninitialized array in memory that NCCL has allocated.
 
         It is a torch tensor if torch is imported, else a CuPy array if that is.
 
         Raises
         ------
         UnsupportedOp
-            Neither is.
+            Neither is imported.
         """
         if self.is_closed:
             raise ChannelClosed(
@@ -336,7 +336,7 @@ class NcclBackend(BoundBackend):
         return type(self).__new__(type(self))._adopt(communicator, None, self._config)
 
     def _check_agreement(self, members: tuple[int, ...], deadline: Deadline) -> None:
-        """Raise CollectiveMismatch unless all ranks of the group named the same members."""
+        """Raise CollectiveMismatch unless all ranks of the group have named the same members."""
         from ferro_dist._native.cuda_memory import DeviceMemory, copy_async
         from ferro_dist._native.cuda_stream import Stream
 
@@ -344,8 +344,8 @@ class NcclBackend(BoundBackend):
         masks[self.rank, list(members)] = np.arange(1, len(members) + 1)
         own = DeviceMemory(masks[0].nbytes, self.device)
         gathered = DeviceMemory(masks.nbytes, self.device)
-        # Not the group's: to wait for that would be without end, where ranks stay away, and deaf
-        # to Ctrl-C; and what a call that raises leaves behind may not be in use there.
+        # Not the group's stream: waiting for that would never end if ranks stay away, and ignore
+        # Ctrl-C; besides, when a call raises, its buffers must not still be in use there.
         stream = Stream(self.device)
         copy_async(own.address, masks[self.rank].ctypes.data, masks[0].nbytes, stream)
         stream.synchronize()
@@ -364,8 +364,8 @@ class NcclBackend(BoundBackend):
             rank=self.rank,
         )
 
-    # Raw device pointers, for callers that have no arrays. On the group's stream, which the
-    # caller orders and waits for: `stream`, `synchronize`.
+    # Raw device pointers, for callers that have no arrays. They run on the group's stream, which
+    # the caller must order and wait for: `stream`, `synchronize`.
 
     def allreduce_raw(self, sendbuf: int, recvbuf: int, count: int, dtype: int, op: int) -> None:
         """Reduce `count` elements of device memory over all ranks.
@@ -402,11 +402,11 @@ class NcclBackend(BoundBackend):
 
     def _note_raw(self) -> None:
         stream = self.stream
-        if not stream.is_capturing():  # what a graph holds is its launcher's to wait for
+        if not stream.is_capturing():  # whoever launches a graph waits for what it holds
             self._raw_done = stream.record()
 
     def _await_raw(self, seconds: float) -> None:
-        """Wait for raw calls, which the group does not count."""
+        """Wait for raw calls, which the group does not track."""
         deadline = time.monotonic() + seconds
         done = self._raw_done
         while done is not None and not done.is_done():
@@ -422,7 +422,7 @@ class NcclBackend(BoundBackend):
 
 
 def _lend(stream: Any, device: int | None) -> Stream:
-    """Borrow a stream; the default one by its other name, since null is none to the binding."""
+    """Borrow a stream; the default one by its other name, as null means none to the binding."""
     from ferro_dist._native.cuda_runtime import current_device
     from ferro_dist._native.cuda_stream import Stream
 

@@ -1,13 +1,13 @@
-"""Buckets in the memory of a GPU, which NCCL has allocated and knows of.
+"""Buckets in GPU memory that NCCL has allocated and registered.
 
-Everything is done in the order of the stream on which the caller's library works now, and
-the host waits for nothing, but where it has to look at what was reduced:
+Everything is done in the order of the stream on which the caller's library currently works, and the
+host waits only where it has to look at what was reduced:
 
-- A rank that gave all gradients of a bucket knows that all were given. One that did not
-  reads the lanes, once the bucket's allreduce is done.
+- A rank that contributed all gradients of a bucket knows that each has a contributor. One that did
+  not reads the lanes, once the bucket's allreduce is done.
 - A mean of contributors takes their number from the lanes.
 
-What goes beyond memory, to multiply or to convert, is left to the array library.
+Anything beyond moving memory, such as multiplying or converting, is left to the array library.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class GpuBucket(Bucket):
         As `Bucket` takes them.
     memory : GpuMemory
     wire_dtype : numpy.dtype, optional
-        As what the content is reduced.
+        The dtype as which the content is reduced.
     kept : dict, optional
         As `Bucket` takes it.
 
     Attributes
     ----------
     buffer, flat : array
-        The same, of the module's library.
+        The same array, of the module's library.
     """
 
     is_on_gpu = True
@@ -64,11 +64,11 @@ class GpuBucket(Bucket):
         from ferro_dist._native.cuda_stream import current_stream_of_array
 
         self._set_place(index, members, layout, kept)
-        self._stream_of = current_stream_of_array  # asked for every gradient
+        self._stream_of = current_stream_of_array  # called for every gradient
         self._memory = memory
         whole = memory.empty(layout.count + self._tail_count, layout.dtype)
         self.buffer = self.flat = whole[: layout.count]
-        # What a rank that gives all its gradients writes to the lanes; of one counter.
+        # What a rank that contributes all gradients writes to the lanes, if each has one counter.
         self._full_tail, self._full_counter = whole[layout.count :], -1
         self.wire = self._flat_wire = (
             self.buffer if wire_dtype is None else memory.empty(layout.count, wire_dtype)
@@ -83,7 +83,7 @@ class GpuBucket(Bucket):
 
     def reset(self) -> None:
         super().reset()
-        release_what_has_ended()  # gradients of before the buckets were laid out anew
+        release_what_has_ended()  # gradients from before the buckets were laid out again
         self._reduced_tail: NumpyArray | None = None
         self._streams: set[int] = set()  # of this round's gradients
         self._waited_for: set[int] = set()
@@ -98,13 +98,13 @@ class GpuBucket(Bucket):
         self.is_full = False
 
     def _clear_at_once(self) -> None:
-        """Clear memory that is new: what comes may be written on any stream, and is not awaited."""
+        """Clear new memory at once: what comes may be written on any stream, without a wait."""
         from ferro_dist._native.cuda_memory import fill_async
         from ferro_dist._native.cuda_runtime import DeviceGuard
         from ferro_dist._native.cuda_stream import Stream
 
         with DeviceGuard(self._memory.device):
-            stream = Stream()  # which has nothing to do before
+            stream = Stream()  # which has nothing else to do first
             fill_async(self._address, 0, self.layout.nbytes, stream)
             stream.synchronize()
         self.is_full = False
@@ -154,12 +154,12 @@ class GpuBucket(Bucket):
         self._full_counter = counter
 
     def _read_tail(self) -> NumpyArray:
-        """Wait for the reduction on the host, and return what became of the tail."""
+        """Wait for the reduction on the host, and return the reduced tail."""
         if self._reduced_tail is None:
             from ferro_dist._native.cuda_memory import copy_async
 
             if self.work is not None:
-                self.work.wait(self._memory.patience_s)  # has a deadline, and hears of ends
+                self.work.wait(self._memory.patience_s)  # has a deadline, and sees the group end
             tail: NumpyArray = np.empty(self._tail_count, self.layout.dtype)
             with self._on_device() as stream:
                 copy_async(tail.ctypes.data, self._tail_address, tail.nbytes, stream)
@@ -202,7 +202,7 @@ class GpuBucket(Bucket):
     def _upload(self, host: NumpyArray, address: int) -> None:
         from ferro_dist._native.cuda_memory import copy_async
 
-        # From memory that is not pinned: CUDA has taken its content when the call returns.
+        # From memory that is not pinned: CUDA has read it when the call returns.
         with self._on_device() as stream:
             copy_async(address, host.ctypes.data, host.nbytes, stream)
 
@@ -212,7 +212,7 @@ class GpuBucket(Bucket):
         self._streams.add(self._stream_of(self.buffer))
 
     def join_streams(self) -> None:
-        # Where the user's forward used several streams, so does backward.
+        # If the user's forward used several streams, so does backward.
         current = self._current_stream()
         self._waited_for = self._streams - {current}
         for stream in self._waited_for:
@@ -237,7 +237,7 @@ class GpuBucket(Bucket):
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[Stream]:
-        """Make the GPU current, whose default stream may be meant; give the stream to work on."""
+        """Make the GPU current, as its default stream may be meant; yield the stream to work on."""
         from ferro_dist._native.cuda_runtime import DeviceGuard
         from ferro_dist._native.cuda_stream import Stream
 

@@ -1,10 +1,10 @@
-"""The ways of a pipeline's messages from GPU to GPU.
+"""How a pipeline's messages travel from GPU to GPU.
 
-NCCL runs the calls on one communicator one after the other, in the order in which they were
-made, and a large send lasts until it is received. Two neighbours that each send before they
-receive, as under 1F1B an activation and a gradient pass each other, would wait for ever on
-one communicator. So each pair of ranks has a communicator for each direction that is used: on
-it one only sends, and the other only receives, in the same order.
+NCCL runs the calls on one communicator one after the other, in the order in which they were made,
+and a large send lasts until it is received. Two neighbours that each send before they receive, as
+under 1F1B, where an activation and a gradient pass each other, would wait forever on one
+communicator. So each pair of ranks has a communicator for each direction that is used, on which one
+only sends, and the other only receives, in the same order.
 
 Made once, by all ranks: two calls for each direction.
 """
@@ -29,11 +29,11 @@ __all__ = ["RECEIVER", "SENDER", "GpuChannels", "make_gpu_channels"]
 Array = Any
 
 SENDER, RECEIVER = 0, 1
-"""The ranks in a channel."""
+"""The rank numbers within a channel."""
 
 
 class GpuChannels:
-    """This rank's ends of them.
+    """This rank's ends of the channels.
 
     Parameters
     ----------
@@ -51,18 +51,18 @@ class GpuChannels:
         return self._start(self._channels[self._rank, peer], "send", arrays, RECEIVER, timeout)
 
     def recv(self, arrays: Sequence[Array], peer: int, timeout: float | None) -> Work:
-        """Start to receive into arrays of this rank's GPU, as `send`."""
+        """Start to receive into arrays of this rank's GPU, without blocking, as in `send`."""
         return self._start(self._channels[peer, self._rank], "recv", arrays, SENDER, timeout)
 
     def close(self) -> None:
-        """Wait for what is under way, and end them. Idempotent."""
+        """Wait for what is under way, and end the channels. Idempotent."""
         with contextlib.ExitStack() as ends:
-            # In one order on all ranks: both ends of a channel wait for each other.
+            # In the same order on all ranks: both ends of a channel wait for each other.
             for _, channel in sorted(self._channels.items()):
                 ends.callback(channel.close, min(channel.timeout, END_GRACE_S))
 
     def abort(self) -> None:
-        """End them at once, whatever is under way. Other ranks are not told."""
+        """End the channels at once, whatever is under way. Other ranks are not told."""
         with contextlib.ExitStack() as ends:
             for channel in self._channels.values():
                 ends.callback(channel.abort)
@@ -119,7 +119,7 @@ def _directions(schedule: Iterable[Sequence[Action]]) -> list[tuple[int, int]]:
 
 
 def _open(channel: NcclBackend, backend: HybridBackend, timeout: float | None) -> None:
-    """Send one byte: NCCL connects two ranks in their first message, and holds up all others."""
+    """Send one byte: NCCL connects two ranks in their first message, which delays all others."""
     from ferro_dist._native.cuda_memory import DeviceMemory
 
     byte = DeviceMemory(1, backend.nccl.device)

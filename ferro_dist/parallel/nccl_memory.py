@@ -1,9 +1,9 @@
-"""Memory of a GPU for what is reduced again and again: allocated by NCCL, and registered with it.
+"""GPU memory for what is reduced again and again: allocated by NCCL, and registered with it.
 
-The allocators of GPU libraries give memory back in the order of a stream, so that nobody has
-to wait before letting go of an array that the GPU still reads. NCCL's does not. What nobody
-refers to any more is therefore kept here until the stream has passed on which its last user
-worked then.
+The allocators of GPU libraries reuse memory in the order of a stream, so that nobody has to wait
+before releasing an array that the GPU still reads. NCCL's does not. Memory to which nobody refers
+any more is therefore kept here until the stream on which its last user worked at that time has
+passed that point.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GpuMemory:
     ----------
     backend : NcclBackend or HybridBackend
     like : array
-        One of the library; may be on the host.
+        An array of the library; may be on the host.
     view : callable
         Makes the place of a gradient in a flat array, as `bucket.view_of` does.
 
@@ -53,7 +53,7 @@ class GpuMemory:
         like: Array,
         view: Callable[[Array, int, ParameterSpec], Array] = view_of,
     ) -> None:
-        group = getattr(backend, "nccl", backend)  # a HybridBackend's side of GPUs
+        group = getattr(backend, "nccl", backend)  # a HybridBackend's GPU side
         self._group = cast("NcclBackend", group)
         self._like = like
         self.view = view
@@ -62,7 +62,7 @@ class GpuMemory:
         self._probe: Array = None
 
     def empty(self, count: int, dtype: Any) -> Array:
-        """Make an uninitialized vector, of which the group's communicator knows."""
+        """Make an uninitialized vector that is registered with the group's communicator."""
         release_what_has_ended()
         if self._probe is None:
             self._probe = self._make_probe()
@@ -71,7 +71,7 @@ class GpuMemory:
         return interop.array_over(memory, (count,), np.dtype(dtype), self._like)
 
     def _make_probe(self) -> Array:
-        """Make an array that nobody uses: by it its library tells any thread's current stream."""
+        """Make an unused array, to ask its library for any thread's current stream."""
         from ferro_dist._native.nccl_memory import NcclMemory
 
         memory = NcclMemory(1, self.device)
@@ -79,7 +79,7 @@ class GpuMemory:
 
 
 class _RegisteredMemory:
-    """Memory that NCCL allocated, and a communicator has registered while any array is over it."""
+    """Memory that NCCL allocated, registered with a communicator while arrays use it."""
 
     def __init__(self, nbytes: int, group: NcclBackend, probe: Array) -> None:
         from ferro_dist._native.nccl_memory import NcclMemory
@@ -101,14 +101,14 @@ class _RegisteredMemory:
 
 
 class _Ending(NamedTuple):
-    """Memory that nobody refers to any more, and when it may go.
+    """Memory to which nobody refers any more, and when it may be freed.
 
     Attributes
     ----------
     held : tuple
     probe : array
     event : Event or None
-        None while the stream is captured, which would take the event for a part of the graph.
+        None while the stream is captured: the event would become part of the graph.
     """
 
     held: tuple[Any, ...]
@@ -116,27 +116,27 @@ class _Ending(NamedTuple):
     event: Event | None
 
     def looked_at(self) -> _Ending | None:
-        """Return what is left to wait for; None if the memory may go."""
+        """Return what is left to wait for; None if the memory may be freed."""
         from ferro_dist._native.cuda_runtime import DeviceGuard
         from ferro_dist._native.cuda_stream import Stream, current_stream_of_array
 
         device = interop.as_view(self.probe).device_id
         with DeviceGuard(device):
             stream: Stream = Stream.borrow(current_stream_of_array(self.probe), device)
-            if stream.is_capturing():  # nor may events be asked after
+            if stream.is_capturing():  # nor may events be queried
                 return self
             event = self.event or stream.record()
             return None if event.is_done() else self._replace(event=event)
 
 
-# Appending and popping are atomic: several threads may let go of memory.
+# Appending and popping are atomic: several threads may release memory.
 _ending: list[_Ending] = []
 
 
 def release_what_has_ended() -> None:
     """Free the memory that no stream uses any more."""
     waiting = []
-    with contextlib.suppress(IndexError):  # empty, perhaps by another thread
+    with contextlib.suppress(IndexError):  # empty, perhaps because of another thread
         while _ending:
             left = _ending.pop().looked_at()
             if left is not None:
