@@ -52,3 +52,16 @@ def on_ranks() -> OnRanks:
         return [future.result() for future in failed or ranks]
 
     return run
+
+
+@pytest.fixture
+def traces_in_threads() -> None:
+    """Let torch note in a thread that stays that there is no GPU, before others trace graphs.
+
+    What a torch with CUDA then puts in a GPU's place belongs to the first thread that traces, and
+    is used after the end of that thread, too (pull request 178950 of pytorch mends it).
+    """
+    torch: Any = pytest.importorskip("torch")
+    note = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if note is not None:
+        note()

@@ -395,6 +395,7 @@ def test_modules_may_checkpoint_parts_of_themselves(on_ranks: OnRanks, use_reent
     assert_same(pipelined, run_whole(model, x, y))
 
 
+@pytest.mark.usefixtures("traces_in_threads")
 def test_compiled_modules_are_told_and_run_whole(on_ranks: OnRanks) -> None:
     model = chain(2)
     x, y = batch(6)

@@ -109,6 +109,7 @@ def test_a_backward_that_is_refused_on_one_rank_tells_the_others(
     on_ranks(2, body)
 
 
+@pytest.mark.usefixtures("traces_in_threads")
 @pytest.mark.parametrize("is_seen", [True, False])
 @pytest.mark.parametrize("is_local", [True, False])
 def test_a_backward_under_compiled_autograd_is_refused(

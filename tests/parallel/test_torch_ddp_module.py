@@ -230,6 +230,7 @@ def test_a_copy_trains_by_itself(on_ranks: OnRanks) -> None:
     assert on_ranks(2, body) == [((3, 2), (10, 2))] * 2
 
 
+@pytest.mark.usefixtures("traces_in_threads")
 @pytest.mark.parametrize("outside", [False, True], ids=["module", "wrapper"])
 def test_compiled_modules_are_averaged(on_ranks: OnRanks, outside: bool) -> None:
     def body(backend: Any) -> Any:
