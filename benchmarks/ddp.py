@@ -47,6 +47,8 @@ TORCH_CONFIGURATIONS: dict[str, dict[str, Any]] = {
 def main() -> int:
     options = parse_arguments()
     results = [result for ranks in options.ranks for result in compare(ranks, options)]
+    if not results:
+        return 1
     run = measure.describe_run()
     path = measure.output_path(options.output, f"ddp-{options.transport}")
     measure.write_json_lines(path, ({**result.to_json(), **run} for result in results))
@@ -54,7 +56,7 @@ def main() -> int:
     if options.plot:
         for result in results:
             draw(result, path)
-    return 0 if results else 1
+    return 0
 
 
 def parse_arguments() -> argparse.Namespace:

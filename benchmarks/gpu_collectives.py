@@ -32,11 +32,14 @@ import measure
 import numpy as np
 
 import ferro_dist as fd
+from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.testing import emulated_gpu, run_ranks, share_gpu
 
 SIZES = "4 1K 16K 256K 1M 4M 16M 64M 256M"
 QUICK_SIZES = "4 16K 1M 64M"
 ROUNDS = 21
+MIN_ROUNDS = 3
+SIZE_S = 45.0  # for all rounds of a size: ranks that share a GPU may take seconds for each
 BATCH_BYTES = 1 << 30  # moved in one batch, within the bounds that follow
 MIN_BATCH, MAX_BATCH = 5, 200
 MAX_SHARED_BATCH = 40  # ranks that share a GPU take turns on it, some milliseconds each
@@ -84,14 +87,14 @@ def main() -> None:
     ranks = options.ranks or num_gpus
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES).split()
     nbytes = [measure.parse_size(size) for size in sizes]
-    rounds = 3 if options.quick else ROUNDS
+    rounds = MIN_ROUNDS if options.quick else ROUNDS
     with tempfile.TemporaryDirectory() as folder:
         build_loop(Path(folder))
         plan = (folder, nbytes, rounds, num_gpus, options.emulate)
         by_rank = run_ranks(ranks, measure_all, *plan, timeout=TIMEOUT_S)
     records = [record(ranks, num_gpus, key, by_rank) for key in by_rank[0]["times"]]
     show(records, by_rank[0])
-    run = {**measure.describe_run(), "device": by_rank[0]["device"]}
+    run = {**measure.describe_run(), **{name: by_rank[0][name] for name in ("device", "nccl")}}
     if options.emulate:
         measure.say("\nemulated: these are no GPU's times; nothing is written")
         return
@@ -133,15 +136,31 @@ def measure_all(
             x = gpu.zeros(max(1, nbytes // 4))
             batch = min(most, max(MIN_BATCH, BATCH_BYTES // nbytes))
             calls = {name: prepare(x) for name, prepare in contestants.items()}
-            for turn, (name, call) in itertools.product(range(rounds + 1), calls.items()):
-                fd.barrier(host)
-                started = time.perf_counter()
-                call(batch)
-                gpu.synchronize()
-                elapsed = time.perf_counter() - started
-                if turn:  # the first warms up
-                    times.setdefault((name, nbytes), []).append(elapsed / batch)
-    return {"times": times, "missing": missing, "device": gpu.description}
+            for name, samples in take_turns(host, gpu, calls, batch, rounds).items():
+                times[name, nbytes] = samples
+    nccl = ".".join(map(str, load_nccl().get_version()))
+    return {"times": times, "missing": missing, "device": gpu.description, "nccl": nccl}
+
+
+def take_turns(
+    host: Any, gpu: Any, calls: dict[str, Call], batch: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds a call by contestant, of as many rounds as there is time for."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    began = time.perf_counter()
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            fd.barrier(host)
+            started = time.perf_counter()
+            call(batch)
+            gpu.synchronize()
+            elapsed = time.perf_counter() - started
+            if turn:  # the first warms up
+                times[name].append(elapsed / batch)
+        longest = fd.allreduce(np.array([time.perf_counter() - began]), host, "max")
+        if turn >= MIN_ROUNDS and longest[0] > SIZE_S:  # alike on all ranks
+            break
+    return times
 
 
 def enter_all(
@@ -324,7 +343,8 @@ def record(
 
 
 def show(records: list[dict[str, Any]], first: dict[str, Any]) -> None:
-    measure.say(f"{first['device']}, {records[0]['ranks']} ranks on {records[0]['gpus']} GPUs")
+    where = f"{first['device']}, NCCL {first['nccl']}"
+    measure.say(f"{where}, {records[0]['ranks']} ranks on {records[0]['gpus']} GPUs")
     for reason in first["missing"]:
         measure.say(f"missing: {reason}")
     floor = {each["nbytes"]: each["p50_us"] for each in records if each["name"] == "C API"}
