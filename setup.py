@@ -22,12 +22,12 @@ ABI = Path("csrc/abi")
 EMULATION = Path("csrc/emulation")
 EMULATED = Path("ferro_dist/_emulation")
 
-# csrc/nccl, beside the extensions that call it. A library, since they are several and must
-# share its threads and locks.
+# csrc/nccl, next to the extensions that call it. It is a library, since several of them must share
+# its threads and locks.
 COMMUNICATORS = "libferro_nccl.so"
 CALL_COMMUNICATORS = ("nccl", "nccl_connection", "nccl_group", "nccl_memory", "nccl_resource")
 
-# The CUDA runtimes that there are: for each, cudart.pyx is compiled and linked once.
+# The supported CUDA runtimes: for each, cudart.pyx is compiled and linked once.
 CUDART_VERSIONS = (12, 13)
 
 # Where the wheels put their libraries, seen from ferro_dist/_native in the same
@@ -49,20 +49,20 @@ COMPILE_ARGS = [
     "-pthread",
     "-Wall",
     "-Wextra",
-    # What Cython generates is not ours to tidy.
+    # Warnings about what Cython generates are of no use.
     "-Wno-unused-function",
     "-Wno-missing-field-initializers",
     "-Wno-cast-function-type",
 ]
 
-# Its own functions are its own, whatever else of their names is loaded: nothing is looked up.
+# It calls its own functions directly, whatever else with the same names is loaded.
 COMMUNICATOR_ARGS = [
     *(each for each in COMPILE_ARGS if each != "-fvisibility=hidden"),
     "-fno-semantic-interposition",
 ]
 
-# Hidden: both emulated libraries are loaded into one process for everybody to see, and
-# have parts of the same names.
+# Hidden: both emulated libraries are loaded into one process, visible to all, and contain parts
+# with the same names.
 EMULATION_ARGS = [
     "-std=c++17",
     "-O2",
@@ -85,9 +85,9 @@ DIRECTIVES = {
 }
 
 
-# Ordinary Python, which Cython compiles as it stands: it is between the user and every call,
-# and costs a quarter less so. A source tree without the compiled ones works the same, but for
-# one thing: unless a file forbids it, Cython takes annotations for declarations.
+# Ordinary Python, which Cython compiles unchanged: it stands between the user and every call, and
+# costs a quarter less when compiled. A source tree without the compiled modules works alike, with
+# one exception: unless a file forbids it, Cython takes annotations for declarations.
 COMPILED_PYTHON = ("collective", "point_to_point")
 
 
@@ -137,7 +137,7 @@ def run_path_args(soname: str | None) -> list[str]:
 
 
 def kernel_sources() -> list[str]:
-    """Return the engine's reductions, with which the emulated NCCL reduces too."""
+    """Return the engine's reductions, which the emulated NCCL uses, too."""
     return [str(path) for path in [*sorted(ENGINE.glob("kernels*.cpp")), ENGINE / "wide_float.cpp"]]
 
 
@@ -146,7 +146,7 @@ def sources_in(folder: Path) -> list[str]:
 
 
 def version_script(soname: str) -> str | None:
-    """Return the version node that the real library has: without it ld.so refuses to run us."""
+    """Return the real library's version node: without it ld.so refuses to run the extension."""
     return f"{soname} {{ global: *; }};" if soname.startswith("libcudart") else None
 
 
@@ -161,7 +161,7 @@ def declared_functions(header: Path) -> list[str]:
 
 
 def compile_in_parallel(compiler: Any, jobs: int) -> None:
-    """Let `compiler` work on several sources of one extension at once: most are in `host`."""
+    """Make `compiler` work on several sources of one extension at once: most are in `host`."""
     compile_all = compiler.compile
 
     def compile_each(sources: list[str], *args: Any, **options: Any) -> list[str]:
@@ -181,7 +181,7 @@ def strip(compiler: Any, names: Sequence[str], unwanted: Callable[[str], bool]) 
 
 
 def strip_run_paths(compiler: Any) -> None:
-    """Drop Python's run paths: they would come before ours."""
+    """Drop Python's run paths: they would come before those of the extensions."""
     strip(compiler, ("linker_so", "linker_so_cxx"), lambda word: word.startswith("-Wl,-rpath"))
 
 
@@ -207,8 +207,8 @@ class BuildNative(build_ext):  # setuptools has no types
         strip_debug_information(self.compiler)
         compile_in_parallel(self.compiler, self.parallel or 1)
         self.link_libraries()
-        # Here and not in setup(): an sdist, which asks only for the sources, then
-        # lists the .pyx, and metadata are read without Cython's seconds.
+        # Here and not in setup(): an sdist, which asks only for the sources, then lists the .pyx,
+        # and metadata are read without the seconds that Cython takes.
         from Cython.Build import cythonize
 
         for each in self.extensions:
@@ -225,7 +225,7 @@ class BuildNative(build_ext):  # setuptools has no types
         self.build_emulation()
 
     def source_of_its_own(self, extension: Any) -> str:
-        """Return the .pyx of an extension; a copy where it is named otherwise than its module.
+        """Return the .pyx of an extension; a copy if its name differs from the module's.
 
         Cython would write the C++ of both modules of cudart.pyx to one file.
         """
@@ -248,7 +248,7 @@ class BuildNative(build_ext):  # setuptools has no types
                 extension.extra_objects = [libraries[soname]]
 
     def link_stub(self, soname: str) -> str:
-        """Make a stand-in for a library of CUDA's, which need not be here.
+        """Make a stand-in for a CUDA library, which need not be installed.
 
         It has the real one's name and functions that do nothing; what is loaded at run
         time is the real one. So the package builds on a machine without CUDA, as
@@ -276,7 +276,7 @@ class BuildNative(build_ext):  # setuptools has no types
         return self.link_library(COMMUNICATORS, [*objects, nccl], folder, link_args)
 
     def build_emulation(self) -> None:
-        """Build the emulated libraries beside the extensions."""
+        """Build the emulated libraries next to the extensions."""
         package = Path(self.build_lib) / EMULATED
         package.mkdir(parents=True, exist_ok=True)
         objects = {
@@ -320,18 +320,18 @@ class BuildNative(build_ext):  # setuptools has no types
 
     def run(self) -> None:
         super().run()
-        # `python -m` puts the working directory before the installed packages. Whoever
-        # installs from a clone and stays in it would import a package without its
-        # compiled half; so the clone gets a copy.
+        # `python -m` puts the working directory before the installed packages. A user who installs
+        # from a clone and stays in it would import a package without its compiled half; so the
+        # clone gets a copy.
         if not self.inplace:
             self.copy_extensions_to_source()
-        # In place, too: setuptools builds elsewhere then, and copies what it knows of.
+        # In place, too: setuptools then builds elsewhere, and copies what it knows about.
         shutil.copy(Path(self.build_lib) / NATIVE / COMMUNICATORS, NATIVE)
         for library in (Path(self.build_lib) / EMULATED).glob("*.so.*"):
             shutil.copy(library, EMULATED)
 
     def copy_extensions_to_source(self) -> None:
-        """Copy all but compiled Python: beside its source it would hide what one edits there."""
+        """Copy all but compiled Python modules: next to their sources these would hide edits."""
         self.extensions = [each for each in self.extensions if each.name.startswith(NATIVE_PREFIX)]
         super().copy_extensions_to_source()
 

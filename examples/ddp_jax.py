@@ -2,9 +2,8 @@
 
     ferrorun -n 2 examples/ddp_jax.py
 
-Needs jax and scikit-learn. `tap` is the identity; in backward, inside of the compiled
-program, it hands each bucket of gradients over as soon as it is computed, and returns the
-average.
+Needs jax and scikit-learn. `tap` is the identity; in backward, inside the compiled program,
+it hands over each bucket of gradients as soon as it is computed, and returns the average.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from sklearn.datasets import load_digits
 
 import ferro_dist as fd
 
-SHARE = 32  # images of each rank in a batch: of one size, so that the step is compiled once
+SHARE = 32  # images of each rank in a batch: always as many, so that the step is compiled once
 LEARNING_RATE = 0.2
 TEST_IMAGES = 360
 

@@ -3,8 +3,8 @@
     ferrorun -n 2 examples/ddp_numpy.py
 
 Needs scikit-learn, for its handwritten digits. Any object with `parameters()` and
-`grads()` can be wrapped. Backward says itself when the gradients of a layer are final:
-their average is then under way while it computes those of the layer before.
+`grads()` can be wrapped. Backward reports when the gradients of a layer are final: they
+are then averaged while it computes those of the previous layer.
 """
 
 from __future__ import annotations

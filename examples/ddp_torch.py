@@ -2,8 +2,8 @@
 
     ferrorun -n 2 examples/ddp_torch.py
 
-Needs torch and scikit-learn. Three lines differ from training in one process: those with
-`fd.` in them.
+Needs torch and scikit-learn. Only the three lines with `fd.` in them differ from training in
+one process.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     ferrorun -n 4 examples/pipeline_and_ddp.py
 
 Each pipeline trains on its share of the batch. Gradients of replicas are averaged while the
-pipelines drain, also under a zero-bubble schedule. The result is that of training the whole
+pipelines drain, even under a zero-bubble schedule. The result is that of training the whole
 model on the whole batch, which rank 0 does for comparison.
 """
 

@@ -3,8 +3,8 @@
     ferrorun -n 2 examples/pipeline_torch.py
     ferrorun -n 3 examples/pipeline_torch.py --schedule zb_h1 --steps 200 --plot timeline.png
 
-It learns to predict the next character, and shows at the end what the schedule should have taken
-and what it did.
+It learns to predict the next character, and compares at the end the time that the schedule should
+have taken with the time that it took.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_MICROBATCHES = 8
 
 
 class Embedding(nn.Module):
-    """Characters and their places."""
+    """Characters and their positions."""
 
     def __init__(self, num_characters: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 def read_documents() -> tuple[torch.Tensor, int]:
-    """Return the text as numbers, and how many different ones there are."""
+    """Return the text as numbers, and the number of different characters."""
     root = Path(__file__).parent.parent
     text = "".join((root / name).read_text(encoding="utf-8") for name in DOCUMENTS)
     characters = sorted(set(text))
@@ -69,7 +69,7 @@ def read_documents() -> tuple[torch.Tensor, int]:
 
 
 def batches(text: torch.Tensor, seed: int) -> Any:
-    """Yield pieces of the text and the same, one character later: alike on all ranks."""
+    """Yield pieces of the text, and the same one character later; equal on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=generator)

@@ -218,7 +218,7 @@ def reduce_op_of(op: ReduceOp | str) -> ReduceOp:
     member = ReduceOp.__members__.get(op.upper()) if isinstance(op, str) else None
     if member is None:
         names = ", ".join(repr(name.lower()) for name in ReduceOp.__members__)
-        raise UnsupportedOp(f"There is no reduction {op!r}, but {names}.")
+        raise UnsupportedOp(f"There is no reduction {op!r}; use one of {names}.")
     return member
 
 

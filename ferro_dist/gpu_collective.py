@@ -93,7 +93,7 @@ def gpu_broadcast(
 def _check_on_gpu(x: Array, op: str, rank: int) -> None:
     if not interop.is_on_gpu(x):
         raise InvalidArray(
-            f"{op} takes arrays of a GPU, and this {type(x).__qualname__} is in the host's memory. "
+            f"{op} takes GPU arrays, but this {type(x).__qualname__} is in host memory. "
             f"Call ferro_dist.{op.removeprefix('gpu_')}, which takes both.",
             op=op,
             rank=rank,

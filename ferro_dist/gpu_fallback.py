@@ -62,7 +62,7 @@ def check_enabled(op: str, rank: int) -> None:
             rank=rank,
         )
     warnings.warn(
-        f"{op} of a GPU's array goes through the host's memory, which is slow. Use HybridBackend, "
+        f"{op} of a GPU array goes through host memory, which is slow. Use HybridBackend, "
         f"or unset {VARIABLE} to make this an error.",
         GpuFallbackWarning,
         stacklevel=_depth_of_caller(),
@@ -118,7 +118,7 @@ def _stream_of(view: BufferView) -> Stream:
 
     stream = Stream.borrow(current_stream_of_array(view.owner), current_device())
     if stream.is_capturing():
-        raise UnsupportedOp("A call through the host's memory cannot go into a CUDA graph.")
+        raise UnsupportedOp("A call through host memory cannot be captured in a CUDA graph.")
     return stream
 
 

@@ -129,8 +129,8 @@ def device_empty(shape: Sequence[int], code: int, device: int) -> Array:
     library = next((each for each in (_EMULATED, _TORCH, _CUPY) if each.has_gpu()), None)
     if library is None:
         raise UnsupportedOp(
-            "empty: memory of a GPU becomes an array of torch or CuPy, of which neither is "
-            "imported. Import one first."
+            "empty: GPU memory can only become an array of torch or CuPy, and neither is imported. "
+            "Import one first."
         )
     return library.over(NcclMemory(max(1, math.prod(shape) * dtype.itemsize), device), shape, dtype)
 
@@ -265,7 +265,7 @@ def dtype_code(dtype: Any) -> int:
     except TypeError:
         resolved = None
     if resolved is None or not resolved.isnative or resolved.name not in _CODES:
-        raise InvalidArray(f"there is no dtype {dtype!r} here, but {', '.join(DTYPE_NAMES)}")
+        raise InvalidArray(f"there is no dtype {dtype!r}; use one of {', '.join(DTYPE_NAMES)}")
     return _CODES[resolved.name]
 
 
@@ -288,11 +288,11 @@ class _Library:
         return written
 
     def over(self, memory: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        raise InvalidArray("memory of a GPU becomes an array of torch or CuPy, and of no other")
+        raise InvalidArray("GPU memory can only become an array of torch or CuPy")
 
     def empty_beside(self, x: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         raise InvalidArray(
-            f"cannot make room on a GPU beside this {type(x).__module__}.{type(x).__qualname__}: "
+            f"cannot allocate on the GPU of this {type(x).__module__}.{type(x).__qualname__}: "
             "its library is not one that ferro_dist can allocate with (torch, CuPy)"
         )
 

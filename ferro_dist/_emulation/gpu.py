@@ -41,7 +41,7 @@ _gpu: EmulatedGpu | None = None
 
 
 def gpu_of_process(cuda: int = 12, devices: int | None = None) -> EmulatedGpu:
-    """Load the emulated libraries, if they are not yet, and return what speaks to them."""
+    """Load the emulated libraries, unless they are, and return the object that uses them."""
     global _gpu
     if _gpu is None:
         if devices is not None:
@@ -53,12 +53,12 @@ def gpu_of_process(cuda: int = 12, devices: int | None = None) -> EmulatedGpu:
 
 
 class EmulatedGpu:
-    """The emulated devices, their memory and streams; `emulated_gpu` gives the one there is.
+    """The emulated devices, their memory and streams; `emulated_gpu` returns the only instance.
 
     Attributes
     ----------
     cudart, nccl : ctypes.CDLL
-        The emulated libraries, for calls that nothing here makes.
+        The emulated libraries, for calls that are not wrapped here.
     streams : mapping of int to EmulatedStream
         Those made here, by their handles.
     """
@@ -106,7 +106,7 @@ class EmulatedGpu:
         first, nbytes = _span(array)
         raw = np.empty(nbytes, np.uint8)
         with self.device(array.device):
-            if not array.is_contiguous:  # what lies in between stays what it is
+            if not array.is_contiguous:  # what lies in between must stay as it is
                 self._copy(raw.ctypes.data, array.address + first, nbytes, _D2H, None)
                 self.synchronize(current_stream())
             strides = tuple(stride * array.dtype.itemsize for stride in array.strides)
@@ -147,14 +147,14 @@ class EmulatedGpu:
             self.check(self.cudart.cudaStreamSynchronize(_handle(stream)))
 
     def order(self, earlier: Any, later: Any) -> None:
-        """Let what `later` is given from now on wait for what `earlier` has now."""
+        """Make what `later` is given from now on wait for what `earlier` has now."""
         with self.event() as event:
             event.record(earlier)
             self.check(self.cudart.cudaStreamWaitEvent(_handle(later), _handle(event), 0))
 
     @contextlib.contextmanager
     def capture(self, stream: EmulatedStream, mode: str = "global") -> Iterator[EmulatedGraph]:
-        """Record what `stream` is given into a graph, and run nothing of it.
+        """Record what `stream` is given into a graph, without running it.
 
         Parameters
         ----------
@@ -194,7 +194,7 @@ class EmulatedGpu:
         return device.value
 
     def has_context(self, number: int) -> bool:
-        """Tell whether this process has a context on a device, which takes memory of a GPU."""
+        """Return whether this process has a context on a device, which would take GPU memory."""
         return bool(self.cudart.ferroEmulationHasContext(number))
 
     @contextlib.contextmanager
@@ -207,13 +207,12 @@ class EmulatedGpu:
         finally:
             self.check(self.cudart.cudaSetDevice(before))
 
-    # What makes faults show
+    # Exposing faults
 
     def set_delay(self, microseconds: int) -> None:
-        """Let every operation of every stream be late by so much.
+        """Delay every operation of every stream by so much.
 
-        With 300 µs, a wait that is missing and memory that is freed too early show in nearly
-        every run.
+        With 300 µs, a missing wait or memory that is freed too early shows in nearly every run.
         """
         self.cudart.ferroEmulationSetDelay(microseconds)
 
@@ -234,7 +233,7 @@ class EmulatedGpu:
 
     @property
     def stuck_count(self) -> int:
-        """How many calls of NCCL do not return now, as a fault on demand has it."""
+        """How many NCCL calls do not return at the moment, because of a fault on demand."""
         return int(self.nccl.ferroEmulationCountStuck())
 
     @property
@@ -274,9 +273,9 @@ class EmulatedGpu:
 class _Memory:
     """An allocation of one stream.
 
-    Its last array takes it along: as the allocators of GPU libraries have it, once what
-    the stream was given is done. Work in other streams is not waited for, and faults. It keeps
-    its stream: what one that is gone still does could not be waited for.
+    It is freed after its last array, as by the allocators of GPU libraries: once what the stream
+    was given is done. Work in other streams is not waited for, and faults. It keeps its stream
+    alive: nothing could wait for the work of one that is gone.
     """
 
     def __init__(self, gpu: EmulatedGpu, nbytes: int, stream: Any) -> None:
@@ -329,7 +328,7 @@ class EmulatedStream:
         self._gpu.synchronize(self)
 
     def wait(self, event: EmulatedEvent) -> None:
-        """Let what the stream is given from now on wait for `event`."""
+        """Make what the stream is given from now on wait for `event`."""
         self._gpu.check(self._gpu.cudart.cudaStreamWaitEvent(_handle(self), _handle(event), 0))
 
 
@@ -369,7 +368,7 @@ class EmulatedEvent:
 
 
 class EmulatedGraph:
-    """What `EmulatedGpu.capture` recorded; it must go before communicators that are in it."""
+    """What `EmulatedGpu.capture` recorded; to be destroyed before communicators that are in it."""
 
     def __init__(self, gpu: EmulatedGpu) -> None:
         self._gpu = gpu
@@ -404,7 +403,7 @@ def _handle(stream: Any) -> ctypes.c_void_p:
 
 
 def _span(array: EmulatedArray) -> tuple[int, int]:
-    """Return the lowest byte of an array, from its first element, and how many it spans."""
+    """Return the lowest byte of an array, relative to its first element, and how many it spans."""
     if array.size == 0:
         return 0, 0
     steps = [
@@ -418,7 +417,7 @@ def _span(array: EmulatedArray) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _relaxed_capture(gpu: EmulatedGpu) -> Iterator[None]:
-    """Allow what a capture in progress would forbid, as the allocators of GPU libraries do."""
+    """Permit what a capture in progress would forbid, as the allocators of GPU libraries do."""
     mode = ctypes.c_int(_RELAXED)
     gpu.cudart.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -429,7 +428,7 @@ def _relaxed_capture(gpu: EmulatedGpu) -> Iterator[None]:
 
 def _free(gpu: EmulatedGpu, address: int, stream: Any) -> None:
     pointer = ctypes.c_void_p(address)
-    if gpu.cudart.cudaFreeAsync(pointer, _handle(stream)) != 0:  # it is gone, or is captured
+    if gpu.cudart.cudaFreeAsync(pointer, _handle(stream)) != 0:  # stream gone, or captured
         gpu.cudart.cudaGetLastError()
         with _relaxed_capture(gpu):
             gpu.cudart.cudaFree(pointer)

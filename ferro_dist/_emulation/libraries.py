@@ -17,7 +17,7 @@ _CUDARTS = ("libcudart.so.12", "libcudart.so.13")
 
 
 def load(cuda: int) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """Load the emulated CUDA runtime and NCCL for the whole process; again is harmless.
+    """Load the emulated CUDA runtime and NCCL for the whole process; repeating it is harmless.
 
     Raises
     ------

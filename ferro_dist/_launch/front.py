@@ -32,7 +32,7 @@ SI_KERNEL = 0x80  # siginfo's si_code of a signal that the terminal sent
 
 
 def run_job(options: Options) -> int:
-    """Fork the supervisor and stand in front of it; return the job's exit code."""
+    """Fork the supervisor and act as its front; return the job's exit code."""
     signals = InheritedSignals()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     control_read, control_write = os.pipe()

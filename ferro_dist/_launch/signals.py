@@ -6,7 +6,7 @@ import signal
 
 STOPPING = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM})
 FORWARDED = STOPPING | {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT}
-FROM_TERMINAL = 0x80  # set in a control byte, beside the signal's number
+FROM_TERMINAL = 0x80  # set in a control byte, together with the signal's number
 EXIT_SIGNALLED = 128  # plus the signal's number
 
 

@@ -430,7 +430,7 @@ def _lend(stream: Any, device: int | None) -> Stream:
     lent = Stream.borrow(stream, number)
     if lent.handle == _STREAM_PER_THREAD:
         raise ValueError(
-            "A group works on one stream, and cudaStreamPerThread is another one in each thread."
+            "A group needs a single stream; cudaStreamPerThread is a different one in each thread."
         )
     return lent if lent.handle else Stream.borrow(_LEGACY_STREAM, number)
 

@@ -1,1 +1,1 @@
-"""What needs an array library other than NumPy; nothing here is imported unless asked for."""
+"""What needs an array library other than NumPy; imported only on demand."""

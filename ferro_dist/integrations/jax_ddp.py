@@ -66,7 +66,7 @@ class JaxDDP(DDP[Any], Kind):
 
     def _adopt(self, module: Pytree, options: Options) -> list[str]:
         if _is_traced(module):
-            raise TypeError("DDP: these parameters are traced. Wrap them outside of jit and grad.")
+            raise TypeError("DDP: these parameters are traced. Wrap them outside jit and grad.")
         if not float_positions(jax.tree.leaves(module)):
             raise ValueError("DDP: the pytree has no parameters: none of its leaves are floats")
         if options.average == "contributors":
@@ -162,7 +162,7 @@ class JaxDDP(DDP[Any], Kind):
     def join(self, *optimizers: Any) -> Any:
         """Refuse: see the error."""
         raise UnsupportedOp(
-            "DDP.join: a compiled step cannot be taken by a rank without data. Let a rank that "
+            "DDP.join: a rank without data cannot take part in a compiled step. Let a rank that "
             "has run out call sync_gradients(zeros, weight=0) as often as the others call it "
             "with their weights.",
             op="DDP.join",

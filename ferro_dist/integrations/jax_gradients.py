@@ -116,8 +116,8 @@ class PytreeReducer:
             )
         if not backend.moves_host_arrays:
             raise UnsupportedOp(
-                f"DDP of JAX arrays averages in host memory, and {type(backend).__name__} moves "
-                "arrays of GPUs only. Use a HybridBackend.",
+                f"DDP of JAX arrays averages in host memory, but {type(backend).__name__} moves "
+                "only GPU arrays. Use a HybridBackend.",
                 op="DDP",
                 rank=backend.rank,
             )
@@ -375,7 +375,7 @@ class _Reduction:
         if self._failure is not None:
             raise RuntimeError(
                 f"DDP: an earlier step has failed: {self._failure}\n"
-                "Make a new one, over a group that is well."
+                "Make a new one, over a healthy group."
             ) from self._failure
 
     def _enter(self, turn: object) -> None:

@@ -98,7 +98,7 @@ class JaxStage(Stage):
         if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
             raise TypeError(
                 f"Pipeline: {name} holds a {type(array).__module__}.{type(array).__qualname__}, "
-                "and the stage is JAX's: give arrays of JAX or NumPy"
+                "and the stage is a JaxStage: give arrays of JAX or NumPy"
             )
 
     def describe(self, array: Array) -> ArraySpec:

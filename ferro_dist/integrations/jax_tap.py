@@ -7,7 +7,7 @@ soon as it is computed, and returns what the host makes of all of them:
                  ◄───── ready(group, gradients) ◄─────── backward
            finish()
 
-Each announcement gives the gate a token. The tokens tell XLA only that the gate comes after all
+Each announcement passes a token to the gate. The tokens tell XLA only that the gate comes after all
 announcements, which it may run in any order and in parallel. So the host must not let one wait for
 another rank; only `finish` may. JAX's ordered callbacks would be one chain through the whole
 program, and are refused inside custom gradients.

@@ -231,10 +231,10 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         accumulation = self._gradients if is_dense else self._sparse
         if accumulation.was_added_to(first if is_dense else first - num_dense):
             raise RuntimeError(
-                "DDP: no output of forward was seen in this backward, which has added to an "
-                "average that had to be put aside before. Call the module through the wrapper, and "
+                "DDP: this backward has passed no known output of forward, and has added to an "
+                "average that had to be put aside first. Call the module through the wrapper, and "
                 "let it return its outputs in lists, dicts or attributes; or set gradients to None "
-                "first."
+                "before."
             )
 
     def _refuse_compiled(self) -> None:
@@ -243,13 +243,13 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             raise RuntimeError(
                 "DDP: this backward runs under torch's compiled autograd, which does not tell when "
                 "it has ended. Leave torch._dynamo.config.compiled_autograd False, or call "
-                "backward() outside of what enables it: torch.compile of the module stays."
+                "backward() outside what enables it; the module itself may stay compiled."
             )
 
     def _refuse_differentiable(self) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "DDP: create_graph=True is for gradients that are differentiated further, and "
+                "DDP: create_graph=True is for gradients that are differentiated again, but "
                 "averages cannot be. Compute what enters the loss with torch.autograd.grad(..., "
                 "create_graph=True), or call backward inside no_sync() and sync_gradients() last."
             )
@@ -387,7 +387,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         ``optimizer.register_step_pre_hook``.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("DDP.step_in_backward: LBFGS computes the loss anew in its step")
+            raise ValueError("DDP.step_in_backward: LBFGS recomputes the loss in its step")
         is_none = optimizer is None
         lines = ["no optimizer"] if is_none else self._lines_of("step_in_backward", optimizer)
         agree_on_manifest(lines, self._backend, op="DDP.step_in_backward")

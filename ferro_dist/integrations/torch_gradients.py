@@ -124,8 +124,8 @@ class TorchGradients(Accumulation, Gradients):
                 )
             raise RuntimeError(
                 f"DDP: the gradient of {name!r} was set to None in backward, before it was "
-                "averaged: by a hook that steps an optimizer? ddp.step_in_backward(optimizer) "
-                "does so with averages."
+                "averaged, perhaps by a hook that steps an optimizer. Use "
+                "ddp.step_in_backward(optimizer), which steps with averages."
             )
 
     def _is_given(self, bucket: Bucket, gradients: Sequence[Tensor]) -> list[bool] | None:

@@ -89,6 +89,6 @@ def while_others_draw() -> contextlib.AbstractContextManager[None]:
 
 
 def draw_seed() -> int:
-    """Draw a seed from the generator as it is for the user."""
+    """Draw a seed from the user's generator."""
     with _lock:
         return int(torch.randint(1 << 62, (), device="cpu"))

@@ -60,7 +60,7 @@ class TorchStage(Stage):
         if not isinstance(array, torch.Tensor):
             raise TypeError(
                 f"Pipeline: {name} holds a {type(array).__module__}.{type(array).__qualname__}, "
-                "and the stage is a torch module: give tensors, as of torch.as_tensor"
+                "and the stage is a torch module: give tensors, see torch.as_tensor"
             )
         if array.layout is not torch.strided:
             raise TypeError(
@@ -76,8 +76,8 @@ class TorchStage(Stage):
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if not spec.is_on_host and self._gpu is None:
             raise TypeError(
-                f"Pipeline: stage {self.number} is sent a tensor on a GPU, and torch has used none "
-                "in this process: move the module with module.cuda(), or let the stage before "
+                f"Pipeline: stage {self.number} is sent a tensor on a GPU, but torch has used none "
+                "in this process: move the module with module.cuda(), or let the previous stage "
                 "return .cpu()"
             )
         if not spec.is_on_host:
@@ -217,8 +217,8 @@ class TorchStage(Stage):
         if torch.is_inference_mode_enabled():
             # Autograd would record nothing, and backward find nothing to do.
             raise RuntimeError(
-                "Pipeline: torch.inference_mode() is on, and what a backward needs cannot be kept "
-                "there; torch.no_grad() would do no harm. For outputs alone call eval()"
+                "Pipeline: under torch.inference_mode() nothing can be kept for backward, while "
+                "torch.no_grad() does no harm. If you need only outputs, call eval()"
             )
         with torch.enable_grad(), self._random_numbers(keyed):
             with _told_of_writes(self.number):

@@ -337,8 +337,8 @@ class Receiver:
         if (number, CALLS[call]) != self._run:
             raise RuntimeError(
                 f"Pipeline: rank {self._peer} has called {CALLS[call]}(), its run {number}, and "
-                f"this rank {self._run.call}(), its run {self._run.number}. All ranks make the "
-                "same calls of one pipeline, in the same order"
+                f"this rank {self._run.call}(), its run {self._run.number}. All ranks of a "
+                "pipeline must make the same calls in the same order"
             )
         if (code, stage, microbatch) != (
             _CODES[receive.kind],

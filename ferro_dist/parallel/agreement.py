@@ -1,8 +1,8 @@
-"""Whether all ranks are about to make the same calls of NCCL, which compares none of them.
+"""Whether all ranks are about to make the same NCCL calls, which NCCL itself does not compare.
 
-Asked of the host's side of a group, which compares: a call of another tag, on any rank, is
-a mismatch on all of them. It costs a small all_gather in host memory, beside the backward; the
-GPU does not wait for it, nor does the host for the GPU.
+The host side of a group does: a call with a different tag on any rank is a mismatch on all. It
+costs a small all_gather in host memory, during backward; the GPU does not wait for it, nor does the
+host for the GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Agreement:
     Parameters
     ----------
     backend : Backend
-        Moves arrays of both memories.
+        Moves arrays in both kinds of memory.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -35,7 +35,7 @@ class Agreement:
         self._mismatch: CollectiveMismatch | None = None
 
     def ask(self, tag: int) -> None:
-        """Ask all ranks, which do so too, with this tag if they agree."""
+        """Ask all ranks; all of them must do so, with this tag if they agree."""
         self._mismatch = None
         self._answers.start(np.zeros(1, np.uint8), tag)
         self._is_asked = True

@@ -491,8 +491,8 @@ def _check_arguments(module: object, backend: object) -> None:
 def _refuse_params(method: str, params: object) -> None:
     if params is not None:
         raise TypeError(
-            f"DDP.{method} takes parameters of JAX alone; this module holds its own. A rank is "
-            "named by root=."
+            f"DDP.{method} takes parameters only for JAX; this module holds its own. Name a rank "
+            "by root=."
         )
 
 

@@ -337,7 +337,7 @@ class BackwardEnds(_Ends):
         _, arrays = pytree.flatten(output)
         if len(arrays) != 1 or arrays[0].ndim:
             raise ValueError(
-                "Pipeline: outputs that are no scalars need grad_outputs on the last stage"
+                "Pipeline: outputs that are not scalars need grad_outputs on the last stage"
             )
         assert self._last is not None
         return [self._last.one_like(arrays[0])]

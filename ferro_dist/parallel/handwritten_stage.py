@@ -95,9 +95,9 @@ class HandwrittenStage(Stage):
         if self._gpu_parameters:
             return self._gpu_parameters[0]
         raise TypeError(
-            f"Pipeline: stage {self.number} is sent an array in a GPU's memory, and has no "
-            "parameters() there, which tell on which device and in which library it works. "
-            "Give it one, or let the stage before return a host array"
+            f"Pipeline: stage {self.number} is sent an array in GPU memory, but has no "
+            "parameters() there, which would tell its device and its array library. "
+            "Give it some, or let the previous stage return a host array"
         )
 
     def item(self, loss: Array) -> float:

@@ -1,4 +1,4 @@
-"""What DDP is told at construction, checked before anything is sent."""
+"""The options of DDP, checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_group(op: str, backend: object) -> None:
     """Raise TypeError or ChannelClosed unless this is a group that can be called."""
     if not isinstance(backend, Backend):
         raise TypeError(
-            f"{op}: backend must be a group, as fd.init() or fd.HostBackend(...) makes it, not "
+            f"{op}: backend must be a group, such as fd.init() or fd.HostBackend(...) makes, not "
             f"{'None' if backend is None else type(backend).__name__}"
         )
     if backend.is_closed:

@@ -44,7 +44,7 @@ def place(
         if stage in stages.values():
             raise ValueError(
                 f"Pipeline: stage {number} is the same {type(stage).__qualname__} as another one. "
-                "Make one for each stage, of the same weights if you like"
+                "Make one for each stage; they may share weights"
             )
         stages[number] = stage
         stage.number = number
@@ -140,9 +140,9 @@ def check_groups(backend: Any, replicas: Any) -> None:
         )
     if not backend.moves_host_arrays:
         raise UnsupportedOp(
-            "Pipeline: before each activation goes a header in host memory, which tells its form, "
-            f"and {type(backend).__name__} moves a GPU's arrays alone. Use HybridBackend: "
-            "activations still go from GPU to GPU",
+            "Pipeline: a header in host memory, which describes it, precedes each activation, but "
+            f"{type(backend).__name__} moves only GPU arrays. Use HybridBackend: activations "
+            "still go from GPU to GPU",
             op="Pipeline",
             rank=backend.rank,
         )

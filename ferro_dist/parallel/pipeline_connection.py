@@ -107,7 +107,7 @@ def connect(
     first_microbatch: int,
     timeout: float | None,
 ) -> Connection:
-    """Make sure that all ranks agree, and start from the same weights.
+    """Make sure that all ranks agree and start from the same weights.
 
     Parameters
     ----------

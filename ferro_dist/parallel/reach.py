@@ -26,17 +26,17 @@ def check_reach(what: str, device: int | None, backend: Backend) -> None:
     group = type(backend).__name__
     if device is None and not backend.moves_host_arrays:
         problem = (
-            f"is in host memory, and {group} moves arrays of GPUs only. Move the module to GPU "
+            f"is in host memory, but {group} moves only GPU arrays. Move the module to GPU "
             f"{backend.device}, or use a HybridBackend, which moves both"
         )
     elif device is not None and backend.device is None:
         problem = (
-            f"is on GPU {device}, and {group} moves arrays in host memory. Use a HybridBackend or "
+            f"is on GPU {device}, but {group} moves arrays in host memory. Use a HybridBackend or "
             "an NcclBackend, or keep the module on the CPU"
         )
     elif device is not None and device != backend.device:
         problem = (
-            f"is on GPU {device}, and this rank's place in the group is GPU {backend.device}. "
+            f"is on GPU {device}, but this rank's GPU in the group is {backend.device}. "
             "Move the module there, or make the group with device=..."
         )
     else:

@@ -145,7 +145,7 @@ def answer(token: bytes, rank: int, group: bytes) -> Generator[int | bytes, byte
     yield CHALLENGE.pack(MAGIC, VERSION, nonce, _prove(token, b"acceptor", hello, rank, nonce))
     proof = yield PROOF_NBYTES
     if not hmac.compare_digest(proof, _prove(token, b"dialler", hello, rank, nonce)):
-        raise AuthenticationFailed(f"who said to be rank {claim.rank} does not know the token")
+        raise AuthenticationFailed(f"an alleged rank {claim.rank} does not know the token")
     yield ACKNOWLEDGEMENT if claim.group == group else REFUSAL
     return claim
 

@@ -448,8 +448,8 @@ class _Succession(Generic[Group]):
             if not is_taken(result):
                 raise result
         raise NoConnection(
-            f"shrink: rank {rank} finds the ports {', '.join(map(str, ports))} taken, at which "
-            "the others look for it. Make a new group"
+            f"shrink: the ports {', '.join(map(str, ports))}, at which the others look for rank "
+            f"{rank}, are taken. Make a new group"
         )
 
 

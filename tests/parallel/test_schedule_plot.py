@@ -188,7 +188,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, run: Any, message: str)
 
 @pytest.mark.parametrize("name", ["schedule", "schedule."])
 def test_a_path_that_says_nothing_of_the_kind_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"path ends in what it is to be, as \.svg"):
+    with pytest.raises(ValueError, match=r"path must end in a format, such as \.svg"):
         plot(one_f_one_b(2, 2), tmp_path / name)
     assert not list(tmp_path.iterdir())
 

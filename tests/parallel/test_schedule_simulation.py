@@ -98,19 +98,19 @@ def test_the_slowest_stage_holds_up_the_others() -> None:
 
 
 BAD_DURATIONS: list[tuple[Any, type[Exception], str]] = [
-    ({"F": 1}, ValueError, "say nothing of I on stage 1"),
-    ({}, ValueError, "say nothing of F on stage 0"),
+    ({"F": 1}, ValueError, "lack I on stage 1"),
+    ({}, ValueError, "lack F on stage 0"),
     ({(0, "F"): 1, "B": 1}, ValueError, r"'F' for all stages or \(1, 'F'\)"),
     ({"F": -1, "B": 1}, ValueError, "must be finite and not negative"),
     ({"F": math.nan, "B": 1}, ValueError, "must be finite"),
     ({"F": math.inf, "B": 1}, ValueError, "must be finite"),
     ({"F": "1", "B": 1}, TypeError, "must be a number"),
     ({"F": True, "B": 1}, TypeError, "must be a number"),
-    ({"X": 1}, ValueError, "no entry for 'X'"),
-    ({"SEND_F": 1}, ValueError, "no entry for 'SEND_F'"),
-    ({("F", 0): 1}, ValueError, "no entry for"),
-    ({(-1, "F"): 1}, ValueError, "no entry for"),
-    ({0: 1}, ValueError, "no entry for 0"),
+    ({"X": 1}, ValueError, "cannot have an entry for 'X'"),
+    ({"SEND_F": 1}, ValueError, "cannot have an entry for 'SEND_F'"),
+    ({("F", 0): 1}, ValueError, "cannot have an entry for"),
+    ({(-1, "F"): 1}, ValueError, "cannot have an entry for"),
+    ({0: 1}, ValueError, "cannot have an entry for 0"),
     ([1, 2], TypeError, "must map kinds to times"),
 ]
 

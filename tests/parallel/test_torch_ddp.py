@@ -123,7 +123,7 @@ def test_an_average_that_backward_has_added_to_before_it_was_seen_is_refused(
         if is_local:
             with ddp.no_sync():
                 ddp(1.0).sum().backward()
-        with pytest.raises(RuntimeError, match="no output of forward was seen"):
+        with pytest.raises(RuntimeError, match="has passed no known output of forward"):
             ddp.module(1.0).sum().backward()
 
     on_ranks(2, body)

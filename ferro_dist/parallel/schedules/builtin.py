@@ -114,9 +114,9 @@ def _alternate(forwards: list[Action], backwards: list[Action]) -> Iterator[Acti
 def zb_h1(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     """Run 1F1B with split backwards, the weights' part r microbatches late; one stage a rank.
 
-    A rank hands the input's gradient on before it turns to its weights, and fills the time in
-    which it would wait for gradients at the end with those it has put off. Rank r puts off
-    r of them, which brings its live microbatches from p-r up to the p that rank 0 has anyway.
+    A rank hands the input's gradient on before it turns to its weights, and fills the time in which
+    it would wait for gradients at the end with those it has put off. Rank r puts off r of them,
+    which raises its live microbatches from p-r to the p that rank 0 has anyway.
     """
     _check_positive(num_ranks, num_microbatches)
     return [_zb_h1_of_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]

@@ -62,7 +62,7 @@ class Durations:
         if kind is ActionKind.REDUCE:
             return 0.0
         raise ValueError(
-            f"durations say nothing of {kind.value} on stage {stage}: give {kind.value!r} for all "
+            f"durations lack {kind.value} on stage {stage}: give {kind.value!r} for all "
             f"stages or ({stage}, {kind.value!r}) for this one."
         )
 
@@ -72,8 +72,8 @@ def _checked_key(key: object) -> tuple[int | None, str]:
     is_stage = stage is None or (isinstance(stage, int) and stage >= 0)
     if not is_stage or kind not in _TIMED:
         raise ValueError(
-            f"durations have no entry for {key!r}, but for one of {', '.join(_TIMED)}, or for a "
-            "stage and one of them."
+            f"durations cannot have an entry for {key!r}: a key is one of {', '.join(_TIMED)}, or "
+            "a stage and one of them."
         )
     return stage, str(kind.value if isinstance(kind, ActionKind) else kind)
 

@@ -64,7 +64,7 @@ def _parse_entry(rank: int, position: int, entry: object) -> Action:
     try:
         action = Action.parse(entry) if isinstance(entry, str) else entry
         if not isinstance(action, Action):
-            raise TypeError(f"{entry!r} is no action, but {type(entry).__name__}.")
+            raise TypeError(f"{entry!r} is not an action but {type(entry).__name__}.")
         _check_fields(action)
     except (TypeError, ValueError) as error:
         raise InvalidSchedule(

@@ -46,8 +46,8 @@ def pipeline_schedule_of(schedule: PipelineSchedule | str) -> PipelineSchedule:
     if member is None:
         names = ", ".join(map(repr, _BY_NAME))
         raise InvalidSchedule(
-            f"There is no schedule {schedule!r}, but {names}. One of your own is a sequence "
-            "with the actions of each rank, or a text with a line for each."
+            f"There is no schedule {schedule!r}; use one of {names}. A schedule of your own is a "
+            "sequence with the actions of each rank, or a text with a line for each."
         )
     return member
 

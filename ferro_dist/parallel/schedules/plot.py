@@ -27,7 +27,7 @@ Drawable = Simulation | WrittenSchedule | Timeline
 
 Colour = tuple[float, float, float]
 
-# Of different lightness, too: told apart without red, green or blue, in light and dark shades.
+# They differ in lightness, too: distinguishable with any colour blindness, in all shades.
 COLOURS: Mapping[ActionKind, str] = {
     ActionKind.FORWARD: "#3b69d6",
     ActionKind.BACKWARD: "#993f30",
@@ -121,7 +121,7 @@ def plot(
     """
     matplotlib = _matplotlib()
     if not Path(path).suffix.strip("."):
-        raise ValueError(f"A plot's path ends in what it is to be, as .svg or .png, not {path!r}.")
+        raise ValueError(f"A plot's path must end in a format, such as .svg or .png, not {path!r}.")
     titled = run if isinstance(run, Mapping) else {"": run}
     if not titled:
         raise ValueError("There is no run to plot: the mapping of titles is empty.")

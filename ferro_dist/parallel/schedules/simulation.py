@@ -5,7 +5,7 @@ Ranks run their lists as the executor does (see `ferro_dist.parallel.schedules.a
 - A compute action starts when the one before it has ended and its input has arrived.
 - A message leaves when it is sent and its receive is posted, and arrives `latency` later, though
   never before the one ahead of it in its queue. Neither end waits.
-- Reductions of a rank follow one another beside the compute.
+- Reductions of a rank run one after the other, in parallel with compute.
 
 Cost: linear in the actions.
 """
