@@ -245,6 +245,8 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(kind: str) -> None:
 
 FORKED = """
 import os
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, from Python 3.12 on
 group = connect()
 fd.allreduce(x, group)
 child = os.fork()
