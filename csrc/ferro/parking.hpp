@@ -40,6 +40,10 @@ inline void prepare_to_write(void* line) {
 #endif
 }
 
+inline void prepare_to_write(unsigned char* lines, std::size_t nbytes) {
+  for (std::size_t at = 0; at < nbytes; at += kCacheLine) prepare_to_write(lines + at);
+}
+
 // How long to spin before sleeping. Chosen from the number of ranks and cores:
 // where ranks outnumber cores, spinning keeps the very peer that is waited for
 // from running.

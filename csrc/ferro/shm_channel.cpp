@@ -7,6 +7,7 @@
 
 #include "ferro/kernels.hpp"
 #include "ferro/parking.hpp"
+#include "ferro/shm_cost.hpp"
 
 namespace ferro {
 namespace {
@@ -75,6 +76,10 @@ bool ShmChannel::start_send(Message& message) {
   message.is_started = true;
   cell.flag.store(++messages_sent_, std::memory_order_seq_cst);
   wake_peer();
+  // The next message, if it is as long, goes there.
+  const std::size_t at = bytes_written_ % ring_nbytes_;
+  if (shm_cost::is_worth_preparing(nbytes) && staging_.writes_through_caches())
+    prepare_to_write(outgoing_ring_ + at, std::min(nbytes, ring_nbytes_ - at));
   return true;
 }
 

@@ -10,6 +10,12 @@ namespace ferro::shm_cost {
 // Moving up to this much takes about a microsecond: not worth letting go of the interpreter's lock.
 constexpr std::size_t kBriefNbytes = std::size_t{8} << 10;
 
+// Payloads whose place is fetched before it is written, while peers are waited for: enough lines for it
+// to show, and few enough to stay in the first-level cache.
+constexpr bool is_worth_preparing(std::size_t nbytes) {
+  return nbytes >= std::size_t{4} << 10 && nbytes <= std::size_t{16} << 10;
+}
+
 // From here on reading a peer's symmetric array in place beats copying it, in spite
 // of the fence that must follow.
 constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;

@@ -171,6 +171,7 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   check_group();
   if (collective.count * item_size(collective.dtype) > shm_cost::kBriefNbytes) call.begin_blocking();
   publish_header(collective);
+  prepare_next_small();
   await_headers(call);
   // All ranks have read what stood in the slot that this one fills next. Where the slot takes the whole
   // input, peers wait for the store to it, and their caches still hold the line.
@@ -213,9 +214,21 @@ void ShmTransport::publish_header(const Collective& collective) {
 // payloads; two places would do, as with the headers. A longer ring avoids the lines that
 // peers still hold in their caches, each of which would have to be taken back from them.
 std::size_t ShmTransport::next_small(std::size_t nbytes) {
-  const std::size_t at = next_small_ + nbytes <= segment_->layout().smalls_nbytes ? next_small_ : 0;
+  const std::size_t at = place_of_small(nbytes);
   next_small_ = at + round_up(nbytes, kLinePair);
   return at;
+}
+
+std::size_t ShmTransport::place_of_small(std::size_t nbytes) const {
+  return next_small_ + nbytes <= segment_->layout().smalls_nbytes ? next_small_ : 0;
+}
+
+// Fetches the lines that the next payload will be written to if it is as large as this one. Called where
+// this rank would only wait.
+void ShmTransport::prepare_next_small() {
+  const std::size_t nbytes = std::exchange(small_nbytes_, 0);
+  if (!shm_cost::is_worth_preparing(nbytes) || !staging_.writes_through_caches()) return;
+  prepare_to_write(segment_->smalls(index_) + place_of_small(nbytes), nbytes);
 }
 
 // The rows of counts are all that the header of an uneven all_to_all carries.
@@ -247,6 +260,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   }
   if (places.in == 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1) {
     places.staged_at = next_small(nbytes);
+    small_nbytes_ = nbytes;
     staging_.copy(segment_->smalls(index_) + places.staged_at, collective.in, nbytes);
   }
   if (is_readable_in_place && is_pullable(collective) && peer_memory_.can_read_all()) {

@@ -49,7 +49,9 @@ class ShmTransport final : public Transport {
   void check_fingerprints() const;
   void check_counts() const;
   const std::uint64_t* counts_of(int index) const;
+  std::size_t place_of_small(std::size_t nbytes) const;
   std::size_t next_small(std::size_t nbytes);
+  void prepare_next_small();
   void find_inputs(const Collective& collective);
   void find_output(int peer, std::uint64_t symmetric, std::uint64_t address);
   bool is_pullable(const Collective& collective) const;
@@ -161,7 +163,8 @@ class ShmTransport final : public Transport {
   // index). kNobody otherwise. Informs other threads, orders nothing.
   static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
   std::atomic<std::uint64_t> awaited_{kNobody};
-  std::size_t next_small_ = 0;  // where this rank's ring of small payloads goes on
+  std::size_t next_small_ = 0;    // where this rank's ring of small payloads goes on
+  std::size_t small_nbytes_ = 0;  // of the payload that this call staged there
   Inputs inputs_;
   // By place: whether inputs_ holds an address in that rank's own process.
   std::vector<bool> has_foreign_input_, has_foreign_output_;

@@ -31,6 +31,9 @@ class StagingWriter {
     }
   }
 
+  // Whether the next copy is likely to go through this core's caches.
+  bool writes_through_caches() const { return !is_peer_far_; }
+
  private:
   static constexpr std::size_t kTimedNbytes = 4096;  // below, the two ways cost the same
   static constexpr double kFarNsPerByte = 0.2;       // between 0.1, the most that near cores take, and 0.4
