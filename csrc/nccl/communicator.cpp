@@ -36,6 +36,11 @@ bool give_back_quietly(const Communicator& communicator, GiveBack give_back) noe
   stay_on_device(communicator.cuda(), communicator.device());
   Patience patience(kTurnGrace);
   try {
+// On communicators that do not block, too, NCCL returns ncclSuccess from split, shrink, grow and the
+// registration of windows when it has only begun. What they make is there once the communicator's state
+// is ncclSuccess.
+ncclResult_t begun(ncclResult_t result) { return result == ncclSuccess ? ncclInProgress : result; }
+
     give_back(patience);
     return true;
   } catch (const Error& error) {
@@ -106,11 +111,11 @@ std::shared_ptr<Communicator> Communicator::make_child(const char* function, ncc
   {
     Turn turn(*this, function, patience);
     unfinished_.push_back(child);
-    turn.settle(make(handle(), &child->newborn_));
+    turn.settle(begun(make(handle(), &child->newborn_)));
     unfinished_.erase(std::find(unfinished_.begin(), unfinished_.end(), child));
   }
   if (child->newborn_ == nullptr) return nullptr;
-  child->complete(ncclInProgress, function, patience);
+  child->complete(ncclSuccess, function, patience);
   return child;
 }
 
@@ -150,7 +155,7 @@ void Communicator::complete(ncclResult_t result, const char* function, Patience&
   if (handle() == nullptr) throw error_of(function, result, nullptr);  // refused before it began
   try {
     Turn turn(*this, function, patience);
-    turn.settle(result);
+    turn.settle(begun(result));
     turn.settle(ncclCommUserRank(handle(), &rank_));
     turn.settle(ncclCommCount(handle(), &world_size_));
   } catch (const Error& error) {
@@ -212,7 +217,7 @@ ncclWindow_t Communicator::register_window(void* data, std::size_t nbytes, int f
   auto window = std::make_unique<ncclWindow_t>();
   Turn turn(*this, "ncclCommWindowRegister", patience);
   try {
-    turn.settle(ncclCommWindowRegister(handle(), data, nbytes, window.get(), flags));
+    turn.settle(begun(ncclCommWindowRegister(handle(), data, nbytes, window.get(), flags)));
   } catch (...) {
     window.release();
     throw;

@@ -436,7 +436,8 @@ def split_and_reduce(rank: int, world_size: int, addr: str, blocking: int) -> An
     nccl.settle(comm)
     child = ctypes.c_void_p()
     color = -1 if rank == 3 else rank % 2
-    nccl.CommSplit(comm, color, -rank, ctypes.byref(child), None)
+    # Even if it has only begun: the child is there when the parent is ready.
+    assert nccl.CommSplit(comm, color, -rank, ctypes.byref(child), None) == SUCCESS
     nccl.settle(comm)
     result = None
     if child:

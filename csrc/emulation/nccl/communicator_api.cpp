@@ -125,17 +125,28 @@ CommunicatorPtr new_child(const Communicator& parent, const ncclConfig_t* given)
   return std::make_shared<Communicator>(parent.id, 0, 1, parent.device, config);
 }
 
+// As the real one: what makes a communicator out of another says success even if it has only begun.
+// A caller who does not ask for the state takes what is not there.
+ncclResult_t begun(ncclResult_t result) { return result == ncclInProgress ? ncclSuccess : result; }
+
+// Where the caller finds the handle of a child, and when.
+enum class HandOut { at_once, when_made };
+
 // A child's making is its parent's job: both are in progress until it is done.
-ncclResult_t make_child(ncclComm_t* out, const CommunicatorPtr& parent, const CommunicatorPtr& child,
-                        const std::function<void()>& find_out, const char* function) {
-  if (!child) return submit(parent, find_out);
-  *out = add_handle(child);
-  const ncclComm_t handle = *out;
+ncclResult_t make_child(ncclComm_t* out, HandOut hand_out, const CommunicatorPtr& parent,
+                        const CommunicatorPtr& child, const std::function<void()>& find_out,
+                        const char* function) {
+  if (!child) return begun(submit(parent, find_out));
+  const ncclComm_t handle = add_handle(child);
+  if (hand_out == HandOut::at_once) *out = handle;
   parent->begin_child(child);
   try {
-    return submit(parent, [parent, child, find_out] {
-      // However it ends: the child is in progress no longer.
-      const std::shared_ptr<void> always(nullptr, [&](void*) { parent->end_child(); });
+    return begun(submit(parent, [=] {
+      // However it ends: the child can be found, and is in progress no longer.
+      const std::shared_ptr<void> always(nullptr, [&](void*) {
+        *out = handle;
+        parent->end_child();
+      });
       try {
         find_out();
         child->connect();
@@ -146,7 +157,7 @@ ncclResult_t make_child(ncclComm_t* out, const CommunicatorPtr& parent, const Co
         child->fail_later(ncclInternalError, "aborted");
         throw;
       }
-    });
+    }));
   } catch (...) {
     end_handle(handle, function);
     *out = nullptr;
@@ -353,7 +364,7 @@ EMULATION_API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, nc
     const std::uint64_t successor = owner->next_successor();
     const Fault fault = fault_plan().next("split", owner->rank);
     return make_child(
-        out, owner, child,
+        out, HandOut::when_made, owner, child,
         [=] {
           suffer(fault, "ncclCommSplit", *owner);
           const SplitWish mine{color, key, owner->rank};
@@ -385,7 +396,7 @@ EMULATION_API ncclResult_t ncclCommShrink(ncclComm_t comm, int* ranks, int count
     const std::uint64_t successor = owner->next_successor();
     const Fault fault = fault_plan().next("shrink", owner->rank);
     return make_child(
-        out, owner, child,
+        out, HandOut::when_made, owner, child,
         [=] {
           suffer(fault, "ncclCommShrink", *owner);
           find_out_shrink(*owner, *child, excluded, successor);
@@ -411,7 +422,7 @@ EMULATION_API ncclResult_t ncclCommGrow(ncclComm_t comm, int num_ranks, const nc
     *out = nullptr;
     if (comm == nullptr) {
       require(id != nullptr, ncclInvalidArgument, "ncclCommGrow: a new rank needs the unique id");
-      return init(out, num_ranks, *id, rank, config, "ncclCommGrow");
+      return begun(init(out, num_ranks, *id, rank, config, "ncclCommGrow"));
     }
     const Use parent(comm, "ncclCommGrow");
     parent->require_usable("ncclCommGrow");
@@ -425,7 +436,7 @@ EMULATION_API ncclResult_t ncclCommGrow(ncclComm_t comm, int num_ranks, const nc
     const ncclUniqueId copy = has_id ? *id : ncclUniqueId{};
     const Fault fault = fault_plan().next("grow", owner->rank);
     return make_child(
-        out, owner, child,
+        out, HandOut::at_once, owner, child,
         [=] {
           suffer(fault, "ncclCommGrow", *owner);
           find_out_grow(*owner, *child, has_id ? &copy : nullptr, num_ranks);

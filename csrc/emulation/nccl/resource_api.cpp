@@ -156,10 +156,11 @@ EMULATION_API ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, s
     window->base = static_cast<char*>(data);
     // Unlike those of other communicators: a window used with the wrong one is found.
     static std::atomic<std::uintptr_t> last{std::uintptr_t{0x6eaa} << 48};
-    *out = reinterpret_cast<ncclWindow_t>(last.fetch_add(16, std::memory_order_relaxed) + 16);
-    communicator->windows[*out] = window;
+    const auto handle = reinterpret_cast<ncclWindow_t>(last.fetch_add(16, std::memory_order_relaxed) + 16);
+    communicator->windows[handle] = window;
+    *out = nullptr;
     const Fault fault = fault_plan().next("register", communicator->rank);
-    return submit(communicator, [=] {
+    const ncclResult_t result = submit(communicator, [=] {
       suffer(fault, "ncclCommWindowRegister", *communicator);
       register_window(*communicator, window, nbytes, flags);
     });
@@ -171,7 +172,9 @@ EMULATION_API ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_
     const Use use(comm, "ncclCommWindowDeregister");
     use->require_ready("ncclCommWindowDeregister");
     const auto found = use->windows.find(handle);
+      *out = handle;
     require(found != use->windows.end(), ncclInvalidArgument, "ncclCommWindowDeregister: no such window");
+    return result == ncclInProgress ? ncclSuccess : result;  // as the real one, which has only begun
     use->window_service().remove(found->second->number);
     use->windows.erase(found);
     check(cudart().set_device(use->device));  // and left so, as the real one may
