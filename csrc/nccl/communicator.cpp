@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 
 #include "nccl/device_guard.hpp"
 #include "nccl/device_lock.hpp"
@@ -25,9 +26,20 @@ Error ended(ErrorKind kind) {
   return error;
 }
 
+// Whether an option is in force, which the environment overrides.
+bool is_chosen(int option, const char* variable) {
+  const char* forced = std::getenv(variable);
+  return (forced == nullptr || *forced == '\0' ? option : std::atoi(forced)) == 1;
+}
+
 void refuse_forked_copy() {
   if (is_forked_copy()) throw ended(ErrorKind::forked);
 }
+
+// On communicators that do not block, too, NCCL returns ncclSuccess from split, shrink, grow and the
+// registration of windows when it has only begun. What they make is there once the communicator's state
+// is ncclSuccess.
+ncclResult_t begun(ncclResult_t result) { return result == ncclSuccess ? ncclInProgress : result; }
 
 // Gives something back, on the reaper's thread; true once that is done. A communicator that has ended took it
 // along, and one that another call keeps busy is asked again.
@@ -36,11 +48,6 @@ bool give_back_quietly(const Communicator& communicator, GiveBack give_back) noe
   stay_on_device(communicator.cuda(), communicator.device());
   Patience patience(kTurnGrace);
   try {
-// On communicators that do not block, too, NCCL returns ncclSuccess from split, shrink, grow and the
-// registration of windows when it has only begun. What they make is there once the communicator's state
-// is ncclSuccess.
-ncclResult_t begun(ncclResult_t result) { return result == ncclSuccess ? ncclInProgress : result; }
-
     give_back(patience);
     return true;
   } catch (const Error& error) {
@@ -62,7 +69,7 @@ std::shared_ptr<Communicator> Communicator::make(const char* function, const Cud
                                                  ncclConfig_t& config, Patience& patience, Call call) {
   refuse_forked_copy();
   auto self = std::make_shared<Communicator>(cuda, device);
-  self->keep_texts(config);
+  self->keep_options(config);
   const DeviceGuard guard(cuda, device);
   ncclResult_t result;
   {
@@ -94,19 +101,46 @@ std::shared_ptr<Communicator> Communicator::join(const Cudart& cuda, int device,
               [&](ncclComm_t* made) { return ncclCommGrow(nullptr, world_size, &id, rank, made, &config); });
 }
 
-void Communicator::keep_texts(ncclConfig_t& config) {
+void Communicator::keep_options(ncclConfig_t& config) {
   for (const char** text : {&config.netName, &config.commName}) {
     if (*text == nullptr) continue;
     texts_.push_back(std::make_unique<const std::string>(*text));
     *text = texts_.back()->c_str();
   }
+  shares_with_split_ = is_chosen(config.splitShare, "NCCL_COMM_SPLIT_SHARE_RESOURCES");
+  shares_with_shrunk_ = is_chosen(config.shrinkShare, "NCCL_COMM_SHRINK_SHARE_RESOURCES");
+}
+
+void Communicator::adopt_into_family(const std::shared_ptr<Communicator>& child) {
+  child->family_ = family_;
+  const std::lock_guard<std::mutex> lock(family_->lock);
+  auto& members = family_->members;
+  const auto is_gone = [](const auto& member) { return member.expired(); };
+  members.erase(std::remove_if(members.begin(), members.end(), is_gone), members.end());
+  if (members.empty()) members.push_back(weak_from_this());
+  members.push_back(child);
+}
+
+void Communicator::end_family() noexcept {
+  std::vector<std::shared_ptr<Communicator>> others;
+  {
+    const std::lock_guard<std::mutex> lock(family_->lock);
+    for (const auto& member : family_->members)
+      if (auto other = member.lock(); other != nullptr && other.get() != this) others.push_back(other);
+  }
+  for (const auto& other : others) {
+    if (other->is_ended() || other->is_aborted()) continue;
+    other->fail(ended(ErrorKind::aborted));
+    Reaper::instance().end(other);
+  }
 }
 
 template <typename Make>
 std::shared_ptr<Communicator> Communicator::make_child(const char* function, ncclConfig_t& config,
-                                                       Patience& patience, Make make) {
+                                                       bool is_sharing, Patience& patience, Make make) {
   auto child = std::make_shared<Communicator>(cuda_, device_);
-  child->keep_texts(config);
+  child->keep_options(config);
+  if (is_sharing) adopt_into_family(child);
   const DeviceGuard guard(cuda_, device_);
   {
     Turn turn(*this, function, patience);
@@ -121,23 +155,27 @@ std::shared_ptr<Communicator> Communicator::make_child(const char* function, ncc
 
 std::shared_ptr<Communicator> Communicator::split(int color, int key, ncclConfig_t config,
                                                   Patience& patience) {
-  return make_child("ncclCommSplit", config, patience, [&](ncclComm_t parent, ncclComm_t* child) {
-    return ncclCommSplit(parent, color, key, child, &config);
-  });
+  return make_child("ncclCommSplit", config, shares_with_split_, patience,
+                    [&](ncclComm_t parent, ncclComm_t* child) {
+                      return ncclCommSplit(parent, color, key, child, &config);
+                    });
 }
 
 std::shared_ptr<Communicator> Communicator::shrink(std::vector<int> excluded, int flags, ncclConfig_t config,
                                                    Patience& patience) {
   require(ncclCommShrink, "ncclCommShrink", "2.27");
-  return make_child("ncclCommShrink", config, patience, [&](ncclComm_t parent, ncclComm_t* child) {
-    return ncclCommShrink(parent, excluded.data(), static_cast<int>(excluded.size()), child, &config, flags);
-  });
+  const bool is_sharing = shares_with_shrunk_ && (flags & NCCL_SHRINK_ABORT) == 0;
+  return make_child("ncclCommShrink", config, is_sharing, patience,
+                    [&](ncclComm_t parent, ncclComm_t* child) {
+                      return ncclCommShrink(parent, excluded.data(), static_cast<int>(excluded.size()), child,
+                                            &config, flags);
+                    });
 }
 
 std::shared_ptr<Communicator> Communicator::grow(int world_size, const ncclUniqueId* id, ncclConfig_t config,
                                                  Patience& patience) {
   require(ncclCommGrow, "ncclCommGrow", "2.29.2");
-  return make_child("ncclCommGrow", config, patience, [&](ncclComm_t parent, ncclComm_t* child) {
+  return make_child("ncclCommGrow", config, false, patience, [&](ncclComm_t parent, ncclComm_t* child) {
     return ncclCommGrow(parent, world_size, id, -1, child, &config);
   });
 }
@@ -361,6 +399,7 @@ void Communicator::abort() noexcept {
 
 void Communicator::abort_now() noexcept {
   is_aborting_.store(true, std::memory_order_release);
+  end_family();
   Lock lock(lock_, std::defer_lock);
   const auto deadline = Patience::Clock::now() + kCallGrace;
   while (!lock.try_lock() && Patience::Clock::now() < deadline)

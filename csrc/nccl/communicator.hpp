@@ -5,7 +5,8 @@
 // and again until it is done or time is up. The rules:
 //
 // - NCCL is called only under the device's lock, which is let go between two questions.
-//   A communicator that is in progress is `busy_`: its other callers wait.
+//   A communicator that is in progress is busy: its other callers wait, and so do the callers of
+//   communicators that share its resources.
 // - abort() waits for nobody: it sets is_aborting_, which callers see between two
 //   questions, and leaves the rest to the reaper, which takes the communicator's handle away
 //   under the lock. It waits for the lock for a second at most: a call that hangs inside NCCL
@@ -114,7 +115,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void check_open() const;
   bool has_failed() const noexcept { return has_error_.load(std::memory_order_acquire); }
   // Whether some call is waiting for NCCL to finish what it began.
-  bool is_busy() const noexcept { return busy_.load(std::memory_order_acquire); }
+  bool is_busy() const noexcept { return family_->is_busy.load(std::memory_order_acquire); }
 
   // For the watchdog: looks for an error that no call has met. True if there is a new one.
   bool discover_error() noexcept;
@@ -129,6 +130,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   friend class Turn;
   using Lock = std::unique_lock<std::mutex>;
 
+  // Communicators that share NCCL's resources, which the options split_share and shrink_share ask
+  // for: NCCL takes calls on only one of them at a time, and an abort of one stops the work of all.
+  struct Family {
+    std::atomic<bool> is_busy{false};  // set under the device's lock, reset by whoever set it
+    std::mutex lock;
+    std::vector<std::weak_ptr<Communicator>> members;  // under lock; empty while there is only one
+  };
+
   // For the reaper's thread: takes the handle away, and lets NCCL abort it.
   void abort_now() noexcept;
   // Waits for a communicator in the making and asks it who it is; aborts it if that fails.
@@ -138,10 +147,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   static std::shared_ptr<Communicator> make(const char* function, const Cudart& cuda, int device,
                                             ncclConfig_t& config, Patience& patience, Call call);
   template <typename Make>
-  std::shared_ptr<Communicator> make_child(const char* function, ncclConfig_t& config, Patience& patience,
-                                           Make make);
-  // Replaces the texts of a configuration by copies.
-  void keep_texts(ncclConfig_t& config);
+  std::shared_ptr<Communicator> make_child(const char* function, ncclConfig_t& config, bool is_sharing,
+                                           Patience& patience, Make make);
+  // Notes what the options say of children, and replaces their texts by copies.
+  void keep_options(ncclConfig_t& config);
+  void adopt_into_family(const std::shared_ptr<Communicator>& child);
+  void end_family() noexcept;
   void check_healthy() const;
   ncclComm_t handle() const noexcept { return handle_.load(std::memory_order_acquire); }
   // True once nothing is left to wait for; is_finalized_ says how it went.
@@ -151,6 +162,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const int device_;
   // NCCL keeps their addresses. Unchanged once it is made.
   std::vector<std::unique_ptr<const std::string>> texts_;
+  bool shares_with_split_ = false;  // as are these
+  bool shares_with_shrunk_ = false;
+  std::shared_ptr<Family> family_ = std::make_shared<Family>();
   const int num_forks_;
   std::mutex& lock_;  // the device's
   int rank_ = -1;
@@ -163,7 +177,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Children that were being made when a call of ours gave up: they end with us. Under lock_.
   std::vector<std::shared_ptr<Communicator>> unfinished_;
 
-  std::atomic<bool> busy_{false};  // set under lock_, reset by whoever set it
   std::atomic<bool> is_aborting_{false};
   std::atomic<bool> is_closing_{false};
   std::atomic<bool> is_ended_{false};

@@ -80,7 +80,7 @@ void Turn::check_all() const {
 
 void Turn::set_busy(bool busy) {
   has_set_busy_ = busy;
-  for_each([=](Communicator& each) { each.busy_.store(busy, std::memory_order_release); });
+  for_each([=](Communicator& each) { each.family_->is_busy.store(busy, std::memory_order_release); });
 }
 
 void Turn::settle_slowly(ncclResult_t result) {

@@ -104,7 +104,8 @@ cdef class Communicator(Connection):
         **config
             Options of NCCL, by the names in ``nccl_library.CONFIG_OPTIONS``: integers, and texts
             for ``net_name`` and ``comm_name``. With ``blocking=True`` NCCL blocks in its own calls,
-            and timeouts cannot hold.
+            and timeouts cannot hold. With ``split_share=True`` those that are split from this one
+            take turns with it, and an abort of one is that of all.
 
         Raises
         ------

@@ -474,6 +474,37 @@ def test_unique_ids_are_values() -> None:
 # More communicators
 
 
+def share_with_a_child(backend: Any) -> list[float]:
+    """NCCL takes one call at a time on both, and what aborts the child stops the parent's work."""
+    gpu = emulated_gpu(faults="point=launch,hit=2,act=slow,ms=50")
+    communicator = connect(backend, split_share=True)
+    child = communicator.split(0, backend.rank)
+    assert child is not None
+    results = []
+
+    def call(each: Any) -> None:
+        with gpu.stream():
+            x = ranked(backend.rank, 1)
+            each.allreduce(x, x)
+            results.append(values(x)[0])
+
+    threads = [threading.Thread(target=call, args=(each,)) for each in (communicator, child)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    child.abort()
+    x = ranked(backend.rank, 1)
+    with pytest.raises(ChannelClosed, match="aborted"):
+        communicator.allreduce(x, x)
+    communicator.close()
+    return results
+
+
+def test_communicators_that_share_resources_take_turns_and_end_together() -> None:
+    assert ranks(2, share_with_a_child) == [[1.0, 1.0]] * 2
+
+
 def split_in_two(backend: Any) -> tuple[int, int] | None:
     communicator = connect(backend, comm_name="parent", max_ctas=4)
     part = communicator.split(None if backend.rank == 2 else 0, -backend.rank)

@@ -202,6 +202,9 @@ void Communicator::abort() {
     }
   }
   stop_operations();
+  for (const auto& each : sharing) {
+    if (const auto other = each.lock()) other->stop_operations();
+  }
 }
 
 void Communicator::await_graphs(const char* function) {
@@ -211,6 +214,24 @@ void Communicator::await_graphs(const char* function) {
   complain(function, " waits for ", num_graphs_,
            " CUDA graph nodes that captured the communicator: destroy the graphs first, as with a real NCCL");
   changed_.wait(lock, are_gone);
+}
+
+// What aborts one of them stops the work of both.
+void Communicator::share_with(const std::shared_ptr<Communicator>& other) {
+  sharing.push_back(other);
+  other->sharing.push_back(weak_from_this());
+}
+
+void Communicator::require_no_race() {
+  for (const auto& each : sharing) {
+    const auto other = each.lock();
+    require(other == nullptr || other->state() != ncclInProgress, ncclInvalidUsage,
+            "Fatal: host threads racing to launch on communicators that share resources");
+  }
+}
+
+void Communicator::synchronize() {
+  if (last_launch != nullptr) cudart().event_synchronize(last_launch);
 }
 
 void Communicator::release() {

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "emulation/fault_plan.hpp"
 #include "emulation/nccl/bootstrap.hpp"
@@ -68,6 +69,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void abort();
   // Waits for graphs that captured the communicator.
   void await_graphs(const char* function);
+  // Records that both share resources, so that an abort of one stops the work of both.
+  void share_with(const std::shared_ptr<Communicator>& other);
+  // Throws if another thread is launching on a communicator that shares resources with this one.
+  void require_no_race();
+  // Waits for the communicator's work, in the calling thread. Like any such wait it is refused while
+  // another thread captures a graph, and invalidates the capture.
+  void synchronize();
   // Gives the shared memory back: the last step of ncclCommDestroy and of ncclCommAbort.
   void release();
   // A number that is the same on all ranks that call it equally often.
@@ -95,6 +103,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   cudaEvent_t last_launch = nullptr;  // recorded in last_stream; null before the first launch
   std::uint32_t num_windows = 0;
   std::map<std::uint64_t, std::uint32_t> consumed_signals;  // under `running`
+  std::vector<std::weak_ptr<Communicator>> sharing;         // that share resources with this one
+  bool is_ending = false;  // destroyed: that blocks, whatever the configuration says
   bool is_suspended = false;
   bool is_finalized = false;
   bool is_revoked = false;

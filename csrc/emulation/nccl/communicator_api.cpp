@@ -362,6 +362,7 @@ EMULATION_API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, nc
     const CommunicatorPtr owner = parent.get();
     const CommunicatorPtr child = color == NCCL_SPLIT_NOCOLOR ? nullptr : new_child(*owner, config);
     const std::uint64_t successor = owner->next_successor();
+    if (child && owner->config.splitShare == 1) child->share_with(owner);
     const Fault fault = fault_plan().next("split", owner->rank);
     return make_child(
         out, HandOut::when_made, owner, child,
@@ -394,6 +395,7 @@ EMULATION_API ncclResult_t ncclCommShrink(ncclComm_t comm, int* ranks, int count
     const std::vector<int> excluded = checked_exclusion(*owner, ranks, count);
     const CommunicatorPtr child = new_child(*owner, config);
     const std::uint64_t successor = owner->next_successor();
+    if (!aborts && owner->config.shrinkShare == 1) child->share_with(owner);
     const Fault fault = fault_plan().next("shrink", owner->rank);
     return make_child(
         out, HandOut::when_made, owner, child,

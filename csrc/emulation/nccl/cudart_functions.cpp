@@ -39,6 +39,7 @@ CudartFunctions load() {
   find(library, "cudaStreamWaitEvent", found.stream_wait_event);
   find(library, "cudaEventCreateWithFlags", found.event_create_with_flags);
   find(library, "cudaEventRecord", found.event_record);
+  find(library, "cudaEventSynchronize", found.event_synchronize);
   find(library, "cudaEventDestroy", found.event_destroy);
   find(library, "cudaThreadExchangeStreamCaptureMode", found.exchange_capture_mode);
   find(library, "cudaUserObjectCreate", found.user_object_create);

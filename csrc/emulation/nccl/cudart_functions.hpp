@@ -21,6 +21,7 @@ struct CudartFunctions {
   cudaError_t (*stream_wait_event)(cudaStream_t, cudaEvent_t, unsigned);
   cudaError_t (*event_create_with_flags)(cudaEvent_t*, unsigned);
   cudaError_t (*event_record)(cudaEvent_t, cudaStream_t);
+  cudaError_t (*event_synchronize)(cudaEvent_t);
   cudaError_t (*event_destroy)(cudaEvent_t);
   cudaError_t (*exchange_capture_mode)(cudaStreamCaptureMode*);
   cudaError_t (*user_object_create)(cudaUserObject_t*, void*, cudaHostFn_t, unsigned, unsigned);

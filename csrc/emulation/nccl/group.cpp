@@ -96,6 +96,7 @@ ncclResult_t run_batches(std::vector<Batch>& batches) {
     const auto done = std::make_shared<std::promise<void>>();
     result = communicator->run([shared, fault, before, done] {
       const PassOn pass_on{*done};
+      shared->communicator->require_no_race();
       suffer(fault, "ncclGroupEnd", *shared->communicator);
       await_turn(before, *shared->communicator);
       launch(shared->communicator, std::move(shared->operations));
