@@ -28,8 +28,13 @@ class DeviceGuard {
 };
 
 // For threads of our own, which keep the device. A guard would put them back on device 0, where
-// a process that uses nothing else there would get a context, of hundreds of megabytes.
-inline void stay_on_device(const Cudart& cuda, int device) noexcept { cuda.cudaSetDevice(device); }
+// a process that uses nothing else there would get a context, of hundreds of megabytes. These
+// threads wait and free, as NCCL does in them, which must not end another thread's capture of a graph.
+inline void stay_on_device(const Cudart& cuda, int device) noexcept {
+  cuda.cudaSetDevice(device);
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cuda.cudaThreadExchangeStreamCaptureMode(&mode);
+}
 
 }  // namespace ferro::nccl
 

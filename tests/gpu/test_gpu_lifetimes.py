@@ -196,6 +196,30 @@ def test_a_graph_that_lives_holds_up_only_its_own_communicator() -> None:
         assert "delete them" in message
 
 
+def abort_beside_a_capture(rank: int, world_size: int, addr: str) -> list[float]:
+    """NCCL waits for its work when it aborts, and does so in a thread of the reaper's."""
+    gpu = emulated_gpu()
+    x = gpu.array(np.ones(4))
+    stream = gpu.stream()
+    groups = [connect("nccl", rank, world_size, f"{addr}-{number}") for number in range(2)]
+    for group in groups:
+        fd.allreduce(x, group)
+        group.synchronize()
+    with gpu.capture(stream) as graph:
+        groups[0].abort()
+        fd.allreduce(x, groups[1], out=x)
+    with stream:
+        graph.launch()
+        numbers: list[float] = x.numpy().tolist()
+    graph.close()
+    groups[1].close()
+    return numbers
+
+
+def test_a_capture_goes_on_while_a_group_is_aborted() -> None:
+    assert ranks(2, abort_beside_a_capture) == [[2.0] * 4] * 2
+
+
 def call_from_two_threads(rank: int, world_size: int, addr: str) -> list[float]:
     """One communicator, whose calls come one after the other: here all are alike."""
     gpu = emulated_gpu()

@@ -42,7 +42,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   ncclUniqueId id;
   const int device;
   const ncclConfig_t config;
-  bool is_blocking() const { return config.blocking != 0; }
+  bool is_blocking() const { return config.blocking != 0 || is_ending; }
 
   // Carries out `job`, now or in a thread. If it fails, that becomes the async error, and
   // a blocking communicator throws it. Returns ncclInProgress or ncclSuccess.

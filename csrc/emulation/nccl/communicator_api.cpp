@@ -235,6 +235,7 @@ void find_out_grow(Communicator& parent, Communicator& child, const ncclUniqueId
 
 void end_work(const CommunicatorPtr& communicator, const char* function) {
   if (!communicator->is_finalized && !communicator->is_revoked) communicator->finalize();
+  communicator->synchronize();
   communicator->await_graphs(function);
   communicator->release();
 }
@@ -254,13 +255,12 @@ ncclResult_t destroy(ncclComm_t handle) {
   }
   const CommunicatorPtr communicator = use.get();
   const Fault fault = fault_plan().next("destroy", communicator->rank);
-  const bool has_nothing_left = communicator->is_finalized && fault.act == Act::none;
+  communicator->is_ending = true;
   end_handle(handle, function);
-  const ncclResult_t result = submit(communicator, [communicator, fault, function] {
+  return submit(communicator, [communicator, fault, function] {
     suffer(fault, function, *communicator);
     end_work(communicator, function);
   });
-  return has_nothing_left && result == ncclInProgress ? ncclSuccess : result;
 }
 
 void abort_communicator(ncclComm_t handle) {
@@ -274,6 +274,7 @@ void abort_communicator(ncclComm_t handle) {
   }
   end_handle(handle, function);
   communicator->abort();
+  communicator->synchronize();
   communicator->await_graphs(function);
   communicator->release();
 }
@@ -361,8 +362,8 @@ EMULATION_API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, nc
     require(color >= NCCL_SPLIT_NOCOLOR, ncclInvalidArgument, "ncclCommSplit: color is ", color);
     const CommunicatorPtr owner = parent.get();
     const CommunicatorPtr child = color == NCCL_SPLIT_NOCOLOR ? nullptr : new_child(*owner, config);
-    const std::uint64_t successor = owner->next_successor();
     if (child && owner->config.splitShare == 1) child->share_with(owner);
+    const std::uint64_t successor = owner->next_successor();
     const Fault fault = fault_plan().next("split", owner->rank);
     return make_child(
         out, HandOut::when_made, owner, child,
@@ -394,8 +395,8 @@ EMULATION_API ncclResult_t ncclCommShrink(ncclComm_t comm, int* ranks, int count
     owner->require_ready("ncclCommShrink");
     const std::vector<int> excluded = checked_exclusion(*owner, ranks, count);
     const CommunicatorPtr child = new_child(*owner, config);
-    const std::uint64_t successor = owner->next_successor();
     if (!aborts && owner->config.shrinkShare == 1) child->share_with(owner);
+    const std::uint64_t successor = owner->next_successor();
     const Fault fault = fault_plan().next("shrink", owner->rank);
     return make_child(
         out, HandOut::when_made, owner, child,
