@@ -23,12 +23,13 @@ constexpr double kDrainGrace = 0.5;  // seconds
 // How long CUDA may take to answer whether a call that ought to be done is done.
 constexpr double kAnswerGrace = 5;  // seconds
 
-// The default streams are those of the thread's current device, which need not be ours.
+// The default streams are those of the thread's current device, which need not be ours. A lane may
+// work on one, too, that it was lent.
 class DefaultStreamGuard {
  public:
-  DefaultStreamGuard(const Communicator& communicator, const cudaStream_t* streams, std::size_t count) {
-    if (std::any_of(streams, streams + count, is_default))
-      guard_.emplace(communicator.cuda(), communicator.device());
+  DefaultStreamGuard(const Lane& lane, const cudaStream_t* callers, std::size_t count) {
+    if (is_default(lane.stream()) || std::any_of(callers, callers + count, is_default))
+      guard_.emplace(lane.communicator()->cuda(), lane.communicator()->device());
   }
 
  private:
@@ -93,7 +94,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   for (std::size_t i = 0; i < count; ++i) check_available(operations[i].op);
   const Op op = operations[0].op;
   Turn turn(*communicator_, function_of(op), patience);
-  const DefaultStreamGuard guard(*communicator_, callers, num_callers);
+  const DefaultStreamGuard guard(*this, callers, num_callers);
   const bool is_captured = std::any_of(callers, callers + num_callers,
                                        [this](cudaStream_t stream) { return is_capturing(stream); });
   order_after(callers, num_callers);
@@ -195,7 +196,7 @@ void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::siz
     Lane& lane;
   };
   const Loan loan{*this};
-  const DefaultStreamGuard guard(*communicator_, callers, num_callers);
+  const DefaultStreamGuard guard(*this, callers, num_callers);
   order_behind(done, callers, num_callers);
 }
 

@@ -100,6 +100,26 @@ def test_the_default_stream_is_not_taken_for_none() -> None:
     assert ranks(1, work_on_the_default_stream) == [1]  # cudaStreamLegacy
 
 
+def work_on_the_default_stream_of_another_gpu(rank: int, world_size: int, addr: str) -> list[float]:
+    """The default stream is that of the thread's current GPU, which is not the group's here."""
+    gpu = emulated_gpu(devices=2, delay_us=2_000)
+    with gpu.device(1):
+        stream = gpu.stream()
+        x = gpu.array(np.ones(4), stream=stream)
+    group = fd.NcclBackend.with_stream(0, 1, fd.get_unique_id(), 0, device=1, timeout=20)
+    with group, stream:
+        fd.allreduce(x, group, out=x)
+        fd.allreduce(x, group, out=x, async_op=True).wait()
+        assert gpu.current_device == 0
+        numbers: list[float] = x.numpy().tolist()
+    return numbers
+
+
+def test_a_group_may_work_on_the_default_stream_of_another_gpu() -> None:
+    body = work_on_the_default_stream_of_another_gpu
+    assert run_ranks(1, body, backend="none") == [[1] * 4]
+
+
 def work_on_the_stream_of_a_thread(rank: int, world_size: int, addr: str) -> None:
     emulated_gpu()
     of_thread = 2  # cudaStreamPerThread

@@ -54,6 +54,7 @@ class HandleTable {
 
 struct Event {
   unsigned flags = 0;
+  int device = 0;
   MilestonePtr milestone;         // of the last record outside of a capture
   CapturePtr capture;             // of the last record, if that was inside of one
   std::vector<std::size_t> tail;  // the nodes that it stands for

@@ -31,6 +31,7 @@ bool is_in_progress(const CapturePtr& capture) {
 }
 
 void record(const EventPtr& event, const StreamPtr& stream) {
+  require(event->device == stream->device, cudaErrorInvalidResourceHandle);
   event->capture = stream->capture;
   if (stream->capture) {
     require(!stream->capture->is_invalid, cudaErrorStreamCaptureInvalidated);
@@ -261,6 +262,7 @@ EMULATION_API cudaError_t cudaEventDestroy(cudaEvent_t event) {
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     runtime().events.take(event);
   });
+    made->device = current_device();
 }
 
 EMULATION_API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
