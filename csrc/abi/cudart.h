@@ -31,6 +31,7 @@ typedef enum cudaError {
   cudaErrorIllegalAddress = 700,
   cudaErrorNotSupported = 801,
   cudaErrorStreamCaptureUnsupported = 900,
+  cudaErrorStreamCaptureImplicit = 906,
   cudaErrorUnknown = 999
 } cudaError_t;
 

@@ -42,8 +42,10 @@ class LastUse {
   // while another one is that it would wait for.
   bool is_captured(cudaStream_t stream) const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    return cuda_.cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
-           status != cudaStreamCaptureStatusNone;
+    if (cuda_.cudaStreamIsCapturing(stream, &status) == cudaSuccess)
+      return status != cudaStreamCaptureStatusNone;
+    cuda_.cudaGetLastError();  // else it would be the next one's who asks
+    return true;
   }
 
   void mark(cudaStream_t stream) {

@@ -1,4 +1,8 @@
-"""Streams and events: the order in which a GPU works."""
+"""Streams and events: the order in which a GPU works.
+
+All calls of CUDA's let go of the interpreter: while a stream is full, CUDA keeps whoever calls it
+waiting until there is room, for which another thread may have to do something.
+"""
 
 import sys
 
@@ -10,8 +14,8 @@ from libcpp.vector cimport vector
 from ferro_dist._native.buffer_view cimport BufferView, current_stream_of, is_of_jax
 from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, exchange_capture_mode, num_forks
 from ferro_dist._native.libcudart cimport (
-    cudaErrorNotReady, cudaError_t, cudaEvent_t, cudaEventDisableTiming, cudaStream_t,
-    cudaStreamCaptureMode, cudaStreamCaptureModeRelaxed, cudaStreamCaptureStatus,
+    cudaErrorNotReady, cudaErrorStreamCaptureImplicit, cudaError_t, cudaEvent_t, cudaEventDisableTiming,
+    cudaStream_t, cudaStreamCaptureMode, cudaStreamCaptureModeRelaxed, cudaStreamCaptureStatus,
     cudaStreamCaptureStatusNone, cudaStreamLegacy, cudaStreamNonBlocking, Cudart,
 )
 
@@ -39,11 +43,13 @@ cdef class Stream:
 
     def __init__(self, device=None, *, int priority=0):
         cdef cudaStream_t handle = NULL
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
         self.device = device_number(device)
         with DeviceGuard(self.device):
-            CHECK_CUDA(
-                cudart().cudaStreamCreateWithPriority(&handle, cudaStreamNonBlocking, priority),
-                "cudaStreamCreateWithPriority")
+            with nogil:
+                status = cuda.cudaStreamCreateWithPriority(&handle, cudaStreamNonBlocking, priority)
+            CHECK_CUDA(status, "cudaStreamCreateWithPriority")
         self._handle = handle
         self._is_own = True
         self._num_forks = num_forks()
@@ -98,27 +104,52 @@ cdef class Stream:
         """Tell whether all that was queued so far is done."""
         cdef cudaStream_t handle = self.open()
         cdef const Cudart* cuda = cudart()
-        cdef cudaStreamCaptureMode mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
-        cdef cudaError_t status = cuda.cudaStreamQuery(handle)
-        exchange_capture_mode(cuda, mode)
+        cdef cudaStreamCaptureMode mode
+        cdef cudaError_t status
+        with nogil:
+            mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
+            status = cuda.cudaStreamQuery(handle)
+            exchange_capture_mode(cuda, mode)
         return _is_ready(status, "cudaStreamQuery")
 
     def is_capturing(self):
-        """Tell whether the stream's work goes into a CUDA graph now."""
-        cdef cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone
-        CHECK_CUDA(cudart().cudaStreamIsCapturing(self.open(), &status), "cudaStreamIsCapturing")
-        return status != cudaStreamCaptureStatusNone
+        """Tell whether the stream's work goes into a CUDA graph now.
+
+        True, too, of the legacy default stream while one is captured that it would wait for: it
+        can be given nothing then.
+        """
+        cdef cudaStream_t handle = self.open()
+        cdef const Cudart* cuda = cudart()
+        cdef cudaStreamCaptureStatus captured = cudaStreamCaptureStatusNone
+        cdef cudaError_t status
+        with nogil:
+            status = cuda.cudaStreamIsCapturing(handle, &captured)
+        if status == cudaErrorStreamCaptureImplicit:
+            cuda.cudaGetLastError()  # else it would be the next one's who asks
+            return True
+        CHECK_CUDA(status, "cudaStreamIsCapturing")
+        return captured != cudaStreamCaptureStatusNone
 
     def wait(self, Event event not None):
         """Let all that is queued from now on wait for `event`. Blocks no host."""
-        CHECK_CUDA(cudart().cudaStreamWaitEvent(self.open(), event._handle, 0), "cudaStreamWaitEvent")
+        cdef cudaStream_t handle = self.open()
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
+        with nogil:
+            status = cuda.cudaStreamWaitEvent(handle, event._handle, 0)
+        CHECK_CUDA(status, "cudaStreamWaitEvent")
 
     def record(self, Event event=None):
         """Mark this point of the stream with `event`, a new one if not given; return it."""
         if event is None:
             with DeviceGuard(self.device):
                 event = Event()
-        CHECK_CUDA(cudart().cudaEventRecord(event._handle, self.open()), "cudaEventRecord")
+        cdef cudaStream_t handle = self.open()
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
+        with nogil:
+            status = cuda.cudaEventRecord(event._handle, handle)
+        CHECK_CUDA(status, "cudaEventRecord")
         return event
 
     def close(self):
@@ -127,8 +158,13 @@ cdef class Stream:
             return
         self._is_closed = True
         self._lender = None
-        if self._is_own and self._num_forks == num_forks():
-            CHECK_CUDA(cudart().cudaStreamDestroy(self._handle), "cudaStreamDestroy")
+        if not self._is_own or self._num_forks != num_forks():
+            return
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
+        with nogil:
+            status = cuda.cudaStreamDestroy(self._handle)
+        CHECK_CUDA(status, "cudaStreamDestroy")
 
     cdef cudaStream_t open(self) except? NULL:
         if self._is_closed:
@@ -136,9 +172,12 @@ cdef class Stream:
         return self._handle
 
     def __dealloc__(self):
-        # Returns at once. In a forked child the stream is the parent's.
+        # What is queued still runs. In a forked child the stream is the parent's.
+        cdef const Cudart* cuda
         if self._is_own and not self._is_closed and self._num_forks == num_forks():
-            cudart().cudaStreamDestroy(self._handle)
+            cuda = cudart()
+            with nogil:
+                cuda.cudaStreamDestroy(self._handle)
 
     def __repr__(self):
         state = ", closed" if self._is_closed else ""
@@ -157,9 +196,12 @@ cdef class Event:
 
     def __init__(self, bint timing=False):
         cdef cudaEvent_t handle = NULL
-        CHECK_CUDA(
-            cudart().cudaEventCreateWithFlags(&handle, 0 if timing else cudaEventDisableTiming),
-            "cudaEventCreateWithFlags")
+        cdef const Cudart* cuda = cudart()
+        cdef unsigned int flags = 0 if timing else cudaEventDisableTiming
+        cdef cudaError_t status
+        with nogil:
+            status = cuda.cudaEventCreateWithFlags(&handle, flags)
+        CHECK_CUDA(status, "cudaEventCreateWithFlags")
         self._handle = handle
         self._num_forks = num_forks()
 
@@ -171,9 +213,12 @@ cdef class Event:
     def is_done(self):
         """Tell whether the point was reached; true for an event that was never recorded."""
         cdef const Cudart* cuda = cudart()
-        cdef cudaStreamCaptureMode mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
-        cdef cudaError_t status = cuda.cudaEventQuery(self._handle)
-        exchange_capture_mode(cuda, mode)
+        cdef cudaStreamCaptureMode mode
+        cdef cudaError_t status
+        with nogil:
+            mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
+            status = cuda.cudaEventQuery(self._handle)
+            exchange_capture_mode(cuda, mode)
         return _is_ready(status, "cudaEventQuery")
 
     def synchronize(self):
@@ -190,15 +235,20 @@ cdef class Event:
     def elapsed_ms(self, Event since not None):
         """Return the milliseconds from `since` to this event, both recorded with timing."""
         cdef float milliseconds = 0
-        CHECK_CUDA(
-            cudart().cudaEventElapsedTime(&milliseconds, since._handle, self._handle),
-            "cudaEventElapsedTime")
+        cdef const Cudart* cuda = cudart()
+        cdef cudaError_t status
+        with nogil:
+            status = cuda.cudaEventElapsedTime(&milliseconds, since._handle, self._handle)
+        CHECK_CUDA(status, "cudaEventElapsedTime")
         return milliseconds
 
     def __dealloc__(self):
-        # Returns at once. In a forked child the event is the parent's.
+        # In a forked child the event is the parent's.
+        cdef const Cudart* cuda
         if self._handle != NULL and self._num_forks == num_forks():
-            cudart().cudaEventDestroy(self._handle)
+            cuda = cudart()
+            with nogil:
+                cuda.cudaEventDestroy(self._handle)
 
 
 cdef bint _is_ready(cudaError_t status, str function) except -1:

@@ -13,6 +13,7 @@ cdef extern from "abi/cudart.h" nogil:
         cudaErrorInsufficientDriver
         cudaErrorNoDevice
         cudaErrorNotReady
+        cudaErrorStreamCaptureImplicit
 
     cudaStream_t cudaStreamLegacy
     cudaStream_t cudaStreamPerThread

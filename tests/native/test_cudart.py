@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from nccl_ranks import hold
 
 from ferro_dist._native.buffer_view import as_view
 from ferro_dist.errors import BackendUnavailable, InvalidArray, LockPoisoned
@@ -198,6 +201,82 @@ def work_beside_a_capture(_: Any) -> list[float]:
 
 def test_a_capture_goes_on_beside_what_may_wait() -> None:
     assert alone(work_beside_a_capture) == [0.0, 1.0, 2.0, 3.0]
+
+
+def look_at_the_default_stream_beside_a_capture(_: Any) -> None:
+    """While a blocking stream is captured, CUDA refuses to tell of the default one."""
+    gpu = emulated_gpu()
+    from ferro_dist._native.cuda_stream import Stream
+    from ferro_dist._native.nccl_memory import NcclMemory
+
+    stream, memory, default = gpu.stream(is_blocking=True), NcclMemory(4), Stream.borrow(1, 0)
+    is_captured = []
+
+    def work() -> None:
+        is_captured.append(default.is_capturing())
+        memory.close()
+        assert gpu.cudart.cudaGetLastError() == 0  # somebody else would take it for his own
+
+    with gpu.capture(stream) as graph:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    graph.close()
+    assert is_captured == [True]
+    assert not default.is_capturing()
+
+
+def test_the_default_stream_is_left_alone_beside_a_capture_that_it_waits_for() -> None:
+    alone(look_at_the_default_stream_beside_a_capture)
+
+
+def ask_while_a_stream_is_full(_: Any) -> None:
+    """CUDA then keeps whoever asks waiting, until another thread has done something."""
+    depth = 4
+    os.environ["FERRO_EMULATION_STREAM_DEPTH"] = str(depth)
+    gpu = emulated_gpu()
+    from ferro_dist._native.cuda_memory import DeviceMemory, fill_async
+    from ferro_dist._native.cuda_stream import Stream
+
+    full, memory = gpu.stream(), DeviceMemory(1)
+    stream = Stream()
+    event = stream.record()
+    calls = (event.is_done, stream.is_done, stream.is_capturing, stream.record)
+    for call in (*calls, partial(stream.wait, event)):
+        with full:
+            go_on = hold(gpu)
+        is_asking = threading.Event()
+
+        def fill() -> None:
+            for _ in range(depth + 1):
+                fill_async(memory.address, 0, 1, full)
+
+        def make_room(go_on: Any = go_on, is_asking: threading.Event = is_asking) -> None:
+            is_asking.wait()
+            go_on()
+
+        threads = [threading.Thread(target=each) for each in (fill, make_room)]
+        for thread in threads:
+            thread.start()
+        wait_until_asleep(threads[0])
+        is_asking.set()
+        call()
+        for thread in threads:
+            thread.join()
+        full.synchronize()
+
+
+def wait_until_asleep(thread: threading.Thread) -> None:
+    """Return once a thread is kept in a call, with nobody else wanting the interpreter."""
+    num_asleep = 0
+    while num_asleep < 20:
+        time.sleep(0.001)
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+        num_asleep = num_asleep + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+
+
+def test_other_threads_go_on_while_cuda_keeps_one_waiting() -> None:
+    alone(ask_while_a_stream_is_full)
 
 
 def find_current_stream(_: Any) -> None:

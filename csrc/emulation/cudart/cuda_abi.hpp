@@ -17,7 +17,6 @@ constexpr cudaError_t cudaErrorStreamCaptureMerge = static_cast<cudaError_t>(902
 constexpr cudaError_t cudaErrorStreamCaptureUnmatched = static_cast<cudaError_t>(903);
 constexpr cudaError_t cudaErrorStreamCaptureUnjoined = static_cast<cudaError_t>(904);
 constexpr cudaError_t cudaErrorStreamCaptureIsolation = static_cast<cudaError_t>(905);
-constexpr cudaError_t cudaErrorStreamCaptureImplicit = static_cast<cudaError_t>(906);
 constexpr cudaError_t cudaErrorCapturedEvent = static_cast<cudaError_t>(907);
 constexpr cudaError_t cudaErrorStreamCaptureWrongThread = static_cast<cudaError_t>(908);
 

@@ -110,6 +110,16 @@ cudaGraph_t end_capture(const StreamPtr& stream) {
   return capture->handle;
 }
 
+// While a stream is captured that it would wait for, the legacy default stream cannot be used, and
+// tells nothing of itself. To ask it ends no capture.
+bool is_kept_from_use(const StreamPtr& stream) {
+  if (reinterpret_cast<std::uintptr_t>(stream->handle) > 1) return false;
+  const std::vector<StreamPtr> streams = live_streams(stream->device);
+  return std::any_of(streams.begin(), streams.end(), [](const StreamPtr& other) {
+    return other->capture != nullptr && other->synchronizes_with_legacy();
+  });
+}
+
 cudaStreamCaptureStatus status_of(const StreamPtr& stream) {
   if (!stream->capture) return cudaStreamCaptureStatusNone;
   return stream->capture->is_invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
@@ -121,6 +131,7 @@ cudaError_t capture_info(cudaStream_t handle, cudaStreamCaptureStatus* status, u
     require(status != nullptr);
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     const StreamPtr stream = find_stream(handle);
+    require(!is_kept_from_use(stream), cudaErrorStreamCaptureImplicit);
     *status = status_of(stream);
     if (*status != cudaStreamCaptureStatusActive) return;
     if (id != nullptr) *id = stream->capture->id;
@@ -251,6 +262,7 @@ EMULATION_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned 
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     auto made = std::make_shared<Event>();
     made->flags = flags;
+    made->device = current_device();
     *event = runtime().events.add(made);
   });
 }
@@ -262,7 +274,6 @@ EMULATION_API cudaError_t cudaEventDestroy(cudaEvent_t event) {
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     runtime().events.take(event);
   });
-    made->device = current_device();
 }
 
 EMULATION_API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
