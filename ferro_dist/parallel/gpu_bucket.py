@@ -202,9 +202,10 @@ class GpuBucket(Bucket):
     def _upload(self, host: NumpyArray, address: int) -> None:
         from ferro_dist._native.cuda_memory import copy_async
 
-        # From memory that is not pinned: CUDA has read it when the call returns.
         with self._on_device() as stream:
             copy_async(address, host.ctypes.data, host.nbytes, stream)
+        # A GPU that reaches all of the host's memory (Grace) reads it only when the copy runs.
+        self._memory.keep(host)
 
     # Streams
 

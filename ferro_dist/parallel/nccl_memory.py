@@ -73,6 +73,11 @@ class GpuMemory:
     def _make_probe(self) -> Array:
         """Make an unused array, to ask its library for any thread's current stream."""
         from ferro_dist._native.nccl_memory import NcclMemory
+    def keep(self, held: object) -> None:
+        """Keep an object until the library's current stream has done what it was given so far."""
+        _ending.append(_Ending((held,), self._probe, None))
+        release_what_has_ended()
+
 
         memory = NcclMemory(1, self.device)
         return interop.array_over(memory, (1,), np.dtype(np.uint8), self._like)

@@ -7,6 +7,7 @@ modules are trained on the CPU beside it here, and on real GPUs in `gpu.test_ddp
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from nccl_ranks import hold
 
 import ferro_dist as fd
 from ferro_dist.parallel import nccl_memory
+from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec
+from ferro_dist.parallel.gpu_bucket import GpuBucket
+from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 GPU_BACKENDS = pytest.mark.parametrize("kind", ["nccl", "hybrid"])
@@ -271,6 +275,25 @@ def let_go_of_what_is_read(rank: int, world_size: int, addr: str) -> None:
 
 def test_buckets_may_be_let_go_of_while_the_gpu_reads_them() -> None:
     on_gpus(2, let_go_of_what_is_read)
+
+
+def mark_in_part(rank: int, world_size: int, addr: str) -> None:
+    os.environ["FERRO_EMULATION_PAGEABLE_ACCESS"] = "1"
+    gpu = emulated_gpu()
+    with connect("nccl", rank, world_size, addr, timeout=TIMEOUT_S) as backend, gpu.stream():
+        memory = GpuMemory(backend, zeros("gpu", 1))
+        specs = [ParameterSpec(name, (2,), np.dtype("float64"), is_on_gpu=True) for name in "ab"]
+        bucket = GpuBucket(0, [0, 1], BucketLayout(specs), memory)
+        go_on = hold(gpu)
+        bucket.mark(0, [True, False])
+        taken = [np.full(2, 7.0) for _ in range(100)]  # what was let go of, among others
+        go_on()
+        assert bucket._reduced_lanes().tolist() == [[1.0], [0.0]]
+        del taken
+
+
+def test_what_the_host_writes_is_kept_until_the_gpu_has_read_it() -> None:
+    on_gpus(1, mark_in_part)
 
 
 def be_refused(rank: int, world_size: int, addr: str) -> None:

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "emulation/cudart/runtime.hpp"
+#include "emulation/environment.hpp"
 
 using namespace emulation;
 
@@ -67,8 +68,15 @@ Ends check_copy(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind k
   return {is_dst_device, is_src_device, !is_dst_known, !is_src_known};
 }
 
-// Pageable memory is given back to the caller as CUDA does: a source when the call
-// returns, a destination when the copy is done.
+// Whether GPUs reach all memory of the host, as on a Grace Hopper.
+bool is_host_reached() {
+  static const bool is_reached = setting("PAGEABLE_ACCESS", 0, 0, 1) != 0;
+  return is_reached;
+}
+
+// Pageable memory is given back to the caller as CUDA does: a source when the call returns, a
+// destination when the copy is done. Where GPUs reach it, as pinned memory: when the stream
+// has passed.
 void copy(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind, cudaStream_t handle,
           bool is_async) {
   if (nbytes == 0) return;
@@ -79,7 +87,7 @@ void copy(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind, c
     if (!is_async) refuse_during_capture();
     const StreamPtr stream = find_stream(handle);
     std::shared_ptr<char[]> staged;
-    if (ends.is_src_pageable && !stream->capture) {
+    if (ends.is_src_pageable && !stream->capture && !is_host_reached()) {
       staged.reset(new char[nbytes]);
       std::memcpy(staged.get(), src, nbytes);
     }
@@ -88,7 +96,8 @@ void copy(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind, c
                             }});
   }
   const bool is_for_host = !ends.is_dst_device;
-  if (done && (!is_async || (is_for_host && ends.is_dst_pageable))) done->wait();
+  const bool is_waited_for = is_for_host && ends.is_dst_pageable && !is_host_reached();
+  if (done && (!is_async || is_waited_for)) done->wait();
 }
 
 void copy_rows(void* dst, std::size_t dst_pitch, const void* src, std::size_t src_pitch, std::size_t width,
