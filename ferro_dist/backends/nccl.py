@@ -107,7 +107,8 @@ class NcclBackend(BoundBackend):
     Calls do not block the host: they wait for the stream on which the caller's library currently
     works, run on the group's own stream, and make the caller's stream wait for the result. Arrays
     in flight stay referenced. Calls can be captured in a CUDA graph, which must be destroyed before
-    the group is closed: NCCL waits for it.
+    the group is closed: NCCL waits for it. Make each kind of call once before it is captured: NCCL
+    connects ranks in the first one, which may invalidate a capture.
 
     Arrays in host memory are refused: `HybridBackend` takes both kinds.
 
@@ -305,7 +306,8 @@ class NcclBackend(BoundBackend):
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         """Make an uninitialized array in memory that NCCL has allocated.
 
-        It is a torch tensor if torch is imported, else a CuPy array if that is.
+        It is a torch tensor if torch is imported, else a CuPy array if that is. NCCL rounds up to
+        2 MiB, and before 2.26 to 512 MiB where GPUs multicast, as those with NVSwitch do.
 
         Raises
         ------

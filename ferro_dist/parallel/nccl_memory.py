@@ -20,6 +20,7 @@ from ferro_dist.backends.nccl import WATCHDOG_GRACE_S
 from ferro_dist.parallel.bucket import ParameterSpec, view_of
 
 if TYPE_CHECKING:
+    from ferro_dist._native.cuda_memory import GpuBytes
     from ferro_dist._native.cuda_stream import Event
     from ferro_dist.backends.base import Backend
     from ferro_dist.backends.nccl import NcclBackend
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["GpuMemory", "release_what_has_ended"]
 
 Array = Any
+
+_FRUGAL_NCCL = (2, 26)
 
 
 class GpuMemory:
@@ -70,16 +73,16 @@ class GpuMemory:
         memory = _RegisteredMemory(nbytes, self._group, self._probe)
         return interop.array_over(memory, (count,), np.dtype(dtype), self._like)
 
-    def _make_probe(self) -> Array:
-        """Make an unused array, to ask its library for any thread's current stream."""
-        from ferro_dist._native.nccl_memory import NcclMemory
     def keep(self, held: object) -> None:
         """Keep an object until the library's current stream has done what it was given so far."""
         _ending.append(_Ending((held,), self._probe, None))
         release_what_has_ended()
 
+    def _make_probe(self) -> Array:
+        """Make an unused array, to ask its library for any thread's current stream."""
+        from ferro_dist._native.cuda_memory import DeviceMemory
 
-        memory = NcclMemory(1, self.device)
+        memory = DeviceMemory(1, self.device)  # NCCL would take megabytes for it
         return interop.array_over(memory, (1,), np.dtype(np.uint8), self._like)
 
 
@@ -87,10 +90,8 @@ class _RegisteredMemory:
     """Memory that NCCL allocated, registered with a communicator while arrays use it."""
 
     def __init__(self, nbytes: int, group: NcclBackend, probe: Array) -> None:
-        from ferro_dist._native.nccl_memory import NcclMemory
-
         self._probe = probe
-        self._memory = NcclMemory(nbytes, group.device)
+        self._memory = _allocate(nbytes, group.device)
         self._registration = group.comm.register(self._memory)
         self.address, self.nbytes, self.device = self._memory.address, nbytes, group.device
 
@@ -103,6 +104,17 @@ class _RegisteredMemory:
         if hasattr(self, "_registration") and not sys.is_finalizing():
             _ending.append(_Ending((self._memory, self._registration), self._probe, None))
             release_what_has_ended()
+
+
+def _allocate(nbytes: int, device: int) -> GpuBytes:
+    from ferro_dist._native.cuda_memory import DeviceMemory
+    from ferro_dist._native.nccl_library import get_version
+    from ferro_dist._native.nccl_memory import NcclMemory
+
+    # Before 2.26 NCCL rounds up to half a gigabyte on GPUs that support multicast (with NVSwitch).
+    if get_version() < _FRUGAL_NCCL:
+        return DeviceMemory(nbytes, device)
+    return NcclMemory(nbytes, device)
 
 
 class _Ending(NamedTuple):

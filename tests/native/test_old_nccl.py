@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from nccl_ranks import connect, ranked, values
 
+import ferro_dist as fd
 from ferro_dist import interop
 from ferro_dist._emulation.libraries import FOLDER
 from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.errors import BackendUnavailable, UnsupportedOp
+from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 ABI = Path(__file__).parents[2] / "csrc/abi/nccl.h"
@@ -103,6 +105,22 @@ def ask_for_what_is_newer(backend: Any, path: str) -> None:
 
 def test_what_is_newer_is_refused_with_the_version_that_has_it(old_library: str) -> None:
     run_ranks(2, ask_for_what_is_newer, old_library)
+
+
+def make_room_for_buckets(backend: Any, path: str) -> None:
+    load(path)
+    gpu = emulated_gpu()
+    group = fd.NcclBackend(0, 1, fd.get_unique_id(), timeout=20)
+    with group:
+        memory = GpuMemory(group, gpu.array(np.zeros(1)))
+        # Half a gigabyte for each is more than the GPU has.
+        for x in [memory.empty(4, "float32") for _ in range(20)]:
+            fd.allreduce(x, group, out=x)
+        group.synchronize()
+
+
+def test_buckets_take_little_more_memory_than_they_need(old_library: str) -> None:
+    run_ranks(1, make_room_for_buckets, old_library)
 
 
 def move_fp8(backend: Any, path: str) -> None:

@@ -14,6 +14,15 @@ using namespace emulation;
 
 namespace {
 
+int loaded_version() { return static_cast<int>(setting("NCCL_VERSION", NCCL_VERSION_CODE, 2000, 99999)); }
+
+// To what ncclMemAlloc rounds up: to the alignment of windows; before 2.26, on GPUs that support
+// multicast, to the recommended granularity of multicast objects.
+std::size_t allocation_unit() {
+  constexpr std::size_t multicast_unit = std::size_t{512} << 20;
+  return loaded_version() < 22600 ? multicast_unit : NCCL_WIN_REQUIRED_ALIGNMENT;
+}
+
 // How much memory a communicator is said to take, so that a program reads a plausible number.
 constexpr std::uint64_t kSuspendableNbytes = std::uint64_t{4} << 20;
 constexpr std::uint64_t kPersistentNbytes = std::uint64_t{1} << 20;
@@ -63,7 +72,7 @@ std::uint64_t statistic(const Communicator& communicator, ncclCommMemStat_t stat
 
 EMULATION_API ncclResult_t ncclGetVersion(int* version) {
   if (version == nullptr) return ncclInvalidArgument;
-  *version = static_cast<int>(setting("NCCL_VERSION", NCCL_VERSION_CODE, 2000, 99999));
+  *version = loaded_version();
   return ncclSuccess;
 }
 
@@ -100,7 +109,7 @@ EMULATION_API ncclResult_t ncclMemAlloc(void** data, std::size_t nbytes) {
     require(data != nullptr, ncclInvalidArgument, "ncclMemAlloc: the result is NULL");
     const Fault fault = fault_plan().next("mem_alloc");
     require(fault.act != Act::out_of_memory, ncclUnhandledCudaError, "ncclMemAlloc: out of memory");
-    constexpr std::size_t unit = NCCL_WIN_REQUIRED_ALIGNMENT;
+    const std::size_t unit = allocation_unit();
     check(cudart().malloc(data, (nbytes + unit - 1) / unit * unit));
     return ncclSuccess;
   });
@@ -163,7 +172,9 @@ EMULATION_API ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, s
     const ncclResult_t result = submit(communicator, [=] {
       suffer(fault, "ncclCommWindowRegister", *communicator);
       register_window(*communicator, window, nbytes, flags);
+      *out = handle;
     });
+    return result == ncclInProgress ? ncclSuccess : result;  // as the real one, which has only begun
   });
 }
 
@@ -172,9 +183,7 @@ EMULATION_API ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_
     const Use use(comm, "ncclCommWindowDeregister");
     use->require_ready("ncclCommWindowDeregister");
     const auto found = use->windows.find(handle);
-      *out = handle;
     require(found != use->windows.end(), ncclInvalidArgument, "ncclCommWindowDeregister: no such window");
-    return result == ncclInProgress ? ncclSuccess : result;  // as the real one, which has only begun
     use->window_service().remove(found->second->number);
     use->windows.erase(found);
     check(cudart().set_device(use->device));  // and left so, as the real one may
