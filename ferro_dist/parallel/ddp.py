@@ -165,7 +165,7 @@ class DDP(Generic[ModuleT]):
     On a GPU only streams wait: a call returns when the work is queued, and raises errors that are
     known by then. A host waits for the reduction only if its rank lacks a gradient that another
     rank may have, or with ``average="contributors"``; over a `HybridBackend` it also waits until
-    the other hosts have reached the same backward. If a rank is lost, averages under way are
+    the other ranks have reached the same backward. If a rank is lost, averages under way are
     undefined, as is a step that was queued behind them: go on from a checkpoint. `HybridBackend`
     soon names the rank that failed; NCCL alone tells nobody, and the others find out when a call
     times out. Nor does NCCL compare calls: over an `NcclBackend`, freeze, unfreeze and convert

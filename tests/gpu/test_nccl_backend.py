@@ -123,7 +123,7 @@ def test_a_group_may_work_on_the_default_stream_of_another_gpu() -> None:
 def work_on_the_stream_of_a_thread(rank: int, world_size: int, addr: str) -> None:
     emulated_gpu()
     of_thread = 2  # cudaStreamPerThread
-    with pytest.raises(ValueError, match="another one in each thread"):
+    with pytest.raises(ValueError, match="a different one in each thread"):
         # The second rank never comes, and is not waited for.
         fd.NcclBackend.with_stream(0, 2, fd.get_unique_id(), of_thread, timeout=20)
 
