@@ -232,9 +232,10 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         if accumulation.was_added_to(first if is_dense else first - num_dense):
             raise RuntimeError(
                 "DDP: this backward has passed no known output of forward, and has added to an "
-                "average that had to be put aside first. Call the module through the wrapper, and "
-                "let it return its outputs in lists, dicts or attributes; or set gradients to None "
-                "before."
+                "average that had to be put aside first. Set gradients to None before it. Or let "
+                "it pass outputs: call the module through the wrapper, not compiled together with "
+                "it; return outputs in lists, dicts or attributes; add a penalty on gradients to "
+                "the loss of the outputs, in one backward."
             )
 
     def _refuse_compiled(self) -> None:

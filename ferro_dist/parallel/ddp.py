@@ -102,12 +102,13 @@ class DDP(Generic[ModuleT]):
     ----------
     module : object
         A ``torch.nn.Module``: then DDP is one too, and every backward that reaches its parameters
-        ends with averaged gradients. Or a pytree of parameters with JAX arrays: see
-        `ferro_dist.integrations.jax_ddp.JaxDDP`. Or an object with ``parameters()`` and
-        ``grads()``, each of which returns a dict of name to array, or a list of arrays in a fixed
-        order; or the dict or list of parameters itself: then `sync_gradients` averages the
-        gradients. Their arrays are writable, from NumPy, CuPy or torch; float16, bfloat16, float32,
-        float64, complex64 or complex128.
+        ends with averaged gradients; see `ferro_dist.integrations.torch_ddp.TorchDDP`. Or a pytree
+        of parameters with JAX arrays: see `ferro_dist.integrations.jax_ddp.JaxDDP`. Or an object
+        with ``parameters()`` and ``grads()``, each of which returns a dict of name to array, or a
+        list of arrays in a fixed order; or the dict or list of parameters itself: then
+        `sync_gradients` averages the gradients, and `ferro_dist.parallel.array_ddp.ArrayDDP` tells
+        how to do so during backward. Their arrays are writable, from NumPy, CuPy or torch; float16,
+        bfloat16, float32, float64, complex64 or complex128.
     backend : Backend
         The group; closing it is left to the caller. Arrays must be where it can move them: in host
         memory, on the GPU of an `NcclBackend`, or some in each for a `HybridBackend`.
@@ -403,7 +404,8 @@ class DDP(Generic[ModuleT]):
         _ = self.module  # raises if it was given back
         fingerprints = self._kind._fingerprints()
         lines = [f"{name}, bits {_digest(content)}" for name, content in fingerprints]
-        agree_on_manifest(lines, self._backend, op="DDP.verify")
+        remedy = "broadcast_parameters() gives all ranks those of one."
+        agree_on_manifest(lines, self._backend, op="DDP.verify", remedy=remedy)
 
     def statistics(self) -> Statistics:
         """When each bucket of the last average was ready, sent and reduced, on this rank."""

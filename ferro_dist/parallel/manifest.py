@@ -38,6 +38,7 @@ def agree_on_manifest(
     op: str,
     timeout: float | None = None,
     member: str = "rank",
+    remedy: str = "Build the same, in the same order, on every {member}.",
 ) -> int:
     """Raise on every rank alike if the manifests of the ranks differ.
 
@@ -52,6 +53,8 @@ def agree_on_manifest(
         Seconds until the others must have called, too; None for the backend's own.
     member : str, default "rank"
         What a rank of this group is to the user, for the error: ``"replica"``.
+    remedy : str
+        What to do about a difference, for the error; ``{member}`` stands for `member`.
 
     Returns
     -------
@@ -73,7 +76,8 @@ def agree_on_manifest(
         return int(headers["number"][0, 0])
     index = _first_difference(digests, int(headers["length"].max()), backend)
     line = lines[index] if index < len(lines) else "nothing"
-    raise _mismatch(_gather_quotes(line, backend), backend, op, member)
+    quotes = _gather_quotes(line, backend)
+    raise _mismatch(quotes, backend, op, member, remedy.format(member=member))
 
 
 def explain_mismatch(
@@ -127,14 +131,15 @@ def _gather_quotes(line: str, backend: Backend) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def _mismatch(quotes: Sequence[str], backend: Backend, op: str, member: str) -> CollectiveMismatch:
+def _mismatch(
+    quotes: Sequence[str], backend: Backend, op: str, member: str, remedy: str
+) -> CollectiveMismatch:
     ranks_of: dict[str, list[int]] = {}
     for rank, quote in enumerate(quotes):
         ranks_of.setdefault(quote, []).append(rank)
     sides = "; ".join(f"{quote} on {_name(ranks, member)}" for quote, ranks in ranks_of.items())
     return CollectiveMismatch(
-        f"{op}: the {member}s disagree. First difference: {sides}.\n"
-        f"Build the same, in the same order, on every {member}.",
+        f"{op}: the {member}s disagree. First difference: {sides}.\n{remedy}",
         op=op,
         rank=backend.rank,
         peer=_odd_one_out(list(ranks_of.values())),

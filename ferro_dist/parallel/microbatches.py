@@ -39,7 +39,7 @@ class Microbatches:
         if self.total_rows < num_microbatches:
             raise ValueError(
                 f"Pipeline: {name} has {self.total_rows} rows, too few for "
-                f"{num_microbatches} microbatches"
+                f"{num_microbatches} microbatches. Drop it, or run it through a Pipeline of fewer"
             )
         share, rest = divmod(self.total_rows, num_microbatches)
         self.starts = [m * share + min(m, rest) for m in range(num_microbatches + 1)]

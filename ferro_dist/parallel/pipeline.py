@@ -100,7 +100,8 @@ class Pipeline(Generic[ModuleT]):
         ranks that are threads run their modules one at a time; modules of your own that wait for
         other ranks need None there, but `SyncBatchNorm` does not. With None torch modules draw what
         they would without a pipeline, except for checkpointed ones, where each forward draws a
-        seed; a stage that takes an `rng` gets an unpredictable one.
+        seed; a stage that takes an `rng` gets an unpredictable one. A new pipeline counts steps
+        from 0: after a checkpoint give it another seed, or it draws the same numbers again.
     bucket_mb : float, default 25
         Largest bucket of gradients, in MiB.
     timeout : float, optional
@@ -233,8 +234,9 @@ class Pipeline(Generic[ModuleT]):
     def input_grad(self) -> Tree:
         """The gradient of the last step's loss with respect to `x`, on the first stage's rank.
 
-        A tree like `x`; None where there is no gradient, and on all other ranks. With torch, it has
-        been added to the ``grad`` of tensors that require one. With replicas whose gradients are
+        A tree like `x`; None where there is no gradient, and on all other ranks. With torch,
+        backward has gone on already from tensors that require grad, into whatever computed them:
+        the ``grad`` of those that are leaves has been added to. With replicas whose gradients are
         averaged, it is the gradient of this pipeline's own loss, as under DDP: the module that
         computes `x` is expected to be averaged over the replicas, too.
         """

@@ -115,7 +115,7 @@ def test_constructor_wants_groups() -> None:
     [
         (None, batch(4)[1], mean_square, None, ValueError, "rank 0 must provide input"),
         (torch.tensor(1.0), None, None, None, ValueError, "must have at least 1 dimension"),
-        (batch(1)[0], batch(1)[1], mean_square, None, ValueError, "1 rows, too few for 2"),
+        (batch(1)[0], batch(1)[1], mean_square, None, ValueError, "2 microbatches. Drop it"),
         ((batch(4)[0], batch(5)[0]), None, None, None, ValueError, "different numbers of rows"),
         ({"a": 3}, None, None, None, ValueError, "holds no array"),
         (batch(4)[0], batch(4)[1], None, None, ValueError, "without a loss_fn"),

@@ -385,6 +385,7 @@ def test_parameters_that_differ_are_found(on_ranks: OnRanks) -> None:
 
     for message in on_ranks(3, body):
         assert "parameter 'weight', bits" in message
+        assert "broadcast_parameters()" in message
 
 
 @OVERLAP
