@@ -24,6 +24,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ferro_dist.integrations.torch_uncompiled import uncompiled
+
 __all__ = ["BackwardWatcher", "find_tensors", "is_watched"]
 
 Tensor: TypeAlias = Any
@@ -119,6 +121,7 @@ class BackwardWatcher:
 
     def _hook_of(self, number: int) -> Callable[[Tensor], None]:
         # Runs for every parameter and step.
+        @uncompiled
         def on_gradient(_: Tensor) -> None:
             if not self.is_open:
                 self._open(number)
@@ -127,6 +130,7 @@ class BackwardWatcher:
         on_gradient.is_of_ferro_dist = True  # type: ignore[attr-defined]
         return on_gradient
 
+    @uncompiled
     def _on_output_gradient(self, _: Tensor) -> None:
         if self.is_open or self._is_stopped:
             return
@@ -165,10 +169,12 @@ class _Backward:
         self._watcher = watcher
         self._has_ended = False
 
+    @uncompiled
     def __call__(self) -> None:
         self._has_ended = True
         self._watcher._close()
 
+    @uncompiled
     def __del__(self) -> None:
         if not self._has_ended:
             self._watcher._fail()

@@ -28,6 +28,7 @@ from ferro_dist.integrations.torch_saved import broadcast_saved, load_exactly, l
 from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer
 from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
+from ferro_dist.integrations.torch_uncompiled import uncompiled
 from ferro_dist.parallel.attendance import Attendance
 from ferro_dist.parallel.ddp import DDP, Kind
 from ferro_dist.parallel.interruption import KnownToAll, telling
@@ -446,6 +447,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._gradients.adopt(())
         self._sparse.follow((), ())
 
+    @uncompiled
     def _average(self, grads: Any, weight: float | None) -> Any:
         if self._watcher.is_open:
             raise RuntimeError("DDP.sync_gradients: a backward is under way, which does it itself")

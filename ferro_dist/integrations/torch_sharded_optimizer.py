@@ -27,6 +27,7 @@ from ferro_dist.arguments import check_root
 from ferro_dist.collective import allreduce
 from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
+from ferro_dist.integrations.torch_uncompiled import uncompiled
 from ferro_dist.parallel.averaging import REDUCE_OPS
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
@@ -166,6 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._consolidated = None
             self._shard(self.param_groups[-1:])
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters. Called by all ranks.
 
@@ -260,6 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._drop_reduced()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
+    @uncompiled
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,44 @@ def test_compiled_modules_are_averaged(on_ranks: OnRanks, outside: bool) -> None
 
     # One at a time: the compiler is not made for threads.
     assert on_ranks(1, body) == [[1, 1]]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    reason="torch before 2.7 compiles what its hooks call",
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_compiled_step_compiles_no_reduction(on_ranks: OnRanks, sharded: bool) -> None:
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    package, compiled = Path(fd.__file__).parent, set()
+
+    def note(code: Any, _: Any) -> None:
+        if package in Path(code.co_filename).parents:
+            compiled.add(code.co_name)
+
+    def body(backend: Any) -> Any:
+        module = nn.Linear(1, 1)
+        weight = module.weight.item()
+        ddp = fd.DDP(module, backend)
+        of_all = (fd.ShardedOptimizer, torch.optim.SGD, backend) if sharded else (torch.optim.SGD,)
+        optimizer = of_all[0](ddp.parameters(), *of_all[1:], lr=0.5)
+
+        def step(x: Any) -> None:
+            ddp(x).sum().backward()
+            optimizer.step()
+
+        torch.compile(step, backend="eager")(torch.full((1, 1), 3.0))
+        assert ddp.statistics().num_rounds == 1
+        return module.weight.item() - weight
+
+    handle = register_bytecode_hook(note)
+    try:
+        assert on_ranks(1, body) == [pytest.approx(-1.5)]
+    finally:
+        handle.remove()
+    assert compiled <= {"forward"}
 
 
 def test_gradients_lie_in_memory_that_all_ranks_reach(on_ranks: OnRanks) -> None:

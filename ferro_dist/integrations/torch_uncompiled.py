@@ -1,0 +1,39 @@
+"""Keep torch.compile away from our own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["uncompiled"]
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def uncompiled(function: FunctionT) -> FunctionT:
+    """Let torch.compile run a function, and everything that it calls, as it is.
+
+    A compiled function that calls backward or steps an optimizer would otherwise have the hooks
+    compiled, too, and the reductions behind them: that takes many seconds, and gains nothing.
+    ``torch.compiler.disable`` does the same, but costs over 1 µs in each call, which is too much
+    for a hook of every parameter, and imports the compiler for those who do not use it.
+
+    Parameters
+    ----------
+    function : function
+        Changed in place. torch before 2.7 cannot mark it, and compiles it.
+
+    Returns
+    -------
+    function
+    """
+    of_frames = torch._C._dynamo.eval_frame
+    if hasattr(of_frames, "set_code_exec_strategy"):
+        skip = of_frames._FrameAction.SKIP
+        strategy = of_frames._FrameExecStrategy(skip, skip)
+        of_frames.set_code_exec_strategy(function.__code__, strategy)
+        # Where it is called by code that is compiled: the graph ends before the call.
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
