@@ -300,7 +300,7 @@ def be_refused(rank: int, world_size: int, addr: str) -> None:
     gpu = emulated_gpu(devices=2)
     on_gpu, on_host = {"w": zeros("gpu", 2)}, {"w": zeros("host", 2)}
     with connect("hybrid", rank, world_size, addr, timeout=TIMEOUT_S) as backend:
-        with pytest.raises(fd.InvalidArray, match="'w' is in host memory, and NcclBackend"):
+        with pytest.raises(fd.InvalidArray, match="'w' is in host memory, but NcclBackend"):
             fd.DDP(on_host, backend.nccl)
         with pytest.raises(fd.InvalidArray, match="'w' is on GPU 0, and HostBackend"):
             fd.DDP(on_gpu, backend.tcp)
@@ -388,7 +388,7 @@ def train_torch_beside_gpus(rank: int, world_size: int, addr: str) -> None:
 
     torch.set_num_threads(1)
     with connect("hybrid", rank, world_size, addr, timeout=TIMEOUT_S) as backend:
-        with pytest.raises(fd.InvalidArray, match="in host memory, and NcclBackend"):
+        with pytest.raises(fd.InvalidArray, match="in host memory, but NcclBackend"):
             fd.DDP(torch.nn.Linear(2, 1), backend.nccl)
         ddp = fd.DDP(torch.nn.Linear(2, 1), backend)
         for step in range(3):
@@ -413,7 +413,7 @@ def wrap_jax_over_nccl(rank: int, world_size: int, addr: str) -> None:
     emulated_gpu()
     jax = pytest.importorskip("jax", reason="jax is not installed")
     parameters = {"w": jax.numpy.zeros(2)}
-    refused = pytest.raises(fd.UnsupportedOp, match="averages in host memory, and NcclBackend")
+    refused = pytest.raises(fd.UnsupportedOp, match="averages in host memory, but NcclBackend")
     with connect("nccl", rank, world_size, addr, timeout=TIMEOUT_S) as backend, refused:
         fd.DDP(parameters, backend)
 
