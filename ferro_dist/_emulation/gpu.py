@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ferro_dist._emulation.libraries import load
+from ferro_dist._native import cuda_runtime
 from ferro_dist._native.emulated_array import (
     EmulatedArray,
     current_stream,
@@ -47,6 +48,8 @@ def gpu_of_process(cuda: int = 12, devices: int | None = None) -> EmulatedGpu:
         if devices is not None:
             os.environ["FERRO_EMULATION_DEVICES"] = str(devices)  # read by the libraries once
         _gpu = EmulatedGpu(*load(cuda))
+        # Our own calls go to it from now on, though JAX, imported later, brings a real one.
+        cuda_runtime.runtime_version()
     if devices is not None and _gpu.device_count != devices:
         raise ValueError(f"there are {_gpu.device_count} emulated devices already, not {devices}")
     return _gpu

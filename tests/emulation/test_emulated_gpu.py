@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ferro_dist._emulation.libraries import FOLDER
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 NAMES = ("bool", "int8", "uint16", "int64", "float16", "float64", "complex64")
@@ -182,6 +183,19 @@ def ask_twice(rank: int, world_size: int, addr: str) -> bool:
 
 def test_there_is_one_emulated_gpu_in_a_process() -> None:
     assert run_ranks(1, ask_twice, backend="none") == [True]
+
+
+def load_a_newer_cudart(rank: int, world_size: int, addr: str) -> int:
+    """As the import of JAX does, which brings the real one."""
+    emulated_gpu(cuda=12)
+    ctypes.CDLL(str(FOLDER / "libcudart.so.13"))
+    from ferro_dist._native.cuda_runtime import runtime_version
+
+    return runtime_version() // 1000
+
+
+def test_a_library_that_comes_later_takes_nobodys_place() -> None:
+    assert run_ranks(1, load_a_newer_cudart, backend="none") == [12]
 
 
 def find_a_real_library(rank: int, world_size: int, addr: str, path: str) -> str:
