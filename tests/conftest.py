@@ -13,8 +13,11 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 from leaks import nothing_is_left
+from visible_gpus import hide_gpus
 
 import ferro_dist.testing  # sets what it preloads itself, before what is set below
+
+hide_gpus()
 
 # A shell's background jobs ignore some signals, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -8,9 +8,11 @@ import os
 from typing import Any
 
 import pytest
+from visible_gpus import show_gpus
 
 import ferro_dist as fd
-from ferro_dist.testing import run_ranks, share_gpu
+import ferro_dist.testing
+from ferro_dist.testing import run_ranks
 
 __all__ = ["need", "need_torch_without_cuda", "share_gpu"]
 
@@ -23,6 +25,12 @@ def need(*libraries: str) -> None:
         reason = _why_not(library)
         if reason:
             pytest.skip(reason)
+
+
+def share_gpu(rank: int) -> None:
+    """Let a rank see the GPU, and share it with others. First of all that it does."""
+    show_gpus()
+    ferro_dist.testing.share_gpu(rank)
 
 
 def need_torch_without_cuda() -> None:
@@ -41,6 +49,7 @@ def _why_not(library: str) -> str:
 
 
 def _look_for(rank: int, world_size: int, addr: str, library: str) -> str:
+    show_gpus()
     if library == "nccl":
         return _look_for_nccl()
     # Asked for its backend, JAX takes most of the GPU, where others' tests are running.

@@ -16,6 +16,7 @@ from backends.contract.suite import CASES, names_for
 from gpu.exclusions import EXCLUDED_ON_REAL_GPUS, names_on_gpu
 from gpu.gpu_ranks import connect, start_on_real_gpus
 from gpu.real_gpu import need, share_gpu
+from visible_gpus import with_gpus
 
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
@@ -170,7 +171,7 @@ def test_compute_sanitizer_finds_nothing() -> None:
     options = ("--tool=memcheck", "--report-api-errors=no", "--error-exitcode=9")
     done = subprocess.run(
         [sanitizer, *options, sys.executable, "-c", PROGRAM],
-        env=os.environ,
+        env=with_gpus(os.environ),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
