@@ -12,6 +12,7 @@ import pytest
 from emulation.c_calls import (
     ABORTED,
     AVG,
+    CUDA_ERROR,
     DEFAULT,
     DELAY_US,
     DTYPES,
@@ -330,6 +331,26 @@ def test_wrong_arguments_are_refused_before_anything_is_launched() -> None:
     assert set(found.values()) == {INVALID_ARGUMENT}, found
 
 
+def ask_after_nonsense(rank: int, world_size: int, addr: str) -> list[tuple[int, int]]:
+    nccl = Nccl()
+    states = []
+    for is_in_group in (False, True):
+        comm = nccl.communicator(1, shared_id(addr), 0, blocking=0)
+        nccl.settle(comm)
+        if is_in_group:
+            nccl.GroupStart()
+        refused = nccl.result("AllReduce", None, None, size(3), FLOAT32, SUM, comm, DEFAULT)
+        if is_in_group:
+            nccl.result("GroupEnd")
+        states.append((refused, nccl.settle(comm)))
+        nccl.CommAbort(comm)
+    return states
+
+
+def test_a_refused_argument_is_the_error_of_a_communicator_that_does_not_block() -> None:
+    assert run_emulated(1, ask_after_nonsense) == [[(INVALID_ARGUMENT, INVALID_ARGUMENT)] * 2]
+
+
 def poison_group(rank: int, world_size: int, addr: str) -> tuple[int, int, list[float]]:
     nccl = Nccl()
     comm = nccl.communicator(1, shared_id(addr), 0)
@@ -575,8 +596,8 @@ def suffer(rank: int, world_size: int, addr: str, act: str) -> tuple[int, int]:
     [
         ("remote_error", IN_PROGRESS, REMOTE),
         ("async_error", IN_PROGRESS, INTERNAL),
-        ("system_error", SYSTEM, SUCCESS),
-        ("out_of_memory", 1, SUCCESS),
+        ("system_error", SYSTEM, SYSTEM),
+        ("out_of_memory", CUDA_ERROR, CUDA_ERROR),
         ("hang", IN_PROGRESS, SUCCESS),
         ("slow", IN_PROGRESS, SUCCESS),
     ],

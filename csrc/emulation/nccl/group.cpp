@@ -107,7 +107,12 @@ ncclResult_t run_batches(std::vector<Batch>& batches) {
 }
 
 ncclResult_t end_outermost(Group ended) {
-  if (ended.error != ncclSuccess) return ended.error;
+  if (ended.error != ncclSuccess) {
+    for (const Batch& batch : ended.batches) {
+      if (!batch.communicator->is_blocking()) batch.communicator->fail_later(ended.error, last_error());
+    }
+    return ended.error;
+  }
   require(ended.jobs.empty() || ended.batches.empty(), ncclInvalidUsage,
           "communicators made or ended, and communication, in one group");
   if (!ended.jobs.empty()) return run_jobs(ended.jobs);

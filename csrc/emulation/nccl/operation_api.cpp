@@ -8,10 +8,18 @@ using namespace emulation;
 
 namespace {
 
+// As with the real library, a refused argument stays the error of a communicator that does not block. That
+// it was revoked does not.
 ncclResult_t call(ncclComm_t comm, Operation operation) {
   return guarded([&] {
     const Use use(comm, function_of(operation.kind));
-    check_operation(*use, operation);
+    try {
+      check_operation(*use, operation);
+    } catch (const Failure& failure) {
+      const bool is_kept = !use->is_blocking() && failure.code != ncclInvalidUsage;
+      if (is_kept) use->fail_later(failure.code, failure.text);
+      throw;
+    }
     return submit(use.get(), std::move(operation));
   });
 }
