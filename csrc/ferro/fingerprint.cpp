@@ -27,7 +27,7 @@ std::string describe(const Fingerprint& fingerprint) {
     arguments += (arguments.empty() ? "" : ", ") + argument;
   };
   if (has_reduce_op(fingerprint.op)) add(name_of(fingerprint.reduce_op));
-  if (fingerprint.op != Op::barrier) {
+  if (fingerprint.op != Op::barrier && fingerprint.op != Op::split) {
     add(name_of(fingerprint.dtype));
     add(fingerprint.count == Fingerprint::kUneven ? "uneven counts"
                                                   : "count " + std::to_string(fingerprint.count));

@@ -154,6 +154,7 @@ void HostsTransport::dispatch(Call& call, const Collective& collective, std::uin
     case Op::broadcast:
       return broadcast(call, collective);
     case Op::all_gather:
+    case Op::split:
       return all_gather(call, collective);
     case Op::reduce_scatter:
       return reduce_scatter(call, collective);

@@ -33,6 +33,7 @@ Piece outgoing_piece(const Collective& collective, int index, int root_index, in
   switch (collective.op) {
     case Op::allreduce:
     case Op::all_gather:
+    case Op::split:
       return whole(collective.in, nbytes);
     case Op::broadcast:
       return is_from_root ? whole(collective.in, nbytes) : Piece{};
@@ -62,6 +63,7 @@ Piece incoming_piece(const Collective& collective, int index, int root_index, in
       if (!is_root) return {};
       return packed_piece(collective.out, nullptr, collective.count, peer_index, item);
     case Op::all_gather:
+    case Op::split:
       return packed_piece(collective.out, nullptr, collective.count, peer_index, item);
     case Op::all_to_all:
       return packed_piece(collective.out, collective.recv_counts, collective.count, peer_index, item);

@@ -82,6 +82,7 @@ bool ShmTransport::dispatch(Call& call, const Collective& collective) {
     case Op::reduce:
       return reduce(call, collective);
     case Op::all_gather:
+    case Op::split:
       return all_gather(call, collective);
     case Op::reduce_scatter:
       return reduce_scatter(call, collective);

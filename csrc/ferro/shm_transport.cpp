@@ -47,6 +47,7 @@ std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is
     case Op::allreduce:
     case Op::reduce:
     case Op::all_gather:
+    case Op::split:
     case Op::gather:
       return nbytes;
     case Op::broadcast:

@@ -139,6 +139,7 @@ void TcpCollectives::run(Call& call, const Collective& collective) {
     case Op::reduce_scatter:
       return reduce_scatter(call, collective);
     case Op::all_gather:
+    case Op::split:
       return all_gather(call, collective);
     case Op::all_to_all:
     case Op::gather:

@@ -48,6 +48,7 @@ enum class Op : std::uint8_t {
   gather,
   scatter,
   barrier,
+  split,  // an all_gather under another name, which no all_gather of the program can be taken for
   send,
   recv,
   sendrecv,
@@ -60,7 +61,7 @@ enum class Op : std::uint8_t {
 inline const char* name_of(Op op) {
   static constexpr const char* names[] = {
       "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
-      "barrier",   "send",      "recv",   "sendrecv",   "batch",          "init",       "close",
+      "barrier",   "split",     "send",   "recv",       "sendrecv",       "batch",      "init",   "close",
   };
   const auto index = static_cast<std::size_t>(op);
   return index < sizeof names / sizeof *names ? names[index] : "unknown";

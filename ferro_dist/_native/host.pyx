@@ -51,7 +51,7 @@ cdef int CPU = 1  # DLPack's number
 # By ferro::Op, in its order.
 cdef tuple OP_NAMES = (
     "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
-    "barrier",
+    "barrier", "split",
 )
 cdef double UNLIMITED = 1e9  # seconds
 cdef double SHORTEST_TIMEOUT = 1e-3  # seconds, for what is left of a call whose time is up
@@ -425,6 +425,12 @@ cdef class Communicator:
         c.op = Op.barrier
         c.tag = _tag(tag)
         return self._launch(&c, None, None, None, None, False, async_op, timeout)
+
+    def gather_for_split(self, x, timeout):
+        cdef BufferView src = self._input(x)
+        cdef object written = self._arrays.allocate_gathered(x, self.world_size)
+        cdef Collective c = _collective(Op.split, src, output_view_of(written), src.count, NO_TAG)
+        return self._launch(&c, src, output_view_of(written), x, written, True, False, timeout)
 
     def _all_to_all_uneven(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x)

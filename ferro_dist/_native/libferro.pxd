@@ -26,6 +26,7 @@ cdef extern from "ferro/types.hpp" namespace "ferro" nogil:
         gather
         scatter
         barrier
+        split
         send
         recv
         sendrecv

@@ -160,7 +160,7 @@ class EngineBackend(BoundBackend):
         """Return `members` once all ranks of this group have named the same ones."""
         chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
         digest = np.frombuffer(hashlib.sha256(repr(chosen).encode()).digest(), np.uint8)
-        digests = self.all_gather(digest, None, False, timeout, 0).reshape(self.world_size, -1)
+        digests = self._communicator.gather_for_split(digest, timeout).reshape(self.world_size, -1)
         arguments.check_same_members([row.tobytes() for row in digests], chosen, rank=self.rank)
         return chosen
 

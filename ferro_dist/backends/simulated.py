@@ -80,10 +80,11 @@ class SimulatedBackend(EngineBackend):
         self, members: Sequence[int], timeout: float | None = None
     ) -> SimulatedBackend | None:
         deadline = Deadline(self._seconds(timeout))
-        key = self._num_splits
-        self._num_splits += 1
         with self._splitting():
             chosen = self._check_members(members, deadline.remaining_s)
+            # Counted once all ranks have agreed: a split that one rank got wrong counts for none.
+            key = self._num_splits
+            self._num_splits += 1
             if self.rank == chosen[0]:
                 self._siblings.publish(key, self._make_part(len(chosen)))
             self.barrier(False, deadline.remaining_s, 0)

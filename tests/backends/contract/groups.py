@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -119,6 +120,19 @@ def members_that_disagree_are_a_mismatch(group: Group) -> None:
     error = raised(CollectiveMismatch, group.split, members)
     assert error.op == "split"
     assert error.rank == group.rank
+    fd.barrier(group)
+
+
+@case(min_ranks=2)
+def mismatches_of_a_split_and_another_call_name_both(group: Group) -> None:
+    if group.rank == 0:
+        error = raised(CollectiveMismatch, group.split, [0])
+    else:
+        digest = np.zeros(hashlib.sha256().digest_size, np.uint8)  # looks like what a split sends
+        error = raised(CollectiveMismatch, fd.all_gather, digest, group)
+    assert "rank 0 called split(" in str(error)
+    assert "rank 1 called all_gather(" in str(error)
+    assert error.op == ("all_gather" if group.rank else "split")
     fd.barrier(group)
 
 
