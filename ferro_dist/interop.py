@@ -519,11 +519,10 @@ def _has_buffer(x: Array) -> bool:
 
 
 def _shape_of_buffer(x: Array) -> tuple[int, ...]:
-    try:
+    if _has_buffer(x):
         return memoryview(x).shape or ()
-    except TypeError:
-        as_view(x)  # says what is wrong with x, better than Python does
-        raise
+    as_view(x)  # says what is wrong with x, better than NumPy does
+    return np.from_dlpack(x).shape
 
 
 def _is_committed(x: Array) -> bool:

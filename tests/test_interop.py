@@ -305,6 +305,24 @@ def test_results_of_raw_buffers_are_numpy_arrays() -> None:
     assert_array_equal(contiguous(memoryview(b"abcd")[::2]), [97, 99])
 
 
+class Column:
+    """An array that speaks DLPack and has no shape, like those of Arrow."""
+
+    def __init__(self, x: NumpyArray) -> None:
+        self._x = x
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._x.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def test_results_of_arrays_without_a_shape_are_numpy_arrays() -> None:
+    x = Column(np.ones((2, 3), np.float32))
+    assert (shape_of(x), allocate(x).shape, allocate(x).dtype) == ((2, 3), (2, 3), np.float32)
+
+
 def test_what_is_no_array_has_no_shape() -> None:
     with pytest.raises(InvalidArray, match=r"numpy\.asarray"):
         shape_of([1, 2])
