@@ -887,6 +887,31 @@ def test_a_rank_killed_by_a_signal_is_named(launch: Launch) -> None:
     assert job.finish() == (139, "", "ferrorun: rank 1 was killed by SIGSEGV\n")
 
 
+def test_keep_going_lets_the_others_outlive_a_rank_that_was_killed(launch: Launch) -> None:
+    script = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for_order()
+print("done")
+"""
+    job = launch(script, "-n2", "--keep-going")
+    assert job.process.stderr is not None
+    said = job.process.stderr.readline()
+    assert said == b"ferrorun: rank 1 was killed by SIGKILL; the others go on\n"
+    job.order()
+    assert job.finish()[:2] == (0, "[0] done\n")
+
+
+def test_keep_going_ends_with_a_rank_that_exits_with_an_error(launch: Launch) -> None:
+    job = launch("sys.exit(7) if rank else wait_for_ever()", "-n2", "--keep-going")
+    assert job.finish() == (7, "", "ferrorun: rank 1 exited with code 7\n")
+
+
+def test_keep_going_fails_when_the_last_rank_is_killed(launch: Launch) -> None:
+    job = launch("os.kill(os.getpid(), signal.SIGSEGV)", "-n1", "--keep-going")
+    assert job.finish() == (139, "", "ferrorun: rank 0 was killed by SIGSEGV\n")
+
+
 def test_a_rank_that_ends_well_leaves_the_others_running(launch: Launch) -> None:
     job = launch("report(rank)\nif rank == 1: wait_for_order(); print('done')", "-n2")
     job.sorted_reports(2)

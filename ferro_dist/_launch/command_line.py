@@ -61,6 +61,7 @@ class Options:
         self.is_bound_to_core = False
         self.log_dir: str | None = None
         self.emulates_gpu = False
+        self.keeps_going = False
         self.is_module = False
         self.is_python = True
         self.is_dry_run = False
@@ -83,6 +84,7 @@ TAKES_VALUE = {
     "--bind-to": True,
     "--log-dir": True,
     "--emulate-gpu": False,
+    "--keep-going": False,
     "--dry-run": False,
     "--help": False,
     "--version": False,
@@ -151,6 +153,8 @@ def _apply(options: Options, name: str, value: str) -> None:
         options.log_dir = value
     elif name == "--emulate-gpu":
         options.emulates_gpu = True
+    elif name == "--keep-going":
+        options.keeps_going = True
     elif name == "--dry-run":
         options.is_dry_run = True
     elif name == "--nnodes":

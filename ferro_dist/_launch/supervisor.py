@@ -59,7 +59,7 @@ def supervise(
         return error.exit_code
     commands = plan(options, rendezvous, os.environ)
     spawner = Spawner(signals, terminal_group, sockets)
-    return Job(commands, spawner, output, logs, control).run()
+    return Job(commands, spawner, output, logs, control, options.keeps_going).run()
 
 
 class Job:
@@ -72,7 +72,9 @@ class Job:
         output: Output,
         logs: list[Log] | None,
         control: int,
+        keeps_going: bool,
     ) -> None:
+        self._keeps_going = keeps_going
         self._commands = commands
         self._spawner = spawner
         self._output = output
@@ -310,9 +312,16 @@ class Job:
         # cause than one that reports an error, or aborts because it lost its peer.
         ended.sort(key=lambda rank: rank.status >= 0 or rank.status == -signal.SIGABRT)
         for rank in ended:
-            if rank.status:
+            if self._is_survived(rank):
+                self._output.say(f"{_verdict(rank)[1]}; the others go on")
+            elif rank.status:
                 self._settle(*_verdict(rank), culprit=rank)
                 self._stop()
+
+    def _is_survived(self, rank: Rank) -> bool:
+        """Whether others are to go on without a rank that was killed."""
+        is_ending = self._was_told_to_stop or self._exit_code is not None
+        return self._keeps_going and rank.status < 0 and bool(self._ranks) and not is_ending
 
     def _stop_leftovers(self) -> None:
         if self._is_killing:
