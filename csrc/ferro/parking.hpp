@@ -44,6 +44,16 @@ inline void prepare_to_write(unsigned char* lines, std::size_t nbytes) {
   for (std::size_t at = 0; at < nbytes; at += kCacheLine) prepare_to_write(lines + at);
 }
 
+// Moves lines just written out of this core's own caches into the one that peers share, from where they
+// read them sooner. Processors without this instruction do nothing.
+inline void hand_over(const unsigned char* lines, std::size_t nbytes) {
+#if defined(__x86_64__)
+  for (std::size_t at = 0; at < nbytes; at += kCacheLine) asm volatile("cldemote %0" : : "m"(lines[at]));
+#else
+  static_cast<void>(lines), static_cast<void>(nbytes);
+#endif
+}
+
 // How long to spin before sleeping. Chosen from the number of ranks and cores:
 // where ranks outnumber cores, spinning keeps the very peer that is waited for
 // from running.

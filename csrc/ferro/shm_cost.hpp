@@ -10,6 +10,10 @@ namespace ferro::shm_cost {
 // Moving up to this much takes about a microsecond: not worth letting go of the interpreter's lock.
 constexpr std::size_t kBriefNbytes = std::size_t{8} << 10;
 
+// Payloads that are moved to the shared cache for their readers. More lines than that keep the writer
+// longer than they save the readers. So does any with messages, whose receiver waits from the start.
+constexpr bool is_worth_handing_over(std::size_t nbytes) { return nbytes <= std::size_t{2} << 10; }
+
 // Payloads whose place is fetched before it is written, while peers are waited for: enough lines for it
 // to show, and few enough to stay in the first-level cache.
 constexpr bool is_worth_preparing(std::size_t nbytes) {

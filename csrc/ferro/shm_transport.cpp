@@ -262,7 +262,9 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   if (places.in == 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1) {
     places.staged_at = next_small(nbytes);
     small_nbytes_ = nbytes;
-    staging_.copy(segment_->smalls(index_) + places.staged_at, collective.in, nbytes);
+    unsigned char* const staged = segment_->smalls(index_) + places.staged_at;
+    staging_.copy(staged, collective.in, nbytes);
+    if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
   }
   if (is_readable_in_place && is_pullable(collective) && peer_memory_.can_read_all()) {
     places.address = reinterpret_cast<std::uintptr_t>(collective.in);
