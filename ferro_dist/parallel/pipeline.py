@@ -137,6 +137,10 @@ class Pipeline(Generic[ModuleT]):
     An array that a stage returns belongs to the pipeline: the stage must not write to it later. A
     stage must not write into its input.
 
+    Each rank has the gradients of its own stages, and no ``clip_grad_norm_`` sees any others. To
+    clip by the norm of the whole model, `allreduce` the sums of squares over `backend`, with tied
+    weights counted on one rank, and scale by the same factor on all ranks.
+
     A step that fails ends the groups of the `SyncBatchNorm` layers in its stages, in which replicas
     may be waiting: convert the modules again before the next step.
 
