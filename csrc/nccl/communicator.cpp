@@ -213,6 +213,7 @@ void Communicator::adopt_newborn() noexcept {
 void Communicator::launch(const Operation& operation, Patience& patience) {
   check_available(operation.op);
   Turn turn(*this, function_of(operation.op), patience);
+  check_awake(function_of(operation.op));
   turn.settle(issue_now(operation));
 }
 
@@ -225,6 +226,7 @@ void launch_group(const std::vector<GroupedOperation>& operations, Patience& pat
   }
   if (members.empty()) return;
   Turn turn(members, "ncclGroupEnd", patience);
+  for (const Communicator* each : members) each->check_awake("ncclGroupEnd");
   ncclResult_t first = ncclGroupStart();
   for (const GroupedOperation& each : operations) {
     if (first != ncclSuccess) break;
@@ -311,12 +313,14 @@ void Communicator::suspend(Patience& patience) {
   require(ncclCommSuspend, "ncclCommSuspend", "2.29.7");
   Turn turn(*this, "ncclCommSuspend", patience);
   turn.settle(ncclCommSuspend(handle(), NCCL_SUSPEND_MEM));
+  is_suspended_ = true;
 }
 
 void Communicator::resume(Patience& patience) {
   require(ncclCommResume, "ncclCommResume", "2.29.7");
   Turn turn(*this, "ncclCommResume", patience);
   turn.settle(ncclCommResume(handle()));
+  is_suspended_ = false;
 }
 
 std::uint64_t Communicator::memory(ncclCommMemStat_t statistic, Patience& patience) {
@@ -343,6 +347,13 @@ void Communicator::check_open() const {
   check_healthy();
   if (is_aborting_.load(std::memory_order_acquire)) throw ended(ErrorKind::aborted);
   if (is_closing_.load(std::memory_order_acquire)) throw ended(ErrorKind::closed);
+}
+
+void Communicator::check_awake(const char* function) const {
+  if (!is_suspended_) return;
+  Error error(ErrorKind::nccl, function, ncclInvalidUsage, "the communicator is suspended: resume it first");
+  error.meaning = ncclGetErrorString(ncclInvalidUsage);
+  throw error;
 }
 
 void Communicator::check_healthy() const {

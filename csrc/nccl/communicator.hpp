@@ -113,6 +113,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Throws what keeps it from being called: its first error, its end, or that it belongs to
   // another process.
   void check_open() const;
+  // For whoever has the turn: throws while it is suspended. NCCL does not look: its kernels would use
+  // memory that is gone, which ends all work on the device.
+  void check_awake(const char* function) const;
   bool has_failed() const noexcept { return has_error_.load(std::memory_order_acquire); }
   // Whether some call is waiting for NCCL to finish what it began.
   bool is_busy() const noexcept { return family_->is_busy.load(std::memory_order_acquire); }
@@ -180,7 +183,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<bool> is_aborting_{false};
   std::atomic<bool> is_closing_{false};
   std::atomic<bool> is_ended_{false};
-  bool is_revoked_ = false;  // under lock_, as the next two
+  bool is_revoked_ = false;  // under lock_, as the next three
+  bool is_suspended_ = false;
   bool is_finalizing_ = false;
   bool is_finalized_ = false;
 

@@ -94,6 +94,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   for (std::size_t i = 0; i < count; ++i) check_available(operations[i].op);
   const Op op = operations[0].op;
   Turn turn(*communicator_, function_of(op), patience);
+  communicator_->check_awake(function_of(op));
   const DefaultStreamGuard guard(*this, callers, num_callers);
   const bool is_captured = std::any_of(callers, callers + num_callers,
                                        [this](cudaStream_t stream) { return is_capturing(stream); });

@@ -129,6 +129,9 @@ const char* point_of(Kind kind) { return describe(kind).point; }
 
 void check_operation(Communicator& communicator, Operation& operation) {
   const Description& description = describe(operation.kind);
+  if (communicator.is_suspended)
+    die(description.function,
+        " on a communicator that is suspended: its kernel would use memory that is gone");
   communicator.require_usable(description.function);
   require(operation.dtype >= 0 && operation.dtype < ncclNumTypes, ncclInvalidArgument, description.function,
           ": there is no dtype ", static_cast<int>(operation.dtype));
