@@ -23,7 +23,7 @@ def uncompiled(function: FunctionT) -> FunctionT:
     Parameters
     ----------
     function : function
-        Changed in place. torch before 2.7 cannot mark it, and compiles it.
+        Changed in place. Older versions of torch cannot mark it, and compile it.
 
     Returns
     -------
