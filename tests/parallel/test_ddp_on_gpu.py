@@ -302,11 +302,11 @@ def be_refused(rank: int, world_size: int, addr: str) -> None:
     with connect("hybrid", rank, world_size, addr, timeout=TIMEOUT_S) as backend:
         with pytest.raises(fd.InvalidArray, match="'w' is in host memory, but NcclBackend"):
             fd.DDP(on_host, backend.nccl)
-        with pytest.raises(fd.InvalidArray, match="'w' is on GPU 0, and HostBackend"):
+        with pytest.raises(fd.InvalidArray, match="'w' is on GPU 0, but HostBackend"):
             fd.DDP(on_gpu, backend.tcp)
         with gpu.device(1):
             on_another = {"w": zeros("gpu", 2)}
-        with pytest.raises(fd.InvalidArray, match="'w' is on GPU 1, and this"):
+        with pytest.raises(fd.InvalidArray, match="'w' is on GPU 1, but this"):
             fd.DDP(on_another, backend)
         with pytest.raises(ValueError, match=r"is float64 \(2,\); .* float64 \(2,\) on the GPU"):
             fd.DDP(on_gpu, backend).sync_gradients({"w": np.zeros(2)})
