@@ -323,7 +323,9 @@ class _Torch(_Library):
 
     def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
         torch = sys.modules["torch"]
-        if shape is None:  # half the time of the general way
+        if shape is None:  # half the time of the general way; the format alone costs a quarter
+            if x.is_contiguous():
+                return torch.empty_like(x)
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         return torch.empty(shape, dtype=x.dtype, device=x.device)
 

@@ -577,7 +577,9 @@ cdef class NcclGroup:
         return self._let_go()
 
     cdef inline object _deliver(self, object x, object written, bint is_new):
-        return self._arrays.deliver(x, written) if is_new else written
+        if not is_new or type(written) is type(x):
+            return written
+        return self._arrays.deliver(x, written)
 
     cdef inline double _patience(self, timeout) except? -1:
         return self._communicator.timeout_s + WATCHDOG_GRACE if timeout is None else self._seconds(timeout)
