@@ -185,10 +185,9 @@ def check_same_members(answers: Sequence[bytes], members: Sequence[int], *, rank
     `members` are those that this rank named.
     """
     for other, theirs in enumerate(answers):
-        if theirs != answers[0]:
+        if theirs != answers[rank]:
             raise CollectiveMismatch(
-                f"split: rank {other} and rank 0 named different members; "
-                f"rank {rank} named {list(members)}.",
+                f"split: rank {rank} named {list(members)} as members, and rank {other} others.",
                 op="split",
                 rank=rank,
                 peer=other,

@@ -120,6 +120,7 @@ def members_that_disagree_are_a_mismatch(group: Group) -> None:
     error = raised(CollectiveMismatch, group.split, members)
     assert error.op == "split"
     assert error.rank == group.rank
+    assert error.peer != group.rank
     fd.barrier(group)
 
 
