@@ -53,8 +53,9 @@ Processes that the ranks leave behind are stopped when the last rank has ended.
       --bind-to core     bind each rank to one core, in turn (default: none)
       --log-dir DIR      also write each rank's output to DIR/rank<N>.log
       --emulate-gpu      give every rank emulated GPUs in place of CUDA and NCCL
-      --keep-going       a rank that a signal kills does not end the job: the others can
-                         go on in the group that shrink() makes
+      --keep-going       a rank that a signal kills does not end the job while others run:
+                         they can go on in the group that shrink() makes, and give the
+                         job its exit code
       --dry-run          print what would be run, and run nothing
       --version          print the version of ferro_dist
   -h, --help             print this text
