@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,14 +24,15 @@ def uncompiled(function: FunctionT) -> FunctionT:
     Parameters
     ----------
     function : function
-        Changed in place. Older versions of torch cannot mark it, and compile it.
+        Changed in place. Versions of torch that cannot mark it compile it.
 
     Returns
     -------
     function
     """
-    of_frames = torch._C._dynamo.eval_frame
-    if hasattr(of_frames, "set_code_exec_strategy"):
+    # These are torch's own affair. A version that changes them must not be refused for that.
+    with contextlib.suppress(AttributeError, TypeError):
+        of_frames = torch._C._dynamo.eval_frame
         skip = of_frames._FrameAction.SKIP
         strategy = of_frames._FrameExecStrategy(skip, skip)
         of_frames.set_code_exec_strategy(function.__code__, strategy)

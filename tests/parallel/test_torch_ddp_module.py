@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import nn  # noqa: E402 - needs torch
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations.torch_gradients import gpu_view  # noqa: E402
+from ferro_dist.integrations.torch_uncompiled import uncompiled  # noqa: E402
 from ferro_dist.parallel.bucket import ParameterSpec  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
@@ -246,6 +248,7 @@ def test_compiled_modules_are_averaged(on_ranks: OnRanks, outside: bool) -> None
     assert on_ranks(1, body) == [[1, 1]]
 
 
+@pytest.mark.usefixtures("traces_in_threads")
 @pytest.mark.skipif(
     not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
     reason="this version of torch cannot mark code as not to be compiled",
@@ -255,11 +258,11 @@ def test_compiled_modules_are_averaged(on_ranks: OnRanks, outside: bool) -> None
 def test_a_compiled_step_compiles_no_reduction(on_ranks: OnRanks, sharded: bool) -> None:
     from torch._dynamo.convert_frame import register_bytecode_hook
 
-    package, compiled = Path(fd.__file__).parent, set()
+    package = Path(fd.__file__).parent
+    compiled: dict[bool, set[str]] = {True: set(), False: set()}  # whether it is the package's
 
     def note(code: Any, _: Any) -> None:
-        if package in Path(code.co_filename).parents:
-            compiled.add(code.co_name)
+        compiled[package in Path(code.co_filename).parents].add(code.co_name)
 
     def body(backend: Any) -> Any:
         module = nn.Linear(1, 1)
@@ -281,7 +284,17 @@ def test_a_compiled_step_compiles_no_reduction(on_ranks: OnRanks, sharded: bool)
         assert on_ranks(1, body) == [pytest.approx(-1.5)]
     finally:
         handle.remove()
-    assert compiled <= {"forward"}
+    assert any("step" in name for name in compiled[False])
+    assert compiled[True] <= {"forward"}
+
+
+@pytest.mark.parametrize("change", [{}, {"_FrameExecStrategy": lambda action: action}])
+def test_torch_may_change_how_code_is_marked(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    known = {"_FrameAction": SimpleNamespace(SKIP=1), "set_code_exec_strategy": print}
+    monkeypatch.setattr(torch._C._dynamo, "eval_frame", SimpleNamespace(**known, **change))
+    assert uncompiled(scale) is scale
 
 
 def test_gradients_lie_in_memory_that_all_ranks_reach(on_ranks: OnRanks) -> None:
