@@ -121,18 +121,17 @@ void Communicator::adopt_into_family(const std::shared_ptr<Communicator>& child)
   members.push_back(child);
 }
 
-void Communicator::end_family() noexcept {
+std::vector<std::shared_ptr<Communicator>> Communicator::fail_family() noexcept {
   std::vector<std::shared_ptr<Communicator>> others;
   {
     const std::lock_guard<std::mutex> lock(family_->lock);
     for (const auto& member : family_->members)
       if (auto other = member.lock(); other != nullptr && other.get() != this) others.push_back(other);
   }
-  for (const auto& other : others) {
-    if (other->is_ended() || other->is_aborted()) continue;
-    other->fail(ended(ErrorKind::aborted));
-    Reaper::instance().end(other);
-  }
+  const auto is_over = [](const auto& other) { return other->is_ended() || other->is_aborted(); };
+  others.erase(std::remove_if(others.begin(), others.end(), is_over), others.end());
+  for (const auto& other : others) other->fail(ended(ErrorKind::aborted));
+  return others;
 }
 
 template <typename Make>
@@ -140,10 +139,10 @@ std::shared_ptr<Communicator> Communicator::make_child(const char* function, ncc
                                                        bool is_sharing, Patience& patience, Make make) {
   auto child = std::make_shared<Communicator>(cuda_, device_);
   child->keep_options(config);
-  if (is_sharing) adopt_into_family(child);
   const DeviceGuard guard(cuda_, device_);
   {
     Turn turn(*this, function, patience);
+    if (is_sharing && !is_revoked_) adopt_into_family(child);  // what is revoked shares nothing with others
     unfinished_.push_back(child);
     turn.settle(begun(make(handle(), &child->newborn_)));
     unfinished_.erase(std::find(unfinished_.begin(), unfinished_.end(), child));
@@ -164,9 +163,10 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key, ncclConfig
 std::shared_ptr<Communicator> Communicator::shrink(std::vector<int> excluded, int flags, ncclConfig_t config,
                                                    Patience& patience) {
   require(ncclCommShrink, "ncclCommShrink", "2.27");
-  const bool is_sharing = shares_with_shrunk_ && (flags & NCCL_SHRINK_ABORT) == 0;
-  return make_child("ncclCommShrink", config, is_sharing, patience,
+  const bool is_aborting = (flags & NCCL_SHRINK_ABORT) != 0;
+  return make_child("ncclCommShrink", config, shares_with_shrunk_ && !is_aborting, patience,
                     [&](ncclComm_t parent, ncclComm_t* child) {
+                      if (is_aborting) fail_family();
                       return ncclCommShrink(parent, excluded.data(), static_cast<int>(excluded.size()), child,
                                             &config, flags);
                     });
@@ -400,6 +400,7 @@ void Communicator::revoke(Patience& patience) {
   require(ncclCommRevoke, "ncclCommRevoke", "2.28.7");
   Turn turn(*this, "ncclCommRevoke", patience);
   is_revoked_ = true;
+  fail_family();
   turn.settle(ncclCommRevoke(handle(), NCCL_REVOKE_DEFAULT));
 }
 
@@ -410,7 +411,7 @@ void Communicator::abort() noexcept {
 
 void Communicator::abort_now() noexcept {
   is_aborting_.store(true, std::memory_order_release);
-  end_family();
+  for (const auto& other : fail_family()) Reaper::instance().end(other);
   Lock lock(lock_, std::defer_lock);
   const auto deadline = Patience::Clock::now() + kCallGrace;
   while (!lock.try_lock() && Patience::Clock::now() < deadline)

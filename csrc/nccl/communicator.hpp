@@ -134,7 +134,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   using Lock = std::unique_lock<std::mutex>;
 
   // Communicators that share NCCL's resources, which the options split_share and shrink_share ask
-  // for: NCCL takes calls on only one of them at a time, and an abort of one stops the work of all.
+  // for: NCCL takes calls on only one of them at a time, and what stops the work of one stops that of
+  // all: an abort, a revocation, a shrink that aborts.
   struct Family {
     std::atomic<bool> is_busy{false};  // set under the device's lock, reset by whoever set it
     std::mutex lock;
@@ -155,7 +156,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Notes what the options say of children, and replaces their texts by copies.
   void keep_options(ncclConfig_t& config);
   void adopt_into_family(const std::shared_ptr<Communicator>& child);
-  void end_family() noexcept;
+  // For what stops the work of all: NCCL reports it to none of them. Returns the others, which fail from
+  // here on. Call it first, so that no result is taken for good.
+  std::vector<std::shared_ptr<Communicator>> fail_family() noexcept;
   void check_healthy() const;
   ncclComm_t handle() const noexcept { return handle_.load(std::memory_order_acquire); }
   // True once nothing is left to wait for; is_finalized_ says how it went.

@@ -105,7 +105,8 @@ cdef class Communicator(Connection):
             Options of NCCL, by the names in ``nccl_library.CONFIG_OPTIONS``: integers, and texts
             for ``net_name`` and ``comm_name``. With ``blocking=True`` NCCL blocks in its own calls,
             and timeouts cannot hold. With ``split_share=True`` those that are split from this one
-            take turns with it, and an abort of one is that of all.
+            take turns with it, and an abort of one is that of all; `revoke` and a `shrink` with
+            `abort` fail the others, whose work they stop.
 
         Raises
         ------

@@ -505,6 +505,34 @@ def test_communicators_that_share_resources_take_turns_and_end_together() -> Non
     assert ranks(2, share_with_a_child) == [[1.0, 1.0]] * 2
 
 
+def stop_what_shares(backend: Any, stop: str) -> float:
+    """What stops one communicator's work stops that of others, but none of what is made later."""
+    emulated_gpu()
+    communicator = connect(backend, split_share=True, shrink_share=True)
+    sibling = communicator.split(0, backend.rank)
+    assert sibling is not None
+    backend.barrier(False, None, 0)
+    if backend.rank == 2:
+        communicator.abort()
+        return 0
+    if stop == "revoke":
+        communicator.revoke()
+        child = communicator.shrink([2])
+    else:
+        child = communicator.shrink([2], abort=True)
+    with pytest.raises(ChannelClosed, match="aborted"):
+        sum_over(sibling)
+    communicator.abort()
+    total = sum_over(child)
+    child.close()
+    return total
+
+
+@pytest.mark.parametrize("stop", ["revoke", "shrink"])
+def test_what_stops_the_work_of_a_communicator_fails_those_that_share_with_it(stop: str) -> None:
+    assert ranks(3, stop_what_shares, stop) == [2.0, 2.0, 0]
+
+
 def split_in_two(backend: Any) -> tuple[int, int] | None:
     communicator = connect(backend, comm_name="parent", max_ctas=4)
     part = communicator.split(None if backend.rank == 2 else 0, -backend.rank)

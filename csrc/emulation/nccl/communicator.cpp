@@ -179,7 +179,7 @@ void Communicator::finalize() {
 }
 
 void Communicator::revoke() {
-  stop_operations();
+  stop_all_operations();
   is_revoked = true;
 }
 
@@ -201,6 +201,10 @@ void Communicator::abort() {
       changed_.wait_for(lock, std::chrono::milliseconds(5));
     }
   }
+  stop_all_operations();
+}
+
+void Communicator::stop_all_operations() {
   stop_operations();
   for (const auto& each : sharing) {
     if (const auto other = each.lock()) other->stop_operations();
@@ -216,7 +220,6 @@ void Communicator::await_graphs(const char* function) {
   changed_.wait(lock, are_gone);
 }
 
-// What aborts one of them stops the work of both.
 void Communicator::share_with(const std::shared_ptr<Communicator>& other) {
   sharing.push_back(other);
   other->sharing.push_back(weak_from_this());

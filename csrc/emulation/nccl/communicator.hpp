@@ -65,11 +65,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void finalize();
   void revoke();
   void stop_operations();  // those in flight end unfinished
+  // And those of communicators that share resources with this one.
+  void stop_all_operations();
   // Ends everything, from any thread; the destructor is free to run afterwards.
   void abort();
   // Waits for graphs that captured the communicator.
   void await_graphs(const char* function);
-  // Records that both share resources, so that an abort of one stops the work of both.
+  // Records that both share resources, so that what stops the work of one stops that of both.
   void share_with(const std::shared_ptr<Communicator>& other);
   // Throws if another thread is launching on a communicator that shares resources with this one.
   void require_no_race();

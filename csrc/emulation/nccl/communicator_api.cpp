@@ -362,7 +362,7 @@ EMULATION_API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, nc
     require(color >= NCCL_SPLIT_NOCOLOR, ncclInvalidArgument, "ncclCommSplit: color is ", color);
     const CommunicatorPtr owner = parent.get();
     const CommunicatorPtr child = color == NCCL_SPLIT_NOCOLOR ? nullptr : new_child(*owner, config);
-    if (child && owner->config.splitShare == 1) child->share_with(owner);
+    if (child && owner->config.splitShare == 1 && !owner->is_revoked) child->share_with(owner);
     const std::uint64_t successor = owner->next_successor();
     const Fault fault = fault_plan().next("split", owner->rank);
     return make_child(
@@ -388,14 +388,14 @@ EMULATION_API ncclResult_t ncclCommShrink(ncclComm_t comm, int* ranks, int count
     const bool aborts = (flags & NCCL_SHRINK_ABORT) != 0;
     if (aborts) {
       require(owner->state() != ncclInProgress, ncclInvalidArgument, "ncclCommShrink in progress");
-      owner->stop_operations();
+      owner->stop_all_operations();
       owner->forget_error();
       owner->is_revoked = true;
     }
     owner->require_ready("ncclCommShrink");
     const std::vector<int> excluded = checked_exclusion(*owner, ranks, count);
     const CommunicatorPtr child = new_child(*owner, config);
-    if (!aborts && owner->config.shrinkShare == 1) child->share_with(owner);
+    if (!aborts && owner->config.shrinkShare == 1 && !owner->is_revoked) child->share_with(owner);
     const std::uint64_t successor = owner->next_successor();
     const Fault fault = fault_plan().next("shrink", owner->rank);
     return make_child(
