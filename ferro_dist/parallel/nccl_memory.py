@@ -75,8 +75,7 @@ class GpuMemory:
 
     def keep(self, held: object) -> None:
         """Keep an object until the library's current stream has done what it was given so far."""
-        _ending.append(_Ending((held,), self._probe, None))
-        release_what_has_ended()
+        _end(_Ending((held,), self._probe, None))
 
     def _make_probe(self) -> Array:
         """Make an unused array, to ask its library for any thread's current stream."""
@@ -102,8 +101,7 @@ class _RegisteredMemory:
 
     def __del__(self) -> None:
         if hasattr(self, "_registration") and not sys.is_finalizing():
-            _ending.append(_Ending((self._memory, self._registration), self._probe, None))
-            release_what_has_ended()
+            _end(_Ending((self._memory, self._registration), self._probe, None))
 
 
 def _allocate(nbytes: int, device: int) -> GpuBytes:
@@ -148,6 +146,14 @@ class _Ending(NamedTuple):
 
 # Appending and popping are atomic: several threads may release memory.
 _ending: list[_Ending] = []
+
+
+def _end(ending: _Ending) -> None:
+    # Its event is recorded before other threads can find it: they work on streams of their own.
+    left = ending.looked_at()
+    if left is not None:
+        _ending.append(left)
+    release_what_has_ended()
 
 
 def release_what_has_ended() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -275,6 +276,40 @@ def let_go_of_what_is_read(rank: int, world_size: int, addr: str) -> None:
 
 def test_buckets_may_be_let_go_of_while_the_gpu_reads_them() -> None:
     on_gpus(2, let_go_of_what_is_read)
+
+
+class FoundAtOnce(list[Any]):
+    """Memory that is to be freed, which another thread, on its own stream, finds at once."""
+
+    def append(self, ending: Any) -> None:
+        super().append(ending)
+        other = threading.Thread(target=self._release)
+        other.start()
+        other.join()
+
+    def _release(self) -> None:
+        nccl_memory.release_what_has_ended()
+        emulated_gpu().synchronize(0)
+        nccl_memory.release_what_has_ended()
+
+
+def let_go_beside_a_thread(rank: int, world_size: int, addr: str) -> None:
+    gpu = emulated_gpu()
+    with connect("nccl", rank, world_size, addr, timeout=TIMEOUT_S) as backend, gpu.stream():
+        x = GpuMemory(backend, zeros("gpu", 1)).empty(1, "float64")
+        x[...] = 5
+        nccl_memory._ending = FoundAtOnce()
+        go_on = hold(gpu)
+        del x
+        assert nccl_memory._ending
+        go_on()
+        gpu.synchronize(gpu.current_stream)
+        nccl_memory.release_what_has_ended()
+        assert not nccl_memory._ending
+
+
+def test_memory_waits_for_the_stream_of_the_thread_that_lets_go_of_it() -> None:
+    on_gpus(1, let_go_beside_a_thread)
 
 
 def mark_in_part(rank: int, world_size: int, addr: str) -> None:
