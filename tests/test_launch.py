@@ -902,6 +902,21 @@ print("done")
     assert job.finish()[:2] == (0, "[0] done\n")
 
 
+def test_keep_going_takes_an_interrupt_from_the_terminal_for_no_loss(
+    terminal: Callable[..., Terminal],
+) -> None:
+    # As after a Ctrl-C that rank 0, in the terminal's group, has got before ferrorun.
+    script = """
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGINT)
+wait_for_ever()
+"""
+    one = terminal(script, "-n2", "--keep-going")
+    one.expect(b"ferrorun: rank 0 was killed by SIGINT\n")
+    assert one.job.process.wait(DEADLINE_S) == 130
+
+
 def test_keep_going_ends_with_a_rank_that_exits_with_an_error(launch: Launch) -> None:
     job = launch("sys.exit(7) if rank else wait_for_ever()", "-n2", "--keep-going")
     assert job.finish() == (7, "", "ferrorun: rank 1 exited with code 7\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 STOPPING = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM})
+TERMINAL_SENDS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 FORWARDED = STOPPING | {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT}
 FROM_TERMINAL = 0x80  # set in a control byte, together with the signal's number
 EXIT_SIGNALLED = 128  # plus the signal's number

@@ -26,6 +26,7 @@ from ferro_dist._launch.signals import (
     EXIT_SIGNALLED,
     FROM_TERMINAL,
     STOPPING,
+    TERMINAL_SENDS,
     InheritedSignals,
     name_of,
 )
@@ -321,7 +322,9 @@ class Job:
     def _is_survived(self, rank: Rank) -> bool:
         """Whether others are to go on without a rank that was killed."""
         is_ending = self._was_told_to_stop or self._exit_code is not None
-        return self._keeps_going and rank.status < 0 and bool(self._ranks) and not is_ending
+        # The terminal interrupts its own group itself, before the front can tell of a Ctrl-C.
+        is_killed = rank.status < 0 and (rank.has_group or -rank.status not in TERMINAL_SENDS)
+        return self._keeps_going and is_killed and bool(self._ranks) and not is_ending
 
     def _stop_leftovers(self) -> None:
         if self._is_killing:
