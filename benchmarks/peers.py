@@ -90,7 +90,7 @@ def systems(ranks: int, transport: str, *, quick: bool = False) -> list[System]:
     return found
 
 
-_SELDOM_BEST = frozenset({"gloo/unbound", "gloo/keep_memory", "openmpi/coll_sm", "mpich/cma"})
+_SELDOM_BEST = frozenset({"gloo/untuned", "gloo/unbound", "openmpi/coll_sm", "mpich/cma"})
 
 
 def _ferro(ranks: int) -> Iterator[System]:
@@ -106,10 +106,11 @@ def _ferro(ranks: int) -> Iterator[System]:
 def _gloo() -> Iterator[System]:
     missing = "" if _has("torch") else "torch is not installed: pip install torch"
     local = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    yield System("gloo", "default", "Gloo", (), local, missing)
+    tuned = {**local, **_KEEP_MEMORY}
+    yield System("gloo", "untuned", "Gloo", (), local, missing)
+    yield System("gloo", "default", "Gloo", (), tuned, missing)
     # Each rank's threads hand work to each other: on one core, or on whichever is free.
-    yield System("gloo", "unbound", "Gloo", (), {**local, "BENCHMARK_UNBOUND": "1"}, missing)
-    yield System("gloo", "keep_memory", "Gloo", (), {**local, **_KEEP_MEMORY}, missing)
+    yield System("gloo", "unbound", "Gloo", (), {**tuned, "BENCHMARK_UNBOUND": "1"}, missing)
 
 
 # Open MPI
