@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ferro_dist._native.host import Communicator, create_segment
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.engine import EngineBackend, peer_reads
+from ferro_dist.errors import DistributedError, Timeout
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import Group, Segment, Wiring
 
@@ -127,19 +128,42 @@ class HostBackend(EngineBackend):
         deadline = Deadline(self._seconds(timeout))
         with self._splitting():
             chosen = self._check_members(members, deadline.remaining_s)
+
+            def gather(blob: bytes) -> list[bytes]:
+                # By collectives, in which ranks outside take part, and not by messages among the
+                # members: those of the program may be under way, and would be taken for these.
+                blobs = self._gather_for_split(blob, deadline)
+                return [blobs[member] for member in chosen]
+
             if self.rank not in chosen:
+                if len(chosen) > 1:
+                    rendezvous.stand_by(lambda: gather(b""))
                 return None
-            return rendezvous.connect_through(
-                lambda blob: self._gather_bytes(blob, chosen, deadline),
-                chosen.index(self.rank),
-                len(chosen),
-                token=self._wiring.token,
-                timeout=deadline.remaining_s,
-                shared_memory=self._shares_memory,
-                create_segment=create_segment,
-                addresses=[self._wiring.addresses[member] for member in chosen],
-                adopt=self._adopt_another,
-            )
+            with _in_numbers_of_parent(chosen, self.rank):
+                return rendezvous.connect_through(
+                    gather,
+                    chosen.index(self.rank),
+                    len(chosen),
+                    token=self._wiring.token,
+                    timeout=deadline.remaining_s,
+                    shared_memory=self._shares_memory,
+                    create_segment=create_segment,
+                    addresses=[self._wiring.addresses[member] for member in chosen],
+                    adopt=self._adopt_another,
+                    has_ended=self._has_ended,
+                )
+
+    def _has_ended(self) -> bool:
+        return self._communicator.has_ended() or self.has_lost_ranks()
+
+    def _gather_for_split(self, blob: bytes, deadline: Deadline) -> list[bytes]:
+        """Exchange byte strings among all ranks: first sizes, then contents."""
+        own = np.array([len(blob)])
+        sizes = self._communicator.gather_for_split(own, deadline.remaining_s).ravel()
+        padded = np.frombuffer(blob.ljust(int(sizes.max())), np.uint8)
+        rows = self._communicator.gather_for_split(padded, deadline.remaining_s)
+        rows = rows.reshape(self.world_size, -1)
+        return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def shrink(self, timeout: float | None = None) -> HostBackend:
         seconds = self._time_to_shrink(timeout)
@@ -208,6 +232,24 @@ class HostBackend(EngineBackend):
                 ops += [P2POp("send", own, member), P2POp("recv", outs[index], member)]
         self.batch(ops, False, deadline.remaining_s, 0)
         return outs
+
+
+@contextlib.contextmanager
+def _in_numbers_of_parent(members: Sequence[int], rank: int) -> Iterator[None]:
+    """Let errors of `members` that connect to each other name ranks of the group they are from."""
+    try:
+        yield
+    except DistributedError as error:
+        if error.op != "init":  # from a collective of that group
+            raise
+        error.args = (
+            f"{error}\nRanks 0, 1, ... of the new group are {list(members)} of this one.",
+        )
+        error.rank = rank
+        error.peer = None if error.peer is None else members[error.peer]
+        if isinstance(error, Timeout):
+            error.missing = tuple(members[missing] for missing in error.missing)
+        raise
 
 
 class TcpBackend(HostBackend):

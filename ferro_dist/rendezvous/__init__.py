@@ -8,7 +8,7 @@ Reading order: `environment` (which rank is this), `launchers` and `rank_zero` (
 Standard library only. It produces descriptors; the engine gets them connected.
 """
 
-from ferro_dist.rendezvous.connection import connect, connect_through
+from ferro_dist.rendezvous.connection import connect, connect_through, stand_by
 from ferro_dist.rendezvous.environment import Placement, placement
 from ferro_dist.rendezvous.succession import connect_survivors
 from ferro_dist.rendezvous.wiring import Wiring
@@ -20,4 +20,5 @@ __all__ = [
     "connect_survivors",
     "connect_through",
     "placement",
+    "stand_by",
 ]

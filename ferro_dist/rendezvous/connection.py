@@ -49,12 +49,13 @@ from ferro_dist.rendezvous.control_plane import (
     Exchange,
     ParentExchange,
     Participant,
+    stand_by,
 )
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import EventLoop
 from ferro_dist.rendezvous.wiring import Group, Member, Place, Segment, Wiring, wire
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "connect", "connect_through"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "connect", "connect_through", "stand_by"]
 
 DEFAULT_TIMEOUT_S = 300.0
 # A rank 0 that finds its address taken asks there whether another rank 0 of its group has it.
@@ -161,6 +162,7 @@ def connect_through(
     timeout: float = DEFAULT_TIMEOUT_S,
     shared_memory: bool = True,
     addresses: Sequence[str] | None = None,
+    has_ended: Callable[[], bool] = lambda: False,
     environ: Mapping[str, str] = os.environ,
 ) -> Group:
     """Connect the ranks of a group by means of an existing group.
@@ -168,12 +170,16 @@ def connect_through(
     Parameters
     ----------
     all_gather : callable
-        Gives every rank of the new group the byte strings of all, in rank order.
+        Gives every rank of the new group the byte strings of all, in rank order. Ranks of the
+        existing group that it needs besides them must `stand_by`, unless the new group has only
+        one rank, which calls it not even once.
     rank, world_size : int
         Of the new group.
     addresses : sequence of str, optional
         Where this rank reaches each rank of the new group: the parent's
         ``Wiring.addresses``. Default: all on this machine.
+    has_ended : callable, optional
+        Whether `all_gather` would raise: looked at while this rank waits for others without it.
     create_segment, adopt, token, timeout, shared_memory
         As for `connect`.
 
@@ -193,7 +199,7 @@ def connect_through(
     if not is_shared and views and not all(map(is_loopback, views)):
         raise NoConnection(f"this group spans hosts: {HOW_TO_SET_A_TOKEN}", op="split", rank=rank)
     with system_errors(rank), contextlib.closing(EventLoop()) as loop:
-        exchange = ParentExchange(loop, all_gather, rank, world_size, deadline)
+        exchange = ParentExchange(loop, all_gather, rank, world_size, deadline, has_ended)
         place = KnownPlace(views)
         return wire(exchange, secret, create_segment, shared_memory, place, adopt)
 

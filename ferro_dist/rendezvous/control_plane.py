@@ -43,7 +43,7 @@ from ferro_dist.rendezvous.frame import (
     unpack_list,
 )
 
-__all__ = ["Coordinator", "Exchange", "ParentExchange", "Participant"]
+__all__ = ["Coordinator", "Exchange", "ParentExchange", "Participant", "stand_by"]
 
 # A rank that failed waits this long for the others to read why.
 FAREWELL_S = 0.3
@@ -51,6 +51,8 @@ FAREWELL_S = 0.3
 LATECOMERS_S = 0.4
 # A rank whose time is up waits this long for rank 0 to say who was missing.
 VERDICT_S = 0.5
+# How often a rank that waits for sockets checks whether the parent group still exists.
+LOOK_S = 0.02
 # A restarted rank 0 may find its predecessor's listener, with another token, for a moment.
 AUTHENTICATION_GRACE_S = 3.0
 
@@ -441,9 +443,11 @@ class ParentExchange(Exchange):
     ----------
     all_gather : callable
         Gathers byte strings of any length from the ranks of the new group.
+    has_ended : callable
+        Whether `all_gather` would raise, as the parent has ended or lost ranks.
     """
 
-    WELL, FAILED = b"\x00", b"\x01"
+    WELL, FAILED, DONE = b"\x00", b"\x01", b"\x02"
 
     def __init__(
         self,
@@ -452,25 +456,42 @@ class ParentExchange(Exchange):
         rank: int,
         world_size: int,
         deadline: Deadline,
+        has_ended: Callable[[], bool],
     ) -> None:
         super().__init__(loop, rank, world_size, deadline)
         self._all_gather = all_gather
+        self._has_ended = has_ended
         self._is_agreed = False
 
     def all_gather(self, part: bytes) -> list[bytes]:
+        return self._gather(self.WELL, part)
+
+    def commit(self) -> None:
+        self._gather(self.DONE, b"")
+
+    def _gather(self, state: bytes, part: bytes) -> list[bytes]:
         # If the parent itself fails, there is nobody left to tell.
         self._is_agreed = True
-        parts = [bytes(part) for part in self._all_gather(self.WELL + part)]
+        parts = [bytes(part) for part in self._all_gather(state + part)]
         if len(parts) != self.world_size:
             raise ValueError(f"all_gather gave {len(parts)} parts to a group of {self.world_size}")
         for theirs in parts:
-            if theirs[:1] != self.WELL:
+            if theirs[:1] == self.FAILED:
                 raise decode_error(theirs[1:], self.rank)
         self._is_agreed = False
         return [theirs[1:] for theirs in parts]
 
-    def commit(self) -> None:
-        self.all_gather(b"")
+    def wait(
+        self,
+        is_done: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        hint: Callable[[], str] = str,
+    ) -> None:
+        while not self.loop.run_until(is_done, min(time.monotonic() + LOOK_S, self.deadline.at)):
+            if self._has_ended():
+                self.all_gather(b"")  # raises what ended it
+            if time.monotonic() >= self.deadline.at:
+                raise self.timeout(missing(), hint())
 
     def fail(self, error: BaseException) -> None:
         # The others are on their way to the next all_gather: take part, and say why.
@@ -478,6 +499,19 @@ class ParentExchange(Exchange):
             return
         with contextlib.suppress(Exception):
             self._all_gather(self.FAILED + encode_error(as_distributed(error, self.rank)))
+
+
+def stand_by(gather_all: Callable[[], Sequence[bytes]]) -> None:
+    """Take part in the all_gathers of a group in the making to which this rank will not belong.
+
+    Parameters
+    ----------
+    gather_all : callable
+        Contributes nothing, and returns what the ranks of that group have contributed.
+    """
+    last = (ParentExchange.FAILED, ParentExchange.DONE)
+    while not any(part.startswith(last) for part in gather_all()):
+        pass
 
 
 def as_distributed(error: BaseException, rank: int) -> DistributedError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +13,8 @@ import pytest
 import ferro_dist as fd
 from ferro_dist import rendezvous
 from ferro_dist._native.host import create_segment
+from ferro_dist.rendezvous.deadline import Deadline
+from ferro_dist.rendezvous.wiring import _Wirer
 from ferro_dist.testing import RankDeath, run_ranks
 
 TIMEOUT_S = 60.0
@@ -50,14 +51,13 @@ def test_a_death_before_the_group_stands_is_told_to_all(world_size: int) -> None
 def record_the_steps_of_a_split(backend: fd.HostBackend) -> list[float]:
     timeouts: list[float] = []
 
-    def record(step: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*args: Any) -> Any:
-            timeouts.append(args[-2])
-            return step(*args)
+    gather = backend._gather_for_split
 
-        return recorded
+    def recorded(blob: bytes, deadline: Deadline) -> list[bytes]:
+        timeouts.append(deadline.remaining_s)
+        return gather(blob, deadline)
 
-    backend.all_gather, backend.batch = record(backend.all_gather), record(backend.batch)
+    backend._gather_for_split = recorded  # type: ignore[method-assign]
     part = backend.split([1, 0], timeout=TIMEOUT_S)
     assert part is not None
     part.close()
@@ -70,6 +70,50 @@ def test_all_steps_of_a_split_have_one_timeout(transport: str) -> None:
         assert len(timeouts) > 2
         assert max(timeouts) <= TIMEOUT_S
         assert all(earlier > later for earlier, later in pairwise(timeouts))
+
+
+def die_while_splitting(backend: fd.HostBackend) -> tuple[str, int | None, str]:
+    """Be killed when the members have begun to connect to each other."""
+    if backend.rank == 3:
+        _Wirer._connect_sockets = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    try:
+        backend.split([3, 0, 2])
+        fd.barrier(backend)  # where ranks outside may be by now
+    except fd.DistributedError as error:
+        return type(error).__name__, error.peer, str(error)
+    raise AssertionError("rank 3 did not die")
+
+
+def test_a_death_in_a_split_is_told_to_all_in_numbers_of_the_parent() -> None:
+    *survivors, _ = run_ranks(4, die_while_splitting, backend="tcp", may_die=[3])
+    for kind, peer, message in survivors:
+        assert (kind, peer) == ("PeerLostError", 3)
+        assert "rank 3 died" in message
+
+
+def fail_while_splitting(backend: fd.HostBackend) -> tuple[int | None, int | None, str]:
+    def fail(*_: Any) -> None:
+        raise OSError("no luck")
+
+    if backend.rank == 2:
+        _Wirer._plan = fail  # type: ignore[method-assign, assignment]
+    try:
+        assert backend.split([2, 0]) is None
+    except fd.Io as error:
+        outcome = error.rank, error.peer, str(error)
+    else:
+        outcome = backend.rank, None, ""
+    fd.barrier(backend)  # the group stays usable
+    return outcome
+
+
+def test_a_failure_in_a_split_is_told_in_numbers_of_the_parent() -> None:
+    first, second, third = run_ranks(3, fail_while_splitting, backend="tcp")
+    assert first[:2] == (0, 2)
+    assert "new group are [2, 0] of this one" in first[2]
+    assert second == (1, None, "")
+    assert third[0] == 2
+    assert "no luck" in third[2]
 
 
 def cores_of_a_rank(backend: fd.Backend) -> float:

@@ -281,7 +281,7 @@ def split_and_be_struck(backend: fd.Backend, error: type[BaseException]) -> tupl
 
     if backend.rank == 0:
         # Between the calls that make up a split there is Python, where anything may be raised.
-        backend._gather_bytes = strike  # type: ignore[attr-defined]
+        backend._gather_for_split = strike  # type: ignore[attr-defined]
         try:
             backend.split([0, 1])
         except error as struck:
