@@ -210,7 +210,7 @@ void a_local_abort_ends_a_remote_wait() {
 
 void timeout_ends_the_wait_on_every_host() {
   const std::vector<Error> errors = told_together([](const Tell& tell) {
-    Group group = make_group({{0, 1}, {2, 3}});
+    Group group = make_group({{0, 1}, {2, 3}}, Inside::memory);
     on_each_rank(3, [&](int rank) {
       const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
       tell(error_of([&] { run(*group.ranks[rank], barrier, rank == 2 ? kShortTimeout : kTimeout); }));
