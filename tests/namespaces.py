@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -39,6 +40,11 @@ class Host:
     def command(self, *words: str) -> list[str]:
         """Return the command that runs another one on this host."""
         return ["ip", "netns", "exec", self.name, *words]
+
+    def command_with_names(self, hosts_file: str, *words: str) -> list[str]:
+        """Return the same where /etc/hosts holds what `hosts_file` does."""
+        script = f'mount --bind {shlex.quote(hosts_file)} /etc/hosts && exec "$@"'
+        return self.command("unshare", "--mount", "sh", "-c", script, "sh", *words)
 
     def enter(self) -> None:
         """Move this thread, and those that it starts from here on, to this host."""

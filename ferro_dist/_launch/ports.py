@@ -4,13 +4,16 @@ from __future__ import annotations
 
 # The C module below socket, whose enums and selectors alone take 4 ms to load.
 import _socket as socket
+import errno
 import os
 
+from ferro_dist import interfaces
 from ferro_dist._launch.command_line import LaunchError
 from ferro_dist._launch.plan import Rendezvous, join_host_port
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     from ferro_dist._launch.command_line import Options
@@ -54,21 +57,9 @@ def _listen(bound: socket.socket) -> int:
     return bound.detach()
 
 
-def _resolve(host: str, port: int) -> tuple[int, Any]:
-    if host == LOOPBACK:
-        # getaddrinfo would load Python's IDNA tables: 10 ms.
-        return socket.AF_INET, (host, port)
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, address = found[0]
-    return family, address
-
-
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        family, address = _resolve(host, port)
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        return _bind_first(_interfaces(host, port))
     except (OSError, UnicodeError) as error:  # the latter of a name that no host can have
         reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(
@@ -76,4 +67,43 @@ def _bind(host: str, port: int) -> socket.socket:
             "Host 0 needs an address of its own and a free port there.",
             EXIT_CANNOT_LISTEN,
         ) from None
-    return bound
+
+
+def _interfaces(host: str, port: int) -> Sequence[tuple[int, Any]]:
+    if host == LOOPBACK:
+        # getaddrinfo would load Python's IDNA tables: 10 ms.
+        return [(socket.AF_INET, (host, port))]
+    found = [(f, address) for f, _, _, _, address in _look_up(host, port)]
+    is_named = host != "localhost" and not interfaces.is_literal(host)
+    return interfaces.of_name(found) if is_named else found
+
+
+def _look_up(host: str, port: int) -> list[Any]:
+    found: list[Any] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # IPv4 first, as the ranks do: where localhost has both, it is the one that every host has.
+    return sorted(found, key=lambda info: info[0] != socket.AF_INET)
+
+
+def _bind_first(candidates: Sequence[tuple[int, Any]]) -> socket.socket:
+    """Return a socket bound to the first that this host has; raise OSError if that is taken."""
+    outcome: socket.socket | OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")
+    for family, address in candidates:
+        outcome = _try_to_bind(family, address)
+        if not isinstance(outcome, OSError) or outcome.errno == errno.EADDRINUSE:
+            break
+    if isinstance(outcome, OSError):
+        raise outcome
+    return outcome
+
+
+def _try_to_bind(family: int, address: Any) -> socket.socket | OSError:
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        return error
+    try:
+        interfaces.bind(sock, address)
+    except OSError as error:
+        sock.close()
+        return error
+    return sock

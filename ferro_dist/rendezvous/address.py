@@ -10,14 +10,16 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
-import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ferro_dist import interfaces
 from ferro_dist.errors import NoConnection
+from ferro_dist.interfaces import is_literal, is_loopback
 
 __all__ = [
     "Address",
@@ -26,9 +28,8 @@ __all__ = [
     "derived_ports",
     "derived_unix_addr",
     "format_host_port",
-    "is_loopback",
-    "is_wildcard",
     "listen",
+    "listening_targets",
     "parse_addresses",
     "resolve",
 ]
@@ -54,7 +55,7 @@ class Address:
     @property
     def is_named(self) -> bool:
         """Whether the host is a name that must be looked up, other than localhost."""
-        return not (self.is_unix or self.host == "localhost" or _family_of(self.host))
+        return not (self.is_unix or self.host == "localhost" or is_literal(self.host))
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _parse_address(text: str) -> Address:
             f"{text!r} is not an address: write host:port, [IPv6 address]:port or unix:@name"
         )
     host = host[1:-1] if is_bracketed else host
-    if is_bracketed and not _family_of(host):
+    if is_bracketed and not is_literal(host):
         raise NoConnection(f"{text!r} is not an address: {host!r} is no IPv6 address")
     return Address(text, host, _parse_port(port_text, text))
 
@@ -164,16 +165,6 @@ def format_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a literal address, reaches only this machine."""
-    return host.startswith(("127.", "::ffff:127.")) or host == "::1"
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether `host` stands for every interface."""
-    return host in ("0.0.0.0", "::")
-
-
 def resolve(address: Address, token: bytes, deadline: float) -> list[Target]:
     """Look an address up; try again until `deadline` while its name is not known.
 
@@ -224,21 +215,19 @@ def _getaddrinfo(address: Address) -> list[Target] | OSError:
     return sorted(dict.fromkeys(targets), key=lambda target: target.family != socket.AF_INET)
 
 
-def _family_of(host: str) -> socket.AddressFamily | None:
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.inet_pton(family, host.partition("%")[0])
-        except OSError:
-            continue
-        return family
-    return None
+def listening_targets(targets: Sequence[Target]) -> list[Target]:
+    """Return where to listen, if a name leads to `targets`; see `interfaces.of_name`."""
+    chosen = interfaces.of_name([(target.family, target.sockaddr) for target in targets])
+    return [_target(*interface) for interface in chosen]
 
 
 def wildcard_target(port: int) -> Target:
     """Every interface, over both IPv6 and IPv4 where the machine has them."""
-    if os.path.exists("/proc/net/if_inet6"):
-        return Target(socket.AF_INET6, ("::", port))
-    return Target(socket.AF_INET, ("0.0.0.0", port))
+    return _target(*interfaces.everywhere(port))
+
+
+def _target(family: int, sockaddr: Any) -> Target:
+    return Target(socket.AddressFamily(family), sockaddr)
 
 
 def target_of(host: str, port: int) -> Target:
@@ -253,12 +242,10 @@ def listen(target: Target) -> socket.socket:
     """Bind and listen. Raises OSError."""
     sock = socket.socket(target.family, socket.SOCK_STREAM)
     try:
-        if target.family != socket.AF_UNIX:
-            # Without it, a port is refused for a minute after the previous group has closed it.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if target.family == socket.AF_INET6 and is_wildcard(target.sockaddr[0]):
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind(target.sockaddr)
+        if target.family == socket.AF_UNIX:
+            sock.bind(target.sockaddr)
+        else:
+            interfaces.bind(sock, target.sockaddr)
         sock.listen(BACKLOG)
         sock.setblocking(False)
     except BaseException:

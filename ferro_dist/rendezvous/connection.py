@@ -26,16 +26,15 @@ from ferro_dist.errors import (
     NoConnection,
     Timeout,
 )
+from ferro_dist.interfaces import is_loopback, is_wildcard
 from ferro_dist.rendezvous.address import (
     Address,
     Target,
-    is_loopback,
     is_taken,
-    is_wildcard,
     listen,
+    listening_targets,
     parse_addresses,
     resolve,
-    wildcard_target,
 )
 from ferro_dist.rendezvous.authentication import (
     HOW_TO_SET_A_TOKEN,
@@ -331,11 +330,7 @@ class _Entrance(Place):
 
     def _bindable(self, address: Address) -> list[Target]:
         targets = self._targets(address)
-        # Debian's /etc/hosts gives the machine's own name a loopback address, which would shut
-        # the other hosts out.
-        if address.is_named and self._is_shared and all(target.is_local for target in targets):
-            return [wildcard_target(address.port)]
-        return targets
+        return listening_targets(targets) if address.is_named and self._is_shared else targets
 
     def _check_duplicate(self, address: Address, target: Target, claim: Claim) -> None:
         """Raise InvalidRank if another rank 0 of this group holds the address."""

@@ -25,8 +25,9 @@ from typing import Protocol, TypeVar
 
 from ferro_dist.cores import CpuLimit, affinity_mask, count_usable, cpu_limit
 from ferro_dist.errors import CollectiveMismatch, Io
+from ferro_dist.interfaces import is_loopback
 from ferro_dist.rendezvous import machine
-from ferro_dist.rendezvous.address import Target, is_loopback, listen, target_of, wildcard_target
+from ferro_dist.rendezvous.address import Target, listen, target_of, wildcard_target
 from ferro_dist.rendezvous.authentication import Claim, Role, group_digest, introduce
 from ferro_dist.rendezvous.control_plane import Exchange
 from ferro_dist.rendezvous.event_loop import READ, Acceptor, Dialler

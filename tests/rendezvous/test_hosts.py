@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +91,52 @@ def test_ranks_that_reach_rank_0_by_loopback_are_reached_from_elsewhere(
     )
     places = [(hosts[0], wildcard), (hosts[0], loopback), (hosts[1], addr), (hosts[1], addr)]
     check(run_ranks(places))
+
+
+NAMED_RANK = """
+import os, sys
+from ferro_dist.rendezvous import connect, placement
+
+place = placement(*map(int, sys.argv[1:3]), *sys.argv[3:])
+connect(
+    place.rank, 2, place.addr, timeout=60, listener=place.listener(),
+    create_segment=lambda num_ranks: os.memfd_create("segment"), adopt=lambda wiring: wiring,
+)
+print("connected", flush=True)
+"""
+
+
+# What rank 0's own host says of its name. The other one always knows it by the same address.
+@pytest.mark.parametrize(
+    "addresses",
+    [["127.0.1.1"], ["127.0.1.1", "10.9.0.1"], ["10.9.9.9", "10.9.0.1"]],
+    ids=["loopback", "loopback and another", "another host's first"],
+)
+@pytest.mark.parametrize("is_launched", [False, True], ids=["by hand", "ferrorun"])
+def test_rank_0_is_reached_by_a_name_that_means_something_else_to_itself(
+    hosts: list[Host], addresses: list[str], is_launched: bool, tmp_path: Path
+) -> None:
+    files = tmp_path / "0", tmp_path / "1"
+    files[0].write_text("".join(f"{address} head\n" for address in addresses))
+    files[1].write_text(f"{hosts[0].address} head\n")
+    script, addr = tmp_path / "rank.py", f"head:{PORT}"
+    script.write_text(NAMED_RANK)
+    ranks = []
+    for rank, (host, file) in enumerate(zip(hosts, files, strict=True)):
+        launcher = ["-m", "ferro_dist.launch", "-n", "1", "--nnodes", "2", "--node-rank", str(rank)]
+        words = (
+            [*launcher, "--rdzv-endpoint", addr, str(script)]
+            if is_launched
+            else [str(script), str(rank), "2", addr]
+        )
+        ranks.append(
+            subprocess.Popen(
+                host.command_with_names(str(file), sys.executable, *words),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "FERRO_DIST_TOKEN": "a secret"},
+            )
+        )
+    outputs = [rank.communicate(timeout=2 * PATIENCE_S)[0] for rank in ranks]
+    assert all("connected" in output for output in outputs), outputs
