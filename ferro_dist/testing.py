@@ -20,6 +20,7 @@ import os
 import pickle
 import secrets
 import signal
+import struct
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -44,6 +45,12 @@ _PRELOADED = ["ferro_dist.backends.host", "ferro_dist.testing"]
 
 # How long all ranks together may take to exit once their bodies have returned.
 _EXIT_S = 30.0
+
+# The most that the caller sleeps at a time: poll() takes no infinite timeout, and no very long one.
+_LONGEST_WAIT_S = 3600.0
+
+_READ_NBYTES = 1 << 20
+_NBYTES = struct.Struct("!Q")  # before each message
 
 
 class RankFailed(AssertionError):
@@ -77,6 +84,8 @@ class _Rank:
     number: int
     process: BaseProcess
     connection: Connection
+    mail: bytearray = field(default_factory=bytearray)  # what of its message has come
+    is_mute: bool = False  # it has closed its end of the connection
     result: Any = None
     failure: tuple[float, str] | None = None  # when, on the clock of all processes, and what
     is_done: bool = False
@@ -151,8 +160,9 @@ def run_ranks(
                 name=f"rank {rank}",
             )
             run.ranks.append(_Rank(rank, process, receiving))
-            process.start()
-            sending.close()
+            os.set_blocking(receiving.fileno(), False)
+            with sending:
+                process.start()
         _collect(run, time.monotonic() + timeout, set(may_die))
         _await_exits(run, time.monotonic() + _EXIT_S, set(may_die))
     return [rank.result for rank in run.ranks]
@@ -206,16 +216,23 @@ def _play(
                     outcome = ("result", body(group, *args))
                 except BaseException:
                     # Before the group's end here makes the others fail, too.
-                    connection.send(_failure("raised"))
+                    _send(connection, _failure("raised"))
                     raise
     except BaseException:
         outcome = _failure("raised")
     try:
-        # By value: a torch tensor, as multiprocessing sends it, would end with this process.
-        connection.send_bytes(pickle.dumps(outcome))
+        _send(connection, outcome)
     except Exception:
-        connection.send(_failure("returned what cannot be sent to the caller"))
+        _send(connection, _failure("returned what cannot be sent to the caller"))
     connection.close()
+
+
+def _send(connection: Connection, outcome: tuple[str, Any]) -> None:
+    # By value: a torch tensor, as multiprocessing sends it, would end with this process.
+    data = pickle.dumps(outcome)
+    with open(connection.fileno(), "wb", closefd=False) as file:
+        file.write(_NBYTES.pack(len(data)))
+        file.write(data)
 
 
 def _failure(what: str) -> tuple[str, tuple[float, str]]:
@@ -224,38 +241,52 @@ def _failure(what: str) -> tuple[str, tuple[float, str]]:
 
 def _collect(run: _Run, deadline: float, may_die: set[int]) -> None:
     while running := run.running:
-        ready = wait(
-            [rank.connection for rank in running] + [rank.process.sentinel for rank in running],
-            max(0.0, deadline - time.monotonic()),
-        )
-        if not ready:
+        sources = [rank.connection for rank in running if not rank.is_mute]
+        sentinels = [rank.process.sentinel for rank in running]
+        left = max(0.0, deadline - time.monotonic())
+        ready = wait([*sources, *sentinels], min(left, _LONGEST_WAIT_S))
+        if not ready and time.monotonic() >= deadline:
             names = ", ".join(str(rank.number) for rank in running)
             raise RankFailed(running[0].number, f"did not end in time (still running: {names})")
         for rank in running:
             if rank.connection in ready or rank.process.sentinel in ready:
-                _settle(rank, may_die)
+                _settle(rank, rank.process.sentinel in ready, may_die)
         failures = [(*rank.failure, rank.number) for rank in running if rank.failure is not None]
         if failures:
             _, what, number = min(failures)
             raise RankFailed(number, what)
 
 
-def _settle(rank: _Rank, may_die: set[int]) -> None:
-    """Take a rank's outcome. It may have been sent just before the process ended."""
-    kind: str = ""
-    value: Any = None
-    with contextlib.suppress(EOFError):
-        if rank.connection.poll():
-            kind, value = rank.connection.recv()
-    if kind == "failure":
-        rank.failure = value
-        return
-    if kind == "":
+def _settle(rank: _Rank, has_ended: bool, may_die: set[int]) -> None:
+    """Take a rank's outcome, if it is complete. It may have been sent just before the end."""
+    _read(rank)
+    head, body = rank.mail[: _NBYTES.size], memoryview(rank.mail)[_NBYTES.size :]
+    if len(head) == _NBYTES.size and len(body) >= (nbytes := _NBYTES.unpack(head)[0]):
+        try:
+            kind, value = pickle.loads(body[:nbytes])
+        except Exception as error:
+            what = f"returned what its caller cannot read: {type(error).__name__}: {error}"
+            raise RankFailed(rank.number, what) from error
+        rank.mail = bytearray()
+        if kind == "failure":
+            rank.failure = value
+        else:
+            rank.result, rank.is_done = value, True
+    elif has_ended:
         rank.process.join()
-        value = RankDeath(rank.process.exitcode or 0)
+        death = RankDeath(rank.process.exitcode or 0)
         if rank.number not in may_die:
-            raise RankFailed(rank.number, _describe_end(value.exitcode, "before its body returned"))
-    rank.result, rank.is_done = value, True
+            raise RankFailed(rank.number, _describe_end(death.exitcode, "before its body returned"))
+        rank.result, rank.is_done = death, True
+
+
+def _read(rank: _Rank) -> None:
+    """Take in what has come, without waiting for more: the rank may be stopped halfway."""
+    with contextlib.suppress(BlockingIOError):
+        while not rank.is_mute:
+            data = os.read(rank.connection.fileno(), _READ_NBYTES)
+            rank.mail += data
+            rank.is_mute = not data
 
 
 def _await_exits(run: _Run, deadline: float, may_die: set[int]) -> None:

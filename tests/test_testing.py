@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -59,6 +60,39 @@ def die_at_exit(backend: fd.Backend) -> int:
     return backend.rank
 
 
+def fail_to_be_read() -> None:
+    raise ValueError("not for you")
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return fail_to_be_read, ()
+
+
+def return_what_cannot_be_read(backend: fd.Backend) -> Unreadable:
+    return Unreadable()
+
+
+def send_a_part(signum: int) -> None:
+    """Be stopped or killed when a part of the outcome has been sent."""
+    connection = sys._getframe(2).f_locals["connection"]
+    os.write(connection.fileno(), b"\0\0\0")
+    os.kill(os.getpid(), signum)
+
+
+def be_stopped_halfway(backend: fd.Backend) -> None:
+    send_a_part(signal.SIGSTOP)
+
+
+def be_killed_halfway(backend: fd.Backend) -> None:
+    send_a_part(signal.SIGKILL)
+
+
+def close_everything_and_stay(rank: int, world_size: int, addr: str) -> None:
+    os.closerange(3, 1024)
+    signal.pause()
+
+
 def never_exit(backend: fd.Backend) -> int:
     Finalize(None, signal.pause, exitpriority=0)
     return backend.rank
@@ -84,12 +118,25 @@ def test_results_come_by_rank() -> None:
         (exit_early, 60, "rank [01] ended with code 5 before its body returned"),
         (wait_for_each_other, 3, r"rank 0 did not end in time \(still running: 0, 1\)"),
         (return_a_closure, 60, "rank [01] returned what cannot be sent to the caller"),
+        (return_what_cannot_be_read, 60, "rank [01] returned .* cannot read: ValueError: not for"),
+        (be_killed_halfway, 60, "rank [01] was killed by SIGKILL before its body returned"),
+        (be_stopped_halfway, 3, r"rank 0 did not end in time \(still running: 0, 1\)"),
         (die_at_exit, 60, "rank 0 was killed by SIGSEGV after its body had returned"),
     ],
 )
 def test_what_became_of_a_rank_is_said(body: Callable[..., Any], timeout: float, what: str) -> None:
     with pytest.raises(RankFailed, match=what):
         run_ranks(2, body, timeout=timeout)
+
+
+def test_a_rank_that_closes_all_its_descriptors_ends_with_the_timeout() -> None:
+    with pytest.raises(RankFailed, match="rank 0 did not end in time"):
+        run_ranks(1, close_everything_and_stay, backend="none", timeout=3)
+
+
+@pytest.mark.parametrize("timeout", [1e9, math.inf])
+def test_the_timeout_may_be_as_long_as_one_likes(timeout: float) -> None:
+    assert run_ranks(2, rank_of, timeout=timeout) == [0, 1]
 
 
 def test_ranks_that_may_die_leave_their_exit_code() -> None:

@@ -66,12 +66,6 @@ class HostBackend(EngineBackend):
         group: str = "world",
         epoch: str = "",
     ) -> None:
-        try:  # now, while no other rank knows of this one yet
-            self._peer_reads = peer_reads()
-        except ValueError:
-            if isinstance(listener, socket.socket):
-                listener.close()
-            raise
         rendezvous.connect(
             rank,
             world_size,
@@ -83,8 +77,12 @@ class HostBackend(EngineBackend):
             listener=listener,
             group=group,
             epoch=epoch,
+            check=self._read_settings,
             adopt=lambda wiring: self._adopt(wiring, timeout),
         )
+
+    def _read_settings(self) -> None:
+        self._peer_reads = peer_reads()
 
     def _adopt(self, wiring: Wiring, timeout: float) -> HostBackend:
         """Make this the group that was wired, in place of __init__."""

@@ -20,12 +20,14 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
-import functools
 import hashlib
 import hmac
+import math
 import os
+import select
 import stat
 import struct
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
@@ -54,6 +56,7 @@ REFUSAL = b"\x15"
 TOKEN_VARIABLE = "FERRO_DIST_TOKEN"
 TOKEN_FD_VARIABLE = "FERRO_DIST_TOKEN_FD"
 MAX_TOKEN_NBYTES = 4096
+LONGEST_POLL_S = 3600.0  # poll() takes no infinite timeout
 HOW_TO_SET_A_TOKEN = (
     f"set {TOKEN_VARIABLE} to the same secret on every rank, for instance the output of "
     "python3 -c 'import secrets; print(secrets.token_hex())'"
@@ -175,8 +178,17 @@ def token_source(environ: Mapping[str, str]) -> str:
     return "file"
 
 
-def find_token(token: bytes | str | None, environ: Mapping[str, str]) -> tuple[bytes, bool]:
+def find_token(
+    token: bytes | str | None, environ: Mapping[str, str], deadline: float = math.inf
+) -> tuple[bytes, bool]:
     """Find the token in the argument, the environment, else in this user's file.
+
+    Parameters
+    ----------
+    token : bytes or str or None
+    environ : mapping
+    deadline : float, optional
+        When to give up reading a descriptor, on the clock of `time.monotonic`.
 
     Returns
     -------
@@ -197,7 +209,7 @@ def find_token(token: bytes | str | None, environ: Mapping[str, str]) -> tuple[b
     if source == TOKEN_VARIABLE:
         return _checked(os.fsencode(environ[source]), source), True
     if source == TOKEN_FD_VARIABLE:
-        return _checked(_token_of_fd(environ[source]), source), True
+        return _checked(_token_of_fd(environ[source], deadline), source), True
     return _token_of_file(_token_folder(environ)), False
 
 
@@ -219,30 +231,52 @@ def _checked(token: bytes, source: str) -> bytes:
     return token
 
 
-def _token_of_fd(text: str) -> bytes:
+def _token_of_fd(text: str, deadline: float) -> bytes:
     if not (text.isascii() and text.isdigit() and len(text) < 8):
         raise NoConnection(f"{TOKEN_FD_VARIABLE}={text!r} is no file descriptor")
+    fd = int(text)
     try:
-        return _read_token_fd(int(text))
+        if fd not in _tokens_of_fds:
+            _tokens_of_fds[fd] = _read_token_fd(fd, deadline)
+    except NoConnection:
+        raise
     except OSError as error:
         raise NoConnection(
             f"{TOKEN_FD_VARIABLE}={text} cannot be read: {error.strerror}. "
             "Descriptors reach a child process only if they are passed on"
         ) from error
+    return _tokens_of_fds[fd]
 
 
 # A pipe can be read once, and a process may make several groups.
-@functools.cache
-def _read_token_fd(fd: int) -> bytes:
+_tokens_of_fds: dict[int, bytes] = {}
+
+
+def _read_token_fd(fd: int, deadline: float) -> bytes:
     try:
         return os.pread(fd, MAX_TOKEN_NBYTES + 1, 0)
     except OSError as error:
         if error.errno != errno.ESPIPE:
             raise
     token = b""
-    while len(token) <= MAX_TOKEN_NBYTES and (piece := os.read(fd, MAX_TOKEN_NBYTES)):
+    while len(token) <= MAX_TOKEN_NBYTES:
+        _await_readable(fd, deadline)
+        piece = os.read(fd, MAX_TOKEN_NBYTES)
+        if not piece:
+            break
         token += piece
     return token
+
+
+def _await_readable(fd: int, deadline: float) -> None:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    while not poller.poll(1e3 * max(0.0, min(deadline - time.monotonic(), LONGEST_POLL_S))):
+        if time.monotonic() >= deadline:
+            raise NoConnection(
+                f"{TOKEN_FD_VARIABLE}={fd} came to no end in time. A pipe ends when every copy of "
+                "its other descriptor is closed: close it where the token was written"
+            )
 
 
 def _token_folder(environ: Mapping[str, str]) -> str:

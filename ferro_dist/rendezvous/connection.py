@@ -74,6 +74,7 @@ def connect(
     listener: socket.socket | None = None,
     group: str = "world",
     epoch: str = "",
+    check: Callable[[], object] = lambda: None,
     environ: Mapping[str, str] = os.environ,
 ) -> Group:
     """Connect the ranks of a group to each other.
@@ -102,6 +103,8 @@ def connect(
         On rank 0: a socket that listens at `addr` already. It is closed in every case.
     group, epoch : str, optional
         These distinguish groups with the same token; the same on all ranks.
+    check : callable, optional
+        Called while no other rank knows of this one yet: what it raises concerns nobody else.
 
     Returns
     -------
@@ -128,6 +131,7 @@ def connect(
             _check_is_socket(listener)
             stack.callback(listener.close)
             _check_listens(listener)
+        check()
         rank, world_size = check_place(rank, world_size)
         deadline = Deadline(check_timeout(timeout))
         if world_size == 1:
@@ -194,7 +198,7 @@ def connect_through(
     views = None if addresses is None else tuple(map(str, addresses))
     if views is not None and len(views) != world_size:
         raise InvalidWorldSize(f"{len(views)} addresses for {world_size} ranks", op="split")
-    secret, is_shared = find_token(token, environ)
+    secret, is_shared = find_token(token, environ, deadline.at)
     if not is_shared and views and not all(map(is_loopback, views)):
         raise NoConnection(f"this group spans hosts: {HOW_TO_SET_A_TOKEN}", op="split", rank=rank)
     with system_errors(rank), contextlib.closing(EventLoop()) as loop:
@@ -268,7 +272,7 @@ class _Entrance(Place):
         self._addresses = parse_addresses(addr) if addr is not None else ()
         self._listener = listener
         self._deadline = deadline
-        self.token, self._is_shared = find_token(token, environ)
+        self.token, self._is_shared = find_token(token, environ, deadline.at)
         self._reached = ""
         self._scope = ""
 

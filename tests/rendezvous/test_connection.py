@@ -887,10 +887,28 @@ def test_the_token_comes_through_a_descriptor() -> None:
     environ = {"FERRO_DIST_TOKEN_FD": str(read)}
     assert find_token(None, environ) == (b"through a pipe", True)
     assert find_token(None, environ) == (b"through a pipe", True)
-    authentication._read_token_fd.cache_clear()
+    authentication._tokens_of_fds.clear()
     os.close(read)
     with pytest.raises(NoConnection, match="FERRO_DIST_TOKEN_FD"):
         find_token(None, environ)
+
+
+def test_a_token_that_never_ends_is_given_up_in_time() -> None:
+    read, write = os.pipe()
+    try:
+        os.write(write, b"through a pipe that stays open")
+        with pytest.raises(NoConnection, match="came to no end in time"):
+            join(
+                1,
+                2,
+                "127.0.0.1:1",
+                token=None,
+                timeout=0.1,
+                environ={"FERRO_DIST_TOKEN_FD": str(read)},
+            )
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def test_other_machines_are_let_in_only_with_a_token(tmp_path: Any) -> None:
