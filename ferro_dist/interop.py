@@ -461,7 +461,7 @@ class _Buffer(_Library):
     def contiguous(self, x: Array) -> Array:
         if as_view(x).is_contiguous:
             return x
-        return np.array(memoryview(x) if _has_buffer(x) else np.from_dlpack(x), order="C")
+        return np.array(memoryview(x) if _has_buffer(x) else _from_dlpack(x), order="C")
 
     def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
         view = as_view(x)
@@ -523,8 +523,21 @@ def _has_buffer(x: Array) -> bool:
 def _shape_of_buffer(x: Array) -> tuple[int, ...]:
     if _has_buffer(x):
         return memoryview(x).shape or ()
-    as_view(x)  # says what is wrong with x, better than NumPy does
-    return np.from_dlpack(x).shape
+    shape: tuple[int, ...] = _from_dlpack(x).shape
+    return shape
+
+
+def _from_dlpack(x: Array) -> np.ndarray[Any, Any]:
+    """Return NumPy's view of an array that speaks DLPack alone."""
+    view = as_view(x)  # says what is wrong with x, better than NumPy does
+    try:
+        return np.from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArray(
+            f"cannot move this {type(x).__module__}.{type(x).__qualname__} of "
+            f"{dtype_name(view.dtype)}: its shape, or a contiguous copy, must come from NumPy, "
+            "which cannot read it. Pass a contiguous array that has a `shape`, such as torch's."
+        ) from error
 
 
 def _is_committed(x: Array) -> bool:

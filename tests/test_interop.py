@@ -308,7 +308,7 @@ def test_results_of_raw_buffers_are_numpy_arrays() -> None:
 class Column:
     """An array that speaks DLPack and has no shape, like those of Arrow."""
 
-    def __init__(self, x: NumpyArray) -> None:
+    def __init__(self, x: Any) -> None:
         self._x = x
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -321,6 +321,14 @@ class Column:
 def test_results_of_arrays_without_a_shape_are_numpy_arrays() -> None:
     x = Column(np.ones((2, 3), np.float32))
     assert (shape_of(x), allocate(x).shape, allocate(x).dtype) == ((2, 3), (2, 3), np.float32)
+
+
+def test_what_numpy_cannot_read_must_have_a_shape_and_no_gaps(torch: Any) -> None:
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    with pytest.raises(InvalidArray, match=r"Column of bfloat16.* that has a `shape`"):
+        shape_of(Column(x))
+    with pytest.raises(InvalidArray, match="contiguous copy"):
+        contiguous(Column(x[:, ::2]))
 
 
 def test_what_is_no_array_has_no_shape() -> None:
