@@ -79,7 +79,7 @@ class PytreeReducer:
 
     Notes
     -----
-    Leaves that are not floats, such as the step counters of an optimizer, are left alone.
+    Parameters that are not floats, such as counters, are broadcast, and have no gradients.
 
     An error inside a compiled program surfaces as JAX's own, with that of ferro_dist in its text;
     the next call on the group raises the latter.
@@ -164,12 +164,16 @@ class PytreeReducer:
         Parameters
         ----------
         grads : pytree
+            Of floats. Leaves that are no arrays or numbers are left alone, as are the ``float0``
+            that `jax.grad` gives for an integer.
         weight : float, optional
             How much this rank's gradients count, at least 0; given on all ranks or on none. The
             mean is then the weighted mean; in a sum each gradient is multiplied by its weight.
 
         Raises
         ------
+        TypeError
+            A leaf is an integer, a bool or a random key, or is traced. Nothing was sent.
         CollectiveMismatch
             The trees of the ranks differ, or only some gave a weight. Raised on all of them; the
             group and this reducer stay usable.
@@ -184,6 +188,7 @@ class PytreeReducer:
             )
         leaves, tree = jax.tree.flatten(grads)
         floats = float_positions(leaves)
+        _refuse_others(grads, floats)
         if not floats or self._terms.is_local:
             return grads
         jax.effects_barrier()
@@ -479,6 +484,20 @@ def float_positions(leaves: Sequence[Any]) -> list[int]:
         for position, leaf in enumerate(leaves)
         if is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
     ]
+
+
+def _refuse_others(grads: Pytree, floats: Sequence[int]) -> None:
+    """Refuse leaves that look like gradients, but would not be averaged."""
+    averaged = set(floats)
+    for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(grads)):
+        if position in averaged or not is_array(leaf):
+            continue
+        dtype = jnp.result_type(leaf)
+        if dtype != jax.dtypes.float0:
+            raise TypeError(
+                f"DDP: leaf {jax.tree_util.keystr(path)!r} of the gradients is {dtype}, which has "
+                "no average. Replace it by None, or add up counts with allreduce()."
+            )
 
 
 def _specs(tree: Pytree, positions: Sequence[int]) -> tuple[ParameterSpec, ...]:

@@ -160,12 +160,13 @@ def test_backward_of_any_kind_is_averaged() -> None:
 
 def synchronize_trees(backend: Any) -> Any:
     reduce = reducer(backend, average="sum")
-    grads = {"a": jax.numpy.ones(3) * (backend.rank + 1), "count": jax.numpy.asarray(backend.rank)}
+    params = {"a": jax.numpy.ones(3), "count": jax.numpy.asarray(backend.rank + 1), "f": None}
+    grads = jax.grad(lambda p: (p["a"] * p["count"]).sum(), allow_int=True)(params)
     synced = reduce.sync_gradients(grads)
     assert isinstance(synced["a"], jax.Array)
-    assert int(synced["count"]) == backend.rank  # an integer is no gradient
+    assert synced["count"].dtype == jax.dtypes.float0  # which is to say that there is no gradient
     first = np.asarray(synced["a"])
-    reduce.sync_gradients({"a": jax.numpy.zeros(3), "count": jax.numpy.asarray(0)})
+    reduce.sync_gradients({"a": jax.numpy.zeros(3)})
     assert_array_equal(first, [3, 3, 3])  # results of one step are not the next one's
     with pytest.raises(TypeError, match="traced"):
         jax.jit(reduce.sync_gradients)(grads)
@@ -175,6 +176,15 @@ def synchronize_trees(backend: Any) -> Any:
 def test_trees_are_synchronized_outside_of_jit() -> None:
     for a in run_ranks(2, synchronize_trees, timeout=DEADLINE_S):
         assert_array_equal(a, [3, 3, 3])
+
+
+def test_leaves_that_have_no_average_are_named() -> None:
+    ones, key = jax.numpy.ones(3), jax.random.key(0)
+    with fd.SimulatedBackend.create_group(1)[0] as backend:
+        reduce = reducer(backend)
+        for leaf, kind in (ones.astype("int32"), "int32"), (True, "bool"), (key, "key<fry>"):
+            with pytest.raises(TypeError, match=rf"\['n'\].* is {kind}, which has no average"):
+                reduce.sync_gradients({"a": ones, "n": leaf})
 
 
 def trace_anew_on_one_rank(backend: Any) -> list[float]:
