@@ -49,16 +49,18 @@ def join_states(pieces: Pieces, parameters: Sequence[Tensor]) -> dict[int, State
 
 
 def cut_state(state: Mapping[str, Any], parameter: Tensor, fragment: Fragment) -> State:
-    """Return a fragment's part of the state of a parameter."""
-    if fragment.size == parameter.numel():
-        return dict(state)
-    return {
-        # Cloned: a view would keep the whole state alive.
-        key: value.reshape(-1)[fragment.start : fragment.stop].clone()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in state.items()
-    }
+    """Return a copy of a fragment's part of the state of a parameter."""
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_divided = value.shape == parameter.shape and fragment.size < parameter.numel()
+        part = value.reshape(-1)[fragment.start : fragment.stop] if is_divided else value
+        # A view would keep the whole state alive, and a count of steps, which an optimizer adds to
+        # in place, may be loaded on several ranks of one process.
+        return part.clone()
+
+    return {key: cut(value) for key, value in state.items()}
 
 
 def _join(fragments: list[tuple[int, int, State]], parameter: Tensor) -> State:
