@@ -291,6 +291,10 @@ def _check_place(kind: str, name: str, tensor: Tensor, backend: Backend) -> None
         )
     if tensor.layout is not torch.strided:
         raise InvalidArray(f"DDP: {kind} {name!r} is {tensor.layout}, not strided", op="DDP")
+    if tensor.is_conj():
+        raise InvalidArray(
+            f"DDP: {kind} {name!r} has a pending conjugation. Make it of .resolve_conj().", op="DDP"
+        )
     check_reach(f"{kind} {name!r}", tensor.device.index if tensor.is_cuda else None, backend)
 
 

@@ -312,9 +312,14 @@ def test_other_parameters_than_those_wrapped_are_refused(
     [
         (lambda: nn.LazyLinear(2), ValueError, "has no shape yet"),
         (lambda: nn.Linear(2, 2, device="meta"), fd.InvalidArray, "is on meta"),
+        (
+            lambda: nn.ParameterList([torch.ones(2, dtype=torch.complex64).conj()]),
+            fd.InvalidArray,
+            "'0' has a pending conjugation",
+        ),
         (nn.ReLU, ValueError, "ReLU has no parameters"),
     ],
-    ids=["lazy", "meta", "nothing to train"],
+    ids=["lazy", "meta", "conjugated", "nothing to train"],
 )
 def test_modules_that_cannot_be_wrapped(
     on_ranks: OnRanks, make: Callable[[], Any], error: type[Exception], message: str
