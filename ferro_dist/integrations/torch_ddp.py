@@ -42,6 +42,7 @@ __all__ = ["TorchDDP"]
 
 PREFIX = "module."
 COPY_TAG_STRIDE = 0x9E3779B1  # odd and large: tags of copies are far from each other
+STATE, REFUSAL = "state", "refusal"  # what a message of `join` about an optimizer holds
 BUFFERS = -3  # the call's number in a tag, next to the reducer's -1 and -2
 
 
@@ -410,16 +411,16 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         with telling(self._tell_the_others):
             for optimizer in {id(each): each for each in (*optimizers, *stepped)}.values():
                 is_root = self._backend.rank == root
-                own = _saved_state(optimizer) if is_root else b""
-                state = loaded(broadcast_saved(own, self._backend, root, device))
-                if isinstance(state, str):
+                own = _message_of(optimizer) if is_root else b""
+                message = loaded(broadcast_saved(own, self._backend, root, device))
+                if REFUSAL in message:
                     raise KnownToAll(
                         f"DDP.join: the state of {type(optimizer).__name__} cannot be given to "
                         "other ranks: it may hold tensors, numbers, strings, dicts, lists and "
-                        f"tuples. {state}"
+                        f"tuples. {message[REFUSAL]}"
                     )
                 if not is_root:
-                    load_exactly(optimizer, state)
+                    load_exactly(optimizer, message[STATE])
 
     def _lines_of(self, method: str, optimizer: Any) -> list[str]:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -515,14 +516,14 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 given.replace(number, average)
 
 
-def _saved_state(optimizer: Any) -> bytes:
-    """Return what others can load: a state, or the reason why there is none."""
+def _message_of(optimizer: Any) -> bytes:
+    """Return what others can load: a dict of the state, or of the reason why it is not sent."""
     try:
-        data = saved(optimizer.state_dict())
+        data = saved({STATE: optimizer.state_dict()})
         loaded(data)
     except Exception as error:
         # Torch surrounds its message with advice that is meant for files.
-        return saved(str(error.__context__ or error))
+        return saved({REFUSAL: str(error.__context__ or error)})
     return data
 
 
