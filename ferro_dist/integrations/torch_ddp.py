@@ -292,6 +292,21 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         """Yield the buffers by the names that they have in the module."""
         return self.module.named_buffers(prefix, *args, **kwargs)
 
+    def named_modules(
+        self, memo: set[Any] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield this wrapper, then the module and its parts by the names that they have in it.
+
+        So the names of an enclosing module's parameters are those of its ``state_dict``, too.
+        """
+        seen = set() if memo is None else memo
+        if remove_duplicate and self in seen:
+            return
+        seen.add(self)
+        yield prefix, self
+        if self._held is not None:
+            yield from self._held.named_modules(seen, prefix, remove_duplicate)
+
     def register_buffer(self, *args: Any, **kwargs: Any) -> None:
         """Add a buffer to the module."""
         self.module.register_buffer(*args, **kwargs)

@@ -165,6 +165,39 @@ def test_a_wrapper_inside_a_module_saves_and_loads(on_ranks: OnRanks) -> None:
     on_ranks(1, body)
 
 
+def test_names_of_parts_are_those_of_the_module(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), backend)
+        outer = nn.ModuleDict({"inner": ddp})
+        assert [name for name, _ in ddp.named_modules()] == ["", "", "0", "1"]
+        tensors = {**dict(outer.named_parameters()), **dict(outer.named_buffers())}
+        assert set(tensors) == set(outer.state_dict())
+        joined = {
+            f"{n}.{key}": p for n, m in ddp.named_modules() for key, p in m._parameters.items()
+        }
+        assert joined == dict(ddp.named_parameters())
+        assert [type(m) for m in ddp.modules()] == [
+            type(ddp),
+            nn.Sequential,
+            nn.Linear,
+            nn.BatchNorm1d,
+        ]
+
+    on_ranks(1, body)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_wrapper_is_exported_as_its_module_is(on_ranks: OnRanks, strict: bool) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), backend).eval()
+        x = torch.randn(3, 2)
+        exported = torch.export.export(ddp, (x,), strict=strict)
+        assert list(exported.state_dict) == list(ddp.state_dict())
+        assert torch.equal(exported.module()(x), ddp(x))
+
+    on_ranks(1, body)
+
+
 @OVERLAP
 def test_a_converted_module_goes_on(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:
