@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -35,19 +35,33 @@ class Accumulation:
         # Of averaged gradients; unknown for those that were left where they are.
         self._versions: dict[int, int] = {}
         self._aside: dict[int, _Aside] = {}
+        # Of parameters that are not among these now, and may come back: frozen ones.
+        self._left: dict[int, _Record] = {}
 
     def adopt(self, parameters: Sequence[Tensor]) -> None:
-        """Replace the parameters by these; some may be the same."""
-        averaged = dict(zip(map(id, self.parameters), self._averaged, strict=True))
-        aside = {id(self.parameters[number]): kept for number, kept in self._aside.items()}
+        """Replace the parameters by these; some may be the same, or have been here before."""
+        records = {**self._left, **{id(each.parameter): each for each in self._records()}}
         self.parameters = list(parameters)
-        self._versions = {}
-        self._averaged = [averaged.get(id(parameter)) for parameter in parameters]
-        self._aside = {
-            number: aside[id(parameter)]
-            for number, parameter in enumerate(parameters)
-            if id(parameter) in aside
-        }
+        own = [records.pop(id(parameter), None) for parameter in parameters]
+        self._left = records
+        self._averaged = [None if each is None else each.averaged for each in own]
+        known = [(number, each) for number, each in enumerate(own) if each is not None]
+        self._versions = {n: each.version for n, each in known if each.version is not None}
+        self._aside = {n: each.aside for n, each in known if each.aside is not None}
+
+    def forget(self) -> None:
+        """Let go of all parameters and gradients."""
+        self.adopt(())
+        self._left.clear()
+
+    def _records(self) -> Iterator[_Record]:
+        """Yield what is known of each parameter whose gradient is averaged, or a sum of one."""
+        for number, (parameter, averaged) in enumerate(
+            zip(self.parameters, self._averaged, strict=True)
+        ):
+            aside = self._aside.get(number)
+            if averaged is not None or aside is not None:
+                yield _Record(parameter, averaged, self._versions.get(number), aside)
 
     def note_versions(self) -> None:
         """Note the versions, to notice what is written to averaged gradients from now on."""
@@ -55,9 +69,12 @@ class Accumulation:
             if gradient is not None:
                 self._versions[number] = gradient._version
 
-    def was_added_to(self, number: int) -> bool:
+    def was_added_to(self, parameter: Tensor) -> bool:
         """Whether something was added, once, to a gradient that is averaged, or to a sum of one."""
-        gradient, kept = self.parameters[number].grad, self._aside.get(number)
+        number = next((n for n, each in enumerate(self.parameters) if each is parameter), None)
+        if number is None:
+            return False
+        gradient, kept = parameter.grad, self._aside.get(number)
         if kept is not None:
             return kept.was_added_to(gradient)
         return gradient is self._averaged[number] and (
@@ -73,6 +90,8 @@ class Accumulation:
             Whether averaging again changes nothing.
         """
         self._is_idempotent = is_idempotent
+        # What has been replaced meanwhile must not keep a whole bucket alive.
+        self._left = {key: each for key, each in self._left.items() if each.is_current()}
         if is_idempotent:
             self._aside.clear()  # it is part of the sums that are shown
             return
@@ -143,6 +162,20 @@ class _Aside:
     def was_added_to(self, gradient: Tensor) -> bool:
         """Whether this is the sum, and something was added to it, once."""
         return gradient is self.shown and gradient._version == self._version + 1
+
+
+class _Record(NamedTuple):
+    """What is known of one parameter's gradient."""
+
+    parameter: Tensor
+    averaged: Tensor
+    version: int | None
+    aside: _Aside | None
+
+    def is_current(self) -> bool:
+        """Whether the parameter still has that gradient."""
+        shown = self.averaged if self.aside is None else self.aside.shown
+        return self.parameter.grad is shown
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:

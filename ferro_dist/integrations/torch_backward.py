@@ -42,15 +42,16 @@ class BackwardWatcher:
     Parameters
     ----------
     on_begin : callable
-        Called with the number of the parameter whose gradient came before the backward was noticed,
-        or None. Returns a function to be called with the number of each gradient that is ready.
+        Called with the parameter whose gradient came before the backward was noticed, or None. It
+        may watch other parameters from then on. Returns a function to be called with the number of
+        each gradient that is ready.
     on_end : callable
     on_failure : callable
     """
 
     def __init__(
         self,
-        on_begin: Callable[[int | None], Callable[[int], object]],
+        on_begin: Callable[[Tensor], Callable[[int], object]],
         on_end: Callable[[], object],
         on_failure: Callable[[], object],
     ) -> None:
@@ -122,10 +123,13 @@ class BackwardWatcher:
     def _hook_of(self, number: int) -> Callable[[Tensor], None]:
         # Runs for every parameter and step.
         @uncompiled
-        def on_gradient(_: Tensor) -> None:
-            if not self.is_open:
-                self._open(number)
-            self._on_gradient(number)
+        def on_gradient(parameter: Tensor) -> None:
+            if self.is_open:
+                self._on_gradient(number)
+                return
+            self._open(parameter)
+            # Under the number that it has now.
+            self._on_gradient(next(n for n, p in enumerate(self._parameters) if p is parameter))
 
         on_gradient.is_of_ferro_dist = True  # type: ignore[attr-defined]
         return on_gradient
@@ -145,7 +149,7 @@ class BackwardWatcher:
             self._accumulators.append(node)
             yield node
 
-    def _open(self, first: int | None = None) -> None:
+    def _open(self, first: Tensor = None) -> None:
         with self._opening:
             if self.is_open:
                 return

@@ -147,13 +147,13 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._watch()
         parameters.accept_changes()
 
-    def _begin(self, first: int | None) -> Callable[[int], object]:
+    def _begin(self, first: Any) -> Callable[[int], object]:
         """Prepare for a backward; return the function to which its gradients are reported.
 
         Parameters
         ----------
-        first : int or None
-            The parameter that has its gradient already.
+        first : torch.nn.Parameter or None
+            The one that has its gradient already.
         """
         self.__dict__["_is_local"] = self._no_sync_depth > 0
         with telling(self._tell_layers if self._is_local else self._tell_the_others):
@@ -227,11 +227,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         for group in groups_in_use(self.module):
             group.interrupt(error)
 
-    def _refuse_added(self, first: int) -> None:
-        num_dense = len(self._gradients.parameters)
-        is_dense = first < num_dense
-        accumulation = self._gradients if is_dense else self._sparse
-        if accumulation.was_added_to(first if is_dense else first - num_dense):
+    def _refuse_added(self, first: Any) -> None:
+        if self._gradients.was_added_to(first) or self._sparse.was_added_to(first):
             raise RuntimeError(
                 "DDP: this backward has passed no known output of forward, and has added to an "
                 "average that had to be put aside first. Set gradients to None before it. Or let "
@@ -460,8 +457,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._stop_watching()
         self._modules["module"] = None
         self._reducer.lay_out(())
-        self._gradients.adopt(())
-        self._sparse.follow((), ())
+        self._gradients.forget()
+        self._sparse.forget()
 
     @uncompiled
     def _average(self, grads: Any, weight: float | None) -> Any:

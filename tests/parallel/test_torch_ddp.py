@@ -140,6 +140,24 @@ def test_a_backward_that_was_not_seen_adds_to_what_is_a_ranks_own(on_ranks: OnRa
     assert on_ranks(2, body) == [(2, 2)] * 2
 
 
+@pytest.mark.parametrize("average", ["mean", "sum", "contributors"])
+def test_what_is_trained_may_change_before_a_forward_past_the_wrapper(
+    on_ranks: OnRanks, average: str
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        seen = []
+        for is_trained in (True, False, True):
+            ddp.weight.requires_grad_(is_trained)
+            ddp.zero_grad()
+            ddp.module(backend.rank + 1.0).sum().backward()
+            seen.append(gradients_of(ddp))
+        return seen
+
+    both = (3, 2) if average == "sum" else (1.5, 1)
+    assert on_ranks(2, body) == [[both, (None, both[1]), both]] * 2
+
+
 @OVERLAP
 def test_a_parameter_unfrozen_after_wrapping_is_averaged(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:

@@ -76,6 +76,25 @@ def test_gradients_that_are_zeroed_in_place_start_anew(on_ranks: OnRanks, averag
     assert on_ranks(2, body) == [(1.5 * factor, 1 * factor)] * 2
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_average_outlasts_a_backward_in_which_its_parameter_is_frozen(
+    on_ranks: OnRanks, is_local: bool
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average="sum")
+        ddp(backend.rank + 1.0).sum().backward()
+        if is_local:
+            with ddp.no_sync():
+                ddp(100.0).sum().backward()
+        ddp.weight.requires_grad_(False)
+        ddp(1000.0).sum().backward()
+        ddp.weight.requires_grad_(True)
+        ddp(10.0).sum().backward()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(223, 8) if is_local else (23, 6)] * 2
+
+
 def test_no_sync_is_judged_where_backward_is_called(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)
