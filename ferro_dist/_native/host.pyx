@@ -271,11 +271,6 @@ cdef class Communicator:
         self._check_own()
         return self._engine.get().lost_ranks()
 
-    def has_ended(self):
-        """Whether the group can make no more calls."""
-        self._check_own()
-        return self._engine.get().has_ended()
-
     def succession(self):
         """The word by which ranks of one host agree on who decides; 0 where none is shared."""
         return self._engine.get().succession()

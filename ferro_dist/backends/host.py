@@ -148,11 +148,7 @@ class HostBackend(EngineBackend):
                     create_segment=create_segment,
                     addresses=[self._wiring.addresses[member] for member in chosen],
                     adopt=self._adopt_another,
-                    has_ended=self._has_ended,
                 )
-
-    def _has_ended(self) -> bool:
-        return self._communicator.has_ended() or self.has_lost_ranks()
 
     def _gather_for_split(self, blob: bytes, deadline: Deadline) -> list[bytes]:
         """Exchange byte strings among all ranks: first sizes, then contents."""

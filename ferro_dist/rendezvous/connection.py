@@ -165,7 +165,6 @@ def connect_through(
     timeout: float = DEFAULT_TIMEOUT_S,
     shared_memory: bool = True,
     addresses: Sequence[str] | None = None,
-    has_ended: Callable[[], bool] = lambda: False,
     environ: Mapping[str, str] = os.environ,
 ) -> Group:
     """Connect the ranks of a group by means of an existing group.
@@ -181,8 +180,6 @@ def connect_through(
     addresses : sequence of str, optional
         Where this rank reaches each rank of the new group: the parent's
         ``Wiring.addresses``. Default: all on this machine.
-    has_ended : callable, optional
-        Whether `all_gather` would raise: looked at while this rank waits for others without it.
     create_segment, adopt, token, timeout, shared_memory
         As for `connect`.
 
@@ -202,7 +199,7 @@ def connect_through(
     if not is_shared and views and not all(map(is_loopback, views)):
         raise NoConnection(f"this group spans hosts: {HOW_TO_SET_A_TOKEN}", op="split", rank=rank)
     with system_errors(rank), contextlib.closing(EventLoop()) as loop:
-        exchange = ParentExchange(loop, all_gather, rank, world_size, deadline, has_ended)
+        exchange = ParentExchange(loop, all_gather, rank, world_size, deadline)
         place = KnownPlace(views)
         return wire(exchange, secret, create_segment, shared_memory, place, adopt)
 

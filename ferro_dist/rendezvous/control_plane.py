@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import json
 import os
 import socket
 import struct
@@ -31,6 +32,7 @@ from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import Acceptor, Dialler, EventLoop, Stream
 from ferro_dist.rendezvous.frame import (
     MAX_CONTRIBUTION_NBYTES,
+    MAX_MISSING,
     Conversation,
     FrameKind,
     ProtocolError,
@@ -51,8 +53,10 @@ FAREWELL_S = 0.3
 LATECOMERS_S = 0.4
 # A rank whose time is up waits this long for rank 0 to say who was missing.
 VERDICT_S = 0.5
-# How often a rank that waits for sockets checks whether the parent group still exists.
-LOOK_S = 0.02
+# How often ranks that wait for sockets hear from each other through the parent group.
+ROUND_S = 0.05
+# What remains of the timeout for telling the others that it is over.
+VERDICT_FRACTION = 0.1
 # A restarted rank 0 may find its predecessor's listener, with another token, for a moment.
 AUTHENTICATION_GRACE_S = 3.0
 
@@ -443,8 +447,6 @@ class ParentExchange(Exchange):
     ----------
     all_gather : callable
         Gathers byte strings of any length from the ranks of the new group.
-    has_ended : callable
-        Whether `all_gather` would raise, as the parent has ended or lost ranks.
     """
 
     WELL, FAILED, DONE = b"\x00", b"\x01", b"\x02"
@@ -456,11 +458,9 @@ class ParentExchange(Exchange):
         rank: int,
         world_size: int,
         deadline: Deadline,
-        has_ended: Callable[[], bool],
     ) -> None:
         super().__init__(loop, rank, world_size, deadline)
         self._all_gather = all_gather
-        self._has_ended = has_ended
         self._is_agreed = False
 
     def all_gather(self, part: bytes) -> list[bytes]:
@@ -487,11 +487,17 @@ class ParentExchange(Exchange):
         missing: Callable[[], Sequence[int]],
         hint: Callable[[], str] = str,
     ) -> None:
-        while not self.loop.run_until(is_done, min(time.monotonic() + LOOK_S, self.deadline.at)):
-            if self._has_ended():
-                self.all_gather(b"")  # raises what ended it
-            if time.monotonic() >= self.deadline.at:
-                raise self.timeout(missing(), hint())
+        # In rounds: a rank that fails or dies meanwhile could tell the others in no other way.
+        until = self.deadline.at - min(VERDICT_S, VERDICT_FRACTION * self.deadline.seconds)
+        while True:
+            self.loop.run_until(is_done, min(time.monotonic() + ROUND_S, until))
+            late = [] if is_done() else missing()
+            every = self.all_gather(json.dumps(late[:MAX_MISSING]).encode())
+            awaited = sorted({rank for part in every for rank in _ranks_in(part)})
+            if not awaited:
+                return
+            if time.monotonic() >= until:
+                raise self.timeout(late or awaited, hint())
 
     def fail(self, error: BaseException) -> None:
         # The others are on their way to the next all_gather: take part, and say why.
@@ -514,9 +520,19 @@ def stand_by(gather_all: Callable[[], Sequence[bytes]]) -> None:
         pass
 
 
+def _ranks_in(part: bytes) -> list[int]:
+    try:
+        ranks = json.loads(part)
+    except ValueError as error:
+        raise ProtocolError("no list of ranks") from error
+    if type(ranks) is not list or not all(type(rank) is int for rank in ranks):
+        raise ProtocolError("no list of ranks")
+    return ranks
+
+
 def as_distributed(error: BaseException, rank: int) -> DistributedError:
     """Return an error of this rank in the form that the other ranks raise."""
-    if isinstance(error, DistributedError):
+    if isinstance(error, DistributedError) and not (type(error) is Io and error.peer is None):
         return error
     if not isinstance(error, Exception):
         return PeerLostError(
@@ -524,9 +540,8 @@ def as_distributed(error: BaseException, rank: int) -> DistributedError:
             op="init",
             peer=rank,
         )
-    return Io(
-        f"rendezvous: rank {rank} failed: {type(error).__name__}: {error}", op="init", peer=rank
-    )
+    what = str(error) if isinstance(error, Io) else f"{type(error).__name__}: {error}"
+    return Io(f"rendezvous: rank {rank} failed: {what}", op="init", peer=rank)
 
 
 def farewell(loop: EventLoop, streams: Sequence[Stream], error: DistributedError) -> None:

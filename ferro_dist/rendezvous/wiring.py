@@ -338,10 +338,12 @@ class _Wirer:
         return tuple(sorted([*together, *((rank,) for rank in apart)]))
 
     def _share_segment(self, wiring: Wiring, server: socket.socket) -> None:
+        if all(len(host) == 1 for host in wiring.hosts):
+            return
         leader, *others = wiring.local_ranks
         if not others:
-            return
-        if wiring.segment_fd is not None:
+            self._exchange.wait(lambda: True, list)  # as the others do
+        elif wiring.segment_fd is not None:
             self._serve_segment(wiring.segment_fd, others, server)
         else:
             wiring.segment_fd = self._receive_segment(leader)

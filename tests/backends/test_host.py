@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from itertools import pairwise
@@ -96,7 +97,8 @@ def fail_while_splitting(backend: fd.HostBackend) -> tuple[int | None, int | Non
         raise OSError("no luck")
 
     if backend.rank == 2:
-        _Wirer._plan = fail  # type: ignore[method-assign, assignment]
+        # While the other one waits for its connection.
+        _Wirer._connect_sockets = fail  # type: ignore[method-assign, assignment]
     try:
         assert backend.split([2, 0]) is None
     except fd.Io as error:
@@ -114,6 +116,25 @@ def test_a_failure_in_a_split_is_told_in_numbers_of_the_parent() -> None:
     assert second == (1, None, "")
     assert third[0] == 2
     assert "no luck" in third[2]
+
+
+def lack_descriptors(rank: int, world_size: int, addr: str) -> tuple[int | None, str]:
+    if rank == 1:
+        in_use = len(os.listdir("/proc/self/fd"))
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 6, hard))
+    with pytest.raises(fd.Io) as raised:
+        fd.TcpBackend(rank, world_size, addr, timeout=TIMEOUT_S)
+    return raised.value.peer, str(raised.value)
+
+
+def test_a_rank_that_lacks_descriptors_is_named_to_the_others() -> None:
+    first, (_, own), third = run_ranks(3, lack_descriptors, backend="none")
+    assert "oo many open files" in own
+    for peer, message in (first, third):
+        assert peer == 1
+        assert "rank 1 failed" in message
+        assert "oo many open files" in message
 
 
 def cores_of_a_rank(backend: fd.Backend) -> float:

@@ -965,40 +965,14 @@ def test_a_group_made_through_another(shared_memory: bool) -> None:
 def test_a_timeout_through_another_group_names_the_missing() -> None:
     parent = Parent(2)
 
-    def vanishing(rank: int) -> Callable[[bytes], list[bytes]]:
-        gather, calls = parent.all_gather(rank), iter(range(100))
-
-        def once(part: bytes) -> list[bytes]:
-            parts = gather(part)
-            if rank == 1 and next(calls) == 2:
-                # It leaves the others alone between two steps.
-                raise PeerLostError("gone")
-            return parts
-
-        return once
-
-    has_vanished = threading.Event()
-
     def body(rank: int) -> Wiring:
-        try:
-            return split(parent, rank, gather=vanishing(rank), timeout=(SHORT_S, PATIENCE_S)[rank])
-        finally:
-            has_vanished.set()
+        # They are both there, but neither lets the other in.
+        token = (b"one secret", b"another")[rank]
+        return split(parent, rank, token=token, shared_memory=False, timeout=SHORT_S)
 
-    def abandon() -> None:
-        # The parent notices that its rank is gone, once the other one waits for it.
-        has_vanished.wait()
-        while parent._barrier.n_waiting == 0:
-            time.sleep(0.001)
-        parent._barrier.abort()
-
-    noticing = threading.Thread(target=abandon)
-    noticing.start()
     outcomes = run_threads(2, body)
-    noticing.join()
-    assert isinstance(outcomes[0], Timeout), outcomes
-    assert outcomes[0].missing == (1,)
-    assert_all(outcomes[1:], PeerLostError, "gone")
+    assert_all(outcomes, Timeout, "did not come within")
+    assert {outcome.missing for outcome in outcomes} <= {(0,), (1,)}
 
 
 def rewrite(part: bytes, **facts: Any) -> bytes:
