@@ -291,9 +291,16 @@ def _check_place(kind: str, name: str, tensor: Tensor, backend: Backend) -> None
         )
     if tensor.layout is not torch.strided:
         raise InvalidArray(f"DDP: {kind} {name!r} is {tensor.layout}, not strided", op="DDP")
-    if tensor.is_conj():
+    data = tensor.detach()
+    try:
+        interop.as_view(data.resolve_neg())
+    except InvalidArray as error:
+        raise InvalidArray(f"DDP: {kind} {name!r}: {error}", op="DDP") from error
+    if any(step == 0 < length - 1 for length, step in zip(data.shape, data.stride(), strict=True)):
         raise InvalidArray(
-            f"DDP: {kind} {name!r} has a pending conjugation. Make it of .resolve_conj().", op="DDP"
+            f"DDP: {kind} {name!r} was expanded: several elements share one place in memory. Make "
+            "it of .clone().",
+            op="DDP",
         )
     check_reach(f"{kind} {name!r}", tensor.device.index if tensor.is_cuda else None, backend)
 

@@ -307,6 +307,12 @@ def test_other_parameters_than_those_wrapped_are_refused(
     on_ranks(2, body)
 
 
+def with_buffer(buffer: Any) -> Any:
+    module = nn.Linear(1, 1)
+    module.register_buffer("extra", buffer)
+    return module
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -315,11 +321,21 @@ def test_other_parameters_than_those_wrapped_are_refused(
         (
             lambda: nn.ParameterList([torch.ones(2, dtype=torch.complex64).conj()]),
             fd.InvalidArray,
-            "'0' has a pending conjugation",
+            "parameter '0'.* conjugation is pending",
+        ),
+        (
+            lambda: nn.ParameterList([torch.ones(1).expand(2)]),
+            fd.InvalidArray,
+            "parameter '0' was expanded",
+        ),
+        (
+            lambda: with_buffer(torch.ones(1).to(torch.float8_e5m2fnuz)),
+            fd.InvalidArray,
+            "buffer 'extra'.* its dtype is torch.float8_e5m2fnuz",
         ),
         (nn.ReLU, ValueError, "ReLU has no parameters"),
     ],
-    ids=["lazy", "meta", "conjugated", "nothing to train"],
+    ids=["lazy", "meta", "conjugated", "expanded", "float8", "nothing to train"],
 )
 def test_modules_that_cannot_be_wrapped(
     on_ranks: OnRanks, make: Callable[[], Any], error: type[Exception], message: str
