@@ -79,9 +79,10 @@ inline void futex_wake_all(std::atomic<std::uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
 }
 
-// Clears a sleeper's word and wakes it. The exchange leaves the task to one of several wakers.
+// Clears a sleeper's word and wakes it. The exchange leaves the task to one of several wakers. It is
+// sequentially consistent for those who do not look at the word first, and whose fence it is.
 inline void unpark(std::atomic<std::uint32_t>& word) {
-  if (word.exchange(kAwake, std::memory_order_acq_rel) != kAwake) futex_wake_all(word);
+  if (word.exchange(kAwake, std::memory_order_seq_cst) != kAwake) futex_wake_all(word);
 }
 
 // Whether a sleeper with this word waits for `publisher`.

@@ -113,6 +113,8 @@ bool ShmChannel::try_recv(Message& message) {
     if (message.done != message.incoming_nbytes) throw Error(ErrorCode::channel_closed, peer_rank_);
   }
   ++messages_received_;
+  // The next store orders this one, too, before the look at the sleeper's word: on any processor, though
+  // the language promises it only for what is sequentially consistent itself.
   incoming_.bytes_read.store(bytes_read_, std::memory_order_release);
   incoming_.messages_read.store(messages_received_, std::memory_order_seq_cst);
   wake_peer();
