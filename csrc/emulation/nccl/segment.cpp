@@ -62,8 +62,8 @@ Segment::Segment(int fd, int rank, int num_ranks)
   close(fd);
   require(mapped != MAP_FAILED, ncclSystemError, "cannot map shared memory: ", std::strerror(errno));
   base_ = static_cast<char*>(mapped);
-  part(rank).pid = getpid();
   part(rank).start_time = start_time_of(getpid());
+  part(rank).pid.store(getpid(), std::memory_order_release);
 }
 
 Segment::~Segment() { munmap(base_, nbytes_); }
@@ -130,8 +130,9 @@ void Segment::pause(int turn, std::uint32_t seen) {
 void Segment::look_for_dead_ranks() {
   for (int peer = 0; peer < num_ranks; ++peer) {
     const RankPart& other = part(peer);
-    if (other.pid != 0 && start_time_of(other.pid) != other.start_time) {
-      fail(ncclRemoteError, "rank ", peer, " (process ", other.pid, ") is gone");
+    const pid_t pid = other.pid.load(std::memory_order_acquire);
+    if (pid != 0 && start_time_of(pid) != other.start_time) {
+      fail(ncclRemoteError, "rank ", peer, " (process ", pid, ") is gone");
     }
   }
 }

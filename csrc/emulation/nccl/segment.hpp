@@ -51,8 +51,8 @@ struct alignas(64) Channel {
 
 struct alignas(128) RankPart {
   std::atomic<std::uint32_t> arrivals[2];  // by Lane: barriers that the rank has entered
-  pid_t pid;
-  std::uint64_t start_time;  // of the process, to tell it from a later one with the same pid
+  std::atomic<pid_t> pid;                  // 0 until the rank is there; stored after start_time
+  std::uint64_t start_time;                // of the process, to tell it from a later one with the same pid
   std::int32_t device;
   CallRecord calls[2];  // by the sequence's parity: written anew only after a barrier
   char control[kControlNbytes];
