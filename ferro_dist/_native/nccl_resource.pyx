@@ -89,7 +89,6 @@ def _numpy_dtype(str dtype):
 
 
 @cython.final
-@cython.no_gc_clear  # __dealloc__ needs the communicator
 cdef class Registration:
     """Memory that a communicator knows of, kept alive; made by `Communicator.register`."""
 
@@ -107,11 +106,15 @@ cdef class Registration:
                 self._connection._native.get().deregister_buffer(registration, patience)
         self._view = None  # last: until here NCCL knew of the memory
 
-    def __dealloc__(self):
+    def __del__(self):
+        # Not __dealloc__, before which the collector would empty what it finds in a cycle with us, the
+        # memory's owner too. It spares what somebody holds by now.
         if self._registration == NULL or not is_own(self._connection):
             return
         Py_INCREF(self._view)  # the reaper's
         self._connection._native.get().deregister_later(self._registration, let_go, <void*> self._view)
+        self._registration = NULL
+        self._view = None
 
 
 cdef Registration make_registration(Connection connection, BufferView view, timeout):

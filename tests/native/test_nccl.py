@@ -1065,6 +1065,42 @@ def test_windows_of_a_dropped_communicator_keep_their_memory_to_its_end(is_cycle
     assert ranks(2, drop_a_communicator_with_a_window, is_cycle) == [True, True]
 
 
+class Registered:
+    """Memory of the GPU that keeps its own registration."""
+
+    def __init__(self, memory: Any, communicator: Any) -> None:
+        self.memory = memory
+        self.registration = communicator.register(self)
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self.memory.__cuda_array_interface__
+
+
+def drop_memory_that_keeps_its_registration(backend: Any) -> list[str]:
+    """The collector, finding the two in a cycle, empties neither while NCCL knows the memory."""
+    gpu = emulated_gpu()
+    from ferro_dist._native.cuda_memory import DeviceMemory, location_of
+
+    communicator = connect(backend)
+    registered = Registered(DeviceMemory(1 << 20), communicator)
+    address = registered.memory.address
+    gpu.set_faults("point=deregister,act=stuck")
+    del registered
+    gc.collect()
+    wait_until_stuck(gpu, 1)
+    kinds = [location_of(address)[0]]
+    gpu.set_faults("")
+    while location_of(address)[0] == "device":  # freed within this test's time
+        os.sched_yield()
+    communicator.close()
+    return kinds
+
+
+def test_registered_memory_in_a_cycle_is_kept_until_nccl_has_forgotten_it() -> None:
+    assert ranks(1, drop_memory_that_keeps_its_registration) == [["device"]]
+
+
 def refuse_a_window(backend: Any) -> bool:
     communicator = connect(backend)
     array = emulated_gpu().empty(1 << 10)
