@@ -61,6 +61,19 @@ cdef bint is_output(BufferView view)
 # Whether it is an array of JAX, for whose pending work a view waits, since JAX has no current stream.
 cdef bint is_of_jax(object array)
 
+# The view of the array that a call on x writes, of which `src` is a view. In place one view serves for
+# both, provided that the array may be written at all.
+cdef inline BufferView output_of(object written, object x, BufferView src):
+    if written is x and src.owner is x and is_output(src):
+        return src
+    return output_view_of(written)
+
+# What such a call returns: what `arrays` allocated for it becomes an array of x's library.
+cdef inline object delivered(object arrays, object x, object written, bint is_new):
+    if not is_new or type(written) is type(x):
+        return written
+    return arrays.deliver(x, written)
+
 # Finds the stream on which the owner's library currently works, for libraries that tell it through
 # DLPack's exchange table (torch). False for others.
 cdef bint current_stream_of(BufferView view, void** stream) except -1

@@ -12,7 +12,9 @@ from libcpp.vector cimport vector
 
 cimport cython
 from ferro_dist._native cimport libferro as ferro
-from ferro_dist._native.buffer_view cimport BufferView, is_output, output_view_of, overlap, view_of
+from ferro_dist._native.buffer_view cimport (
+    BufferView, delivered, output_of, output_view_of, overlap, view_of,
+)
 from ferro_dist._native.libferro cimport (
     Collective,
     Engine,
@@ -155,7 +157,7 @@ cdef class HostWork:
 
     def result(self, timeout=None):
         self.wait(timeout)
-        return self._communicator._deliver(self._x, self._written, self._is_new)
+        return delivered(self._communicator._arrays, self._x, self._written, self._is_new)
 
 
 @cython.final
@@ -314,7 +316,7 @@ cdef class Communicator:
         cdef BufferView src = self._input(x)
         cdef bint is_new = out is None
         cdef object written = self._new_like(x) if is_new else out
-        cdef BufferView dst = _output_of(written, x, src)
+        cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("allreduce", src, dst, src.count, 0)
         cdef Collective c = _collective(Op.allreduce, src, dst, src.count, tag)
         self._set_reduction(&c, "allreduce", src, reduce_op)
@@ -324,7 +326,7 @@ cdef class Communicator:
         cdef BufferView src = self._input(x)
         cdef bint is_new = out is None
         cdef object written = self._new_like(x) if is_new else out
-        cdef BufferView dst = _output_of(written, x, src)
+        cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("broadcast", src, dst, src.count, 0)
         cdef Collective c = _collective(Op.broadcast, src, dst, src.count, tag)
         c.root = self._root("broadcast", root)
@@ -338,7 +340,7 @@ cdef class Communicator:
         cdef object written = None
         if root_rank == self.rank:
             written = self._new_like(x) if is_new else out
-            dst = _output_of(written, x, src)
+            dst = output_of(written, x, src)
             self._check_outputs("reduce", src, dst, src.count, 0)
         cdef Collective c = _collective(Op.reduce, src, dst, src.count, tag)
         c.root = root_rank
@@ -349,7 +351,7 @@ cdef class Communicator:
         cdef BufferView src = self._input(x)
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
-        cdef BufferView dst = _output_of(written, x, src)
+        cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("all_gather", src, dst, src.count * self.world_size,
                             -self.rank * <Py_ssize_t> src.nbytes)
         cdef Collective c = _collective(Op.all_gather, src, dst, src.count, tag)
@@ -360,7 +362,7 @@ cdef class Communicator:
         cdef size_t count = self._chunk("reduce_scatter", "x", src)
         cdef bint is_new = out is None
         cdef object written = self._arrays.allocate_chunk(x, self.world_size) if is_new else out
-        cdef BufferView dst = _output_of(written, x, src)
+        cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("reduce_scatter", src, dst, count, self.rank * <Py_ssize_t> dst.nbytes)
         cdef Collective c = _collective(Op.reduce_scatter, src, dst, count, tag)
         self._set_reduction(&c, "reduce_scatter", src, reduce_op)
@@ -373,7 +375,7 @@ cdef class Communicator:
         cdef size_t count = self._chunk("all_to_all", "x", src)
         cdef bint is_new = out is None
         cdef object written = self._new_like(x) if is_new else out
-        cdef BufferView dst = _output_of(written, x, src)
+        cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("all_to_all", src, dst, src.count, 0)
         cdef Collective c = _collective(Op.all_to_all, src, dst, count, tag)
         return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
@@ -386,7 +388,7 @@ cdef class Communicator:
         cdef object written = None
         if root_rank == self.rank:
             written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
-            dst = _output_of(written, x, src)
+            dst = output_of(written, x, src)
             self._check_outputs("gather", src, dst, src.count * self.world_size,
                                 -self.rank * <Py_ssize_t> src.nbytes)
         cdef Collective c = _collective(Op.gather, src, dst, src.count, tag)
@@ -443,7 +445,7 @@ cdef class Communicator:
         cdef bint is_new = out is None
         cdef size_t expected = sum(counts.recv)
         cdef object written = self._arrays.allocate_rows(x, expected) if is_new else out
-        cdef BufferView dst = _output_of(written, x, src)
+        cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("all_to_all", src, dst, expected, NEVER)
         cdef Collective c = _collective(Op.all_to_all, src, dst, 0, tag)
         c.send_counts = send.data()
@@ -599,7 +601,7 @@ cdef class Communicator:
                 raise
             return work
         self._run(c, seconds)
-        return self._deliver(x, written, is_new)
+        return delivered(self._arrays, x, written, is_new)
 
     cdef inline int _run(self, Collective* c, double seconds) except -1:
         # The pointer need not be copied: close() keeps it, and the caller keeps this object.
@@ -625,7 +627,7 @@ cdef class Communicator:
         cdef bint is_elementwise = c.op in (Op.allreduce, Op.broadcast, Op.reduce)
         cdef bint is_read = c.op != Op.broadcast or c.root == self.rank
         gpu_fallback.round_trip(src if is_read else None, dst, leg, is_elementwise=is_elementwise)
-        result = self._deliver(x, written, is_new)
+        result = delivered(self._arrays, x, written, is_new)
         return gpu_fallback.CompletedWork(result) if async_op else result
 
     cdef object _exchange(
@@ -669,11 +671,6 @@ cdef class Communicator:
     # NumPy's are made here: the way through interop takes as long as a small collective.
     cdef inline object _new_like(self, object x):
         return empty(x.shape, x.dtype) if type(x) is ndarray else self._arrays.allocate(x)
-
-    cdef inline object _deliver(self, object x, object written, bint is_new):
-        if not is_new or type(written) is type(x):
-            return written
-        return self._arrays.deliver(x, written)
 
     cdef int _note(self, object error) except -1:
         if self._first_error is not None or self._engine.get().is_closed():
@@ -759,10 +756,3 @@ cdef inline uint32_t _tag(tag) except? MAX_TAG:
     if tag is NO_TAG:
         return 0
     return arguments.check_tag(tag)
-
-
-# In place one view serves for both, provided that the array may be written at all.
-cdef inline BufferView _output_of(object written, object x, BufferView src):
-    if written is x and src.owner is x and is_output(src):
-        return src
-    return output_view_of(written)

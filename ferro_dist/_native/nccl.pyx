@@ -1,7 +1,8 @@
 # NCCL as Python sees it: check, convert, let go of the GIL, call once, translate.
 #
 # This is the binding: operations go on the stream that the caller names, and the caller keeps
-# arrays alive. Order and lifetime are the business of nccl_group.pyx. This module stands on
+# arrays alive and streams open. Order and lifetime are the business of nccl_group.pyx. This module
+# stands on
 #   nccl_library.pyx     the library itself, identifiers, configurations
 #   nccl_operation.pyx   what can be asked of NCCL, and the arguments' checks
 #   nccl_connection.pyx  a communicator's state and its end
@@ -16,7 +17,7 @@ from libc.stdint cimport uintptr_t
 from libcpp.vector cimport vector
 
 from ferro_dist._native cimport libnccl, nccl_library
-from ferro_dist._native.buffer_view cimport BufferView
+from ferro_dist._native.buffer_view cimport BufferView, output_of
 from ferro_dist._native.cuda_runtime cimport cudart
 from ferro_dist._native.cuda_stream cimport known_stream, KnownStream, stream_handle
 from ferro_dist._native.libcudart cimport Cudart, cudaStreamPerThread
@@ -27,7 +28,7 @@ from ferro_dist._native.libnccl cimport (
 )
 from ferro_dist._native.nccl_connection cimport check_usable, Connection, Noting
 from ferro_dist._native.nccl_library cimport config_of
-from ferro_dist._native.nccl_operation cimport Member, output_of
+from ferro_dist._native.nccl_operation cimport Member
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 from ferro_dist._native.nccl_resource cimport (
     make_premul_sum, make_registration, make_window, PreMulSum, Window,

@@ -15,23 +15,25 @@ cdef class Connection(Member):
     cdef double timeout_s
     cdef object _first_error
     # The set of views of the memory that NCCL has made windows of, as a reference that the garbage
-    # collector does not see: it would empty the set before the communicator has ended.
+    # collector does not see: it would finalize the memory before the communicator has ended. Where the
+    # memory's owner holds the communicator, only close() ends the cycle.
     cdef PyObject* _window_views
     cdef int _num_forks
 
     # Takes over what is in _native.
     cdef int adopt(self, double timeout, bint is_blocking) except -1
-    # The patience of one call, which it also checks can be made. None stands for the connection's own
-    # timeout.
+    # The patience of one call, which it also checks can be made.
     cdef Patience patience(self, timeout) except *
     # Raises the reason why it cannot be called.
     cdef int refuse(self) except -1
     # Names this rank in an error, and remembers the one that ended the communicator.
     cdef int note(self, object error) except -1
 
+    # A call's timeout; None stands for the connection's own.
+    cdef double seconds(self, timeout) except? -1
+
     cdef int _check_own(self) except -1
     cdef object _memory(self, ncclCommMemStat_t statistic)
-    cdef double _seconds(self, timeout) except? -1
 
 
 # Whether it was made in this process, and not in one that this was forked from.

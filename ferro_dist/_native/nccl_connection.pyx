@@ -188,7 +188,7 @@ cdef class Connection(Member):
         cdef shared_ptr[Native] native = self._native
         if not is_own(self) or native.get() == NULL:
             return
-        cdef double seconds = self._seconds(timeout)
+        cdef double seconds = self.seconds(timeout)
         # Longer than that: aborting takes a moment too.
         cdef Patience patience = patience_of(seconds + ABORT_GRACE)
         with Noting(self), nogil:
@@ -227,10 +227,15 @@ cdef class Connection(Member):
 
     cdef Patience patience(self, timeout) except *:
         check_usable(self)
-        return patience_of(self._seconds(timeout))
+        return patience_of(self.seconds(timeout))
 
-    cdef double _seconds(self, timeout) except? -1:
-        return self.timeout_s if timeout is None else arguments.check_timeout(timeout)
+    @cython.final
+    cdef double seconds(self, timeout) except? -1:
+        if timeout is None:
+            return self.timeout_s
+        if type(timeout) is float and timeout > 0:
+            return timeout
+        return arguments.check_timeout(timeout)
 
 
 cdef cpp_bool let_go(void* held) noexcept nogil:

@@ -10,13 +10,15 @@ from libcpp.memory cimport shared_ptr
 from libcpp.vector cimport vector
 
 from ferro_dist._native cimport libnccl
-from ferro_dist._native.buffer_view cimport BufferView, output_view_of, overlap, view_of
+from ferro_dist._native.buffer_view cimport (
+    BufferView, delivered, output_of, output_view_of, overlap, view_of,
+)
 from ferro_dist._native.cuda_stream cimport current_stream, known_stream, KnownStream, stream_handle
 from ferro_dist._native.libcudart cimport cudaStream_t
 from ferro_dist._native.libnccl cimport Alarm, Lane, Op, Operation, Patience
 from ferro_dist._native.nccl cimport Communicator
 from ferro_dist._native.nccl_connection cimport check_usable, Noting
-from ferro_dist._native.nccl_operation cimport NEVER_IN_PLACE, output_of
+from ferro_dist._native.nccl_operation cimport NEVER_IN_PLACE
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 
 from ferro_dist import arguments
@@ -88,7 +90,7 @@ cdef class NcclWork:
 
     def result(self, timeout=None):
         self.wait(timeout)
-        return self._group._deliver(self._x, self._written, self._is_new)
+        return delivered(self._group._arrays, self._x, self._written, self._is_new)
 
     cdef int forget(self) except -1:
         """Let go of what the call used, now that it is done; the work may live on with its user."""
@@ -340,7 +342,8 @@ cdef class NcclGroup:
             &o, 1, &own, 1, view, None, None, None, None, False, True, timeout, tag)
         if async_op:
             return work
-        self._synchronize((<NcclWork> work)._ticket, self._seconds(timeout) + WATCHDOG_GRACE)
+        self._synchronize(
+            (<NcclWork> work)._ticket, self._communicator.seconds(timeout) + WATCHDOG_GRACE)
         return None
 
     # An all_to_all in which every rank sends and receives its own counts.
@@ -487,7 +490,7 @@ cdef class NcclGroup:
         if not async_op:
             if ticket != 0:
                 self._keep(ticket, first, others if second is None else second)
-            return self._deliver(x, written, is_new)
+            return delivered(self._arrays, x, written, is_new)
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         work._group = self
         work._ticket = ticket
@@ -506,7 +509,7 @@ cdef class NcclGroup:
         check_usable(self._communicator)
         if tag is not NO_TAG:
             arguments.check_tag(tag)
-        return self._seconds(timeout)
+        return self._communicator.seconds(timeout)
 
     cdef uint64_t _call(
         self, const Operation* operations, size_t count, const cudaStream_t* callers, size_t num_callers,
@@ -576,20 +579,10 @@ cdef class NcclGroup:
                 seconds=seconds, rank=self.rank) from None
         return self._let_go()
 
-    cdef inline object _deliver(self, object x, object written, bint is_new):
-        if not is_new or type(written) is type(x):
-            return written
-        return self._arrays.deliver(x, written)
-
     cdef inline double _patience(self, timeout) except? -1:
-        return self._communicator.timeout_s + WATCHDOG_GRACE if timeout is None else self._seconds(timeout)
-
-    cdef inline double _seconds(self, timeout) except? -1:
         if timeout is None:
-            return self._communicator.timeout_s
-        if type(timeout) is float and timeout > 0:
-            return timeout
-        return arguments.check_timeout(timeout)
+            return self._communicator.timeout_s + WATCHDOG_GRACE
+        return self._communicator.seconds(timeout)
 
 
 cdef int _add_stream(vector[cudaStream_t]* streams, BufferView view) except -1:

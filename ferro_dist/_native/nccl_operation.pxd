@@ -53,9 +53,6 @@ cdef class Member:
     cdef int _demand(self, str op, str name, BufferView view) except -1
 
 
-# The view of `out`; that of x where they are one array.
-cdef BufferView output_of(object out, object x, BufferView src)
-
 # The place among our dtypes of a float dtype that NCCL can multiply.
 cdef int float_code(str dtype) except -1
 

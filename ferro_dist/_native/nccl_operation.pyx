@@ -4,7 +4,7 @@ cimport cython
 
 from ferro_dist._native cimport libnccl
 from ferro_dist._native.buffer_view cimport (
-    BOOLEAN, BufferView, COMPLEX128, COMPLEX64, E4M3, is_output, output_view_of, overlap, view_of,
+    BOOLEAN, BufferView, COMPLEX128, COMPLEX64, E4M3, output_view_of, overlap, view_of,
 )
 from ferro_dist._native.dlpack cimport CUDA
 from ferro_dist._native.libnccl cimport (
@@ -318,12 +318,6 @@ cdef class Member:
         if view is None:
             arguments.raise_missing_array(op, name, "this rank is the root", rank=self.rank)
         return 0
-
-
-cdef BufferView output_of(object out, object x, BufferView src):
-    if out is x and src.owner is x and is_output(src):
-        return src
-    return output_view_of(out)
 
 
 cdef inline bint _is_reducible(int dtype, int reduction) noexcept:
