@@ -1,8 +1,8 @@
-// Whether a stream has reached a point that was marked in it.
+// Whether a stream has reached a point that was marked in it, and whether it can be marked.
 #ifndef FERRO_NCCL_EVENT_HPP
 #define FERRO_NCCL_EVENT_HPP
 
-#include "abi/cudart_table.hpp"
+#include "abi/stream_capture.hpp"
 #include "nccl/error.hpp"
 
 namespace ferro::nccl {
@@ -11,24 +11,15 @@ inline void check(cudaError_t status, const char* function) {
   if (status != cudaSuccess) throw Error(ErrorKind::cuda, function, status);
 }
 
-// Lets this thread do what CUDA otherwise refuses while some thread captures a graph, ending that capture.
-class RelaxedCapture {
- public:
-  explicit RelaxedCapture(const Cudart& cuda) noexcept : cuda_(cuda) {
-    cuda_.cudaThreadExchangeStreamCaptureMode(&mode_);
-  }
-  ~RelaxedCapture() { cuda_.cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  const Cudart& cuda_;
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
+// See abi/stream_capture.hpp.
+inline Capture capture_of(const Cudart& cuda, cudaStream_t stream) {
+  Capture capture = Capture::none;
+  check(ferro::capture_of(cuda, stream, &capture), "cudaStreamIsCapturing");
+  return capture;
+}
 
 inline bool has_passed(const Cudart& cuda, cudaEvent_t event) {
-  const RelaxedCapture relaxed(cuda);
-  const cudaError_t status = cuda.cudaEventQuery(event);
+  const cudaError_t status = relaxed(cuda, cuda.cudaEventQuery, event);
   if (status == cudaErrorNotReady) {
     cuda.cudaGetLastError();  // else whoever asks next would get this error
     return false;

@@ -96,8 +96,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   Turn turn(*communicator_, function_of(op), patience);
   communicator_->check_awake(function_of(op));
   const DefaultStreamGuard guard(*this, callers, num_callers);
-  const bool is_captured = std::any_of(callers, callers + num_callers,
-                                       [this](cudaStream_t stream) { return is_capturing(stream); });
+  const bool is_captured = is_capturing(callers, num_callers);
   order_after(callers, num_callers);
   communicator_->check_open();  // CUDA may have blocked there until the communicator was ended
   Attendance::Entry entry;
@@ -147,10 +146,15 @@ void Lane::order_behind(cudaEvent_t done, const cudaStream_t* callers, std::size
     if (callers[i] != stream_) check(cuda_.cudaStreamWaitEvent(callers[i], done, 0), "cudaStreamWaitEvent");
 }
 
-bool Lane::is_capturing(cudaStream_t stream) const {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cuda_.cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
+// Whether the call goes into a graph. Refuses streams that take no work now, while that spoils no capture.
+bool Lane::is_capturing(const cudaStream_t* callers, std::size_t num_callers) const {
+  bool is_captured = false;
+  for (std::size_t i = 0; i < num_callers; ++i) {
+    const Capture capture = capture_of(cuda_, callers[i]);
+    if (capture == Capture::implicit) check(cudaErrorStreamCaptureImplicit, "cudaStreamIsCapturing");
+    is_captured |= capture == Capture::active;
+  }
+  return is_captured;
 }
 
 ncclResult_t Lane::issue_all(const Operation* operations, std::size_t count) {

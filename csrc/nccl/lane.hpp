@@ -85,7 +85,7 @@ class Lane {
   bool is_forsaken() noexcept;
   void order_after(const cudaStream_t* callers, std::size_t num_callers);
   void order_behind(cudaEvent_t done, const cudaStream_t* callers, std::size_t num_callers);
-  bool is_capturing(cudaStream_t stream) const;
+  bool is_capturing(const cudaStream_t* callers, std::size_t num_callers) const;
   ncclResult_t issue_all(const Operation* operations, std::size_t count);
   cudaEvent_t take_event();  // under the device's lock
   void prepare_event();      // under lock_ and the device's

@@ -21,10 +21,10 @@ void check(ncclResult_t result, const char* function) {
 // The points in the streams from which on nobody uses the memory any more.
 class LastUse {
  public:
-  LastUse(const Cudart& cuda, int device, const std::vector<cudaStream_t>& users) : cuda_(cuda) {
-    const DeviceGuard guard(cuda, device);
-    for (cudaStream_t stream : users)
-      if (!is_captured(stream)) mark(stream);
+  LastUse(const Cudart& cuda, int device, std::vector<cudaStream_t> users)
+      : cuda_(cuda), device_(device), unmarked_(std::move(users)) {
+    events_.reserve(unmarked_.size());
+    mark_what_can_be();
   }
   ~LastUse() {
     for (cudaEvent_t event : events_) cuda_.cudaEventDestroy(event);
@@ -32,20 +32,26 @@ class LastUse {
   LastUse(const LastUse&) = delete;
   LastUse& operator=(const LastUse&) = delete;
 
-  bool has_passed() const {
-    return std::all_of(events_.begin(), events_.end(),
-                       [this](cudaEvent_t event) { return nccl::has_passed(cuda_, event); });
+  // Whether all points are marked. The legacy default stream has to wait for the end of a capture that it
+  // would spoil, which may in turn wait for this thread.
+  bool is_marked() const { return unmarked_.empty(); }
+
+  bool has_passed() {
+    mark_what_can_be();
+    return is_marked() && std::all_of(events_.begin(), events_.end(),
+                                      [this](cudaEvent_t event) { return nccl::has_passed(cuda_, event); });
   }
 
  private:
-  // What goes into a graph uses nothing now. CUDA does not tell whether the default stream is captured
-  // while another one is that it would wait for.
-  bool is_captured(cudaStream_t stream) const {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    if (cuda_.cudaStreamIsCapturing(stream, &status) == cudaSuccess)
-      return status != cudaStreamCaptureStatusNone;
-    cuda_.cudaGetLastError();  // else it would be the next one's who asks
-    return true;
+  void mark_what_can_be() {
+    if (is_marked()) return;
+    const DeviceGuard guard(cuda_, device_);
+    const auto is_settled = [this](cudaStream_t stream) {
+      const Capture capture = capture_of(cuda_, stream);
+      if (capture == Capture::none) mark(stream);  // what goes into a graph uses nothing now
+      return capture != Capture::implicit;
+    };
+    unmarked_.erase(std::remove_if(unmarked_.begin(), unmarked_.end(), is_settled), unmarked_.end());
   }
 
   void mark(cudaStream_t stream) {
@@ -56,6 +62,8 @@ class LastUse {
   }
 
   const Cudart& cuda_;
+  const int device_;
+  std::vector<cudaStream_t> unmarked_;
   std::vector<cudaEvent_t> events_;
 };
 
@@ -64,6 +72,20 @@ void free_now(const Cudart& cuda, int device, void* data, Patience& patience) {
   const auto lock = lock_patiently(device_lock(device), "ncclMemFree", patience);
   const RelaxedCapture relaxed(cuda);
   check(ncclMemFree(data), "ncclMemFree");
+}
+
+void free_once_passed(const Cudart& cuda, int device, void* data, std::shared_ptr<LastUse> use) {
+  Reaper::instance().run([&cuda, device, data, use = std::move(use)] {
+    stay_on_device(cuda, device);
+    Patience none(0);
+    try {
+      if (!use->has_passed()) return false;
+      free_now(cuda, device, data, none);
+      return true;
+    } catch (const Error& error) {  // nobody is left to be told
+      return error.kind != ErrorKind::timeout;
+    }
+  });
 }
 
 }  // namespace
@@ -80,25 +102,15 @@ void* allocate(const Cudart& cuda, int device, std::size_t nbytes, Patience& pat
 
 void free(const Cudart& cuda, int device, void* data, const std::vector<cudaStream_t>& users,
           Patience& patience) {
-  const LastUse use(cuda, device, users);
-  while (!use.has_passed()) patience.pause("ncclMemFree");
+  const auto use = std::make_shared<LastUse>(cuda, device, users);
+  if (!use->is_marked()) return free_once_passed(cuda, device, data, use);
+  while (!use->has_passed()) patience.pause("ncclMemFree");
   free_now(cuda, device, data, patience);
 }
 
 void free_later(const Cudart& cuda, int device, void* data, const std::vector<cudaStream_t>& users) noexcept {
   try {
-    const auto use = std::make_shared<const LastUse>(cuda, device, users);
-    Reaper::instance().run([&cuda, device, data, use] {
-      stay_on_device(cuda, device);
-      Patience none(0);
-      try {
-        if (!use->has_passed()) return false;
-        free_now(cuda, device, data, none);
-        return true;
-      } catch (const Error& error) {  // nobody is left to be told
-        return error.kind != ErrorKind::timeout;
-      }
-    });
+    free_once_passed(cuda, device, data, std::make_shared<LastUse>(cuda, device, users));
   } catch (const std::exception&) {  // a device that fails does not get its memory back
   }
 }

@@ -4,13 +4,12 @@ cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uintptr_t
 
-from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, exchange_capture_mode, num_forks
-from ferro_dist._native.cuda_stream cimport stream_handle
+from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
+from ferro_dist._native.cuda_stream cimport held_stream, StreamHandle
 from ferro_dist._native.dlpack cimport CUDA
 from ferro_dist._native.libcudart cimport (
     Cudart, cudaError_t, cudaHostAllocDefault, cudaMemcpyDefault, cudaMemoryTypeDevice,
-    cudaMemoryTypeHost, cudaMemoryTypeManaged, cudaPointerAttributes, cudaStream_t,
-    cudaStreamCaptureMode, cudaStreamCaptureModeRelaxed,
+    cudaMemoryTypeHost, cudaMemoryTypeManaged, cudaPointerAttributes, relaxed,
 )
 
 from ferro_dist._native.cuda_runtime import DeviceGuard, device_number
@@ -63,13 +62,10 @@ cdef class DeviceMemory(GpuBytes):
 
     cdef int allocate(self) except -1:
         cdef const Cudart* cuda = cudart()
-        cdef cudaStreamCaptureMode mode
         cdef cudaError_t status
         with DeviceGuard(self.device):
             with nogil:
-                mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
-                status = cuda.cudaMalloc(&self._data, self.nbytes)
-                exchange_capture_mode(cuda, mode)
+                status = relaxed(cuda[0], cuda.cudaMalloc, &self._data, self.nbytes)
             CHECK_CUDA(status, "cudaMalloc")
         return 0
 
@@ -82,7 +78,7 @@ cdef class DeviceMemory(GpuBytes):
         if data == NULL or not self.is_own():
             return
         with nogil:
-            status = _free(cuda, data)
+            status = relaxed(cuda[0], cuda.cudaFree, data)
         CHECK_CUDA(status, "cudaFree")
 
     def __dealloc__(self):
@@ -90,15 +86,7 @@ cdef class DeviceMemory(GpuBytes):
         if self._data != NULL and self.is_own():
             cuda = cudart()
             with nogil:
-                _free(cuda, self._data)
-
-
-cdef cudaError_t _free(const Cudart* cuda, void* data) noexcept nogil:
-    """Wait for the device, and free its memory."""
-    cdef cudaStreamCaptureMode mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
-    cdef cudaError_t status = cuda.cudaFree(data)
-    exchange_capture_mode(cuda, mode)
-    return status
+                relaxed(cuda[0], cuda.cudaFree, self._data)
 
 
 @cython.final
@@ -114,14 +102,11 @@ cdef class PinnedMemory:
 
     def __init__(self, size_t nbytes):
         cdef const Cudart* cuda = cudart()
-        cdef cudaStreamCaptureMode mode
         cdef cudaError_t status
         self.nbytes = nbytes
         self._num_forks = num_forks()
         with nogil:
-            mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
-            status = cuda.cudaHostAlloc(&self._data, nbytes, cudaHostAllocDefault)
-            exchange_capture_mode(cuda, mode)
+            status = relaxed(cuda[0], cuda.cudaHostAlloc, &self._data, nbytes, cudaHostAllocDefault)
         CHECK_CUDA(status, "cudaHostAlloc")
 
     @property
@@ -136,13 +121,10 @@ cdef class PinnedMemory:
 
     def __dealloc__(self):
         cdef const Cudart* cuda
-        cdef cudaStreamCaptureMode mode
         if self._data != NULL and self._num_forks == num_forks():
             cuda = cudart()
             with nogil:
-                mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
-                cuda.cudaFreeHost(self._data)
-                exchange_capture_mode(cuda, mode)
+                relaxed(cuda[0], cuda.cudaFreeHost, self._data)
 
 
 def copy_async(uintptr_t target, uintptr_t source, size_t nbytes, stream):
@@ -151,22 +133,22 @@ def copy_async(uintptr_t target, uintptr_t source, size_t nbytes, stream):
     The caller keeps both alive until the stream has passed. From or to memory of the
     host that is not pinned, the call may block.
     """
-    cdef cudaStream_t handle = stream_handle(stream)
+    cdef StreamHandle held = held_stream(stream)
     cdef const Cudart* cuda = cudart()
     cdef cudaError_t status
     with nogil:
         status = cuda.cudaMemcpyAsync(
-            <void*> target, <const void*> source, nbytes, cudaMemcpyDefault, handle)
+            <void*> target, <const void*> source, nbytes, cudaMemcpyDefault, held.stream)
     CHECK_CUDA(status, "cudaMemcpyAsync")
 
 
 def fill_async(uintptr_t target, unsigned char value, size_t nbytes, stream):
     """Set bytes of a GPU to `value`, in the order of `stream`."""
-    cdef cudaStream_t handle = stream_handle(stream)
+    cdef StreamHandle held = held_stream(stream)
     cdef const Cudart* cuda = cudart()
     cdef cudaError_t status
     with nogil:
-        status = cuda.cudaMemsetAsync(<void*> target, value, nbytes, handle)
+        status = cuda.cudaMemsetAsync(<void*> target, value, nbytes, held.stream)
     CHECK_CUDA(status, "cudaMemsetAsync")
 
 

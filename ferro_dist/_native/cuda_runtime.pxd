@@ -1,6 +1,6 @@
 # The CUDA runtime of this process, and what every call of it goes through.
 
-from ferro_dist._native.libcudart cimport Cudart, cudaError_t, cudaStreamCaptureMode
+from ferro_dist._native.libcudart cimport Cudart, cudaError_t
 
 
 # The runtime's functions. Loads the library on first use; raises BackendUnavailable.
@@ -15,13 +15,3 @@ cdef int raise_cuda(int status, str function) except -1
 # How many forks have led to this process (nccl/fork.hpp): CUDA's objects belong to the process in
 # which they were made.
 cdef int num_forks() noexcept
-
-
-# Sets what this thread may do while any thread captures a graph; returns the mode before. Unless it is
-# relaxed, asking whether something is done, waiting for it, allocating and freeing end captures
-# that have nothing to do with it.
-cdef inline cudaStreamCaptureMode exchange_capture_mode(
-    const Cudart* cuda, cudaStreamCaptureMode mode
-) noexcept nogil:
-    cuda.cudaThreadExchangeStreamCaptureMode(&mode)
-    return mode

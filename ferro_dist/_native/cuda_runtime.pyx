@@ -6,7 +6,7 @@ from cpython.pycapsule cimport PyCapsule_GetPointer
 from ferro_dist._native.libcudart cimport (
     Cudart, cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor, cudaError_t,
     cudaErrorInitializationError, cudaErrorInsufficientDriver, cudaErrorMemoryAllocation,
-    cudaErrorNoDevice, cudaSuccess,
+    cudaErrorNoDevice, cudaErrorStreamCaptureImplicit, cudaSuccess,
 )
 
 from ferro_dist import arguments
@@ -69,6 +69,10 @@ cdef int _raise_of(const Cudart* cuda, int status, str function) except -1:
         raise BackendUnavailable(
             f"{message}\nThere is no GPU that this process can use: check nvidia-smi, "
             "CUDA_VISIBLE_DEVICES, and that the driver is new enough for the CUDA installed.")
+    if error == cudaErrorStreamCaptureImplicit:
+        raise Io(
+            f"{message}\nThe default stream cannot be used while a stream is captured that it waits for: "
+            "work on another one meanwhile, or capture on one made with cudaStreamNonBlocking.")
     if error == cudaErrorInitializationError and num_forks() != 0:
         raise LockPoisoned(
             f"{message}\nThis process was forked from one that uses CUDA, which does not work here. "

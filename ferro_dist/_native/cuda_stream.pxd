@@ -4,18 +4,23 @@ from cpython.object cimport PyObject
 from libcpp.vector cimport vector
 
 from ferro_dist._native.buffer_view cimport BufferView
-from ferro_dist._native.libcudart cimport cudaEvent_t, cudaStream_t
+from ferro_dist._native.libcudart cimport cudaError_t, cudaEvent_t, cudaStream_t
+
+
+cdef class StreamHandle:
+    cdef cudaStream_t stream
+    cdef object _lender       # keeps a borrowed stream alive; None if it is our own
+    cdef bint is_own
+    cdef int _num_forks
+
+    cdef cudaError_t destroy(self)
 
 
 cdef class Stream:
-    cdef cudaStream_t _handle
+    cdef StreamHandle _handle  # None once the stream is closed
     cdef readonly int device
-    cdef object _lender       # keeps a borrowed stream alive; None if it is our own
-    cdef bint _is_own
-    cdef bint _is_closed
-    cdef int _num_forks
 
-    cdef cudaStream_t open(self) except? NULL
+    cdef StreamHandle open(self)
 
 
 cdef class Event:
@@ -26,6 +31,9 @@ cdef class Event:
 # The handle of `stream`: an integer, one of our streams, or an object of torch, CuPy,
 # cuda.core, Numba or anything with __cuda_stream__.
 cdef cudaStream_t stream_handle(object stream) except? NULL
+
+# The same, held for as long as the result lives, even if the stream is one of ours and closed meanwhile.
+cdef StreamHandle held_stream(object stream)
 
 # The stream on which the owner of `view` works now.
 cdef cudaStream_t current_stream(BufferView view) except? NULL

@@ -8,21 +8,48 @@ import sys
 
 cimport cython
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_REFCNT
 from libc.stdint cimport uintptr_t
 from libcpp.vector cimport vector
 
 from ferro_dist._native.buffer_view cimport BufferView, current_stream_of, is_of_jax
-from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, exchange_capture_mode, num_forks
+from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
 from ferro_dist._native.libcudart cimport (
-    cudaErrorNotReady, cudaErrorStreamCaptureImplicit, cudaError_t, cudaEvent_t, cudaEventDisableTiming,
-    cudaStream_t, cudaStreamCaptureMode, cudaStreamCaptureModeRelaxed, cudaStreamCaptureStatus,
-    cudaStreamCaptureStatusNone, cudaStreamLegacy, cudaStreamNonBlocking, Cudart,
+    Capture, capture_of, cudaErrorNotReady, cudaError_t, cudaEvent_t, cudaEventDisableTiming, cudaStream_t,
+    cudaStreamLegacy, cudaStreamNonBlocking, cudaSuccess, Cudart, relaxed,
 )
 
 from ferro_dist._native.buffer_view import as_view
 from ferro_dist._native.cuda_runtime import DeviceGuard, device_number
 
 __all__ = ["Event", "Stream", "current_stream_of_array"]
+
+
+@cython.final
+cdef class StreamHandle:
+    """A stream's address, and what keeps it valid.
+
+    Whoever lets go of the interpreter holds one: `Stream.close` in another thread then destroys
+    nothing in use.
+    """
+
+    def __init__(self):
+        raise TypeError("A StreamHandle is made by Stream")
+
+    def __dealloc__(self):
+        self.destroy()
+
+    cdef cudaError_t destroy(self):
+        """Destroy a stream of our own; what is queued still runs."""
+        cdef const Cudart* cuda
+        cdef cudaError_t status
+        if not self.is_own or self._num_forks != num_forks():  # in a forked child it is the parent's
+            return cudaSuccess
+        self.is_own = False
+        cuda = cudart()
+        with nogil:
+            status = cuda.cudaStreamDestroy(self.stream)
+        return status
 
 
 @cython.final
@@ -42,17 +69,17 @@ cdef class Stream:
     """
 
     def __init__(self, device=None, *, int priority=0):
-        cdef cudaStream_t handle = NULL
+        cdef StreamHandle made = StreamHandle.__new__(StreamHandle)
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
         self.device = device_number(device)
         with DeviceGuard(self.device):
             with nogil:
-                status = cuda.cudaStreamCreateWithPriority(&handle, cudaStreamNonBlocking, priority)
+                status = cuda.cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, priority)
             CHECK_CUDA(status, "cudaStreamCreateWithPriority")
-        self._handle = handle
-        self._is_own = True
-        self._num_forks = num_forks()
+            made.is_own = True
+            made._num_forks = num_forks()
+        self._handle = made
 
     @staticmethod
     def borrow(stream, int device):
@@ -67,49 +94,38 @@ cdef class Stream:
             The device that it works on.
         """
         cdef Stream borrowed = Stream.__new__(Stream)
-        borrowed._handle = stream_handle(stream)
+        borrowed._handle = held_stream(stream)
         borrowed.device = device
-        borrowed._lender = stream
         return borrowed
 
     @property
     def handle(self):
         """The stream's address, as other libraries take it."""
-        return <uintptr_t> self.open()
+        return <uintptr_t> self.open().stream
 
     @property
     def is_closed(self):
-        return self._is_closed
-
-    @property
-    def is_own(self):
-        return self._is_own
+        return self._handle is None
 
     def __cuda_stream__(self):
         return 0, self.handle
 
     def synchronize(self):
         """Block until all that was queued so far is done."""
-        cdef cudaStream_t handle = self.open()
+        cdef StreamHandle handle = self.open()
         cdef const Cudart* cuda = cudart()
-        cdef cudaStreamCaptureMode mode
         cdef cudaError_t status
         with nogil:
-            mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
-            status = cuda.cudaStreamSynchronize(handle)
-            exchange_capture_mode(cuda, mode)
+            status = relaxed(cuda[0], cuda.cudaStreamSynchronize, handle.stream)
         CHECK_CUDA(status, "cudaStreamSynchronize")
 
     def is_done(self):
         """Tell whether all that was queued so far is done."""
-        cdef cudaStream_t handle = self.open()
+        cdef StreamHandle handle = self.open()
         cdef const Cudart* cuda = cudart()
-        cdef cudaStreamCaptureMode mode
         cdef cudaError_t status
         with nogil:
-            mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
-            status = cuda.cudaStreamQuery(handle)
-            exchange_capture_mode(cuda, mode)
+            status = relaxed(cuda[0], cuda.cudaStreamQuery, handle.stream)
         return _is_ready(status, "cudaStreamQuery")
 
     def is_capturing(self):
@@ -118,25 +134,22 @@ cdef class Stream:
         True, too, of the legacy default stream while one is captured that it would wait for: it
         can be given nothing then.
         """
-        cdef cudaStream_t handle = self.open()
+        cdef StreamHandle handle = self.open()
         cdef const Cudart* cuda = cudart()
-        cdef cudaStreamCaptureStatus captured = cudaStreamCaptureStatusNone
+        cdef Capture capture = Capture.none
         cdef cudaError_t status
         with nogil:
-            status = cuda.cudaStreamIsCapturing(handle, &captured)
-        if status == cudaErrorStreamCaptureImplicit:
-            cuda.cudaGetLastError()  # else it would be the next one's who asks
-            return True
+            status = capture_of(cuda[0], handle.stream, &capture)
         CHECK_CUDA(status, "cudaStreamIsCapturing")
-        return captured != cudaStreamCaptureStatusNone
+        return capture != Capture.none
 
     def wait(self, Event event not None):
         """Let all that is queued from now on wait for `event`. Blocks no host."""
-        cdef cudaStream_t handle = self.open()
+        cdef StreamHandle handle = self.open()
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
         with nogil:
-            status = cuda.cudaStreamWaitEvent(handle, event._handle, 0)
+            status = cuda.cudaStreamWaitEvent(handle.stream, event._handle, 0)
         CHECK_CUDA(status, "cudaStreamWaitEvent")
 
     def record(self, Event event=None):
@@ -144,44 +157,32 @@ cdef class Stream:
         if event is None:
             with DeviceGuard(self.device):
                 event = Event()
-        cdef cudaStream_t handle = self.open()
+        cdef StreamHandle handle = self.open()
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
         with nogil:
-            status = cuda.cudaEventRecord(event._handle, handle)
+            status = cuda.cudaEventRecord(event._handle, handle.stream)
         CHECK_CUDA(status, "cudaEventRecord")
         return event
 
     def close(self):
-        """Give the stream back; what is queued still runs. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._lender = None
-        if not self._is_own or self._num_forks != num_forks():
-            return
-        cdef const Cudart* cuda = cudart()
-        cdef cudaError_t status
-        with nogil:
-            status = cuda.cudaStreamDestroy(self._handle)
-        CHECK_CUDA(status, "cudaStreamDestroy")
+        """Give the stream back; what is queued still runs. Idempotent.
 
-    cdef cudaStream_t open(self) except? NULL:
-        if self._is_closed:
+        Where other threads are in the middle of a call on it, the last of these ends the stream.
+        """
+        cdef StreamHandle handle = self._handle
+        self._handle = None
+        if handle is not None and Py_REFCNT(handle) == 1:  # nobody else has it, nor can get it now
+            CHECK_CUDA(handle.destroy(), "cudaStreamDestroy")
+
+    cdef StreamHandle open(self):
+        if self._handle is None:
             raise ValueError("This stream is closed.")
         return self._handle
 
-    def __dealloc__(self):
-        # What is queued still runs. In a forked child the stream is the parent's.
-        cdef const Cudart* cuda
-        if self._is_own and not self._is_closed and self._num_forks == num_forks():
-            cuda = cudart()
-            with nogil:
-                cuda.cudaStreamDestroy(self._handle)
-
     def __repr__(self):
-        state = ", closed" if self._is_closed else ""
-        return f"<Stream {<uintptr_t> self._handle:#x} on device {self.device}{state}>"
+        state = "closed" if self._handle is None else f"{<uintptr_t> self._handle.stream:#x}"
+        return f"<Stream {state} on device {self.device}>"
 
 
 @cython.final
@@ -213,23 +214,17 @@ cdef class Event:
     def is_done(self):
         """Tell whether the point was reached; true for an event that was never recorded."""
         cdef const Cudart* cuda = cudart()
-        cdef cudaStreamCaptureMode mode
         cdef cudaError_t status
         with nogil:
-            mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
-            status = cuda.cudaEventQuery(self._handle)
-            exchange_capture_mode(cuda, mode)
+            status = relaxed(cuda[0], cuda.cudaEventQuery, self._handle)
         return _is_ready(status, "cudaEventQuery")
 
     def synchronize(self):
         """Block until the point is reached."""
         cdef const Cudart* cuda = cudart()
-        cdef cudaStreamCaptureMode mode
         cdef cudaError_t status
         with nogil:
-            mode = exchange_capture_mode(cuda, cudaStreamCaptureModeRelaxed)
-            status = cuda.cudaEventSynchronize(self._handle)
-            exchange_capture_mode(cuda, mode)
+            status = relaxed(cuda[0], cuda.cudaEventSynchronize, self._handle)
         CHECK_CUDA(status, "cudaEventSynchronize")
 
     def elapsed_ms(self, Event since not None):
@@ -262,7 +257,7 @@ cdef bint _is_ready(cudaError_t status, str function) except -1:
 cdef cudaStream_t stream_handle(object stream) except? NULL:
     cdef object cls = type(stream)
     if cls is Stream:
-        return (<Stream> stream).open()
+        return (<Stream> stream).open().stream
     if isinstance(stream, int) and not isinstance(stream, bool):
         return <cudaStream_t> <uintptr_t> stream
     protocol = getattr(stream, "__cuda_stream__", None)
@@ -279,6 +274,16 @@ cdef cudaStream_t stream_handle(object stream) except? NULL:
     raise TypeError(
         f"stream must be a stream of torch, CuPy, Numba or cuda.core, an object with __cuda_stream__, or "
         f"the address of a CUDA stream, not {stream!r}.")
+
+
+cdef StreamHandle held_stream(object stream):
+    cdef StreamHandle held
+    if type(stream) is Stream:
+        return (<Stream> stream).open()
+    held = StreamHandle.__new__(StreamHandle)
+    held.stream = stream_handle(stream)
+    held._lender = stream
+    return held
 
 
 cdef cudaStream_t current_stream(BufferView view) except? NULL:

@@ -32,14 +32,6 @@ cdef extern from "abi/cudart.h" nogil:
         cudaMemoryTypeDevice
         cudaMemoryTypeManaged
 
-    enum cudaStreamCaptureStatus:
-        cudaStreamCaptureStatusNone
-        cudaStreamCaptureStatusActive
-        cudaStreamCaptureStatusInvalidated
-
-    ctypedef enum cudaStreamCaptureMode:
-        cudaStreamCaptureModeRelaxed
-
     enum cudaDeviceAttr:
         cudaDevAttrComputeCapabilityMajor
         cudaDevAttrComputeCapabilityMinor
@@ -74,9 +66,6 @@ cdef extern from "abi/cudart_table.hpp" namespace "ferro" nogil:
         cudaError_t cudaStreamQuery(cudaStream_t stream) noexcept
         cudaError_t cudaStreamWaitEvent(
             cudaStream_t stream, cudaEvent_t event, unsigned int flags) noexcept
-        cudaError_t cudaStreamIsCapturing(
-            cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept
-        cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) noexcept
 
         cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) noexcept
         cudaError_t cudaEventDestroy(cudaEvent_t event) noexcept
@@ -96,3 +85,14 @@ cdef extern from "abi/cudart_table.hpp" namespace "ferro" nogil:
             void* data, int value, size_t nbytes, cudaStream_t stream) noexcept
         cudaError_t cudaPointerGetAttributes(
             cudaPointerAttributes* attributes, const void* data) noexcept
+
+
+cdef extern from "abi/stream_capture.hpp" namespace "ferro" nogil:
+    cdef enum class Capture:
+        none
+        active
+        implicit
+
+    cudaError_t capture_of(const Cudart& cuda, cudaStream_t stream, Capture* capture) noexcept
+    # relaxed(cuda, cuda.cudaFree, data); it is C++ that checks the arguments.
+    cudaError_t relaxed(const Cudart& cuda, ...) noexcept

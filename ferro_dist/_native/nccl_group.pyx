@@ -13,7 +13,9 @@ from ferro_dist._native cimport libnccl
 from ferro_dist._native.buffer_view cimport (
     BufferView, delivered, output_of, output_view_of, overlap, view_of,
 )
-from ferro_dist._native.cuda_stream cimport current_stream, known_stream, KnownStream, stream_handle
+from ferro_dist._native.cuda_stream cimport (
+    current_stream, held_stream, known_stream, KnownStream, StreamHandle,
+)
 from ferro_dist._native.libcudart cimport cudaStream_t
 from ferro_dist._native.libnccl cimport Alarm, Lane, Op, Operation, Patience
 from ferro_dist._native.nccl cimport Communicator
@@ -125,7 +127,7 @@ cdef class NcclGroup:
     cdef readonly int rank
     cdef readonly int world_size
     cdef object _arrays
-    cdef object _lender          # of a stream that is not the group's own
+    cdef StreamHandle _lent      # a stream that is not the group's own
     # What calls keep alive until they are done, two places for each call, in the order of their
     # tickets; and how many calls came before the first of them.
     cdef list _kept
@@ -137,12 +139,12 @@ cdef class NcclGroup:
     def __init__(self, Communicator communicator not None, arrays, stream=None):
         cdef cudaStream_t handle = NULL
         if stream is not None:
-            handle = stream_handle(stream)
+            self._lent = held_stream(stream)
+            handle = self._lent.stream
         self._communicator = communicator
         self.rank = communicator.rank
         self.world_size = communicator.world_size
         self._arrays = arrays
-        self._lender = stream
         self._kept = []
         check_usable(communicator)
         self._lane = Lane.open(communicator._native, handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -228,6 +229,69 @@ def look_at_the_default_stream_beside_a_capture(_: Any) -> None:
 
 def test_the_default_stream_is_left_alone_beside_a_capture_that_it_waits_for() -> None:
     alone(look_at_the_default_stream_beside_a_capture)
+
+
+def free_beside_a_capture(_: Any) -> list[str]:
+    """What the default stream was given uses the memory, and CUDA does not tell when it is done."""
+    gpu = emulated_gpu()
+    from ferro_dist._native.cuda_memory import copy_async, location_of
+    from ferro_dist._native.cuda_stream import Stream
+    from ferro_dist._native.nccl_memory import NcclMemory
+
+    stream, default, target = gpu.stream(is_blocking=True), Stream.borrow(1, 0), gpu.empty(1)
+    closed, dropped = NcclMemory(4), [NcclMemory(4)]
+    addresses = [closed.address, dropped[0].address]
+    go_on = hold(gpu)
+    for address in addresses:
+        copy_async(target.address, address, 4, default)
+
+    def let_go() -> None:
+        closed.close()
+        dropped.clear()
+
+    with gpu.capture(stream) as graph:
+        thread = threading.Thread(target=let_go)
+        thread.start()
+        thread.join()
+    graph.close()
+    kinds = [location_of(address)[0] for address in addresses]
+    go_on()
+    for address in addresses:
+        while location_of(address)[0] != "unregistered":  # freed within this test's time
+            os.sched_yield()
+    return kinds
+
+
+def test_memory_that_the_default_stream_uses_is_kept_beside_a_capture() -> None:
+    assert alone(free_beside_a_capture) == ["device", "device"]
+
+
+def close_a_stream_in_use(_: Any) -> tuple[int, int]:
+    gpu = emulated_gpu()
+    from ferro_dist._native.cuda_stream import Stream
+
+    held, stream = gpu.stream(), Stream()
+    with held:
+        go_on = hold(gpu)
+    stream.wait(Stream.borrow(held, 0).record())
+    handle = ctypes.c_void_p(stream.handle)
+    thread = threading.Thread(target=stream.synchronize)
+    thread.start()
+    wait_until_asleep(thread)
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        stream.is_done()
+    in_use = gpu.cudart.cudaStreamQuery(handle)
+    go_on()
+    thread.join()
+    afterwards = gpu.cudart.cudaStreamQuery(handle)
+    gpu.cudart.cudaGetLastError()
+    return in_use, afterwards
+
+
+def test_a_stream_that_is_closed_in_use_lives_to_the_end_of_the_call() -> None:
+    not_ready, invalid_handle = 600, 400
+    assert alone(close_a_stream_in_use) == (not_ready, invalid_handle)
 
 
 def ask_while_a_stream_is_full(_: Any) -> None:

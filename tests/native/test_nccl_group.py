@@ -15,7 +15,7 @@ from nccl_ranks import connect, hold, ranked, values
 
 from ferro_dist import interop
 from ferro_dist._native.cuda_libraries import load_nccl
-from ferro_dist.errors import DistributedError, InvalidArray, LockPoisoned, Timeout
+from ferro_dist.errors import DistributedError, InvalidArray, Io, LockPoisoned, Timeout
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 SUM = 0
@@ -160,6 +160,40 @@ def capture_a_call(backend: Any) -> list[float]:
 
 def test_calls_can_be_captured_into_a_graph() -> None:
     assert ranks(2, capture_a_call) == [[8.0, 24.0, 40.0, 56.0]] * 2
+
+
+def call_on_the_default_stream_beside_a_capture(backend: Any) -> list[float]:
+    """CUDA would refuse what the call does there, and end the capture, which is somebody else's."""
+    gpu = emulated_gpu()
+    group = make_group(backend)
+    x, y = ranked(backend.rank, 4), ranked(backend.rank, 4)
+    group.allreduce(x, x, SUM, False, None, 0)
+    group.synchronize()
+    refusals = []
+
+    def call() -> None:
+        with pytest.raises(Io, match="The default stream cannot be used") as raised:
+            group.allreduce(y, y, SUM, False, None, 0)
+        refusals.append(raised)
+
+    with gpu.stream(is_blocking=True) as stream:
+        with gpu.capture(stream) as graph:
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+            group.allreduce(x, x, SUM, False, None, 0)
+        graph.launch(stream)
+        captured = values(x)
+    assert len(refusals) == 1
+    group.allreduce(y, y, SUM, False, None, 0)
+    result = values(y)
+    del graph
+    group.close()
+    return [captured[0], result[0]]
+
+
+def test_a_call_that_would_spoil_a_capture_is_refused() -> None:
+    assert ranks(2, call_on_the_default_stream_beside_a_capture) == [[2.0, 1.0]] * 2
 
 
 def is_loaded(backend: Any) -> tuple[int, ...]:
