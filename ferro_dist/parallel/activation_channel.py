@@ -39,7 +39,17 @@ if TYPE_CHECKING:
     from ferro_dist.parallel.gpu_channels import GpuChannels
     from ferro_dist.work import Work
 
-__all__ = ["ArraySpec", "Forecasts", "Memory", "Parcel", "PeerAborted", "Receiver", "Run", "Sender"]
+__all__ = [
+    "ArraySpec",
+    "Forecasts",
+    "Memory",
+    "Parcel",
+    "PeerAborted",
+    "Receiver",
+    "Run",
+    "Sender",
+    "meet",
+]
 
 Array = Any
 
@@ -55,7 +65,8 @@ _CODES = {
 }
 
 
-CALLS = ("step", "forward", "backward", "eval")
+_MEETING = 1 + len(_CODES)
+CALLS = ("step", "forward", "backward", "eval", "plan")
 
 
 class Run(NamedTuple):
@@ -63,6 +74,20 @@ class Run(NamedTuple):
 
     number: int
     call: str
+
+    def header(self, code: int) -> np.ndarray[Any, Any]:
+        """Return the header of a message that consists of nothing else."""
+        call = CALLS.index(self.call)
+        return _header(_FIELDS.pack(self.number, call, code, 0, 0, 0, 0, False, 0))
+
+    def check(self, number: int, call: int, peer: int) -> None:
+        """Raise RuntimeError if a header tells that its sender makes another call."""
+        if (number, CALLS[call]) != self:
+            raise RuntimeError(
+                f"Pipeline: rank {peer} has called {CALLS[call]}(), its run {number}, and "
+                f"this rank {self.call}(), its run {self.number}. All ranks of a "
+                "pipeline must make the same calls in the same order"
+            )
 
 
 class ArraySpec(NamedTuple):
@@ -186,8 +211,7 @@ class Sender:
 
     def abort(self, peer: int) -> None:
         """Tell a peer that nothing more will come in this step."""
-        fields = _FIELDS.pack(self._run.number, 0, _ABORT, 0, 0, 0, 0, False, 0)
-        self._start([P2POp("send", _header(fields), peer)])
+        self._start([P2POp("send", self._run.header(_ABORT), peer)])
 
     def release_sent(self) -> None:
         """Release what has been sent; raise the error of a send that failed."""
@@ -334,12 +358,7 @@ class Receiver:
         number, call, code, stage, microbatch, *share, length = _FIELDS.unpack_from(head)
         if code == _ABORT:
             raise PeerAborted
-        if (number, CALLS[call]) != self._run:
-            raise RuntimeError(
-                f"Pipeline: rank {self._peer} has called {CALLS[call]}(), its run {number}, and "
-                f"this rank {self._run.call}(), its run {self._run.number}. All ranks of a "
-                "pipeline must make the same calls in the same order"
-            )
+        self._run.check(number, call, self._peer)
         if (code, stage, microbatch) != (
             _CODES[receive.kind],
             receive.stage,
@@ -383,6 +402,43 @@ class Receiver:
         elif arrays:
             ops = [P2POp("recv", array, self._peer) for array in arrays]
             self._backend.batch(ops, False, self._timeout, self._tag)
+
+
+def meet(
+    backend: Backend,
+    tag: int,
+    run: Run,
+    receivers: Iterable[int],
+    senders: Iterable[int],
+    timeout: float | None,
+) -> None:
+    """Make sure that the peers of this rank make the same call, before one that sends no parcels.
+
+    Parameters
+    ----------
+    backend, tag, run, timeout
+        As in `Sender`.
+    receivers, senders : iterable of int
+        The peers to which this rank sends parcels in a step, and those from which it gets some.
+
+    Raises
+    ------
+    RuntimeError
+        A peer makes another call. The group has ended.
+    DistributedError
+        The group has ended, perhaps because another rank has found this out.
+    """
+    headers = {peer: np.empty(HEADER_NBYTES, np.uint8) for peer in senders}
+    ops = [P2POp("send", run.header(_MEETING), peer) for peer in receivers]
+    ops += [P2POp("recv", header, peer) for peer, header in headers.items()]
+    backend.batch(ops, False, timeout, tag)
+    try:
+        for peer, header in headers.items():
+            number, call, *_ = _FIELDS.unpack_from(header.tobytes())
+            run.check(number, call, peer)
+    except RuntimeError as error:
+        backend.interrupt(error)  # the peer waits for what will not come
+        raise
 
 
 def _by_place(

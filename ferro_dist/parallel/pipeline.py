@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ferro_dist import arguments
 from ferro_dist.errors import DistributedError
-from ferro_dist.parallel.activation_channel import Run
+from ferro_dist.parallel.activation_channel import Run, meet
 from ferro_dist.parallel.bucket import bucket_nbytes_of
 from ferro_dist.parallel.ends import BackwardEnds, ForwardEnds, TrainingEnds
 from ferro_dist.parallel.executor import Program, StepRun
@@ -389,6 +389,13 @@ class Pipeline(Generic[ModuleT]):
         -------
         PipelinePlan
             The same on all ranks. Prints as a table; ``plan.plot(path)`` draws it.
+
+        Raises
+        ------
+        RuntimeError
+            Another rank makes another call. The group is unusable afterwards.
+        ValueError, TypeError, StageFailed, PeerLostError, Timeout
+            As for `step`.
         """
         self._begin()
         if self._last_step is None:
@@ -405,6 +412,7 @@ class Pipeline(Generic[ModuleT]):
             self._input_grad = None
             self._num_runs -= 2
         assert self._last_step is not None
+        self._meet("plan")
         return make_plan(self._lists, self._last_step, self._backend)
 
     def close(self) -> None:
@@ -491,6 +499,14 @@ class Pipeline(Generic[ModuleT]):
         if call == "step":
             self._last_step = run
         return loss
+
+    def _meet(self, call: str) -> None:
+        """Raise on all ranks if one that this rank has messages for makes another call."""
+        wiring, program = self._connected.wiring, self._program("step")
+        senders = program.expected.keys()
+        receivers = {peer for action, peer in program.peer_of.items() if action.kind.is_send}
+        run = Run(self._num_runs, call)
+        meet(wiring.backend, wiring.tag, run, receivers, senders, wiring.timeout)
 
     def _interrupt(self, error: BaseException) -> None:
         for group in (self._backend, self._dp):

@@ -256,6 +256,25 @@ def test_ranks_that_make_different_calls_do_not_wait(
     assert f"rank 0 has called {calls[0]}(), its run 0, and this rank {calls[1]}()" in errors[1]
 
 
+@pytest.mark.parametrize("planner", [0, 1, 2])
+@pytest.mark.parametrize("call", ["step", "eval"])
+def test_plan_on_one_rank_keeps_none_waiting(on_ranks: OnRanks, planner: int, call: str) -> None:
+    met = threading.Barrier(3)
+
+    def body(backend: Any) -> str:
+        pipe = fd.Pipeline(Block().double(), backend, 2, "1f1b")
+        x, y = batch(4)
+        pipe.step(x, y, mean_square)
+        calls = {"step": lambda: pipe.step(x, y, mean_square), "eval": lambda: pipe.eval(x)}
+        error = raised_by(pipe.plan if backend.rank == planner else calls[call])
+        met.wait()
+        return f"{type(error).__name__}: {error}"
+
+    errors = on_ranks(3, body)
+    assert any(f"{call}()" in error and "plan()" in error for error in errors)
+    assert all("plan()" in error or "was interrupted" in error for error in errors)
+
+
 # Stages that raise
 
 
