@@ -486,16 +486,19 @@ class Pipeline(Generic[ModuleT]):
                 loss = ends.loss if isinstance(ends, TrainingEnds) else 0.0
             except BaseException as error:
                 failure = error
-                with telling(self._interrupt):  # of a second Ctrl-C
+                with telling(self._interrupt):
                     run.abandon(error)
             loss = share_outcome(
                 self._backend, self._dp, failure, run.where, loss, self._op is ReduceOp.MEAN
             )
-        except BaseException:
+        except BaseException as error:
             self._forget()
+            if error is not failure and not isinstance(error, Exception):
+                self._interrupt(error)  # a second Ctrl-C: the others do not know of it
             raise
         finally:
-            run.close()
+            with telling(self._interrupt):  # of a Ctrl-C; threads that nobody joins must end, too
+                run.close()
         if call == "step":
             self._last_step = run
         return loss

@@ -512,6 +512,37 @@ def test_second_ctrl_c_keeps_none_waiting_and_leaves_no_thread(
     assert not [t for t in threading.enumerate() if t.name.startswith("pipeline-receiver")]
 
 
+class Interrupting(Exception):
+    """Ctrl-C while its words are put into a report."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt("the second")
+
+
+@pytest.mark.parametrize("at_fault", [0, 1, 2])
+def test_ctrl_c_while_a_failure_is_told_keeps_none_waiting(
+    on_ranks: OnRanks, at_fault: int
+) -> None:
+    met = threading.Barrier(3)
+
+    class Failing(HandwrittenStage):
+        def forward(self, *_: Any) -> Any:
+            raise Interrupting
+
+    def body(backend: Any) -> str:
+        kind = Failing if backend.rank == at_fault else HandwrittenStage
+        pipe = fd.Pipeline(kind(Doubling()), backend, 4)
+        error = raised_by(lambda: pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones))
+        met.wait()
+        return f"{type(error).__name__}: {error}"
+
+    errors = on_ranks(3, body)
+    assert errors.pop(at_fault) == "KeyboardInterrupt: the second"
+    for error in errors:
+        assert f"rank {at_fault} was interrupted" in error
+    assert not [t for t in threading.enumerate() if t.name.startswith("pipeline-receiver")]
+
+
 # What is made before the first step, and for a plan
 
 
