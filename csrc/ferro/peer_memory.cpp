@@ -33,12 +33,13 @@ std::uint64_t random_number() {
 
 }  // namespace
 
-PeerMemory::PeerMemory(std::shared_ptr<Segment> segment, int index)
+PeerMemory::PeerMemory(std::shared_ptr<Segment> segment, int index, PeerReads setting)
     : segment_(std::move(segment)),
+      index_(index),
+      setting_(setting),
       own_pid_(getpid()),
       own_number_(random_number()),
-      pids_(static_cast<std::size_t>(segment_->size())),
-      access_(static_cast<std::size_t>(segment_->size())) {
+      peers_(static_cast<std::size_t>(segment_->size())) {
   RankControl& control = segment_->control(index);
   control.pid = own_pid_;
   control.number_at = &own_number_;
@@ -46,17 +47,25 @@ PeerMemory::PeerMemory(std::shared_ptr<Segment> segment, int index)
 }
 
 bool PeerMemory::can_read(int peer) {
-  Access& access = access_[static_cast<std::size_t>(peer)];
-  if (access != Access::unknown) return access == Access::granted;
+  auto& [access, pid] = peers_[static_cast<std::size_t>(peer)];
+  const Access known = access.load(std::memory_order_acquire);
+  if (known != Access::unknown) return known == Access::granted;
   const RankControl& control = segment_->control(peer);
   const std::uint64_t number = control.number.load(std::memory_order_acquire);
   if (number == 0) return false;
   std::uint64_t found = 0;
   const int error = read_process(control.pid, &found, control.number_at, sizeof found);
-  access = error == 0 && found == number ? Access::granted : Access::refused;
-  if (access != Access::granted) return false;
-  pids_[static_cast<std::size_t>(peer)] = control.pid;
-  ++num_readable_;
+  const bool is_granted = error == 0 && found == number;
+  pid.store(control.pid, std::memory_order_relaxed);
+  access.store(is_granted ? Access::granted : Access::refused, std::memory_order_release);
+  return is_granted;
+}
+
+bool PeerMemory::can_read_all() const {
+  for (int peer = 0; peer < segment_->size(); ++peer)
+    if (peer != index_ &&
+        peers_[static_cast<std::size_t>(peer)].access.load(std::memory_order_acquire) != Access::granted)
+      return false;
   return true;
 }
 
@@ -69,7 +78,8 @@ bool PeerMemory::can_lend(const void* data, std::size_t nbytes) const {
 }
 
 int PeerMemory::read(int peer, void* dst, const void* src, std::size_t nbytes) const noexcept {
-  return read_process(pids_[static_cast<std::size_t>(peer)], dst, src, nbytes);
+  return read_process(peers_[static_cast<std::size_t>(peer)].pid.load(std::memory_order_relaxed), dst, src,
+                      nbytes);
 }
 
 }  // namespace ferro

@@ -9,28 +9,31 @@
 #ifndef FERRO_PEER_MEMORY_HPP
 #define FERRO_PEER_MEMORY_HPP
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "ferro/copy_choice.hpp"
 #include "ferro/segment.hpp"
-#include "ferro/types.hpp"
 
 namespace ferro {
 
 class PeerMemory {
  public:
   // Publishes where this rank's number is. `index` and peers are places in the segment.
-  PeerMemory(std::shared_ptr<Segment> segment, int index);
+  PeerMemory(std::shared_ptr<Segment> segment, int index, PeerReads setting = PeerReads::automatic);
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
+  // What the program asks for.
+  PeerReads setting() const { return setting_; }
   // Whether this process may read the memory of `peer`. Tried once, when the peer has published
   // its number.
   bool can_read(int peer);
   // True only after can_read() has been true of every peer.
-  bool can_read_all() const { return num_readable_ == segment_->size() - 1; }
+  bool can_read_all() const;
   // Whether peers that can read this process can read [data, data + nbytes) as well. They cannot
   // where a driver mapped it, nor once this process has changed its privileges.
   bool can_lend(const void* data, std::size_t nbytes) const;
@@ -40,13 +43,17 @@ class PeerMemory {
 
  private:
   enum class Access : unsigned char { unknown, refused, granted };
+  struct Peer {
+    std::atomic<Access> access{Access::unknown};
+    std::atomic<int> pid{0};
+  };
 
   std::shared_ptr<Segment> segment_;
+  const int index_;
+  const PeerReads setting_;
   const int own_pid_;
   std::uint64_t own_number_;
-  std::vector<int> pids_;
-  std::vector<Access> access_;
-  int num_readable_ = 0;
+  std::vector<Peer> peers_;
 };
 
 }  // namespace ferro

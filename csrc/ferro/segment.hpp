@@ -58,14 +58,30 @@ constexpr std::uint32_t kAnyPeer = ~std::uint32_t{0};
 
 // One direction between two ranks: cells for headers and small payloads, and a
 // ring of bytes for the rest. See shm_channel.hpp.
+// A payload for which its cell has no room. It goes through the ring; the rest of one that is lent may be
+// read where it stands, once the receiver has taken it over.
+struct LongPayload {
+  static constexpr std::uint64_t kTakenOver = std::uint64_t{1} << 63;
+  std::uint64_t symmetric;  // Segment::symmetric_offset, or 0
+  std::uint64_t address;    // in the sender's memory; 0 if it is not lent
+  // How much the sender puts into the ring, with kTakenOver if the receiver fetches the rest. If it is lent,
+  // the sender raises it before each piece, else it is how much is in the ring already.
+  std::atomic<std::uint64_t> staged_nbytes;
+
+  bool is_lent() const { return symmetric != 0 || address != 0; }
+};
 struct alignas(kLinePair) Cell {
   static constexpr std::size_t kInlineNbytes = 40;
   std::atomic<std::uint64_t> flag;  // 1 + the number of the message; stored last
   std::uint64_t count;
   std::uint32_t tag;
   std::uint32_t dtype;
-  unsigned char payload[kInlineNbytes];  // or how many bytes of it are in the ring already
+  union {
+    unsigned char payload[kInlineNbytes];
+    LongPayload long_payload;
+  };
 };
+static_assert(sizeof(LongPayload) <= Cell::kInlineNbytes);
 struct ChannelControl {
   alignas(kLinePair) std::atomic<std::uint64_t> bytes_written;  // by the sender
   alignas(kLinePair) std::atomic<std::uint64_t> bytes_read;     // by the receiver

@@ -147,7 +147,7 @@ void ShmTransport::reduce_foreign(const Collective& c, void* dst, Range range) {
 }
 
 void ShmTransport::pull(int peer, void* dst, const void* src, std::size_t nbytes) const {
-  if (const int error = peer_memory_.read(peer, dst, src, nbytes)) throw_unreadable(peer, error);
+  if (const int error = peer_memory_->read(peer, dst, src, nbytes)) throw_unreadable(peer, error);
 }
 
 void ShmTransport::copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const {

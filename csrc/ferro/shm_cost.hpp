@@ -34,6 +34,12 @@ constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
 // still in the peer's cache.
 constexpr std::size_t kPullReducedNbytes = std::size_t{2} << 20;
 
+// Messages from here on are lent to their receivers. A system call must repay itself; symmetric memory is
+// read without, and shorter messages from there reach a receiver that lags behind in less time through the
+// ring.
+constexpr std::size_t kLentNbytes = std::size_t{64} << 10;
+constexpr std::size_t kLentSymmetricNbytes = std::size_t{4} << 10;
+
 // Per byte and rank, one-shot costs w + (p - 1) r, two-shot w + 2 (p - 1) / p r
 // with one more wait a round: for two ranks the first is never dearer.
 constexpr std::size_t kOneShotNbytes = std::size_t{64} << 10;

@@ -65,7 +65,7 @@ std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is
 }  // namespace
 
 ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members,
-                           SpinPolicy spin, bool are_processes, PeerReads peer_reads)
+                           SpinPolicy spin, bool are_processes, std::shared_ptr<PeerMemory> peer_memory)
     : segment_(std::move(segment)),
       index_(index),
       size_(static_cast<int>(members.size())),
@@ -73,8 +73,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vec
       spin_(spin),
       has_foreign_input_(members_.size()),
       has_foreign_output_(members_.size()),
-      peer_reads_(peer_reads),
-      peer_memory_(segment_, index),
+      peer_memory_(std::move(peer_memory)),
       sources_(members_.size()),
       outputs_(members_.size()) {
   inputs_.of_rank.resize(members_.size());
@@ -266,11 +265,11 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     staging_.copy(staged, collective.in, nbytes);
     if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
   }
-  if (is_readable_in_place && is_pullable(collective) && peer_memory_.can_read_all()) {
+  if (is_readable_in_place && is_pullable(collective) && peer_memory_->can_read_all()) {
     places.address = reinterpret_cast<std::uintptr_t>(collective.in);
-    places.may_be_pulled = places.in != 0 || peer_memory_.can_lend(collective.in, nbytes);
+    places.may_be_pulled = places.in != 0 || peer_memory_->can_lend(collective.in, nbytes);
     if (collective.op == Op::allreduce && collective.in != collective.out && places.out == 0)
-      places.may_be_pulled = places.may_be_pulled && peer_memory_.can_lend(collective.out, nbytes);
+      places.may_be_pulled = places.may_be_pulled && peer_memory_->can_lend(collective.out, nbytes);
     places.out_address = reinterpret_cast<std::uintptr_t>(collective.out);
     places.shall_be_pulled = index_ == kChooser && chooses_to_pull(collective);
   }
@@ -383,7 +382,7 @@ void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t 
 // memory. Only where every rank both gives and takes: elsewhere staging puts the giver's core to work
 // as well, and is as fast.
 bool ShmTransport::is_pullable(const Collective& collective) const {
-  if (peer_reads_ == PeerReads::never || size_ == 1 || is_uneven(collective)) return false;
+  if (peer_memory_->setting() == PeerReads::never || size_ == 1 || is_uneven(collective)) return false;
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   switch (collective.op) {
     case Op::all_gather:
@@ -399,7 +398,7 @@ bool ShmTransport::is_pullable(const Collective& collective) const {
 }
 
 bool ShmTransport::chooses_to_pull(const Collective& collective) {
-  return peer_reads_ == PeerReads::always ||
+  return peer_memory_->setting() == PeerReads::always ||
          copy_choice_of(collective).pulls(collective.count * item_size(collective.dtype));
 }
 
@@ -420,9 +419,8 @@ CopyChoice& ShmTransport::copy_choice_of(const Collective& collective) {
 // to read every other, which it does here, where all are known to be there.
 bool ShmTransport::agree_to_pull(const Collective& collective) {
   if (!is_pullable(collective)) return false;
-  if (!peer_memory_.can_read_all())
-    for (int peer = 0; peer < size_; ++peer)
-      if (peer != index_) peer_memory_.can_read(peer);
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != index_) peer_memory_->can_read(peer);
   const unsigned parity = sequence_ & 1;
   for (int peer = 0; peer < size_; ++peer)
     if (!places_of(segment_->header(peer, parity)).may_be_pulled) return false;

@@ -23,7 +23,7 @@ class ShmTransport final : public Transport {
   // `index` is this rank's place in the segment; `members` gives the rank, in the
   // group, at every place. Ranks that are processes of their own are watched for death.
   ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members, SpinPolicy spin,
-               bool are_processes, PeerReads peer_reads = PeerReads::automatic);
+               bool are_processes, std::shared_ptr<PeerMemory> peer_memory);
   ~ShmTransport() override;
 
   void run(Call& call, const Collective& collective) override;
@@ -169,8 +169,7 @@ class ShmTransport final : public Transport {
   // By place: whether inputs_ holds an address in that rank's own process.
   std::vector<bool> has_foreign_input_, has_foreign_output_;
   StagingWriter staging_;
-  const PeerReads peer_reads_;
-  PeerMemory peer_memory_;
+  const std::shared_ptr<PeerMemory> peer_memory_;
   // Of all_gather, all_to_all, allreduce and reduce_scatter.
   CopyChoice gather_choice_, exchange_choice_, allreduce_choice_, scatter_choice_;
   Scratch fetched_;                           // the block of foreign inputs that is being reduced

@@ -32,11 +32,13 @@ std::vector<int> all_ranks(int world_size) {
 
 // The peers that share `segment` with this rank, in the order of `local_ranks`.
 void connect_memory(Channels& channels, const std::shared_ptr<Segment>& segment,
-                    const std::vector<int>& local_ranks, int index) {
+                    const std::shared_ptr<PeerMemory>& peer_memory, const std::vector<int>& local_ranks,
+                    int index) {
   for (int peer = 0; peer < static_cast<int>(local_ranks.size()); ++peer)
     if (peer != index)
       channels[static_cast<std::size_t>(local_ranks[static_cast<std::size_t>(peer)])] =
-          std::make_unique<ShmChannel>(segment, index, peer, local_ranks[static_cast<std::size_t>(peer)]);
+          std::make_unique<ShmChannel>(segment, peer_memory, index, peer,
+                                       local_ranks[static_cast<std::size_t>(peer)]);
 }
 
 }  // namespace
@@ -49,9 +51,10 @@ std::vector<std::shared_ptr<Communicator>> Communicator::create_group(int world_
   std::vector<std::shared_ptr<Communicator>> group;
   for (const int rank : ranks) {
     Parts parts;
-    parts.transport = std::make_unique<ShmTransport>(segment, rank, ranks, spin, false, peer_reads);
+    const auto peer_memory = std::make_shared<PeerMemory>(segment, rank, peer_reads);
+    parts.transport = std::make_unique<ShmTransport>(segment, rank, ranks, spin, false, peer_memory);
     Channels channels(ranks.size());
-    connect_memory(channels, segment, ranks, rank);
+    connect_memory(channels, segment, peer_memory, ranks, rank);
     parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, rank, spin);
     parts.heap = std::make_shared<Heap>(segment, rank);
     group.push_back(std::shared_ptr<Communicator>(new Communicator(rank, world_size, std::move(parts))));
@@ -85,8 +88,9 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   if (wiring.world_size == 1) segment = Segment::create(1);
   std::unique_ptr<ShmTransport> local;
   if (segment) {
-    connect_memory(channels, segment, wiring.local_ranks, index);
-    local = std::make_unique<ShmTransport>(segment, index, wiring.local_ranks, spin, true, wiring.peer_reads);
+    const auto peer_memory = std::make_shared<PeerMemory>(segment, index, wiring.peer_reads);
+    connect_memory(channels, segment, peer_memory, wiring.local_ranks, index);
+    local = std::make_unique<ShmTransport>(segment, index, wiring.local_ranks, spin, true, peer_memory);
   }
 
   Parts parts;

@@ -92,6 +92,7 @@ def move(backend: fd.Backend, is_symmetric: bool = False) -> None:
     fd.all_to_all(x, backend, out=x)
     np.testing.assert_array_equal(x, exchanged)
     reduce(backend, own)
+    np.testing.assert_array_equal(pass_on(own(values(rank)), backend), values(ranks[rank - 1]))
     for root in ranks:
         got = fd.broadcast(own(values(rank)), backend, root)
         np.testing.assert_array_equal(got, values(root))
@@ -105,6 +106,13 @@ def move(backend: fd.Backend, is_symmetric: bool = False) -> None:
         out = np.empty(COUNT, np.int64)
         fd.scatter(whole if rank == root else None, backend, root, out=out)
         np.testing.assert_array_equal(out, values(root, whole.size)[chunk])
+
+
+def pass_on(x: Integers, backend: fd.Backend) -> Integers:
+    """Send `x` to the next rank and return what the one before has sent."""
+    before, after = ((backend.rank + step) % backend.world_size for step in (-1, 1))
+    received: Integers = fd.sendrecv(x, np.empty_like(x), backend, after, before)
+    return received
 
 
 def reduce(backend: fd.Backend, own: Callable[[Integers], Integers]) -> None:
@@ -213,6 +221,22 @@ def test_who_gives_up_privileges_lends_nothing_more(collective: str) -> None:
     body = partial(call_after_a_late_refusal, collective=collective, is_lender_private=True)
     told = run_ranks(2, body, backend="none")
     assert told == ["arrived", "arrived"]
+
+
+def pass_on_after_a_late_refusal(rank: int, world_size: int, addr: str) -> None:
+    with join(rank, world_size, addr, "always") as backend:
+        for is_refused in (False, True):
+            if is_refused and rank == 1:
+                refuse_reads()
+            for turn in range(3):
+                x = values(rank, 4 * COUNT) + turn
+                expected = values(1 - rank, 4 * COUNT) + turn
+                np.testing.assert_array_equal(pass_on(x, backend), expected)
+
+
+@needs_seccomp
+def test_a_message_that_cannot_be_read_arrives_all_the_same() -> None:
+    run_ranks(2, pass_on_after_a_late_refusal, backend="none")
 
 
 def make_group_with(rank: int, world_size: int, addr: str) -> None:

@@ -49,7 +49,8 @@ Group make_group(const Hosts& hosts, Inside inside = Inside::sockets) {
       local = std::make_unique<TcpTransport>(group.local_meshes[rank], locals);
     else if (locals.size() > 1)
       local = std::make_unique<ShmTransport>(segments[host_of[rank]], place, locals,
-                                             SpinPolicy::for_ranks(size, 1), false);
+                                             SpinPolicy::for_ranks(size, 1), false,
+                                             std::make_shared<PeerMemory>(segments[host_of[rank]], place));
     group.ranks.push_back(std::make_unique<HostsTransport>(std::move(local), group.meshes[rank], hosts));
   }
   return group;

@@ -1,0 +1,246 @@
+// Messages between two ranks of one host, turn by turn: what goes through the ring, and what the
+// receiver reads where it stands. Run under ThreadSanitizer and AddressSanitizer by tests/csrc/run.
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "ferro/peer_memory.hpp"
+#include "ferro/shm_channel.hpp"
+
+using namespace ferro;
+
+namespace {
+
+#define CHECK(condition)                                                           \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                \
+    }                                                                              \
+  } while (false)
+
+using Values = std::vector<std::int32_t>;
+constexpr std::size_t kLong = 1000000;  // elements: more than the ring holds
+constexpr std::size_t kShort = 50000;
+
+struct Pair {
+  explicit Pair(PeerReads of_sender, PeerReads of_receiver)
+      : sender(segment, std::make_shared<PeerMemory>(segment, 0, of_sender), 0, 1, 1),
+        receiver(segment, std::make_shared<PeerMemory>(segment, 1, of_receiver), 1, 0, 0) {}
+  explicit Pair(PeerReads setting = PeerReads::always) : Pair(setting, setting) {}
+
+  std::shared_ptr<Segment> segment = Segment::create(2);
+  ShmChannel sender, receiver;
+};
+
+Message send_of(const std::int32_t* x, std::size_t count) {
+  return Message({true, 1, const_cast<std::int32_t*>(x), count, DType::int32, 0});
+}
+Message recv_of(Values& x) { return Message({false, 0, x.data(), x.size(), DType::int32, 0}); }
+
+void count_up(std::int32_t* x, std::size_t count, int first) { std::iota(x, x + count, first); }
+Values counted(std::size_t count, int first) {
+  Values x(count);
+  count_up(x.data(), count, first);
+  return x;
+}
+
+// As far as it gets alone. True if it is complete.
+bool send_on(ShmChannel& sender, Message& message) {
+  for (std::size_t before = ~std::size_t{0}; before != message.done;) {
+    before = message.done;
+    if (sender.try_send(message)) return true;
+  }
+  return false;
+}
+bool recv_on(ShmChannel& receiver, Message& message) {
+  for (std::size_t before = ~std::size_t{0}; before != message.done;) {
+    before = message.done;
+    if (receiver.try_recv(message)) return true;
+  }
+  return false;
+}
+
+void test_a_message_moves_in_turns() {
+  Pair pair;
+  const Values x = counted(kLong, 1);
+  Message sent = send_of(x.data(), kLong);
+  CHECK(!pair.sender.try_send(sent) && sent.done == kTurnNbytes);
+  CHECK(!send_on(pair.sender, sent) && sent.done == pair.segment->layout().channel_nbytes);
+  Values y(kLong);
+  Message received = recv_of(y);
+  CHECK(!pair.receiver.try_recv(received) && received.done == kTurnNbytes);
+  CHECK(recv_on(pair.receiver, received));
+  CHECK(pair.sender.try_send(sent));
+  CHECK(y == x);
+}
+
+void test_a_send_without_receiver_completes() {
+  Pair pair;
+  const Values x = counted(kShort, 1);
+  Message sent = send_of(x.data(), kShort);
+  CHECK(pair.sender.try_send(sent));
+  Values y(kShort);
+  Message received = recv_of(y);
+  CHECK(pair.receiver.try_recv(received));
+  CHECK(y == x);
+}
+
+// Whatever of it the sender has put into the ring when the receiver arrives.
+void test_the_receiver_fetches_what_is_lent(bool is_symmetric) {
+  for (const int num_turns : {1, 2, 3}) {
+    Pair pair(is_symmetric ? PeerReads::never : PeerReads::always);
+    Values private_values(kLong);
+    std::int32_t* const x =
+        is_symmetric ? reinterpret_cast<std::int32_t*>(pair.segment->heap(0)) : private_values.data();
+    for (int first = 0; first < 3; ++first) {
+      count_up(x, kLong, first);
+      Message sent = send_of(x, kLong);
+      for (int i = 0; i < num_turns; ++i) CHECK(!pair.sender.try_send(sent));
+      Values y(kLong);
+      Message received = recv_of(y);
+      CHECK(recv_on(pair.receiver, received));
+      CHECK(pair.sender.try_send(sent));
+      CHECK(y == counted(kLong, first));
+    }
+  }
+}
+
+// Either side may have been told not to.
+void test_what_may_not_be_read_comes_through_the_ring() {
+  for (const auto& [of_sender, of_receiver] :
+       {std::pair{PeerReads::never, PeerReads::always}, std::pair{PeerReads::always, PeerReads::never}}) {
+    Pair pair(of_sender, of_receiver);
+    const Values x = counted(kLong, 5);
+    Values y(kLong);
+    Message sent = send_of(x.data(), kLong), received = recv_of(y);
+    CHECK(!send_on(pair.sender, sent));
+    CHECK(!recv_on(pair.receiver, received));
+    while (!recv_on(pair.receiver, received)) send_on(pair.sender, sent);
+    CHECK(send_on(pair.sender, sent));
+    CHECK(y == x);
+  }
+}
+
+// Processors let programs read such memory; the kernel does not read it for others.
+void test_what_cannot_be_read_is_given_back() {
+  constexpr std::size_t kNbytes = kLong * sizeof(std::int32_t);
+  void* const memory = mmap(nullptr, kNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(memory != MAP_FAILED);
+  auto* const x = static_cast<std::int32_t*>(memory);
+  count_up(x, kLong, 3);
+  CHECK(mprotect(memory, kNbytes, PROT_WRITE) == 0);
+  for (const int num_turns : {1, 3}) {
+    Pair pair;
+    for (int i = 0; i < 2; ++i) {
+      Values y(kLong);
+      Message sent = send_of(x, kLong), received = recv_of(y);
+      for (int turn = 0; turn < num_turns; ++turn) CHECK(!pair.sender.try_send(sent));
+      CHECK(!recv_on(pair.receiver, received));
+      while (!recv_on(pair.receiver, received)) send_on(pair.sender, sent);
+      CHECK(send_on(pair.sender, sent));
+      CHECK(y == counted(kLong, 3));
+    }
+  }
+  munmap(memory, kNbytes);
+}
+
+void test_a_message_that_does_not_fit_is_discarded() {
+  Pair pair;
+  const Values x = counted(kLong, 1), next = counted(kLong / 2, 7);
+  Values y(kLong / 2);
+  Message sent = send_of(x.data(), kLong), received = recv_of(y);
+  bool is_refused = false;
+  while (!is_refused) {
+    send_on(pair.sender, sent);
+    try {
+      recv_on(pair.receiver, received);
+    } catch (const Error& error) {
+      CHECK(error.code == ErrorCode::size_mismatch);
+      is_refused = true;
+    }
+  }
+  CHECK(send_on(pair.sender, sent));
+  Message sent_next = send_of(next.data(), next.size()), received_next = recv_of(y);
+  send_on(pair.sender, sent_next);
+  CHECK(recv_on(pair.receiver, received_next));
+  CHECK(y == next);
+}
+
+// Who has given up may have put something else where the message was.
+void test_nothing_is_delivered_of_a_sender_that_has_given_up() {
+  for (const bool has_left : {false, true}) {
+    Pair pair;
+    const Values x = counted(kLong, 1);
+    Values y(kLong);
+    Message sent = send_of(x.data(), kLong), received = recv_of(y);
+    CHECK(!pair.sender.try_send(sent));
+    if (has_left) {
+      pair.segment->control(0).has_departed.store(1);
+    } else {
+      pair.segment->abort_word().store(1);
+    }
+    try {
+      CHECK(!recv_on(pair.receiver, received));
+      CHECK(!has_left);
+    } catch (const Error& error) {
+      CHECK(has_left && error.code == ErrorCode::channel_closed);
+    }
+    CHECK(received.done <= kTurnNbytes);
+  }
+}
+
+// Sizes around every limit, from private and symmetric memory, to and fro.
+void exchange(ShmChannel& channel, std::int32_t* x, bool is_first, std::uint32_t seed) {
+  std::mt19937 random(seed);
+  Values y(kLong);
+  for (int i = 0; i < 150; ++i) {
+    const std::size_t count = std::size_t{1} << random() % 20 | random() % 2000;
+    for (const bool is_send : {is_first, !is_first}) {
+      if (is_send) {
+        count_up(x, count, i);
+        Message sent = send_of(x, count);
+        while (!channel.try_send(sent)) std::this_thread::yield();
+      } else {
+        y.resize(count);
+        Message received = recv_of(y);
+        while (!channel.try_recv(received)) std::this_thread::yield();
+        CHECK(y == counted(count, i));
+      }
+    }
+  }
+}
+
+void test_messages_arrive_whole(PeerReads setting, bool is_symmetric) {
+  Pair pair(setting);
+  Values values[2] = {Values(2 * kLong), Values(2 * kLong)};
+  std::vector<std::thread> ranks;
+  for (const int rank : {0, 1})
+    ranks.emplace_back([&, rank] {
+      auto* const x =
+          is_symmetric ? reinterpret_cast<std::int32_t*>(pair.segment->heap(rank)) : values[rank].data();
+      exchange(rank == 0 ? pair.sender : pair.receiver, x, rank == 0, 11);
+    });
+  for (std::thread& rank : ranks) rank.join();
+}
+
+}  // namespace
+
+int main() {
+  test_a_message_moves_in_turns();
+  test_a_send_without_receiver_completes();
+  for (const bool is_symmetric : {false, true}) test_the_receiver_fetches_what_is_lent(is_symmetric);
+  test_what_may_not_be_read_comes_through_the_ring();
+  test_what_cannot_be_read_is_given_back();
+  test_a_message_that_does_not_fit_is_discarded();
+  test_nothing_is_delivered_of_a_sender_that_has_given_up();
+  for (const PeerReads setting : {PeerReads::automatic, PeerReads::always, PeerReads::never})
+    for (const bool is_symmetric : {false, true}) test_messages_arrive_whole(setting, is_symmetric);
+  std::puts("channel_test: 8 tests passed");
+}
