@@ -9,6 +9,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ferro_dist as fd
@@ -71,6 +72,26 @@ def test_all_steps_of_a_split_have_one_timeout(transport: str) -> None:
         assert len(timeouts) > 2
         assert max(timeouts) <= TIMEOUT_S
         assert all(earlier > later for earlier, later in pairwise(timeouts))
+
+
+def split_while_a_message_is_under_way(backend: fd.HostBackend) -> None:
+    x, out = np.array([7]), np.zeros(1, np.int64)
+    sent = fd.send(x, backend, 1, async_op=True) if backend.rank == 0 else None
+    part = backend.split([0, 1])
+    if sent is not None:
+        sent.wait()
+    if backend.rank == 1:
+        assert fd.recv(out, backend, 0)[0] == 7
+    if part is not None:
+        with part:
+            assert fd.allreduce(np.ones(1), part)[0] == 2
+
+
+# Not in the contract: on a GPU a split comes after the send, in the order of the stream, and so
+# waits for the receive that follows it.
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_messages_under_way_are_not_taken_for_those_of_a_split(transport: str) -> None:
+    run_ranks(3, split_while_a_message_is_under_way, backend=transport)
 
 
 def die_while_splitting(backend: fd.HostBackend) -> tuple[str, int | None, str]:

@@ -91,20 +91,6 @@ def groups_are_split_again(group: Group) -> None:
                 assert fd.allreduce(x, used, "max")[0] == group.world_size - 1
 
 
-@case(min_ranks=2)
-def messages_under_way_are_not_taken_for_those_of_a_split(group: Group) -> None:
-    x, out = np.array([7]), np.zeros(1, np.int64)
-    sent = fd.send(x, group, 1, async_op=True) if group.rank == 0 else None
-    part = group.split([0, 1])
-    if sent is not None:
-        sent.wait()
-    if group.rank == 1:
-        assert fd.recv(out, group, 0)[0] == 7
-    if part is not None:
-        with part:
-            assert fd.allreduce(np.ones(1), part)[0] == 2
-
-
 @case()
 def a_group_outlives_the_one_it_was_split_from(group: Group) -> None:
     parent = clone(group)
