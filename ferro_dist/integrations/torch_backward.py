@@ -128,8 +128,11 @@ class BackwardWatcher:
                 self._on_gradient(number)
                 return
             self._open(parameter)
-            # Under the number that it has now.
-            self._on_gradient(next(n for n, p in enumerate(self._parameters) if p is parameter))
+            # Under the number that it has now; torch also calls the hook of a parameter that was
+            # frozen since forward, which has no number any more and gets no gradient.
+            for current, watched in enumerate(self._parameters):
+                if watched is parameter:
+                    self._on_gradient(current)
 
         on_gradient.is_of_ferro_dist = True  # type: ignore[attr-defined]
         return on_gradient

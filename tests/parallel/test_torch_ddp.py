@@ -158,6 +158,21 @@ def test_what_is_trained_may_change_before_a_forward_past_the_wrapper(
     assert on_ranks(2, body) == [[both, (None, both[1]), both]] * 2
 
 
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_parameter_may_be_frozen_after_a_forward_past_the_wrapper(
+    on_ranks: OnRanks, frozen: str
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        output = ddp.module(backend.rank + 1.0)
+        getattr(ddp, frozen).requires_grad_(False)
+        output.sum().backward()
+        return gradients_of(ddp)
+
+    expected = (None, 1) if frozen == "weight" else (1.5, None)
+    assert on_ranks(2, body) == [expected] * 2
+
+
 @OVERLAP
 def test_a_parameter_unfrozen_after_wrapping_is_averaged(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:
