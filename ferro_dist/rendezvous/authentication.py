@@ -248,8 +248,9 @@ def _token_of_fd(text: str, deadline: float) -> bytes:
     return _tokens_of_fds[fd]
 
 
-# A pipe can be read once, and a process may make several groups.
+# A pipe can be read once, and a process may make several groups, or try again in vain to make one.
 _tokens_of_fds: dict[int, bytes] = {}
+_unfinished_tokens: dict[int, bytearray] = {}  # by the pipe's inode
 
 
 def _read_token_fd(fd: int, deadline: float) -> bytes:
@@ -258,14 +259,15 @@ def _read_token_fd(fd: int, deadline: float) -> bytes:
     except OSError as error:
         if error.errno != errno.ESPIPE:
             raise
-    token = b""
+    pipe = os.fstat(fd).st_ino
+    token = _unfinished_tokens.setdefault(pipe, bytearray())
     while len(token) <= MAX_TOKEN_NBYTES:
         _await_readable(fd, deadline)
         piece = os.read(fd, MAX_TOKEN_NBYTES)
         if not piece:
             break
         token += piece
-    return token
+    return bytes(_unfinished_tokens.pop(pipe))
 
 
 def _await_readable(fd: int, deadline: float) -> None:

@@ -907,8 +907,24 @@ def test_a_token_that_never_ends_is_given_up_in_time() -> None:
                 environ={"FERRO_DIST_TOKEN_FD": str(read)},
             )
     finally:
+        authentication._unfinished_tokens.clear()
         os.close(read)
         os.close(write)
+
+
+def test_a_token_that_comes_late_is_whole_at_the_next_attempt() -> None:
+    read, write = os.pipe()
+    environ = {"FERRO_DIST_TOKEN_FD": str(read)}
+    try:
+        os.write(write, b"through ")
+        with pytest.raises(NoConnection, match="came to no end in time"):
+            find_token(None, environ, time.monotonic())
+        os.write(write, b"a pipe")
+    finally:
+        os.close(write)
+    assert find_token(None, environ) == (b"through a pipe", True)
+    authentication._tokens_of_fds.clear()
+    os.close(read)
 
 
 def test_other_machines_are_let_in_only_with_a_token(tmp_path: Any) -> None:
