@@ -398,6 +398,7 @@ class Pipeline(Generic[ModuleT]):
             As for `step`.
         """
         self._begin()
+        self._meet("plan")
         if self._last_step is None:
             with contextlib.ExitStack() as untouched:
 
@@ -412,7 +413,6 @@ class Pipeline(Generic[ModuleT]):
             self._input_grad = None
             self._num_runs -= 2
         assert self._last_step is not None
-        self._meet("plan")
         return make_plan(self._lists, self._last_step, self._backend)
 
     def close(self) -> None:

@@ -275,6 +275,21 @@ def test_plan_on_one_rank_keeps_none_waiting(on_ranks: OnRanks, planner: int, ca
     assert all("plan()" in error or "was interrupted" in error for error in errors)
 
 
+def test_plan_before_any_step_on_one_rank_keeps_none_waiting(on_ranks: OnRanks) -> None:
+    met = threading.Barrier(2)
+
+    def body(backend: Any) -> bool:
+        pipe = fd.Pipeline(Block().double(), backend, 2, "1f1b")
+        call = pipe.plan if backend.rank == 0 else pipe.step
+        error = raised_by(lambda: call(*batch(4), mean_square))
+        met.wait()
+        return isinstance(error, (RuntimeError, fd.DistributedError)) and not isinstance(
+            error, fd.Timeout
+        )
+
+    assert on_ranks(2, body) == [True, True]
+
+
 # Stages that raise
 
 
