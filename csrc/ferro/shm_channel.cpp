@@ -164,7 +164,8 @@ bool ShmChannel::try_recv(Message& message) {
     if (message.done != message.incoming_nbytes) throw Error(ErrorCode::channel_closed, peer_rank_);
   }
   if (began_ns_ != 0)
-    copy_choice_.note(message.incoming_nbytes, was_borrowed_, static_cast<double>(now_ns() - began_ns_));
+    copy_choice_.note(message.incoming_nbytes, was_borrowed_,
+                      static_cast<double>(now_ns() - began_ns_) * 1e-9);
   ++messages_received_;
   // The next store orders this one, too, before the look at the sleeper's word: on any processor, though
   // the language promises it only for what is sequentially consistent itself.
@@ -200,8 +201,9 @@ bool ShmChannel::start_recv(Message& message) {
 
 // From here on the sender puts nothing more into the ring, if that is the better way.
 void ShmChannel::take_over(Message& message, LongPayload& payload) {
+  if (message.is_discarding) return;
   if (awaited_ == messages_received_ + 1 && payload.symmetric == 0) began_ns_ = now_ns();
-  if (message.is_discarding || !wants(payload, message.incoming_nbytes)) return;
+  if (!wants(payload, message.incoming_nbytes)) return;
   ring_end_ = payload.staged_nbytes.fetch_or(LongPayload::kTakenOver, std::memory_order_acq_rel);
   if (ring_end_ == message.incoming_nbytes) return;  // the sender was done
   borrowed_ = &payload;
