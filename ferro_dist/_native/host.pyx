@@ -682,9 +682,14 @@ cdef class Communicator:
         if isinstance(error, DistributedError):
             # A copy, without the traceback, whose frames would keep the caller's arrays and us alive.
             self._first_error = copy.copy(error)
-        else:  # raised by a signal handler, like KeyboardInterrupt, or MemoryError
+        else:  # of who interrupts the group, of a signal handler, or MemoryError
+            try:
+                told = str(error)
+            except Exception:  # what the exception itself may raise
+                told = ""
             self._first_error = DistributedError(
-                f"{type(error).__name__} inside a call of this group.", rank=self.rank, peer=self.rank)
+                f"{type(error).__name__} inside a call of this group{': ' if told else '.'}{told}",
+                rank=self.rank, peer=self.rank)
         return 0
 
 

@@ -100,10 +100,13 @@ def miss_a_call(backend: Any) -> str:
         group.abort()
         return ""
     x = ranked(0)
-    with pytest.raises(Timeout) as raised:
-        # Returns, since nothing on the host waits for it; on a busy machine the launch may take too long.
-        group.allreduce(x, x, SUM, False, 0.2, 0)
+
+    def call_and_wait() -> None:
+        group.allreduce(x, x, SUM, False, 0.2, 0)  # returns, unless the launch alone takes too long
         group.synchronize(20)
+
+    with pytest.raises(Timeout) as raised:
+        call_and_wait()
     with pytest.raises((LockPoisoned, DistributedError)):
         group.allreduce(x, x, SUM, False, None, 0)
     backend.barrier(False, None, 0)

@@ -272,7 +272,7 @@ def test_plan_on_one_rank_keeps_none_waiting(on_ranks: OnRanks, planner: int, ca
 
     errors = on_ranks(3, body)
     assert any(f"{call}()" in error and "plan()" in error for error in errors)
-    assert all("plan()" in error or "was interrupted" in error for error in errors)
+    assert all("plan()" in error or "was interrupted" in error for error in errors), errors
 
 
 def test_plan_before_any_step_on_one_rank_keeps_none_waiting(on_ranks: OnRanks) -> None:
