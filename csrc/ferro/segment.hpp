@@ -56,8 +56,6 @@ struct RankControl {
 constexpr std::uint32_t kAwake = 0;
 constexpr std::uint32_t kAnyPeer = ~std::uint32_t{0};
 
-// One direction between two ranks: cells for headers and small payloads, and a
-// ring of bytes for the rest. See shm_channel.hpp.
 // A payload for which its cell has no room. It goes through the ring; the rest of one that is lent may be
 // read where it stands, once the receiver has taken it over.
 struct LongPayload {
@@ -70,6 +68,9 @@ struct LongPayload {
 
   bool is_lent() const { return symmetric != 0 || address != 0; }
 };
+
+// One direction between two ranks: cells for headers and small payloads, and a
+// ring of bytes for the rest. See shm_channel.hpp.
 struct alignas(kLinePair) Cell {
   static constexpr std::size_t kInlineNbytes = 40;
   std::atomic<std::uint64_t> flag;  // 1 + the number of the message; stored last
