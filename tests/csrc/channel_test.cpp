@@ -10,20 +10,13 @@
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #include "ferro/peer_memory.hpp"
 #include "ferro/shm_channel.hpp"
 
 using namespace ferro;
 
 namespace {
-
-#define CHECK(condition)                                                           \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                \
-    }                                                                              \
-  } while (false)
 
 using Values = std::vector<std::int32_t>;
 constexpr std::size_t kLong = 1000000;  // elements: more than the ring holds

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "check.hpp"
 #include "ferro/communicator.hpp"
 #include "ferro/shm_transport.hpp"
 #include "loopback.hpp"
@@ -47,14 +48,6 @@ __attribute__((noinline)) void operator delete(void* data) noexcept { std::free(
 __attribute__((noinline)) void operator delete(void* data, std::size_t) noexcept { std::free(data); }
 
 namespace {
-
-#define CHECK(condition)                                                           \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                \
-    }                                                                              \
-  } while (false)
 
 using Group = std::vector<std::shared_ptr<Communicator>>;
 using Values = std::vector<std::int32_t>;

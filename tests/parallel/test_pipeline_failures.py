@@ -507,26 +507,6 @@ class ImpatientlyInterrupted(HandwrittenStage):
         raise KeyboardInterrupt("the second")
 
 
-@pytest.mark.parametrize("at_fault", [0, 1, 2])
-def test_second_ctrl_c_keeps_none_waiting_and_leaves_no_thread(
-    on_ranks: OnRanks, at_fault: int
-) -> None:
-    met = threading.Barrier(3)
-
-    def body(backend: Any) -> str:
-        kind = ImpatientlyInterrupted if backend.rank == at_fault else HandwrittenStage
-        pipe = fd.Pipeline(kind(Doubling()), backend, 4)
-        error = raised_by(lambda: pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones))
-        met.wait()  # no error of another rank is due to this one's leaving
-        return f"{type(error).__name__}: {error}"
-
-    errors = on_ranks(3, body)
-    assert errors.pop(at_fault) == "KeyboardInterrupt: the second"
-    for error in errors:
-        assert f"rank {at_fault} was interrupted" in error
-    assert not [t for t in threading.enumerate() if t.name.startswith("pipeline-receiver")]
-
-
 class Interrupting(Exception):
     """Ctrl-C while its words are put into a report."""
 
@@ -534,21 +514,25 @@ class Interrupting(Exception):
         raise KeyboardInterrupt("the second")
 
 
+class InterruptedWhileTold(HandwrittenStage):
+    """Ctrl-C while the failure of its forward is told."""
+
+    def forward(self, *_: Any) -> Any:
+        raise Interrupting
+
+
+@pytest.mark.parametrize("failing", [ImpatientlyInterrupted, InterruptedWhileTold])
 @pytest.mark.parametrize("at_fault", [0, 1, 2])
-def test_ctrl_c_while_a_failure_is_told_keeps_none_waiting(
-    on_ranks: OnRanks, at_fault: int
+def test_second_ctrl_c_keeps_none_waiting_and_leaves_no_thread(
+    on_ranks: OnRanks, at_fault: int, failing: type[HandwrittenStage]
 ) -> None:
     met = threading.Barrier(3)
 
-    class Failing(HandwrittenStage):
-        def forward(self, *_: Any) -> Any:
-            raise Interrupting
-
     def body(backend: Any) -> str:
-        kind = Failing if backend.rank == at_fault else HandwrittenStage
+        kind = failing if backend.rank == at_fault else HandwrittenStage
         pipe = fd.Pipeline(kind(Doubling()), backend, 4)
         error = raised_by(lambda: pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones))
-        met.wait()
+        met.wait()  # no error of another rank is due to this one's leaving
         return f"{type(error).__name__}: {error}"
 
     errors = on_ranks(3, body)
