@@ -634,6 +634,33 @@ def test_the_last_line_needs_no_newline(launch: Launch) -> None:
     assert launch("print('the end', end='')", "-n1").finish() == (0, "[0] the end\n", "")
 
 
+CAUGHT_BEFORE = """
+import traceback
+try:
+    1 / 0
+except ZeroDivisionError:
+    traceback.print_exc()
+print("going on\\n" * 20, file=sys.stderr)
+sys.exit("no data")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("raise ValueError('two\\nlines')", "ValueError: two"),
+        ("raise ValueError('a cause') from OSError('deeper')", "ValueError: a cause"),
+        ("assert 0, 'a\\n\\n  list:\\n  - of two\\n  - things'", "AssertionError: a"),
+        ("sys.exit('no data')", "no data"),
+        (CAUGHT_BEFORE, "no data"),
+    ],
+)
+def test_the_job_ends_with_what_tells_most(launch: Launch, script: str, words: str) -> None:
+    code, _, err = launch(script, "-n1").finish()
+    assert code == 1
+    assert err.splitlines()[-1] == f"ferrorun: rank 0 exited with code 1: {words}"
+
+
 def test_a_very_long_line_survives(launch: Launch) -> None:
     job = launch("print(str(rank) * 5_000_000)", "-n2")
     code, out, _ = job.finish()

@@ -20,6 +20,7 @@ READ_NBYTES = 1 << 16
 QUEUE_NBYTES = 1 << 20
 # Longer lines are broken, so that a rank that never ends a line cannot exhaust memory.
 LINE_NBYTES = 1 << 26
+TAIL_NBYTES = 1 << 14  # a traceback and more
 # poll() promises that this much can be written to a pipe without blocking.
 PIPE_NBYTES = select.PIPE_BUF
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -71,7 +72,7 @@ class Stream:
         self.target = target  # the launcher's descriptor of the same kind
         self.rank = rank
         self.log = log
-        self.last_line = b""
+        self.tail = b""  # the latest of it
         self._partial: list[bytes] = []
         self._partial_nbytes = 0
 
@@ -90,28 +91,29 @@ class Stream:
     def feed(self, data: bytes) -> bytes:
         """Take `data` in and return the lines that it completes."""
         end = data.rfind(b"\n") + 1
-        lines = self.take_partial() + data[:end] if end else b""
+        lines = self._pop_partial() + data[:end] if end else b""
         if end < len(data):
             self._partial.append(data[end:])
             self._partial_nbytes += len(data) - end
         if self._partial_nbytes > LINE_NBYTES:
-            lines += self.take_partial() + b"\n"
-        if lines:
-            self._remember_last_line(lines)
+            lines += self._pop_partial() + b"\n"
+        self._remember(lines)
         return lines
 
     def take_partial(self) -> bytes:
         """Give up the unfinished line, however long it took to come."""
+        partial = self._pop_partial()
+        self._remember(partial)
+        return partial
+
+    def _pop_partial(self) -> bytes:
         partial = b"".join(self._partial)
         self._partial.clear()
         self._partial_nbytes = 0
-        self._remember_last_line(partial)
         return partial
 
-    def _remember_last_line(self, text: bytes) -> None:
-        line = text.rstrip().rpartition(b"\n")[2]
-        if line:
-            self.last_line = line
+    def _remember(self, text: bytes) -> None:
+        self.tail = (self.tail + text[-TAIL_NBYTES:])[-TAIL_NBYTES:]
 
 
 class Output:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 EXIT_CANNOT_RUN = 126
 LAST_LINE_LENGTH = 300
+TRACEBACK = "Traceback (most recent call last):"
+EXCEPTION_LINES = 8
 
 
 class Rank:
@@ -48,13 +50,25 @@ class Rank:
             pass
 
     def last_words(self) -> str:
-        """Return ``": "`` and the last line of standard error, or nothing if there is none."""
+        """Return ``": "`` and the line of standard error that tells most, or nothing."""
         import re
 
-        line = self.streams[1].last_line[-4 * LAST_LINE_LENGTH :].decode(errors="replace")
-        line = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", line)
-        line = "".join(c for c in line if c.isprintable()).strip()
+        text = self.streams[1].tail.decode(errors="replace")
+        text = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", text)
+        line = "".join(c for c in telling_line(text) if c.isprintable()).strip()
         return f": {line[:LAST_LINE_LENGTH]}" if line else ""
+
+
+def telling_line(text: str) -> str:
+    """Return the last line of a program's errors, or the first of the exception that ends them."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    end = len(lines)
+    traceback = max((n for n, line in enumerate(lines) if line.startswith(TRACEBACK)), default=end)
+    first = next((n for n in range(traceback + 1, end) if not lines[n][0].isspace()), end)
+    # A message may have several lines, and notes follow it. More are of a program that went on.
+    if 0 < end - first <= EXCEPTION_LINES:
+        return lines[first]
+    return lines[-1] if lines else ""
 
 
 class Spawner:
