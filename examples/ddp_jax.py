@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=10)
     epochs = parser.parse_args().epochs
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the ranks may share a GPU
 
     with fd.init() as backend:
         ddp = fd.DDP(make_params([64, 96, 48, 10]), backend)

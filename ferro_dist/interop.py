@@ -397,12 +397,13 @@ class _Jax(_Library):
 
     def deliver(self, x: Array, written: Array) -> Array:
         jax = sys.modules["jax"]
-        # An array that the user has put on a device stays there; others follow the default.
-        device = next(iter(x.devices())) if _is_committed(x) else None
+        # An array that the user has put on devices stays there; others follow the default.
+        is_committed = _is_committed(x)
         if not isinstance(written, np.ndarray):
             # Whatever stream JAX names, the export makes it wait for the writing.
+            device = next(iter(x.devices())) if is_committed else None
             return jax.dlpack.from_dlpack(written, device=device)
-        return jax.device_put(written, device)
+        return jax.device_put(written, x.sharding if is_committed else None)
 
     def concatenate(self, parts: Sequence[Array]) -> Array:
         return _joined(sys.modules["jax"].numpy, parts)

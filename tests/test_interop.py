@@ -267,6 +267,26 @@ def test_traced_jax_values_are_refused(jnp: Any) -> None:
         jax.jit(as_view)(jnp.ones(3))
 
 
+SPREAD = """
+import jax
+from ferro_dist.interop import deliver, empty_for_jax
+a, b = jax.devices()
+spread = jax.NamedSharding(jax.sharding.Mesh([a, b], "i"), jax.sharding.PartitionSpec("i"))
+for x in (jax.device_put(jax.numpy.zeros(4), spread), jax.device_put(jax.numpy.zeros(4), b)):
+    written = empty_for_jax(x.shape, x.dtype)
+    written[:] = 7
+    y = deliver(x, written)
+    assert y.tolist() == [7] * 4
+    assert (y.sharding, y.committed) == (x.sharding, True), y.sharding
+"""
+
+
+def test_results_for_jax_lie_where_the_array_lies(jnp: Any) -> None:
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environ |= {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", SPREAD], check=True, env=environ)
+
+
 REFUSED_PARTS = """
 import jax
 from ferro_dist.errors import InvalidArray

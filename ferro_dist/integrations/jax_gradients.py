@@ -528,10 +528,12 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _broadcast(leaf: Any, backend: Backend, root: int) -> Any:
     array = jnp.asarray(leaf)
-    if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return broadcast(array, backend, root)
-    state = broadcast(jax.random.key_data(array), backend, root)
-    return jax.random.wrap_key_data(state, impl=jax.random.key_impl(array))
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        state = _broadcast(jax.random.key_data(array), backend, root)
+        return jax.random.wrap_key_data(state, impl=jax.random.key_impl(array))
+    # In host memory, as averages are: many a group reaches no GPU, and a leaf may lie on several.
+    written = interop.empty_for_jax(array.shape, array.dtype)
+    return interop.deliver(array, broadcast(np.asarray(array), backend, root, out=written))
 
 
 def _delivered(like: Any, average: NumpyArray) -> Any:

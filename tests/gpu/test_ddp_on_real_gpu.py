@@ -303,11 +303,13 @@ def average_arrays_of_jax(rank: int, world_size: int, addr: str) -> None:
 
     share_gpu(rank)
     with connect("hybrid", rank, world_size, addr) as backend:
-        ddp = fd.DDP({"w": jax.numpy.zeros(3)}, backend)
-        for step in range(2):
-            mean = ddp.sync_gradients({"w": jax.numpy.full(3, rank + step + 1.0)})["w"]
-            assert mean.devices() == ddp.module["w"].devices()
-            assert mean.tolist() == [step + 1.5] * 3
+        for group in (backend, backend.tcp):  # the latter is given no array of a GPU
+            ddp = fd.DDP({"w": jax.numpy.full(3, 7.0 + rank)}, group)
+            assert ddp.module["w"].tolist() == [7] * 3
+            for step in range(2):
+                mean = ddp.sync_gradients({"w": jax.numpy.full(3, rank + step + 1.0)})["w"]
+                assert mean.devices() == ddp.module["w"].devices()
+                assert mean.tolist() == [step + 1.5] * 3
 
 
 def test_gradients_of_jax_on_the_gpu_are_averaged_through_the_host() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,23 @@ def behave(backend: Any) -> None:
     for use in (ddp.verify, ddp.broadcast_parameters, lambda: ddp.sync_gradients(grads)):
         with pytest.raises(ValueError, match="into_inner"):
             use()
+
+
+def move_what_is_spread(backend: Any) -> None:
+    """The group is given host arrays alone; what is made of them lies where it lay."""
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    mesh = jax.sharding.Mesh(jax.devices(), "i")
+    spread = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    own = jax.device_put(jax.numpy.full(4, 1.0 + backend.rank), spread)
+    ddp = fd.DDP({"w": own}, backend, root=1)
+    mean = ddp.sync_gradients({"w": own})["w"]
+    for result, value in ((ddp.module["w"], 2), (mean, 1.5)):
+        assert_array_equal(result, [value] * 4)
+        assert result.sharding == spread
+
+
+def test_parameters_may_be_spread_over_devices() -> None:
+    run_ranks(2, move_what_is_spread, timeout=DEADLINE_S)
 
 
 def refuse(backend: Any) -> None:
