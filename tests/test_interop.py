@@ -219,6 +219,16 @@ def test_float8_kinds_that_are_not_ours_are_named(torch: Any) -> None:
         as_view(torch.ones(3).to(torch.float8_e4m3fnuz))
 
 
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_integers_of_less_than_a_byte_are_refused(torch: Any, bits: int) -> None:
+    for name in (f"uint{bits}", f"int{bits}"):
+        if hasattr(torch, name):  # not in older versions
+            x = torch.empty(3, dtype=getattr(torch, name))
+            with pytest.raises(InvalidArray, match=f"its dtype is torch.{name};"):
+                as_view(x)
+            assert as_view(x.view(torch.uint8)).count == 3
+
+
 def test_messages_carry_no_stack_of_torch(torch: Any) -> None:
     with pytest.raises(InvalidArray) as error:
         as_view(torch.ones(3).to_sparse())

@@ -407,6 +407,8 @@ cdef int _refuse_undescribed(object array) except -1:
 
 cdef int _check_torch_bits(object array, BufferView view, const DLTensor* tensor) except -1:
     """Refuse tensors whose memory does not hold their values; the table does not tell which."""
+    if (view.dtype == INT8 or view.dtype == UINT8) and _is_of_torch(array):
+        _refuse_narrow_integers(array)
     if view.count == 0:
         return 0
     # Gradients of unused inputs come as tensors of zeros without memory; subclasses that
@@ -429,6 +431,15 @@ cdef int _check_torch_bits(object array, BufferView view, const DLTensor* tensor
         raise InvalidArray(
             f"cannot move this {_name(array)}: its negation is pending. Pass .resolve_neg()."
         )
+    return 0
+
+
+cdef int _refuse_narrow_integers(object array) except -1:
+    """Refuse torch's integers of 1 to 7 bits, which the table gives out as integers of 8 bits."""
+    torch = sys.modules["torch"]
+    dtype = array.dtype
+    if dtype is not torch.uint8 and dtype is not torch.int8:
+        raise _unsupported_dtype(array, dtype)
     return 0
 
 

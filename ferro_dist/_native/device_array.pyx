@@ -10,6 +10,7 @@ from ferro_dist._native.dlpack cimport CUDA, DLDataType, DLDevice, DLManagedTens
 from ferro_dist._native.dlpack_export cimport delete_managed, dlpack_dtype_of, drop_capsule
 
 import math
+import time
 
 import numpy
 
@@ -18,6 +19,8 @@ from ferro_dist._native.cuda_runtime import DeviceGuard
 from ferro_dist._native.cuda_stream import Stream
 
 __all__ = ["DeviceArray"]
+
+cdef double BETWEEN_LOOKS_S = 50e-6
 
 cdef enum:
     MAX_NDIM = 64
@@ -71,14 +74,25 @@ cdef class DeviceArray:
             raise BufferError("this array is handed out on its own device only")
         if copy:
             raise BufferError("this array is handed out without a copy only")
-        if stream != NO_STREAM:
-            self._order_before(LEGACY_STREAM if stream is None else stream)
+        if stream is None:
+            self._await_written()
+        elif stream != NO_STREAM:
+            self._order_before(stream)
         return PyCapsule_New(_export(self), "dltensor", drop_capsule)
 
     def _order_before(self, stream):
         with DeviceGuard(self.device):
-            written = Stream.borrow(LEGACY_STREAM, self.device).record()
-            Stream.borrow(stream, self.device).wait(written)
+            Stream.borrow(stream, self.device).wait(self._written())
+
+    def _await_written(self):
+        """Block: JAX names no stream where its client has none to tell, but works on one all the same."""
+        with DeviceGuard(self.device):
+            written = self._written()
+            while not written.is_done():
+                time.sleep(BETWEEN_LOOKS_S)
+
+    def _written(self):
+        return Stream.borrow(LEGACY_STREAM, self.device).record()
 
 
 # The shape lies in the array, which its exports keep alive.

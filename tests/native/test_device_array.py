@@ -46,12 +46,15 @@ class GpuArrayOfJax:
 GpuArrayOfJax.__module__ = "jaxlib._jax"
 
 
-def library_like_jax(stream: Any) -> types.ModuleType:
-    """Make a module whose ``dlpack.from_dlpack`` reads in a stream of its own, as XLA does."""
+def library_like_jax(stream: Any, is_told: bool) -> types.ModuleType:
+    """Make a module whose ``dlpack.from_dlpack`` reads in a stream of its own, as XLA does.
+
+    Some of XLA's clients do not tell which stream that is.
+    """
 
     def from_dlpack(external: Any, device: Any = None) -> np.ndarray[Any, Any]:
         gpu = emulated_gpu()
-        external.__dlpack__(stream=stream.handle)
+        external.__dlpack__(stream=stream.handle if is_told else None)
         with stream:
             return gpu.copy_out(array_at(external))
 
@@ -67,14 +70,14 @@ def array_at(external: Any) -> Any:
     return EmulatedArray(memory, external.address, external.shape, None, external.dtype, 0)
 
 
-def reduce_like_jax(rank: int, world_size: int, addr: str, dtype: str) -> None:
+def reduce_like_jax(rank: int, world_size: int, addr: str, dtype: str, is_told: bool) -> None:
     from gpu.gpu_ranks import connect
 
     import ferro_dist as fd
     from ferro_dist._native.cuda_memory import copy_async
 
     gpu = emulated_gpu()
-    sys.modules["jax"] = library_like_jax(gpu.stream())
+    sys.modules["jax"] = library_like_jax(gpu.stream(), is_told)
     with connect("nccl", rank, world_size, addr) as group:
         values = np.arange(6).reshape(2, 3).astype(interop.numpy_dtype(interop.dtype_code(dtype)))
         with gpu.stream():  # one that no other waits for
@@ -94,8 +97,11 @@ def reduce_like_jax(rank: int, world_size: int, addr: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_results_like_a_gpu_array_of_jax_stay_there_and_are_in_order(dtype: str) -> None:
-    run_ranks(2, reduce_like_jax, dtype, backend="none", emulate_gpu=True)
+@pytest.mark.parametrize("is_told", [True, False], ids=["its stream", "no stream"])
+def test_results_like_a_gpu_array_of_jax_stay_there_and_are_in_order(
+    dtype: str, is_told: bool
+) -> None:
+    run_ranks(2, reduce_like_jax, dtype, is_told, backend="none", emulate_gpu=True)
 
 
 def export(rank: int, world_size: int, addr: str) -> None:
