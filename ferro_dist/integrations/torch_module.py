@@ -296,7 +296,8 @@ def _check_place(kind: str, name: str, tensor: Tensor, backend: Backend) -> None
         interop.as_view(data.resolve_neg())
     except InvalidArray as error:
         raise InvalidArray(f"DDP: {kind} {name!r}: {error}", op="DDP") from error
-    if any(step == 0 < length - 1 for length, step in zip(data.shape, data.stride(), strict=True)):
+    lengths = zip(data.shape, data.stride(), strict=True)
+    if data.numel() and any(step == 0 < length - 1 for length, step in lengths):
         raise InvalidArray(
             f"DDP: {kind} {name!r} was expanded: several elements share one place in memory. Make "
             "it of .clone().",

@@ -222,6 +222,17 @@ def test_gradients_keep_the_memory_order_of_their_parameters(on_ranks: OnRanks) 
     on_ranks(2, body)
 
 
+def test_an_expanded_parameter_may_be_empty(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        full, empty = nn.ParameterList([torch.ones(1), torch.ones(1, 0).expand(3, 0)])
+        ddp = fd.DDP(nn.ParameterList([full, empty]), backend)
+        (full * (backend.rank + 1) + empty.sum()).sum().backward()
+        assert (full.grad.item(), empty.grad.shape) == (1.5, (3, 0))
+        ddp.verify()
+
+    on_ranks(2, body)
+
+
 def test_a_wrapper_that_is_checkpointed_ends_no_group(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         ddp = fd.DDP(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), backend)
