@@ -4,7 +4,8 @@ The extension modules name the libraries that they need (``DT_NEEDED``), and the
 linker finds them: one that is loaded already, by torch or CuPy for instance, else one in
 ``LD_LIBRARY_PATH``, else the wheels' beside this package (``RUNPATH``), else the system's.
 Where this package is not in the same ``site-packages`` as the wheels, as in a source tree,
-this module searches for the wheel and loads its library first.
+this module searches for the wheel and loads its library first: the system's may be too old for
+a torch that is imported later, and would serve it, too.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def load_cudart() -> ModuleType:
     for version in loaded[:1] or _CUDART_VERSIONS:
         try:
             found.append(_import(f"cudart{version}", f"libcudart.so.{version}"))
-        except ImportError as problem:
+        except (ImportError, OSError) as problem:
             problems.append(str(problem))
             continue
         if _is_served(found[-1]):
@@ -74,7 +75,7 @@ def load_nccl() -> Any:
         return _import("nccl", "libnccl.so.2")
     except BackendUnavailable:
         raise
-    except ImportError as problem:
+    except (ImportError, OSError) as problem:
         raise BackendUnavailable(f"NCCL cannot be loaded ({problem}). {INSTALL}.") from problem
 
 
@@ -98,16 +99,16 @@ def wheel_libraries(soname: str) -> Iterator[str]:
 
 
 def _import(name: str, soname: str) -> ModuleType:
-    """Import a compiled module; if the linker does not find its library, load the wheel's first."""
-    try:
-        return importlib.import_module(f"ferro_dist._native.{name}")
-    except ImportError as problem:
-        path = next(wheel_libraries(soname), None)
-        # A library that was found and is broken is an error, not a reason to take another one.
-        if path is None or "cannot open shared object file" not in str(problem):
-            raise
-    ctypes.CDLL(path)
+    """Import a compiled module, after the wheel's library, unless another one comes before that."""
+    path = next(wheel_libraries(soname), None)
+    if path is not None and not is_loaded(soname) and not _is_in_library_path(soname):
+        ctypes.CDLL(path)
     return importlib.import_module(f"ferro_dist._native.{name}")
+
+
+def _is_in_library_path(soname: str) -> bool:
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return any(os.path.exists(os.path.join(folder, soname)) for folder in folders if folder)
 
 
 def _is_served(cudart: ModuleType) -> bool:

@@ -88,6 +88,31 @@ def test_only_the_modules_of_cuda_need_cuda() -> None:
     assert sorted(linked) == ["cudart12", "cudart13", "libferro_nccl", "nccl_library"]
 
 
+WITH_A_WHEEL = """
+import importlib
+from ferro_dist._native import cuda_libraries
+import_module = importlib.import_module
+def import_after_telling(name):
+    print(cuda_libraries.is_loaded("libnccl.so.2"))
+    return import_module(name)
+importlib.import_module = import_after_telling
+print(".".join(map(str, cuda_libraries.load_nccl().get_version())))
+"""
+
+
+def test_a_wheel_comes_before_the_system_and_behind_the_library_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel, other = tmp_path / "nvidia" / "nccl" / "lib", tmp_path / "other"
+    for folder, version in ((wheel, 22301), (other, 22302)):
+        folder.mkdir(parents=True)
+        build_old_nccl(folder, version)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    assert run(WITH_A_WHEEL).split() == ["True", "2.23.1"]
+    assert run(WITH_A_WHEEL, other).split() == ["False", "2.23.2"]
+
+
 def test_importing_the_package_loads_no_cuda() -> None:
     program = (
         "import ferro_dist, ferro_dist.backends.host\n"
