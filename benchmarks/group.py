@@ -18,7 +18,7 @@ from typing import IO, Any
 import measure
 from peers import WORKER, System
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0  # torch with CUDA, read from a cold disk
 ORDER_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 5.0
 

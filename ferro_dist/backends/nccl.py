@@ -108,7 +108,8 @@ class NcclBackend(BoundBackend):
     works, run on the group's own stream, and make the caller's stream wait for the result. Arrays
     in flight stay referenced. Calls can be captured in a CUDA graph, which must be destroyed before
     the group is closed: NCCL waits for it. Make each kind of call once before it is captured: NCCL
-    connects ranks in the first one, which may invalidate a capture.
+    connects ranks in the first one, which may invalidate a capture. No timeout holds for what a
+    graph replays: if a rank does not replay it, the others' GPUs wait until the group is aborted.
 
     Arrays in host memory are refused: `HybridBackend` takes both kinds.
 
@@ -144,6 +145,10 @@ class NcclBackend(BoundBackend):
     `Timeout.missing` is empty, and when a rank leaves, the others' calls end only when they time
     out. `HybridBackend` improves on both for ranks of one host. Sums of 16-bit floats are rounded
     as NCCL does it.
+
+    CUDA loads a kernel when it is first launched, and until the GPU has done all that it was given
+    before, nothing else can be launched. Where that holds up what another rank waits for,
+    ``CUDA_MODULE_LOADING=EAGER`` in the environment loads all kernels at the start.
     """
 
     name = "nccl"
