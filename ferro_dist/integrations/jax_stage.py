@@ -124,6 +124,9 @@ class JaxStage(Stage):
     def parameters(self) -> dict[str, Array]:
         return self._named(self.params)
 
+    def gradient_key(self, name: str) -> object:
+        return id(self), name  # also of weights that begin as one array
+
     def load(self, name: str, value: Array) -> None:
         self.params = self._replaced(self.params, name, value)
 

@@ -161,6 +161,9 @@ class TorchStage(Stage):
     def parameters(self) -> dict[str, Tensor]:
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
 
+    def gradient_key(self, name: str) -> object:
+        return id(_find(self.module, name))
+
     def buffers(self) -> dict[str, Tensor]:
         frozen = {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
         return {**frozen, **dict(self.module.named_buffers())}

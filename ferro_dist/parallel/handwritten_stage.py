@@ -111,6 +111,9 @@ class HandwrittenStage(Stage):
     def parameters(self) -> dict[str, Array]:
         return self._named("parameters")
 
+    def gradient_key(self, name: str) -> object:
+        return id(self.gradient(name))
+
     def load(self, name: str, value: Array) -> None:
         self.parameters()[name][...] = value
 

@@ -67,11 +67,12 @@ def _weights_by_stage(
     """Assign each weight to the stage of this rank that is the last to add to its gradient."""
     order = [action.stage for action in actions if action.kind is ActionKind.REDUCE]
     weights: dict[int, list[Weight]] = {number: [] for number in stages}
-    seen: set[int] = set()
+    seen: set[object] = set()
     for number in reversed(order):
         stage = stages[number]
-        for name, array in stage.parameters().items():
-            if id(array) not in seen:
-                seen.add(id(array))
+        for name in stage.parameters():
+            key = stage.gradient_key(name)
+            if key not in seen:
+                seen.add(key)
                 weights[number].append(Weight(stage, name))
     return weights

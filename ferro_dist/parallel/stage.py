@@ -209,6 +209,10 @@ class Stage(abc.ABC):
     def parameters(self) -> dict[str, Array]:
         """Return the weights that are trained, by name."""
 
+    @abc.abstractmethod
+    def gradient_key(self, name: str) -> object:
+        """Return what names have in common that stand for one gradient, also in other stages."""
+
     def buffers(self) -> dict[str, Array]:
         """Return state that is no weight, by name."""
         return {}

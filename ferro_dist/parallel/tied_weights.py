@@ -122,5 +122,6 @@ def _find(key: str, value: Any, stages: Mapping[int, Stage]) -> Weight:
     names = sorted({name for stage in stages.values() for name in stage.parameters()})
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise ValueError(
-        f"Pipeline: tied weight {key!r} is no parameter of a stage on this rank, which are: {shown}"
+        f"Pipeline: tied weight {key!r} is no parameter that a stage on this rank trains; these "
+        f"are: {shown}"
     )

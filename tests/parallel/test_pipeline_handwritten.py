@@ -277,6 +277,35 @@ class OwnParameters(Layer):
         return [object(), 0.5, *self.weights.values()]
 
 
+@pytest.mark.parametrize("has_one_gradient", [False, True])
+def test_stages_of_a_rank_may_share_a_weight_and_its_gradient(
+    on_ranks: OnRanks, has_one_gradient: bool
+) -> None:
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            first, second = Layer(0), Layer(0)
+            second.weights = first.weights
+            if has_one_gradient:
+                second.gradients = first.gradients
+            schedule = "interleaved_1f1b"
+            pipe = fd.Pipeline([first, second], grid.pipeline, 2, schedule, dp=grid.data)
+            x, y = batch(4)
+            pipe.step((grid.data.rank + 1) * x, y, square)
+            total = first.gradients["weight"].copy()
+            if not has_one_gradient:
+                total += second.gradients["weight"]
+            fd.allreduce(total, grid.pipeline, out=total)
+            return total
+
+    layers = [Layer(0) for _ in range(4)]
+    x, y = batch(4)
+    for factor in (1, 2):
+        run_whole(layers, factor * x, y)
+    expected = sum(layer.gradients["weight"] for layer in layers) / 2
+    for total in on_ranks(4, body):
+        assert_allclose(total, expected, rtol=1e-12)
+
+
 def test_parameters_of_any_kind_are_left_alone(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> float:
         pipe = fd.Pipeline(OwnParameters(backend.rank), backend, 2, "1f1b")

@@ -161,6 +161,19 @@ def test_without_a_seed_each_forward_has_a_key_of_its_own(
     assert len({mask.tobytes() for mask in masks}) == 4
 
 
+def test_weights_that_begin_as_one_array_are_reduced_each(on_ranks: OnRanks) -> None:
+    start = jnp.ones(WIDTH)
+
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = JaxStage(lambda p, x: x * p["a"] * p["b"], {"a": start, "b": start})
+            pipe = fd.Pipeline(stage, grid.pipeline, 2, dp=grid.data)
+            pipe.step(jnp.full((4, WIDTH), grid.data.rank + 1.0), loss_fn=jnp.mean)
+            return [float(gradient.sum()) for gradient in stage.grads.values()]
+
+    assert on_ranks(4, body) == [[1.5, 1.5]] * 4
+
+
 def test_replicas_and_ties_reduce_gradients(on_ranks: OnRanks) -> None:
     params = make_params(0)
     x, y = batch(8)

@@ -327,7 +327,7 @@ def test_tie_that_does_not_fit_is_told_on_every_rank(on_ranks: OnRanks) -> None:
         messages = on_ranks(2, body, ties)
         assert messages[0] == messages[1]
     (message,) = set(on_ranks(2, body, [{"w": "nothing"}, {}]))
-    assert message.endswith("of a stage on this rank, which are: bias, weight")
+    assert message.endswith("that a stage on this rank trains; these are: bias, weight")
 
 
 # Hooks and functions of the user
