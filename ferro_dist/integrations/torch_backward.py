@@ -102,12 +102,20 @@ class BackwardWatcher:
         """Notice when a backward reaches any of these outputs of forward."""
         num_hooks, num_own = RemovableHandle.next_id, 0
         for tensor in find_tensors(outputs):
-            if tensor.is_leaf:
-                continue  # a parameter that forward returned: its own hook suffices
+            # Inside of torch.func a graph is differentiated on the spot, and its tensors are
+            # wrappers: whatever comes of it reaches the parameters later.
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                continue
+            # A leaf, such as an input that forward returns, keeps its hook beyond this graph.
+            if tensor.is_leaf and self._is_hooked(tensor):
+                continue
             tensor.register_hook(self._on_output_gradient)
             num_own += 1
         if self._num_hooks == num_hooks and RemovableHandle.next_id == num_hooks + num_own:
             self._num_hooks += num_own  # none of which is a parameter's
+
+    def _is_hooked(self, tensor: Tensor) -> bool:
+        return self._on_output_gradient in (tensor._backward_hooks or {}).values()
 
     def stop(self) -> None:
         """Watch no gradient any more."""

@@ -367,6 +367,34 @@ def test_a_rank_whose_loss_reaches_no_parameter_takes_part(on_ranks: OnRanks) ->
     assert on_ranks(2, body) == [(1, 0.5)] * 2
 
 
+def test_a_rank_whose_forward_returns_its_input_takes_part(on_ranks: OnRanks) -> None:
+    class Skipped(Scale):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) if x else x
+
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(Skipped(), backend)
+        x = torch.tensor([2.0 * backend.rank], dtype=torch.float64, requires_grad=True)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(x).sum().backward()
+        assert len(x._backward_hooks or ()) == 1 - backend.rank
+        return gradients_of(ddp), x.grad.item()
+
+    assert on_ranks(2, body) == [((1, 0.5), 3)] * 2
+
+
+def test_what_torch_func_differentiates_is_averaged_when_backward_comes(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        x = torch.tensor([backend.rank + 1.0], dtype=torch.float64)
+        slope = torch.func.grad(lambda x: (ddp(x) ** 2).sum())(x)  # 2 weight (weight x + bias)
+        slope.sum().backward()
+        return slope.item(), gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(2 * (rank + 1), (6, 2)) for rank in range(2)]
+
+
 def test_backward_with_respect_to_some_parameters_is_averaged(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)
