@@ -8,6 +8,7 @@ their position.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, cast
 
@@ -236,8 +237,7 @@ def _host_view(kind: str, name: str, array: Any) -> NumpyArray:
     elif isinstance(array, np.ma.MaskedArray):
         raise InvalidArray(f"DDP: {kind} {name!r} is masked, and would lose its mask", op="DDP")
     elif hasattr(array, "__dlpack__") and hasattr(array, "__array__"):
-        # A torch parameter gives access to its memory once it is detached.
-        view = np.asarray(array.detach() if getattr(array, "requires_grad", False) else array)
+        view = _numpy_view(array)
     else:
         raise TypeError(f"DDP: {kind} {name!r} is {type(array).__name__}, not an array")
     if not view.dtype.isnative:
@@ -251,3 +251,13 @@ def _host_view(kind: str, name: str, array: Any) -> NumpyArray:
             )
         raise InvalidArray(f"DDP: {kind} {name!r} is read-only{hint}", op="DDP")
     return view
+
+
+def _numpy_view(array: Any) -> NumpyArray:
+    # A torch parameter gives access to its memory once it is detached.
+    array = array.detach() if getattr(array, "requires_grad", False) else array
+    if str(array.dtype) != "torch.bfloat16":
+        return np.asarray(array)
+    # NumPy does not take these from torch, but takes integers of the same bits.
+    integers = np.asarray(array.view(sys.modules["torch"].int16))
+    return integers.view(interop.numpy_dtype(interop.dtype_code("bfloat16")))

@@ -253,12 +253,14 @@ def test_gradients_of_any_layout_are_averaged(on_ranks: OnRanks) -> None:
         assert_array_equal(gradient, np.arange(12).reshape(3, 4))
 
 
-def test_torch_tensors_are_averaged_in_place(on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_tensors_are_averaged_in_place(on_ranks: OnRanks, dtype: str) -> None:
     torch = pytest.importorskip("torch")
 
     def body(backend: Any) -> tuple[Any, Any]:
-        weight = torch.nn.Parameter(torch.full((2, 2), 1.0 + backend.rank))
-        gradient = torch.full((2, 2), 4.0)
+        options = {"dtype": getattr(torch, dtype)}
+        weight = torch.nn.Parameter(torch.full((2, 2), 1.0 + backend.rank, **options))
+        gradient = torch.full((2, 2), 4.0, **options)
         fd.DDP({"w": weight}, backend).sync_gradients({"w": gradient.mul_(backend.rank)})
         return weight, gradient
 
