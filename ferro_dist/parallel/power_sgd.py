@@ -88,7 +88,8 @@ class PowerSGD:
         Parameters
         ----------
         bucket : Bucket
-            Its ``buffer``, ``layout`` and ``kept`` are used; with ``is_on_gpu`` it is refused.
+            Its ``buffer``, ``layout`` and ``kept`` are used, and its lanes, which have been
+            reduced; with ``is_on_gpu`` it is refused.
         backend : Backend
         op : ReduceOp
             `MEAN` or `SUM`.
@@ -101,7 +102,7 @@ class PowerSGD:
             if factors is None:
                 factors = self._factors[bucket] = _Factors(bucket, gradients, backend, self.rank)
         with np.errstate(invalid="ignore", over="ignore"):  # NaN is passed on, and seen there
-            factors.reduce(gradients, backend, op)
+            factors.reduce(gradients, bucket.contributed(), backend, op)
 
     def check_reach(self, specs: Iterable[ParameterSpec]) -> None:
         """Raise InvalidArray if any of these parameters is on a GPU."""
@@ -141,9 +142,20 @@ class _Factors:
         for k in range(len(shapes)):
             self._draw(k)
 
-    def reduce(self, gradients: Sequence[NumpyArray], backend: Backend, op: ReduceOp) -> None:
-        """Replace gradients by products of factors; reduce those not compressed exactly."""
-        self._pack(gradients)
+    def reduce(
+        self,
+        gradients: Sequence[NumpyArray],
+        is_contributed: Sequence[bool] | None,
+        backend: Backend,
+        op: ReduceOp,
+    ) -> None:
+        """Replace gradients by products of factors; reduce those not compressed exactly.
+
+        Errors of gradients that no rank contributes now are kept for later. None means that each
+        has a contributor.
+        """
+        flags = is_contributed or [True] * len(gradients)
+        self._pack(gradients, flags)
         allreduce(self._first, backend, op, out=self._first)
         for view, i in zip(self._uncompressed, self._others, strict=True):
             gradients[i][...] = view.reshape(gradients[i].shape)
@@ -157,12 +169,14 @@ class _Factors:
         allreduce(self._second, backend, op, out=self._second)
         num_parts = backend.world_size if op is ReduceOp.SUM else 1
         for k, i in enumerate(self._compressed):
-            self._put(k, gradients[i], num_parts)
+            if flags[i]:
+                self._put(k, gradients[i], num_parts)
 
-    def _pack(self, gradients: Sequence[NumpyArray]) -> None:
+    def _pack(self, gradients: Sequence[NumpyArray], flags: Sequence[bool]) -> None:
         for k, i in enumerate(self._compressed):
             matrix = self._errors[k]  # the error of the last step becomes this one's M
-            matrix += gradients[i].reshape(matrix.shape)
+            if flags[i]:
+                matrix += gradients[i].reshape(matrix.shape)
             np.matmul(matrix, self._right[k], out=self._left[k])
         for view, i in zip(self._uncompressed, self._others, strict=True):
             view[:] = gradients[i].reshape(-1)

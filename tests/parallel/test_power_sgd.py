@@ -40,6 +40,7 @@ class FlatGradients:
         specs = [ParameterSpec(str(i), g.shape, dtype) for i, g in enumerate(gradients)]
         self.layout = BucketLayout(specs)
         self.kept: dict[str, Any] = {}
+        self.flags: list[bool] | None = None  # each has a contributor
         self.buffer = np.zeros(self.layout.count, dtype)
         self.views = [
             self.buffer[offset : offset + spec.count].reshape(spec.shape)
@@ -54,6 +55,9 @@ class FlatGradients:
         bucket: Any = self
         compress(bucket, backend, op)
         return [view.copy() for view in self.views]
+
+    def contributed(self) -> list[bool] | None:
+        return self.flags
 
 
 def reduced(compress: PowerSGD, gradients: list[Array], backend: Any) -> list[Array]:
@@ -113,6 +117,21 @@ def test_nothing_is_lost(on_ranks: OnRanks, op: Any, factor: int) -> None:
         kept = factor * np.mean([errors[i] for _, errors in outcomes], axis=0)
         # Six float32 sums of values of order one.
         assert_allclose(given + kept.reshape(given.shape), wanted, atol=1e-4)
+
+
+def test_what_is_left_out_waits_while_no_rank_has_a_gradient(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        compress, shape = PowerSGD(2), (40, 30)
+        gradient = np.random.default_rng(backend.rank).normal(size=shape)
+        bucket = FlatGradients([gradient])
+        bucket.reduced(compress, [gradient], backend)
+        before = bucket.kept["0"].copy()
+        bucket.flags = [False]
+        (given,) = bucket.reduced(compress, [np.zeros(shape)], backend)
+        assert_array_equal(given, 0)
+        assert_array_equal(bucket.kept["0"], before)
+
+    on_ranks(2, body)
 
 
 def low_rank(backend: Any) -> Array:
