@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -41,7 +42,6 @@ from ferro_dist.reduce_op import ReduceOp
 __all__ = ["TorchDDP"]
 
 PREFIX = "module."
-COPY_TAG_STRIDE = 0x9E3779B1  # odd and large: tags of copies are far from each other
 STATE, REFUSAL = "state", "refusal"  # what a message of `join` about an optimizer holds
 BUFFERS = -3  # the call's number in a tag, next to the reducer's -1 and -2
 
@@ -340,7 +340,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         memo[id(self)] = twin
         torch.nn.Module.__init__(twin)
         twin._adopt(copy.deepcopy(self.module, memo), self._options)
-        twin._start(self._options, self._first_tag + self._num_copies * COPY_TAG_STRIDE)
+        # Far from all other tags, also from those of copies of copies.
+        lineage = f"{self._first_tag} {self._num_copies}"
+        twin._start(self._options, zlib.crc32(lineage.encode()))
         twin.training = self.training
         return twin
 

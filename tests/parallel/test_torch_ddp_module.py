@@ -277,6 +277,19 @@ def test_a_copy_trains_by_itself(on_ranks: OnRanks) -> None:
     assert on_ranks(2, body) == [((3, 2), (10, 2))] * 2
 
 
+def test_gradients_of_a_copy_of_a_copy_are_not_taken_for_those_of_another(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        second_hand = copy.deepcopy(copy.deepcopy(ddp))
+        twin = copy.deepcopy(ddp)
+        with pytest.raises(fd.CollectiveMismatch):
+            (twin if backend.rank else second_hand)(1.0).sum().backward()
+
+    on_ranks(2, body)
+
+
 @pytest.mark.usefixtures("traces_in_threads")
 @pytest.mark.parametrize("outside", [False, True], ids=["module", "wrapper"])
 def test_compiled_modules_are_averaged(on_ranks: OnRanks, outside: bool) -> None:
