@@ -69,6 +69,11 @@ class Accumulation:
             if gradient is not None:
                 self._versions[number] = gradient._version
 
+    def are_averaged(self) -> list[bool]:
+        """Whether each gradient that there is was averaged, and nothing was added to it since."""
+        pairs = zip(self.parameters, self._averaged, strict=True)
+        return [p.grad is averaged for p, averaged in pairs if p.grad is not None]
+
     def was_added_to(self, parameter: Tensor) -> bool:
         """Whether something was added, once, to a gradient that is averaged, or to a sum of one."""
         number = next((n for n, each in enumerate(self.parameters) if each is parameter), None)

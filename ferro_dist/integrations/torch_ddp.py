@@ -254,6 +254,15 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 "create_graph=True), or call backward inside no_sync() and sync_gradients() last."
             )
 
+    def _refuse_averaged(self) -> None:
+        are_averaged = [*self._gradients.are_averaged(), *self._sparse.are_averaged()]
+        if are_averaged and all(are_averaged):
+            raise ValueError(
+                "DDP.sync_gradients: the gradients have been averaged already, without weights, "
+                "and a weight would change nothing. Call backward inside no_sync(), then "
+                "sync_gradients(weight=...)."
+            )
+
     # The interface of a module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -368,6 +377,12 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
 
     @contextlib.contextmanager
     def join(self, *optimizers: Any) -> Iterator[None]:
+        if groups_in_use(self.module):
+            raise ValueError(
+                "DDP.join: a SyncBatchNorm in training waits for all ranks in every forward, so "
+                "none can leave before the others. Let a rank without data give empty batches, or "
+                "put these layers into evaluation mode."
+            )
         self._gradients.note_versions()
         self._sparse.note_versions()
         with super().join(*optimizers):
@@ -469,6 +484,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._check_parameters()
         trained = self._parameters_of_module.trained
         given = None if grads is None else self._given_gradients(grads)
+        if weight and given is None:
+            self._refuse_averaged()
         if not self._no_sync_depth:
             self.__dict__.update(_given=given, _weight=weight)
             try:

@@ -118,7 +118,7 @@ class DDP(Generic[ModuleT]):
         How the gradients of the ranks are combined. ``"sum"`` is right if each rank has divided its
         loss by the size of the whole batch. ``"contributors"`` divides each gradient by the number
         of ranks that had one, not by the number of all ranks.
-    compress : {None, "fp16", "bf16"} or callable, optional
+    compress : {None, "fp16", "bf16"}, PowerSGD or callable, optional
         How real gradients of 32 and 64 bits travel. A callable gets a
         `ferro_dist.parallel.bucket.Bucket`, the backend and a `ReduceOp`, and reduces
         ``bucket.gradients`` (or its ``views``) in place, alike on all ranks. It returns None, what
@@ -297,7 +297,7 @@ class DDP(Generic[ModuleT]):
             How much this rank's gradients count, at least 0; given on all ranks or on none. The
             mean is then the weighted mean: with the number of tokens as the weight, and a loss that
             is a mean over tokens, it is the mean over the tokens of all ranks. In a sum each
-            gradient is multiplied by its weight.
+            gradient is multiplied by its weight. With torch, call backward inside `no_sync` before.
 
         Returns
         -------
@@ -307,8 +307,9 @@ class DDP(Generic[ModuleT]):
         Raises
         ------
         TypeError, ValueError
-            Gradients that do not fit the parameters, or an invalid weight. Nothing was sent. Or the
-            weights of all ranks are 0: raised on all; the group stays usable.
+            Gradients that do not fit the parameters, an invalid weight, or one for gradients that
+            backward has averaged. Nothing was sent. Or the weights of all ranks are 0: raised on
+            all; the group stays usable.
         CollectiveMismatch
             Only some ranks gave a weight (inside `join` that is a ValueError), or they train
             different parameters. Raised on all ranks; the group stays usable.
@@ -364,7 +365,8 @@ class DDP(Generic[ModuleT]):
         ------
         TypeError, ValueError
             An argument is no torch optimizer, has parameters of another module, or is a
-            `ShardedOptimizer`. Nothing was sent. Or, at the end of the block and on all ranks, its
+            `ShardedOptimizer`; or a layer is a `SyncBatchNorm` in training, which waits for all
+            ranks. Nothing was sent. Or, at the end of the block and on all ranks, its
             state holds something other than tensors and plain values. The group stays usable.
         CollectiveMismatch
             The optimizers of the ranks differ. The group stays usable.

@@ -142,6 +142,24 @@ def test_a_weight_on_some_ranks_or_of_nothing_is_refused_on_all(on_ranks: OnRank
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_a_weight_for_what_backward_has_averaged_is_refused(
+    on_ranks: OnRanks, average: str
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        ddp(1.0).sum().backward()
+        with pytest.raises(ValueError, match=r"Call backward inside no_sync\(\)"):
+            ddp.sync_gradients(weight=1)
+        with ddp.no_sync():
+            ddp(backend.rank * 4.0).sum().backward()
+        ddp.sync_gradients(weight=[1, 3][backend.rank])
+        return gradients_of(ddp)
+
+    expected = (1 + 3, 2) if average == "mean" else (2 + 12, 2 + 4)
+    assert on_ranks(2, body) == [expected] * 2
+
+
 def refuse_weights(ddp: Any, weights: tuple[Any, ...]) -> None:
     with pytest.raises((ValueError, fd.CollectiveMismatch)):
         ddp.sync_gradients(weight=weights[ddp.backend.rank])
@@ -446,6 +464,21 @@ def test_optimizers_that_cannot_be_brought_along_are_refused(on_ranks: OnRanks) 
             pass
         ddp(1.0).sum().backward()
         assert gradients_of(ddp) == (1, 1)
+
+    on_ranks(2, body)
+
+
+def test_ranks_that_normalize_together_cannot_run_out(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        module = nn.Sequential(nn.BatchNorm1d(1), Scale().float())
+        ddp = fd.DDP(fd.convert_sync_batchnorm(module, backend), backend)
+        with pytest.raises(ValueError, match="a SyncBatchNorm in training waits"), ddp.join():
+            pass
+        module[0].eval()
+        with ddp.join():
+            for _ in range(backend.rank):
+                ddp(torch.ones(2, 1)).sum().backward()
+        ddp.verify()
 
     on_ranks(2, body)
 
