@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ferro_dist.parallel.stage import LossOf, Stage
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["BackwardEnds", "ForwardEnds", "TrainingEnds"]
+__all__ = ["BackwardEnds", "EndStages", "Ends", "ForwardEnds", "TrainingEnds"]
 
 Array = Any
 NumpyArray = np.ndarray[Any, Any]
@@ -32,24 +32,22 @@ Gradients = Sequence[Any]
 LossFn = Callable[..., Any]
 
 
-class _Ends:
-    """What all kinds have in common: the first stage's input and its gradient.
+class EndStages(NamedTuple):
+    """The first and the last stage of a pipeline, each if it is on this rank."""
 
-    Parameters
-    ----------
-    first, last : Stage or None
-        The first and the last stage, if they are on this rank.
-    num_microbatches : int
-    rank : int
-    """
+    first: Stage | None
+    last: Stage | None
+    num_microbatches: int
+    first_rank: int
+    """The rank of the first stage."""
 
-    def __init__(
-        self, first: Stage | None, last: Stage | None, num_microbatches: int, rank: int
-    ) -> None:
-        self._first = first
-        self._last = last
-        self._num_microbatches = num_microbatches
-        self._rank = rank
+
+class Ends:
+    """What all kinds have in common: the first stage's input and its gradient."""
+
+    def __init__(self, stages: EndStages) -> None:
+        self._stages = stages
+        self._first, self._last, self._num_microbatches, self._first_rank = stages
         self._x: Microbatches | None = None
         self._input_gradients: dict[int, Gradients] = {}
 
@@ -65,9 +63,11 @@ class _Ends:
         return self._x.parcel(microbatch, self._first.microbatch_input)
 
     def last_gradient(self, microbatch: int) -> Gradients:
+        """Return the gradients of the last stage's output, or the scale of its loss."""
         raise NotImplementedError
 
     def loss_of(self, microbatch: int, inputs: Parcel) -> LossOf | None:
+        """Return what turns the output of the last stage for these inputs into a loss, or None."""
         return None
 
     def put_output(self, stage: int, microbatch: int, output: Parcel) -> None:
@@ -80,7 +80,7 @@ class _Ends:
         if self._first is None:
             return
         if x is None:
-            raise ValueError(f"Pipeline: rank {self._rank} must provide input")
+            raise ValueError(f"Pipeline: rank {self._first_rank} must provide input")
         self._x = Microbatches(x, self._num_microbatches, "input")
         for array in self._x.arrays:
             self._first.check_given(array, "input")
@@ -98,7 +98,7 @@ class _Ends:
         return pytree.unflatten(x.structure, arrays)
 
 
-class TrainingEnds(_Ends):
+class TrainingEnds(Ends):
     """Those of a step: a batch in, its loss and its gradient out.
 
     Parameters
@@ -113,10 +113,7 @@ class TrainingEnds(_Ends):
 
     def __init__(
         self,
-        first: Stage | None,
-        last: Stage | None,
-        num_microbatches: int,
-        rank: int,
+        stages: EndStages,
         x: Tree,
         target: Tree,
         loss_fn: LossFn | None,
@@ -124,7 +121,7 @@ class TrainingEnds(_Ends):
         replicas: Backend | None,
         is_averaged: bool,
     ) -> None:
-        super().__init__(first, last, num_microbatches, rank)
+        super().__init__(stages)
         self._is_averaged = is_averaged
         self._arguments = x, target, loss_fn, weight
         self._replicas = replicas
@@ -241,19 +238,11 @@ class TrainingEnds(_Ends):
         self._weights = [weight / total for weight in self._weights or []]
 
 
-class ForwardEnds(_Ends):
+class ForwardEnds(Ends):
     """Those of a forward: a batch in, outputs out."""
 
-    def __init__(
-        self,
-        first: Stage | None,
-        last: Stage | None,
-        num_microbatches: int,
-        rank: int,
-        x: Tree,
-        kept: int,
-    ) -> None:
-        super().__init__(first, last, num_microbatches, rank)
+    def __init__(self, stages: EndStages, x: Tree, kept: int) -> None:
+        super().__init__(stages)
         self._given = x
         self._kept = kept
         self._outputs: dict[int, Parcel] = {}
@@ -281,20 +270,13 @@ class ForwardEnds(_Ends):
         return concatenate(parcels) if parcels else None
 
 
-class BackwardEnds(_Ends):
+class BackwardEnds(Ends):
     """Those of a backward after a forward: gradients in at the last stage, out at the first."""
 
     def __init__(
-        self,
-        forward: ForwardEnds,
-        first: Stage | None,
-        last: Stage | None,
-        num_microbatches: int,
-        rank: int,
-        outputs: Sequence[Tree],
-        gradients: Sequence[Tree] | None,
+        self, forward: ForwardEnds, outputs: Sequence[Tree], gradients: Sequence[Tree] | None
     ) -> None:
-        super().__init__(first, last, num_microbatches, rank)
+        super().__init__(forward._stages)
         self._x = forward._x
         self._outputs = outputs
         self._given = gradients

@@ -14,19 +14,20 @@ import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import Forecasts, Parcel, Receiver, Run, Sender
+from ferro_dist.parallel.ends import Ends
 from ferro_dist.parallel.schedules import Action, ActionKind, Span, placement_of
-from ferro_dist.parallel.stage import Keyed, LossOf, Stage, microbatch_seed
+from ferro_dist.parallel.stage import Keyed, Stage, microbatch_seed
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
     from ferro_dist.parallel.gpu_channels import GpuChannels
     from ferro_dist.parallel.gradient_reduction import GradientReduction
 
-__all__ = ["Ends", "Program", "StepRun", "Wiring"]
+__all__ = ["Program", "StepRun", "Wiring"]
 
 Gradients = Sequence[Any]
 
@@ -65,28 +66,6 @@ class Program:
             if action.kind.is_recv:
                 self.expected[self.peer_of[action]].append(action)
         self.is_local = {s: rank == other for s, other in enumerate(placement)}
-
-
-class Ends(Protocol):
-    """What enters a pipeline at its two ends, and what leaves it."""
-
-    def begin(self) -> None:
-        """Raise if what the user gave is not usable."""
-
-    def abandon(self) -> None:
-        """Take part in what other ranks wait for in their `begin`, if this rank has not yet."""
-
-    def first_input(self, microbatch: int) -> Parcel: ...
-
-    def last_gradient(self, microbatch: int) -> Gradients:
-        """Return the gradients of the last stage's output, or the scale of its loss."""
-
-    def loss_of(self, microbatch: int, inputs: Parcel) -> LossOf | None:
-        """Return what turns the output of the last stage for these inputs into a loss, or None."""
-
-    def put_output(self, stage: int, microbatch: int, output: Parcel) -> None: ...
-
-    def put_input_gradient(self, microbatch: int, gradients: Gradients) -> None: ...
 
 
 class Wiring(NamedTuple):

@@ -28,7 +28,7 @@ from ferro_dist import arguments
 from ferro_dist.errors import DistributedError
 from ferro_dist.parallel.activation_channel import Run, meet
 from ferro_dist.parallel.bucket import bucket_nbytes_of
-from ferro_dist.parallel.ends import BackwardEnds, ForwardEnds, TrainingEnds
+from ferro_dist.parallel.ends import BackwardEnds, Ends, EndStages, ForwardEnds, TrainingEnds
 from ferro_dist.parallel.executor import Program, StepRun
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.outcome import run_on_all, share_outcome
@@ -52,7 +52,6 @@ from ferro_dist.parallel.schedules import (
     one_phase,
     placement_of,
 )
-from ferro_dist.parallel.stage import Stage
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -314,7 +313,7 @@ class Pipeline(Generic[ModuleT]):
         self._begin()
         self._pending_forward = None  # this drops what it had kept
         kept = max(self._stages)
-        ends = ForwardEnds(*self._end_stages, input, kept)
+        ends = ForwardEnds(self._end_stages, input, kept)
         for stage in self._stages.values():
             stage.forget()
         self._run("forward", ends)
@@ -342,10 +341,7 @@ class Pipeline(Generic[ModuleT]):
         if forward is None:
             raise RuntimeError("Pipeline: backward needs a forward before it")
         self._pending_forward = None
-        first, last, count, rank = self._end_stages
-        self._train(
-            "backward", BackwardEnds(forward, first, last, count, rank, outputs, grad_outputs)
-        )
+        self._train("backward", BackwardEnds(forward, outputs, grad_outputs))
 
     def eval(self, x: Tree = None) -> Tree:
         """Run forward without gradients, in evaluation mode.
@@ -365,7 +361,7 @@ class Pipeline(Generic[ModuleT]):
             As for `step`.
         """
         self._begin()
-        ends = ForwardEnds(*self._end_stages, x, self.num_stages - 1)
+        ends = ForwardEnds(self._end_stages, x, self.num_stages - 1)
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluation())
@@ -441,7 +437,7 @@ class Pipeline(Generic[ModuleT]):
 
     def _training_ends(self, x: Tree, target: Tree, loss_fn: Any, weight: Any) -> TrainingEnds:
         is_averaged = self._op is ReduceOp.MEAN
-        return TrainingEnds(*self._end_stages, x, target, loss_fn, weight, self._dp, is_averaged)
+        return TrainingEnds(self._end_stages, x, target, loss_fn, weight, self._dp, is_averaged)
 
     def _train(self, call: str, ends: TrainingEnds | BackwardEnds) -> float:
         """Run something with a backward in it, and reduce what it adds to the gradients."""
@@ -466,7 +462,7 @@ class Pipeline(Generic[ModuleT]):
     def _run(
         self,
         call: str,
-        ends: TrainingEnds | ForwardEnds | BackwardEnds,
+        ends: Ends,
         prepare: Callable[[], None] = lambda: None,
     ) -> float:
         """Run what `call` asks for; return the loss, or raise what went wrong anywhere."""
@@ -521,10 +517,9 @@ class Pipeline(Generic[ModuleT]):
             stage.forget()
 
     @property
-    def _end_stages(self) -> tuple[Stage | None, Stage | None, int, int]:
-        first = self._stages.get(0)
-        last = self._stages.get(self.num_stages - 1)
-        return first, last, self._num_microbatches, self._placement[0]
+    def _end_stages(self) -> EndStages:
+        first, last = self._stages.get(0), self._stages.get(self.num_stages - 1)
+        return EndStages(first, last, self._num_microbatches, self._placement[0])
 
     def _program(self, call: str) -> Program:
         phase = "forward" if call == "eval" else call

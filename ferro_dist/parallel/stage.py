@@ -137,11 +137,6 @@ class Stage(abc.ABC):
         self._saved.clear()
         self._deferred.clear()
 
-    @property
-    def num_live(self) -> int:
-        """The number of microbatches of which something is kept."""
-        return len(self._saved.keys() | self._deferred.keys())
-
     def interrupt(self, error: BaseException) -> None:
         """Tell replicas that wait inside the module itself for what will not come."""
         return
