@@ -1,4 +1,4 @@
-"""At which of this machine's interfaces rank 0 listens.
+"""At which of this machine's interfaces rank 0 listens, and how that is written.
 
 Used by ferrorun before a rank exists, and by the rendezvous.
 """
@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
     Interface = tuple[int, Any]  # address family, and what bind() takes
 
-__all__ = ["bind", "everywhere", "is_literal", "is_loopback", "is_wildcard", "of_name"]
+__all__ = [
+    "bind",
+    "everywhere",
+    "format_host_port",
+    "is_literal",
+    "is_loopback",
+    "is_wildcard",
+    "of_name",
+]
 
 
 def is_literal(host: str) -> bool:
@@ -38,6 +46,11 @@ def is_loopback(host: str) -> bool:
 def is_wildcard(host: str) -> bool:
     """Whether `host` stands for every interface."""
     return host in ("0.0.0.0", "::")
+
+
+def format_host_port(host: str, port: int | str) -> str:
+    """Write ``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def everywhere(port: int) -> Interface:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from ferro_dist._launch.command_line import EMULATION_DIR
+from ferro_dist.interfaces import format_host_port
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Rendezvous:
             return cls("127.0.0.1:<port>", "127.0.0.1", "<port>", "", "<fd>")
         host, port = options.endpoint
         fd = "<fd>" if options.node_rank == 0 else None
-        return cls(join_host_port(host, port), host, str(port + 1), "", fd)
+        return cls(format_host_port(host, port), host, str(port + 1), "", fd)
 
 
 class RankCommand:
@@ -148,8 +149,3 @@ def describe(commands: Iterable[RankCommand]) -> str:
         pairs = [f"{key}={value}" for key, value in shown.items()]
         lines.append(shlex.join(["env", *unset, *pairs, *command.argv]))
     return "".join(f"{line}\n" for line in lines)
-
-
-def join_host_port(host: str, port: int) -> str:
-    """Return ``host:port``, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

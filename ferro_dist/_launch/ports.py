@@ -9,7 +9,7 @@ import os
 
 from ferro_dist import interfaces
 from ferro_dist._launch.command_line import LaunchError
-from ferro_dist._launch.plan import Rendezvous, join_host_port
+from ferro_dist._launch.plan import Rendezvous
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ def listen(options: Options) -> tuple[Rendezvous, list[int]]:
     token = options.token or os.urandom(32).hex()
     if options.endpoint is None:
         listener, master = _bind(LOOPBACK, 0), _bind(LOOPBACK, 0)
-        addr = join_host_port(LOOPBACK, listener.getsockname()[1])
+        addr = interfaces.format_host_port(LOOPBACK, listener.getsockname()[1])
         master_port = str(master.getsockname()[1])
         listening = _listen(listener)
         rendezvous = Rendezvous(addr, LOOPBACK, master_port, token, str(listening))
         return rendezvous, [listening, master.detach()]
     host, port = options.endpoint
-    addr, master_port = join_host_port(host, port), str(port + 1)
+    addr, master_port = interfaces.format_host_port(host, port), str(port + 1)
     if options.node_rank > 0:
         return Rendezvous(addr, host, master_port, token, None), []
     listening = _listen(_bind(host, port))
@@ -63,7 +63,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:  # the latter of a name that no host can have
         reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(
-            f"cannot listen on {join_host_port(host, port)}: {reason}. "
+            f"cannot listen on {interfaces.format_host_port(host, port)}: {reason}. "
             "Host 0 needs an address of its own and a free port there.",
             EXIT_CANNOT_LISTEN,
         ) from None

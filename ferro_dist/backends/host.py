@@ -16,7 +16,7 @@ from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.engine import EngineBackend, peer_reads
 from ferro_dist.errors import DistributedError, Timeout
 from ferro_dist.rendezvous.deadline import Deadline
-from ferro_dist.rendezvous.wiring import Group, Segment, Wiring
+from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring
 
 __all__ = ["HostBackend", "TcpBackend"]
 
@@ -49,6 +49,16 @@ class HostBackend(EngineBackend):
     ------
     InvalidRank, InvalidWorldSize, NoConnection, Timeout, PeerLostError
         See `ferro_dist.rendezvous.connect`.
+
+    Notes
+    -----
+    Large arrays are read directly from the other ranks' memory (``process_vm_readv``) where the
+    kernel permits it and it is faster; ``FERRO_DIST_PEER_READS=never`` forbids it. Under Yama's
+    ``kernel.yama.ptrace_scope=1``, the default of some distributions, the kernel does not permit it
+    between ranks, and ferro_dist leaves it at that: ``prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)``
+    would let every process of this user read their memory. A program may call it in each rank
+    before its first such collective, or with ``os.getppid()``, which admits only the launcher and
+    what that has started.
     """
 
     name = "host"
@@ -176,7 +186,7 @@ class HostBackend(EngineBackend):
         """The ranks that share memory with this one, itself included, ascending."""
         return self._wiring.local_ranks
 
-    def share_memory(self, create: Segment, adopt: Callable[[int], Group]) -> Group:
+    def share_memory(self, create: CreateSegment, adopt: Callable[[int], Group]) -> Group:
         """Give all `local_ranks`, which call this together, a piece of memory besides the group's.
 
         Parameters

@@ -19,7 +19,7 @@ from typing import Any
 
 from ferro_dist import interfaces
 from ferro_dist.errors import NoConnection
-from ferro_dist.interfaces import is_literal, is_loopback
+from ferro_dist.interfaces import format_host_port, is_literal, is_loopback
 
 __all__ = [
     "Address",
@@ -27,7 +27,6 @@ __all__ = [
     "derived_addr",
     "derived_ports",
     "derived_unix_addr",
-    "format_host_port",
     "listen",
     "listening_targets",
     "parse_addresses",
@@ -95,7 +94,8 @@ def _parse_address(text: str) -> Address:
         return _parse_unix(text)
     host, separator, port_text = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
-    if not separator or not host or (":" in host and not is_bracketed):
+    is_host = host.isprintable() and (":" not in host or is_bracketed)
+    if not separator or not host or not is_host:
         raise NoConnection(
             f"{text!r} is not an address: write host:port, [IPv6 address]:port or unix:@name"
         )
@@ -158,11 +158,6 @@ def derived_unix_addr(*key: object) -> str:
 
 def _digest_of(*key: object) -> bytes:
     return hashlib.sha256(repr([str(part) for part in key]).encode()).digest()
-
-
-def format_host_port(host: str, port: int) -> str:
-    """Write ``host:port``, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def resolve(address: Address, token: bytes, deadline: float) -> list[Target]:

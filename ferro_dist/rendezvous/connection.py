@@ -19,13 +19,7 @@ from typing import Any
 
 from ferro_dist.arguments import check_place, check_timeout
 from ferro_dist.cores import count_own
-from ferro_dist.errors import (
-    DistributedError,
-    InvalidWorldSize,
-    Io,
-    NoConnection,
-    Timeout,
-)
+from ferro_dist.errors import DistributedError, Io, NoConnection, Timeout
 from ferro_dist.interfaces import is_loopback, is_wildcard
 from ferro_dist.rendezvous.address import (
     Address,
@@ -51,8 +45,8 @@ from ferro_dist.rendezvous.control_plane import (
     stand_by,
 )
 from ferro_dist.rendezvous.deadline import Deadline
-from ferro_dist.rendezvous.event_loop import EventLoop
-from ferro_dist.rendezvous.wiring import Group, Member, Place, Segment, Wiring, wire
+from ferro_dist.rendezvous.event_loop import EventLoop, describe_error
+from ferro_dist.rendezvous.wiring import CreateSegment, Group, Member, Place, Wiring, wire
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "connect", "connect_through", "stand_by"]
 
@@ -66,7 +60,7 @@ def connect(
     world_size: int,
     addr: str | None,
     *,
-    create_segment: Segment,
+    create_segment: CreateSegment,
     adopt: Callable[[Wiring], Group],
     token: bytes | str | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
@@ -159,13 +153,12 @@ def connect_through(
     rank: int,
     world_size: int,
     *,
-    create_segment: Segment,
+    create_segment: CreateSegment,
     adopt: Callable[[Wiring], Group],
-    token: bytes | str | None = None,
-    timeout: float = DEFAULT_TIMEOUT_S,
+    token: bytes,
+    timeout: float,
+    addresses: Sequence[str],
     shared_memory: bool = True,
-    addresses: Sequence[str] | None = None,
-    environ: Mapping[str, str] = os.environ,
 ) -> Group:
     """Connect the ranks of a group by means of an existing group.
 
@@ -177,10 +170,9 @@ def connect_through(
         one rank, which calls it not even once.
     rank, world_size : int
         Of the new group.
-    addresses : sequence of str, optional
-        Where this rank reaches each rank of the new group: the parent's
-        ``Wiring.addresses``. Default: all on this machine.
-    create_segment, adopt, token, timeout, shared_memory
+    token, addresses
+        The parent's ``Wiring.token``, and of its ``Wiring.addresses`` those of the new group.
+    create_segment, adopt, timeout, shared_memory
         As for `connect`.
 
     Raises
@@ -188,20 +180,12 @@ def connect_through(
     NoConnection, Timeout, PeerLostError
         As for `connect`.
     """
-    rank, world_size = check_place(rank, world_size)
-    deadline = Deadline(check_timeout(timeout))
     if world_size == 1:
         return adopt(world_of_one())
-    views = None if addresses is None else tuple(map(str, addresses))
-    if views is not None and len(views) != world_size:
-        raise InvalidWorldSize(f"{len(views)} addresses for {world_size} ranks", op="split")
-    secret, is_shared = find_token(token, environ, deadline.at)
-    if not is_shared and views and not all(map(is_loopback, views)):
-        raise NoConnection(f"this group spans hosts: {HOW_TO_SET_A_TOKEN}", op="split", rank=rank)
     with system_errors(rank), contextlib.closing(EventLoop()) as loop:
-        exchange = ParentExchange(loop, all_gather, rank, world_size, deadline)
-        place = KnownPlace(views)
-        return wire(exchange, secret, create_segment, shared_memory, place, adopt)
+        exchange = ParentExchange(loop, all_gather, rank, world_size, Deadline(timeout))
+        place = KnownPlace(addresses)
+        return wire(exchange, token, create_segment, shared_memory, place, adopt)
 
 
 @contextlib.contextmanager
@@ -224,22 +208,11 @@ def world_of_one() -> Wiring:
 class KnownPlace(Place):
     """The parent group knows the addresses."""
 
-    def __init__(self, views: tuple[str, ...] | None) -> None:
-        self._views = views
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = tuple(addresses)
 
-    def views(self, rank: int, members: Sequence[Member]) -> tuple[str, ...]:
-        if self._views is not None:
-            return self._views
-        strangers = [r for r, m in enumerate(members) if m.network != members[rank].network]
-        if strangers:
-            raise NoConnection(
-                f"rank {strangers[0]} is on another host than rank {rank}: the addresses of the "
-                "ranks are needed",
-                op="split",
-                rank=rank,
-                peer=strangers[0],
-            )
-        return (self.loopback,) * len(members)
+    def addresses_of(self, rank: int, members: Sequence[Member]) -> tuple[str, ...]:
+        return self._addresses
 
 
 class _Entrance(Place):
@@ -303,31 +276,30 @@ class _Entrance(Place):
         )
 
     def _listen(self, claim: Claim) -> socket.socket:
-        failures = []
+        failures: dict[str, OSError] = {}
         for address in self._addresses:
-            sock, failure = self._listen_at(address, claim)
-            if sock is not None:
-                return sock
-            failures.append(f"{address.text}: {failure}")
-        raise NoConnection(
-            f"rank 0 cannot listen at {'; '.join(failures)}. Another program, or rank 0 of "
-            "another group, may be there: choose another address",
-            op="init",
-            rank=0,
-        )
+            result = self._listen_at(address, claim)
+            if not isinstance(result, OSError):
+                return result
+            failures[address.text] = result
+        what = "; ".join(f"{text}: {describe_error(error)}" for text, error in failures.items())
+        if any(map(is_taken, failures.values())):
+            remedy = "Another program, or rank 0 of another group, may be there: choose another"
+        else:
+            remedy = "Choose an address of the machine on which rank 0 runs, and a port open to it"
+        raise NoConnection(f"rank 0 cannot listen at {what}. {remedy}", op="init", rank=0)
 
-    def _listen_at(self, address: Address, claim: Claim) -> tuple[socket.socket | None, str]:
-        """Listen at the first available target of an address, or say why there is none."""
-        failure = ""
+    def _listen_at(self, address: Address, claim: Claim) -> socket.socket | OSError:
+        """Listen at the first available target of an address; return the error if none is."""
+        result: socket.socket | OSError = OSError("it has no address")
         for target in self._bindable(address):
             result = try_to_listen(target)
-            if isinstance(result, socket.socket):
-                return result, ""
-            failure = (result.strerror or str(result)).lower()
+            if not isinstance(result, OSError):
+                break
             if is_taken(result):
                 self._check_duplicate(address, target, claim)
                 break
-        return None, failure
+        return result
 
     def _bindable(self, address: Address) -> list[Target]:
         targets = self._targets(address)
@@ -365,12 +337,12 @@ class _Entrance(Place):
         is_known = not (is_loopback(host) or is_wildcard(host))
         self.own_address, _, self._scope = (host if is_known else "").partition("%")
 
-    def views(self, rank: int, members: Sequence[Member]) -> tuple[str, ...]:
+    def addresses_of(self, rank: int, members: Sequence[Member]) -> tuple[str, ...]:
         near = self._reached or members[0].loopback
-        views = [self._with_scope(member.address) if member.address else near for member in members]
+        addresses = [self._with_scope(each.address) if each.address else near for each in members]
         if not members[rank].address:
-            views[rank] = members[0].loopback
-        return tuple(views)
+            addresses[rank] = members[0].loopback
+        return tuple(addresses)
 
     def _with_scope(self, host: str) -> str:
         # A link-local address has a meaning only together with this host's interface.

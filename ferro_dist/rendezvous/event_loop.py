@@ -24,7 +24,7 @@ from ferro_dist.rendezvous.address import Target
 from ferro_dist.rendezvous.authentication import AuthenticationFailed, Claim, answer
 from ferro_dist.rendezvous.frame import Conversation, ProtocolError
 
-__all__ = ["Acceptor", "Dialler", "EventLoop", "Stream"]
+__all__ = ["Acceptor", "Dialler", "EventLoop", "Stream", "describe_error"]
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -347,7 +347,7 @@ class Acceptor:
             sock,
             self._conversation(),
             lambda sock, claim: self._finish(stream, sock, claim),
-            lambda error: self._drop(stream, _describe(error)),
+            lambda error: self._drop(stream, describe_error(error)),
         )
         self._pending[stream] = self._loop.call_at(
             time.monotonic() + HANDSHAKE_S,
@@ -395,7 +395,6 @@ class Dialler:
         on_failed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.target = target
-        self.num_attempts = 0
         self.has_been_accepted = False
         self.last_error: Exception | None = None
         self.mismatch: AuthenticationFailed | None = None
@@ -410,7 +409,6 @@ class Dialler:
 
     def dial(self) -> None:
         """Begin an attempt."""
-        self.num_attempts += 1
         try:
             self._socket = self._loop.own(socket.socket(self.target.family, socket.SOCK_STREAM))
         except OSError as error:
@@ -440,10 +438,10 @@ class Dialler:
 
     def describe_failure(self) -> str:
         """Say how the last attempt failed."""
-        text = _describe(self.last_error) if self.last_error else "no answer"
+        text = describe_error(self.last_error) if self.last_error else "no answer"
         if self.mismatch is None or self.mismatch is self.last_error:
             return text
-        return f"{text}; before that, {_describe(self.mismatch)}"
+        return f"{text}; before that, {describe_error(self.mismatch)}"
 
     def _on_reached(self) -> None:
         assert self._socket is not None
@@ -505,6 +503,7 @@ def _too_many_files(error: OSError) -> Io:
     )
 
 
-def _describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """Return what went wrong, to stand within a sentence."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text[:1].lower() + text[1:]

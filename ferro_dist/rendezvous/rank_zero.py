@@ -9,10 +9,10 @@ import os
 import re
 
 from ferro_dist.errors import NoConnection
+from ferro_dist.interfaces import format_host_port
 from ferro_dist.rendezvous.address import (
     derived_addr,
     derived_unix_addr,
-    format_host_port,
     parse_addresses,
 )
 from ferro_dist.rendezvous.launchers import Environ, Source, number_of

@@ -70,7 +70,7 @@ from ferro_dist.rendezvous.roll_call import (
     encode_members,
     unpack_ranks,
 )
-from ferro_dist.rendezvous.wiring import Group, Segment, Wiring, wire
+from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring, wire
 
 __all__ = ["Predecessor", "connect_survivors"]
 
@@ -111,7 +111,7 @@ def connect_survivors(
     predecessor: Predecessor,
     parent: Wiring,
     *,
-    create_segment: Segment,
+    create_segment: CreateSegment,
     adopt: Callable[[Wiring], Group],
     timeout: float,
     shared_memory: bool = True,
@@ -163,7 +163,7 @@ class _Succession(Generic[Group]):
         self,
         predecessor: Predecessor,
         parent: Wiring,
-        create_segment: Segment,
+        create_segment: CreateSegment,
         adopt: Callable[[Wiring], Group],
         shared_memory: bool,
         timeout: float,
@@ -204,13 +204,13 @@ class _Succession(Generic[Group]):
                     raise self._timeout([members[rank] for rank in error.missing]) from error
 
     def _wire(self, exchange: Exchange, members: tuple[int, ...]) -> Group:
-        views = tuple(self._parent.addresses[member] for member in members)
+        addresses = [self._parent.addresses[member] for member in members]
         return wire(
             exchange,
             self._parent.token,
             self._create_segment,
             self._shared_memory,
-            KnownPlace(views),
+            KnownPlace(addresses),
             self._adopt,
         )
 

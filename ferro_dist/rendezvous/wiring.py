@@ -33,14 +33,14 @@ from ferro_dist.rendezvous.control_plane import Exchange
 from ferro_dist.rendezvous.event_loop import READ, Acceptor, Dialler
 from ferro_dist.rendezvous.frame import Conversation, ProtocolError, decode_json
 
-__all__ = ["Group", "Member", "Place", "Segment", "Wiring", "wire"]
+__all__ = ["CreateSegment", "Group", "Member", "Place", "Wiring", "wire"]
 
 SEGMENT_MESSAGE = struct.Struct("!QQ")  # device and inode of the segment
 UCRED = struct.Struct("3i")  # process, user and group id
 PORT = struct.Struct("!H")
 SOCKET_ROLES = (Role.COLLECTIVE, Role.POINT_TO_POINT)
 
-Segment = Callable[[int], int]
+CreateSegment = Callable[[int], int]
 """Makes shared memory for so many ranks and returns its descriptor."""
 
 
@@ -130,7 +130,7 @@ class Place(abc.ABC):
     loopback: str = "127.0.0.1"
 
     @abc.abstractmethod
-    def views(self, rank: int, members: Sequence[Member]) -> tuple[str, ...]:
+    def addresses_of(self, rank: int, members: Sequence[Member]) -> tuple[str, ...]:
         """Return where this rank reaches each rank's host."""
 
 
@@ -224,7 +224,7 @@ KINDS: dict[str, type] = {"int": int, "str": str, "bool": bool}
 def wire(
     exchange: Exchange,
     token: bytes,
-    create_segment: Segment,
+    create_segment: CreateSegment,
     shared_memory: bool,
     place: Place,
     adopt: Callable[[Wiring], Group],
@@ -245,7 +245,7 @@ class _Wirer:
     """The steps on one rank."""
 
     def __init__(
-        self, exchange: Exchange, token: bytes, create_segment: Segment, place: Place
+        self, exchange: Exchange, token: bytes, create_segment: CreateSegment, place: Place
     ) -> None:
         self._exchange = exchange
         self._loop = exchange.loop
@@ -317,7 +317,7 @@ class _Wirer:
             self._agree_on_hosts(),
             num_colocated=len(colocated),
             num_cores=_count_cores(colocated),
-            addresses=self._place.views(self._rank, self._members),
+            addresses=self._place.addresses_of(self._rank, self._members),
             token=self._token,
             identity=self._group,
             spans_networks=len({member.network for member in self._members}) > 1,

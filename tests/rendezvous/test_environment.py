@@ -327,7 +327,7 @@ def test_several_addresses_keep_their_order() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "host", "host:", ":1", "::1:80", "[a]:1", "h:99999", "h:-1", "h:x", "unix:/tmp/x", "a:1,"],
+    ["", "host", "host:", ":1", "::1:80", "[a]:1", "h:99999", "h:-1", "\0:1", "unix:/x", "a:1,"],
 )
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(NoConnection, match="is not an address"):
