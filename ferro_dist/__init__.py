@@ -143,7 +143,7 @@ def __getattr__(name: str) -> Any:
         try:
             value: Any = metadata.version("ferro_dist")
         except metadata.PackageNotFoundError:
-            value = "unknown"  # imported from a source tree that was never installed
+            value = "(used from a source tree, not installed)"
     elif name in _MODULE_OF:
         module = importlib.import_module(f"ferro_dist.{_MODULE_OF[name]}")
         value = getattr(module, name)

@@ -20,6 +20,8 @@ import socket
 import sys
 from collections.abc import Iterable, Sequence
 
+import ferro_dist
+
 Row = tuple[str, str]
 
 # What to install for it, and under which names it is published.
@@ -42,8 +44,8 @@ def main(argv: Sequence[str] = ()) -> int:
         epilog="exit code: 1 if the engine itself cannot be loaded, else 0.",
         allow_abbrev=False,
     )
-    version = version_of("ferro_dist") or "(used from a source tree, not installed)"
-    parser.add_argument("--version", action="version", version=f"ferro_dist {version}")
+    version = f"ferro_dist {ferro_dist.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     parser.parse_args(argv)
     engine_problem = find_engine_problem()
     sections: list[tuple[str, Iterable[Row]]] = [
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] = ()) -> int:
 def versions() -> list[Row]:
     """Return the versions of this package, of Python, and of the array libraries."""
     rows = [
-        ("ferro_dist", version_of("ferro_dist") or "used from a source tree, not installed"),
+        ("ferro_dist", ferro_dist.__version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("system", f"{platform.system()} {platform.release()} on {platform.machine()}"),
         ("numpy", version_of("numpy") or "not installed: pip install numpy"),

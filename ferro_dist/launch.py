@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import sys
 
+import ferro_dist
 from ferro_dist._launch.command_line import LaunchError, parse, usable_cores
 from ferro_dist._launch.front import run_job
 from ferro_dist._launch.kernel import complain, open_standard_fds, show
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(USAGE)
             return 0
         if options.wants_version:
-            show(f"ferrorun of ferro_dist {version()}\n")
+            show(f"ferrorun of ferro_dist {ferro_dist.__version__}\n")
             return 0
         if options.is_dry_run:
             show(describe(plan(options, Rendezvous.placeholder(options), os.environ)))
@@ -90,16 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(str(error))
         return error.exit_code
     return run_job(options)
-
-
-def version() -> str:
-    """Return the version that is installed."""
-    from importlib import metadata  # takes longer to load than all the rest
-
-    try:
-        return metadata.version("ferro_dist")
-    except metadata.PackageNotFoundError:
-        return "(used from a source tree, not installed)"
 
 
 if __name__ == "__main__":

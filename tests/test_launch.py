@@ -535,18 +535,18 @@ def test_a_command_that_cannot_be_run_exits_with_126(tmp_path: Path) -> None:
     assert found == (126, "", f"ferrorun: cannot run {path}: Permission denied\n")
 
 
-def test_too_few_descriptors_stop_the_start(launch: Launch) -> None:
+@pytest.mark.parametrize(("limit", "what"), [(8, "a job"), (20, r"rank \d+")])
+def test_too_few_descriptors_stop_the_start(launch: Launch, limit: int, what: str) -> None:
     import resource
 
     job = launch(
         "wait_for_ever()",
         *("-n", "16"),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
     )
     code, _, err = job.finish()
     assert code == 126
-    assert "cannot start rank" in err
-    assert "Too many open files" in err
+    assert re.fullmatch(f"ferrorun: cannot start {what}: Too many open files\n", err)
 
 
 def test_starting_ferrorun_imports_nothing_heavy() -> None:

@@ -8,6 +8,7 @@ import time
 
 from ferro_dist._launch.kernel import (
     PR_SET_CHILD_SUBREAPER,
+    UNKILLABLE_S,
     complain,
     descendants,
     exit_with,
@@ -26,8 +27,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ferro_dist._launch.command_line import Options
 
-# From SIGKILL until a process that the kernel does not let die (state D) is given up.
-UNKILLABLE_S = 2.0
 SI_KERNEL = 0x80  # siginfo's si_code of a signal that the terminal sent
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+# From SIGKILL until a process that the kernel does not let die (state D) is given up.
+UNKILLABLE_S = 2.0
 
 
 def open_standard_fds() -> None:

@@ -9,7 +9,14 @@ import signal
 import time
 
 from ferro_dist._launch.command_line import EXIT_NOT_FOUND, LaunchError, Options
-from ferro_dist._launch.kernel import PR_SET_CHILD_SUBREAPER, complain, descendants, kill_all, prctl
+from ferro_dist._launch.kernel import (
+    PR_SET_CHILD_SUBREAPER,
+    UNKILLABLE_S,
+    complain,
+    descendants,
+    kill_all,
+    prctl,
+)
 from ferro_dist._launch.output import (
     EXIT_CANNOT_WRITE,
     PIPE_NBYTES,
@@ -33,8 +40,6 @@ from ferro_dist._launch.signals import (
 
 # From SIGTERM to SIGKILL. With the kill itself, stragglers are gone within 5 s.
 GRACE_S = 4.0
-# From SIGKILL until a process that the kernel does not let die (state D) is given up.
-UNKILLABLE_S = 2.0
 # A signalled job waits for a reader of its last output no longer than this.
 READER_S = 1.0
 # A terminal shows an unfinished line (a prompt, a progress bar) after this long.
@@ -55,12 +60,16 @@ def supervise(
     try:
         rendezvous, sockets = listen(options)
         logs = open_logs(options)
+        commands = plan(options, rendezvous, os.environ)
+        spawner = Spawner(signals, terminal_group, sockets)
+        job = Job(commands, spawner, output, logs, control, options.keeps_going)
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
-    commands = plan(options, rendezvous, os.environ)
-    spawner = Spawner(signals, terminal_group, sockets)
-    return Job(commands, spawner, output, logs, control, options.keeps_going).run()
+    except OSError as error:
+        complain(f"cannot start a job: {error.strerror}")
+        return EXIT_CANNOT_RUN
+    return job.run()
 
 
 class Job:
