@@ -45,6 +45,7 @@ __all__ = [
     "name_call",
     "per_rank_count",
     "raise_missing_array",
+    "raise_mixed_devices",
     "raise_overlap",
     "reduce_op_of",
     "uneven_counts",

@@ -365,8 +365,8 @@ def empty(shape: int | Sequence[int], dtype: Any, backend: Backend) -> Any:
     Returns
     -------
     numpy.ndarray
-        torch and JAX view it without a copy: ``torch.from_numpy(x)``. It stays valid
-        after the group is closed.
+        torch and JAX view it without a copy: ``torch.from_numpy(x)``. With `NcclBackend` a torch or
+        CuPy array on this rank's GPU. It stays valid after the group is closed.
 
     Raises
     ------

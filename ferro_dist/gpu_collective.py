@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ferro_dist import collective, interop
+from ferro_dist.arguments import name_call
 from ferro_dist.backends.base import Array, Backend
 from ferro_dist.errors import InvalidArray
 from ferro_dist.reduce_op import ReduceOp
@@ -50,7 +51,7 @@ def gpu_allreduce(
         The group has no NCCL, and the detour through host memory is not allowed, or does not exist
         (MPI).
     """
-    _check_on_gpu(x, "gpu_allreduce", backend.rank)
+    _check_on_gpu(x, "gpu_allreduce", backend)
     return collective.allreduce(
         x, backend, op, out=out, async_op=async_op, timeout=timeout, tag=tag
     )
@@ -84,17 +85,19 @@ def gpu_broadcast(
     InvalidArray, UnsupportedOp
         As for `gpu_allreduce`.
     """
-    _check_on_gpu(x, "gpu_broadcast", backend.rank)
+    _check_on_gpu(x, "gpu_broadcast", backend)
     return collective.broadcast(
         x, backend, root, out=out, async_op=async_op, timeout=timeout, tag=tag
     )
 
 
-def _check_on_gpu(x: Array, op: str, rank: int) -> None:
-    if not interop.is_on_gpu(x):
-        raise InvalidArray(
-            f"{op} takes GPU arrays, but this {type(x).__qualname__} is in host memory. "
-            f"Call ferro_dist.{op.removeprefix('gpu_')}, which takes both.",
-            op=op,
-            rank=rank,
-        )
+def _check_on_gpu(x: Array, op: str, backend: Backend) -> None:
+    try:
+        if not interop.is_on_gpu(x):
+            raise InvalidArray(
+                f"this {type(x).__qualname__} is in host memory. "
+                f"Call ferro_dist.{op.removeprefix('gpu_')}, which takes both kinds."
+            )
+    except Exception as error:
+        name_call(error, op, backend)
+        raise

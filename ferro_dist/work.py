@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import abc
+import time
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["CompletedWork", "Work"]
+from ferro_dist.arguments import check_patience
+from ferro_dist.errors import DistributedError
+
+__all__ = ["CompletedWork", "JointWork", "Work"]
 
 
 class Work(abc.ABC):
@@ -55,4 +60,35 @@ class CompletedWork(Work):
         return True
 
     def result(self, timeout: float | None = None) -> Any:
+        return self._result
+
+
+class JointWork(Work):
+    """Several calls that are waited for together, and their common result."""
+
+    def __init__(self, works: Sequence[Work], result: Any = None) -> None:
+        self._works = works
+        self._result = result
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + check_patience(timeout)
+        errors: list[DistributedError] = []
+        for work in self._works:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                work.wait(left)
+            except DistributedError as error:
+                # A message that does not fit does no harm to the others, which must be done with
+                # their arrays before the caller may use them again.
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def is_completed(self) -> bool:
+        # Every one is queried: under MPI the query is what drives it.
+        completed = [work.is_completed() for work in self._works]
+        return all(completed)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.wait(timeout)
         return self._result

@@ -239,6 +239,7 @@ def test_what_is_no_group_is_named(backend: Any) -> None:
         "barrier": lambda: fd.barrier(backend),
         "send": lambda: fd.send(np.ones(2), backend, 1),
         "empty": lambda: fd.empty(2, "float32", backend),
+        "gpu_allreduce": lambda: fd.gpu_allreduce(np.ones(2), backend),
     }
     for op, call in calls.items():
         with pytest.raises(TypeError, match=f"{op}: backend must be a group"):

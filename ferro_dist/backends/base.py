@@ -9,11 +9,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from ferro_dist.arguments import check_timeout
 from ferro_dist.cores import count_own
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11
 
 __all__ = ["Backend", "P2POp"]
 
@@ -81,6 +85,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def timeout(self) -> float:
         """Seconds after which a blocking call that names no timeout gives up."""
+
+    @timeout.setter
+    @abc.abstractmethod
+    def timeout(self, seconds: float) -> None: ...
 
     @property
     @abc.abstractmethod
@@ -219,7 +227,7 @@ class Backend(abc.ABC):
         """Uninitialized array in the memory that suits this backend best."""
 
     @abc.abstractmethod
-    def split(self, members: Sequence[int], timeout: float | None = None) -> Backend | None:
+    def split(self, members: Sequence[int], timeout: float | None = None) -> Self | None:
         """Make a sub-group of these ranks. Called by all ranks of this group.
 
         Parameters
@@ -279,7 +287,7 @@ class Backend(abc.ABC):
         return tuple(range(self.world_size))
 
     @abc.abstractmethod
-    def shrink(self, timeout: float | None = None) -> Backend:
+    def shrink(self, timeout: float | None = None) -> Self:
         """Make a group of the ranks that are left, and close this one.
 
         Every survivor calls this once a call has failed with `PeerLostError`, `ChannelClosed` or
@@ -324,7 +332,7 @@ class Backend(abc.ABC):
     def close(self) -> None:
         """Leave the group and free what it held. Idempotent."""
 
-    def __enter__(self) -> Backend:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -334,6 +342,9 @@ class Backend(abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else check_timeout(timeout)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -90,10 +90,6 @@ class EngineBackend(BoundBackend):
         """Return what tells a GPU group of the same ranks that one is gone."""
         return self._communicator.alarm()
 
-    def has_lost_ranks(self) -> bool:
-        """Whether some rank is known to have died or left. A closed group has lost nobody."""
-        return not self.is_closed and bool(self._communicator.lost_ranks())
-
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         resolved = interop.numpy_dtype(interop.dtype_code(dtype))
         dims = arguments.check_shape(shape)
@@ -113,9 +109,6 @@ class EngineBackend(BoundBackend):
     def interrupt(self, error: BaseException) -> None:
         if not self.is_closed:
             self._communicator.interrupt(error)
-
-    def _seconds(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else arguments.check_timeout(timeout)
 
     def _time_to_shrink(self, timeout: float | None) -> float:
         """Return a timeout for `shrink`, if this rank may call it at all."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,10 @@ from ferro_dist.backends.base import Array, Backend, P2POp
 from ferro_dist.backends.host import HostBackend
 from ferro_dist.backends.nccl import END_GRACE_S, NcclBackend, get_unique_id
 from ferro_dist.backends.nccl_attendance import share_attendance
-from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray
+from ferro_dist.errors import BackendUnavailable, DistributedError
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.rendezvous.deadline import Deadline
-from ferro_dist.work import Work
+from ferro_dist.work import JointWork, Work
 
 if TYPE_CHECKING:
     from ferro_dist._native.nccl import UniqueId
@@ -161,7 +160,7 @@ class HybridBackend(Backend):
         return self._host.empty(shape, dtype)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> HybridBackend | None:
-        deadline = Deadline(self.timeout if timeout is None else arguments.check_timeout(timeout))
+        deadline = Deadline(self._seconds(timeout))
         host = self._host.split(members, deadline.remaining_s)
         try:
             nccl = self._nccl.split(members, deadline.remaining_s)
@@ -189,7 +188,7 @@ class HybridBackend(Backend):
             raise
         return type(self).__new__(type(self))._start(host, nccl)
 
-    # ---- Calls, by where the array lives ------------------------------------------
+    # Calls, by where the array lives
 
     def _side(self, array: Array) -> Backend:
         return self._nccl if interop.is_on_gpu(array) else self._host
@@ -306,11 +305,7 @@ class HybridBackend(Backend):
     ) -> Array | Work:
         side = self._side(x)
         if self._side(out) is not side:
-            raise InvalidArray(
-                "sendrecv: x and out are on different devices. Pass both on a GPU or neither.",
-                op="sendrecv",
-                rank=self.rank,
-            )
+            arguments.raise_mixed_devices("sendrecv", rank=self.rank)
         return side.sendrecv(x, out, dst, src, async_op, timeout, tag)
 
     def batch(
@@ -326,30 +321,11 @@ class HybridBackend(Backend):
         # be wrong with the arguments is found before: the host side checks its own first.
         self._nccl.check_batch(ours[self._nccl], timeout, tag)
         works = [side.batch(ours[side], True, timeout, tag) for side in (self._host, self._nccl)]
-        both = _Both([work for work in works if work is not None])
+        both = JointWork([work for work in works if work is not None])
         if async_op:
             return both
         both.wait()
         return None
-
-
-class _Both(Work):
-    """The messages of one batch, on both sides of a group."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def wait(self, timeout: float | None = None) -> None:
-        patience = None if timeout is None else arguments.check_patience(timeout)
-        deadline = None if patience is None else time.monotonic() + patience
-        for work in self._works:
-            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def result(self, timeout: float | None = None) -> None:
-        self.wait(timeout)
 
 
 def _join_gpus(

@@ -26,13 +26,13 @@ from ferro_dist.backends.mpi_memory import (
     pieces,
 )
 from ferro_dist.backends.mpi_messages import mpi_tag_of
-from ferro_dist.backends.mpi_progress import BatchWork, Call, MpiWork, Steps
+from ferro_dist.backends.mpi_progress import Call, MpiWork, Steps
 from ferro_dist.backends.mpi_reduction import Reduction
 from ferro_dist.backends.results import allocate_chunk, allocate_rows
 from ferro_dist.interop import BufferView, as_view
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.rendezvous.deadline import Deadline
-from ferro_dist.work import Work
+from ferro_dist.work import JointWork, Work
 
 __all__ = ["MpiBackend"]
 
@@ -65,7 +65,9 @@ class MpiBackend(MpiGroup):
     BackendUnavailable
         mpi4py or an MPI library is missing.
     Timeout
-        Not all ranks of `comm` made their backends in time.
+        Not all ranks of `comm` made their backends in time; MPI does not tell which.
+    TypeError
+        `comm` is no intracommunicator.
     """
 
     name = "mpi"
@@ -420,18 +422,20 @@ class MpiBackend(MpiGroup):
             self._message("batch", op.is_send, op.array, op.peer, timeout, tag) for op in ops
         ]
         arguments.check_apart(ops, [message.view for message in messages], rank=self._rank)
-        self._limit(timeout)
+        self._seconds(timeout)  # of an empty batch, too
         done: Work | None = self._finish_all("batch", messages, None, async_op)
         return done
 
     def _finish_all(self, op: str, messages: list[_Message], result: Any, async_op: bool) -> Any:
         self._check_open(op)
-        work = BatchWork([self._post(message) for message in messages], result)
+        works = [self._post(message) for message in messages]
+        joint = JointWork(works, result)
         if async_op:
-            return work
-        work.start_clock()
+            return joint
+        for work in works:
+            work.start_clock()
         with self._poisoned_by_interrupt(op):
-            return work.result()
+            return joint.result()
 
     def _message(
         self, op: str, is_send: bool, array: Array, peer: int, timeout: float | None, tag: int
@@ -447,7 +451,7 @@ class MpiBackend(MpiGroup):
             target = Target(array, view, None)
             steps = self._messages.recv(target, peer, mpi_tag_of(view, tag))
         direction = "send" if is_send else "recv"
-        call = Call(direction, steps, lambda: [peer], self._limit(timeout))
+        call = Call(direction, steps, lambda: [peer], self._seconds(timeout))
         return _Message((direction, peer), call, view)
 
     def _post(self, message: _Message) -> MpiWork:

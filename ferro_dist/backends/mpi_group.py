@@ -105,7 +105,7 @@ class MpiGroup(Backend):
         def move() -> Steps:
             yield from ()
 
-        deadline = Deadline(self._limit(timeout))
+        deadline = Deadline(self._seconds(timeout))
         self._collective(Fingerprint.of_members(chosen), move, False, timeout)
         # MPI has no split that could be given up. All ranks are here or about to be, and one that
         # dies takes the job along: only a rank that is stopped now holds up the others.
@@ -167,7 +167,7 @@ class MpiGroup(Backend):
             yield from self._agreement.reach(fingerprint, sequence)
             return (yield from move())
 
-        limit = self._limit(timeout)
+        limit = self._seconds(timeout)
         call = Call(fingerprint.op, steps(), self._agreement.awaited, limit, sequence)
         self._progress.submit(_COLLECTIVES, call)
         self._sequence += 1
@@ -194,11 +194,6 @@ class MpiGroup(Backend):
             raise ChannelClosed(
                 f"{op}: rank {self._rank} has closed this group.", op=op, rank=self._rank
             )
-
-    def _limit(self, timeout: float | None) -> float:
-        if timeout is None:
-            return self._timeout
-        return arguments.check_timeout(timeout)
 
     def _translate(self, call: Call, error: BaseException) -> DistributedError:
         """Translate what ended a call into an error of ferro_dist."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ferro_dist.errors import BackendUnavailable, InvalidArray
+from ferro_dist.errors import BackendUnavailable
 
 __all__ = ["intracomm", "load_mpi"]
 
@@ -29,5 +29,5 @@ def load_mpi() -> Any:
 def intracomm(mpi: Any, comm: Any) -> Any:
     """Return `comm` if a group can be made of it."""
     if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
-        raise InvalidArray(f"comm must be an mpi4py.MPI.Intracomm, not {comm!r}")
+        raise TypeError(f"comm must be an mpi4py.MPI.Intracomm, not {comm!r}")
     return comm

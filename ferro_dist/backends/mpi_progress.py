@@ -20,7 +20,7 @@ from ferro_dist.arguments import check_patience
 from ferro_dist.errors import DistributedError, LockPoisoned, SizeMismatch, Timeout
 from ferro_dist.work import Work
 
-__all__ = ["BatchWork", "Call", "MpiWork", "Progress", "Requests", "Steps", "mpi_lock"]
+__all__ = ["Call", "MpiWork", "Progress", "Requests", "Steps", "mpi_lock"]
 
 Steps = Generator[None, None, Any]
 """Yields while it waits for MPI; what it returns is the call's result."""
@@ -286,42 +286,6 @@ class MpiWork(Work):
     def result(self, timeout: float | None = None) -> Any:
         self.wait(timeout)
         return self._call.value()
-
-
-class BatchWork(Work):
-    """Several calls that are waited for together, and their common result."""
-
-    def __init__(self, works: list[MpiWork], result: Any = None) -> None:
-        self._works = works
-        self._result = result
-
-    def start_clock(self) -> None:
-        """Count the timeout of all calls from now on."""
-        for work in self._works:
-            work.start_clock()
-
-    def wait(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + check_patience(timeout)
-        errors: list[DistributedError] = []
-        for work in self._works:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                work.wait(left)
-            except DistributedError as error:
-                # A message that does not fit does no harm to the others, which must be done with
-                # their arrays before the caller may use them again.
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    def is_completed(self) -> bool:
-        # Every one is queried: the query is what drives it.
-        completed = [work.is_completed() for work in self._works]
-        return all(completed)
-
-    def result(self, timeout: float | None = None) -> Any:
-        self.wait(timeout)
-        return self._result
 
 
 def _pause(waited_s: float) -> None:

@@ -13,12 +13,7 @@ from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.bound import BoundBackend
-from ferro_dist.errors import (
-    ChannelClosed,
-    DistributedError,
-    Timeout,
-    UnsupportedOp,
-)
+from ferro_dist.errors import ChannelClosed, DistributedError, Timeout, UnsupportedOp
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import Work
@@ -256,8 +251,7 @@ class NcclBackend(BoundBackend):
         Timeout
             Some are not done after `timeout` seconds, by default the backend's.
         """
-        seconds = self.timeout if timeout is None else arguments.check_timeout(timeout)
-        self._await_raw(seconds)
+        self._await_raw(self._seconds(timeout))
         self._group.synchronize(timeout)
 
     def heed(self, alarm: object) -> None:
@@ -319,20 +313,14 @@ class NcclBackend(BoundBackend):
         UnsupportedOp
             Neither is imported.
         """
-        if self.is_closed:
-            raise ChannelClosed(
-                "This rank has closed the group. Make a new one.", op="empty", rank=self.rank
-            )
+        self._check_open("empty")
         dims = arguments.check_shape(shape)
         return interop.device_empty(dims, interop.dtype_code(dtype), self.device)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> NcclBackend | None:
-        if self.is_closed:
-            raise ChannelClosed(
-                "This rank has closed the group. Make a new one.", op="split", rank=self.rank
-            )
+        self._check_open("split")
         chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
-        deadline = Deadline(self.timeout if timeout is None else arguments.check_timeout(timeout))
+        deadline = Deadline(self._seconds(timeout))
         self._check_agreement(chosen, deadline)
         is_member = self.rank in chosen
         key = chosen.index(self.rank) if is_member else 0
@@ -341,6 +329,12 @@ class NcclBackend(BoundBackend):
         if communicator is None:
             return None
         return type(self).__new__(type(self))._adopt(communicator, None, self._config)
+
+    def _check_open(self, op: str) -> None:
+        if self.is_closed:
+            raise ChannelClosed(
+                "This rank has closed the group. Make a new one.", op=op, rank=self.rank
+            )
 
     def _check_agreement(self, members: tuple[int, ...], deadline: Deadline) -> None:
         """Raise CollectiveMismatch unless all ranks of the group have named the same members."""

@@ -1,4 +1,4 @@
-"""Arrays for the results of collectives whose output differs in shape from their input."""
+"""Arrays for the results of collectives: what `_native` is given to allocate and deliver with."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ def a_given_communicator_is_duplicated(group: Group) -> None:
 
 
 def what_is_no_communicator_is_refused(group: Group) -> None:
-    raised(fd.InvalidArray, MpiBackend, MPI.COMM_NULL)
-    raised(fd.InvalidArray, MpiBackend, "world")
+    raised(TypeError, MpiBackend, MPI.COMM_NULL)
+    raised(TypeError, MpiBackend, "world")
     raised(ValueError, MpiBackend, timeout=0)
 
 

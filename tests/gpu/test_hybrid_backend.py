@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from gpu.gpu_ranks import connect
 
 import ferro_dist as fd
-from ferro_dist.backends.hybrid import _Both
 from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray
 from ferro_dist.testing import RankDeath, emulated_gpu, run_ranks
 
@@ -90,37 +88,6 @@ def batch_with_a_mistake(rank: int, world_size: int, addr: str) -> None:
 
 def test_a_batch_with_a_mistake_sends_nothing() -> None:
     ranks(2, batch_with_a_mistake)
-
-
-class Half(fd.Work):
-    """Work that is done after some milliseconds, and notes how long it was given."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.given: float | None = None
-
-    def wait(self, timeout: float | None = None) -> None:
-        self.given = timeout
-        started = time.monotonic()
-        while time.monotonic() < started + self.seconds:
-            os.sched_yield()
-
-    def is_completed(self) -> bool:
-        return True
-
-    def result(self, timeout: float | None = None) -> None:
-        self.wait(timeout)
-
-
-def test_both_halves_of_a_batch_have_one_timeout() -> None:
-    first, second = Half(0.01), Half(0)
-    both = _Both([first, second])
-    both.wait(5.0)
-    assert first.given is not None
-    assert second.given is not None
-    assert second.given <= first.given - 0.01
-    both.result()
-    assert second.given is None  # without limit
 
 
 def mix_in_one_call(rank: int, world_size: int, addr: str) -> None:

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from ferro_dist.errors import SizeMismatch
+from ferro_dist.work import JointWork, Work
+
+
+class Part(Work):
+    """Work that is done after some milliseconds, and notes how long it was given."""
+
+    def __init__(self, seconds: float = 0, error: Exception | None = None) -> None:
+        self.seconds = seconds
+        self.error = error
+        self.was_awaited = False
+        self.given: float | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.was_awaited = True
+        self.given = timeout
+        started = time.monotonic()
+        while time.monotonic() < started + self.seconds:
+            os.sched_yield()
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> None:
+        self.wait(timeout)
+
+
+def test_parts_of_joint_work_have_one_timeout() -> None:
+    first, second = Part(seconds=0.01), Part()
+    both = JointWork([first, second], "result")
+    both.wait(5.0)
+    assert first.given is not None
+    assert second.given is not None
+    assert second.given <= first.given - 0.01
+    assert both.result() == "result"
+    assert second.given is None  # without limit
+
+
+def test_a_part_that_fails_leaves_no_other_under_way() -> None:
+    first, second = Part(error=SizeMismatch("too long")), Part()
+    with pytest.raises(SizeMismatch):
+        JointWork([first, second]).wait()
+    assert second.was_awaited
