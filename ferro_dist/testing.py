@@ -91,15 +91,6 @@ class _Rank:
     is_done: bool = False
 
 
-@dataclass
-class _Run:
-    ranks: list[_Rank] = field(default_factory=list)
-
-    @property
-    def running(self) -> list[_Rank]:
-        return [rank for rank in self.ranks if not rank.is_done]
-
-
 def run_ranks(
     world_size: int,
     body: Callable[..., Any],
@@ -147,8 +138,8 @@ def run_ranks(
     addr = f"unix:@ferro-dist-test-{secrets.token_hex(8)}"
     token = secrets.token_bytes(16)
     _preload()
-    run = _Run()
-    with _killing_survivors(run):
+    ranks: list[_Rank] = []
+    with _killing_survivors(ranks):
         for rank in range(world_size):
             receiving, sending = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
@@ -159,13 +150,13 @@ def run_ranks(
                 ),
                 name=f"rank {rank}",
             )
-            run.ranks.append(_Rank(rank, process, receiving))
+            ranks.append(_Rank(rank, process, receiving))
             os.set_blocking(receiving.fileno(), False)
             with sending:
                 process.start()
-        _collect(run, time.monotonic() + timeout, set(may_die))
-        _await_exits(run, time.monotonic() + _EXIT_S, set(may_die))
-    return [rank.result for rank in run.ranks]
+        _collect(ranks, time.monotonic() + timeout, set(may_die))
+        _await_exits(ranks, time.monotonic() + _EXIT_S, set(may_die))
+    return [each.result for each in ranks]
 
 
 def _preload() -> None:
@@ -239,8 +230,8 @@ def _failure(what: str) -> tuple[str, tuple[float, str]]:
     return "failure", (time.monotonic(), f"{what}:\n{traceback.format_exc()}")
 
 
-def _collect(run: _Run, deadline: float, may_die: set[int]) -> None:
-    while running := run.running:
+def _collect(ranks: list[_Rank], deadline: float, may_die: set[int]) -> None:
+    while running := [rank for rank in ranks if not rank.is_done]:
         sources = [rank.connection for rank in running if not rank.is_mute]
         sentinels = [rank.process.sentinel for rank in running]
         left = max(0.0, deadline - time.monotonic())
@@ -289,9 +280,9 @@ def _read(rank: _Rank) -> None:
             rank.is_mute = not data
 
 
-def _await_exits(run: _Run, deadline: float, may_die: set[int]) -> None:
+def _await_exits(ranks: list[_Rank], deadline: float, may_die: set[int]) -> None:
     """Wait until ranks whose bodies have returned exit: crashes and hangs at exit count, too."""
-    for rank in run.ranks:
+    for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
         exitcode = rank.process.exitcode
         if exitcode == 0 or rank.number in may_die:
@@ -318,16 +309,16 @@ def _signal_name(number: int) -> str:
 
 
 @contextlib.contextmanager
-def _killing_survivors(run: _Run) -> Iterator[None]:
+def _killing_survivors(ranks: list[_Rank]) -> Iterator[None]:
     try:
         yield
     finally:
-        started = [rank for rank in run.ranks if rank.process.pid is not None]
+        started = [rank for rank in ranks if rank.process.pid is not None]
         for rank in started:
             rank.process.kill()  # does nothing if it has ended
         for rank in started:
             rank.process.join()
-        for rank in run.ranks:
+        for rank in ranks:
             rank.process.close()
             rank.connection.close()
 
