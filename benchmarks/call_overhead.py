@@ -70,7 +70,7 @@ def main() -> None:
         run_rounds(contestants, 20 if options.quick else 200)
     print_table(contestants)
     run = measure.describe_run()
-    path = measure.output_path(options.output, "nccl_overhead" if options.nccl else "call_overhead")
+    path = measure.output_path(options.output, "nccl-overhead" if options.nccl else "call-overhead")
     measure.write_json_lines(path, ({**record(each), **run} for each in contestants))
     measure.say(f"\nwrote {path}")
     if not options.nccl:

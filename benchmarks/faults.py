@@ -78,7 +78,7 @@ def _name(options: argparse.Namespace) -> str:
         parts.append(f"{options.resident_gb:g}gb")
     if options.forked_child:
         parts.append("child")
-    return "_".join(parts)
+    return "-".join(parts)
 
 
 def _kill_once(options: argparse.Namespace) -> float:

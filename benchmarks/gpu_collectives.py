@@ -98,7 +98,7 @@ def main() -> None:
     if options.emulate:
         measure.say("\nemulated: these are no GPU's times; nothing is written")
         return
-    path = measure.output_path(options.output, "gpu_collectives")
+    path = measure.output_path(options.output, "gpu-collectives")
     measure.write_json_lines(path, ({**each, **run} for each in records))
     measure.say(f"\nwrote {path}")
 

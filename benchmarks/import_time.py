@@ -42,7 +42,7 @@ def main() -> int:
     options = parse_arguments()
     samples = compare(options.rounds)
     show(samples)
-    path = measure.output_path(options.output, "import_time")
+    path = measure.output_path(options.output, "import-time")
     measure.write_json_lines(path, records(samples))
     measure.say(f"\nwrote {path}")
     return 0

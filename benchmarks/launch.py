@@ -11,6 +11,7 @@ within one run.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import subprocess
@@ -79,7 +80,7 @@ def find_launchers() -> tuple[dict[str, Start], dict[str, str]]:
         if failure:
             missing[name] = failure
         else:
-            starts[name] = lambda command=command: run(command)  # type: ignore[misc]
+            starts[name] = functools.partial(run, command)
     return starts, missing
 
 

@@ -51,7 +51,7 @@ def main() -> int:
         detail = (getattr(error, "stderr", "") or str(error)).strip()
         measure.warn(f"skipped: no shaped line between two namespaces here: {detail}")
         return 0
-    path = measure.output_path(options.output, "line_rate")
+    path = measure.output_path(options.output, "line-rate")
     measure.write_json_lines(path, records(reports, options))
     measure.say(f"wrote {path}")
     return 0

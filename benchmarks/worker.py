@@ -215,24 +215,13 @@ class FerroDist(CollectiveAdapter):
         bind(int(os.environ["RANK"]))
         import ferro_dist as fd
 
-        self._fd = fd
+        self._fd: Any = fd
         transport = os.environ["BENCHMARK_TRANSPORT"]
-        make = {"tcp": self._tcp_backend, "gpu": lambda: fd.init(backend="hybrid")}
-        self._backend = make.get(transport, fd.init)()
+        self._backend = self._fd.init(backend={"gpu": "hybrid"}.get(transport, transport))
         return self._backend.rank, self._backend.world_size
 
     def about(self) -> str:
-        version = measure.version_of("ferro_dist") or "(a source tree)"
-        return f"ferro_dist {version}, {self._backend.name} backend"
-
-    def _tcp_backend(self) -> Any:
-        from ferro_dist.rendezvous.environment import placement
-
-        place = placement()
-        listener = place.listener()
-        return self._fd.TcpBackend(
-            place.rank, place.world_size, place.addr, listener=listener, epoch=place.epoch
-        )
+        return f"ferro_dist {self._fd.__version__}, {self._backend.name} backend"
 
     def names(self) -> dict[str, Any]:
         functions = "allreduce broadcast all_gather reduce_scatter all_to_all send recv barrier"

@@ -23,7 +23,13 @@ import ferro_dist as fd
 DEADLINE_S = 500
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "csrc/ferro/ALGORITHMS.md"]
+DOCUMENTS = [
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    "csrc/ferro/ALGORITHMS.md",
+]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 NAME = re.compile(r"# (\w+\.py)\n")
