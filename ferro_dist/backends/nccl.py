@@ -141,9 +141,9 @@ class NcclBackend(BoundBackend):
     out. `HybridBackend` improves on both for ranks of one host. Sums of 16-bit floats are rounded
     as NCCL does it.
 
-    CUDA loads a kernel when it is first launched, and until the GPU has done all that it was given
-    before, nothing else can be launched. Where that holds up what another rank waits for,
-    ``CUDA_MODULE_LOADING=EAGER`` in the environment loads all kernels at the start.
+    CUDA loads a kernel when it is first launched, and may wait for all that the GPU was given
+    before, while other threads' calls of CUDA wait for that. Where it holds up what another rank
+    waits for, ``CUDA_MODULE_LOADING=EAGER`` in the environment loads all kernels at the start.
     """
 
     name = "nccl"
