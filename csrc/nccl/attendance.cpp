@@ -116,10 +116,14 @@ std::vector<int> Attendance::missing(const Entry& entry) const {
   return ranks;
 }
 
+// One that left in order before one that gave up, perhaps since the other one left.
 int Attendance::deserter(const Entry& entry) const {
   int found = -1;
+  bool is_in_order = false;
   for_each_partner(entry, [&](int index, int rank) {
-    if (found < 0 && has_left(index, entry)) found = rank;
+    if (is_in_order || !has_left(index, entry)) return;
+    is_in_order = row(index).presence.load(std::memory_order_relaxed) == Presence::left;
+    if (found < 0 || is_in_order) found = rank;
   });
   return found;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <optional>
 
 #include "nccl/device_guard.hpp"
 #include "nccl/device_lock.hpp"
@@ -30,6 +31,13 @@ Error ended(ErrorKind kind) {
 bool is_chosen(int option, const char* variable) {
   const char* forced = std::getenv(variable);
   return (forced == nullptr || *forced == '\0' ? option : std::atoi(forced)) == 1;
+}
+
+// What NCCL would say, and not recover from.
+Error misused(const char* function, const char* detail) {
+  Error error(ErrorKind::nccl, function, ncclInvalidUsage, detail);
+  error.meaning = ncclGetErrorString(ncclInvalidUsage);
+  return error;
 }
 
 void refuse_forked_copy() {
@@ -217,6 +225,13 @@ void Communicator::launch(const Operation& operation, Patience& patience) {
   turn.settle(issue_now(operation));
 }
 
+ncclResult_t Communicator::issue_on(const Operation& operation, cudaStream_t stream) {
+  // What a single rank computes NCCL launches at once, on whatever device is current.
+  std::optional<DeviceGuard> guard;
+  if (world_size_ == 1) guard.emplace(cuda_, device_);
+  return issue(operation, stream, handle(), rank_, world_size_);
+}
+
 void launch_group(const std::vector<GroupedOperation>& operations, Patience& patience) {
   std::vector<Communicator*> members;
   for (const GroupedOperation& each : operations) {
@@ -240,6 +255,7 @@ void launch_group(const std::vector<GroupedOperation>& operations, Patience& pat
 
 void* Communicator::register_buffer(void* data, std::size_t nbytes, Patience& patience) {
   void* registration = nullptr;
+  const ContextGuard guard(cuda_, device_);
   Turn turn(*this, "ncclCommRegister", patience);
   turn.settle(ncclCommRegister(handle(), data, nbytes, &registration));
   return registration;
@@ -312,6 +328,7 @@ void Communicator::destroy_reduce_op_later(ncclRedOp_t reduce_op) noexcept {
 void Communicator::suspend(Patience& patience) {
   require(ncclCommSuspend, "ncclCommSuspend", "2.29.7");
   Turn turn(*this, "ncclCommSuspend", patience);
+  check_awake("ncclCommSuspend");
   turn.settle(ncclCommSuspend(handle(), NCCL_SUSPEND_MEM));
   is_suspended_ = true;
 }
@@ -319,6 +336,7 @@ void Communicator::suspend(Patience& patience) {
 void Communicator::resume(Patience& patience) {
   require(ncclCommResume, "ncclCommResume", "2.29.7");
   Turn turn(*this, "ncclCommResume", patience);
+  if (!is_suspended_) throw misused("ncclCommResume", "the communicator is not suspended");
   turn.settle(ncclCommResume(handle()));
   is_suspended_ = false;
 }
@@ -350,10 +368,7 @@ void Communicator::check_open() const {
 }
 
 void Communicator::check_awake(const char* function) const {
-  if (!is_suspended_) return;
-  Error error(ErrorKind::nccl, function, ncclInvalidUsage, "the communicator is suspended: resume it first");
-  error.meaning = ncclGetErrorString(ncclInvalidUsage);
-  throw error;
+  if (is_suspended_) throw misused(function, "the communicator is suspended: resume it first");
 }
 
 void Communicator::check_healthy() const {

@@ -27,6 +27,16 @@ class DeviceGuard {
   bool has_changed_ = false;
 };
 
+// The same for calls of NCCL that ask the driver, which needs a context: a thread has none before its first
+// call of the runtime that uses the device.
+class ContextGuard {
+ public:
+  ContextGuard(const Cudart& cuda, int device) noexcept : guard_(cuda, device) { cuda.cudaSetDevice(device); }
+
+ private:
+  const DeviceGuard guard_;
+};
+
 // For threads of our own, which keep the device. A guard would put them back on device 0, where
 // a process that uses nothing else there would get a context, of hundreds of megabytes. These
 // threads wait and free, as NCCL does in them, which must not end another thread's capture of a graph.

@@ -107,7 +107,10 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
     patience.complete_with(tell_missing, &entered);
   }
   try {
-    turn.settle(issue_all(operations, count));
+    const ncclResult_t result = issue_all(operations, count);
+    std::optional<Connecting> connecting;
+    if (result == ncclInProgress && attendance_ != nullptr) connecting.emplace(*this, op, entry);
+    turn.settle(result);
   } catch (const Error&) {
     if (attendance_ != nullptr && !communicator_->has_failed()) attendance_->retract(entry);
     throw;
@@ -131,6 +134,17 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   }
   if (is_crowded) num_done();
   return ticket;
+}
+
+Lane::Connecting::Connecting(Lane& own_lane, Op own_op, const Attendance::Entry& own_entry)
+    : lane(own_lane), op(own_op), entry(own_entry) {
+  const std::lock_guard<std::mutex> lock(lane.lock_);
+  lane.connecting_ = this;
+}
+
+Lane::Connecting::~Connecting() {
+  const std::lock_guard<std::mutex> lock(lane.lock_);
+  lane.connecting_ = nullptr;
 }
 
 void Lane::order_after(const cudaStream_t* callers, std::size_t num_callers) {
@@ -331,9 +345,10 @@ bool Lane::is_deserted() noexcept {
   Error error(ErrorKind::deserted);
   {
     const std::lock_guard<std::mutex> lock(lock_);
-    if (attendance_ == nullptr || flights_.empty() || communicator_->has_failed()) return false;
-    error.function = function_of(flights_.front().op);
-    error.result = attendance_->deserter(flights_.front().entry);
+    if (attendance_ == nullptr || communicator_->has_failed()) return false;
+    if (flights_.empty() && connecting_ == nullptr) return false;
+    error.function = function_of(flights_.empty() ? connecting_->op : flights_.front().op);
+    error.result = attendance_->deserter(flights_.empty() ? connecting_->entry : flights_.front().entry);
   }
   if (error.result < 0) {
     deserted_since_s_ = 0;

@@ -77,6 +77,19 @@ class Lane {
     Attendance::Entry entry;
   };
 
+  // While it lives, the watchdog sees a call for which NCCL connects the ranks: the first of its kind, which
+  // is not launched before they are all there.
+  struct Connecting {
+    Connecting(Lane& lane, Op op, const Attendance::Entry& entry);
+    ~Connecting();
+    Connecting(const Connecting&) = delete;
+    Connecting& operator=(const Connecting&) = delete;
+
+    Lane& lane;
+    const Op op;
+    const Attendance::Entry& entry;
+  };
+
   // Throws what has ended the communicator, unless the call was done before an orderly end.
   void check_good(std::uint64_t ticket) const;
   bool has_lost_rank() noexcept;
@@ -112,6 +125,7 @@ class Lane {
   double deserted_since_s_ = 0;  // the watchdog's
   static constexpr std::size_t kMinFlights = 16;
 
+  const Connecting* connecting_ = nullptr;      // under lock_
   std::deque<Flight> flights_;                  // under lock_
   std::size_t retire_at_ = kMinFlights;         // under lock_: how many flights may gather
   std::vector<cudaEvent_t> spare_events_;       // under lock_

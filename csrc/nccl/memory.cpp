@@ -68,7 +68,7 @@ class LastUse {
 };
 
 void free_now(const Cudart& cuda, int device, void* data, Patience& patience) {
-  const DeviceGuard guard(cuda, device);
+  const ContextGuard guard(cuda, device);
   const auto lock = lock_patiently(device_lock(device), "ncclMemFree", patience);
   const RelaxedCapture relaxed(cuda);
   check(ncclMemFree(data), "ncclMemFree");

@@ -26,6 +26,7 @@ cdef extern from "abi/nccl.h" nogil:
         NCCL_SPLIT_NOCOLOR
         NCCL_WIN_DEFAULT
         NCCL_WIN_COLL_SYMMETRIC
+        NCCL_WIN_REQUIRED_ALIGNMENT
         NCCL_WIN_STRICT_ORDERING
         NCCL_SHRINK_DEFAULT
         NCCL_SHRINK_ABORT

@@ -17,6 +17,7 @@ cdef class Communicator(Connection):
     cdef vector[int] _others_of(self, ranks) except *
     cdef Communicator adopted(self, double timeout, const ncclConfig_t& config)
     cdef int _issue(self, Operation* o, BufferView first, BufferView second, stream) except -1
+    cdef int _set_signal(self, Operation* o, str op, int signal, int context) except -1
     cdef int _refuse_streams(self) except -1
     cdef int _refuse_stream_of_thread(self) except -1
 

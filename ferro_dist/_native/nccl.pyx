@@ -31,7 +31,7 @@ from ferro_dist._native.nccl_library cimport config_of
 from ferro_dist._native.nccl_operation cimport Member
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 from ferro_dist._native.nccl_resource cimport (
-    make_premul_sum, make_registration, make_window, PreMulSum, Window,
+    check_in_window, make_premul_sum, make_registration, make_window, PreMulSum, Window,
 )
 
 from ferro_dist import arguments
@@ -489,6 +489,7 @@ cdef class Communicator(Connection):
         Parameters
         ----------
         x : array
+            In any symmetric window of this communicator.
         peer : int
         window : Window
             One that all ranks, `peer` among them, have made together.
@@ -496,7 +497,7 @@ cdef class Communicator(Connection):
             Bytes; a multiple of the size of an element.
         signal, context : int
             Which of NCCL's counters announces it, and which of its queues carries it: both 0 unless
-            ``num_rma_sig`` and ``num_rma_ctx`` ask for more.
+            ``num_rma_sig`` and ``num_rma_ctx`` ask for more, which they can from NCCL 2.31 on.
         """
         cdef BufferView src = self.input(x, "put")
         cdef Operation o
@@ -505,9 +506,9 @@ cdef class Communicator(Connection):
         o.in_ = src.data
         o.peer = self.peer("put", peer)
         o.window = window.open(self)
+        check_in_window(self, src)
         o.offset = offset
-        o.signal = signal
-        o.context = context
+        self._set_signal(&o, "put", signal, context)
         return self._issue(&o, src, None, stream)
 
     def signal(self, peer, *, int signal=0, int context=0, stream):
@@ -515,21 +516,32 @@ cdef class Communicator(Connection):
         cdef Operation o
         o.op = Op.signal
         o.peer = self.peer("signal", peer)
-        o.signal = signal
-        o.context = context
+        self._set_signal(&o, "signal", signal, context)
         o.stream = stream_handle(stream)
         self.launch(o, None, None, self.timeout_s)
 
     def wait_signal(self, peer, int count=1, *, int signal=0, int context=0, stream):
         """Make `stream` wait for `count` signals from rank `peer`; `signal` and `context` as in `put`."""
         cdef Operation o
+        if count < 1:
+            raise ValueError(f"wait_signal: count must be at least 1, and is {count}.")
         o.op = Op.wait_signal
         o.peer = self.peer("wait_signal", peer)
         o.signal_count = count
-        o.signal = signal
-        o.context = context
+        self._set_signal(&o, "wait_signal", signal, context)
         o.stream = stream_handle(stream)
         self.launch(o, None, None, self.timeout_s)
+
+    # NCCL refuses what it does not have, from which a non-blocking communicator does not recover.
+    cdef int _set_signal(self, Operation* o, str op, int signal, int context) except -1:
+        if signal < 0 or context < 0:
+            raise ValueError(f"{op}: signal and context must not be negative.")
+        if (signal or context) and get_version() < (2, 31):
+            raise UnsupportedOp(
+                f"{op}: NCCL has no signal and no context but 0 before 2.31.", op=op, rank=self.rank)
+        o.signal = signal
+        o.context = context
+        return 0
 
     # ---- What NCCL keeps for a communicator --------------------------------------
 
@@ -562,7 +574,8 @@ cdef class Communicator(Connection):
         Parameters
         ----------
         x : array
-            Of `NcclMemory`, where the ranks' GPUs are to reach it.
+            Begins at a multiple of 4096 bytes, and is memory of `NcclMemory` or of other allocators that
+            use CUDA's virtual memory management. NCCL ends the communicator for any other.
         symmetric : bool
             Whether all ranks use the same part of it in a collective.
         """

@@ -14,9 +14,9 @@ cdef class Connection(Member):
     cdef readonly bint is_blocking
     cdef double timeout_s
     cdef object _first_error
-    # The set of views of the memory that NCCL has made windows of, as a reference that the garbage
-    # collector does not see: it would finalize the memory before the communicator has ended. Where the
-    # memory's owner holds the communicator, only close() ends the cycle.
+    # The views of the memory that NCCL has made windows of, and whether those are symmetric: a dict, as a
+    # reference that the garbage collector does not see: it would finalize the memory before the
+    # communicator has ended. Where the memory's owner holds the communicator, only close() ends the cycle.
     cdef PyObject* _window_views
     cdef int _num_forks
 
@@ -41,8 +41,8 @@ cdef inline bint is_own(Connection connection) noexcept:
     return connection._num_forks == num_forks()
 
 
-cdef inline set window_views(Connection connection):
-    return <set> connection._window_views
+cdef inline dict window_views(Connection connection):
+    return <dict> connection._window_views
 
 
 cdef inline int check_usable(Connection connection) except -1:

@@ -38,7 +38,7 @@ cdef class Connection(Member):
 
     def __cinit__(self):
         self._num_forks = -1  # nobody's until it is adopted
-        views = set()
+        views = {}
         Py_INCREF(views)
         self._window_views = <PyObject*> views
 
@@ -130,13 +130,16 @@ cdef class Connection(Member):
         return value
 
     def suspend(self, *, timeout=None):
-        """Free GPU memory that `resume` gets back; no calls may be made in between (NCCL 2.29.7)."""
+        """Free GPU memory that `resume` gets back; no calls may be made in between (NCCL 2.29.7).
+
+        Called by all ranks. Waits for everything that the GPU was given.
+        """
         cdef Patience patience = self.patience(timeout)
         with Noting(self), nogil:
             self._native.get().suspend(patience)
 
     def resume(self, *, timeout=None):
-        """Get back what `suspend` freed."""
+        """Get back what `suspend` freed. Called by all ranks."""
         cdef Patience patience = self.patience(timeout)
         with Noting(self), nogil:
             self._native.get().resume(patience)

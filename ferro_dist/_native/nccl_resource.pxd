@@ -33,3 +33,4 @@ cdef class Window:
 cdef PreMulSum make_premul_sum(Connection connection, scalar, str dtype, timeout)
 cdef Registration make_registration(Connection connection, BufferView view, timeout)
 cdef Window make_window(Connection connection, BufferView view, int flags, timeout)
+cdef int check_in_window(Connection connection, BufferView view) except -1

@@ -2,10 +2,12 @@
 
 cimport cython
 from cpython.ref cimport Py_INCREF
+from libc.stdint cimport uintptr_t
 
 from ferro_dist._native.buffer_view cimport BufferView, E4M3
 from ferro_dist._native.libnccl cimport (
-    ncclDataType_t, ncclRedOp_t, ncclScalarHostImmediate, ncclWindow_t, Patience,
+    ncclDataType_t, ncclRedOp_t, ncclScalarHostImmediate, NCCL_WIN_COLL_SYMMETRIC,
+    NCCL_WIN_REQUIRED_ALIGNMENT, ncclWindow_t, Patience,
 )
 from ferro_dist._native.nccl_connection cimport Connection, is_own, let_go, Noting, window_views
 from ferro_dist._native.nccl_operation cimport float_code, nccl_dtype
@@ -66,6 +68,10 @@ cdef PreMulSum make_premul_sum(Connection connection, scalar, str dtype, timeout
     cdef int code = float_code(dtype)
     if code >= E4M3:
         connection.check_float8("premul_sum", code)
+        if connection.world_size == 1:
+            raise UnsupportedOp(
+                f"premul_sum: NCCL does not multiply {dtype} where there is one rank alone.", op="premul_sum",
+                rank=connection.rank)
     if isinstance(scalar, str):
         raise TypeError(f"premul_sum: scalar must be a number, not {scalar!r:.50}.")
     cdef bytes value = numpy.array(float(scalar), _numpy_dtype(dtype)).tobytes()
@@ -151,7 +157,7 @@ cdef class Window:
             patience = self._connection.patience(timeout)
             with Noting(self._connection), nogil:
                 self._connection._native.get().deregister_window(window, patience)
-        window_views(self._connection).discard(view)
+        window_views(self._connection).pop(view, None)
 
     cdef ncclWindow_t open(self, Connection connection) except NULL:
         if self._is_closed:
@@ -166,11 +172,15 @@ cdef class Window:
 
 
 cdef Window make_window(Connection connection, BufferView view, int flags, timeout):
+    if <uintptr_t> view.data % NCCL_WIN_REQUIRED_ALIGNMENT != 0:
+        raise InvalidArray(
+            f"register_window: the memory must begin at a multiple of {NCCL_WIN_REQUIRED_ALIGNMENT} bytes, "
+            "as that of NcclMemory does.", op="register_window", rank=connection.rank)
     cdef Window made = Window.__new__(Window)
     cdef Patience patience = connection.patience(timeout)
     made._connection = connection
     made._view = view
-    window_views(connection).add(view)
+    window_views(connection)[view] = flags & NCCL_WIN_COLL_SYMMETRIC != 0
     try:
         with Noting(connection), nogil:
             made._window = connection._native.get().register_window(
@@ -178,6 +188,20 @@ cdef Window make_window(Connection connection, BufferView view, int flags, timeo
     except BaseException:
         # A call that was given up may still go on in NCCL until the communicator has ended.
         if not connection._native.get().has_failed():
-            window_views(connection).discard(view)
+            window_views(connection).pop(view, None)
         raise
     return made
+
+
+cdef int check_in_window(Connection connection, BufferView view) except -1:
+    """Raise InvalidArray unless the memory is part of a symmetric window: NCCL puts from no other."""
+    cdef BufferView each
+    cdef uintptr_t begin = <uintptr_t> view.data
+    cdef uintptr_t start
+    for each, is_symmetric in window_views(connection).items():
+        start = <uintptr_t> each.data
+        if is_symmetric and start <= begin and begin + view.nbytes <= start + each.nbytes:
+            return 0
+    raise InvalidArray(
+        "put: x is in no symmetric window of this communicator, and NCCL puts from nowhere else.",
+        op="put", rank=connection.rank)

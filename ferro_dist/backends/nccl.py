@@ -144,6 +144,10 @@ class NcclBackend(BoundBackend):
     CUDA loads a kernel when it is first launched, and may wait for all that the GPU was given
     before, while other threads' calls of CUDA wait for that. Where it holds up what another rank
     waits for, ``CUDA_MODULE_LOADING=EAGER`` in the environment loads all kernels at the start.
+
+    NCCL connects ranks in the first call that needs it, which returns, even if it is asynchronous,
+    only once they have all made it. Two ranks must connect alike: if the first thing that one sends
+    the other is part of a `sendrecv` or `batch` that receives from it, too, so must the other's be.
     """
 
     name = "nccl"

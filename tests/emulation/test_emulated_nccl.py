@@ -36,6 +36,7 @@ from emulation.c_calls import (
 )
 from leaks import settled
 
+import ferro_dist as fd
 from ferro_dist.testing import RankDeath, run_ranks
 
 COUNT = 37
@@ -240,6 +241,11 @@ def send_before_receive(rank: int, world_size: int, addr: str) -> int:
     nccl.settle(comm)
     a, b = nccl.gpu.empty(1), nccl.gpu.empty(1)
     stream = nccl.gpu.stream()
+    nccl.GroupStart()  # connects them: else not even the first call below would end
+    nccl.Send(a, size(1), FLOAT32, 1 - rank, comm, stream)
+    nccl.Recv(b, size(1), FLOAT32, 1 - rank, comm, stream)
+    nccl.GroupEnd()
+    nccl.settle(comm)
     nccl.Send(a, size(1), FLOAT32, 1 - rank, comm, stream)
     nccl.settle(comm)
     nccl.Recv(b, size(1), FLOAT32, 1 - rank, comm, stream)
@@ -253,6 +259,49 @@ def send_before_receive(rank: int, world_size: int, addr: str) -> int:
 
 def test_ungrouped_sends_in_a_circle_deadlock() -> None:
     assert run_emulated(2, send_before_receive) == [600, 600]
+
+
+def call_before_the_other(rank: int, world_size: int, addr: str) -> list[int]:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank, blocking=0)
+    nccl.settle(comm)
+    a = nccl.gpu.array(floats([1]))
+    states = []
+    with fd.HostBackend(rank, world_size, f"{addr}-host") as host:
+        for is_first in (True, False):
+            if rank == 1:
+                fd.barrier(host)
+            nccl.AllReduce(a, a, size(1), FLOAT32, SUM, comm, DEFAULT)
+            if rank == 0:
+                states.append(nccl.state(comm) if is_first else nccl.settle(comm))
+                fd.barrier(host)
+            nccl.settle(comm)
+    nccl.gpu.synchronize()
+    nccl.CommDestroy(comm)
+    return states
+
+
+def test_the_first_call_waits_for_the_others() -> None:
+    assert run_emulated(2, call_before_the_other)[0] == [IN_PROGRESS, SUCCESS]
+
+
+def connect_differently(rank: int, world_size: int, addr: str) -> int:
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank, blocking=0)
+    nccl.settle(comm)
+    a, b = nccl.gpu.empty(1), nccl.gpu.empty(1)
+    nccl.GroupStart()
+    if rank == 0:
+        nccl.Send(a, size(1), FLOAT32, 1, comm, DEFAULT)
+    nccl.Recv(b, size(1), FLOAT32, 1 - rank, comm, DEFAULT)
+    nccl.GroupEnd()
+    state = nccl.settle(comm) if rank == 1 else SUCCESS
+    nccl.CommAbort(comm)
+    return state
+
+
+def test_two_ranks_must_connect_alike() -> None:
+    assert run_emulated(2, connect_differently) == [SUCCESS, INTERNAL]
 
 
 # Mistakes
@@ -672,7 +721,10 @@ def put_to_the_right(rank: int, world_size: int, addr: str) -> list[float]:
     nccl.CommWindowRegister(comm, memory, size(1 << 20), ctypes.byref(window), 1)
     a = nccl.gpu.array(np.full(40_000, rank + 1, np.float32))
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    put, signal_0 = (a, size(a.size), FLOAT32, right, window), (0, 0, 0)
+    own = ctypes.c_void_p((memory.value or 0) + (1 << 19))
+    copy = (own, ctypes.c_void_p(a.address), size(4 * a.size), 3)
+    nccl.gpu.check(nccl.gpu.cudart.cudaMemcpy(*copy))
+    put, signal_0 = (own, size(a.size), FLOAT32, right, window), (0, 0, 0)
     nccl.PutSignal(*put, size(16), *signal_0, comm, DEFAULT)
     awaited = SignalDescriptor(1, left, 0, 0)
     nccl.WaitSignal(1, ctypes.byref(awaited), comm, DEFAULT)
@@ -682,17 +734,18 @@ def put_to_the_right(rank: int, world_size: int, addr: str) -> list[float]:
         nccl.gpu.cudart.cudaMemcpy(out.ctypes.data_as(ctypes.c_void_p), source, size(out.nbytes), 2)
     )
     too_far = nccl.result("PutSignal", *put, size((1 << 20) - 4), *signal_0, comm, DEFAULT)
+    from_elsewhere = nccl.result("PutSignal", a, *put[1:], size(0), *signal_0, comm, DEFAULT)
     nccl.CommWindowDeregister(comm, window)
     nccl.MemFree(memory)
     nccl.CommDestroy(comm)
-    return [*np.unique(out).tolist(), too_far]
+    return [*np.unique(out).tolist(), too_far, from_elsewhere]
 
 
 def test_puts_arrive_with_their_signal() -> None:
     assert run_emulated(3, put_to_the_right) == [
-        [3, INVALID_ARGUMENT],
-        [1, INVALID_ARGUMENT],
-        [2, INVALID_ARGUMENT],
+        [3, INVALID_ARGUMENT, INVALID_ARGUMENT],
+        [1, INVALID_ARGUMENT, INVALID_ARGUMENT],
+        [2, INVALID_ARGUMENT, INVALID_ARGUMENT],
     ]
 
 

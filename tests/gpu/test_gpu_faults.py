@@ -142,7 +142,6 @@ def miss_the_connecting(rank: int, world_size: int, addr: str) -> tuple[int, ...
     """The very first call: NCCL connects the ranks before it launches anything."""
     gpu = emulated_gpu()
     group = connect("hybrid", rank, world_size, addr)
-    gpu.set_faults("point=launch,act=hang")
     missing: tuple[int, ...] = ()
     if rank != 1:
         with pytest.raises(Timeout) as told:
@@ -202,6 +201,23 @@ def leave_early(rank: int, world_size: int, addr: str, how: str) -> tuple[Any, .
 def test_a_rank_that_leaves_ends_the_calls_that_it_has_not_made(how: str) -> None:
     outcomes = ranks(3, leave_early, how)
     assert outcomes == [(1, 0), (), (1, 2)]
+
+
+def leave_while_others_connect(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
+    """The others wait for rank 1 inside NCCL, which has launched nothing yet."""
+    gpu = emulated_gpu()
+    group = connect("hybrid", rank, world_size, addr)
+    if rank == 1:
+        group.close()
+        return ()
+    with pytest.raises(fd.ChannelClosed) as told:
+        fd.allreduce(gpu.array(np.ones(4)), group)
+    group.close()
+    return told.value.peer, told.value.op
+
+
+def test_a_rank_that_leaves_before_the_first_call_is_named() -> None:
+    assert ranks(3, leave_while_others_connect) == [(1, "allreduce"), (), (1, "allreduce")]
 
 
 def connect_alone(rank: int, world_size: int, addr: str) -> str:

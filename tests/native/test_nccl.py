@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -183,6 +184,38 @@ def move_float8(backend: Any) -> list[Any]:
 
 def test_float8_is_moved_by_gpus_that_cannot_add_it() -> None:
     assert ranks(2, move_float8) == [[1, 2, 3, 4]] * 2
+
+
+def multiply_float8_alone(backend: Any) -> list[Any]:
+    communicator = connect(backend)
+    with pytest.raises(UnsupportedOp, match="one rank alone"):
+        communicator.premul_sum(2.0, "float8_e5m2")
+    x = ranked(1, 4)
+    communicator.allreduce(x, x, communicator.premul_sum(2.0, "float32"))
+    result = values(x)
+    communicator.close()
+    return result
+
+
+def test_a_single_rank_multiplies_no_float8() -> None:
+    assert ranks(1, multiply_float8_alone) == [[2, 4, 6, 8]]
+
+
+def average_alone_on_another_device(backend: Any) -> list[Any]:
+    gpu = emulated_gpu(devices=2)
+    nccl = load_nccl()
+    communicator = nccl.Communicator.init_rank(1, nccl.get_unique_id(), 0, device=1)
+    with gpu.device(1):
+        x, stream = gpu.array(np.arange(4.0)), gpu.stream()
+    communicator.allreduce(x, x, "mean", stream=stream)
+    stream.synchronize()
+    result = values(x)
+    communicator.close()
+    return result
+
+
+def test_a_single_rank_computes_on_its_own_device() -> None:
+    assert run_ranks(1, average_alone_on_another_device) == [[0, 1, 2, 3]]
 
 
 # Groups
@@ -900,6 +933,7 @@ def revoke_what_hangs(backend: Any) -> float:
     """Rank 1 never calls; the others stop waiting, and go on without it."""
     gpu = emulated_gpu()
     communicator = connect(backend)
+    sum_over(communicator)  # connects the ranks, for which the call below would wait otherwise
     if backend.rank == 1:
         backend.barrier(False, None, 0)
         communicator.abort()
@@ -932,9 +966,13 @@ def suspend_and_resume(backend: Any) -> float:
     communicator.suspend()
     assert communicator.memory_statistics()["is_suspended"]
     x = ranked(0)
-    with pytest.raises(DistributedError, match="suspend"):
+    with pytest.raises(DistributedError, match="suspended: resume it first"):
         communicator.allreduce(x, x)
+    with pytest.raises(DistributedError, match="suspended: resume it first"):
+        communicator.suspend()
     communicator.resume()
+    with pytest.raises(DistributedError, match="not suspended"):
+        communicator.resume()
     assert not communicator.memory_statistics()["is_suspended"]
     total = sum_over(communicator)
     communicator.close()
@@ -981,13 +1019,22 @@ def put_into_the_next_rank(backend: Any) -> list[list[float]]:
     gpu = emulated_gpu(delay_us=300)
     from ferro_dist._native.nccl_memory import NcclMemory
 
-    communicator = connect(backend)
+    communicator = connect(backend, num_rma_sig=2)
     right, left = (backend.rank + 1) % 3, (backend.rank - 1) % 3
-    memory = NcclMemory(1 << 16)
+    memory, unreached = NcclMemory(1 << 16), NcclMemory(1 << 12)
     window = communicator.register_window(memory)
+    own = communicator.register_window(unreached, symmetric=False)
     stream = gpu.stream()
     with stream:
-        x = ranked(backend.rank, 4)
+        x = array_over(memory, (1 << 14,), np.dtype("float32"))[1000:1004]
+        gpu.write(x, np.arange(4.0) + backend.rank)
+        for elsewhere in (ranked(0), unreached):
+            with pytest.raises(InvalidArray, match="no symmetric window"):
+                communicator.put(elsewhere, right, window)
+        with pytest.raises(ValueError, match="at least 1"):
+            communicator.wait_signal(left, 0, stream=stream)
+        with pytest.raises(ValueError, match="not be negative"):
+            communicator.signal(left, signal=-1, stream=stream)
         communicator.put(x, right, window, 64)
         communicator.wait_signal(left, stream=stream)
         received = values(array_over(memory, (20,), np.dtype("float32"))[16:])
@@ -1002,6 +1049,7 @@ def put_into_the_next_rank(backend: Any) -> list[list[float]]:
     with pytest.raises(UnsupportedOp, match="another communicator's"):
         other.put(x, right, window)
     other.close()
+    own.close()
     window.close()
     window.close()
     with pytest.raises(ValueError, match="closed"):
@@ -1016,11 +1064,31 @@ def test_puts_and_signals_arrive_in_windows() -> None:
         assert received == [[float(i + (rank - 1) % 3) for i in range(4)]] * 2
 
 
+def memory_of_nccl(count: int) -> Any:
+    from ferro_dist._native.nccl_memory import NcclMemory
+
+    return array_over(NcclMemory(4 * count), (count,), np.dtype("float32"))
+
+
+def register_in_a_new_thread(backend: Any) -> bool:
+    """NCCL asks the driver, which knows no device in a thread that has not used one."""
+    communicator = connect(backend)
+    x = ranked(0)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(communicator.register, x).result().close()
+    communicator.close()
+    return True
+
+
+def test_memory_is_registered_by_threads_that_have_not_used_the_gpu() -> None:
+    assert ranks(1, register_in_a_new_thread) == [True]
+
+
 def drop_what_is_registered(backend: Any) -> list[bool]:
     """NCCL knows of memory until it has been told to forget it."""
     gpu = emulated_gpu()
     communicator = connect(backend)
-    arrays = [gpu.empty(1 << 20) for _ in range(2)]
+    arrays = [memory_of_nccl(1 << 20) for _ in range(2)]
     window, registration = communicator.register_window(arrays[0]), communicator.register(arrays[1])
     alive = [weakref.ref(array.memory) for array in arrays]
     gpu.set_faults("point=deregister,act=stuck")
@@ -1045,7 +1113,7 @@ def drop_a_communicator_with_a_window(backend: Any, is_cycle: bool) -> bool:
     """Peers reach the memory until NCCL is done with the communicator, which takes a while."""
     gpu = emulated_gpu()
     communicator = connect(backend)
-    array = gpu.empty(1 << 20)
+    array = memory_of_nccl(1 << 20)
     held: list[Any] = [communicator, communicator.register_window(array), array]
     if is_cycle:  # the collector empties the containers that it finds in one
         held.append(held)
@@ -1103,13 +1171,18 @@ def test_registered_memory_in_a_cycle_is_kept_until_nccl_has_forgotten_it() -> N
 
 def refuse_a_window(backend: Any) -> bool:
     communicator = connect(backend)
-    array = emulated_gpu().empty(1 << 10)
+    array = memory_of_nccl(1 << 10)
     memory = weakref.ref(array.memory)
-    with pytest.raises(DistributedError, match="symmetric window"):
-        communicator.register_window(array[1:])
+    for is_symmetric in (True, False):
+        with pytest.raises(InvalidArray, match="multiple of 4096"):
+            communicator.register_window(array[1:], symmetric=is_symmetric)
     del array
     gc.collect()
     is_kept = memory() is not None
+    with pytest.raises(DistributedError, match="not allocated with ncclMemAlloc"):
+        communicator.register_window(emulated_gpu().empty(1 << 10))
+    with pytest.raises(LockPoisoned):
+        communicator.async_error()
     communicator.close()
     return is_kept
 

@@ -250,6 +250,9 @@ EMULATION_API int ferroEmulationHasContext(int device) {
   return runtime().contexts.at(static_cast<std::size_t>(device)) ? 1 : 0;
 }
 
+// For the emulated NCCL: whether the calling thread has made a context, which the driver's functions need.
+EMULATION_API int ferroEmulationThreadHasContext() { return thread_has_context() ? 1 : 0; }
+
 // Streams that exist, or still have work: for tests that look for leaks.
 EMULATION_API int ferroEmulationCountStreams() {
   const std::lock_guard<std::mutex> lock(runtime().mutex);

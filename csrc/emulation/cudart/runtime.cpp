@@ -94,8 +94,14 @@ int& current_device() {
 
 // Relaxed: nothing else is published with it, and tests that read it have joined its threads.
 void make_context() {
+  thread_has_context() = true;
   const auto device = static_cast<std::size_t>(current_device());
   if (device < runtime().contexts.size()) runtime().contexts[device].store(true, std::memory_order_relaxed);
+}
+
+bool& thread_has_context() {
+  thread_local bool has_context = false;
+  return has_context;
 }
 
 cudaStreamCaptureMode& capture_mode_of_thread() {

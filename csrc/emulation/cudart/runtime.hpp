@@ -93,6 +93,8 @@ int& current_device();
 // Makes a context on the current device, as most calls do first: on a GPU it takes hundreds
 // of megabytes.
 void make_context();
+// Whether the calling thread has one: the driver itself, which makes none, answers no thread without.
+bool& thread_has_context();
 cudaStreamCaptureMode& capture_mode_of_thread();
 
 // Under the runtime's lock.

@@ -50,6 +50,7 @@ CudartFunctions load() {
   find(library, "ferroEmulationGetAsker", found.get_asker);
   find(library, "ferroEmulationAskFor", found.ask_for);
   find(library, "ferroEmulationGraphOf", found.graph_of);
+  find(library, "ferroEmulationThreadHasContext", found.thread_has_context);
   return found;
 }
 
@@ -64,6 +65,11 @@ void check(cudaError_t error) {
   if (error == cudaSuccess) return;
   fail(ncclUnhandledCudaError, "CUDA failure ", static_cast<int>(error), ": ",
        cudart().get_error_string(error));
+}
+
+void require_context(const char* function) {
+  require(cudart().thread_has_context() != 0, ncclUnhandledCudaError, function,
+          ": CUDA failure 201: invalid device context");
 }
 
 DeviceGuard::DeviceGuard(int device) {

@@ -32,6 +32,7 @@ struct CudartFunctions {
   void (*get_asker)(int*);
   void (*ask_for)(const int*);
   cudaError_t (*graph_of)(cudaStream_t, cudaGraph_t*);
+  int (*thread_has_context)();
 };
 
 // Throws Failure unless the emulated libcudart is loaded.
@@ -39,6 +40,8 @@ const CudartFunctions& cudart();
 
 // Throws Failure, ncclUnhandledCudaError, unless it is a success.
 void check(cudaError_t error);
+// As the driver's functions do where the calling thread has no context.
+void require_context(const char* function);
 
 // Makes a device current, and at the end the one that was current before.
 class DeviceGuard {

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "emulation/nccl/calls.hpp"
+#include "emulation/nccl/connections.hpp"
 #include "emulation/nccl/launch.hpp"
 
 namespace emulation {
@@ -80,7 +81,12 @@ void await_turn(const std::shared_future<void>& before, const Communicator& comm
 ncclResult_t run_batches(std::vector<Batch>& batches) {
   if (is_blocking(batches)) {
     std::vector<Use> uses;
-    for (const Batch& batch : batches) uses.emplace_back(batch.communicator, "ncclGroupEnd");
+    std::vector<Connections> connections;
+    for (const Batch& batch : batches) {
+      uses.emplace_back(batch.communicator, "ncclGroupEnd");
+      connections.emplace_back(*batch.communicator, batch.operations);
+    }
+    for (Connections& each : connections) each.await();
     for (Batch& batch : batches) launch(batch.communicator, std::move(batch.operations));
     return ncclSuccess;
   }
@@ -98,6 +104,7 @@ ncclResult_t run_batches(std::vector<Batch>& batches) {
       const PassOn pass_on{*done};
       shared->communicator->require_no_race();
       suffer(fault, "ncclGroupEnd", *shared->communicator);
+      Connections(*shared->communicator, shared->operations).await();
       await_turn(before, *shared->communicator);
       launch(shared->communicator, std::move(shared->operations));
     });

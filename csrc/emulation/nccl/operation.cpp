@@ -1,5 +1,7 @@
 #include "emulation/nccl/operation.hpp"
 
+#include <algorithm>
+
 #include "emulation/nccl/cudart_functions.hpp"
 #include "emulation/nccl/element.hpp"
 
@@ -92,30 +94,52 @@ void check_reduction(const Communicator& communicator, Operation& operation) {
   require(found->second.dtype == operation.dtype, ncclInvalidArgument, function,
           ": the pre-multiplied sum was created for ", name_of(found->second.dtype), ", not ",
           name_of(operation.dtype));
+  const bool is_float8 = operation.dtype == ncclFloat8e4m3 || operation.dtype == ncclFloat8e5m2;
+  require(communicator.num_ranks > 1 || !is_float8, ncclInvalidArgument, function,
+          ": no pre-multiplied sum of ", name_of(operation.dtype), " of a single rank");
   operation.multiplier = found->second;
   operation.has_multiplier = true;
   operation.reduction = ncclSum;
 }
 
-void check_signal(int index, int context, const char* function) {
-  require(index >= 0 && index < kMaxSignals && context >= 0 && context < kMaxSignalContexts,
-          ncclInvalidArgument, function, ": the emulation has signals 0 to ", kMaxSignals - 1,
-          " in contexts 0 to ", kMaxSignalContexts - 1);
+// One of each, unless the configuration asks for more.
+int number_of(int configured, int most) {
+  return configured == NCCL_CONFIG_UNDEF_INT ? 1 : std::min(configured, most);
+}
+
+void check_signal(const Communicator& communicator, int index, int context, const char* function) {
+  const int num_signals = number_of(communicator.config.numRmaSig, kMaxSignals);
+  const int num_contexts = number_of(communicator.config.numRmaCtx, kMaxSignalContexts);
+  require(index >= 0 && index < num_signals && context >= 0 && context < num_contexts, ncclInvalidArgument,
+          function, ": the communicator has ", num_signals, " signals in ", num_contexts, " contexts");
+}
+
+bool is_in_symmetric_window(const Communicator& communicator, const Operation& operation) {
+  const auto* data = static_cast<const char*>(operation.in);
+  return std::any_of(communicator.windows.begin(), communicator.windows.end(), [&](const auto& entry) {
+    const Window& window = *entry.second;
+    if (!window.is_symmetric || window.nbytes.empty()) return false;  // or not made
+    return data >= window.base &&
+           data < window.base + window.nbytes[static_cast<std::size_t>(communicator.rank)];
+  });
 }
 
 void check_one_sided(Communicator& communicator, Operation& operation, std::size_t nbytes) {
   const char* function = function_of(operation.kind);
   for (const ncclWaitSignalDesc_t& awaited : operation.awaited) {
-    check_signal(awaited.sigIdx, awaited.ctx, function);
-    require(awaited.peer >= 0 && awaited.peer < communicator.num_ranks && awaited.opCnt >= 0,
-            ncclInvalidArgument, function, ": no such peer, or a negative count");
+    check_signal(communicator, awaited.sigIdx, awaited.ctx, function);
+    require(awaited.peer >= 0 && awaited.peer < communicator.num_ranks && awaited.opCnt > 0,
+            ncclInvalidArgument, function, ": no such peer, or a count that is not positive");
   }
-  check_signal(operation.signal_index, operation.signal_context, function);
+  if (operation.kind == Kind::put || operation.kind == Kind::signal)
+    check_signal(communicator, operation.signal_index, operation.signal_context, function);
   if (operation.kind != Kind::put) return;
   const auto found = communicator.windows.find(operation.window);
   require(found != communicator.windows.end(), ncclInvalidArgument, function,
           ": no window of this communicator");
   operation.target = found->second;
+  require(is_in_symmetric_window(communicator, operation), ncclInvalidArgument, function,
+          ": what is put is not in a symmetric window");
   const std::uint64_t room = operation.target->nbytes[static_cast<std::size_t>(operation.peer)];
   require(operation.offset <= room && nbytes <= room - operation.offset, ncclInvalidArgument, function, ": ",
           nbytes, " bytes at offset ", operation.offset, " do not fit into the window of ", room,

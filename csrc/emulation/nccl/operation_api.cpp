@@ -2,11 +2,23 @@
 #include <utility>
 
 #include "emulation/nccl/calls.hpp"
+#include "emulation/nccl/cudart_functions.hpp"
 #include "emulation/nccl/group.hpp"
 
 using namespace emulation;
 
 namespace {
+
+// What a single rank multiplies is launched here and now. On other ranks a thread of NCCL's own does that,
+// which sets the device.
+void check_device(const Communicator& communicator, const Operation& operation) {
+  if (communicator.num_ranks > 1 || !(operation.has_multiplier || operation.reduction == ncclAvg)) return;
+  int device = 0;
+  check(cudart().get_device(&device));
+  require(device == communicator.device, ncclUnhandledCudaError, function_of(operation.kind),
+          ": a kernel cannot be launched on a stream of device ", communicator.device,
+          " while the current device is ", device);
+}
 
 // As with the real library, a refused argument stays the error of a communicator that does not block. That
 // it was revoked does not.
@@ -15,6 +27,7 @@ ncclResult_t call(ncclComm_t comm, Operation operation) {
     const Use use(comm, function_of(operation.kind));
     try {
       check_operation(*use, operation);
+      check_device(*use, operation);
     } catch (const Failure& failure) {
       const bool is_kept = !use->is_blocking() && failure.code != ncclInvalidUsage;
       if (is_kept) use->fail_later(failure.code, failure.text);

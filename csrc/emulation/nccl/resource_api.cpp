@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "emulation/nccl/calls.hpp"
@@ -52,6 +55,49 @@ void register_window(Communicator& communicator, const std::shared_ptr<Window>& 
     require(offer.flags == flags, ncclInvalidArgument, "ncclCommWindowRegister: the ranks' flags differ");
     window->nbytes.push_back(offer.nbytes);
   }
+}
+
+// All ranks do it together. What cannot be done is noticed in the job, and so stays the error of a
+// communicator that does not block.
+ncclResult_t set_suspended(ncclComm_t comm, bool is_suspended, const char* function) {
+  const Use use(comm, function);
+  use->require_ready(function);
+  const CommunicatorPtr communicator = use.get();
+  return submit(communicator, [=] {
+    require(communicator->is_suspended != is_suspended, ncclInvalidUsage, function,
+            ": the communicator is so already");
+    communicator->segment().barrier(Lane::control, communicator->stop());
+    communicator->is_suspended = is_suspended;
+  });
+}
+
+// What ncclMemAlloc has given out, by address. Windows need memory like it: of other memory the driver has
+// no handle to give to other ranks.
+class NcclMemory {
+ public:
+  void add(void* data, std::size_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    nbytes_[reinterpret_cast<std::uintptr_t>(data)] = nbytes;
+  }
+  void remove(void* data) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    nbytes_.erase(reinterpret_cast<std::uintptr_t>(data));
+  }
+  bool contains(const void* data) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto address = reinterpret_cast<std::uintptr_t>(data);
+    const auto after = nbytes_.upper_bound(address);
+    return after != nbytes_.begin() && address - std::prev(after)->first < std::prev(after)->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::uintptr_t, std::size_t> nbytes_;
+};
+
+NcclMemory& nccl_memory() {
+  static NcclMemory& memory = *new NcclMemory;
+  return memory;
 }
 
 std::uint64_t statistic(const Communicator& communicator, ncclCommMemStat_t stat) {
@@ -111,6 +157,7 @@ EMULATION_API ncclResult_t ncclMemAlloc(void** data, std::size_t nbytes) {
     require(fault.act != Act::out_of_memory, ncclUnhandledCudaError, "ncclMemAlloc: out of memory");
     const std::size_t unit = allocation_unit();
     check(cudart().malloc(data, (nbytes + unit - 1) / unit * unit));
+    nccl_memory().add(*data, nbytes);
     return ncclSuccess;
   });
 }
@@ -118,6 +165,8 @@ EMULATION_API ncclResult_t ncclMemAlloc(void** data, std::size_t nbytes) {
 EMULATION_API ncclResult_t ncclMemFree(void* data) {
   return guarded([&] {
     fault_plan().next("mem_free");
+    require_context("ncclMemFree");
+    nccl_memory().remove(data);
     check(cudart().free(data));
     return ncclSuccess;
   });
@@ -129,6 +178,7 @@ EMULATION_API ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, s
     const Use use(comm, "ncclCommRegister");
     use->require_usable("ncclCommRegister");
     require(handle != nullptr, ncclInvalidArgument, "ncclCommRegister: the handle is NULL");
+    require_context("ncclCommRegister");
     require_device_range("ncclCommRegister", data, nbytes);
     *handle = reinterpret_cast<void*>(use->registrations.size() + 1);
     while (use->registrations.count(*handle) > 0) *handle = static_cast<char*>(*handle) + 1;
@@ -156,13 +206,11 @@ EMULATION_API ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, s
     require(out != nullptr, ncclInvalidArgument, "ncclCommWindowRegister: the window is NULL");
     require_device_range("ncclCommWindowRegister", data, nbytes);
     const auto address = reinterpret_cast<std::uintptr_t>(data);
-    require((flags & NCCL_WIN_COLL_SYMMETRIC) == 0 || address % NCCL_WIN_REQUIRED_ALIGNMENT == 0,
-            ncclInvalidArgument, "ncclCommWindowRegister: a symmetric window begins at a multiple of ",
-            NCCL_WIN_REQUIRED_ALIGNMENT, " bytes: allocate it with ncclMemAlloc");
     const CommunicatorPtr communicator = use.get();
     const auto window = std::make_shared<Window>();
     window->number = ++communicator->num_windows;
     window->base = static_cast<char*>(data);
+    window->is_symmetric = (flags & NCCL_WIN_COLL_SYMMETRIC) != 0;
     // Unlike those of other communicators: a window used with the wrong one is found.
     static std::atomic<std::uintptr_t> last{std::uintptr_t{0x6eaa} << 48};
     const auto handle = reinterpret_cast<ncclWindow_t>(last.fetch_add(16, std::memory_order_relaxed) + 16);
@@ -171,6 +219,11 @@ EMULATION_API ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, s
     const Fault fault = fault_plan().next("register", communicator->rank);
     const ncclResult_t result = submit(communicator, [=] {
       suffer(fault, "ncclCommWindowRegister", *communicator);
+      require(nccl_memory().contains(data), ncclUnhandledCudaError,
+              "ncclCommWindowRegister: the memory was not allocated with ncclMemAlloc");
+      require(address % NCCL_WIN_REQUIRED_ALIGNMENT == 0, ncclInvalidArgument,
+              "ncclCommWindowRegister: a window begins at a multiple of ", NCCL_WIN_REQUIRED_ALIGNMENT,
+              " bytes");
       register_window(*communicator, window, nbytes, flags);
       *out = handle;
     });
@@ -236,23 +289,14 @@ EMULATION_API ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
 
 EMULATION_API ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
   return guarded([&] {
-    const Use use(comm, "ncclCommSuspend");
-    use->require_usable("ncclCommSuspend");
     require(flags == NCCL_SUSPEND_MEM, ncclInvalidArgument,
             "ncclCommSuspend: flags must be NCCL_SUSPEND_MEM");
-    use->is_suspended = true;
-    return ncclSuccess;
+    return set_suspended(comm, true, "ncclCommSuspend");
   });
 }
 
 EMULATION_API ncclResult_t ncclCommResume(ncclComm_t comm) {
-  return guarded([&] {
-    const Use use(comm, "ncclCommResume");
-    use->require_ready("ncclCommResume");
-    require(use->is_suspended, ncclInvalidUsage, "ncclCommResume of a communicator that is not suspended");
-    use->is_suspended = false;
-    return ncclSuccess;
-  });
+  return guarded([&] { return set_suspended(comm, false, "ncclCommResume"); });
 }
 
 EMULATION_API ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, std::uint64_t* value) {

@@ -54,6 +54,9 @@ struct alignas(128) RankPart {
   std::atomic<pid_t> pid;                  // 0 until the rank is there; stored after start_time
   std::uint64_t start_time;                // of the process, to tell it from a later one with the same pid
   std::int32_t device;
+  // What the rank has used, or begun to use, see Connections.
+  std::atomic<std::uint32_t> has_reduced, has_put;
+  std::atomic<std::uint32_t> sends_to[kMaxRanks], receives_from[kMaxRanks];
   CallRecord calls[2];  // by the sequence's parity: written anew only after a barrier
   char control[kControlNbytes];
 };

@@ -21,6 +21,7 @@ namespace emulation {
 struct Window {
   std::uint32_t number = 0;  // the same on all ranks
   char* base = nullptr;
+  bool is_symmetric = false;
   std::vector<std::uint64_t> nbytes;  // by rank
 };
 
