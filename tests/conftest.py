@@ -10,6 +10,7 @@ import multiprocessing.resource_tracker
 import signal
 from collections.abc import Generator, Iterator
 
+import package_under_test  # noqa: F401  before what it chooses
 import pytest
 from hypothesis import HealthCheck, settings
 from leaks import nothing_is_left

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ from ferro_dist.testing import run_ranks
 __all__ = ["need", "need_torch_without_cuda", "share_gpu"]
 
 _TIMEOUT_S = 120.0
+
+# Whether a library that can be imported can also use a GPU. CuPy compiles what it computes with,
+# for which it may lack CUDA's headers.
+_CAN_COMPUTE: dict[str, Callable[[Any], bool]] = {
+    "torch": lambda torch: torch.cuda.is_available(),
+    "jax": lambda jax: jax.default_backend() == "gpu",
+    "cupy": lambda cupy: int(cupy.arange(3).sum()) == 3,
+}
 
 
 def need(*libraries: str) -> None:
@@ -58,11 +67,12 @@ def _look_for(rank: int, world_size: int, addr: str, library: str) -> str:
         module: Any = importlib.import_module(library)
     except ImportError:
         return f"{library} is not installed"
-    if library == "torch" and not module.cuda.is_available():
-        return f"torch {module.__version__} cannot use a GPU"
-    if library == "jax" and module.default_backend() != "gpu":
-        return f"jax {module.__version__} cannot use a GPU"
-    return ""
+    try:
+        can_compute = _CAN_COMPUTE[library](module)
+        problem = "" if can_compute else "it finds none"
+    except Exception as error:  # of whatever kind the library raises
+        problem = f"{' '.join(str(error).split()):.200}"
+    return problem and f"{library} {module.__version__} cannot use a GPU: {problem}"
 
 
 def _look_for_nccl() -> str:

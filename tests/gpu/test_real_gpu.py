@@ -24,15 +24,16 @@ from ferro_dist.testing import run_ranks
 SIZES = (1, 2, 3, 4)
 DEADLINE_S = 300.0
 # Ranks that share a GPU take turns on it, some milliseconds each: a case has many calls.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
+# A HybridBackend moves a GPU's arrays by the NcclBackend that it holds: one size tells of both.
+GROUPS = [*(("nccl", world_size) for world_size in SIZES), ("hybrid", 2)]
 
 
 def ranks(world_size: int, body: Any, *args: Any) -> list[Any]:
     return run_ranks(world_size, body, *args, backend="none", timeout=DEADLINE_S)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "hybrid"])
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize(("backend", "world_size"), GROUPS)
 def test_groups_keep_the_contract(backend: str, world_size: int) -> None:
     need("torch")
     group = start_on_real_gpus(backend, world_size)
@@ -174,7 +175,10 @@ def test_compute_sanitizer_finds_nothing() -> None:
         env=with_gpus(os.environ),
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=3 * DEADLINE_S,  # it instruments all of NCCL's kernels
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    if "Device not supported" in said:
+        pytest.skip("compute-sanitizer does not support this GPU, or what virtualizes it")
+    assert done.returncode == 0, said

@@ -135,7 +135,7 @@ def run_program(name: str) -> list[float]:
 
 def in_a_process(name: str, **environment: str) -> list[float]:
     tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [
             sys.executable,
