@@ -69,12 +69,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             raise ValueError(
                 f"DDP: {type(module).__name__} has no parameters: there is nothing to be averaged"
             )
-        for name, parameter in parameters.named.items():
-            if is_watched(parameter):
-                raise ValueError(
-                    f"DDP: parameter {name!r} is wrapped by another DDP already, and would be "
-                    "averaged twice. Call its into_inner() first."
-                )
+        _refuse_watched(parameters.named)
         options.check_compression(specs_of(parameters.dense))
         buffers = BufferShare(module, options.backend) if options.sync_buffers else None
         # Not by `setattr`, which sets attributes of the module.
@@ -143,6 +138,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(specs)]
             lines += lines_of(specs_of(parameters.sparse))
             agree_on_manifest(lines, self._backend, op="DDP")
+        self._watcher.stop()
+        _refuse_watched(parameters.trained)  # one that was frozen when both were made
         self._reducer.lay_out(specs)
         self._watch()
         parameters.accept_changes()
@@ -545,6 +542,15 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         for number, average in zip(numbers, averages if given else (), strict=False):
             if average is not None:
                 given.replace(number, average)
+
+
+def _refuse_watched(parameters: Mapping[str, Any]) -> None:
+    for name, parameter in parameters.items():
+        if is_watched(parameter):
+            raise ValueError(
+                f"DDP: parameter {name!r} is wrapped by another DDP already, and would be "
+                "averaged twice. Call its into_inner() first."
+            )
 
 
 def _message_of(optimizer: Any) -> bytes:

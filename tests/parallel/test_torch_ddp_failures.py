@@ -284,6 +284,26 @@ def test_a_module_is_wrapped_once_at_a_time(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
 
 
+def test_a_parameter_of_two_wrappers_cannot_be_unfrozen(on_ranks: OnRanks) -> None:
+    class Sum(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.shared, self.own = shared, Scale()
+
+        def forward(self, x: float) -> Any:
+            return self.shared(x) + self.own(x)
+
+    def body(backend: Any) -> None:
+        shared = Scale().requires_grad_(False)
+        first, second = (fd.DDP(Sum(shared), backend) for _ in range(2))
+        shared.requires_grad_(True)
+        first(1.0).sum().backward()
+        with pytest.raises(ValueError, match=r"'shared\.weight' is wrapped by another DDP"):
+            second(1.0)
+
+    on_ranks(2, body)
+
+
 @pytest.mark.parametrize(
     "change",
     [
