@@ -87,6 +87,7 @@ class JaxStage(Stage):
         _check_params(params)
         self.params = params
         self.grads: Tree = None
+        self._position_of = {name: i for i, name in enumerate(self.parameters())}
         self._takes_rng = "rng" in inspect.signature(apply).parameters
         # Keyed by what is compiled in besides arrays: the structure of the input, and which of its
         # arrays are differentiable. The loss is not compiled.
@@ -122,7 +123,11 @@ class JaxStage(Stage):
     # Weights
 
     def parameters(self) -> dict[str, Array]:
-        return self._named(self.params)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self.params)
+        return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+    def parameter(self, name: str) -> Array:
+        return self._leaf(self.params, name)
 
     def gradient_key(self, name: str) -> object:
         return id(self), name  # also of weights that begin as one array
@@ -131,7 +136,7 @@ class JaxStage(Stage):
         self.params = self._replaced(self.params, name, value)
 
     def gradient(self, name: str) -> Array | None:
-        return None if self.grads is None else self._named(self.grads)[name]
+        return None if self.grads is None else self._leaf(self.grads, name)
 
     def set_gradient(self, name: str, gradient: Array | None) -> None:
         if self.grads is None:
@@ -271,14 +276,13 @@ class JaxStage(Stage):
         assert seed is not None
         return jax.random.key(seed & 0xFFFFFFFF)
 
-    def _named(self, tree: Tree) -> dict[str, Array]:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-        return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    def _leaf(self, tree: Tree, name: str) -> Array:
+        return jax.tree.leaves(tree)[self._position_of[name]]
 
     def _replaced(self, tree: Tree, name: str, value: Array) -> Tree:
-        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        values = [value if jax.tree_util.keystr(path) == name else leaf for path, leaf in leaves]
-        return jax.tree_util.tree_unflatten(structure, values)
+        leaves, structure = jax.tree.flatten(tree)
+        leaves[self._position_of[name]] = value
+        return jax.tree.unflatten(structure, leaves)
 
 
 # Compiled separately: what a half does not return, XLA does not compute.

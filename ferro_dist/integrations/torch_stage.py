@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -160,6 +161,9 @@ class TorchStage(Stage):
 
     def parameters(self) -> dict[str, Tensor]:
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+
+    def parameter(self, name: str) -> Tensor:
+        return _find(self.module, name)
 
     def gradient_key(self, name: str) -> object:
         return id(_find(self.module, name))
@@ -413,5 +417,4 @@ def _is_differentiable(tensor: Tensor) -> bool:
 
 
 def _find(module: Any, name: str) -> Tensor:
-    parent, _, attribute = name.rpartition(".")
-    return getattr(module.get_submodule(parent), attribute)
+    return operator.attrgetter(name)(module)

@@ -37,7 +37,7 @@ class Weight(NamedTuple):
     @property
     def value(self) -> Array:
         """The parameter itself."""
-        return self.stage.parameters()[self.name]
+        return self.stage.parameter(self.name)
 
 
 class GradientReduction:

@@ -204,6 +204,10 @@ class Stage(abc.ABC):
     def parameters(self) -> dict[str, Array]:
         """Return the weights that are trained, by name."""
 
+    def parameter(self, name: str) -> Array:
+        """Return one weight."""
+        return self.parameters()[name]
+
     @abc.abstractmethod
     def gradient_key(self, name: str) -> object:
         """Return what names have in common that stand for one gradient, also in other stages."""

@@ -344,6 +344,27 @@ def test_weight_that_one_replica_alone_freezes_is_told_on_all(
     assert len(set(run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body))) == 1
 
 
+def test_weights_are_listed_as_often_however_many_there_are(on_ranks: OnRanks) -> None:
+    def body(pipe: Any, own: Any, replica: int) -> int:
+        pipe.step(x, y, mean_square)
+        stage = next(iter(pipe._stages.values()))
+        list_all, num_calls = stage.parameters, 0
+
+        def counted() -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            return list_all()
+
+        stage.parameters = counted
+        pipe.step(x, y, mean_square)
+        return num_calls
+
+    x, y = batch(6)
+    size = Case("1f1b", 2, 1)
+    models = [chain(2), chain(2, lambda _: nn.Sequential(Block(), Block(), Block()))]
+    assert len({n for model in models for n in run_on_grid(on_ranks, size, model, body)}) == 1
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_stages_may_be_ddp_themselves(on_ranks: OnRanks, schedule: str) -> None:
     """Its hooks fire where weights' gradients are put off, too."""
