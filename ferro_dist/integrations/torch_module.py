@@ -164,6 +164,7 @@ class BufferShare:
         self._backend = backend
         self._places: list[tuple[dict[str, Tensor], str]] = []
         self._specs: list[ParameterSpec] = []
+        self._kinds: list[tuple[Any, Any]] = []  # of torch, as comparing these is quick
         seen = set()
         for prefix, part in module.named_modules():
             for name, buffer in part._buffers.items():
@@ -173,6 +174,7 @@ class BufferShare:
                     _check_place("buffer", full_name, buffer, backend)
                     self._places.append((part._buffers, name))
                     self._specs.append(spec_of(full_name, buffer.contiguous()))
+                    self._kinds.append((buffer.shape, buffer.dtype))
         self._are_on_gpu: list[bool] = []
         self._parts: list[_BufferPart] = []
 
@@ -184,9 +186,9 @@ class BufferShare:
         ValueError
             One has another shape or dtype than when the module was wrapped, or is gone.
         """
-        for (table, key), spec in zip(self._places, self._specs, strict=True):
+        for (table, key), spec, kind in zip(self._places, self._specs, self._kinds, strict=True):
             buffer = table.get(key)
-            if buffer is None or tuple(buffer.shape) != spec.shape or _dtype(buffer) != spec.dtype:
+            if buffer is None or (buffer.shape, buffer.dtype) != kind:
                 found = "gone" if buffer is None else str(spec_of(spec.name, buffer.contiguous()))
                 raise ValueError(f"DDP: buffer {spec} has become {found} since it was wrapped")
             yield spec.name, buffer
@@ -318,7 +320,3 @@ def _trainable_spec(name: str, parameter: Tensor) -> ParameterSpec:
             op="DDP",
         )
     return spec
-
-
-def _dtype(tensor: Tensor) -> Any:
-    return spec_of("", tensor.new_empty(0)).dtype
