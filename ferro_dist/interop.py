@@ -51,6 +51,7 @@ __all__ = [
     "empty_beside",
     "empty_for_jax",
     "is_on_gpu",
+    "jax_place",
     "numpy_dtype",
     "same_stream",
     "shape_of",
@@ -216,6 +217,15 @@ def empty_for_jax(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any,
     block = np.empty(nbytes + _JAX_ALIGNMENT, np.uint8)
     start = -block.ctypes.data % _JAX_ALIGNMENT
     return block[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def jax_place(x: Array) -> Any:
+    """Return the sharding of an array that the user has put on devices; None for any other.
+
+    What takes its place stays there, too; others follow JAX's default.
+    """
+    is_committed = getattr(x, "committed", getattr(x, "_committed", False))
+    return x.sharding if is_committed else None
 
 
 def shape_of(x: Array) -> tuple[int, ...]:
@@ -397,13 +407,12 @@ class _Jax(_Library):
 
     def deliver(self, x: Array, written: Array) -> Array:
         jax = sys.modules["jax"]
-        # An array that the user has put on devices stays there; others follow the default.
-        is_committed = _is_committed(x)
+        place = jax_place(x)
         if not isinstance(written, np.ndarray):
             # Whatever stream JAX names, the export makes it wait for the writing.
-            device = next(iter(x.devices())) if is_committed else None
+            device = None if place is None else next(iter(x.devices()))
             return jax.dlpack.from_dlpack(written, device=device)
-        return jax.device_put(written, x.sharding if is_committed else None)
+        return jax.device_put(written, place)
 
     def concatenate(self, parts: Sequence[Array]) -> Array:
         return _joined(sys.modules["jax"].numpy, parts)
@@ -539,7 +548,3 @@ def _from_dlpack(x: Array) -> np.ndarray[Any, Any]:
             f"{dtype_name(view.dtype)}: its shape, or a contiguous copy, must come from NumPy, "
             "which cannot read it. Pass a contiguous array that has a `shape`, such as torch's."
         ) from error
-
-
-def _is_committed(x: Array) -> bool:
-    return bool(getattr(x, "committed", getattr(x, "_committed", False)))

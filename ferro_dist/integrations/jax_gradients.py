@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -200,8 +201,9 @@ class PytreeReducer:
         turn = object()
         for number, group in enumerate(reduction.groups):
             reduction.ready(turn, number, [own[i] for i in group])
-        for position, average in zip(floats, reduction.finish(turn), strict=True):
-            leaves[position] = _delivered(leaves[position], average)
+        averages = _delivered([leaves[i] for i in floats], reduction.finish(turn))
+        for position, average in zip(floats, averages, strict=True):
+            leaves[position] = average
         return tree.unflatten(leaves)
 
     def tap(self, params: Pytree) -> Pytree:
@@ -536,9 +538,17 @@ def _broadcast(leaf: Any, backend: Backend, root: int) -> Any:
     return interop.deliver(array, broadcast(np.asarray(array), backend, root, out=written))
 
 
-def _delivered(like: Any, average: NumpyArray) -> Any:
-    array = jnp.asarray(like)
-    # In host memory, where the average is, whatever device the leaf is on.
-    written = interop.empty_for_jax(average.shape, average.dtype)
-    np.copyto(written, average)
-    return interop.deliver(array, written)
+def _delivered(likes: Sequence[Any], averages: Sequence[NumpyArray]) -> list[Any]:
+    """Return copies of the averages as JAX arrays, each where the leaf that it replaces is."""
+    copies, positions_at = [], defaultdict(list)
+    for position, (like, average) in enumerate(zip(likes, averages, strict=True)):
+        # In host memory, where the average is, whatever device the leaf is on.
+        copies.append(interop.empty_for_jax(average.shape, average.dtype))
+        np.copyto(copies[-1], average)
+        positions_at[interop.jax_place(like)].append(position)
+    delivered: list[Any] = [None] * len(copies)
+    for place, positions in positions_at.items():  # one call each: JAX takes long for a call
+        arrays = jax.device_put([copies[position] for position in positions], place)
+        for position, array in zip(positions, arrays, strict=True):
+            delivered[position] = array
+    return delivered
