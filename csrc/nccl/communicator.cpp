@@ -242,15 +242,10 @@ void launch_group(const std::vector<GroupedOperation>& operations, Patience& pat
   if (members.empty()) return;
   Turn turn(members, "ncclGroupEnd", patience);
   for (const Communicator* each : members) each->check_awake("ncclGroupEnd");
-  ncclResult_t first = ncclGroupStart();
-  for (const GroupedOperation& each : operations) {
-    if (first != ncclSuccess) break;
-    const ncclResult_t result = each.communicator->issue_now(each.operation);
-    if (result != ncclInProgress) first = result;  // of progress the group's end tells
-  }
-  // Even after an error: without it all later calls of this thread would be queued.
-  const ncclResult_t result = ncclGroupEnd();
-  turn.settle(first == ncclSuccess ? result : first);
+  CallGroup group;
+  for (auto each = operations.begin(); each != operations.end() && group.is_well(); ++each)
+    group.note(each->communicator->issue_now(each->operation));
+  turn.settle(group.end());
 }
 
 void* Communicator::register_buffer(void* data, std::size_t nbytes, Patience& patience) {

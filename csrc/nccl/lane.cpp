@@ -173,13 +173,10 @@ bool Lane::is_capturing(const cudaStream_t* callers, std::size_t num_callers) co
 
 ncclResult_t Lane::issue_all(const Operation* operations, std::size_t count) {
   if (count == 1) return communicator_->issue_on(operations[0], stream_);
-  ncclResult_t first = ncclGroupStart();
-  for (std::size_t i = 0; i < count && first == ncclSuccess; ++i) {
-    const ncclResult_t result = communicator_->issue_on(operations[i], stream_);
-    if (result != ncclInProgress) first = result;
-  }
-  const ncclResult_t result = ncclGroupEnd();  // even after an error, see launch_group
-  return first == ncclSuccess ? result : first;
+  CallGroup group;
+  for (std::size_t i = 0; i < count && group.is_well(); ++i)
+    group.note(communicator_->issue_on(operations[i], stream_));
+  return group.end();
 }
 
 cudaEvent_t Lane::take_event() {

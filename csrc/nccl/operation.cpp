@@ -5,42 +5,30 @@
 namespace ferro::nccl {
 namespace {
 
-// The sends and receives of one rank, in one group. The first error is the group's.
+// The sends and receives of one rank, in one group.
 class Exchange {
  public:
   Exchange(ncclDataType_t dtype, std::size_t count, ncclComm_t comm, cudaStream_t stream)
-      : dtype_(dtype),
-        count_(count),
-        chunk_nbytes_(count * item_size(dtype)),
-        comm_(comm),
-        stream_(stream),
-        result_(ncclGroupStart()) {}
+      : dtype_(dtype), count_(count), chunk_nbytes_(count * item_size(dtype)), comm_(comm), stream_(stream) {}
 
   // `index` is that of the chunk within the array.
   void send(const void* array, int index, int peer) {
-    note(ncclSend(static_cast<const char*>(array) + index * chunk_nbytes_, count_, dtype_, peer, comm_,
-                  stream_));
+    group_.note(ncclSend(static_cast<const char*>(array) + index * chunk_nbytes_, count_, dtype_, peer, comm_,
+                         stream_));
   }
   void recv(void* array, int index, int peer) {
-    note(ncclRecv(static_cast<char*>(array) + index * chunk_nbytes_, count_, dtype_, peer, comm_, stream_));
+    group_.note(
+        ncclRecv(static_cast<char*>(array) + index * chunk_nbytes_, count_, dtype_, peer, comm_, stream_));
   }
-  // Even ends a group that has failed: else NCCL would queue all later calls of this thread in it.
-  ncclResult_t end() {
-    note(ncclGroupEnd());
-    return result_;
-  }
+  ncclResult_t end() { return group_.end(); }
 
  private:
-  void note(ncclResult_t result) {
-    if (result_ == ncclSuccess) result_ = result;
-  }
-
   const ncclDataType_t dtype_;
   const std::size_t count_;
   const std::size_t chunk_nbytes_;
   const ncclComm_t comm_;
   const cudaStream_t stream_;
-  ncclResult_t result_;
+  CallGroup group_;
 };
 
 ncclResult_t all_to_all(const Operation& o, cudaStream_t stream, ncclComm_t comm, int world_size) {

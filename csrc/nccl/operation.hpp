@@ -57,6 +57,26 @@ void check_available(Op op);
 ncclResult_t issue(const Operation& operation, cudaStream_t stream, ncclComm_t comm, int rank,
                    int world_size);
 
+// One of NCCL's groups, perhaps inside another one. Whoever begins it ends it, even if a call in it has
+// failed: else NCCL would queue all later calls of this thread in it.
+class CallGroup {
+ public:
+  CallGroup() : result_(ncclGroupStart()) {}
+
+  bool is_well() const { return result_ == ncclSuccess; }
+  // What a call in it returned. The first error is the group's; of progress its end tells.
+  void note(ncclResult_t result) {
+    if (is_well() && result != ncclInProgress) result_ = result;
+  }
+  ncclResult_t end() {
+    const ncclResult_t result = ncclGroupEnd();
+    return is_well() ? result : result_;
+  }
+
+ private:
+  ncclResult_t result_;
+};
+
 }  // namespace ferro::nccl
 
 #endif  // FERRO_NCCL_OPERATION_HPP

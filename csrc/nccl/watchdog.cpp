@@ -11,6 +11,20 @@ namespace {
 // A look costs well below a microsecond for each communicator.
 constexpr std::chrono::milliseconds kBetweenLooks{20};
 
+// Those that are alive; the others are forgotten.
+template <typename Kind, typename IsOver>
+std::vector<std::shared_ptr<Kind>> living(std::vector<std::weak_ptr<Kind>>& watched, IsOver is_over) {
+  std::vector<std::shared_ptr<Kind>> alive;
+  const auto is_gone = [&](const std::weak_ptr<Kind>& each) {
+    auto held = each.lock();
+    if (held == nullptr || is_over(*held)) return true;
+    alive.push_back(std::move(held));
+    return false;
+  };
+  watched.erase(std::remove_if(watched.begin(), watched.end(), is_gone), watched.end());
+  return alive;
+}
+
 }  // namespace
 
 Watchdog& Watchdog::instance() {
@@ -45,29 +59,12 @@ void Watchdog::start() {
 
 std::vector<std::shared_ptr<Communicator>> Watchdog::watched() {
   const std::lock_guard<std::mutex> lock(lock_);
-  std::vector<std::shared_ptr<Communicator>> alive;
-  const auto is_gone = [&](const std::weak_ptr<Communicator>& each) {
-    auto communicator = each.lock();
-    if (communicator == nullptr || communicator->is_ended()) return true;
-    alive.push_back(std::move(communicator));
-    return false;
-  };
-  communicators_.erase(std::remove_if(communicators_.begin(), communicators_.end(), is_gone),
-                       communicators_.end());
-  return alive;
+  return living(communicators_, [](const Communicator& each) { return each.is_ended(); });
 }
 
 std::vector<std::shared_ptr<Lane>> Watchdog::lanes() {
   const std::lock_guard<std::mutex> lock(lock_);
-  std::vector<std::shared_ptr<Lane>> alive;
-  const auto is_gone = [&](const std::weak_ptr<Lane>& each) {
-    auto lane = each.lock();
-    if (lane == nullptr) return true;
-    alive.push_back(std::move(lane));
-    return false;
-  };
-  lanes_.erase(std::remove_if(lanes_.begin(), lanes_.end(), is_gone), lanes_.end());
-  return alive;
+  return living(lanes_, [](const Lane&) { return false; });
 }
 
 void Watchdog::look_after_all() {
