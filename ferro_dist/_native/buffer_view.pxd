@@ -78,6 +78,11 @@ cdef inline object delivered(object arrays, object x, object written, bint is_ne
 # DLPack's exchange table (torch). False for others.
 cdef bint current_stream_of(BufferView view, void** stream) except -1
 
+cdef extern from "Python.h":
+    # In place of how many bytes past the start of x an out that shares its memory has to begin: it must
+    # not share it.
+    const Py_ssize_t NEVER_IN_PLACE "PY_SSIZE_T_MIN"
+
 # Whether they share memory.
 cdef inline bint overlap(BufferView a, BufferView b) noexcept:
     return (<char*> a.data < <char*> b.data + b.nbytes and <char*> b.data < <char*> a.data + a.nbytes

@@ -1,13 +1,11 @@
 """Memory of a GPU that is written here, then taken over by a library whose arrays are immutable."""
 
 cimport cython
-from cpython.mem cimport PyMem_Malloc
 from cpython.pycapsule cimport PyCapsule_New
-from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 
 from ferro_dist._native.dlpack cimport CUDA, DLDataType, DLDevice, DLManagedTensor
-from ferro_dist._native.dlpack_export cimport delete_managed, dlpack_dtype_of, drop_capsule
+from ferro_dist._native.dlpack_export cimport dlpack_dtype_of, drop_capsule, new_managed
 
 import math
 import time
@@ -97,9 +95,7 @@ cdef class DeviceArray:
 
 # The shape lies in the array, which its exports keep alive.
 cdef DLManagedTensor* _export(DeviceArray array) except NULL:
-    cdef DLManagedTensor* managed = <DLManagedTensor*> PyMem_Malloc(sizeof(DLManagedTensor))
-    if managed == NULL:
-        raise MemoryError
+    cdef DLManagedTensor* managed = new_managed(array)
     managed.tensor.data = <void*> <uintptr_t> array.address
     managed.tensor.device = DLDevice(CUDA, array.device)
     managed.tensor.ndim = <int32_t> len(array.shape)
@@ -107,7 +103,4 @@ cdef DLManagedTensor* _export(DeviceArray array) except NULL:
     managed.tensor.shape = array._extents
     managed.tensor.strides = NULL
     managed.tensor.byte_offset = 0
-    managed.manager_context = <void*> array
-    managed.deleter = delete_managed
-    Py_INCREF(array)
     return managed

@@ -1,9 +1,9 @@
-# What arrays need to hand themselves out in a DLPack capsule: the code of their dtype, and the end of
-# the export with the reference that it holds to its array.
+# What arrays need to hand themselves out in a DLPack capsule: the code of their dtype, and an export that
+# holds a reference to its array.
 
-from cpython.mem cimport PyMem_Free
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
-from cpython.ref cimport Py_DECREF
+from cpython.ref cimport Py_DECREF, Py_INCREF
 
 from ferro_dist._native.dlpack cimport (
     BFLOAT, BOOL, COMPLEX, DLDataType, DLManagedTensor, FLOAT, FLOAT8_E4M3FN, FLOAT8_E5M2, INT, UINT,
@@ -22,10 +22,21 @@ cdef inline DLDataType dlpack_dtype_of(object dtype) except *:
     return DLDataType(code, dtype.itemsize * 8, 1)
 
 
-# The deleter of a tensor that came from PyMem_Malloc and whose context is a reference to the array.
+# The deleter of what new_managed() makes.
 cdef inline void delete_managed(DLManagedTensor* managed) noexcept with gil:
     Py_DECREF(<object> managed.manager_context)
     PyMem_Free(managed)
+
+
+# An export that keeps `array` alive; its tensor is the caller's to fill in.
+cdef inline DLManagedTensor* new_managed(object array) except NULL:
+    cdef DLManagedTensor* managed = <DLManagedTensor*> PyMem_Malloc(sizeof(DLManagedTensor))
+    if managed == NULL:
+        raise MemoryError
+    managed.manager_context = <void*> array
+    managed.deleter = delete_managed
+    Py_INCREF(array)
+    return managed
 
 
 # Frees a capsule that nobody took; one that was taken has been renamed.

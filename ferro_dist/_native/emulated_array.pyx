@@ -16,7 +16,7 @@ from ferro_dist._native.dlpack cimport (
     BFLOAT, CUDA, DLDataType, DLDevice, DLExchangeApi, DLManagedTensor, DLManagedTensorVersioned,
     DLPACK_MAJOR, DLTensor, DLVersion, FLOAT8_E4M3FN, FLOAT8_E5M2,
 )
-from ferro_dist._native.dlpack_export cimport delete_managed, dlpack_dtype_of, drop_capsule
+from ferro_dist._native.dlpack_export cimport dlpack_dtype_of, drop_capsule, new_managed
 
 import numpy
 
@@ -259,13 +259,8 @@ cdef void _fill(EmulatedArray array, DLTensor* tensor) noexcept:
 
 
 cdef DLManagedTensor* _export(EmulatedArray array) except NULL:
-    cdef DLManagedTensor* managed = <DLManagedTensor*> PyMem_Malloc(sizeof(DLManagedTensor))
-    if managed == NULL:
-        raise MemoryError
+    cdef DLManagedTensor* managed = new_managed(array)
     _fill(array, &managed.tensor)
-    managed.manager_context = <void*> array
-    managed.deleter = delete_managed
-    Py_INCREF(array)
     return managed
 
 

@@ -114,8 +114,7 @@ cdef object _exception_of(const Error& error):
 
 
 cdef object _timeout(const Error& error, str where, dict facts):
-    cdef size_t i
-    cdef tuple missing = tuple([error.missing[i] for i in range(error.missing.size())])
+    cdef tuple missing = tuple(error.missing)
     if not missing and error.peer >= 0:
         missing = (error.peer,)
     cdef str names = _ranks(missing) if missing else "the group"
@@ -144,8 +143,7 @@ cdef object _timeout(const Error& error, str where, dict facts):
 
 
 cdef object _under_way(const Error& error, dict facts):
-    cdef size_t i
-    cdef tuple missing = tuple([error.missing[i] for i in range(error.missing.size())])
+    cdef tuple missing = tuple(error.missing)
     cdef str waiting = f", waiting for {_ranks(missing)}" if missing else ""
     return Timeout(
         f"{_call(facts)} is still under way on rank {error.rank} after {error.elapsed_s:g} s{waiting}.\n"

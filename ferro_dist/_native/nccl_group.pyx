@@ -11,7 +11,7 @@ from libcpp.vector cimport vector
 
 from ferro_dist._native cimport libnccl
 from ferro_dist._native.buffer_view cimport (
-    BufferView, delivered, output_of, output_view_of, overlap, view_of,
+    BufferView, delivered, NEVER_IN_PLACE, output_of, output_view_of, overlap, view_of,
 )
 from ferro_dist._native.cuda_stream cimport (
     current_stream, held_stream, known_stream, KnownStream, StreamHandle,
@@ -20,7 +20,6 @@ from ferro_dist._native.libcudart cimport cudaStream_t
 from ferro_dist._native.libnccl cimport Alarm, Lane, Op, Operation, Patience
 from ferro_dist._native.nccl cimport Communicator
 from ferro_dist._native.nccl_connection cimport check_usable, Noting
-from ferro_dist._native.nccl_operation cimport NEVER_IN_PLACE
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 
 from ferro_dist import arguments

@@ -4,11 +4,6 @@ from ferro_dist._native.buffer_view cimport BufferView
 from ferro_dist._native.libnccl cimport ncclDataType_t, Operation
 
 
-cdef extern from "Python.h":
-    # For check_output: out must not share memory with x at all.
-    const Py_ssize_t NEVER_IN_PLACE "PY_SSIZE_T_MIN"
-
-
 cdef class Member:
     cdef readonly int rank
     cdef readonly int world_size

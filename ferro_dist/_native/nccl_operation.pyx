@@ -4,7 +4,7 @@ cimport cython
 
 from ferro_dist._native cimport libnccl
 from ferro_dist._native.buffer_view cimport (
-    BOOLEAN, BufferView, COMPLEX128, COMPLEX64, E4M3, output_view_of, overlap, view_of,
+    BOOLEAN, BufferView, COMPLEX128, COMPLEX64, E4M3, NEVER_IN_PLACE, output_view_of, overlap, view_of,
 )
 from ferro_dist._native.dlpack cimport CUDA
 from ferro_dist._native.libnccl cimport (
