@@ -138,13 +138,16 @@ def transports(engine_problem: str | None) -> list[Row]:
 
 def shared_memory() -> str:
     """Make a segment for a single rank, as a group would, and throw it away."""
-    from ferro_dist._native.host import create_segment
+    from ferro_dist._native.host import create_segment, kernel_notices_deaths
 
     try:
         os.close(create_segment(1))
     except (OSError, MemoryError) as error:
         return f"no: {error}"
-    return f"yes: sealed memfd, {huge_pages()}"
+    text = f"yes: sealed memfd, {huge_pages()}"
+    if kernel_notices_deaths():
+        return text
+    return f"{text}; a rank's death is found by timeouts alone: set_robust_list is refused"
 
 
 def huge_pages() -> str:

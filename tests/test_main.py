@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sandbox
+from sandbox import ROBUST_CALL
 
 from ferro_dist import __main__ as report
 from ferro_dist._native.host import kernel_isa
@@ -164,6 +166,15 @@ def test_shared_memory_that_is_refused_comes_with_the_reason() -> None:
     found = rows(f"{limit}\n{ignored}")
     assert found["shared memory"].startswith("no: ")
     assert "File too large" in found["shared memory"]
+
+
+@pytest.mark.skipif(ROBUST_CALL is None, reason="no number of the call is known here")
+def test_deaths_that_the_kernel_does_not_report_are_said_to_go_unnoticed() -> None:
+    assert "timeouts" not in rows()["shared memory"]
+    folder = str(Path(sandbox.__file__).parent)
+    found = rows(f"sys.path.append({folder!r})\nfrom sandbox import *\nrefuse(ROBUST_CALL)")
+    assert found["shared memory"].startswith("yes: sealed memfd, ")
+    assert "a rank's death is found by timeouts alone" in found["shared memory"]
 
 
 @pytest.mark.parametrize(

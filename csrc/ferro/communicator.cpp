@@ -1,7 +1,5 @@
 #include "ferro/communicator.hpp"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -111,7 +109,7 @@ void Communicator::settle_timeout(Error& error) noexcept {
 // Lets the others know whom a call was waiting for that is being given up.
 void Communicator::testify(const std::vector<int>& awaited) noexcept {
   RankSet ranks;
-  for (const int rank : awaited) ranks.set(static_cast<std::size_t>(rank));
+  for (const int rank : awaited) ranks.set(rank);
   transport_->testify(ranks);
 }
 
@@ -126,8 +124,8 @@ std::vector<int> Communicator::lost_ranks() const {
   transport_->add_lost(ranks);
   const AbortReason reason = transport_->aborted();
   const bool has_left = reason.code == ErrorCode::peer_lost || reason.code == ErrorCode::channel_closed;
-  if (has_left && reason.culprit >= 0) ranks.set(static_cast<std::size_t>(reason.culprit));
-  ranks.reset(static_cast<std::size_t>(rank_));
+  if (has_left && reason.culprit >= 0) ranks.set(reason.culprit);
+  ranks.reset(rank_);
   return ranks_of(ranks);
 }
 
@@ -432,12 +430,7 @@ void Communicator::check_messages(const Tasks& under_way) const {
 }
 
 void Communicator::await_messages(const Tasks& under_way, int idle, std::uint32_t heard) {
-  const bool may_spin = !messenger_->gate().is_awaited();
-  if (may_spin && idle < kBackgroundSpin.pauses) return pause_briefly();
-  if (may_spin && idle < kBackgroundSpin.pauses + kBackgroundSpin.yields) {
-    sched_yield();
-    return;
-  }
+  if (!messenger_->gate().is_awaited() && kBackgroundSpin.linger(idle)) return;
   check_messages(under_way);
   for (const std::shared_ptr<Task>& task : under_way) Messenger::set_owner_away(*task->messages, true);
   Call unhurried(kUnlimited);

@@ -2,10 +2,12 @@
 #ifndef FERRO_ERROR_HPP
 #define FERRO_ERROR_HPP
 
+#include <cerrno>
 #include <cstdint>
 #include <exception>
 #include <new>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -21,12 +23,10 @@ enum class ErrorCode : std::uint8_t {
   channel_closed,  // `peer` closed its side
   mismatch,        // ranks called different collectives; the group stays usable
   size_mismatch,   // a message does not fit its receive; the group stays usable
-  poisoned,        // an earlier error ended the group
   interrupted,     // a signal handler on `peer` raised
   io,              // a system call failed
   unsupported,     // no such reduction for this dtype; nothing was sent
   closed,          // this rank closed the group
-  forked,          // a child process uses its parent's group
   out_of_memory,
   superseded,  // `peer` went on in a successor of this group
   under_way,   // the caller gave up waiting for a call; the call itself goes on
@@ -51,6 +51,13 @@ struct Error : std::exception {
   double elapsed_s = 0;        // timeout, under_way: for how long
   std::string detail;
 };
+
+// What the system call `call` has just failed with. `peer` is whom it was about, if anybody.
+[[noreturn]] inline void throw_errno(const char* call, int peer = -1) {
+  const int error = errno;
+  throw Error(error == ENOMEM ? ErrorCode::out_of_memory : ErrorCode::io, peer,
+              std::string(call) + ": " + std::generic_category().message(error));
+}
 
 // The exception being handled, as an Error whatever it is. For use in a catch block.
 inline Error current_error() noexcept {

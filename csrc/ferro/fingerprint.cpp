@@ -40,6 +40,9 @@ std::string describe(const Fingerprint& fingerprint) {
 // "rank 0 called allreduce(sum, float32, count 5), rank 2 called barrier()".
 std::string describe_mismatch(int first_rank, const Fingerprint& first, int second_rank,
                               const Fingerprint& second) {
+  if (first.op == Op::split && second.op == Op::split && first.sequence == second.sequence)
+    return "ranks " + std::to_string(first_rank) + " and " + std::to_string(second_rank) +
+           " are at different steps of split, which only one thread of a rank may call at a time";
   const auto side = [&](int rank, const Fingerprint& fingerprint) {
     std::string text = "rank " + std::to_string(rank) + " called " + describe(fingerprint);
     if (first.sequence != second.sequence) text += " as collective #" + std::to_string(fingerprint.sequence);

@@ -13,7 +13,7 @@ namespace ferro {
 // allreduce and reduce: as many elements as divide evenly among the planes, then
 // the few that are left.
 void HostsTransport::reduce_all(Call& call, const Collective& collective) {
-  const std::size_t left = collective.count % static_cast<std::size_t>(num_planes_);
+  const std::size_t left = collective.count % num_planes_;
   const std::size_t even = collective.count - left;
   if (even > 0) reduce_parts(call, collective, 0, even, num_planes_);
   if (left > 0) reduce_parts(call, collective, even, left, 1);
@@ -23,9 +23,9 @@ void HostsTransport::reduce_all(Call& call, const Collective& collective) {
 // inside the hosts that need it. `count` is a multiple of `num_parts`.
 void HostsTransport::reduce_parts(Call& call, const Collective& collective, std::size_t begin,
                                   std::size_t count, int num_parts) {
-  const DType dtype = collective.dtype, partial = partial_dtype(dtype, collective.reduce_op);
+  const DType dtype = collective.dtype, partial = partial_dtype(collective);
   const std::size_t item = item_size(dtype), partial_item = item_size(partial);
-  const std::size_t part_count = count / static_cast<std::size_t>(num_parts);
+  const std::size_t part_count = count / num_parts;
   const ReduceOp op = partial_op(collective.reduce_op);
   const bool is_everywhere = collective.op == Op::allreduce;
   const bool is_even = num_parts == num_local();
@@ -40,9 +40,8 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
   char* const part = part_.reserve(part_count * partial_item);
   if (is_even) run_local(call, Op::reduce_scatter, partial, part_count, own, part, -1, op);
   for (int i = 0; i < num_parts && !is_even; ++i)
-    run_local(call, Op::reduce, partial, part_count,
-              own + static_cast<std::size_t>(i) * part_count * partial_item, place_ == i ? part : nullptr,
-              locals()[static_cast<std::size_t>(i)], op);
+    run_local(call, Op::reduce, partial, part_count, own + i * part_count * partial_item,
+              place_ == i ? part : nullptr, locals()[i], op);
 
   begin_step(call);
   if (has_part) {
@@ -66,9 +65,8 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
   char* const out = has_output ? bytes(collective.out) + begin * item : packed_.reserve(count * item);
   if (is_even) return run_local(call, Op::all_gather, dtype, part_count, part, out, -1);
   for (int i = 0; i < num_parts; ++i) {
-    char* const place = out + static_cast<std::size_t>(i) * part_count * item;
-    run_local(call, Op::broadcast, dtype, part_count, place_ == i ? part : place, place,
-              locals()[static_cast<std::size_t>(i)]);
+    char* const place = out + i * part_count * item;
+    run_local(call, Op::broadcast, dtype, part_count, place_ == i ? part : place, place, locals()[i]);
   }
 }
 
@@ -76,7 +74,7 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
 // their owner. The input is first brought into the order of those agents; in the end each owner
 // has one partial result from every host.
 void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
-  const DType dtype = collective.dtype, partial = partial_dtype(dtype, collective.reduce_op);
+  const DType dtype = collective.dtype, partial = partial_dtype(collective);
   const std::size_t count = collective.count, partial_item = item_size(partial),
                     nbytes = count * partial_item;
   const std::vector<std::vector<int>> owners = owners_by_agent();
@@ -88,17 +86,16 @@ void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
             partial_op(collective.reduce_op));
 
   begin_step(call);
-  char* const received = received_.reserve(static_cast<std::size_t>(num_hosts()) * nbytes);
+  char* const received = received_.reserve(num_hosts() * nbytes);
   std::vector<const char*> sources;  // by host, this one's is `reduced`
   Exchange exchange(*mesh_, call);
-  const std::vector<int>& owned = owners[static_cast<std::size_t>(place_)];
+  const std::vector<int>& owned = owners[place_];
   for (std::size_t i = 1; i < owned.size(); ++i) exchange.send(owned[i], reduced + i * nbytes, nbytes);
   for (int host = 0; host < num_hosts(); ++host) {
-    char* const place = host == host_ ? reduced : received + static_cast<std::size_t>(host) * nbytes;
+    char* const place = host == host_ ? reduced : received + host * nbytes;
     sources.push_back(place);
     if (host == host_) continue;
-    const int num_places = static_cast<int>(hosts_[static_cast<std::size_t>(host)].size());
-    exchange.receive(rank_at(host, counterpart(place_, num_places)), place, nbytes);
+    exchange.receive(rank_at(host, counterpart(place_, num_places(host))), place, nbytes);
   }
   exchange.finish();
 
@@ -118,26 +115,22 @@ void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
 std::vector<std::vector<int>> HostsTransport::owners_by_agent() const {
   std::vector<std::vector<int>> owners;
   for (const int rank : locals()) owners.push_back({rank});
-  for (int host = 0; host < num_hosts(); ++host) {
-    const std::vector<int>& ranks = hosts_[static_cast<std::size_t>(host)];
-    for (int i = 0; host != host_ && i < static_cast<int>(ranks.size()); ++i)
-      owners[static_cast<std::size_t>(counterpart(i, num_local()))].push_back(
-          ranks[static_cast<std::size_t>(i)]);
-  }
+  for (int host = 0; host < num_hosts(); ++host)
+    for (int i = 0; host != host_ && i < num_places(host); ++i)
+      owners[counterpart(i, num_local())].push_back(rank_at(host, i));
   return owners;
 }
 
 // The chunks of the input as partial results, by agent, padded to `most` chunks for each.
 const char* HostsTransport::pack_for_agents(Call& call, const Collective& collective,
                                             const std::vector<std::vector<int>>& owners, std::size_t most) {
-  const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
+  const DType partial = partial_dtype(collective);
   const std::size_t item = item_size(collective.dtype), nbytes = collective.count * item_size(partial);
   char* const packed = packed_.reserve(owners.size() * most * nbytes);
   char* place = packed;
   for (const std::vector<int>& ranks : owners) {
     for (const int rank : ranks) {
-      const char* const chunk =
-          bytes(collective.in) + static_cast<std::size_t>(rank) * collective.count * item;
+      const char* const chunk = bytes(collective.in) + rank * collective.count * item;
       to_partial(call, place, partial, chunk, collective.dtype, collective.count);
       place += nbytes;
     }
@@ -173,38 +166,31 @@ void HostsTransport::broadcast(Call& call, const Collective& collective) {
   begin_step(call);
   for (int i = 0; i < num_planes_; ++i)
     run_local(call, Op::broadcast, collective.dtype, part_of(i).count, part_of(i).data, part_of(i).data,
-              locals()[static_cast<std::size_t>(i)]);
+              locals()[i]);
 }
 
 // Each chunk crosses once to each other host, to the counterpart of its owner,
 // which shares it there.
 void HostsTransport::all_gather(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  const auto chunk_of = [&](int rank) {
-    return bytes(collective.out) + static_cast<std::size_t>(rank) * nbytes;
-  };
+  const auto chunk_of = [&](int rank) { return bytes(collective.out) + rank * nbytes; };
   // The input may be a part of the output that is about to be received.
   copy_in_passes(call, chunk_of(rank_), collective.in, nbytes);
   Exchange exchange(*mesh_, call);
   for (int host = 0; host < num_hosts(); ++host) {
-    const std::vector<int>& ranks = hosts_[static_cast<std::size_t>(host)];
     if (host == host_) continue;
-    exchange.send(ranks[static_cast<std::size_t>(counterpart(place_, static_cast<int>(ranks.size())))],
-                  chunk_of(rank_), nbytes);
-    for (int i = 0; i < static_cast<int>(ranks.size()); ++i)
-      if (counterpart(i, num_local()) == place_)
-        exchange.receive(ranks[static_cast<std::size_t>(i)], chunk_of(ranks[static_cast<std::size_t>(i)]),
-                         nbytes);
+    exchange.send(rank_at(host, counterpart(place_, num_places(host))), chunk_of(rank_), nbytes);
+    for (int i = place_; i < num_places(host); i += num_local())  // those whose counterpart this rank is
+      exchange.receive(rank_at(host, i), chunk_of(rank_at(host, i)), nbytes);
   }
   exchange.finish();
   if (local_ == nullptr) return;
   begin_step(call);
   for (int host = 0; host < num_hosts(); ++host)
-    for (int i = 0; i < static_cast<int>(hosts_[static_cast<std::size_t>(host)].size()); ++i) {
+    for (int i = 0; i < num_places(host); ++i) {
       const int holder = host == host_ ? i : counterpart(i, num_local());
       char* const chunk = chunk_of(rank_at(host, i));
-      run_local(call, Op::broadcast, collective.dtype, collective.count, chunk, chunk,
-                locals()[static_cast<std::size_t>(holder)]);
+      run_local(call, Op::broadcast, collective.dtype, collective.count, chunk, chunk, locals()[holder]);
     }
 }
 
@@ -285,7 +271,7 @@ void HostsTransport::gather(Call& call, const Collective& original) {
   const bool is_root = rank_ == root;
   if (is_root) {
     // The input may be a part of the output that is about to be received.
-    char* const own = bytes(collective.out) + static_cast<std::size_t>(rank_) * nbytes;
+    char* const own = bytes(collective.out) + rank_ * nbytes;
     copy_in_passes(call, own, collective.in, nbytes);
     collective.in = own;
   }
@@ -295,8 +281,7 @@ void HostsTransport::gather(Call& call, const Collective& original) {
   char* const gathered = is_root ? received_.reserve(nbytes * locals().size()) : nullptr;
   run_local(call, Op::gather, collective.dtype, collective.count, collective.in, gathered, root);
   for (std::size_t i = 0; is_root && i < locals().size(); ++i)
-    copy_in_passes(call, bytes(collective.out) + static_cast<std::size_t>(locals()[i]) * nbytes,
-                   gathered + i * nbytes, nbytes);
+    copy_in_passes(call, bytes(collective.out) + locals()[i] * nbytes, gathered + i * nbytes, nbytes);
 }
 
 void HostsTransport::scatter(Call& call, const Collective& collective) {

@@ -37,10 +37,9 @@ HostsTransport::HostsTransport(std::unique_ptr<Transport> local, std::shared_ptr
     world_size_ += static_cast<int>(ranks.size());
     num_planes_ = std::min(num_planes_, static_cast<int>(ranks.size()));
   }
-  host_of_.resize(static_cast<std::size_t>(world_size_));
+  host_of_.resize(world_size_);
   for (int host = 0; host < num_hosts(); ++host)
-    for (const int rank : hosts_[static_cast<std::size_t>(host)])
-      host_of_[static_cast<std::size_t>(rank)] = host;
+    for (const int rank : hosts_[host]) host_of_[rank] = host;
   host_ = host_of(rank_);
   place_ = static_cast<int>(std::find(locals().begin(), locals().end(), rank_) - locals().begin());
   std::vector<int> plane, reach;
@@ -59,10 +58,7 @@ void HostsTransport::run(Call& outer, const Collective& collective) {
   outer.begin_blocking();
   Watch watch{*this, outer};
   Call call(outer.remaining_s(), Hooks{nullptr, &Watch::look, &watch});
-  run_or_abort(*mesh_, sequence,
-               {[this](AbortReason reason) { abort(reason); },
-                [this](Testimonies& testimonies) { add_testimonies(testimonies); }},
-               [&] { dispatch(call, collective, sequence); });
+  run_or_abort(*this, *mesh_, sequence, [&] { dispatch(call, collective, sequence); });
 }
 
 // A rank that gives up looks at other hosts before its own hears of it: the reason that its host then
@@ -254,16 +250,14 @@ Agreement HostsTransport::agree_on_pairs(Call& call, const Agreement& agreed, co
 bool HostsTransport::is_riding(const Collective& collective) const {
   if (collective.op != Op::allreduce && collective.op != Op::reduce && collective.op != Op::broadcast)
     return false;
-  const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
-  return collective.count <= inline_limit(num_hosts()) / item_size(partial);
+  return collective.count <= inline_limit(num_hosts()) / item_size(partial_dtype(collective));
 }
 
 // A small array passes through the leaders with their agreement: one round over
 // TCP in all. `message_` holds a header and the array, for the local broadcast.
 void HostsTransport::run_riding(Call& call, const Collective& collective, const Agreement& own) {
   const bool is_broadcast = collective.op == Op::broadcast;
-  const DType partial =
-      is_broadcast ? collective.dtype : partial_dtype(collective.dtype, collective.reduce_op);
+  const DType partial = partial_dtype(collective);
   const std::size_t nbytes = collective.count * item_size(partial);
   char* const message = message_.reserve(sizeof(Frame) + nbytes);
   char* const array = message + sizeof(Frame);
@@ -299,7 +293,7 @@ void HostsTransport::prepare_riding(Call& call, const Collective& collective, ch
     return run_local(call, Op::broadcast, collective.dtype, collective.count, collective.in, array,
                      collective.root);
   }
-  const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
+  const DType partial = partial_dtype(collective);
   char* const own = own_.reserve(collective.count * item_size(partial));
   to_partial(own, partial, collective.in, collective.dtype, collective.count);
   run_local(call, Op::reduce, partial, collective.count, own, is_leader() ? array : nullptr, locals().front(),
@@ -313,7 +307,7 @@ void HostsTransport::deliver_riding(Call& call, const Collective& collective, ch
     return;
   }
   if (collective.op == Op::reduce && rank_ != collective.root) return;
-  const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
+  const DType partial = partial_dtype(collective);
   if (collective.reduce_op == ReduceOp::mean)
     TcpCollectives::divide(call, array, partial, collective.count, world_size_);
   from_partial(collective.out, collective.dtype, array, partial, collective.count);

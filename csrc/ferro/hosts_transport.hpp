@@ -85,12 +85,11 @@ class HostsTransport final : public Transport {
   void note_awaited(const Call& call) const;
 
   int num_hosts() const { return static_cast<int>(hosts_.size()); }
-  int num_local() const { return static_cast<int>(locals().size()); }
-  const std::vector<int>& locals() const { return hosts_[static_cast<std::size_t>(host_)]; }
-  int rank_at(int host, int place) const {
-    return hosts_[static_cast<std::size_t>(host)][static_cast<std::size_t>(place)];
-  }
-  int host_of(int rank) const { return host_of_[static_cast<std::size_t>(rank)]; }
+  int num_places(int host) const { return static_cast<int>(hosts_[host].size()); }
+  int num_local() const { return num_places(host_); }
+  const std::vector<int>& locals() const { return hosts_[host_]; }
+  int rank_at(int host, int place) const { return hosts_[host][place]; }
+  int host_of(int rank) const { return host_of_[rank]; }
   // The place on a host of `num_places` ranks that handles what belongs to `place` on another host.
   static int counterpart(int place, int num_places) { return place % num_places; }
   bool is_leader() const { return place_ == 0; }

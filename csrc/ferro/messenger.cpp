@@ -1,6 +1,5 @@
 #include "ferro/messenger.hpp"
 
-#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -36,7 +35,7 @@ Messenger::Messenger(const Transport& transport, std::vector<std::unique_ptr<Cha
   }
   if (!has_sockets_) return;
   event_fd_ = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (event_fd_.get() < 0) throw Error(ErrorCode::io, -1, "eventfd failed");
+  if (event_fd_.get() < 0) throw_errno("eventfd");
 }
 
 void Messenger::post(Batch& batch) {
@@ -162,17 +161,11 @@ void Messenger::run(Call& call, Batch& batch) {
       }
       ++idle;
       // A thread that waits at the gate may have something that can move.
-      const bool may_spin = !gate_.is_awaited();
-      if (may_spin && idle < spin_.pauses) {
-        pause_briefly();
-      } else if (may_spin && idle < spin_.pauses + spin_.yields) {
-        sched_yield();
-      } else {
-        check_caller(call, batch);
-        set_owner_away(batch, true);
-        sleep(call, news());
-        set_owner_away(batch, false);
-      }
+      if (!gate_.is_awaited() && spin_.linger(idle)) continue;
+      check_caller(call, batch);
+      set_owner_away(batch, true);
+      sleep(call, news());
+      set_owner_away(batch, false);
     }
   } catch (const std::exception&) {
     end(current_error());
@@ -186,13 +179,13 @@ std::vector<int> Messenger::awaited_by(const Batch& batch) const {
   RankSet peers;
   for (const Lane* lane : lanes_in_use_)
     for (const auto& posted : lane->messages)
-      if (posted.second == &batch) peers.set(static_cast<std::size_t>(lane->peer));
+      if (posted.second == &batch) peers.set(lane->peer);
   return peers.none() && !batch.is_done() ? peers_of(batch) : ranks_of(peers);
 }
 
 std::vector<int> Messenger::peers_of(const Batch& batch) {
   RankSet peers;
-  for (const Message& message : batch.messages_) peers.set(static_cast<std::size_t>(message.op.peer));
+  for (const Message& message : batch.messages_) peers.set(message.op.peer);
   return ranks_of(peers);
 }
 

@@ -9,6 +9,7 @@
 #define FERRO_PARKING_HPP
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -64,6 +65,13 @@ struct SpinPolicy {
 
   static SpinPolicy for_ranks(int num_ranks, int num_cores) {
     return num_ranks <= num_cores ? SpinPolicy{2000, 20} : SpinPolicy{20, 10};
+  }
+
+  // For the `turn`-th time in a row that nothing could be done: waits a little; false if it is time to sleep.
+  bool linger(int turn) const {
+    if (turn >= pauses + yields) return false;
+    turn < pauses ? pause_briefly() : static_cast<void>(sched_yield());
+    return true;
   }
 };
 

@@ -39,7 +39,7 @@ PeerMemory::PeerMemory(std::shared_ptr<Segment> segment, int index, PeerReads se
       setting_(setting),
       own_pid_(getpid()),
       own_number_(random_number()),
-      peers_(static_cast<std::size_t>(segment_->size())) {
+      peers_(segment_->size()) {
   RankControl& control = segment_->control(index);
   control.pid = own_pid_;
   control.number_at = &own_number_;
@@ -47,7 +47,7 @@ PeerMemory::PeerMemory(std::shared_ptr<Segment> segment, int index, PeerReads se
 }
 
 bool PeerMemory::can_read(int peer) {
-  auto& [access, pid] = peers_[static_cast<std::size_t>(peer)];
+  auto& [access, pid] = peers_[peer];
   const Access known = access.load(std::memory_order_acquire);
   if (known != Access::unknown) return known == Access::granted;
   const RankControl& control = segment_->control(peer);
@@ -63,8 +63,7 @@ bool PeerMemory::can_read(int peer) {
 
 bool PeerMemory::can_read_all() const {
   for (int peer = 0; peer < segment_->size(); ++peer)
-    if (peer != index_ &&
-        peers_[static_cast<std::size_t>(peer)].access.load(std::memory_order_acquire) != Access::granted)
+    if (peer != index_ && peers_[peer].access.load(std::memory_order_acquire) != Access::granted)
       return false;
   return true;
 }
@@ -78,8 +77,7 @@ bool PeerMemory::can_lend(const void* data, std::size_t nbytes) const {
 }
 
 int PeerMemory::read(int peer, void* dst, const void* src, std::size_t nbytes) const noexcept {
-  return read_process(peers_[static_cast<std::size_t>(peer)].pid.load(std::memory_order_relaxed), dst, src,
-                      nbytes);
+  return read_process(peers_[peer].pid.load(std::memory_order_relaxed), dst, src, nbytes);
 }
 
 }  // namespace ferro

@@ -13,7 +13,7 @@ std::size_t sum_of_first(const std::size_t* counts, int n) {
 
 // A piece of an array packed in rank order, of uneven pieces where counts are given.
 Piece packed_piece(const void* base, const std::size_t* counts, std::size_t count, int i, std::size_t item) {
-  const std::size_t begin = counts != nullptr ? sum_of_first(counts, i) : count * static_cast<std::size_t>(i);
+  const std::size_t begin = counts != nullptr ? sum_of_first(counts, i) : count * i;
   return {bytes(base) + begin * item, (counts != nullptr ? counts[i] : count) * item};
 }
 

@@ -7,9 +7,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
-#include <system_error>
+#include <string>
 
+#include "ferro/background_thread.hpp"
 #include "ferro/pages.hpp"
 #include "ferro/parking.hpp"
 #include "ferro/unique_fd.hpp"
@@ -42,11 +42,6 @@ std::size_t heap_nbytes_for(int size) {
   return heap + kHugePage;
 }
 
-[[noreturn]] void throw_errno(const char* call) {
-  throw Error(errno == ENOMEM ? ErrorCode::out_of_memory : ErrorCode::io, -1,
-              std::string(call) + ": " + std::generic_category().message(errno));
-}
-
 // Without this the kernel of a machine short of memory would kill whoever touches a page first.
 // Populating through a mapping gives huge pages where the system has them for shared memory.
 void back_with_memory(int fd, std::size_t nbytes) {
@@ -55,7 +50,11 @@ void back_with_memory(int fd, std::size_t nbytes) {
   madvise(base, nbytes, MADV_HUGEPAGE);
   madvise(base, nbytes, kPopulateWrite);
   munmap(base, nbytes);
-  if (fallocate(fd, 0, 0, static_cast<off_t>(nbytes)) != 0) throw_errno("fallocate of shared memory");
+  // At a signal, even one that is handled, older kernels give up and undo what they have done. Those that
+  // cannot be blocked, a debugger's for one, are rare enough to begin again.
+  const BlockedSignals blocked;
+  while (fallocate(fd, 0, 0, static_cast<off_t>(nbytes)) != 0)
+    if (errno != EINTR) throw_errno("fallocate of shared memory");
 }
 
 // Sizes grow with the square of the number of ranks. Backing more memory than there is would
@@ -77,7 +76,7 @@ SegmentLayout::SegmentLayout(int num_ranks) : size(num_ranks) {
   // One header must be able to publish an uneven all_to_all's two rows of counts.
   small_nbytes = std::max(p <= 8 ? std::size_t{64} << 10 : std::size_t{16} << 10,
                           round_up(2 * sizeof(std::uint64_t) * p, kLinePair));
-  smalls_nbytes = small_nbytes * kSmallSlots;
+  small_ring_nbytes = small_nbytes * kSmallSlots;
   // Larger than a second-level cache: see "Rings" in ALGORITHMS.md. Many ranks share theirs anyway.
   window_nbytes = std::size_t{p <= 8 ? 2u : 1u} << 20;
   results_nbytes = round_up(window_nbytes / p, 4096);
@@ -92,7 +91,7 @@ SegmentLayout::SegmentLayout(int num_ranks) : size(num_ranks) {
   sleepers_offset = place(2 * p * sizeof(std::uint32_t), kLinePair);
   headers_offset = place(2 * p * sizeof(HeaderSlot), kLinePair);
   controls_offset = place(p * sizeof(RankControl), kLinePair);
-  smalls_offset = place(p * smalls_nbytes, 4096);
+  small_rings_offset = place(p * small_ring_nbytes, 4096);
   windows_offset = place(p * window_nbytes, 4096);
   results_offset = place(p * results_nbytes, 4096);
   channels_offset = place(p * (p - 1) * channel_stride(), 4096);

@@ -2,6 +2,8 @@
 #ifndef FERRO_SEGMENT_HPP
 #define FERRO_SEGMENT_HPP
 
+#include <linux/futex.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -47,6 +49,10 @@ struct RankControl {
   alignas(kLinePair) std::atomic<std::uint64_t> number;
   const std::uint64_t* number_at;
   std::int32_t pid;
+
+  bool is_dead() const { return (liveness.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0; }
+  // If so, what it published before can be seen from here on.
+  bool has_left() const { return has_departed.load(std::memory_order_acquire) != 0; }
 };
 
 // A rank sleeps on one of two words: that of its collectives or that of its messages.
@@ -98,13 +104,13 @@ struct SegmentLayout {
   static constexpr int kCells = 32;
 
   int size;
-  std::size_t small_nbytes;    // largest payload that one header publishes
-  std::size_t smalls_nbytes;   // the ring in which one rank stages them
-  std::size_t window_nbytes;   // staging of one rank
-  std::size_t results_nbytes;  // what one rank reduced for the others: its share of every round
-  std::size_t channel_nbytes;  // ring of bytes of one ordered pair
-  std::size_t sleepers_offset, headers_offset, controls_offset, smalls_offset, windows_offset, results_offset,
-      channels_offset;
+  std::size_t small_nbytes;       // largest payload that one header publishes
+  std::size_t small_ring_nbytes;  // the ring in which one rank stages them
+  std::size_t window_nbytes;      // staging of one rank
+  std::size_t results_nbytes;     // what one rank reduced for the others: its share of every round
+  std::size_t channel_nbytes;     // ring of bytes of one ordered pair
+  std::size_t sleepers_offset, headers_offset, controls_offset, small_rings_offset, windows_offset,
+      results_offset, channels_offset;
   std::size_t fixed_nbytes;  // all of the above; backed by memory from the start
   std::size_t heap_nbytes;   // symmetric heap of one rank; address space, backed on demand
   std::size_t total_nbytes() const { return fixed_nbytes + heap_nbytes * size; }
@@ -144,7 +150,9 @@ class Segment {
     return at<HeaderSlot>(layout_.headers_offset)[parity * layout_.size + rank];
   }
   RankControl& control(int rank) { return at<RankControl>(layout_.controls_offset)[rank]; }
-  unsigned char* smalls(int rank) { return base_ + layout_.smalls_offset + rank * layout_.smalls_nbytes; }
+  unsigned char* small_ring(int rank) {
+    return base_ + layout_.small_rings_offset + rank * layout_.small_ring_nbytes;
+  }
   unsigned char* window(int rank) { return base_ + layout_.windows_offset + rank * layout_.window_nbytes; }
   unsigned char* results(int rank) { return base_ + layout_.results_offset + rank * layout_.results_nbytes; }
   ChannelControl& channel(int src, int dst) { return *at<ChannelControl>(channel_offset(src, dst)); }

@@ -41,9 +41,7 @@ ShmChannel::ShmChannel(std::shared_ptr<Segment> segment, std::shared_ptr<PeerMem
       outgoing_ring_(segment_->ring(index, peer)),
       incoming_ring_(segment_->ring(peer, index)) {}
 
-bool ShmChannel::has_departed() const {
-  return segment_->control(peer_).has_departed.load(std::memory_order_acquire) != 0;
-}
+bool ShmChannel::has_departed() const { return segment_->control(peer_).has_left(); }
 
 // Called after a sequentially consistent store, which is the publisher's fence of parking.hpp.
 void ShmChannel::wake_peer() {

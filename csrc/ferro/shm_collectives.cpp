@@ -5,12 +5,10 @@
 // are read in place, followed by a fence, and so may large ones be where every rank both gives
 // and takes (pull). All others go in rounds through the windows: each rank stages a chunk
 // of its input, then reads those of its peers.
-#include <linux/futex.h>
-
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "ferro/kernels.hpp"
@@ -170,12 +168,10 @@ void ShmTransport::copy_from(Call& call, int peer, bool is_foreign, void* dst, c
 // its main thread may go first.
 void ShmTransport::throw_unreadable(int peer, int error) const {
   check_group();
-  const bool is_dead =
-      (segment_->control(peer).liveness.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
-  if (is_dead || error == ESRCH) throw Error(ErrorCode::peer_lost, members_[peer]);
-  throw Error(
-      ErrorCode::io, members_[peer],
-      "cannot read the array of rank " + std::to_string(members_[peer]) + ": " + std::strerror(error));
+  if (segment_->control(peer).is_dead() || error == ESRCH) throw Error(ErrorCode::peer_lost, members_[peer]);
+  throw Error(ErrorCode::io, members_[peer],
+              "cannot read the array of rank " + std::to_string(members_[peer]) + ": " +
+                  std::generic_category().message(error));
 }
 
 ShmTransport::Slots ShmTransport::slots_for(std::size_t nbytes, int num_pieces) const {

@@ -104,9 +104,7 @@ AbortReason ShmTransport::aborted() const noexcept {
 void ShmTransport::add_lost(RankSet& ranks) {
   for (int peer = 0; peer < size_; ++peer) {
     const RankControl& control = segment_->control(peer);
-    const bool is_dead = (control.liveness.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
-    if (is_dead || control.has_departed.load(std::memory_order_acquire) != 0)
-      ranks.set(static_cast<std::size_t>(members_[peer]));
+    if (control.is_dead() || control.has_left()) ranks.set(static_cast<std::size_t>(members_[peer]));
   }
 }
 
@@ -220,7 +218,7 @@ std::size_t ShmTransport::next_small(std::size_t nbytes) {
 }
 
 std::size_t ShmTransport::place_of_small(std::size_t nbytes) const {
-  return next_small_ + nbytes <= segment_->layout().smalls_nbytes ? next_small_ : 0;
+  return next_small_ + nbytes <= segment_->layout().small_ring_nbytes ? next_small_ : 0;
 }
 
 // Fetches the lines that the next payload will be written to if it is as large as this one. Called where
@@ -228,7 +226,7 @@ std::size_t ShmTransport::place_of_small(std::size_t nbytes) const {
 void ShmTransport::prepare_next_small() {
   const std::size_t nbytes = std::exchange(small_nbytes_, 0);
   if (!shm_cost::is_worth_preparing(nbytes) || !staging_.writes_through_caches()) return;
-  prepare_to_write(segment_->smalls(index_) + place_of_small(nbytes), nbytes);
+  prepare_to_write(segment_->small_ring(index_) + place_of_small(nbytes), nbytes);
 }
 
 // The rows of counts are all that the header of an uneven all_to_all carries.
@@ -237,7 +235,7 @@ void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot
   Places places{};
   places.staged_at = next_small(2 * sizeof(std::uint64_t) * static_cast<std::size_t>(size_));
   std::memcpy(slot.payload, &places, sizeof places);
-  auto* counts = reinterpret_cast<std::uint64_t*>(segment_->smalls(index_) + places.staged_at);
+  auto* counts = reinterpret_cast<std::uint64_t*>(segment_->small_ring(index_) + places.staged_at);
   for (int peer = 0; peer < size_; ++peer) {
     counts[peer] = collective.send_counts[peer];
     counts[size_ + peer] = collective.recv_counts[peer];
@@ -261,7 +259,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   if (places.in == 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1) {
     places.staged_at = next_small(nbytes);
     small_nbytes_ = nbytes;
-    unsigned char* const staged = segment_->smalls(index_) + places.staged_at;
+    unsigned char* const staged = segment_->small_ring(index_) + places.staged_at;
     staging_.copy(staged, collective.in, nbytes);
     if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
   }
@@ -313,7 +311,7 @@ void ShmTransport::check_fingerprints() const {
 // The rows that a rank published: what it sends to each, then what it expects from each.
 const std::uint64_t* ShmTransport::counts_of(int index) const {
   const Places places = places_of(segment_->header(index, sequence_ & 1));
-  return reinterpret_cast<const std::uint64_t*>(segment_->smalls(index) + places.staged_at);
+  return reinterpret_cast<const std::uint64_t*>(segment_->small_ring(index) + places.staged_at);
 }
 
 void ShmTransport::check_counts() const {
@@ -356,7 +354,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
       find_output(peer, places.out, places.out_address);
       inputs_.are_borrowed = size_ > 1;
     } else if (nbytes <= segment_->layout().small_nbytes) {
-      input = segment_->smalls(peer) + places.staged_at;
+      input = segment_->small_ring(peer) + places.staged_at;
     } else if (is_pulled) {
       input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(places.address));
       has_foreign_input_[peer] = peer != index_;
@@ -483,8 +481,7 @@ void ShmTransport::sleep(Call& call, int peer, Ready ready) {
 }
 
 bool ShmTransport::is_lost(int peer) const {
-  return aborted().code != ErrorCode::none ||
-         segment_->control(peer).has_departed.load(std::memory_order_acquire) != 0;
+  return aborted().code != ErrorCode::none || segment_->control(peer).has_left();
 }
 
 void ShmTransport::throw_lost(int peer) const {

@@ -41,7 +41,8 @@ class Task {
       if (waiter.is_expired()) return false;
       waiter.check_interrupt();
       std::uint32_t state = kPending;
-      if (!state_.compare_exchange_strong(state, kAwaited) && state == kDone) break;
+      if (!state_.compare_exchange_strong(state, kAwaited, std::memory_order_acquire) && state == kDone)
+        break;
       futex_wait(state_, kAwaited, waiter.slice_s());
     }
     return true;

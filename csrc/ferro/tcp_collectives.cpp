@@ -40,8 +40,8 @@ class TcpCollectives::ReduceRing {
         // A multiple of every item size, so that no element is split.
         segment_nbytes_(reduce_segment_nbytes(group.size(), nbytes_) / 64 * 64),
         slot_nbytes_(std::min(segment_nbytes_, nbytes_)),
-        slots_(group.scratch_.reserve(slot_nbytes_ * kReduceSlots * static_cast<std::size_t>(group.size()))),
-        sources_(static_cast<std::size_t>(group.size())) {}
+        slots_(group.scratch_.reserve(slot_nbytes_ * kReduceSlots * group.size())),
+        sources_(group.size()) {}
 
   bool is_done() const { return reduced_ == nbytes_; }
   bool is_posted() const { return posted_ == nbytes_; }
@@ -68,7 +68,7 @@ class TcpCollectives::ReduceRing {
       const std::size_t nbytes = std::min(segment_nbytes_, nbytes_ - reduced_);
       if (reduced_ + nbytes > ready) break;
       for (int i = 0; i < group_.size(); ++i)
-        sources_[static_cast<std::size_t>(i)] = i == group_.index() ? own_ + reduced_ : slot(i, reduced_);
+        sources_[i] = i == group_.index() ? own_ + reduced_ : slot(i, reduced_);
       kernel_(out_ + reduced_, sources_.data(), group_.size(), nbytes / item_, divisor_);
       reduced_ += nbytes;
     }
@@ -85,7 +85,7 @@ class TcpCollectives::ReduceRing {
   }
   char* slot(int peer, std::size_t offset) const {
     const std::size_t turn = offset / segment_nbytes_ % kReduceSlots;
-    return slots_ + (static_cast<std::size_t>(peer) * kReduceSlots + turn) * slot_nbytes_;
+    return slots_ + (peer * kReduceSlots + turn) * slot_nbytes_;
   }
 
   TcpCollectives& group_;
@@ -159,8 +159,7 @@ Piece TcpCollectives::chunk_of(const Collective& collective, const void* base, i
 
 void TcpCollectives::allreduce(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  const std::size_t partial_nbytes =
-      collective.count * item_size(partial_dtype(collective.dtype, collective.reduce_op));
+  const std::size_t partial_nbytes = collective.count * item_size(partial_dtype(collective));
   if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   switch (choose_allreduce(size(), static_cast<double>(nbytes), static_cast<double>(partial_nbytes))) {
     case AllreduceAlgorithm::one_shot:
@@ -200,7 +199,7 @@ void TcpCollectives::reduce_all(Exchange& exchange, const Collective& collective
 // Pairs of ranks exchange what they have reduced so far: recursive_doubling.hpp. The lower
 // block is always the first operand, so both of a pair compute the same bits.
 void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective) {
-  const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
+  const DType partial = partial_dtype(collective);
   const ReduceKernel kernel = kernel_for(partial, partial_op(collective.reduce_op));
   const std::size_t nbytes = collective.count * item_size(partial);
   char* const own = scratch_.reserve(2 * nbytes);
@@ -366,7 +365,7 @@ void TcpCollectives::reduce_direct(Call& call, const Collective& collective) {
 // The first half of reduce_two_shot, with chunks of equal size.
 void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  const auto chunk_of = [&](int i) { return bytes(collective.in) + static_cast<std::size_t>(i) * nbytes; };
+  const auto chunk_of = [&](int i) { return bytes(collective.in) + i * nbytes; };
   if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   // A result written over chunks that are still to be sent must wait elsewhere.
   const bool is_over_input = collective.out != chunk_of(index_) &&
@@ -389,7 +388,7 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   // After this copy the input is not read: it may be a part of the output that is
   // about to be received.
-  char* const own = bytes(collective.out) + static_cast<std::size_t>(index_) * nbytes;
+  char* const own = bytes(collective.out) + index_ * nbytes;
   copy_in_passes(call, own, collective.in, nbytes);
   if (size() > 2 && is_all_gather_doubling(size(), static_cast<double>(nbytes)))
     return all_gather_bruck(call, collective);
@@ -397,7 +396,7 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
   for (int step = 1; step < size(); ++step) exchange.send(member(peer_at(step)), own, nbytes);
   for (int step = 1; step < size(); ++step) {
     const int peer = peer_at(step);
-    exchange.receive(member(peer), bytes(collective.out) + static_cast<std::size_t>(peer) * nbytes, nbytes);
+    exchange.receive(member(peer), bytes(collective.out) + peer * nbytes, nbytes);
   }
   exchange.finish();
 }
@@ -407,19 +406,17 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
 void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   char* const blocks = scratch_.reserve(nbytes * members_.size());
-  std::memcpy(blocks, bytes(collective.out) + static_cast<std::size_t>(index_) * nbytes, nbytes);
+  std::memcpy(blocks, bytes(collective.out) + index_ * nbytes, nbytes);
   for (int have = 1; have < size(); have *= 2) {
     const int num_moved = std::min(have, size() - have);
-    const std::size_t moved_nbytes = nbytes * static_cast<std::size_t>(num_moved);
+    const std::size_t moved_nbytes = nbytes * num_moved;
     Exchange exchange(mesh_, call);
     exchange.send(member((index_ - have + size()) % size()), blocks, moved_nbytes);
-    exchange.receive(member((index_ + have) % size()), blocks + static_cast<std::size_t>(have) * nbytes,
-                     moved_nbytes);
+    exchange.receive(member((index_ + have) % size()), blocks + have * nbytes, moved_nbytes);
     exchange.finish();
   }
   for (int i = 0; i < size(); ++i)
-    std::memcpy(bytes(collective.out) + static_cast<std::size_t>(peer_at(i)) * nbytes,
-                blocks + static_cast<std::size_t>(i) * nbytes, nbytes);
+    std::memcpy(bytes(collective.out) + peer_at(i) * nbytes, blocks + i * nbytes, nbytes);
 }
 
 // gather, scatter, all_to_all: each pair of ranks has a piece of its own to move, so

@@ -22,7 +22,7 @@ class TcpCollectives {
 
   int size() const { return static_cast<int>(members_.size()); }
   int index() const { return index_; }
-  int member(int index) const { return members_[static_cast<std::size_t>(index)]; }
+  int member(int index) const { return members_[index]; }
   const std::vector<int>& members() const { return members_; }
   // Throws Error{io} if the rank is not a member.
   int index_of(int rank) const;

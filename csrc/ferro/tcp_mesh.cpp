@@ -35,7 +35,7 @@ TcpMesh::TcpMesh(int own_rank, int world_size, const std::vector<Socket>& socket
     : own_rank_(own_rank), world_size_(world_size), may_spin_(may_spin) {
   std::vector<UniqueFd> fds = take_over(sockets);
   wake_fd_ = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (wake_fd_.get() < 0) throw Error(ErrorCode::io, -1, std::string("eventfd: ") + std::strerror(errno));
+  if (wake_fd_.get() < 0) throw_errno("eventfd");
   for (std::size_t i = 0; i < sockets.size(); ++i) {
     const int rank = sockets[i].rank;
     if (rank < 0 || rank >= world_size || world_size > kMaxWorldSize)
@@ -101,8 +101,7 @@ void TcpMesh::add_lost(RankSet& ranks) noexcept {
     for (const Lane& lane : lanes_) {
       if (!lane.stream.has_hung_up()) continue;
       const std::optional<TcpStream::LastWords> words = lane.stream.last_words();
-      if (!words || words->frame.kind == FrameKind::goodbye)
-        ranks.set(static_cast<std::size_t>(lane.stream.peer()));
+      if (!words || words->frame.kind == FrameKind::goodbye) ranks.set(lane.stream.peer());
     }
   } catch (const std::exception&) {
     // Out of memory while reading last words: the next look may have it.
@@ -212,7 +211,7 @@ void TcpMesh::tell(Lane& lane, const Words& last_words, std::int64_t deadline_ns
     // A peer that has hung up knows of the end, or died.
     if (moved.has_ended || (moved.nbytes == 0 && (left_ms <= 0 || lane.stream.has_hung_up()))) return;
     pollfd entry{lane.stream.fd(), POLLOUT | POLLIN | POLLRDHUP, 0};
-    if (moved.nbytes == 0 && poll(&entry, 1, static_cast<int>(left_ms)) <= 0) return;
+    if (moved.nbytes == 0) poll(&entry, 1, static_cast<int>(left_ms));  // may be cut short by a signal
     // It may be trying to tell us the same: if neither read, neither would ever have room.
     if ((entry.revents & POLLIN) != 0) discard_unread(lane);
   }
@@ -287,7 +286,7 @@ std::vector<int> TcpMesh::settle(const Testimonies& testimonies) {
   RankSet missing = testimonies.missing();
   // Everybody is there: a link is slow, they wait for each other, or the missing rank came at
   // the last moment.
-  if (missing.none() && reason.culprit >= 0) missing.set(static_cast<std::size_t>(reason.culprit));
+  if (missing.none() && reason.culprit >= 0) missing.set(reason.culprit);
   missing_ = ranks_of(missing);
   return *missing_;
 }

@@ -150,7 +150,7 @@ class TcpMesh {
 
   static constexpr double kTellSeconds = 0.5;
 
-  Lane& lane(int peer) { return lanes_[static_cast<std::size_t>(lane_of_[static_cast<std::size_t>(peer)])]; }
+  Lane& lane(int peer) { return lanes_[lane_of_[peer]]; }
   AbortReason reason() const noexcept;
   void adopt(AbortReason reason) noexcept;
   std::vector<int> settle(const Testimonies& testimonies);

@@ -30,7 +30,7 @@ TcpStream::Moved moved_or_ended(ssize_t result, int peer, const char* call) {
     case EFAULT:
     case EINVAL:
     case ENOTSOCK:
-      throw Error(ErrorCode::io, peer, std::string(call) + ": " + std::strerror(errno));
+      throw_errno(call, peer);
     default:  // reset, broken pipe, host or route gone
       return {0, true};
   }
@@ -96,8 +96,7 @@ bool may_enlarge_buffers() {
 TcpStream::TcpStream(int peer, UniqueFd fd, std::size_t testimony_nbytes)
     : peer_(peer), fd_(std::move(fd)), tail_(sizeof(Frame) + testimony_nbytes) {
   const int flags = fcntl(fd_.get(), F_GETFL);
-  if (flags < 0 || fcntl(fd_.get(), F_SETFL, flags | O_NONBLOCK) < 0)
-    throw Error(ErrorCode::io, peer, std::string("fcntl: ") + std::strerror(errno));
+  if (flags < 0 || fcntl(fd_.get(), F_SETFL, flags | O_NONBLOCK) < 0) throw_errno("fcntl", peer);
   set_option(fd_.get(), IPPROTO_TCP, TCP_NODELAY, 1);
   if (is_on_this_host(fd_.get())) do_not_pace(fd_.get());
   // A host that lost power or its cable sends no end of stream: ask for signs of
@@ -155,7 +154,11 @@ void TcpStream::remember_tail(const char* data, std::size_t nbytes) {
 
 bool TcpStream::has_hung_up() const {
   pollfd entry{fd_.get(), POLLRDHUP, 0};
-  return poll(&entry, 1, 0) > 0;
+  int num_ready = 0;
+  // Even without a time limit a signal may come first, and whoever asks would blame the wrong rank.
+  do num_ready = poll(&entry, 1, 0);
+  while (num_ready < 0 && errno == EINTR);
+  return num_ready > 0;
 }
 
 // Reads without consuming: once the end of the stream is known to have arrived,

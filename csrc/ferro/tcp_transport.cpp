@@ -15,13 +15,13 @@ AbortReason reason_of(const Error& error, int own_rank, std::uint32_t sequence) 
 
 }  // namespace
 
-void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const Beyond& beyond,
+void run_or_abort(Transport& transport, TcpMesh& mesh, std::uint32_t sequence,
                   const std::function<void()>& body) {
   const auto ended_by = [&](Error error) {
     const AbortReason reason = reason_of(error, mesh.own_rank(), sequence);
-    beyond.abort(reason);
+    transport.abort(reason);
     std::vector<int> missing;
-    if (mesh.aborted().code == ErrorCode::timeout) missing = mesh.find_missing(beyond.add_testimonies);
+    if (mesh.aborted().code == ErrorCode::timeout) missing = transport.find_missing();
     const AbortReason winner = mesh.aborted();
     if (winner.code != reason.code || winner.culprit != reason.culprit) error = mesh.error_of(winner);
     if (winner.code != ErrorCode::timeout) return error;
@@ -49,8 +49,7 @@ void TcpTransport::run(Call& call, const Collective& collective) {
   if (has_reduce_op(collective.op)) TcpCollectives::kernel_for(collective.dtype, collective.reduce_op);
   const std::uint32_t sequence = sequence_++;
   mesh_->set_sequence(sequence);
-  run_or_abort(*mesh_, sequence, {[this](AbortReason reason) { abort(reason); }},
-               [&] { run_agreed(call, collective, sequence); });
+  run_or_abort(*this, *mesh_, sequence, [&] { run_agreed(call, collective, sequence); });
 }
 
 void TcpTransport::abort(AbortReason reason) noexcept {
@@ -82,8 +81,7 @@ bool TcpTransport::is_inline(const Collective& collective) const {
   if (group_.size() <= kDirectRanks) return collective.count <= limit / item_size(collective.dtype);
   const bool is_one_array =
       collective.op == Op::allreduce || collective.op == Op::reduce || collective.op == Op::broadcast;
-  return is_one_array &&
-         collective.count <= limit / item_size(partial_dtype(collective.dtype, collective.reduce_op));
+  return is_one_array && collective.count <= limit / item_size(partial_dtype(collective));
 }
 
 // Few ranks: each sends to each what that one needs, behind its header.
@@ -179,7 +177,7 @@ void TcpTransport::run_riding(Call& call, Exchange& exchange, const Collective& 
     if (collective.out != nullptr && nbytes > 0) std::memcpy(collective.out, array, nbytes);
     return;
   }
-  const DType partial = partial_dtype(collective.dtype, collective.reduce_op);
+  const DType partial = partial_dtype(collective);
   char* const array = riding_.reserve(collective.count * item_size(partial));
   to_partial(array, partial, collective.in, collective.dtype, collective.count);
   ReductionRider rider(array, partial, collective.reduce_op, collective.count);

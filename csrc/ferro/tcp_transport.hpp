@@ -51,16 +51,10 @@ class TcpTransport final : public Transport {
   Scratch discarded_;
 };
 
-// How run_or_abort reaches ranks to which the mesh has no socket.
-struct Beyond {
-  std::function<void(AbortReason)> abort;  // ends the group for all ranks, those of the mesh included
-  std::function<void(Testimonies&)> add_testimonies = [](Testimonies&) {};
-};
-
-// Runs `body`. Whatever that throws, except a mismatch, ends the group; the error that is
-// passed on names the culprit that then stands as the first and, after a timeout, who is
-// missing.
-void run_or_abort(TcpMesh& mesh, std::uint32_t sequence, const Beyond& beyond,
+// Runs `body`, a call of `transport`, which uses `mesh`. Whatever that throws, except a mismatch, ends
+// the group; the error that is passed on names the culprit that then stands as the first and, after a
+// timeout, who is missing.
+void run_or_abort(Transport& transport, TcpMesh& mesh, std::uint32_t sequence,
                   const std::function<void()>& body);
 
 }  // namespace ferro

@@ -41,7 +41,7 @@ static_assert(kAbsenceSeconds >= kInquestSeconds + kWaitSliceSeconds,
 inline std::vector<int> ranks_of(const RankSet& set) {
   std::vector<int> ranks;
   for (int rank = 0; rank < kMaxWorldSize; ++rank)
-    if (set.test(static_cast<std::size_t>(rank))) ranks.push_back(rank);
+    if (set.test(rank)) ranks.push_back(rank);
   return ranks;
 }
 
@@ -59,9 +59,9 @@ class Testimonies {
  public:
   // `awaited` is empty for a rank that was waiting for nobody.
   void add(int rank, const RankSet& awaited) {
-    heard_.set(static_cast<std::size_t>(rank));
+    heard_.set(rank);
     if (awaited.none()) return;
-    waiting_.set(static_cast<std::size_t>(rank));
+    waiting_.set(rank);
     awaited_ |= awaited;
   }
   void add(const AbortReason& reason) {

@@ -53,15 +53,13 @@ enum class Op : std::uint8_t {
   recv,
   sendrecv,
   batch,
-  init,
-  close,
 };
 
 // The public name of a call.
 inline const char* name_of(Op op) {
   static constexpr const char* names[] = {
-      "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
-      "barrier",   "split",     "send",   "recv",       "sendrecv",       "batch",      "init",   "close",
+      "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather",
+      "scatter",   "barrier",   "split",  "send",       "recv",           "sendrecv",   "batch",
   };
   const auto index = static_cast<std::size_t>(op);
   return index < sizeof names / sizeof *names ? names[index] : "unknown";

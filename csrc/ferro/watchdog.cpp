@@ -14,6 +14,14 @@ constexpr double kRecheckSeconds = 1.0;
 
 }  // namespace
 
+bool kernel_notices_deaths() noexcept {
+  robust_list_head* list = nullptr;
+  std::size_t nbytes = 0;
+  // Registers this thread's own list once more, which changes nothing.
+  return syscall(SYS_get_robust_list, 0, &list, &nbytes) == 0 &&
+         syscall(SYS_set_robust_list, list, nbytes) == 0;
+}
+
 Watchdog::Watchdog(std::shared_ptr<Segment> segment, int index, std::vector<int> members)
     : segment_(std::move(segment)), index_(index), members_(std::move(members)), is_dead_(members_.size()) {
   thread_ = start_thread("ferro-watchdog", [this] { watch(); });
@@ -36,7 +44,7 @@ void Watchdog::watch() noexcept {
   int target = next_to_watch();
   while (!is_stopping_.load(std::memory_order_seq_cst)) {
     if (await_change(target)) {
-      is_dead_[static_cast<std::size_t>(target)] = true;
+      is_dead_[target] = true;
       segment_->abort({ErrorCode::peer_lost, members_[target], members_[index_], 0});
       // One death ends the group, but those that form its successor must learn of the next one, too.
     }
@@ -50,9 +58,9 @@ bool Watchdog::await_change(int target) {
   RankControl& control = segment_->control(target);
   watched_.store(target, std::memory_order_seq_cst);
   const std::uint32_t word = control.liveness.load(std::memory_order_acquire);
-  if (word & FUTEX_OWNER_DIED) return true;
+  if ((word & FUTEX_OWNER_DIED) != 0) return true;
   if (!is_stopping_.load(std::memory_order_seq_cst)) futex_wait(control.liveness, word, kRecheckSeconds);
-  return (control.liveness.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
+  return control.is_dead();
 }
 
 int Watchdog::next_to_watch() const {
@@ -61,9 +69,8 @@ int Watchdog::next_to_watch() const {
     const RankControl& control = segment_->control(candidate);
     // Departed and released: until then it may still be killed, and its own watchdog may still
     // sleep on the word that we would sleep on next, where the kernel wakes only one of us.
-    const bool has_left = control.has_departed.load(std::memory_order_acquire) != 0 &&
-                          control.liveness.load(std::memory_order_acquire) == 0;
-    if (!has_left && !is_dead_[static_cast<std::size_t>(candidate)]) return candidate;
+    const bool has_gone = control.has_left() && control.liveness.load(std::memory_order_acquire) == 0;
+    if (!has_gone && !is_dead_[candidate]) return candidate;
   }
   return index_;
 }

@@ -22,6 +22,10 @@
 
 namespace ferro {
 
+// Whether it can work here: the kernel, or a sandbox, may refuse robust futexes. Then deaths are found by
+// timeouts alone.
+bool kernel_notices_deaths() noexcept;
+
 class Watchdog {
  public:
   // Returns once this rank itself can be watched.

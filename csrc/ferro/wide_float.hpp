@@ -6,16 +6,17 @@
 #include <cstddef>
 
 #include "ferro/call.hpp"
+#include "ferro/fingerprint.hpp"
 #include "ferro/types.hpp"
 
 namespace ferro {
 
-// The type in which partial results of this reduction travel: float32 for sums
-// and products of 16-bit floats, else the type itself.
-constexpr DType partial_dtype(DType dtype, ReduceOp op) {
-  const bool is_short = dtype == DType::float16 || dtype == DType::bfloat16;
-  const bool is_exact = op == ReduceOp::min || op == ReduceOp::max;
-  return is_short && !is_exact ? DType::float32 : dtype;
+// The type in which partial results of a collective travel: float32 for sums and
+// products of 16-bit floats, else the type of its arrays.
+constexpr DType partial_dtype(const Collective& collective) {
+  const bool is_short = collective.dtype == DType::float16 || collective.dtype == DType::bfloat16;
+  const bool is_exact = collective.reduce_op == ReduceOp::min || collective.reduce_op == ReduceOp::max;
+  return is_short && !is_exact && has_reduce_op(collective.op) ? DType::float32 : collective.dtype;
 }
 
 // The operation on partial results: a mean is divided once, when the sum over all is known.

@@ -25,7 +25,7 @@ int index_of(const std::vector<int>& ranks, int rank) {
 }
 
 std::vector<int> all_ranks(int world_size) {
-  std::vector<int> ranks(static_cast<std::size_t>(world_size));
+  std::vector<int> ranks(world_size);
   std::iota(ranks.begin(), ranks.end(), 0);
   return ranks;
 }
@@ -36,9 +36,8 @@ void connect_memory(Channels& channels, const std::shared_ptr<Segment>& segment,
                     int index) {
   for (int peer = 0; peer < static_cast<int>(local_ranks.size()); ++peer)
     if (peer != index)
-      channels[static_cast<std::size_t>(local_ranks[static_cast<std::size_t>(peer)])] =
-          std::make_unique<ShmChannel>(segment, peer_memory, index, peer,
-                                       local_ranks[static_cast<std::size_t>(peer)]);
+      channels[local_ranks[peer]] =
+          std::make_unique<ShmChannel>(segment, peer_memory, index, peer, local_ranks[peer]);
 }
 
 }  // namespace
@@ -78,7 +77,7 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
                                                            wiring.num_colocated <= wiring.num_cores)
                                : nullptr;
 
-  Channels channels(static_cast<std::size_t>(wiring.world_size));
+  Channels channels(wiring.world_size);
   for (int peer = 0; peer < wiring.world_size; ++peer)
     if (message_sockets[peer].get() >= 0)
       channels[peer] = std::make_unique<TcpChannel>(peer, message_sockets[peer].release(), mesh);

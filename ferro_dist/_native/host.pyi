@@ -10,6 +10,7 @@ __all__ = [
     "begin_exit",
     "create_segment",
     "kernel_isa",
+    "kernel_notices_deaths",
 ]
 
 PEER_READS: dict[str, int]
@@ -17,6 +18,7 @@ PEER_READS: dict[str, int]
 def begin_exit() -> None: ...
 def create_segment(size: int) -> int: ...
 def kernel_isa() -> str: ...
+def kernel_notices_deaths() -> bool: ...
 
 @final
 class SymmetricMemory:

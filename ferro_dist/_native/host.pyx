@@ -13,7 +13,7 @@ from libcpp.vector cimport vector
 cimport cython
 from ferro_dist._native cimport libferro as ferro
 from ferro_dist._native.buffer_view cimport (
-    BufferView, delivered, output_of, output_view_of, overlap, view_of,
+    BufferView, delivered, NEVER_IN_PLACE, output_of, output_view_of, overlap, view_of,
 )
 from ferro_dist._native.libferro cimport (
     Collective,
@@ -29,7 +29,6 @@ from ferro_dist._native.libferro cimport (
 
 import copy
 import os
-import sys
 import weakref
 from time import monotonic
 
@@ -48,7 +47,7 @@ from ferro_dist.errors import (
 
 __all__ = [
     "PEER_READS", "Closer", "Communicator", "HostWork", "SymmetricMemory", "begin_exit", "create_segment",
-    "kernel_isa",
+    "kernel_isa", "kernel_notices_deaths",
 ]
 
 cdef int CPU = 1  # DLPack's number
@@ -61,7 +60,6 @@ cdef double UNLIMITED = 1e9  # seconds
 cdef double SHORTEST_TIMEOUT = 1e-3  # seconds, for what is left of a call whose time is up
 cdef enum:
     MAX_TAG = 0xFFFFFFFF
-cdef Py_ssize_t NEVER = sys.maxsize
 # By the names that FERRO_DIST_PEER_READS gives them.
 PEER_READS = {
     "automatic": <int> PeerReads.automatic,
@@ -91,6 +89,11 @@ def create_segment(int size):
 def kernel_isa():
     """Name the instruction set that reductions use on this processor."""
     return (<bytes> ferro.kernel_isa()).decode()
+
+
+def kernel_notices_deaths():
+    """Tell whether ranks of one host learn of a death at once, and not by a timeout."""
+    return ferro.kernel_notices_deaths()
 
 
 def begin_exit():
@@ -446,7 +449,7 @@ cdef class Communicator:
         cdef size_t expected = sum(counts.recv)
         cdef object written = self._arrays.allocate_rows(x, expected) if is_new else out
         cdef BufferView dst = output_of(written, x, src)
-        self._check_outputs("all_to_all", src, dst, expected, NEVER)
+        self._check_outputs("all_to_all", src, dst, expected, NEVER_IN_PLACE)
         cdef Collective c = _collective(Op.all_to_all, src, dst, 0, tag)
         c.send_counts = send.data()
         c.recv_counts = recv.data()
@@ -508,8 +511,8 @@ cdef class Communicator:
                 "HybridBackend, or copy it to the host first.", op=op, rank=self.rank)
         return view
 
-    # `in_place` is how many bytes past the start of x an out that shares its memory has to begin;
-    # NEVER if it must not share it.
+    # `in_place` is how many bytes past the start of x an out that shares its memory has to begin,
+    # or NEVER_IN_PLACE.
     cdef inline int _check_outputs(
         self, str op, BufferView src, BufferView dst, size_t count, Py_ssize_t in_place
     ) except -1:
@@ -522,7 +525,7 @@ cdef class Communicator:
                 op, DTYPE_NAMES[src.dtype], DTYPE_NAMES[dst.dtype], rank=self.rank)
         if dst.count != count:
             arguments.check_size(op, "out", dst.count, count, rank=self.rank)
-        if (in_place == NEVER or dst.data != <char*> src.data + in_place) and overlap(src, dst):
+        if (in_place == NEVER_IN_PLACE or dst.data != <char*> src.data + in_place) and overlap(src, dst):
             arguments.raise_overlap(op, rank=self.rank)
         return 0
 

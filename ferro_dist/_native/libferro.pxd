@@ -65,6 +65,10 @@ cdef extern from "ferro/segment.hpp" namespace "ferro" nogil:
         int create_file(int size) except +raise_native
 
 
+cdef extern from "ferro/watchdog.hpp" namespace "ferro" nogil:
+    cpp_bool kernel_notices_deaths() noexcept
+
+
 cdef extern from "ferro/heap.hpp" namespace "ferro" nogil:
     cdef cppclass Heap:
         void free(void* data) noexcept

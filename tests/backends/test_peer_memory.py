@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import pytest
+from sandbox import READ_CALL, prctl, refuse
 
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
@@ -22,9 +22,8 @@ Integers = npt.NDArray[np.int64]
 COUNT = 1 << 17  # elements a rank gives to each other one: enough to be read in place
 REDUCED_COUNT = (1 << 18) + 1000  # of an array that is reduced, the same
 PULLED = ("all_gather", "all_to_all", "allreduce", "reduce_scatter")
-PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
+PR_SET_DUMPABLE = 4
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
-READ_CALL = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
 
 
 def join(rank: int, world_size: int, addr: str, peer_reads: str) -> fd.HostBackend:
@@ -34,37 +33,9 @@ def join(rank: int, world_size: int, addr: str, peer_reads: str) -> fd.HostBacke
     return fd.HostBackend(rank, world_size, addr, timeout=60.0)
 
 
-def prctl(*args: object) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(*args) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
-
-
 def refuse_reads() -> None:
     """Let process_vm_readv of other processes fail on this thread, as in many containers."""
-
-    class Instruction(ctypes.Structure):
-        _fields_ = (
-            ("code", ctypes.c_ushort),
-            ("jt", ctypes.c_ubyte),
-            ("jf", ctypes.c_ubyte),
-            ("k", ctypes.c_uint),
-        )
-
-    class Program(ctypes.Structure):
-        _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.POINTER(Instruction)))
-
-    assert READ_CALL is not None
-    instructions = (Instruction * 6)(
-        Instruction(0x20, 0, 0, 0),  # load the number of the call
-        Instruction(0x15, 0, 3, READ_CALL),
-        Instruction(0x20, 0, 0, 16),  # load its first argument
-        Instruction(0x15, 1, 0, os.getpid()),
-        Instruction(0x06, 0, 0, 0x00050001),  # EPERM
-        Instruction(0x06, 0, 0, 0x7FFF0000),  # allow
-    )
-    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    prctl(PR_SET_SECCOMP, 2, ctypes.byref(Program(len(instructions), instructions)), 0, 0)
+    refuse(READ_CALL, unless_about=os.getpid())
 
 
 def values(rank: int, count: int = COUNT) -> Integers:

@@ -184,6 +184,23 @@ void test_collectives(int size, int num_cores) {
   });
 }
 
+void test_splits_at_once_are_told_apart() {
+  const Group group = Communicator::create_group(2, 2);
+  on_each_rank(group, [&](Communicator& comm, int rank) {
+    const std::vector<unsigned char> x(8);
+    std::vector<unsigned char> out(16);
+    Collective split = make(Op::split, rank == 0 ? 4 : 8, x.data(), out.data());
+    split.dtype = DType::uint8;
+    std::string detail;
+    try {
+      run(comm, split);
+    } catch (const Error& error) {
+      detail = error.detail;
+    }
+    CHECK(detail.find("ranks 0 and 1 are at different steps of split") == 0);
+  });
+}
+
 void test_mismatch_leaves_group_usable(int size) {
   const Group group = Communicator::create_group(size, 2);
   on_each_rank(group, [&](Communicator& comm, int rank) {
@@ -1039,6 +1056,7 @@ int main() {
     if (size > 1) test_tasks(size);
   }
   test_collectives(5, 8);
+  test_splits_at_once_are_told_apart();
   test_message_that_does_not_fit_is_dropped();
   test_an_uneven_all_to_all_tells_that_it_blocks();
   for (const int size : {2, 3}) test_a_timeout_ends_a_call_that_never_waits(size);
@@ -1072,5 +1090,5 @@ int main() {
     test_other_threads_get_in_beside_a_stream(is_over_sockets);
     test_memory_runs_out_behind_the_caller(is_over_sockets);
   }
-  std::puts("engine_test: 35 tests passed");
+  std::puts("engine_test: 36 tests passed");
 }

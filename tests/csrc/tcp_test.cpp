@@ -1,5 +1,7 @@
 // The engine over TCP, ranks as threads: every collective against a plain loop,
 // disagreement, deaths, aborts, and the framing of messages.
+#include <signal.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -533,6 +535,33 @@ void a_stream_is_read_while_its_peer_is_told() {
   close(theirs);
 }
 
+// Signals come while a rank waits for its peer to make room for last words. It gives up after a while:
+// where the machine was too busy for the peer to read in time, again.
+void signals_cut_no_last_words_short() {
+  struct sigaction before, counting{};
+  counting.sa_handler = [](int) {};
+  sigaction(SIGUSR1, &counting, &before);
+  const auto is_told = [] {
+    const auto [ours, theirs] = connected_sockets();
+    TcpMesh mesh(0, 2, {{1, ours}}, false);
+    const std::vector<char> noise(1 << 16);
+    while (send(ours, noise.data(), noise.size(), MSG_DONTWAIT) > 0) continue;
+    std::thread teller([&mesh] { mesh.abort({ErrorCode::timeout, 1, 0, 0}); });
+    for (int i = 0; i < 20; ++i) {
+      pthread_kill(teller.native_handle(), SIGUSR1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    TcpStream peer(0, UniqueFd(theirs), testimony_nbytes(2));
+    while (!peer.has_hung_up()) peer.discard_unread();
+    teller.join();
+    return peer.last_words().has_value();
+  };
+  bool was_told = false;
+  for (int turn = 0; turn < 30 && !was_told; ++turn) was_told = is_told();
+  sigaction(SIGUSR1, &before, nullptr);
+  expect(was_told, "a peer that reads late, of the end");
+}
+
 // One thread waits for a peer while another finds that a third rank has left.
 void a_goodbye_is_found_beside_a_wait() {
   for (int round = 0; round < 20; ++round) {
@@ -695,6 +724,7 @@ int main() {
   garbage_is_refused();
   unknown_types_are_refused();
   a_stream_is_read_while_its_peer_is_told();
+  signals_cut_no_last_words_short();
   a_goodbye_is_found_beside_a_wait();
   messages_arrive_in_order();
   messages_that_do_not_fit_are_dropped_whole();
