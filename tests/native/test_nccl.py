@@ -509,10 +509,13 @@ def test_unique_ids_are_values() -> None:
 
 def share_with_a_child(backend: Any) -> list[float]:
     """NCCL takes one call at a time on both, and what aborts the child stops the parent's work."""
-    gpu = emulated_gpu(faults="point=launch,hit=2,act=slow,ms=50")
+    gpu = emulated_gpu(faults="point=launch,hit=4,act=slow,ms=50")
     communicator = connect(backend, split_share=True)
     child = communicator.split(0, backend.rank)
     assert child is not None
+    for each in (communicator, child):  # the first calls connect the ranks, and so need one order
+        x = ranked(backend.rank, 1)
+        each.allreduce(x, x)
     results = []
 
     def call(each: Any) -> None:
