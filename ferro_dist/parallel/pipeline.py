@@ -138,7 +138,9 @@ class Pipeline(Generic[ModuleT]):
 
     Each rank has the gradients of its own stages, and no ``clip_grad_norm_`` sees any others. To
     clip by the norm of the whole model, `allreduce` the sums of squares over `backend`, with tied
-    weights counted on one rank, and scale by the same factor on all ranks.
+    weights counted on one rank, and scale by the same factor on all ranks. Nor does a
+    ``torch.amp.GradScaler`` see what overflows in other stages, so that ranks would skip different
+    steps; bfloat16 needs none.
 
     A step that fails ends the groups of the `SyncBatchNorm` layers in its stages, in which replicas
     may be waiting: convert the modules again before the next step.
