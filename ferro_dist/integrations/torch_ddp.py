@@ -155,7 +155,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self.__dict__["_is_local"] = self._no_sync_depth > 0
         with telling(self._tell_layers if self._is_local else self._tell_the_others):
             self._refuse_compiled()
-            if not self._is_checked:
+            # A backward that has passed no output may be of a forward past the wrapper, since then.
+            if first is not None or not self._is_checked:
                 self._check_parameters()
             self.__dict__["_is_checked"] = False
             if first is not None and not self._reducer.is_idempotent:

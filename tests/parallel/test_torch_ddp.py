@@ -189,6 +189,21 @@ def test_a_parameter_unfrozen_after_wrapping_is_averaged(on_ranks: OnRanks, over
     assert on_ranks(2, body) == [(1.5, 1)] * 2
 
 
+def test_a_parameter_may_be_unfrozen_between_forward_and_one_past_the_wrapper(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> Any:
+        module = Scale()
+        module.weight.requires_grad_(False)
+        ddp = fd.DDP(module, backend)
+        ddp(backend.rank + 1.0)  # and no backward
+        module.weight.requires_grad_(True)
+        module(backend.rank + 1.0).sum().backward()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(1.5, 1)] * 2
+
+
 @OVERLAP
 def test_a_parameter_may_be_frozen_after_wrapping(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:
