@@ -63,7 +63,7 @@ class BackwardWatcher:
         self._opening = threading.Lock()
         self._handles: list[Any] = []
         self._parameters: list[Tensor] = []
-        self._accumulators: list[Any] = []
+        self._accumulators: dict[int, Any] = {}
         self._hook_tables: list[Any] = []
         self._hook_ids: list[int] = []
         self._num_hooks = -1
@@ -154,11 +154,13 @@ class BackwardWatcher:
 
     def _found_accumulators(self) -> Iterator[Any]:
         """Yield each parameter's node that adds to ``grad``; nodes asked for are kept."""
-        yield from self._accumulators
-        for parameter in self._parameters[len(self._accumulators) :]:
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
-            self._accumulators.append(node)
-            yield node
+        yield from self._accumulators.values()
+        for number, parameter in enumerate(self._parameters):
+            # One that was frozen since forward has none.
+            if number not in self._accumulators and parameter.requires_grad:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._accumulators[number] = node
+                yield node
 
     def _open(self, first: Tensor = None) -> None:
         with self._opening:

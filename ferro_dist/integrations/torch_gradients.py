@@ -23,6 +23,7 @@ __all__ = [
     "GivenGradients",
     "TorchGradients",
     "as_tensor",
+    "copy_or_clear",
     "dtype_of_gradient",
     "gpu_view",
     "spec_of",
@@ -64,7 +65,7 @@ class TorchGradients(Accumulation, Gradients):
             if bucket.num_missing or not _has_copied_all(bucket, gradients, self.memory):
                 self._refuse_taken(bucket)
                 _refuse_misplaced(bucket, gradients, self.memory)
-                _copy_some(bucket, gradients)
+                copy_or_clear(bucket.views, gradients)
         if is_leaving:
             for parameter in parameters:
                 parameter.grad = None
@@ -83,7 +84,7 @@ class TorchGradients(Accumulation, Gradients):
         ]
         bucket.clear()
         with torch.no_grad():
-            _copy_some(bucket, late)
+            copy_or_clear(bucket.views, late)
 
     def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
         is_here = not bucket.num_missing and not bucket.is_leaving
@@ -170,16 +171,16 @@ def _has_copied_all(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketM
     return False
 
 
-def _copy_some(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+def copy_or_clear(places: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Copy gradients to their places, zeros for absent ones. Some may be there already."""
-    pairs = list(zip(bucket.views, gradients, strict=True))
-    absent = [view for view, gradient in pairs if gradient is None]
+    pairs = list(zip(places, gradients, strict=True))
+    absent = [place for place, gradient in pairs if gradient is None]
     if absent:
         torch._foreach_zero_(absent)
     # A sparse one comes from a function that could not be known beforehand.
     given = [(v, as_dense(g)) for v, g in pairs if g is not None and g is not v]
     if given:
-        torch._foreach_copy_([view for view, _ in given], [dense for _, dense in given])
+        torch._foreach_copy_([place for place, _ in given], [dense for _, dense in given])
 
 
 def _copy_all(bucket: Bucket, gradients: Sequence[Tensor]) -> None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ferro_dist.collective import all_gather, broadcast, reduce_scatter
-from ferro_dist.integrations.torch_gradients import zeros_in_group
+from ferro_dist.integrations.torch_gradients import copy_or_clear, zeros_in_group
 from ferro_dist.parallel.shard_layout import Fragment, ShardLayout
 
 if TYPE_CHECKING:
@@ -53,7 +55,11 @@ class Shard:
         self._tag = tag
         counts = [p.numel() for p in self.parameters]
         self._layout = ShardLayout(counts, backend.world_size, divides_parameters)
+        self._fragments = [fragment for row in self._layout.fragments for fragment in row]
+        start = sum(map(len, self._layout.fragments[: backend.rank]))
+        self._own = range(start, start + len(self._layout.fragments[backend.rank]))
         self._flat: Tensor | None = None
+        self._places: list[Tensor] = []  # of all fragments, in the flat array
         self.owned: list[tuple[Tensor, Fragment, Tensor]] = [
             (p, fragment, _elements(p, fragment))
             for fragment in self._layout.fragments[backend.rank]
@@ -82,8 +88,8 @@ class Shard:
         self._pack_gradients(rows)
         reduce_scatter(rows, self._backend, op, out=own_row, tag=self._tag)
         lanes = own_row[self._layout.lanes_offset :].tolist()
-        for (_, fragment, elements), lane in zip(self.owned, lanes, strict=False):
-            elements.grad = own_row[fragment.place].view(elements.shape) if lane else None
+        for (_, _, elements), number, lane in zip(self.owned, self._own, lanes, strict=False):
+            elements.grad = self._places[number].view(elements.shape) if lane else None
 
     def take_gradients(self) -> None:
         """Give the fragments this rank's gradients as they are: they are equal on all ranks."""
@@ -106,25 +112,28 @@ class Shard:
         """Give all ranks this rank's fragments, and this rank those of all."""
         rows = self._rows()
         own_row = rows[self._backend.rank]
-        for _, fragment, elements in self.owned:
-            own_row[fragment.place].view(elements.shape).copy_(elements)
+        own_places = [self._places[number] for number in self._own]
+        copy_or_clear(own_places, [elements.view(-1) for _, _, elements in self.owned])
         all_gather(own_row, self._backend, out=rows, tag=self._tag)
-        for row, fragments in zip(rows, self._layout.fragments, strict=True):
-            for fragment in fragments:
-                _write(self.parameters[fragment.parameter], fragment, row[fragment.place])
+        targets, sources = [], []
+        for number, (fragment, place) in enumerate(zip(self._fragments, self._places, strict=True)):
+            parameter = self.parameters[fragment.parameter]
+            if not parameter.is_contiguous():
+                _write(parameter, fragment, place)
+            elif number not in self._own:
+                targets.append(_elements(parameter, fragment).view(-1))
+                sources.append(place)
+        copy_or_clear(targets, sources)
 
     def _pack_gradients(self, rows: Tensor) -> None:
         gradients = [None if p.grad is None else p.grad.reshape(-1) for p in self.parameters]
+        copy_or_clear(self._places, [_piece(gradients[f.parameter], f) for f in self._fragments])
+        offset = self._layout.lanes_offset
         for row, fragments in zip(rows, self._layout.fragments, strict=True):
             # Not only the lanes: what is left besides them would grow with every sum.
             row[fragments[-1].place.stop if fragments else 0 :].zero_()
-            for lane, fragment in enumerate(fragments, start=self._layout.lanes_offset):
-                gradient = gradients[fragment.parameter]
-                if gradient is None:
-                    row[fragment.place].zero_()
-                else:
-                    row[fragment.place].copy_(gradient[fragment.start : fragment.stop])
-                    row[lane] = 1
+            lanes = [gradients[fragment.parameter] is not None for fragment in fragments]
+            row[offset : offset + len(lanes)].copy_(torch.tensor(lanes))
 
     def _rows(self) -> Tensor:
         """Return the flat array, one row for each rank."""
@@ -132,7 +141,19 @@ class Shard:
         shape = self._backend.world_size, self._layout.row_count
         if self._flat is None or self._flat.device != like.device:
             self._flat = zeros_in_group(shape, like, self._backend)
+            self._places = [
+                row[fragment.place]
+                for row, fragments in zip(self._flat, self._layout.fragments, strict=True)
+                for fragment in fragments
+            ]
         return self._flat
+
+
+def _piece(gradient: Tensor | None, fragment: Fragment) -> Tensor | None:
+    """Return what a flat gradient has for a fragment."""
+    if gradient is None or fragment.size == gradient.numel():
+        return gradient
+    return gradient[fragment.start : fragment.stop]
 
 
 def _elements(tensor: Tensor, fragment: Fragment) -> Tensor:
