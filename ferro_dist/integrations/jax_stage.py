@@ -129,8 +129,8 @@ class JaxStage(Stage):
     def parameter(self, name: str) -> Array:
         return self._leaf(self.params, name)
 
-    def gradient_key(self, name: str) -> object:
-        return id(self), name  # also of weights that begin as one array
+    def gradient_owner(self, name: str) -> object:
+        return object()  # each has its own, also of weights that begin as one array
 
     def load(self, name: str, value: Array) -> None:
         self.params = self._replaced(self.params, name, value)

@@ -165,9 +165,6 @@ class TorchStage(Stage):
     def parameter(self, name: str) -> Tensor:
         return _find(self.module, name)
 
-    def gradient_key(self, name: str) -> object:
-        return id(_find(self.module, name))
-
     def buffers(self) -> dict[str, Tensor]:
         frozen = {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
         return {**frozen, **dict(self.module.named_buffers())}

@@ -111,8 +111,8 @@ class HandwrittenStage(Stage):
     def parameters(self) -> dict[str, Array]:
         return self._named("parameters")
 
-    def gradient_key(self, name: str) -> object:
-        return id(self.gradient(name))
+    def gradient_owner(self, name: str) -> object:
+        return self.gradient(name)
 
     def load(self, name: str, value: Array) -> None:
         self.parameters()[name][...] = value

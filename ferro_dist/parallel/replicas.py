@@ -67,12 +67,12 @@ def _weights_by_stage(
     """Assign each weight to the stage of this rank that is the last to add to its gradient."""
     order = [action.stage for action in actions if action.kind is ActionKind.REDUCE]
     weights: dict[int, list[Weight]] = {number: [] for number in stages}
-    seen: set[object] = set()
+    seen: dict[int, object] = {}  # kept, so that no later one gets the id of an earlier one
     for number in reversed(order):
         stage = stages[number]
         for name in stage.parameters():
-            key = stage.gradient_key(name)
-            if key not in seen:
-                seen.add(key)
+            owner = stage.gradient_owner(name)
+            if id(owner) not in seen:
+                seen[id(owner)] = owner
                 weights[number].append(Weight(stage, name))
     return weights

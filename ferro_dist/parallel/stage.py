@@ -208,9 +208,9 @@ class Stage(abc.ABC):
         """Return one weight."""
         return self.parameters()[name]
 
-    @abc.abstractmethod
-    def gradient_key(self, name: str) -> object:
-        """Return what names have in common that stand for one gradient, also in other stages."""
+    def gradient_owner(self, name: str) -> object:
+        """Return an object that all names of one gradient have in common, also in other stages."""
+        return self.parameter(name)
 
     def buffers(self) -> dict[str, Array]:
         """Return state that is no weight, by name."""

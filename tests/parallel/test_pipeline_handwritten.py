@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 import ferro_dist as fd
 from ferro_dist.parallel.schedules import placement_for
@@ -304,6 +304,29 @@ def test_stages_of_a_rank_may_share_a_weight_and_its_gradient(
     expected = sum(layer.gradients["weight"] for layer in layers) / 2
     for total in on_ranks(4, body):
         assert_allclose(total, expected, rtol=1e-12)
+
+
+class Views(Layer):
+    """Makes its arrays when it is asked for them, each row of the weight as one."""
+
+    def parameters(self) -> Any:
+        return [*self.weights["weight"], self.weights["bias"]]
+
+    def grads(self) -> Any:
+        return [*self.gradients["weight"], self.gradients["bias"]]
+
+
+def test_gradients_may_be_views_of_a_moment(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = Views(0)
+            pipe = fd.Pipeline(stage, grid.pipeline, 2, dp=grid.data)
+            x, y = batch(4)
+            pipe.step((grid.data.rank + 1) * x, y, square)
+            for gradient in stage.gradients.values():
+                assert_array_equal(*fd.all_gather(gradient[None], grid.data))
+
+    on_ranks(4, body)
 
 
 def test_parameters_of_any_kind_are_left_alone(on_ranks: OnRanks) -> None:
