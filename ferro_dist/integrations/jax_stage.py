@@ -87,7 +87,8 @@ class JaxStage(Stage):
         _check_params(params)
         self.params = params
         self.grads: Tree = None
-        self._position_of = {name: i for i, name in enumerate(self.parameters())}
+        # Of each weight, by structure: the user may replace the parameters by a tree of another.
+        self._positions: dict[Any, dict[str, int]] = {}
         self._takes_rng = "rng" in inspect.signature(apply).parameters
         # Keyed by what is compiled in besides arrays: the structure of the input, and which of its
         # arrays are differentiable. The loss is not compiled.
@@ -123,8 +124,7 @@ class JaxStage(Stage):
     # Weights
 
     def parameters(self) -> dict[str, Array]:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(self.params)
-        return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        return _named(self.params)
 
     def parameter(self, name: str) -> Array:
         return self._leaf(self.params, name)
@@ -277,12 +277,24 @@ class JaxStage(Stage):
         return jax.random.key(seed & 0xFFFFFFFF)
 
     def _leaf(self, tree: Tree, name: str) -> Array:
-        return jax.tree.leaves(tree)[self._position_of[name]]
+        leaves, structure = jax.tree.flatten(tree)
+        return leaves[self._position(tree, structure, name)]
 
     def _replaced(self, tree: Tree, name: str, value: Array) -> Tree:
         leaves, structure = jax.tree.flatten(tree)
-        leaves[self._position_of[name]] = value
+        leaves[self._position(tree, structure, name)] = value
         return jax.tree.unflatten(structure, leaves)
+
+    def _position(self, tree: Tree, structure: Any, name: str) -> int:
+        if structure not in self._positions:
+            names = _named(tree)
+            self._positions[structure] = {name: position for position, name in enumerate(names)}
+        return self._positions[structure][name]
+
+
+def _named(tree: Tree) -> dict[str, Array]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 # Compiled separately: what a half does not return, XLA does not compute.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +173,24 @@ def test_weights_that_begin_as_one_array_are_reduced_each(on_ranks: OnRanks) -> 
             return [float(gradient.sum()) for gradient in stage.grads.values()]
 
     assert on_ranks(4, body) == [[1.5, 1.5]] * 4
+
+
+def test_parameters_may_be_replaced_by_those_of_another_tree(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            # The first kind is in this order, the second in that of the alphabet.
+            params = OrderedDict(b=jnp.ones(WIDTH), a=jnp.zeros(WIDTH))
+            stage = JaxStage(lambda p, x: x * p["b"] + p["a"], params)
+            pipe = fd.Pipeline(stage, grid.pipeline, 2, dp=grid.data, tied={"b": "['b']"})
+            x = jnp.full((4, WIDTH), grid.data.rank + 1.0)
+            totals = []
+            for kind in (OrderedDict, dict):
+                stage.params, stage.grads = kind(stage.params), None
+                pipe.step(x, loss_fn=jnp.mean)
+                totals.append([float(stage.grads[name].sum()) for name in "ab"])
+            return totals
+
+    assert on_ranks(4, body) == [[[1, 3], [1, 3]]] * 4
 
 
 def test_replicas_and_ties_reduce_gradients(on_ranks: OnRanks) -> None:
