@@ -81,6 +81,10 @@ class BackwardWatcher:
         self._hook_ids = [handle.id for handle in self._handles]
         self._num_hooks = RemovableHandle.next_id
 
+    def watched(self) -> set[int]:
+        """Return the ids of the parameters that are watched."""
+        return set(map(id, self._parameters))
+
     def is_followed(self) -> bool:
         """Whether others have registered hooks since, which run later than this one's."""
         # torch counts the hooks of everything: nearly always there are no new ones to look for.

@@ -138,8 +138,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(specs)]
             lines += lines_of(specs_of(parameters.sparse))
             agree_on_manifest(lines, self._backend, op="DDP")
-        self._watcher.stop()
-        _refuse_watched(parameters.trained)  # one that was frozen when both were made
+        # One that was frozen when both were made. If it is frozen again, all goes on as before.
+        own = self._watcher.watched()
+        _refuse_watched({n: p for n, p in parameters.trained.items() if id(p) not in own})
         self._reducer.lay_out(specs)
         self._watch()
         parameters.accept_changes()

@@ -299,6 +299,12 @@ def test_a_parameter_of_two_wrappers_cannot_be_unfrozen(on_ranks: OnRanks) -> No
         shared.requires_grad_(True)
         first(1.0).sum().backward()
         with pytest.raises(ValueError, match=r"'shared\.weight' is wrapped by another DDP"):
+            second.sync_gradients()
+        shared.requires_grad_(False)
+        second(1.0 + backend.rank).sum().backward()
+        assert second.module.own.weight.grad.item() == 1.5
+        shared.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"'shared\.weight' is wrapped by another DDP"):
             second(1.0)
 
     on_ranks(2, body)
