@@ -80,6 +80,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             _num_copies=0,
             _is_checked=False,
             _is_local=False,
+            _has_backward_averaged=False,
             _given=None,
             _weight=None,
             _optimizer=None,
@@ -197,6 +198,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             self._end_local()
             return
         self._finish_own_round()
+        self.__dict__["_has_backward_averaged"] = True
 
     def _finish_own_round(self) -> None:
         """Finish a round to which this rank contributes the gradients of its parameters."""
@@ -254,6 +256,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             )
 
     def _refuse_averaged(self) -> None:
+        if not self._has_backward_averaged:
+            return  # the user may have written new ones where the last averages were
         are_averaged = [*self._gradients.are_averaged(), *self._sparse.are_averaged()]
         if are_averaged and all(are_averaged):
             raise ValueError(
@@ -492,6 +496,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 if given is None:
                     self._begin_accumulation()
                     self._finish_own_round()
+                    self.__dict__["_has_backward_averaged"] = False
                 else:
                     self._finish_round()
             finally:

@@ -160,6 +160,22 @@ def test_a_weight_for_what_backward_has_averaged_is_refused(
     assert on_ranks(2, body) == [expected] * 2
 
 
+def test_gradients_may_be_written_where_weighted_averages_were(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        for parameter in ddp.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        found = []
+        for step in range(3):
+            for parameter in ddp.parameters():
+                parameter.grad.fill_(4.0 * backend.rank + step)
+            ddp.sync_gradients(weight=[1, 3][backend.rank])
+            found.append(gradients_of(ddp))
+        return found
+
+    assert on_ranks(2, body) == [[(3, 3), (4, 4), (5, 5)]] * 2
+
+
 def refuse_weights(ddp: Any, weights: tuple[Any, ...]) -> None:
     with pytest.raises((ValueError, fd.CollectiveMismatch)):
         ddp.sync_gradients(weight=weights[ddp.backend.rank])
