@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import itertools
 import os
 from collections.abc import Iterator
 from types import ModuleType
@@ -99,16 +100,19 @@ def wheel_libraries(soname: str) -> Iterator[str]:
 
 
 def _import(name: str, soname: str) -> ModuleType:
-    """Import a compiled module, after the wheel's library, unless another one comes before that."""
-    path = next(wheel_libraries(soname), None)
-    if path is not None and not is_loaded(soname) and not _is_in_library_path(soname):
+    """Import a compiled module, after the library that it is to use, unless one is loaded."""
+    path = next(itertools.chain(_in_library_path(soname), wheel_libraries(soname)), None)
+    if path is not None and not is_loaded(soname):
         ctypes.CDLL(path)
     return importlib.import_module(f"ferro_dist._native.{name}")
 
 
-def _is_in_library_path(soname: str) -> bool:
-    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    return any(os.path.exists(os.path.join(folder, soname)) for folder in folders if folder)
+def _in_library_path(soname: str) -> Iterator[str]:
+    """Yield the paths in ``LD_LIBRARY_PATH``, which the linker reads only when a process begins."""
+    for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
+        path = os.path.join(folder, soname)
+        if folder and os.path.exists(path):
+            yield path
 
 
 def _is_served(cudart: ModuleType) -> bool:

@@ -110,7 +110,10 @@ def test_a_wheel_comes_before_the_system_and_behind_the_library_path(
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     assert run(WITH_A_WHEEL).split() == ["True", "2.23.1"]
-    assert run(WITH_A_WHEEL, other).split() == ["False", "2.23.2"]
+    assert run(WITH_A_WHEEL, other).split() == ["True", "2.23.2"]
+    # The linker does not see what a program sets itself.
+    set_late = f"import os; os.environ['LD_LIBRARY_PATH'] = {str(other)!r}\n"
+    assert run(set_late + WITH_A_WHEEL).split() == ["True", "2.23.2"]
 
 
 def test_importing_the_package_loads_no_cuda() -> None:
