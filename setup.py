@@ -201,7 +201,7 @@ class BuildNative(build_ext):  # setuptools has no types
         super().finalize_options()
         if self.parallel is None:
             # Nearly twice as many compilers run while `host` is made, with up to 400 MB each.
-            self.parallel = min(len(os.sched_getaffinity(0)), 8)
+            self.parallel = min(len(os.sched_getaffinity(0)), 4)
 
     def build_extensions(self) -> None:
         strip_run_paths(self.compiler)

@@ -50,25 +50,29 @@ class Rank:
             pass
 
     def last_words(self) -> str:
-        """Return ``": "`` and the line of standard error that tells most, or nothing."""
+        """Return ``": "`` and how standard error ends, or nothing if it is empty."""
         import re
 
         text = self.streams[1].tail.decode(errors="replace")
         text = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", text)
-        line = "".join(c for c in telling_line(text) if c.isprintable()).strip()
-        return f": {line[:LAST_LINE_LENGTH]}" if line else ""
+        words = "".join(c for c in ending(text) if c.isprintable()).strip()
+        return f": {words}" if words else ""
 
 
-def telling_line(text: str) -> str:
-    """Return the last line of a program's errors, or the first of the exception that ends them."""
+def ending(text: str) -> str:
+    """Return the last line of a program's errors.
+
+    If it ends an exception of several lines, by its message or by notes, the first of these as well.
+    """
     lines = [line for line in text.splitlines() if line.strip()]
     end = len(lines)
     traceback = max((n for n, line in enumerate(lines) if line.startswith(TRACEBACK)), default=end)
     first = next((n for n in range(traceback + 1, end) if not lines[n][0].isspace()), end)
-    # A message may have several lines, and notes follow it. More are of a program that went on.
-    if 0 < end - first <= EXCEPTION_LINES:
-        return lines[first]
-    return lines[-1] if lines else ""
+    last = lines[-1].strip()[:LAST_LINE_LENGTH] if lines else ""
+    # The rest may also come from a program that went on. Hence both lines, and few between.
+    if 1 < end - first <= EXCEPTION_LINES:
+        return f"{lines[first][:LAST_LINE_LENGTH]} ... {last}"
+    return last
 
 
 class Spawner:
