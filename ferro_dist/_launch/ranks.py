@@ -62,7 +62,7 @@ class Rank:
 def ending(text: str) -> str:
     """Return the last line of a program's errors.
 
-    If it ends an exception of several lines, by its message or by notes, the first of these as well.
+    If it ends an exception of several lines, by message or by notes, the first of these as well.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     end = len(lines)
