@@ -118,13 +118,16 @@ class TorchStage(Stage):
         return output  # detached already, with the flag of what it comes from
 
     def microbatch_input(self, part: Tensor, whole: Tensor) -> Tensor:
-        if not isinstance(part, torch.Tensor):
-            return part
         return part.detach().requires_grad_(whole.requires_grad)
 
-    def deliver_input_gradient(self, x: Tensor, gradient: Tensor) -> None:
-        if isinstance(x, torch.Tensor) and x.requires_grad:
-            torch.autograd.backward([x], [gradient])
+    def deliver_input_gradients(
+        self, arrays: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> None:
+        pairs = zip(arrays, gradients, strict=True)
+        wanted = [(x, g) for x, g in pairs if x.requires_grad and g is not None]
+        if wanted:
+            # All at once: they may come from one graph, which backward frees.
+            torch.autograd.backward([x for x, _ in wanted], [g for _, g in wanted])
 
     def item(self, loss: Tensor) -> float:
         return float(loss.detach())

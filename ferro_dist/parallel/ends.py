@@ -92,9 +92,7 @@ class Ends:
             return None
         columns = zip(*(g for _, g in sorted(self._input_gradients.items())), strict=True)
         arrays = [_whole(column) for column in columns]
-        for array, gradient in zip(x.arrays, arrays, strict=True):
-            if gradient is not None:
-                self._first.deliver_input_gradient(array, gradient)
+        self._first.deliver_input_gradients(x.arrays, arrays)
         return pytree.unflatten(x.structure, arrays)
 
 

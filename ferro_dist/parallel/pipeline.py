@@ -292,7 +292,9 @@ class Pipeline(Generic[ModuleT]):
         """
         self._begin()
         ends = self._training_ends(x, target, loss_fn, weight)
-        return self._train("step", ends)
+        loss = self._train("step", ends)
+        self._input_grad = ends.deliver_input_gradient()
+        return loss
 
     def forward(self, input: Tree = None) -> list[Tree]:  # noqa: A002 - the reference's name
         """Run forward for all microbatches, and keep what `backward` needs.
@@ -343,7 +345,9 @@ class Pipeline(Generic[ModuleT]):
         if forward is None:
             raise RuntimeError("Pipeline: backward needs a forward before it")
         self._pending_forward = None
-        self._train("backward", BackwardEnds(forward, outputs, grad_outputs))
+        ends = BackwardEnds(forward, outputs, grad_outputs)
+        self._train("backward", ends)
+        self._input_grad = ends.deliver_input_gradient()
 
     def eval(self, x: Tree = None) -> Tree:
         """Run forward without gradients, in evaluation mode.
@@ -408,7 +412,6 @@ class Pipeline(Generic[ModuleT]):
                 # Whatever takes longer the first time must not be taken for the rule.
                 for _ in range(2):
                     self._train("step", self._training_ends(x, target, loss_fn, None))
-            self._input_grad = None
             self._num_runs -= 2
         assert self._last_step is not None
         return make_plan(self._lists, self._last_step, self._backend)
@@ -458,7 +461,6 @@ class Pipeline(Generic[ModuleT]):
             for reduction in reductions:
                 reduction.restore()
             raise
-        self._input_grad = ends.deliver_input_gradient()
         return loss
 
     def _run(

@@ -186,8 +186,10 @@ class Stage(abc.ABC):
         """Make a part of what the user gave the first stage's input."""
         return part
 
-    def deliver_input_gradient(self, x: Array, gradient: Array) -> None:
-        """Give the user the gradient of the first stage's input, if there is a place for it."""
+    def deliver_input_gradients(
+        self, arrays: Sequence[Array], gradients: Sequence[Array | None]
+    ) -> None:
+        """Give the user the gradients of the first stage's input, where there is a place for it."""
         return
 
     @abc.abstractmethod

@@ -249,6 +249,27 @@ def test_input_that_is_no_leaf_gets_its_gradient_back(on_ranks: OnRanks) -> None
     torch.testing.assert_close(scale.grad, again.grad)
 
 
+def test_inputs_of_one_graph_get_their_gradients_back(on_ranks: OnRanks) -> None:
+    class Sum(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x["once"] + x["again"].square() + x["twice"]
+
+    def gradient(train: Callable[[Any, Any], object]) -> Any:
+        x, y = batch(6)
+        scale = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+        h = (x * scale).tanh()
+        train({"once": h, "again": h, "twice": 2 * h}, y)
+        return scale.grad
+
+    def body(backend: Any) -> Any:
+        stage = Sum() if backend.rank == 0 else nn.Identity()
+        pipe = fd.Pipeline(stage, backend, 3, "1f1b")
+        return gradient(lambda x, y: pipe.step(x, y, mean_square))
+
+    ours, _ = on_ranks(2, body)
+    torch.testing.assert_close(ours, gradient(lambda x, y: mean_square(Sum()(x), y).backward()))
+
+
 # Memory
 
 
