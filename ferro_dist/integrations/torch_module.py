@@ -13,10 +13,11 @@ import torch
 
 from ferro_dist import interop
 from ferro_dist.collective import broadcast
-from ferro_dist.errors import InvalidArray
+from ferro_dist.errors import CollectiveMismatch, InvalidArray
 from ferro_dist.integrations.torch_gradients import dtype_of_gradient, spec_of
 from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.bucket import ParameterSpec
+from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.reach import check_reach
 
@@ -162,20 +163,16 @@ class BufferShare:
 
     def __init__(self, module: Any, backend: Backend) -> None:
         self._backend = backend
-        self._places: list[tuple[dict[str, Tensor], str]] = []
-        self._specs: list[ParameterSpec] = []
-        self._kinds: list[tuple[Any, Any]] = []  # of torch, as comparing these is quick
+        self._places: list[tuple[str, dict[str, Tensor], str]] = []
         seen = set()
         for prefix, part in module.named_modules():
-            for name, buffer in part._buffers.items():
+            for key, buffer in part._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    full_name = f"{prefix}.{name}" if prefix else name
-                    _check_place("buffer", full_name, buffer, backend)
-                    self._places.append((part._buffers, name))
-                    self._specs.append(spec_of(full_name, buffer.contiguous()))
-                    self._kinds.append((buffer.shape, buffer.dtype))
-        self._are_on_gpu: list[bool] = []
+                    name = f"{prefix}.{key}" if prefix else key
+                    _check_place("buffer", name, buffer, backend)
+                    self._places.append((name, part._buffers, key))
+        self._kinds = [_kind(buffer) for _, buffer in self.named()]
         self._parts: list[_BufferPart] = []
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
@@ -184,38 +181,57 @@ class BufferShare:
         Raises
         ------
         ValueError
-            One has another shape or dtype than when the module was wrapped, or is gone.
+            One is gone.
         """
-        for (table, key), spec, kind in zip(self._places, self._specs, self._kinds, strict=True):
+        for name, table, key in self._places:
             buffer = table.get(key)
-            if buffer is None or (buffer.shape, buffer.dtype) != kind:
-                found = "gone" if buffer is None else str(spec_of(spec.name, buffer.contiguous()))
-                raise ValueError(f"DDP: buffer {spec} has become {found} since it was wrapped")
-            yield spec.name, buffer
+            if buffer is None:
+                raise ValueError(f"DDP: buffer {name!r} was removed after the module was wrapped")
+            yield name, buffer
 
     def lines(self) -> list[str]:
         """Return a line for each buffer, of what ranks must agree on."""
-        return [f"buffer {number} {spec}" for number, spec in enumerate(self._specs)]
+        return [
+            f"buffer {number} {spec_of(name, buffer.contiguous())}"
+            for number, (name, buffer) in enumerate(self.named())
+        ]
 
     def broadcast(self, root: int, tag: int) -> None:
-        """Overwrite the buffers of all ranks with those of one, with one call for each memory."""
-        buffers = [buffer.data for _, buffer in self.named()]
-        are_on_gpu = [buffer.is_cuda for buffer in buffers]
-        if are_on_gpu != self._are_on_gpu:  # at first, and when the module has been moved
-            self._lay_out(buffers, are_on_gpu)
-        for part in self._parts:
-            part.broadcast(buffers, self._backend, root, tag)
+        """Overwrite the buffers of all ranks with those of one, with one call for each memory.
 
-    def _lay_out(self, buffers: Sequence[Tensor], are_on_gpu: list[bool]) -> None:
-        for spec, buffer in zip(self._specs, buffers, strict=True):
-            _check_place("buffer", spec.name, buffer, self._backend)
+        Raises
+        ------
+        CollectiveMismatch
+            Buffers have been converted, resized or moved, but not alike on all ranks; names the
+            first that differs. The group stays usable.
+        """
+        buffers = [buffer.data for _, buffer in self.named()]
+        kinds = list(map(_kind, buffers))
+        try:
+            if kinds != self._kinds:
+                self._follow(kinds)
+            self._parts = self._parts or self._laid_out(buffers)
+            for part in self._parts:
+                part.broadcast(buffers, self._backend, root, tag)
+        except CollectiveMismatch as error:
+            raise explain_mismatch(error, self.lines(), self._backend, "DDP", 0) from error
+
+    def _follow(self, kinds: list[Any]) -> None:
+        """Accept buffers of other kinds, if all ranks have the same."""
+        for name, buffer in self.named():
+            _check_place("buffer", name, buffer, self._backend)
+        agree_on_manifest(self.lines(), self._backend, "DDP")
+        self._kinds, self._parts = kinds, []
+
+    def _laid_out(self, buffers: Sequence[Tensor]) -> list[_BufferPart]:
         numbers_of: dict[bool, list[int]] = {}
-        for number, is_on_gpu in enumerate(are_on_gpu):
-            numbers_of.setdefault(is_on_gpu, []).append(number)
-        self._parts = [
-            _BufferPart(numbers, buffers, self._backend) for numbers in numbers_of.values()
-        ]
-        self._are_on_gpu = are_on_gpu
+        for number, buffer in enumerate(buffers):
+            numbers_of.setdefault(buffer.is_cuda, []).append(number)
+        return [_BufferPart(numbers, buffers, self._backend) for numbers in numbers_of.values()]
+
+
+def _kind(buffer: Tensor) -> tuple[Any, ...]:
+    return buffer.shape, buffer.dtype, buffer.is_cuda
 
 
 class _BufferPart:

@@ -129,7 +129,8 @@ class DDP(Generic[ModuleT]):
         running one after the other is faster. Results are the same.
     sync_buffers : bool, default True
         Whether all ranks get the buffers of `root` (such as running means of a BatchNorm) with
-        every average. Only buffers that the module has when it is wrapped count.
+        every average. Only buffers that the module has when it is wrapped count. They may be
+        resized and converted later, if all ranks do so before the same average.
     root : int, default 0
         The rank whose parameters all ranks start with.
     find_unused_parameters, static_graph, gradient_as_bucket_view : optional

@@ -58,13 +58,44 @@ def test_buffers_are_left_alone_on_request(on_ranks: OnRanks) -> None:
     assert on_ranks(2, body) == pytest.approx([0.1, 0.2])
 
 
-def test_a_rank_whose_buffers_have_changed_tells_the_others(on_ranks: OnRanks) -> None:
+def test_buffers_may_be_resized_and_converted(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        norm = nn.BatchNorm1d(2)
+        norm.register_buffer("mask", torch.ones(1))
+        ddp = fd.DDP(norm, backend, root=1)
+        ddp(torch.randn(4, 2)).sum().backward()
+        norm.mask = torch.full((3,), float(backend.rank))
+        ddp.double()
+        ddp(torch.full((4, 2), backend.rank, dtype=torch.float64)).sum().backward()
+        ddp.verify()
+        return norm.mask.dtype, norm.mask.tolist()
+
+    assert on_ranks(2, body) == [(torch.float64, [1, 1, 1])] * 2
+
+
+def test_a_rank_that_resizes_a_buffer_alone_is_named(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        layer = nn.Linear(2, 1)
+        layer.register_buffer("mask", torch.zeros(2))
+        ddp = fd.DDP(layer, backend)
+        if backend.rank == 1:
+            layer.mask = torch.zeros(1, 2)  # of as many bytes
+        with pytest.raises(fd.CollectiveMismatch, match=r"'mask' float32 \(1, 2\) on rank 1"):
+            ddp(torch.ones(1, 2)).sum().backward()
+        layer.mask = torch.full((1, 2), backend.rank + 1.0)
+        ddp(torch.ones(1, 2)).sum().backward()
+        return layer.mask.tolist()
+
+    assert on_ranks(3, body) == [[[1, 1]]] * 3
+
+
+def test_a_rank_whose_buffer_is_gone_tells_the_others(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         norm = nn.BatchNorm1d(2)
         ddp = fd.DDP(norm, backend)
         loss = ddp(torch.randn(4, 2)).sum()
         if backend.rank == 1:
-            norm.running_mean = torch.zeros(3)
+            norm.running_mean = None
         error = ValueError if backend.rank == 1 else fd.DistributedError
         with pytest.raises(error, match="running_mean" if backend.rank == 1 else "rank 1"):
             loss.backward()
