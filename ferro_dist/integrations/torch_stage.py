@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
 from ferro_dist.integrations.torch_gradients import zeros_in_group
 from ferro_dist.integrations.torch_random import Seeded, draw_seed
+from ferro_dist.integrations.torch_surroundings import Buffers, Surroundings, version
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
@@ -46,6 +47,16 @@ class _Saved(NamedTuple):
     outputs: list[GradientEdge | None]
     loss: Tensor | None
     """An empty tensor of the loss's dtype and device, if the output is one."""
+
+
+class _Checkpoint(NamedTuple):
+    """What is kept of a microbatch whose forward will be run again."""
+
+    keyed: Keyed
+    loss_of: LossOf | None
+    versions: list[int | None]
+    """Of its input, before the first forward."""
+    surroundings: Surroundings
 
 
 class TorchStage(Stage):
@@ -155,10 +166,11 @@ class TorchStage(Stage):
         gradients = [(p, p.grad) for p in self.module.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
+        buffers = Buffers(self.module)
         try:
-            with self._same_buffers():
-                yield
+            yield
         finally:
+            buffers.restore()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
@@ -253,13 +265,28 @@ class TorchStage(Stage):
         arrays = [y.detach().requires_grad_(will_replay and _is_differentiable(y)) for y in arrays]
         return parcel._replace(structure=structure, arrays=arrays)
 
-    def _versions(self, inputs: Parcel) -> list[int | None]:
-        return [_version(x) for x in inputs.arrays]
+    def _run_replayable(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Checkpoint]:
+        versions = [version(x) for x in keyed.parcel.arrays]
+        checkpoint = _Checkpoint(keyed, loss_of, versions, Surroundings(self.module))
+        output = self._run_unsaved(keyed, loss_of, will_replay=True)
+        self._check_unchanged(checkpoint)
+        checkpoint.surroundings.keep_changed()
+        return output, checkpoint
 
-    def _replay(self, keyed: Keyed, loss_of: LossOf | None) -> _Saved:
-        # The statistics of a BatchNorm have seen this microbatch already.
-        with self._same_buffers():
-            return self._run_forward(keyed, loss_of)[1]
+    def _replay(self, kept: _Checkpoint) -> _Saved:
+        self._check_unchanged(kept)
+        with kept.surroundings.again():
+            return self._run_forward(kept.keyed, kept.loss_of)[1]
+
+    def _check_unchanged(self, checkpoint: _Checkpoint) -> None:
+        if [version(x) for x in checkpoint.keyed.parcel.arrays] == checkpoint.versions:
+            return
+        raise ValueError(
+            f"Pipeline: stage {self.number} is checkpointed, so its forward runs twice, and its "
+            "input has been written to since the first time. If the module does that, as "
+            "ReLU(inplace=True) at its beginning, let it work out of place; if you do, between "
+            "forward and backward, pass a copy."
+        )
 
     def _check_dependence(self, loss: Tensor, inputs: Parcel) -> None:
         """Raise ValueError for a loss that would leave everything without a gradient."""
@@ -310,16 +337,6 @@ class TorchStage(Stage):
         """Return the GPUs on which the module draws random numbers: its own, and its input's."""
         devices = [self._own_device(), *(x.device for x in inputs.arrays)]
         return {device.index for device in devices if device.type == "cuda"}
-
-    @contextlib.contextmanager
-    def _same_buffers(self) -> Iterator[None]:
-        before = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
-        try:
-            yield
-        finally:
-            for buffer, value in before:
-                # Through .data: what autograd has saved of it keeps its value.
-                buffer.data.copy_(value)
 
     def _tell(self, function: str) -> None:
         if function in self._functions_told:
@@ -398,13 +415,6 @@ def _take_gradient(x: Tensor | None) -> Tensor | None:
         return None
     gradient, x.grad = x.grad, None
     return gradient
-
-
-def _version(x: Any) -> int | None:
-    """Return the counter of writes to a tensor, if it has one."""
-    if not isinstance(x, torch.Tensor) or x.is_inference():
-        return None
-    return int(x._version)
 
 
 @functools.cache

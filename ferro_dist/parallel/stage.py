@@ -63,15 +63,6 @@ class Keyed(NamedTuple):
     seed: int | None
 
 
-class _Checkpoint(NamedTuple):
-    """What is kept of a microbatch whose forward will be run again."""
-
-    keyed: Keyed
-    loss_of: LossOf | None
-    versions: Any
-    """Of its input, before the first forward."""
-
-
 class Stage(abc.ABC):
     """One stage.
 
@@ -100,13 +91,8 @@ class Stage(abc.ABC):
     def forward(self, microbatch: int, keyed: Keyed, loss_of: LossOf | None) -> Parcel:
         """Run forward and keep what backward needs. With `loss_of`, the output is the loss."""
         keyed = self._with_seed(keyed, self.is_checkpointed)
-        if self.is_checkpointed:
-            checkpoint = _Checkpoint(keyed, loss_of, self._versions(keyed.parcel))
-            output = self._run_unsaved(keyed, loss_of, will_replay=True)
-            self._check_unchanged(checkpoint)
-            self._saved[microbatch] = checkpoint
-            return output
-        output, self._saved[microbatch] = self._run_forward(keyed, loss_of)
+        run = self._run_replayable if self.is_checkpointed else self._run_forward
+        output, self._saved[microbatch] = run(keyed, loss_of)
         return output
 
     def evaluate(self, keyed: Keyed) -> Parcel:
@@ -288,30 +274,17 @@ class Stage(abc.ABC):
     def _run_backward_weight(self, deferred: Any) -> None:
         return
 
-    def _replay(self, keyed: Keyed, loss_of: LossOf | None) -> Any:
+    def _run_replayable(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, Any]:
+        """Run forward and keep only what `_replay` needs."""
+        return self._run_unsaved(keyed, loss_of, will_replay=True), (keyed, loss_of)
+
+    def _replay(self, kept: Any) -> Any:
         """Run forward again, for what it saves."""
-        return self._run_forward(keyed, loss_of)[1]
+        return self._run_forward(*kept)[1]
 
     def _take_saved(self, microbatch: int) -> Any:
         saved = self._saved.pop(microbatch)
-        if isinstance(saved, _Checkpoint):
-            self._check_unchanged(saved)
-            return self._replay(saved.keyed, saved.loss_of)
-        return saved
-
-    def _versions(self, inputs: Parcel) -> Any:
-        """Return what shows later whether somebody has written to a stage's input."""
-        return None
-
-    def _check_unchanged(self, checkpoint: _Checkpoint) -> None:
-        if self._versions(checkpoint.keyed.parcel) == checkpoint.versions:
-            return
-        raise ValueError(
-            f"Pipeline: stage {self.number} is checkpointed, so its forward runs twice, and its "
-            "input has been written to since the first time. If the module does that, as "
-            "ReLU(inplace=True) at its beginning, let it work out of place; if you do, between "
-            "forward and backward, pass a copy."
-        )
+        return self._replay(saved) if self.is_checkpointed else saved
 
 
 def make_stage(module: Any) -> Stage:

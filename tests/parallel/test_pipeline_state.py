@@ -106,12 +106,30 @@ def test_masks_differ_between_microbatches_steps_and_stages() -> None:
 # Statistics
 
 
+class Centred(nn.Module):
+    """Subtracts a running mean: a buffer that is replaced, over one that is written to."""
+
+    total: Any
+    count: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        self.total = self.total + x.detach().mean(0)
+        self.count.add_(1)
+        return torch.tanh(x - self.total / self.count)
+
+
 @pytest.mark.parametrize(("case", "options"), KEPT_AND_CHECKPOINTED)
-def test_batch_norm_counts_each_microbatch_once(
+def test_statistics_count_each_microbatch_once(
     on_ranks: OnRanks, case: tuple[str, int, int], options: Any
 ) -> None:
     size = Case(*case)
-    model = chain(size.num_stages, lambda _: nn.Sequential(Block(), nn.BatchNorm1d(WIDTH)))
+    layers = Block, Centred, lambda: nn.BatchNorm1d(WIDTH)
+    model = chain(size.num_stages, lambda _: nn.Sequential(*(layer() for layer in layers)))
     x, y = batch(8)
 
     def body(backend: Any) -> Any:
@@ -136,7 +154,8 @@ def test_batch_norm_counts_each_microbatch_once(
 
 
 def test_plan_before_the_first_step_leaves_no_trace(on_ranks: OnRanks) -> None:
-    model = chain(2, lambda _: nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.4)))
+    layers = Block, Centred, lambda: nn.BatchNorm1d(WIDTH), lambda: nn.Dropout(0.4)
+    model = chain(2, lambda _: nn.Sequential(*(layer() for layer in layers)))
     x, y = batch(8)
 
     def body(backend: Any, has_plan: bool) -> Any:
@@ -230,6 +249,23 @@ def test_input_that_changes_before_a_checkpoint_is_run_again_is_told(on_ranks: O
             pipe.backward(outputs, [torch.ones_like(output) for output in outputs])
 
     on_ranks(2, body)
+
+
+def test_checkpointed_stages_run_again_in_the_precision_of_their_forward(on_ranks: OnRanks) -> None:
+    """torch recommends to leave autocast before backward."""
+    x, _ = batch(4)
+
+    def body(backend: Any, checkpoint: bool) -> Any:
+        stage = chain(2)[backend.rank].float()
+        pipe = fd.Pipeline(stage, backend, 2, "1f1b", checkpoint=checkpoint)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = pipe.forward(x.float())
+        pipe.backward(outputs, [torch.ones_like(output) for output in outputs])
+        return gradients_of(stage)
+
+    for checkpointed, kept in zip(on_ranks(2, body, True), on_ranks(2, body, False), strict=True):
+        for name, gradient in kept.items():
+            assert torch.equal(checkpointed[name], gradient), name
 
 
 def test_checkpointed_stage_keeps_no_graph(on_ranks: OnRanks) -> None:
