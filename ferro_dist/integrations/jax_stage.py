@@ -209,9 +209,11 @@ class JaxStage(Stage):
         def loss(arrays: Sequence[Array]) -> Array:
             left = iter(arrays)
             whole = [next(left) if f else a for f, a in zip(flags, output.arrays, strict=True)]
-            return _checked_loss(loss_of(pytree.unflatten(output.structure, whole)))
+            return _checked_loss(loss_of.function(pytree.unflatten(output.structure, whole)))
 
         value, gradients = jax.value_and_grad(loss)(_those(output.arrays, flags))
+        if not loss_of.counts:
+            gradients = [jnp.zeros_like(gradient) for gradient in gradients]
         return output._replace(structure=pytree.ARRAY, arrays=[value]), saved._replace(
             of_loss=gradients
         )

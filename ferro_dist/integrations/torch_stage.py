@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ferro_dist.integrations.torch_backward import find_tensors
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
 from ferro_dist.integrations.torch_gradients import zeros_in_group
 from ferro_dist.integrations.torch_random import Seeded, draw_seed
@@ -243,7 +244,9 @@ class TorchStage(Stage):
             with _told_of_writes(self.number):
                 output = self.module(pytree.unflatten(parcel.structure, parcel.arrays))
             if loss_of is not None:
-                output = _checked_loss(loss_of(output))
+                if not loss_of.counts:
+                    _stop_gradients(output)
+                output = _checked_loss(loss_of.function(output))
                 self._check_dependence(output, parcel)
             structure, arrays = _flatten_tensors(output)
         saved = _Saved(
@@ -259,7 +262,7 @@ class TorchStage(Stage):
         with torch.no_grad(), self._random_numbers(keyed):
             output = self.module(pytree.unflatten(parcel.structure, parcel.arrays))
             if loss_of is not None:
-                output = _checked_loss(loss_of(output))
+                output = _checked_loss(loss_of.function(output))
         structure, arrays = _flatten_tensors(output)
         # Which of them will need a gradient is not known yet.
         arrays = [y.detach().requires_grad_(will_replay and _is_differentiable(y)) for y in arrays]
@@ -376,6 +379,13 @@ def _checked_loss(loss: Any) -> Tensor:
         "Pipeline: the loss must be a tensor with one element that is a real number, not "
         f"{what}. It is what loss_fn returns or, without a loss_fn, the last stage"
     )
+
+
+def _stop_gradients(output: Any) -> None:
+    """Replace what the loss will send back by zeros. Backward runs: replicas may wait in it."""
+    for tensor in find_tensors(output):
+        if not tensor.is_leaf:  # a weight itself, perhaps, which others use
+            tensor.register_hook(torch.zeros_like)
 
 
 def _flatten_tensors(output: Any) -> tuple[pytree.Structure, list[Tensor]]:

@@ -158,12 +158,13 @@ class TrainingEnds(Ends):
                 f"Pipeline: the target has {target.total_rows} rows, the input "
                 f"{inputs.total_rows}. Give one row of target for each row of input"
             )
+        counts = self._weights is None or self._weights[microbatch] > 0
         if loss_fn is None:
-            return lambda output: output
+            return LossOf(lambda output: output, counts)
         if target is None:
-            return loss_fn
+            return LossOf(loss_fn, counts)
         part = target.tree(microbatch)
-        return lambda output: loss_fn(output, part)
+        return LossOf(lambda output: loss_fn(output, part), counts)
 
     def put_output(self, stage: int, microbatch: int, output: Parcel) -> None:
         if self._last is None or stage != self._last.number:
@@ -181,7 +182,8 @@ class TrainingEnds(Ends):
         """The loss of the batch on the rank of the last stage, elsewhere 0."""
         if self._last is None:
             return 0.0
-        return sum(self._last.item(self._losses[m]) * s for m, s in sorted(self._scales.items()))
+        counted = {m: scale for m, scale in sorted(self._scales.items()) if scale}
+        return sum(self._last.item(self._losses[m]) * s for m, s in counted.items())
 
     def _check(self) -> None:
         x, target, loss_fn, weight = self._arguments

@@ -196,10 +196,12 @@ class HandwrittenStage(Stage):
         saved = _Saved(parcel.structure, shapes, structure, of_module, None)
         if loss_of is None:
             return parcel._replace(structure=structure, arrays=arrays), saved
-        loss, of_output = _pair(loss_of(output), "loss_fn must return (loss, gradient)")
+        loss, of_output = _pair(loss_of.function(output), "loss_fn must return (loss, gradient)")
         of_loss = pytree.gradients_like(
             structure, [array.shape for array in arrays], of_output, "loss_fn returned", "output"
         )
+        if not loss_of.counts:
+            of_loss = [None if array is None else self.zeros(array) for array in of_loss]
         loss = parcel._replace(structure=pytree.ARRAY, arrays=[_checked_loss(loss)])
         return loss, saved._replace(of_loss=of_loss)
 

@@ -92,7 +92,8 @@ class Pipeline(Generic[ModuleT]):
         as itself, or by the name that its stage has for it.
     checkpoint : bool or sequence of int, default False
         Whether all stages, or which of them, keep only their input, and run forward again
-        before backward.
+        before backward. Where a schedule divides backwards, as zero bubble does, this runs it once,
+        but torch.utils.checkpoint inside a stage runs its part again for each layer in it.
     seed : int or None, default 0
         The random numbers of each forward depend on this, the step, the stage and the microbatch,
         numbered across all replicas (`microbatch_seed`). torch has one generator per process, so
@@ -270,7 +271,8 @@ class Pipeline(Generic[ModuleT]):
             with the output alone; without a loss_fn the output is the loss. For a hand-written
             stage it returns the loss and its gradient.
         weight : sequence of numbers, on the rank of the last stage
-            How much each microbatch, or each row, counts; for instance its number of tokens.
+            How much each microbatch, or each row, counts; for instance its number of tokens. The
+            loss of a microbatch of weight 0 may be 0 / 0.
             By default microbatches count by their rows, so that the loss is the mean over the
             batch, however unevenly it is cut.
 

@@ -27,12 +27,10 @@ from ferro_dist.parallel.receive_pool import ReceivePool
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["Keyed", "Stage", "make_stage", "microbatch_seed"]
+__all__ = ["Keyed", "LossOf", "Stage", "make_stage", "microbatch_seed"]
 
 Array = Any
 Tree = Any
-LossOf = Callable[[Tree], Any]
-"""What the last stage applies to its output in training: from output to loss."""
 
 
 def microbatch_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
@@ -61,6 +59,15 @@ class Keyed(NamedTuple):
 
     parcel: Parcel
     seed: int | None
+
+
+class LossOf(NamedTuple):
+    """What the last stage applies to its output in training."""
+
+    function: Callable[[Tree], Any]
+    """From output to loss."""
+    counts: bool
+    """Whether the loss has any weight. If not, its gradient is 0, even where it would be 0 / 0."""
 
 
 class Stage(abc.ABC):

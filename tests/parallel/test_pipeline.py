@@ -185,6 +185,34 @@ def test_weights_of_microbatches_and_of_rows_count(on_ranks: OnRanks) -> None:
     torch.testing.assert_close(gradient, model[0].up.weight.grad)
 
 
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+def test_microbatch_without_weight_may_have_no_loss(
+    on_ranks: OnRanks, case: tuple[str, int, int]
+) -> None:
+    """All its tokens may be ignored, so that their mean is 0 / 0."""
+    size = Case(*case)
+    model = chain(size.num_stages)
+    x, _ = batch(6)
+    mask = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+
+    def masked_mean(output: Any, mask: Any) -> Any:
+        return (output.square().sum(1) * mask).sum() / mask.sum()
+
+    def body(backend: Any) -> Any:
+        own = copy.deepcopy(model)
+        pipe = make_pipeline(own, size, backend, 3)
+        is_last = size.num_stages - 1 in pipe.stage_numbers
+        loss = pipe.step(x, mask, masked_mean, weight=mask if is_last else None)
+        return loss, {stage: own[stage] for stage in pipe.stage_numbers}
+
+    expected = run_whole(model, x, mask, masked_mean)
+    for loss, stages in on_ranks(size.num_ranks, body):
+        assert loss == pytest.approx(expected.loss, rel=1e-12)
+        for number, stage in stages.items():
+            for name, parameter in stage.named_parameters():
+                torch.testing.assert_close(parameter.grad, expected.gradients[f"{number}.{name}"])
+
+
 def test_microbatches_may_change_shape_from_step_to_step(on_ranks: OnRanks) -> None:
     model = chain(3)
     batches = [batch(rows, seed=rows) for rows in (6, 9, 4)]

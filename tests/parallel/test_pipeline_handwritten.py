@@ -128,6 +128,28 @@ def test_step_equals_the_unpipelined_layers(
     assert all(gradient is None for _, _, gradient in outcomes[1:])
 
 
+def test_microbatch_without_weight_may_have_no_loss(on_ranks: OnRanks) -> None:
+    x, y = batch(4)
+
+    def undefined_first(output: Array, target: Array) -> tuple[float, Array]:
+        loss, gradient = square(output, target)
+        factor = np.nan if np.array_equal(target, y[:2]) else 1.0
+        return factor * loss, factor * gradient
+
+    def body(backend: Any) -> Any:
+        layer = Layer(backend.rank)
+        pipe = fd.Pipeline(layer, backend, 2)
+        loss = pipe.step(x, y, undefined_first, weight=[0, 3] if backend.rank == 1 else None)
+        return loss, layer.grads()
+
+    whole = [Layer(0), Layer(1)]
+    expected, _ = run_whole(whole, x[2:], y[2:])
+    for (loss, gradients), layer in zip(on_ranks(2, body), whole, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-12)
+        for name, gradient in gradients.items():
+            assert_allclose(gradient, layer.grads()[name], rtol=1e-10)
+
+
 def test_trees_and_random_numbers(on_ranks: OnRanks) -> None:
     class Drops:
         def forward(self, x: Any, rng: Any) -> Any:

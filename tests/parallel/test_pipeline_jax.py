@@ -122,6 +122,28 @@ def test_one_stage_cannot_stand_in_two_places() -> None:
             fd.Pipeline([stage, stage], backend, 2, "interleaved_1f1b")
 
 
+def test_microbatch_without_weight_may_have_no_loss(on_ranks: OnRanks) -> None:
+    mask = np.array([0, 0, 1, 1], np.float32)
+
+    def masked_mean(output: Any, mask: Any) -> Any:
+        return ((output["h"] ** 2).sum(1) * mask).sum() / mask.sum()
+
+    def body(backend: Any) -> Any:
+        stage = JaxStage(apply, make_params(backend.rank))
+        pipe = fd.Pipeline(stage, backend, 2)
+        weight = mask if backend.rank == 1 else None
+        return pipe.step(batch(4)[0], mask, masked_mean, weight=weight), stage.grads
+
+    def whole(params: Any) -> Any:
+        return masked_mean(apply(params[1], apply(params[0], batch(4)[0])), mask)
+
+    expected, gradients = jax.value_and_grad(whole)([make_params(0), make_params(1)])
+    for (loss, ours), theirs in zip(on_ranks(2, body), gradients, strict=True):
+        assert loss == pytest.approx(float(expected), rel=1e-5)
+        for name, gradient in ours.items():
+            assert_allclose(gradient, theirs[name], rtol=1e-4, atol=1e-6)
+
+
 def test_keys_do_not_depend_on_the_schedule(on_ranks: OnRanks) -> None:
     def drop(params: Any, x: Any, rng: Any) -> Any:
         return x * jax.random.bernoulli(rng, 0.5, x.shape) * params["scale"]
