@@ -15,8 +15,10 @@ asking the engine whether it will reach any parameter at all.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeAlias
@@ -61,7 +63,9 @@ class BackwardWatcher:
         self._on_failure = on_failure
         # Gradients on the CPU and on GPUs come on different threads.
         self._opening = threading.Lock()
+        self._end_of_task: weakref.ref[Any] | None = None
         self._handles: list[Any] = []
+        self._handles_of_leaves: list[Any] = []
         self._parameters: list[Tensor] = []
         self._accumulators: dict[int, Any] = {}
         self._hook_tables: list[Any] = []
@@ -113,8 +117,10 @@ class BackwardWatcher:
             # A leaf, such as an input that forward returns, keeps its hook beyond this graph.
             if tensor.is_leaf and self._is_hooked(tensor):
                 continue
-            tensor.register_hook(self._on_output_gradient)
+            handle = tensor.register_hook(self._on_output_gradient)
             num_own += 1
+            if tensor.is_leaf:
+                self._handles_of_leaves.append(handle)
         if self._num_hooks == num_hooks and RemovableHandle.next_id == num_hooks + num_own:
             self._num_hooks += num_own  # none of which is a parameter's
 
@@ -172,33 +178,29 @@ class BackwardWatcher:
                 return
             self._on_gradient = self._on_begin(first)
             self.is_open = True
-            torch.autograd.Variable._execution_engine.queue_callback(_Backward(self))
+            # The engine owns the callback: it calls it at the end, or drops it if backward raises.
+            # A `__del__` would run after a call, too, and could swallow a KeyboardInterrupt.
+            callback = functools.partial(self._close)
+            self._end_of_task = weakref.ref(callback, self._on_dropped)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
 
+    @uncompiled
     def _close(self) -> None:
-        self.is_open = False
+        self._forget_task()
         self._on_end()
 
-    def _fail(self) -> None:
-        self.is_open = False
+    @uncompiled
+    def _on_dropped(self, _: object) -> None:
+        self._forget_task()
         self._on_failure()
 
-
-class _Backward:
-    """One backward under way. The engine owns it: called at the end, dropped if it raises."""
-
-    def __init__(self, watcher: BackwardWatcher) -> None:
-        self._watcher = watcher
-        self._has_ended = False
-
-    @uncompiled
-    def __call__(self) -> None:
-        self._has_ended = True
-        self._watcher._close()
-
-    @uncompiled
-    def __del__(self) -> None:
-        if not self._has_ended:
-            self._watcher._fail()
+    def _forget_task(self) -> None:
+        self.is_open = False
+        self._end_of_task = None
+        # What is computed from a leaf elsewhere, perhaps on a single rank, is no output.
+        for handle in self._handles_of_leaves:
+            handle.remove()
+        self._handles_of_leaves.clear()
 
 
 def _accumulates(accumulators: Iterable[Any]) -> bool:

@@ -393,8 +393,11 @@ def test_a_rank_whose_forward_returns_its_input_takes_part(on_ranks: OnRanks) ->
         for _ in range(3):
             ddp.zero_grad()
             ddp(x).sum().backward()
-        assert len(x._backward_hooks or ()) == 1 - backend.rank
-        return gradients_of(ddp), x.grad.item()
+        found = gradients_of(ddp), x.grad.item()
+        if backend.rank == 0:
+            (x + 1).sum().backward()  # no output of forward: the other rank knows of nothing
+        ddp(x).sum().backward()
+        return found
 
     assert on_ranks(2, body) == [((1, 0.5), 3)] * 2
 

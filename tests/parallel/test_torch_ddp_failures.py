@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import threading
@@ -27,6 +28,17 @@ OnRanks = Callable[..., list[Any]]
 def test_an_exception_in_one_backward_reaches_the_others(on_ranks: OnRanks, overlap: Any) -> None:
     first, *others = on_ranks(3, lose_rank_1, Raises, overlap, bool(overlap))
     assert others == [first] * 2
+
+
+def test_an_interrupt_as_backward_ends_is_not_lost() -> None:
+    (backend,) = fd.SimulatedBackend.create_group(1)
+    ddp = scale(backend)
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    # Called after the wrapper's own callback, and without a line of Python behind it.
+    ddp.module.weight.register_hook(lambda _: queue(_thread.interrupt_main))
+    loss = ddp(1.0).sum()
+    with backend, pytest.raises(KeyboardInterrupt):
+        loss.backward()
 
 
 @OVERLAP
