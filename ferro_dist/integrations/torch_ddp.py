@@ -30,13 +30,13 @@ from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer
 from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.integrations.torch_uncompiled import uncompiled
-from ferro_dist.parallel.attendance import Attendance
+from ferro_dist.parallel.attendance import REFUSED, Attendance
 from ferro_dist.parallel.ddp import DDP, Kind
 from ferro_dist.parallel.interruption import KnownToAll, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.options import Options
-from ferro_dist.parallel.reducer import Reducer
+from ferro_dist.parallel.reducer import NoGradients, Reducer
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["TorchDDP"]
@@ -260,11 +260,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             return  # the user may have written new ones where the last averages were
         are_averaged = [*self._gradients.are_averaged(), *self._sparse.are_averaged()]
         if are_averaged and all(are_averaged):
-            raise ValueError(
-                "DDP.sync_gradients: the gradients have been averaged already, without weights, "
-                "and a weight would change nothing. Call backward inside no_sync(), then "
-                "sync_gradients(weight=...)."
-            )
+            # On all ranks: others may have gradients to be weighted, and wait for this one.
+            self._reducer.begin(NoGradients(), weight=REFUSED)
+            self._finish_round()
 
     # The interface of a module
 
@@ -487,9 +485,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._check_parameters()
         trained = self._parameters_of_module.trained
         given = None if grads is None else self._given_gradients(grads)
-        if weight and given is None:
-            self._refuse_averaged()
         if not self._no_sync_depth:
+            if weight and given is None:
+                self._refuse_averaged()
             self.__dict__.update(_given=given, _weight=weight)
             try:
                 self._reducer.begin(given or self._gradients, weight=weight)

@@ -18,7 +18,10 @@ from ferro_dist.parallel.interruption import KnownToAll
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["Attendance", "RollCall", "WeightError", "check_weight"]
+__all__ = ["REFUSED", "Attendance", "RollCall", "WeightError", "check_weight"]
+
+REFUSED = math.nan
+"""The weight of a rank whose gradients cannot be weighted."""
 
 
 class WeightError(KnownToAll):
@@ -48,7 +51,8 @@ class Attendance:
         Raises
         ------
         WeightError
-            Only some ranks gave a weight, or the sum of all is 0 or infinite. Raised on every rank.
+            Only some ranks gave a weight, one gave `REFUSED`, or the sum of all is 0 or infinite.
+            Raised on every rank.
         """
         if not self.num_weighted:
             return None
@@ -56,6 +60,12 @@ class Attendance:
             raise WeightError(
                 f"DDP: {self.num_weighted} of {len(self.present)} ranks gave a weight. "
                 "Give one on every rank, or on none."
+            )
+        if math.isnan(self.total_weight):
+            raise WeightError(
+                "DDP.sync_gradients: gradients have been averaged already, without weights, and a "
+                "weight would change nothing. Call backward inside no_sync(), then "
+                "sync_gradients(weight=...)."
             )
         if not self.total_weight:
             raise WeightError("DDP: the weights of all ranks are 0: there is nothing to average.")

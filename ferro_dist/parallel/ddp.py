@@ -308,9 +308,9 @@ class DDP(Generic[ModuleT]):
         Raises
         ------
         TypeError, ValueError
-            Gradients that do not fit the parameters, an invalid weight, or one for gradients that
-            backward has averaged. Nothing was sent. Or the weights of all ranks are 0: raised on
-            all; the group stays usable.
+            Gradients that do not fit the parameters, or an invalid weight. Nothing was sent. Or the
+            weights of all ranks are 0, or one is for gradients that backward has averaged: raised
+            on all; the group stays usable.
         CollectiveMismatch
             Only some ranks gave a weight (inside `join` that is a ValueError), or they train
             different parameters. Raised on all ranks; the group stays usable.

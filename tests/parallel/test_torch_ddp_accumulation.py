@@ -160,6 +160,26 @@ def test_a_weight_for_what_backward_has_averaged_is_refused(
     assert on_ranks(2, body) == [expected] * 2
 
 
+@pytest.mark.parametrize("weights", [(0, 1), (1, 1)])
+def test_a_weight_for_what_backward_has_averaged_is_refused_on_all(
+    on_ranks: OnRanks, weights: tuple[int, int]
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        ddp(1.0).sum().backward()
+        if backend.rank == 0:
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(8.0).sum().backward()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"Call backward inside no_sync\(\)"):
+                ddp.sync_gradients(weight=weights[backend.rank])
+        ddp.sync_gradients()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [((8 + 1) / 2, 1)] * 2
+
+
 def test_gradients_may_be_written_where_weighted_averages_were(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)
