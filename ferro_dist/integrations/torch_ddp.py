@@ -93,18 +93,20 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         gradients = TorchGradients()
         specs = specs_of(self._parameters_of_module.dense)
         has_gpu = options.backend.device is not None
-        reducer = Reducer(
-            specs,
-            options.backend,
-            options.averaging,
-            as_tensor,
-            gpu_memory=GpuMemory(options.backend, torch.empty(0), gpu_view) if has_gpu else None,
-            bucket_nbytes=options.bucket_nbytes,
-            compress=options.compress,
-            is_overlapped=options.is_overlapped_with(specs),
-            follows_order=True,
-            first_tag=first_tag,
-        )
+        with torch.inference_mode(False):  # buckets are written to in backward
+            gpu_memory = GpuMemory(options.backend, torch.empty(0), gpu_view) if has_gpu else None
+            reducer = Reducer(
+                specs,
+                options.backend,
+                options.averaging,
+                as_tensor,
+                gpu_memory=gpu_memory,
+                bucket_nbytes=options.bucket_nbytes,
+                compress=options.compress,
+                is_overlapped=options.is_overlapped_with(specs),
+                follows_order=True,
+                first_tag=first_tag,
+            )
         gradients.is_ready = reducer.is_ready
         # Hooks of parameters must not keep the wrapper alive; they end with it.
         this = weakref.ref(self)

@@ -229,6 +229,17 @@ def test_the_wrapper_is_exported_as_its_module_is(on_ranks: OnRanks, strict: boo
     on_ranks(1, body)
 
 
+def test_a_module_may_be_wrapped_in_inference_mode(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        module = Scale()
+        with torch.inference_mode():
+            ddp = fd.DDP(module, backend)
+        ddp(backend.rank + 1.0).sum().backward()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(1.5, 1)] * 2
+
+
 @OVERLAP
 def test_a_converted_module_goes_on(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:
