@@ -1,13 +1,15 @@
 """How MPI reduces each dtype so that all ranks end with the same bits.
 
 MPI requires identical results on all ranks for its own operations, and implementations comply where
-a ∘ b and b ∘ a have the same bits. That leaves three cases to take care of:
+a ∘ b and b ∘ a have the same bits. That leaves four cases to take care of:
 
 - float16 and bfloat16, which MPI does not know: widened to float32, reduced, rounded once.
 - MIN and MAX of floats: MPI compares with ``<``, so that the results for NaN and signed
   zeros depend on the order of the operands. Done by NumPy, in rank order.
 - PROD of complex numbers: the two products of the imaginary part may be fused with the
   sum in one order only. Done by NumPy, in rank order.
+- SUM of integers of 8 and 16 bits: MPI leaves open what an overflow gives, and Open MPI
+  saturates, but only in the part of an array that it vectorizes. Done by NumPy, which wraps around.
 
 The sign and the payload of a NaN that a SUM or PROD of NaNs gives are not specified.
 """
@@ -27,7 +29,13 @@ __all__ = ["Reduction", "reduction_of"]
 Array = np.ndarray[Any, Any]
 
 _NARROW_FLOATS = frozenset({"float16", "bfloat16"})
-_ORDERED_UFUNCS = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PROD: np.multiply}
+_NARROW_INTEGERS = frozenset({"int8", "uint8", "int16", "uint16"})
+_UFUNCS = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
 
 # MPI has few slots for user-defined operations, so they are made once per process.
 _ordered_ops: dict[tuple[ReduceOp, str], Any] = {}
@@ -78,7 +86,7 @@ def _operation(mpi: Any, working: str, reduce_op: ReduceOp) -> Any:
     if working == "bool":
         return mpi.LAND if reduce_op is ReduceOp.MIN else mpi.LOR
     if reduce_op in (ReduceOp.SUM, ReduceOp.MEAN):
-        return mpi.SUM
+        return _ordered_op(mpi, working, reduce_op) if working in _NARROW_INTEGERS else mpi.SUM
     is_float, is_complex = working.startswith("float"), working.startswith("complex")
     if is_complex or (is_float and reduce_op is not ReduceOp.PROD):
         return _ordered_op(mpi, working, reduce_op)
@@ -100,7 +108,7 @@ def _ordered_op(mpi: Any, working: str, reduce_op: ReduceOp) -> Any:
     """Make an operation that MPI applies in rank order and therefore alike on all ranks."""
     key = reduce_op, working
     if key not in _ordered_ops:
-        function = _in_place(_ORDERED_UFUNCS[reduce_op], np.dtype(working))
+        function = _in_place(_UFUNCS[reduce_op], np.dtype(working))
         _ordered_ops[key] = mpi.Op.Create(function, commute=False)
     return _ordered_ops[key]
 

@@ -244,12 +244,13 @@ def of_integers_wraps_around(group: Group, reduce_op: str) -> None:
         if not reduces(group, name, reduce_op_of(reduce_op)):
             continue
         limits = np.iinfo(name)
-        arrays = [
-            np.array([limits.max, limits.min, limits.max - rank, 3], name)
-            for rank in range(group.world_size)
-        ]
-        y = fd.allreduce(arrays[group.rank], group, reduce_op)
-        assert_array_equal(y, reduced(arrays, reduce_op_of(reduce_op)))
+        for repeats in (1, 100):  # elements that are alone, and those of whole vectors
+            arrays = [
+                np.tile(np.array([limits.max, limits.min, limits.max - rank, 3], name), repeats)
+                for rank in range(group.world_size)
+            ]
+            y = fd.allreduce(arrays[group.rank], group, reduce_op)
+            assert_array_equal(y, reduced(arrays, reduce_op_of(reduce_op)))
 
 
 @case(each=("min", "max"))
