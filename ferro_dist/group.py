@@ -58,7 +58,8 @@ def init(
 
     Rank, world size and address are taken from the arguments, else from the environment of
     ferrorun, torchrun, Open MPI, MPICH or Slurm, in that order. If nothing is found, this process
-    is the only rank.
+    is the only rank. Each further call makes another group; threads must not call it at the same
+    time, since nothing tells which of the other ranks' calls belongs to which of theirs.
 
     Parameters
     ----------

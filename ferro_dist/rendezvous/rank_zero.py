@@ -19,9 +19,11 @@ from ferro_dist.rendezvous.launchers import Environ, Source, number_of
 
 __all__ = ["find_addr", "first_host"]
 
+# MPICH's launcher that forks all ranks itself, on its own host, and tells them nothing of hosts.
+GFORKER = "mpiexec.gforker"
 # Processes between a launcher and its ranks may be shells; these are the launchers' own.
 LAUNCHER_PROCESSES = frozenset(
-    {"hydra_pmi_proxy", "mpiexec", "mpiexec.gforker", "mpirun", "orted", "prted", "prterun"}
+    {"hydra_pmi_proxy", "mpiexec", "mpirun", "orted", "prted", "prterun", GFORKER}
 )
 
 
@@ -49,7 +51,7 @@ def _derive_addr(source: Source, environ: Environ) -> str | None:
     job = _job_key(source, environ)
     if job is None:
         return None
-    if source.is_single_host:
+    if source.is_single_host or job[0] == GFORKER:
         return derived_unix_addr(source.launcher, *job)
     if source.launcher == "slurm" and environ.get("SLURM_STEP_NODELIST"):
         return derived_addr(first_host(environ["SLURM_STEP_NODELIST"]), "slurm", *job)
@@ -86,13 +88,12 @@ def _job_key(source: Source, environ: Environ) -> tuple[str, ...] | None:
         return tuple(environ.get(name, "") for name in names)
     if source.launcher == "openmpi" and environ.get("PMIX_NAMESPACE"):
         return (environ["PMIX_NAMESPACE"],)
-    if source.is_single_host:
-        return _launcher_process()
-    return None
+    process = _launcher_process()
+    return process if source.is_single_host or process and process[0] == GFORKER else None
 
 
 def _launcher_process() -> tuple[str, ...] | None:
-    """Return process id and start time of the launcher that this process descends from."""
+    """Return name, process id and start time of the launcher that this process descends from."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -103,7 +104,7 @@ def _launcher_process() -> tuple[str, ...] | None:
         name = text[text.index("(") + 1 : text.rindex(")")]
         facts = text[text.rindex(")") + 2 :].split()
         if name in LAUNCHER_PROCESSES:
-            return str(pid), facts[19]
+            return name, str(pid), facts[19]
         pid = int(facts[1])
     return None
 

@@ -383,10 +383,11 @@ SHOW = (
 )
 
 
-def test_mpich_ranks_find_each_other() -> None:
-    mpiexec = shutil.which("mpiexec.hydra", path=str(Path(sys.executable).parent))
+@pytest.mark.parametrize("launcher", ["mpiexec.hydra", "mpiexec.gforker"])
+def test_mpich_ranks_find_each_other(launcher: str) -> None:
+    mpiexec = shutil.which(launcher, path=str(Path(sys.executable).parent))
     if mpiexec is None:
-        pytest.skip("mpiexec.hydra of the mpich wheel is not installed")
+        pytest.skip(f"{launcher} of the mpich wheel is not installed")
     # Through a shell, so that the launcher is not the parent.
     command = [mpiexec, "-n", "2", "sh", "-c", f'{sys.executable} -c "{SHOW}"; true']
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
