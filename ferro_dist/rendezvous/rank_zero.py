@@ -89,7 +89,7 @@ def _job_key(source: Source, environ: Environ) -> tuple[str, ...] | None:
     if source.launcher == "openmpi" and environ.get("PMIX_NAMESPACE"):
         return (environ["PMIX_NAMESPACE"],)
     process = _launcher_process()
-    return process if source.is_single_host or process and process[0] == GFORKER else None
+    return process if source.is_single_host or (process and process[0] == GFORKER) else None
 
 
 def _launcher_process() -> tuple[str, ...] | None:
