@@ -45,14 +45,24 @@ std::uint64_t next(std::atomic<std::uint64_t>& number) {
 Communicator::Communicator(int rank, int world_size, Parts parts)
     : rank_(rank),
       world_size_(world_size),
-      transport_(std::move(parts.transport)),
-      messenger_(std::move(parts.messenger)),
-      heap_(std::move(parts.heap)) {}
+      parts_(std::move(parts)),
+      message_gate_(parts_.messenger->gate()) {}
 
 Communicator::~Communicator() { close(); }
 
 void Communicator::check_open() const {
   if (is_closed()) throw Error(ErrorCode::closed);
+}
+
+std::shared_ptr<Transport> Communicator::open_transport() const {
+  std::shared_ptr<Transport> transport = share(parts_.transport);
+  if (transport == nullptr) throw Error(ErrorCode::closed);
+  return transport;
+}
+
+AbortReason Communicator::aborted() const noexcept {
+  const std::shared_ptr<Transport> transport = share(parts_.transport);
+  return transport != nullptr ? transport->aborted() : last_reason_;
 }
 
 Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept {
@@ -63,7 +73,9 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   error.sequence = sequence;
   error.rank = rank_;
   error.elapsed_s = call.elapsed_s();
-  AbortReason reason = transport_->aborted();
+  const std::shared_ptr<Transport> transport = share(parts_.transport);
+  if (transport == nullptr) return error;
+  AbortReason reason = transport->aborted();
   if (reason.code == ErrorCode::none) {
     if (!is_fatal(error.code)) return error;
     if (error.code == ErrorCode::closed) {
@@ -73,24 +85,24 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
       end(error.code, error.peer, static_cast<std::uint32_t>(sequence));
     }
   } else {
-    transport_->abort(reason);  // whoever has heard of it says so: others may be listening
+    transport->abort(reason);  // whoever has heard of it says so: others may be listening
   }
-  if (error.code == ErrorCode::timeout) settle_timeout(error);
-  reason = transport_->aborted();  // another rank may have been first after all
+  if (error.code == ErrorCode::timeout) settle_timeout(*transport, error);
+  reason = transport->aborted();  // another rank may have been first after all
   if (reason.reporter != rank_) error.reporter = reason.reporter;
   return error;
 }
 
 // All ranks report the same end. Where the rank that gave up had been waiting for nobody, what this
 // one saw counts, provided that it saw that same end.
-void Communicator::settle_timeout(Error& error) noexcept {
+void Communicator::settle_timeout(Transport& transport, Error& error) noexcept {
   std::vector<int> missing;
   try {
-    missing = transport_->find_missing();
+    missing = transport.find_missing();
   } catch (const std::bad_alloc&) {
     // Then only the first rank that was accused is named.
   }
-  const AbortReason reason = transport_->aborted();
+  const AbortReason reason = transport.aborted();
   const std::vector<int>& seen = error.missing;
   const bool is_same =
       reason.code == ErrorCode::timeout &&
@@ -110,19 +122,25 @@ void Communicator::settle_timeout(Error& error) noexcept {
 void Communicator::testify(const std::vector<int>& awaited) noexcept {
   RankSet ranks;
   for (const int rank : awaited) ranks.set(rank);
-  transport_->testify(ranks);
+  if (const auto transport = share(parts_.transport)) transport->testify(ranks);
 }
 
 // Ends the group on every rank.
 void Communicator::end(ErrorCode code, int culprit, std::uint32_t sequence) noexcept {
-  transport_->abort({code, culprit, rank_, sequence});
-  messenger_->notify();
+  if (const auto transport = share(parts_.transport)) transport->abort({code, culprit, rank_, sequence});
+  notify();
+}
+
+// Wakes the threads of this rank that sleep until messages move.
+void Communicator::notify() noexcept {
+  if (const auto messenger = share(parts_.messenger)) messenger->notify();
 }
 
 std::vector<int> Communicator::lost_ranks() const {
+  const std::shared_ptr<Transport> transport = open_transport();
   RankSet ranks;
-  transport_->add_lost(ranks);
-  const AbortReason reason = transport_->aborted();
+  transport->add_lost(ranks);
+  const AbortReason reason = transport->aborted();
   const bool has_left = reason.code == ErrorCode::peer_lost || reason.code == ErrorCode::channel_closed;
   if (has_left && reason.culprit >= 0) ranks.set(reason.culprit);
   ranks.reset(rank_);
@@ -133,30 +151,39 @@ void Communicator::begin_close() noexcept {
   if (is_closed_.exchange(true, std::memory_order_acq_rel)) return;
   collective_queue_.stop();
   message_queue_.stop();
+  const std::shared_ptr<Messenger> messenger = share(parts_.messenger);
+  if (messenger == nullptr) return;  // another thread has closed the group by now
   const bool is_collective_idle = collective_gate_.try_enter();
-  const bool has_entered_messages = messenger_->gate().try_enter();
+  const bool has_entered_messages = message_gate_->try_enter();
   // Calls that sleep have left the gate, but what they posted is still there.
-  const bool is_message_idle = has_entered_messages && messenger_->is_idle();
+  const bool is_message_idle = has_entered_messages && messenger->is_idle();
   // From here on every call under way fails soon, and leaves its gate. Work that has not begun
   // counts, too: whether it has is a matter of chance, and must make no difference to the peers.
   const bool has_work = collective_queue_.num_pending() != 0 || message_queue_.num_pending() != 0;
   if (!is_collective_idle || !is_message_idle || has_work) end(ErrorCode::channel_closed, rank_);
   if (is_collective_idle) collective_gate_.leave();
-  if (has_entered_messages) messenger_->gate().leave();
+  if (has_entered_messages) message_gate_->leave();
 }
 
 bool Communicator::close() noexcept {
   begin_close();
-  if (has_left_.exchange(true, std::memory_order_acq_rel)) return false;
+  if (has_left_.exchange(true, std::memory_order_acq_rel)) return share(parts_.transport) == nullptr;
   Call unhurried(kUnlimited);
   collective_queue_.join();
   message_queue_.join();
   const Gate::Pass collective_pass(collective_gate_, unhurried);
-  const Gate::Pass message_pass(messenger_->gate(), unhurried);
-  messenger_->end(Error(ErrorCode::closed));  // calls that sleep outside the gate touch no array from here on
+  const Gate::Pass message_pass(*message_gate_, unhurried);
+  last_reason_ = parts_.transport->aborted();
+  Parts parts;
+  {
+    const std::lock_guard<std::mutex> lock(parts_mutex_);
+    std::swap(parts, parts_);
+  }
+  // Calls that sleep outside the gate touch no array from here on.
+  parts.messenger->end(Error(ErrorCode::closed));
   // In this order: a peer whose message never comes asks the transport for the reason.
-  transport_->close();
-  messenger_->close();
+  parts.transport->close();
+  parts.messenger->close();
   return true;
 }
 
@@ -176,7 +203,7 @@ void Communicator::run(Call& call, const Collective& collective) {
 void Communicator::run_now(Call& call, const Collective& collective) {
   const std::uint64_t sequence = next(num_collectives_);
   try {
-    transport_->run(call, collective);
+    parts_.transport->run(call, collective);
   } catch (const std::exception&) {
     throw failure(current_error(), collective.op, sequence, call);
   }
@@ -187,7 +214,7 @@ void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& 
   if (nbytes_of(messages) > shm_cost::kBriefNbytes) call.begin_blocking();
   Batch batch(messages);
   {
-    const Gate::Pass pass = enter(messenger_->gate(), call, op, num_exchanges_);
+    const Gate::Pass pass = enter(*message_gate_, call, op, num_exchanges_);
     check_open();
     if (message_queue_.num_waiting() == 0) return run_now(call, op, batch);
   }
@@ -198,10 +225,10 @@ void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& 
 }
 
 void Communicator::run_now(Call& call, Op op, Batch& batch) {
-  messenger_->post(batch);
+  parts_.messenger->post(batch);
   const std::uint64_t sequence = next(num_exchanges_);
   try {
-    messenger_->run(call, batch);
+    parts_.messenger->run(call, batch);
   } catch (const std::exception&) {
     throw failure(current_error(), op, sequence, call);
   }
@@ -281,16 +308,17 @@ void Communicator::wait(Call& call, Task& task) {
 std::vector<int> Communicator::awaited_by(const Task& task) {
   if (task.messages == nullptr) {
     RankSet ranks;
-    transport_->add_awaited(ranks);
+    if (const auto transport = share(parts_.transport)) transport->add_awaited(ranks);
     return ranks_of(ranks);
   }
   try {
     Call brief(kGlanceSeconds);
-    const Gate::Pass pass(messenger_->gate(), brief);
-    return messenger_->awaited_by(*task.messages);
-  } catch (const Error&) {  // the thread that holds the gate is kept from running
-    return Messenger::peers_of(*task.messages);
+    const Gate::Pass pass(*message_gate_, brief);
+    if (!is_closed()) return parts_.messenger->awaited_by(*task.messages);
+  } catch (const Error&) {
+    // The thread that holds the gate is kept from running.
   }
+  return Messenger::peers_of(*task.messages);
 }
 
 std::shared_ptr<Task> Communicator::submit(const Collective& collective, double timeout_s) {
@@ -306,7 +334,7 @@ std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint
   auto task = std::make_shared<Task>(op, messages, timeout_s);
   if (nbytes_of(messages) <= kAtOnceNbytes && start_at_once(task)) return task;
   message_queue_.push(task, [this] { run_messages(); });
-  messenger_->notify();
+  notify();
   return task;
 }
 
@@ -314,23 +342,26 @@ std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint
 // come already, is done before another thread could have woken. The rest is left to the
 // progress thread. False, with nothing posted, if that one has to go first.
 bool Communicator::start_at_once(const std::shared_ptr<Task>& task) {
-  if (!messenger_->gate().try_enter()) return false;
+  if (!message_gate_->try_enter()) return false;
   bool is_done;
+  std::shared_ptr<Messenger> messenger;  // a share of this thread's, for when it has left the gate
   {
-    const Gate::Pass pass(messenger_->gate(), std::adopt_lock);
-    if (is_closed() || has_ended() || message_queue_.num_waiting() != 0) return false;
-    messenger_->post(*task->messages);
+    const Gate::Pass pass(*message_gate_, std::adopt_lock);
+    if (is_closed() || message_queue_.num_waiting() != 0) return false;
+    if (parts_.transport->aborted().code != ErrorCode::none) return false;
+    parts_.messenger->post(*task->messages);
     task->sequence = next(num_exchanges_);
     try {
-      messenger_->progress();
+      parts_.messenger->progress();
       // With the gate held, so that no other thread can close the group in between.
       if (!task->messages->is_done()) message_queue_.push(task, [this] { run_messages(); });
     } catch (const std::exception&) {
-      messenger_->end(current_error());
+      parts_.messenger->end(current_error());
     }
     is_done = task->messages->is_done();
+    if (!is_done) messenger = parts_.messenger;
   }
-  is_done ? task->finish(outcome(*task)) : messenger_->notify();
+  is_done ? task->finish(outcome(*task)) : messenger->notify();
   return true;
 }
 
@@ -363,8 +394,8 @@ void Communicator::run_messages() noexcept {
   }
   Call unhurried(kUnlimited);
   {
-    const Gate::Pass pass(messenger_->gate(), unhurried);
-    messenger_->end(Error(ErrorCode::closed));  // what is abandoned may have been posted
+    const Gate::Pass pass(*message_gate_, unhurried);
+    parts_.messenger->end(Error(ErrorCode::closed));  // what is abandoned may have been posted
   }
   message_queue_.abandon();
 }
@@ -372,33 +403,34 @@ void Communicator::run_messages() noexcept {
 // Moves messages until at least one task is done.
 void Communicator::move_messages(Tasks& under_way, Tasks& done) noexcept {
   Call unhurried(kUnlimited);
-  const Gate::Pass pass(messenger_->gate(), unhurried);
+  const Gate::Pass pass(*message_gate_, unhurried);
+  Messenger& messenger = *parts_.messenger;  // close() waits for this thread to end
   const auto is_done = [](const std::shared_ptr<Task>& task) { return task->messages->is_done(); };
   try {
     unsigned num_passes = 0;
     for (int idle = 0; std::none_of(under_way.begin(), under_way.end(), is_done);) {
-      const std::uint32_t heard = messenger_->news();
+      const std::uint32_t heard = messenger.news();
       start_submitted(under_way);
       if (message_queue_.is_stopped()) throw Error(ErrorCode::closed);
       if (under_way.empty()) return;
-      if (!messenger_->progress()) {
+      if (!messenger.progress()) {
         await_messages(under_way, ++idle, heard);
         continue;
       }
       idle = 0;
       if (++num_passes % Messenger::kPassesPerCheck != 0) continue;
       check_messages(under_way);
-      messenger_->make_way(unhurried);
+      messenger.make_way(unhurried);
     }
   } catch (const std::exception&) {
-    messenger_->end(current_error());
+    messenger.end(current_error());
   }
   for (auto task = under_way.begin(); task != under_way.end();) {
     const auto next = std::next(task);
     if (is_done(*task)) done.splice(done.end(), under_way, task);
     task = next;
   }
-  if (under_way.empty()) messenger_->relieve();
+  if (under_way.empty()) messenger.relieve();
 }
 
 void Communicator::start_submitted(Tasks& under_way) noexcept {
@@ -416,25 +448,26 @@ void Communicator::start_submitted(Tasks& under_way) noexcept {
 
 void Communicator::start(Task& task) {
   if (!task.has_begun()) {
-    messenger_->post(*task.messages);
+    parts_.messenger->post(*task.messages);
     task.sequence = next(num_exchanges_);
   }
   task.call.begin_blocking();
 }
 
 void Communicator::check_messages(const Tasks& under_way) const {
-  const AbortReason reason = transport_->aborted();
+  const AbortReason reason = parts_.transport->aborted();
   if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
   for (const std::shared_ptr<Task>& task : under_way)
-    if (!task->messages->is_done() && task->call.is_expired()) messenger_->throw_timeout(*task->messages);
+    if (!task->messages->is_done() && task->call.is_expired())
+      parts_.messenger->throw_timeout(*task->messages);
 }
 
 void Communicator::await_messages(const Tasks& under_way, int idle, std::uint32_t heard) {
-  if (!messenger_->gate().is_awaited() && kBackgroundSpin.linger(idle)) return;
+  if (!message_gate_->is_awaited() && kBackgroundSpin.linger(idle)) return;
   check_messages(under_way);
   for (const std::shared_ptr<Task>& task : under_way) Messenger::set_owner_away(*task->messages, true);
   Call unhurried(kUnlimited);
-  messenger_->sleep(unhurried, heard);
+  parts_.messenger->sleep(unhurried, heard);
   for (const std::shared_ptr<Task>& task : under_way) Messenger::set_owner_away(*task->messages, false);
 }
 

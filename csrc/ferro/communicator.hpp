@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -59,22 +60,26 @@ class Communicator {
   // Blocks until the task is done. Throws Error{under_way} if the caller's time runs out first.
   void wait(Call& call, Task& task);
 
-  // Leaves the group. Calls under way on this rank raise Error{closed}. Idempotent:
-  // true only for the call that did the closing.
+  // Leaves the group. Calls under way on this rank raise Error{closed}. Idempotent. True once no
+  // array is in use any more, false while another thread is still closing. What the group holds of
+  // the system is given back then, or by the last thread that is still inside a call; arrays in
+  // symmetric memory keep that.
   bool close() noexcept;
   // The part of close() that is safe in a signal handler which has interrupted a call of
-  // this group: ends the calls without waiting for them. close() must still be called.
+  // this group: ends the calls without waiting for them. close() must be called after them.
   void begin_close() noexcept;
   bool is_closed() const { return is_closed_.load(std::memory_order_acquire); }
-  AbortReason aborted() const noexcept { return transport_->aborted(); }
+  // Once this rank has left: the reason for which the group had ended before, if it had.
+  AbortReason aborted() const noexcept;
   bool has_ended() const noexcept { return aborted().code != ErrorCode::none; }
 
   // For survivors that form a successor of this group: what this rank knows of the others.
-  // lost_ranks(), ascending, are certain to be lost; see Transport for the other two.
+  // lost_ranks(), ascending, are certain to be lost; see Transport for the other two. Throw
+  // Error{closed} once this rank has left.
   std::vector<int> lost_ranks() const;
-  std::uint32_t succession() const noexcept { return transport_->succession(); }
-  bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept {
-    return transport_->advance_succession(from, to);
+  std::uint32_t succession() const { return open_transport()->succession(); }
+  bool advance_succession(std::uint32_t from, std::uint32_t to) {
+    return open_transport()->advance_succession(from, to);
   }
   // Ends the group for the ranks that are still in it, since this one goes on in a successor.
   // May be called from any thread, even while another is inside a call.
@@ -82,13 +87,14 @@ class Communicator {
   // The same, where this rank was interrupted between calls that belong together.
   void interrupt() noexcept { end(ErrorCode::interrupted, rank_); }
 
-  // Symmetric memory of this rank; null where the group shares none.
-  const std::shared_ptr<Heap>& heap() const { return heap_; }
+  // Symmetric memory of this rank; null where the group shares none, or once this rank has left.
+  std::shared_ptr<Heap> heap() const { return share(parts_.heap); }
 
  private:
+  // What the group holds of the system.
   struct Parts {
-    std::unique_ptr<Transport> transport;
-    std::unique_ptr<Messenger> messenger;
+    std::shared_ptr<Transport> transport;
+    std::shared_ptr<Messenger> messenger;  // shares in the transport
     std::shared_ptr<Heap> heap;
   };
   Communicator(int rank, int world_size, Parts parts);
@@ -99,13 +105,21 @@ class Communicator {
   void check_outside(Op op, std::uint64_t sequence, const Call& call);
   // Notes what failed and, if the group cannot go on, tells the others.
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
-  void settle_timeout(Error& error) noexcept;
+  void settle_timeout(Transport& transport, Error& error) noexcept;
   void testify(const std::vector<int>& awaited) noexcept;
   void end(ErrorCode code, int culprit, std::uint32_t sequence = 0) noexcept;
   void await(Call& call, Task& task);
   Error reason_to_give_up(Call& call, Task& task);
   std::vector<int> awaited_by(const Task& task);
   void check_open() const;
+  std::shared_ptr<Transport> open_transport() const;
+  void notify() noexcept;
+  // A share in one of parts_; null once close() has taken them away.
+  template <class Part>
+  std::shared_ptr<Part> share(const std::shared_ptr<Part>& part) const {
+    const std::lock_guard<std::mutex> lock(parts_mutex_);
+    return part;
+  }
 
   bool start_at_once(const std::shared_ptr<Task>& task);
   void run_collectives() noexcept;
@@ -119,13 +133,17 @@ class Communicator {
 
   const int rank_;
   const int world_size_;
-  std::unique_ptr<Transport> transport_;
-  std::unique_ptr<Messenger> messenger_;  // refers to transport_
-  std::shared_ptr<Heap> heap_;
+  // close() takes them away, with both gates and parts_mutex_ held. A thread that has passed a gate and
+  // found the group open uses them as they are. All others take a share(): the last to drop one closes
+  // sockets and memory.
+  Parts parts_;
+  mutable std::mutex parts_mutex_;
+  AbortReason last_reason_;  // for the time after; written before
 
   Gate collective_gate_;                           // held by whoever runs a collective
+  const std::shared_ptr<Gate> message_gate_;       // the messenger's, for those that outlive it
   std::atomic<std::uint64_t> num_collectives_{0};  // written under collective_gate_
-  std::atomic<std::uint64_t> num_exchanges_{0};    // written under the messenger's gate
+  std::atomic<std::uint64_t> num_exchanges_{0};    // written under message_gate_
   TaskQueue collective_queue_;
   TaskQueue message_queue_;
   std::atomic<bool> is_closed_{false};  // no call may start

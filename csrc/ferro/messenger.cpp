@@ -17,9 +17,10 @@ constexpr int kSlicePollMs = static_cast<int>(kWaitSliceSeconds * 1e3);
 
 }  // namespace
 
-Messenger::Messenger(const Transport& transport, std::vector<std::unique_ptr<Channel>> channels,
-                     std::shared_ptr<Segment> segment, int index, SpinPolicy spin)
-    : transport_(transport),
+Messenger::Messenger(std::shared_ptr<const Transport> transport,
+                     std::vector<std::unique_ptr<Channel>> channels, std::shared_ptr<Segment> segment,
+                     int index, SpinPolicy spin)
+    : transport_(std::move(transport)),
       channels_(std::move(channels)),
       segment_(std::move(segment)),
       index_(index),
@@ -127,7 +128,7 @@ void Messenger::close() noexcept {
 }
 
 void Messenger::check_group() const {
-  const AbortReason reason = transport_.aborted();
+  const AbortReason reason = transport_->aborted();
   if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
 }
 
@@ -137,11 +138,12 @@ void Messenger::check_caller(const Call& call, const Batch& batch) const {
 }
 
 void Messenger::make_way(Call& call) {
-  const Gate::Leave leave(gate_);
+  const Gate::Leave leave(*gate_);
   call.check_interrupt_if_due();
 }
 
 void Messenger::run(Call& call, Batch& batch) {
+  std::shared_ptr<Messenger> self;  // while this thread is outside the gate, another may close the group
   try {
     check_group();
     progress();
@@ -149,7 +151,10 @@ void Messenger::run(Call& call, Batch& batch) {
       pause_briefly();
       progress();
     }
-    if (!batch.is_done()) call.begin_blocking();
+    if (!batch.is_done()) {
+      self = shared_from_this();
+      call.begin_blocking();
+    }
     unsigned num_passes = 0;
     for (int idle = 0; !batch.is_done();) {
       if (progress()) {
@@ -161,7 +166,7 @@ void Messenger::run(Call& call, Batch& batch) {
       }
       ++idle;
       // A thread that waits at the gate may have something that can move.
-      if (!gate_.is_awaited() && spin_.linger(idle)) continue;
+      if (!gate_->is_awaited() && spin_.linger(idle)) continue;
       check_caller(call, batch);
       set_owner_away(batch, true);
       sleep(call, news());
@@ -208,11 +213,11 @@ class Messenger::Absence {
     } else {
       messenger_.num_followers_.fetch_add(1, std::memory_order_seq_cst);
     }
-    messenger_.gate_.leave();
+    messenger_.gate_->leave();
   }
   ~Absence() {
     Call unhurried(kUnlimited);
-    messenger_.gate_.enter(unhurried);
+    messenger_.gate_->enter(unhurried);
     if (is_watch_) {
       messenger_.is_watched_ = false;
     } else {
@@ -251,7 +256,7 @@ bool Messenger::begin_watch() {
     word.store(kAnyPeer, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!is_notified_.exchange(false, std::memory_order_seq_cst) && !progress() &&
-        transport_.aborted().code == ErrorCode::none)
+        transport_->aborted().code == ErrorCode::none)
       return true;
     word.store(kAwake, std::memory_order_relaxed);
     return false;

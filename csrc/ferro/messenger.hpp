@@ -49,19 +49,21 @@ class Batch {
   std::shared_ptr<const Error> error_;
 };
 
-class Messenger {
+class Messenger : public std::enable_shared_from_this<Messenger> {
  public:
   // `channels` by rank of the group, null for this rank itself. `segment` is the
   // one of this host, null where no peer shares it.
-  Messenger(const Transport& transport, std::vector<std::unique_ptr<Channel>> channels,
+  Messenger(std::shared_ptr<const Transport> transport, std::vector<std::unique_ptr<Channel>> channels,
             std::shared_ptr<Segment> segment, int index, SpinPolicy spin);
 
-  // Held by whoever calls what follows, except for news() and notify().
-  Gate& gate() { return gate_; }
+  // Held by whoever calls what follows, except for news() and notify(). Whoever waits for it need not
+  // keep the messenger.
+  const std::shared_ptr<Gate>& gate() const { return gate_; }
 
   // Posts all of the batch or, if it throws bad_alloc, none of it.
   void post(Batch& batch);
-  // Moves messages until `batch`, which has been posted, is done. Lets go of the gate while it sleeps.
+  // Moves messages until `batch`, which has been posted, is done. Lets go of the gate while it sleeps:
+  // if the group is closed meanwhile, the messenger may be gone when this returns.
   void run(Call& call, Batch& batch);
   // Moves what can be moved, one turn for each peer and direction. False if nothing could be.
   // Throws what ended a peer or the group.
@@ -115,7 +117,7 @@ class Messenger {
   void tell_others();
   void call_followers();
 
-  const Transport& transport_;
+  const std::shared_ptr<const Transport> transport_;
   std::vector<std::unique_ptr<Channel>> channels_;
   std::shared_ptr<Segment> segment_;
   const int index_;
@@ -125,7 +127,7 @@ class Messenger {
   bool has_sockets_ = false;
   UniqueFd event_fd_;
 
-  Gate gate_;
+  const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
   // Guarded by the gate, except that while there is a watch, what it polls belongs to it.
   bool is_watched_ = false;
   bool has_unwatched_lane_ = false;  // one came into use since the watch went to sleep

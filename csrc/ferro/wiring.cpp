@@ -51,10 +51,10 @@ std::vector<std::shared_ptr<Communicator>> Communicator::create_group(int world_
   for (const int rank : ranks) {
     Parts parts;
     const auto peer_memory = std::make_shared<PeerMemory>(segment, rank, peer_reads);
-    parts.transport = std::make_unique<ShmTransport>(segment, rank, ranks, spin, false, peer_memory);
+    parts.transport = std::make_shared<ShmTransport>(segment, rank, ranks, spin, false, peer_memory);
     Channels channels(ranks.size());
     connect_memory(channels, segment, peer_memory, ranks, rank);
-    parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, rank, spin);
+    parts.messenger = std::make_shared<Messenger>(parts.transport, std::move(channels), segment, rank, spin);
     parts.heap = std::make_shared<Heap>(segment, rank);
     group.push_back(std::shared_ptr<Communicator>(new Communicator(rank, world_size, std::move(parts))));
   }
@@ -96,11 +96,11 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   if (!has_remote) {
     parts.transport = std::move(local);
   } else if (static_cast<int>(wiring.hosts.size()) == wiring.world_size) {
-    parts.transport = std::make_unique<TcpTransport>(mesh, all_ranks(wiring.world_size));
+    parts.transport = std::make_shared<TcpTransport>(mesh, all_ranks(wiring.world_size));
   } else {
-    parts.transport = std::make_unique<HostsTransport>(std::move(local), mesh, wiring.hosts);
+    parts.transport = std::make_shared<HostsTransport>(std::move(local), mesh, wiring.hosts);
   }
-  parts.messenger = std::make_unique<Messenger>(*parts.transport, std::move(channels), segment, index, spin);
+  parts.messenger = std::make_shared<Messenger>(parts.transport, std::move(channels), segment, index, spin);
   if (segment) parts.heap = std::make_shared<Heap>(segment, index);
   return std::shared_ptr<Communicator>(new Communicator(wiring.rank, wiring.world_size, std::move(parts)));
 }

@@ -251,7 +251,7 @@ cdef class Communicator:
         return self._engine.get() == NULL or self._engine.get().is_closed()
 
     def close(self):
-        """Leave the group; True if this call did, and no array is in use any more."""
+        """Leave the group; True if that is done, and no array is in use any more."""
         if self._num_forks == num_forks and not ferro.close(self._engine):
             return False
         self._in_flight.clear()
@@ -301,9 +301,9 @@ cdef class Communicator:
     def allocate(self, Py_ssize_t nbytes):
         """Symmetric memory, or None where the group shares none."""
         self._check_usable()
-        if self.is_closed:
-            raise ChannelClosed("This rank has closed the group. Make a new one.", rank=self.rank)
         cdef shared_ptr[Heap] heap = self._engine.get().heap()
+        if self.is_closed:  # asked last: a group that closes gives up its heap
+            raise ChannelClosed("This rank has closed the group. Make a new one.", rank=self.rank)
         if heap.get() == NULL:
             return None
         cdef SymmetricMemory memory = SymmetricMemory.__new__(SymmetricMemory)

@@ -113,12 +113,12 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
 
         cpp_bool is_closed() noexcept
         vector[int] lost_ranks() except +raise_native
-        uint32_t succession() noexcept
-        cpp_bool advance_succession(uint32_t before, uint32_t after) noexcept
+        uint32_t succession() except +raise_native
+        cpp_bool advance_succession(uint32_t before, uint32_t after) except +raise_native
         void supersede() noexcept
         void interrupt() noexcept
         cpp_bool has_ended() noexcept
-        const shared_ptr[Heap]& heap() noexcept
+        shared_ptr[Heap] heap() noexcept
         shared_ptr[Task] submit(const Collective& collective, double timeout_s) except +raise_native
         shared_ptr[Task] submit(Op op, const vector[PointToPoint]& messages,
                                 double timeout_s) except +raise_native

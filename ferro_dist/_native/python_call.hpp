@@ -48,9 +48,10 @@ class InterpreterExit {
 // also for an exception on its way to the handler that turns it into Python's.
 class PythonCall {
  public:
-  explicit PythonCall(double timeout_s, const Communicator* communicator = nullptr)
+  explicit PythonCall(double timeout_s, Communicator* communicator = nullptr)
       : call_(timeout_s, {begin_blocking, interrupted, this}), communicator_(communicator) {}
   ~PythonCall() {
+    if (closes_) communicator_->close();
     if (released_ != nullptr) take_lock(released_);
     if (type_ != nullptr) PyErr_Restore(type_, value_, traceback_);
   }
@@ -60,11 +61,14 @@ class PythonCall {
   Call& get() { return call_; }
   void release_lock() { call_.begin_blocking(); }
 
-  // Whether this thread runs a signal handler inside a call of `communicator`.
-  static bool is_inside(const Communicator* communicator) {
-    for (const PythonCall* call = innermost; call != nullptr; call = call->outer_)
-      if (call->communicator_ == communicator) return true;
-    return false;
+  // If this thread runs a signal handler inside calls of `communicator`, has the first of them
+  // close it once it has ended, and returns true.
+  static bool closes_later(const Communicator* communicator) {
+    PythonCall* outermost = nullptr;
+    for (PythonCall* call = innermost; call != nullptr; call = call->outer_)
+      if (call->communicator_ == communicator) outermost = call;
+    if (outermost != nullptr) outermost->closes_ = true;
+    return outermost != nullptr;
   }
 
  private:
@@ -100,7 +104,8 @@ class PythonCall {
   static inline thread_local PythonCall* innermost = nullptr;  // of those that run signal handlers
 
   Call call_;
-  const Communicator* const communicator_;  // null if the call keeps no other out of the group
+  Communicator* const communicator_;  // null if the call keeps no other out of the group
+  bool closes_ = false;               // a handler that it has run closed the group
   PythonCall* outer_ = nullptr;
   PyThreadState* released_ = nullptr;
   PyObject* type_ = nullptr;
@@ -145,11 +150,11 @@ inline Alarm alarm_of(const std::shared_ptr<Communicator>& communicator) {
   };
 }
 
-// True if this call left the group: from then on the engine uses no array of the caller's.
+// Whether this rank has left the group: from then on the engine uses no array of the caller's.
 inline bool close(const std::shared_ptr<Communicator>& communicator) {
   PythonCall call(0);
   call.release_lock();  // other threads may need it to end their calls
-  if (!PythonCall::is_inside(communicator.get())) return communicator->close();
+  if (!PythonCall::closes_later(communicator.get())) return communicator->close();
   communicator->begin_close();  // the rest would wait for the call that we are in
   return false;
 }

@@ -131,7 +131,6 @@ class EngineBackend(BoundBackend):
     def close(self) -> None:
         if self._communicator.close():
             self._finalizer.detach()
-        _holders_of_sockets.discard(self)
 
     @contextlib.contextmanager
     def _splitting(self) -> Iterator[None]:
@@ -171,10 +170,11 @@ _holders_of_sockets: weakref.WeakSet[EngineBackend] = weakref.WeakSet()
 def _release_sockets_in_child() -> None:
     """Close a forked child's copies: while they are open, peers would not see the parent die."""
     for backend in list(_holders_of_sockets):
-        for fd in backend._sockets:
+        # Those of a closed group may have been closed by now, and their numbers be those of other
+        # files, as they soon may be here.
+        for fd in () if backend.is_closed else backend._sockets:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        backend._sockets = ()  # their numbers may soon be those of other files
     _holders_of_sockets.clear()
 
 

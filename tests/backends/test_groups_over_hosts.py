@@ -29,6 +29,7 @@ from fault_injection import (
     error_of,
     run_undisturbed,
 )
+from leaks import nothing_is_left
 from namespaces import Host, cabled_hosts
 from numpy.testing import assert_array_equal
 
@@ -204,6 +205,25 @@ def disagree_once(group: Group, odd: int, count: int) -> None:
 
 
 # Leaving
+
+
+def close_and_keep(group: Group) -> None:
+    with nothing_is_left():
+        part = group.split(range(group.world_size))
+        assert part is not None
+        fd.barrier(part, async_op=True).wait()
+        waiting = threading.Thread(target=error_of, args=[lambda: fd.recv(np.empty(3), part, 1)])
+        if part.rank == 0:
+            waiting.start()
+            waiting.join(0.02)  # where it is by then is left to chance: mostly asleep
+        part.close()
+        if part.rank == 0:
+            waiting.join()
+    assert part.is_closed
+
+
+def test_a_closed_group_over_hosts_that_is_kept_holds_nothing(hosts: list[Host]) -> None:
+    run_on(hosts, LAYOUTS[1], close_and_keep)
 
 
 @pytest.mark.parametrize("leaver", range(4))

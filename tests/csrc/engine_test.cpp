@@ -5,7 +5,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <new>
 #include <numeric>
 #include <string>
@@ -592,7 +595,17 @@ void test_a_timeout_ends_the_calls_of_all_threads(bool is_over_sockets) {
   CHECK(code_of([&] { task->rethrow(); }) == ErrorCode::timeout);
 }
 
+// Descriptors of this process, and mappings of segments.
+std::size_t num_held() {
+  const std::filesystem::directory_iterator descriptors("/proc/self/fd"), end;
+  auto held = static_cast<std::size_t>(std::distance(descriptors, end));
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) held += line.find("memfd:ferro_dist") != line.npos;
+  return held;
+}
+
 void test_close_ends_the_calls_of_all_threads(bool is_over_sockets) {
+  const std::size_t num_held_before = num_held();
   const Group group = group_of(2, is_over_sockets);
   Blocked blocked[3];
   Values x[3] = {Values(1), Values(1), Values(1)};
@@ -620,6 +633,12 @@ void test_close_ends_the_calls_of_all_threads(bool is_over_sockets) {
   for (std::thread& thread : threads) thread.join();
   for (const ErrorCode code : codes) CHECK(code == ErrorCode::closed);
   CHECK(peer == ErrorCode::channel_closed);
+  CHECK(num_held() > num_held_before);
+  CHECK(group[1]->close());
+  CHECK(num_held() == num_held_before);
+  CHECK(group[0]->close());                                      // once more
+  CHECK(group[0]->aborted().code == ErrorCode::channel_closed);  // which it was under its own calls
+  CHECK(code_of([&] { group[0]->lost_ranks(); }) == ErrorCode::closed);
 }
 
 void test_more_ranks_than_a_round_divides_among_are_refused() {
@@ -910,16 +929,17 @@ class EndlessChannel final : public Channel {
 void test_moving_data_keeps_nobody_waiting() {
   const std::shared_ptr<Segment> segment = Segment::create(2);
   const SpinPolicy spin = SpinPolicy::for_ranks(2, 2);
-  const ShmTransport transport(segment, 0, {0, 1}, spin, false, std::make_shared<PeerMemory>(segment, 0));
+  const auto transport = std::make_shared<ShmTransport>(segment, 0, std::vector<int>{0, 1}, spin, false,
+                                                        std::make_shared<PeerMemory>(segment, 0));
   std::vector<std::unique_ptr<Channel>> channels(2);
   channels[1] = std::make_unique<EndlessChannel>();
-  Messenger messenger(transport, std::move(channels), segment, 0, spin);
+  const auto messenger = std::make_shared<Messenger>(transport, std::move(channels), segment, 0, spin);
   Values x(1);
   const auto end_of_send = [&](Call call) {
     Batch batch({send_of(1, x)});
-    const Gate::Pass pass(messenger.gate(), call);
-    messenger.post(batch);
-    return code_of([&] { messenger.run(call, batch); });
+    const Gate::Pass pass(*messenger->gate(), call);
+    messenger->post(batch);
+    return code_of([&] { messenger->run(call, batch); });
   };
   CHECK(end_of_send(Call(0.05)) == ErrorCode::timeout);
   Hooks hooks;
@@ -930,8 +950,8 @@ void test_moving_data_keeps_nobody_waiting() {
   std::thread other([&] {
     blocked.await();
     Call call(kTimeout / 2);
-    const Gate::Pass pass(messenger.gate(), call);
-    messenger.end(Error(ErrorCode::closed));
+    const Gate::Pass pass(*messenger->gate(), call);
+    messenger->end(Error(ErrorCode::closed));
   });
   CHECK(end_of_send(Call(kTimeout, blocked.hooks())) == ErrorCode::closed);
   other.join();

@@ -189,6 +189,21 @@ def test_a_grandchild_keeps_its_files() -> None:
     run_ranks(2, reuse_numbers_in_a_grandchild, backend="tcp")
 
 
+def take_numbers_of_a_closed_group(backend: fd.Backend) -> None:
+    backend.close()
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
+
+    def child() -> None:
+        for file in files:
+            os.fstat(file)
+
+    assert exit_code_of(child) == 0
+
+
+def test_a_child_keeps_files_with_the_numbers_of_a_closed_groups_sockets() -> None:
+    run_ranks(2, take_numbers_of_a_closed_group, backend="tcp")
+
+
 def join_anew(rank: int, world_size: int, addr: str) -> float:
     """Each rank is a forked child of a process that holds a group of its own."""
     with fd.HostBackend(0, 1, None) as outer:

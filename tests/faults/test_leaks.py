@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import PATIENCE_S, call_of, die_within, error_of
-from leaks import settled
+from leaks import nothing_is_left, settled
 
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
@@ -189,6 +189,138 @@ def test_survivors_of_a_death_keep_nothing_of_the_group(transport: str) -> None:
     names = set(os.listdir("/dev/shm"))
     run_ranks(3, fail_and_look, transport, backend="none", may_die=[1])
     assert {name for name in os.listdir("/dev/shm") if "ferro" in name} <= names
+
+
+GROUPS: dict[str, Callable[..., fd.Backend]] = {"host": fd.HostBackend, "tcp": fd.TcpBackend}
+
+
+def close_and_keep(rank: int, world_size: int, addr: str, transport: str) -> None:
+    with nothing_is_left():
+        group = GROUPS[transport](rank, world_size, addr)
+        part = group.split(range(world_size))
+        assert part is not None
+        for backend in (part, group):
+            fd.barrier(backend, async_op=True).wait()
+            # Too large to be sent by the calling thread.
+            x, peer = np.ones(MIB), 1 - rank
+            fd.sendrecv(x, np.empty_like(x), backend, peer, peer, async_op=True).wait()
+            backend.close()
+    assert part.is_closed
+    assert group.is_closed
+    assert error_of(lambda: fd.barrier(group)).kind == "ChannelClosed"
+    assert error_of(lambda: fd.empty(3, "float32", group)).kind == "ChannelClosed"
+    assert error_of(group.shrink).kind == "ChannelClosed"
+
+
+@pytest.mark.parametrize("transport", GROUPS)
+def test_a_closed_group_that_is_kept_holds_nothing(transport: str) -> None:
+    run_ranks(2, close_and_keep, transport, backend="none")
+
+
+def send_to_one_that_has_left(backend: fd.Backend) -> Any:
+    other = backend.split([0, 1])
+    assert other is not None
+    if backend.rank == 0:
+        backend.close()
+        fd.barrier(other)
+        return None
+    error = error_of(lambda: fd.send(np.ones(64 * MIB, np.uint8), backend, 0, timeout=PATIENCE_S))
+    fd.barrier(other)
+    return error.kind, error.peer
+
+
+@pytest.mark.parametrize("transport", GROUPS)
+def test_more_than_buffers_take_cannot_be_sent_to_a_closed_group(transport: str) -> None:
+    outcomes = run_ranks(2, send_to_one_that_has_left, backend=transport)
+    assert outcomes == [None, ("ChannelClosed", 0)]
+
+
+def test_a_simulated_group_that_is_kept_holds_nothing_once_all_ranks_have_closed() -> None:
+    with nothing_is_left():
+        group = fd.SimulatedBackend.create_group(3)
+        for backend in group:
+            fd.recv(np.empty(3), backend, (backend.rank + 1) % 3, async_op=True)
+            backend.close()
+    assert all(backend.is_closed for backend in group)
+
+
+@pytest.mark.parametrize("wait", ["recv", "barrier", "recv work", "barrier work"])
+@pytest.mark.parametrize("transport", GROUPS)
+def test_what_a_call_of_another_thread_needs_goes_with_it(transport: str, wait: str) -> None:
+    run_ranks(2, close_under_a_call, transport, wait, backend="none")
+
+
+def close_under_a_call(rank: int, world_size: int, addr: str, transport: str, wait: str) -> None:
+    with nothing_is_left():
+        group = GROUPS[transport](rank, world_size, addr)
+        if rank == 1:
+            assert error_of(lambda: fd.recv(np.empty(3), group, 0)).kind == "ChannelClosed"
+        else:
+            outcomes = []
+
+            def call() -> None:
+                async_op = "work" in wait
+                made = (
+                    fd.recv(np.empty(3), group, 1, async_op=async_op)
+                    if "recv" in wait
+                    else fd.barrier(group, async_op=async_op)
+                )
+                if async_op:
+                    assert isinstance(made, fd.Work)
+                    made.wait()
+
+            thread = threading.Thread(target=lambda: outcomes.append(error_of(call).kind))
+            thread.start()
+            # Where it is by then is left to chance: mostly asleep.
+            thread.join(0.02)
+            group.close()
+            thread.join(PATIENCE_S)
+            assert outcomes == ["ChannelClosed"]
+        group.close()
+    assert group.is_closed
+
+
+def close_from_a_handler(rank: int, world_size: int, addr: str, transport: str, wait: str) -> None:
+    with nothing_is_left():
+        group = GROUPS[transport](rank, world_size, addr)
+        if rank == 1:
+            assert error_of(lambda: fd.recv(np.empty(3), group, 0)).kind == "ChannelClosed"
+            group.close()
+        else:
+            signal.signal(signal.SIGALRM, lambda *_: group.close())
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            call = (
+                (lambda: fd.recv(np.empty(3), group, 1))
+                if wait == "recv"
+                else call_of(wait, group, 1)
+            )
+            assert error_of(call).kind == "ChannelClosed"
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert group.is_closed
+
+
+@pytest.mark.parametrize("wait", ["recv", "barrier"])
+@pytest.mark.parametrize("transport", GROUPS)
+def test_a_handler_that_closes_leaves_nothing_once_its_call_ends(transport: str, wait: str) -> None:
+    run_ranks(2, close_from_a_handler, transport, wait, backend="none")
+
+
+def keep_an_array(rank: int, world_size: int, addr: str) -> None:
+    with nothing_is_left():
+        group = fd.HostBackend(rank, world_size, addr)
+        x = fd.empty(1000, "float64", group)
+        x[:] = rank
+        fd.allreduce(x, group, out=x)
+        group.close()
+        assert len(shared_mappings()) == 1
+        assert (x == 1).all()
+        x[0] = 7
+        del x
+    assert group.is_closed
+
+
+def test_an_array_in_symmetric_memory_keeps_that_and_nothing_else() -> None:
+    run_ranks(2, keep_an_array, backend="none")
 
 
 def report_pid_and_die(rank: int, world_size: int, addr: str, fifo: str) -> None:

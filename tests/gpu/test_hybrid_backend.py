@@ -175,6 +175,28 @@ def test_init_makes_hybrid_groups_on_the_named_device() -> None:
 # Ends
 
 
+def segments_in_use() -> list[int]:
+    """List the sizes in bytes of shared segments, but for the page in which calls are noted."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        mappings = [line.split("-", 1) for line in file if "memfd:ferro_dist" in line]
+    sizes = [int(end.split(" ", 1)[0], 16) - int(begin, 16) for begin, end in mappings]
+    return [size for size in sizes if size > 4096]
+
+
+def close_and_keep(rank: int, world_size: int, addr: str) -> None:
+    emulated_gpu()
+    group = connect("hybrid", rank, world_size, addr)
+    fd.barrier(group, async_op=True).wait()
+    assert len(segments_in_use()) == 1
+    group.close()
+    assert segments_in_use() == []
+    assert group.is_closed
+
+
+def test_a_closed_group_that_is_kept_holds_no_segment() -> None:
+    ranks(2, close_and_keep)
+
+
 def lose_a_peer(rank: int, world_size: int, addr: str) -> tuple[str, int | None]:
     gpu = emulated_gpu()
     group = connect("hybrid", rank, world_size, addr)
