@@ -202,6 +202,26 @@ def test_pending_negation_is_refused(torch: Any, shape: tuple[int, ...]) -> None
     assert as_view(imaginary.resolve_neg()).count == imaginary.numel()
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_pending_negation_of_one_number_is_refused_whatever_its_strides(
+    torch: Any, dtype: str, shape: tuple[int, ...]
+) -> None:
+    number = torch.ones(3, dtype=getattr(torch, dtype)).conj()[1].imag.reshape(shape)
+    assert number.stride() == torch.ones(shape).stride()
+    with pytest.raises(InvalidArray, match="resolve_neg"):
+        as_view(number)
+
+
+def test_pending_negation_is_refused_where_torch_has_no_exchange_table(torch: Any) -> None:
+    class OldTensor(torch.Tensor):  # as up to torch 2.9
+        __dlpack_c_exchange_api__ = None
+
+    x = torch.ones(4, dtype=torch.complex64).conj().imag
+    with pytest.raises(InvalidArray, match="resolve_neg"):
+        as_view(x.as_subclass(OldTensor))
+
+
 def test_tensors_without_memory_are_refused(torch: Any) -> None:
     with pytest.raises(InvalidArray, match="no memory of its own"):
         as_view(torch._efficientzerotensor(3))

@@ -388,7 +388,6 @@ cdef BufferView _view_through_exchange_api(object array, DLExchangeApi* api):
         _refuse_undescribed(array)
     cdef BufferView view = _new_view(array)
     _fill(view, &tensor)
-    _check_torch_bits(array, view, &tensor)
     return view
 
 
@@ -405,60 +404,6 @@ cdef int _refuse_undescribed(object array) except -1:
         ) from cause
 
 
-cdef int _check_torch_bits(object array, BufferView view, const DLTensor* tensor) except -1:
-    """Refuse tensors whose memory does not hold their values; the table does not tell which."""
-    if (view.dtype == INT8 or view.dtype == UINT8) and _is_of_torch(array):
-        _refuse_narrow_integers(array)
-    if view.count == 0:
-        return 0
-    # Gradients of unused inputs come as tensors of zeros without memory; subclasses that
-    # wrap other tensors (DTensor) have none either.
-    if view.data == NULL:
-        raise InvalidArray(
-            f"cannot move this {_name(array)}: it has no memory of its own. Pass its .clone(), "
-            "or the tensor that it wraps."
-        )
-    cdef bint is_complex = view.dtype == COMPLEX64 or view.dtype == COMPLEX128
-    if is_complex and _is_of_torch(array) and array.is_conj():
-        raise InvalidArray(
-            f"cannot move this {_name(array)}: its conjugation is pending. Pass .resolve_conj()."
-        )
-    # A negation is pending in the imaginary part of a pending conjugate and in views of it, which take
-    # every second number in memory. Asking costs as much as all the rest, so only tensors that
-    # may be such are asked.
-    cdef bint may_be_part = view.dtype >= FLOAT16 and not _has_dense_strides(tensor)
-    if may_be_part and _is_of_torch(array) and array.is_neg():
-        raise InvalidArray(
-            f"cannot move this {_name(array)}: its negation is pending. Pass .resolve_neg()."
-        )
-    return 0
-
-
-cdef int _refuse_narrow_integers(object array) except -1:
-    """Refuse torch's integers of 1 to 7 bits, which the table gives out as integers of 8 bits."""
-    torch = sys.modules["torch"]
-    dtype = array.dtype
-    if dtype is not torch.uint8 and dtype is not torch.int8:
-        raise _unsupported_dtype(array, dtype)
-    return 0
-
-
-cdef bint _is_of_torch(object array):
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
-
-
-cdef inline bint _has_dense_strides(const DLTensor* tensor) noexcept:
-    """Tell whether every stride is that of a fresh array, even along axes of size 1."""
-    cdef int64_t expected = 1
-    cdef int axis
-    for axis in range(tensor.ndim - 1, -1, -1):
-        if tensor.strides[axis] != expected:
-            return False
-        expected *= tensor.shape[axis]
-    return tensor.ndim > 0
-
-
 # --- DLPack tensors ---------------------------------------------------------------------
 
 cdef int _fill(BufferView view, const DLTensor* tensor) except -1:
@@ -473,7 +418,8 @@ cdef int _fill(BufferView view, const DLTensor* tensor) except -1:
     _set_size(view, dtype, count)
     view.data = NULL if tensor.data == NULL else <char*> tensor.data + tensor.byte_offset
     view.is_contiguous = _is_contiguous(tensor.ndim, tensor.shape, tensor.strides, 1)
-    return _set_device(view, tensor.device.device_type, tensor.device.device_id)
+    _set_device(view, tensor.device.device_type, tensor.device.device_id)
+    return _check_values(view, tensor)
 
 
 cdef inline int _dtype_of_dlpack(DLDataType dtype) noexcept:
@@ -559,6 +505,64 @@ cdef inline int _set_device(BufferView view, int device_type, int device_id) exc
             f"{device_type}. Copy it to the CPU (1) or a CUDA device (2) first."
         )
     return 0
+
+
+cdef int _check_values(BufferView view, const DLTensor* tensor) except -1:
+    """Refuse tensors whose memory does not hold their values; DLPack does not tell which."""
+    array = view.owner
+    if (view.dtype == INT8 or view.dtype == UINT8) and _is_of_torch(array):
+        _refuse_narrow_integers(array)
+    if view.count == 0:
+        return 0
+    # Gradients of unused inputs come as tensors of zeros without memory; subclasses that
+    # wrap other tensors (DTensor) have none either.
+    if view.data == NULL:
+        raise InvalidArray(
+            f"cannot move this {_name(array)}: it has no memory of its own. Pass its .clone(), "
+            "or the tensor that it wraps."
+        )
+    cdef bint is_complex = view.dtype == COMPLEX64 or view.dtype == COMPLEX128
+    if is_complex and _is_of_torch(array) and array.is_conj():
+        raise InvalidArray(
+            f"cannot move this {_name(array)}: its conjugation is pending. Pass .resolve_conj()."
+        )
+    # A negation is pending in the imaginary part of a pending conjugate and in views of it, which take
+    # every second number in memory. Asking costs as much as all the rest, so only tensors that
+    # may be such are asked: by their strides or, where a single number was given new ones, by its address.
+    cdef bint is_second = view.count == 1 and <uintptr_t> view.data % <uintptr_t> (2 * view.itemsize) != 0
+    cdef bint may_be_part = view.dtype >= FLOAT16 and (is_second or not _has_dense_strides(tensor))
+    if may_be_part and _is_of_torch(array) and array.is_neg():
+        raise InvalidArray(
+            f"cannot move this {_name(array)}: its negation is pending. Pass .resolve_neg()."
+        )
+    return 0
+
+
+cdef int _refuse_narrow_integers(object array) except -1:
+    """Refuse torch's integers of 1 to 7 bits, which the table gives out as integers of 8 bits."""
+    torch = sys.modules["torch"]
+    dtype = array.dtype
+    if dtype is not torch.uint8 and dtype is not torch.int8:
+        raise _unsupported_dtype(array, dtype)
+    return 0
+
+
+cdef bint _is_of_torch(object array):
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+cdef inline bint _has_dense_strides(const DLTensor* tensor) noexcept:
+    """Tell whether every stride is that of a fresh array, even along axes of size 1."""
+    cdef int64_t expected = 1
+    cdef int axis
+    if tensor.strides == NULL:
+        return True
+    for axis in range(tensor.ndim - 1, -1, -1):
+        if tensor.strides[axis] != expected:
+            return False
+        expected *= tensor.shape[axis]
+    return tensor.ndim > 0
 
 
 # --- All other arrays -------------------------------------------------------------------
