@@ -8,6 +8,8 @@ from ferro_dist._native.nccl_connection cimport Connection
 
 
 cdef class Communicator(Connection):
+    cdef int _num_signals   # of NCCL's, for one-sided operations
+    cdef int _num_contexts
     # Launches on the operation's stream, or adds to the group that this thread collects
     # and that then keeps the views.
     cdef int launch(

@@ -22,9 +22,9 @@ from ferro_dist._native.cuda_runtime cimport cudart
 from ferro_dist._native.cuda_stream cimport known_stream, KnownStream, stream_handle
 from ferro_dist._native.libcudart cimport Cudart, cudaStreamPerThread
 from ferro_dist._native.libnccl cimport (
-    current_group, GroupedOperation, launch_group, Native, ncclConfig_t, ncclDataType_t, ncclRedOp_t,
-    NCCL_SHRINK_ABORT, NCCL_SHRINK_DEFAULT, NCCL_SPLIT_NOCOLOR, ncclUniqueId, NCCL_WIN_COLL_SYMMETRIC,
-    NCCL_WIN_DEFAULT, Op, Operation, Patience,
+    current_group, GroupedOperation, launch_group, Native, NCCL_CONFIG_UNDEF_INT, ncclConfig_t,
+    ncclDataType_t, ncclRedOp_t, NCCL_SHRINK_ABORT, NCCL_SHRINK_DEFAULT, NCCL_SPLIT_NOCOLOR, ncclUniqueId,
+    NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_DEFAULT, Op, Operation, Patience,
 )
 from ferro_dist._native.nccl_connection cimport check_usable, Connection, Noting
 from ferro_dist._native.nccl_library cimport config_of
@@ -235,6 +235,11 @@ cdef class Communicator(Connection):
 
     cdef Communicator adopted(self, double timeout, const ncclConfig_t& config):
         self.adopt(timeout, _is_in_force(config.blocking))
+        self._num_signals = _or_one(config.numRmaSig)
+        self._num_contexts = _or_one(config.numRmaCtx)
+        forced = os.environ.get("NCCL_NUM_RMA_CTX", "")
+        if forced.isdecimal():
+            self._num_contexts = int(forced)
         return self
 
     # ---- Collectives on raw pointers --------------------------------------------
@@ -494,7 +499,7 @@ cdef class Communicator(Connection):
         window : Window
             One that all ranks, `peer` among them, have made together.
         offset : int
-            Bytes; a multiple of the size of an element.
+            Bytes; a multiple of the size of an element. There has to be room for `x` behind it.
         signal, context : int
             Which of NCCL's counters announces it, and which of its queues carries it: both 0 unless
             ``num_rma_sig`` and ``num_rma_ctx`` ask for more, which they can from NCCL 2.31 on.
@@ -507,6 +512,7 @@ cdef class Communicator(Connection):
         o.peer = self.peer("put", peer)
         o.window = window.open(self)
         check_in_window(self, src)
+        window.check_room(src, offset)
         o.offset = offset
         self._set_signal(&o, "put", signal, context)
         return self._issue(&o, src, None, stream)
@@ -534,11 +540,14 @@ cdef class Communicator(Connection):
 
     # NCCL refuses what it does not have, from which a non-blocking communicator does not recover.
     cdef int _set_signal(self, Operation* o, str op, int signal, int context) except -1:
-        if signal < 0 or context < 0:
-            raise ValueError(f"{op}: signal and context must not be negative.")
         if (signal or context) and get_version() < (2, 31):
             raise UnsupportedOp(
                 f"{op}: NCCL has no signal and no context but 0 before 2.31.", op=op, rank=self.rank)
+        if not 0 <= signal < self._num_signals or not 0 <= context < self._num_contexts:
+            raise ValueError(
+                f"{op}: there is no signal {signal} of context {context}. This communicator has "
+                f"{self._num_signals} signals (num_rma_sig) and {self._num_contexts} contexts (num_rma_ctx), "
+                "counted from 0.")
         o.signal = signal
         o.context = context
         return 0
@@ -779,6 +788,10 @@ cdef bint _is_in_force(int blocking):
     """Tell whether a communicator blocks: the environment overrides the option."""
     forced = os.environ.get("NCCL_COMM_BLOCKING")
     return forced == "1" if forced in ("0", "1") else blocking == 1
+
+
+cdef int _or_one(int configured):
+    return 1 if configured == NCCL_CONFIG_UNDEF_INT else configured
 
 
 cdef inline int _set_raw(

@@ -28,6 +28,7 @@ cdef class Window:
     cdef bint _is_closed
 
     cdef ncclWindow_t open(self, Connection connection) except NULL
+    cdef int check_room(self, BufferView src, size_t offset) except -1
 
 
 cdef PreMulSum make_premul_sum(Connection connection, scalar, str dtype, timeout)

@@ -170,6 +170,14 @@ cdef class Window:
             raise UnsupportedOp("put: this Window is another communicator's.", op="put")
         return self._window
 
+    cdef int check_room(self, BufferView src, size_t offset) except -1:
+        """Raise where `src` does not fit behind `offset`: NCCL would write over what lies there."""
+        if offset > self._view.nbytes or src.nbytes > self._view.nbytes - offset:
+            raise InvalidArray(
+                f"put: {src.nbytes} bytes at offset {offset} do not fit into the window of "
+                f"{self._view.nbytes} bytes.", op="put", rank=self._connection.rank)
+        return 0
+
 
 cdef Window make_window(Connection connection, BufferView view, int flags, timeout):
     if <uintptr_t> view.data % NCCL_WIN_REQUIRED_ALIGNMENT != 0:

@@ -1036,8 +1036,14 @@ def put_into_the_next_rank(backend: Any) -> list[list[float]]:
                 communicator.put(elsewhere, right, window)
         with pytest.raises(ValueError, match="at least 1"):
             communicator.wait_signal(left, 0, stream=stream)
-        with pytest.raises(ValueError, match="not be negative"):
-            communicator.signal(left, signal=-1, stream=stream)
+        for wrong in ({"signal": -1}, {"signal": 2}, {"context": 1}):
+            with pytest.raises(ValueError, match=r"2 signals .* 1 contexts"):
+                communicator.signal(left, stream=stream, **wrong)
+            with pytest.raises(ValueError, match=r"2 signals .* 1 contexts"):
+                communicator.wait_signal(left, stream=stream, **wrong)
+        for too_far in ((1 << 16) - 12, 1 << 20):
+            with pytest.raises(InvalidArray, match="do not fit into the window of 65536 bytes"):
+                communicator.put(x, right, window, too_far)
         communicator.put(x, right, window, 64)
         communicator.wait_signal(left, stream=stream)
         received = values(array_over(memory, (20,), np.dtype("float32"))[16:])
