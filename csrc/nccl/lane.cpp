@@ -217,6 +217,7 @@ void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::siz
 }
 
 void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
+  if (num_forks_ != num_forks()) throw Error(ErrorKind::forked);  // NCCL would be asked below
   while (!is_done(ticket)) {
     communicator_->check_open();
     patience.pause("cudaEventQuery");

@@ -249,11 +249,13 @@ def fork_and_call(rank: int, world_size: int, addr: str, kind: str) -> int:
     with connect(kind, rank, world_size, addr) as group:
         x = gpu.array(np.ones(4))
         fd.allreduce(x, group)
+        getattr(group, "nccl", group).synchronize()
         child = os.fork()
         if child == 0:
             try:
                 fd.allreduce(x, group, out=x)  # a result's memory would be refused by CUDA first
             except LockPoisoned:
+                group.close()  # as the end of a ``with`` block would
                 os._exit(7)
             finally:
                 os._exit(1)
