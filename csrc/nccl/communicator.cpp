@@ -153,9 +153,11 @@ std::shared_ptr<Communicator> Communicator::make_child(const char* function, ncc
     if (is_sharing && !is_revoked_) adopt_into_family(child);  // what is revoked shares nothing with others
     unfinished_.push_back(child);
     turn.settle(begun(make(handle(), &child->newborn_)));
+    child->adopt_newborn();
+    if (child->handle() != nullptr) turn.await_child(*child);
     unfinished_.erase(std::find(unfinished_.begin(), unfinished_.end(), child));
   }
-  if (child->newborn_ == nullptr) return nullptr;
+  if (child->handle() == nullptr) return nullptr;
   child->complete(ncclSuccess, function, patience);
   return child;
 }
@@ -213,7 +215,7 @@ void Communicator::complete(ncclResult_t result, const char* function, Patience&
 }
 
 void Communicator::adopt_newborn() noexcept {
-  handle_.store(std::exchange(newborn_, nullptr), std::memory_order_release);
+  if (newborn_ != nullptr) handle_.store(std::exchange(newborn_, nullptr), std::memory_order_release);
 }
 
 // --- Calls

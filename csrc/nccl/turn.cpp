@@ -94,6 +94,16 @@ void Turn::settle_slowly(ncclResult_t result) {
   }
 }
 
+void Turn::await_child(Communicator& child) {
+  set_busy(true);
+  try {
+    await(child);
+  } catch (const Error& error) {
+    end_all(error);
+    throw;
+  }
+}
+
 ncclResult_t Turn::await_all() {
   set_busy(true);
   ncclResult_t first = ncclSuccess;
@@ -114,7 +124,7 @@ ncclResult_t Turn::await(Communicator& communicator) {
     unlock();
     do patience_.pause(function_);
     while (!try_lock());
-    communicator.check_open();
+    check_all();
   }
 }
 

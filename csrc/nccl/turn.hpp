@@ -29,6 +29,9 @@ class Turn {
   void settle(ncclResult_t result) {
     if (result != ncclSuccess) settle_slowly(result);
   }
+  // Waits until NCCL has made `child`, or failed to, which the child itself will tell: ncclCommGrow goes on
+  // with the connections of the parent, whose state is ncclSuccess meanwhile.
+  void await_child(Communicator& child);
 
  private:
   void lock();

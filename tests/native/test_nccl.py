@@ -914,6 +914,46 @@ def test_a_communicator_grows_by_ranks_that_join() -> None:
     assert ranks(3, grow_by_one) == [(rank, 3, 3.0) for rank in range(3)]
 
 
+def call_without_end(communicator: Any) -> None:
+    while True:
+        communicator.memory_statistics()
+
+
+def call_while_it_grows(backend: Any) -> tuple[int, int, float]:
+    """NCCL uses the parent's connections until the new ranks are there, without saying so."""
+    emulated_gpu()
+    nccl = load_nccl()
+    pair = backend.split([0, 1])
+    mine = np.zeros(128, np.uint8)
+    if pair is not None:
+        small = connect(pair)
+        if backend.rank == 0:
+            mine[:] = np.frombuffer(bytes(small.unique_id()), np.uint8)
+    shared = nccl.UniqueId(bytes(fd.broadcast(mine, backend, root=0)))
+    if pair is not None:
+        small.timeout = 0.1
+        with ThreadPoolExecutor(1) as thread:
+            unique_id = shared if backend.rank == 0 else None
+            growing = thread.submit(small.grow, 3, unique_id, timeout=TIMEOUT_S)
+            with pytest.raises(Timeout):
+                call_without_end(small)
+            fd.barrier(backend)
+            grown = growing.result()
+        grown.timeout = small.timeout = TIMEOUT_S
+        assert sum_over(small) == 2  # the parent goes on
+        small.close()
+    else:
+        fd.barrier(backend)
+        grown = nccl.Communicator.join(3, shared, 2, device=0, timeout=TIMEOUT_S)
+    outcome = grown.rank, grown.world_size, sum_over(grown)
+    grown.close()
+    return outcome
+
+
+def test_a_communicator_that_grows_takes_no_other_call() -> None:
+    assert ranks(3, call_while_it_grows) == [(rank, 3, 3.0) for rank in range(3)]
+
+
 def connect_by_several_ids(backend: Any) -> float:
     emulated_gpu()
     nccl = load_nccl()

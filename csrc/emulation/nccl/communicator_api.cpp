@@ -88,14 +88,16 @@ int current_device() {
 
 // Gives out the handle at once, as non-blocking calls need it; takes it back if making
 // the communicator fails before the call returns.
-ncclResult_t make(ncclComm_t* out, const CommunicatorPtr& made, const char* point, const char* function) {
+ncclResult_t make(ncclComm_t* out, const CommunicatorPtr& made, const char* point, const char* function,
+                  const std::function<void()>& find_out = {}) {
   *out = add_handle(made);
   const ncclComm_t handle = *out;
   const Fault fault = fault_plan().next(point, made->rank);
   try {
     if (fault.act == Act::system_error || fault.act == Act::out_of_memory) suffer(fault, function, *made);
-    return submit(made, [made, fault, function] {
+    return submit(made, [made, fault, function, find_out] {
       suffer(fault, function, *made);
+      if (find_out) find_out();
       made->connect();
     });
   } catch (...) {
@@ -129,16 +131,12 @@ CommunicatorPtr new_child(const Communicator& parent, const ncclConfig_t* given)
 // A caller who does not ask for the state takes what is not there.
 ncclResult_t begun(ncclResult_t result) { return result == ncclInProgress ? ncclSuccess : result; }
 
-// Where the caller finds the handle of a child, and when.
-enum class HandOut { at_once, when_made };
-
-// A child's making is its parent's job: both are in progress until it is done.
-ncclResult_t make_child(ncclComm_t* out, HandOut hand_out, const CommunicatorPtr& parent,
-                        const CommunicatorPtr& child, const std::function<void()>& find_out,
-                        const char* function) {
+// A child's making is its parent's job: both are in progress until it is done, when the caller gets the
+// handle.
+ncclResult_t make_child(ncclComm_t* out, const CommunicatorPtr& parent, const CommunicatorPtr& child,
+                        const std::function<void()>& find_out, const char* function) {
   if (!child) return begun(submit(parent, find_out));
   const ncclComm_t handle = add_handle(child);
-  if (hand_out == HandOut::at_once) *out = handle;
   parent->begin_child(child);
   try {
     return begun(submit(parent, [=] {
@@ -219,18 +217,16 @@ struct GrowOffer {
 };
 
 // Every old rank learns the id from the one that has it.
-void find_out_grow(Communicator& parent, Communicator& child, const ncclUniqueId* id, int num_ranks) {
+void find_out_grow(Communicator& parent, Communicator& child, const ncclUniqueId* id) {
   GrowOffer mine{};
   mine.has_id = id != nullptr;
   if (id != nullptr) mine.id = *id;
   std::vector<GrowOffer> offers(static_cast<std::size_t>(parent.num_ranks));
-  parent.segment().exchange(&mine, sizeof mine, offers.data(), parent.stop());
+  parent.segment().exchange(&mine, sizeof mine, offers.data(), child.stop());
   const auto count =
       std::count_if(offers.begin(), offers.end(), [](const auto& offer) { return offer.has_id; });
   require(count == 1, ncclInvalidArgument, "ncclCommGrow: ", count, " ranks passed a unique id; one has to");
   child.id = std::find_if(offers.begin(), offers.end(), [](const auto& offer) { return offer.has_id; })->id;
-  child.rank = parent.rank;
-  child.num_ranks = num_ranks;
 }
 
 void end_work(const CommunicatorPtr& communicator, const char* function) {
@@ -366,7 +362,7 @@ EMULATION_API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, nc
     const std::uint64_t successor = owner->next_successor();
     const Fault fault = fault_plan().next("split", owner->rank);
     return make_child(
-        out, HandOut::when_made, owner, child,
+        out, owner, child,
         [=] {
           suffer(fault, "ncclCommSplit", *owner);
           const SplitWish mine{color, key, owner->rank};
@@ -399,7 +395,7 @@ EMULATION_API ncclResult_t ncclCommShrink(ncclComm_t comm, int* ranks, int count
     const std::uint64_t successor = owner->next_successor();
     const Fault fault = fault_plan().next("shrink", owner->rank);
     return make_child(
-        out, HandOut::when_made, owner, child,
+        out, owner, child,
         [=] {
           suffer(fault, "ncclCommShrink", *owner);
           find_out_shrink(*owner, *child, excluded, successor);
@@ -437,14 +433,11 @@ EMULATION_API ncclResult_t ncclCommGrow(ncclComm_t comm, int num_ranks, const nc
     const CommunicatorPtr child = new_child(*owner, config);
     const bool has_id = id != nullptr;
     const ncclUniqueId copy = has_id ? *id : ncclUniqueId{};
-    const Fault fault = fault_plan().next("grow", owner->rank);
-    return make_child(
-        out, HandOut::at_once, owner, child,
-        [=] {
-          suffer(fault, "ncclCommGrow", *owner);
-          find_out_grow(*owner, *child, has_id ? &copy : nullptr, num_ranks);
-        },
-        "ncclCommGrow");
+    child->rank = owner->rank;
+    child->num_ranks = num_ranks;
+    // The child's own job, unlike those of other children: its parent says that it is ready meanwhile.
+    return begun(make(out, child, "grow", "ncclCommGrow",
+                      [=] { find_out_grow(*owner, *child, has_id ? &copy : nullptr); }));
   });
 }
 
