@@ -15,7 +15,7 @@
 
 namespace ferro {
 
-// Values are part of the wire format and of _native/libferro.pxd: append only.
+// Values are part of the wire format and of _native/native_error.pyx: append only.
 enum class ErrorCode : std::uint8_t {
   none,
   timeout,         // `missing` did not arrive in time
