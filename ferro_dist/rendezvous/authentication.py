@@ -64,7 +64,7 @@ HOW_TO_SET_A_TOKEN = (
 
 
 class AuthenticationFailed(ProtocolError):
-    """The other end speaks the protocol but does not know the token."""
+    """The other end speaks the protocol, but another version, or does not know the token."""
 
 
 class Role(enum.IntEnum):
@@ -121,7 +121,7 @@ def introduce(
     if magic != MAGIC:
         raise ProtocolError("what listens there is not ferro_dist")
     if version != VERSION:
-        raise ProtocolError(f"it speaks version {version} of the protocol, this is {VERSION}")
+        raise AuthenticationFailed(_describe_versions("it", version))
     if not hmac.compare_digest(proof, _prove(token, b"acceptor", hello, acceptor_rank, nonce)):
         raise AuthenticationFailed("authentication failed: its token is not this rank's")
     before_proof()
@@ -143,6 +143,10 @@ def answer(token: bytes, rank: int, group: bytes) -> Generator[int | bytes, byte
         The dialler does not know the token, or does not speak this protocol.
     """
     hello = yield HELLO.size
+    magic, version, *_ = HELLO.unpack(hello)
+    if magic == MAGIC and version != VERSION:
+        yield CHALLENGE.pack(MAGIC, VERSION, bytes(NONCE_NBYTES), bytes(PROOF_NBYTES))
+        raise ProtocolError(_describe_versions("an alleged rank", version))
     claim = _parse_hello(hello)
     nonce = os.urandom(NONCE_NBYTES)
     yield CHALLENGE.pack(MAGIC, VERSION, nonce, _prove(token, b"acceptor", hello, rank, nonce))
@@ -154,12 +158,19 @@ def answer(token: bytes, rank: int, group: bytes) -> Generator[int | bytes, byte
 
 
 def _parse_hello(hello: bytes) -> Claim:
-    magic, version, role, rank, world_size, group, _ = HELLO.unpack(hello)
-    if magic != MAGIC or version != VERSION:
-        raise ProtocolError("not this version of the protocol")
+    magic, _, role, rank, world_size, group, _ = HELLO.unpack(hello)
+    if magic != MAGIC:
+        raise ProtocolError("what dialled is not ferro_dist")
     if role not in Role.__members__.values() or rank >= world_size:
         raise ProtocolError("a hello that says nothing sensible")
     return Claim(Role(role), rank, world_size, group)
+
+
+def _describe_versions(who: str, version: int) -> str:
+    return (
+        f"{who} speaks version {version} of the protocol, this rank version {VERSION}: "
+        "install the same ferro_dist for all"
+    )
 
 
 def _prove(token: bytes, side: bytes, hello: bytes, acceptor_rank: int, nonce: bytes) -> bytes:

@@ -217,6 +217,8 @@ class Stream:
         except StopIteration as stop:
             failure = self._end(stop.value)
         except (OSError, ProtocolError) as error:
+            if isinstance(error, ProtocolError):
+                self._end(None)  # what was said last may tell the other end why
             # Its traceback would lead back here, and keep the loop's caller alive, and the group.
             failure = error.with_traceback(None)
         if failure is not None:

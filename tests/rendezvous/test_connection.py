@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferro_dist.arguments import check_place
+from ferro_dist.backends.host import HostBackend
 from ferro_dist.errors import (
     CollectiveMismatch,
     DistributedError,
@@ -47,6 +48,7 @@ from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr
 from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_digest
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import Member
+from ferro_dist.testing import run_ranks
 
 TOKEN = b"a secret of these tests"
 # A time that must pass, but not before ranks that a busy machine keeps from running have come.
@@ -571,6 +573,25 @@ def test_a_wrong_token_is_told_on_both_sides() -> None:
     outcomes = run_threads(2, body)
     assert_all(outcomes[1:], NoConnection, "authentication failed", addr)
     assert_all(outcomes[:1], Timeout, "did not authenticate")
+
+
+def come_with_another_version_first(rank: int, world_size: int, addr: str) -> None:
+    own = authentication.VERSION
+    if rank == 1:
+        authentication.VERSION = own + 1
+        with pytest.raises(NoConnection, match=rf"speaks version {own} .* version {own + 1}"):
+            HostBackend(rank, world_size, addr)
+        authentication.VERSION = own
+    HostBackend(rank, world_size, addr).close()
+
+
+def test_another_version_is_told() -> None:
+    run_ranks(2, come_with_another_version_first, backend="none")
+    claim = Claim(Role.CONTROL, 1, 2, bytes(16))
+    hello = bytearray(claim.hello(bytes(32)))
+    hello[4:6] = (authentication.VERSION + 1).to_bytes(2, "big")
+    with pytest.raises(frame.ProtocolError, match=f"version {authentication.VERSION + 1}"):
+        drive(authentication.answer(TOKEN, 0, bytes(16)), bytes(hello))
 
 
 def test_a_lasting_wrong_token_ends_before_the_timeout() -> None:
