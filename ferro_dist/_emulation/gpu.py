@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import ml_dtypes  # noqa: F401  NumPy then knows its dtypes by name, such as "bfloat16"
 import numpy as np
 
 from ferro_dist._emulation.libraries import load

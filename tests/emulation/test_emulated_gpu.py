@@ -35,6 +35,17 @@ def copy_in_and_out(rank: int, world_size: int, addr: str) -> list[bool]:
     return [bool(each) for each in same]
 
 
+def name_dtypes_of_ml_dtypes(rank: int, world_size: int, addr: str) -> list[str]:
+    gpu = emulated_gpu()
+    names = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+    return [str(x.dtype) for name in names for x in (gpu.array([1], name), gpu.empty(1, name))]
+
+
+def test_dtypes_of_ml_dtypes_have_names() -> None:
+    names = run_alone(name_dtypes_of_ml_dtypes)
+    assert names == sorted(2 * ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+
+
 def copy_arrays_with_gaps(rank: int, world_size: int, addr: str) -> bool:
     gpu = emulated_gpu()
     table = np.arange(90_000).reshape(300, 300)
