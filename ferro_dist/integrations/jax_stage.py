@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -188,16 +189,16 @@ class JaxStage(Stage):
     def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Saved]:
         parcel = keyed.parcel
         is_input_differentiable = [_is_differentiable(x) for x in parcel.arrays]
-        inputs = _those(parcel.arrays, is_input_differentiable)
-        others = _those(parcel.arrays, [not flag for flag in is_input_differentiable])
+        inputs, others = _divided(parcel.arrays, is_input_differentiable)
         forward = self._forward_of(parcel.structure, tuple(is_input_differentiable))
         (outputs, other_outputs, structure), vjp = forward(
             self.params, inputs, others, self._key(keyed.seed)
         )
-        flags, arrays = _merged(outputs, other_outputs, structure.structure)
+        flags, out_structure = structure.structure
         shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs]
-        saved = _Saved(vjp, is_input_differentiable, flags, shapes, None)
-        output = parcel._replace(structure=structure.structure[1], arrays=arrays)
+        saved = _Saved(vjp, is_input_differentiable, list(flags), shapes, None)
+        arrays = _merged(outputs, other_outputs, flags)
+        output = parcel._replace(structure=out_structure, arrays=arrays)
         if loss_of is None:
             return output, saved
         return self._with_loss(output, saved, loss_of)
@@ -205,13 +206,13 @@ class JaxStage(Stage):
     def _with_loss(self, output: Parcel, saved: _Saved, loss_of: LossOf) -> tuple[Parcel, _Saved]:
         """Differentiate the loss of an output on the spot; backward only scales that."""
         flags = saved.is_output_differentiable
+        differentiable, others = _divided(output.arrays, flags)
 
         def loss(arrays: Sequence[Array]) -> Array:
-            left = iter(arrays)
-            whole = [next(left) if f else a for f, a in zip(flags, output.arrays, strict=True)]
+            whole = _merged(arrays, others, flags)
             return _checked_loss(loss_of.function(pytree.unflatten(output.structure, whole)))
 
-        value, gradients = jax.value_and_grad(loss)(_those(output.arrays, flags))
+        value, gradients = jax.value_and_grad(loss)(differentiable)
         if not loss_of.counts:
             gradients = [jnp.zeros_like(gradient) for gradient in gradients]
         return output._replace(structure=pytree.ARRAY, arrays=[value]), saved._replace(
@@ -253,14 +254,11 @@ class JaxStage(Stage):
 
         def forward(params: Tree, inputs: Any, others: Any, key: Any) -> Any:
             def run(params: Tree, inputs: Any) -> Any:
-                left, right = iter(inputs), iter(others)
-                arrays = [next(left) if flag else next(right) for flag in flags]
-                x = pytree.unflatten(structure, arrays)
+                x = pytree.unflatten(structure, _merged(inputs, others, flags))
                 y = apply(params, x, rng=key) if takes_rng else apply(params, x)
                 out_structure, outs = pytree.flatten(y)
                 out_flags = tuple(map(_is_differentiable, outs))
-                differentiable = _those(outs, out_flags)
-                rest = _those(outs, [not flag for flag in out_flags])
+                differentiable, rest = _divided(outs, out_flags)
                 return differentiable, (rest, _Structure((out_flags, out_structure)))
 
             outputs, vjp, (rest, about) = jax.vjp(run, params, inputs, has_aux=True)
@@ -331,21 +329,20 @@ def _is_differentiable(array: Array) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 
-def _those(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    return [value for value, flag in zip(values, flags, strict=True) if flag]
+def _divided(values: Sequence[Any], flags: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Return the values that have a flag, and the others."""
+    pairs = list(zip(values, flags, strict=True))
+    return [value for value, flag in pairs if flag], [value for value, flag in pairs if not flag]
+
+
+def _merged(flagged: Iterable[Any], others: Iterable[Any], flags: Sequence[bool]) -> list[Any]:
+    """Return what `_divided` has divided."""
+    left, right = iter(flagged), iter(others)
+    return [next(left if flag else right) for flag in flags]
 
 
 def _spread(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    left = iter(values)
-    return [next(left) if flag else None for flag in flags]
-
-
-def _merged(
-    outputs: Sequence[Array], others: Sequence[Array], structure: tuple[Any, ...]
-) -> tuple[list[bool], list[Array]]:
-    flags = list(structure[0])
-    left, right = iter(outputs), iter(others)
-    return flags, [next(left) if flag else next(right) for flag in flags]
+    return _merged(values, itertools.repeat(None), flags)
 
 
 def _cotangents(saved: _Saved, gradients: Sequence[Any]) -> list[Array]:
@@ -353,7 +350,7 @@ def _cotangents(saved: _Saved, gradients: Sequence[Any]) -> list[Array]:
     if saved.of_loss is not None:
         (scale,) = gradients
         return [gradient * scale for gradient in saved.of_loss]
-    wanted = _those(gradients, saved.is_output_differentiable)
+    wanted, _ = _divided(gradients, saved.is_output_differentiable)
     return [
         jnp.zeros(like.shape, like.dtype) if gradient is None else gradient
         for gradient, like in zip(wanted, saved.outputs, strict=True)

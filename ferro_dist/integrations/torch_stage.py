@@ -126,9 +126,6 @@ class TorchStage(Stage):
     def deliver(self, spec: ArraySpec, received: Tensor) -> Tensor:
         return received.requires_grad_(spec.wants_gradient and _is_differentiable(received))
 
-    def hand_over(self, output: Parcel) -> Parcel:
-        return output  # detached already, with the flag of what it comes from
-
     def microbatch_input(self, part: Tensor, whole: Tensor) -> Tensor:
         return part.detach().requires_grad_(whole.requires_grad)
 

@@ -458,14 +458,14 @@ def _header(content: bytes) -> np.ndarray[Any, Any]:
 
 
 @lru_cache(maxsize=256)
-def _encode(structure: pytree.Structure, specs: Iterable[ArraySpec]) -> bytes:
-    return f"[{pytree.to_json(structure)},{json.dumps(list(specs))}]".encode()
+def _encode(structure: pytree.Structure, specs: tuple[ArraySpec, ...]) -> bytes:
+    return json.dumps([structure, specs], separators=(",", ":")).encode()
 
 
 @lru_cache(maxsize=256)
 def _decode(description: bytes) -> tuple[pytree.Structure, list[ArraySpec]]:
     structure, specs = json.loads(description)
-    return pytree.from_json(json.dumps(structure)), [
+    return pytree.from_lists(structure), [
         ArraySpec(dtype, tuple(shape), wants_gradient, is_on_host)
         for dtype, shape, wants_gradient, is_on_host in specs
     ]

@@ -53,6 +53,13 @@ class Ends:
 
     def begin(self) -> None:
         """Check what the user gave; raise BadArgument if it is not usable."""
+        try:
+            self._check()
+        except (TypeError, ValueError) as error:
+            raise BadArgument from error
+
+    def _check(self) -> None:
+        raise NotImplementedError
 
     def abandon(self) -> None:
         """Take part in what other ranks wait for in their `begin`, if this rank has not yet."""
@@ -130,13 +137,6 @@ class TrainingEnds(Ends):
         self._scales: dict[int, float] = {}
         self._losses: dict[int, Array] = {}
 
-    def begin(self) -> None:
-        try:
-            self._check()
-            self._count_weights()
-        except (TypeError, ValueError) as error:
-            raise BadArgument from error
-
     def abandon(self) -> None:
         if not self._is_told:
             self._tell_replicas(has_failed=True)
@@ -186,6 +186,10 @@ class TrainingEnds(Ends):
         return sum(self._last.item(self._losses[m]) * s for m, s in counted.items())
 
     def _check(self) -> None:
+        self._check_batch()
+        self._count_weights()
+
+    def _check_batch(self) -> None:
         x, target, loss_fn, weight = self._arguments
         self._cut_input(x)
         if self._last is None:
@@ -247,11 +251,8 @@ class ForwardEnds(Ends):
         self._kept = kept
         self._outputs: dict[int, Parcel] = {}
 
-    def begin(self) -> None:
-        try:
-            self._cut_input(self._given)
-        except (TypeError, ValueError) as error:
-            raise BadArgument from error
+    def _check(self) -> None:
+        self._cut_input(self._given)
 
     def put_output(self, stage: int, microbatch: int, output: Parcel) -> None:
         if stage == self._kept:
@@ -282,13 +283,9 @@ class BackwardEnds(Ends):
         self._given = gradients
         self._gradients: list[Gradients] = []
 
-    def begin(self) -> None:
-        if self._last is None:
-            return
-        try:
+    def _check(self) -> None:
+        if self._last is not None:
             self._gradients = self._checked_gradients()
-        except (TypeError, ValueError) as error:
-            raise BadArgument from error
 
     def last_gradient(self, microbatch: int) -> Gradients:
         return self._gradients[microbatch]

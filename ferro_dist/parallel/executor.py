@@ -240,7 +240,7 @@ class StepRun:
         if is_last:
             return
         if self._program.is_local[number + 1]:
-            self._inputs[number + 1, microbatch] = stage.hand_over(output)
+            self._inputs[number + 1, microbatch] = output
         else:
             self._to_send[Action(number, ActionKind.SEND_ACTIVATION, microbatch)] = output
 

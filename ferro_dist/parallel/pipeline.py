@@ -292,7 +292,6 @@ class Pipeline(Generic[ModuleT]):
         PeerLostError, Timeout
             A rank died or is silent. The group is unusable afterwards.
         """
-        self._begin()
         ends = self._training_ends(x, target, loss_fn, weight)
         loss = self._train("step", ends)
         self._input_grad = ends.deliver_input_gradient()
@@ -316,7 +315,6 @@ class Pipeline(Generic[ModuleT]):
         ValueError, TypeError, StageFailed, PeerLostError, Timeout
             As for `step`.
         """
-        self._begin()
         self._pending_forward = None  # this drops what it had kept
         kept = max(self._stages)
         ends = ForwardEnds(self._end_stages, input, kept)
@@ -368,7 +366,6 @@ class Pipeline(Generic[ModuleT]):
         ValueError, TypeError, StageFailed, PeerLostError, Timeout
             As for `step`.
         """
-        self._begin()
         ends = ForwardEnds(self._end_stages, x, self.num_stages - 1)
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
@@ -401,7 +398,6 @@ class Pipeline(Generic[ModuleT]):
         ValueError, TypeError, StageFailed, PeerLostError, Timeout
             As for `step`.
         """
-        self._begin()
         self._meet("plan")
         if self._last_step is None:
             with contextlib.ExitStack() as untouched:
@@ -448,7 +444,7 @@ class Pipeline(Generic[ModuleT]):
 
     def _train(self, call: str, ends: TrainingEnds | BackwardEnds) -> float:
         """Run something with a backward in it, and reduce what it adds to the gradients."""
-        connection = self._connected
+        connection = self._connected()
         reductions = connection.reductions
 
         def prepare() -> None:
@@ -475,10 +471,9 @@ class Pipeline(Generic[ModuleT]):
         if call == "step":
             self._pending_forward = None
             self._forget()
-        number = Run(self._num_runs, call)
+        wiring, program = self._connected().wiring, self._program(call)
+        run = StepRun(wiring, program, ends, Run(self._num_runs, call), self._seed)
         self._num_runs += 1
-        wiring, program = self._connected.wiring, self._program(call)
-        run = StepRun(wiring, program, ends, number, self._seed)
         failure: BaseException | None = None
         loss = 0.0
         try:
@@ -507,7 +502,7 @@ class Pipeline(Generic[ModuleT]):
 
     def _meet(self, call: str) -> None:
         """Raise on all ranks if one that this rank has messages for makes another call."""
-        wiring, program = self._connected.wiring, self._program("step")
+        wiring, program = self._connected().wiring, self._program("step")
         senders = program.expected.keys()
         receivers = {peer for action, peer in program.peer_of.items() if action.kind.is_send}
         run = Run(self._num_runs, call)
@@ -539,27 +534,22 @@ class Pipeline(Generic[ModuleT]):
 
     # The first run
 
-    @property
     def _connected(self) -> Connection:
-        assert self._connection is not None
+        if self._connection is None:
+            replica = 0 if self._dp is None else self._dp.rank
+            self._connection = connect(
+                self._stages,
+                self._lists,
+                self._backend,
+                self._dp,
+                settings=self._manifest(),
+                tied=self._tied,
+                op=self._op,
+                bucket_nbytes=self._bucket_nbytes,
+                first_microbatch=replica * self._num_microbatches,
+                timeout=self._timeout,
+            )
         return self._connection
-
-    def _begin(self) -> None:
-        if self._connection is not None:
-            return
-        replica = 0 if self._dp is None else self._dp.rank
-        self._connection = connect(
-            self._stages,
-            self._lists,
-            self._backend,
-            self._dp,
-            settings=self._manifest(),
-            tied=self._tied,
-            op=self._op,
-            bucket_nbytes=self._bucket_nbytes,
-            first_microbatch=replica * self._num_microbatches,
-            timeout=self._timeout,
-        )
 
     def _manifest(self) -> list[str]:
         digest = hashlib.sha256(format_schedule(self._lists).encode()).hexdigest()[:12]

@@ -7,7 +7,6 @@ and written as JSON.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,10 +14,9 @@ __all__ = [
     "ARRAY",
     "Structure",
     "flatten",
-    "from_json",
+    "from_lists",
     "gradients_like",
     "is_array",
-    "to_json",
     "unflatten",
 ]
 
@@ -141,14 +139,9 @@ def _check_keys(gradient: Tree, keys: Sequence[Any]) -> None:
         raise ValueError(f"Pipeline: there are gradients of {unknown} for a dict of {keys}")
 
 
-def to_json(structure: Structure) -> str:
-    """Return the text of a structure."""
-    return json.dumps(structure, separators=(",", ":"))
-
-
-def from_json(text: str) -> Structure:
-    """Return the structure that `to_json` has written."""
-    structure = _tupled(json.loads(text))
+def from_lists(lists: list[Any]) -> Structure:
+    """Return a structure that has been written as JSON, which has no tuples, and read again."""
+    structure: Structure = _tupled(lists)
     return ARRAY if structure == ARRAY else structure
 
 

@@ -171,10 +171,6 @@ class Stage(abc.ABC):
         """Turn what was received into an input. Called by any thread."""
         return received
 
-    def hand_over(self, output: Parcel) -> Parcel:
-        """Make an output the input of the next stage of this rank."""
-        return output
-
     def microbatch_input(self, part: Array, whole: Array) -> Array:
         """Make a part of what the user gave the first stage's input."""
         return part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict, namedtuple
 from typing import Any
@@ -28,10 +29,10 @@ TREES = st.recursive(
 @given(TREES)
 def test_trees_come_back_as_they_were(tree: Any) -> None:
     structure, arrays = pytree.flatten(tree)
-    text = pytree.to_json(structure)
-    assert pytree.from_json(text) == structure
-    assert hash(structure) == hash(pytree.from_json(text))
-    assert repr(pytree.unflatten(pytree.from_json(text), arrays)) == repr(tree)
+    again = pytree.from_lists(json.loads(json.dumps(structure)))
+    assert again == structure
+    assert hash(again) == hash(structure)
+    assert repr(pytree.unflatten(again, arrays)) == repr(tree)
 
 
 @given(TREES)
@@ -52,7 +53,7 @@ def test_values_that_compare_equal_have_different_structures() -> None:
 
 def test_nan_travels() -> None:
     structure, _ = pytree.flatten([math.nan, math.inf])
-    back = pytree.unflatten(pytree.from_json(pytree.to_json(structure)), [])
+    back = pytree.unflatten(pytree.from_lists(json.loads(json.dumps(structure))), [])
     assert math.isnan(back[0])
     assert back[1] == math.inf
 
