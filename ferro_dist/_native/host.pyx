@@ -667,7 +667,7 @@ cdef class Communicator:
             for other in list(self._in_flight):
                 if other.is_completed():
                     self._in_flight.discard(other)
-            self._sweep_at = max(16, 2 * len(self._in_flight))  # so that it costs little per call
+            self._sweep_at = max(1, 2 * len(self._in_flight))  # so that it costs little per call
         self._in_flight.add(work)
         return work
 
@@ -741,7 +741,7 @@ cdef Communicator _wrap(shared_ptr[Engine] engine, int rank, int world_size, dou
     communicator.timeout = timeout
     communicator._arrays = arrays
     communicator._in_flight = set()
-    communicator._sweep_at = 16
+    communicator._sweep_at = 1
     communicator._num_forks = num_forks
     return communicator
 

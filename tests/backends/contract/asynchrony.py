@@ -180,6 +180,18 @@ def work_that_was_waited_for_holds_nothing_back(group: Group) -> None:
 
 
 @case()
+def work_that_was_dropped_holds_nothing_back_once_another_begins(group: Group) -> None:
+    x = np.zeros(50_000)
+    dropped = weakref.ref(x)
+    fd.allreduce(x, group, async_op=True)
+    del x
+    fd.barrier(group)
+    fd.barrier(group, async_op=True).wait()
+    gc.collect()
+    assert dropped() is None
+
+
+@case()
 def work_that_is_dropped_is_done_all_the_same(group: Group) -> None:
     outs = [np.zeros(30_000) for _ in range(4)]
     for out in outs:
