@@ -91,6 +91,7 @@ class Stage(abc.ABC):
         self.is_checkpointed = False
         self.pool = ReceivePool()
         self._saved: dict[int, Any] = {}
+        self._checkpoints: dict[int, Any] = {}
         self._deferred: dict[int, Any] = {}
 
     # What the executor asks for
@@ -98,8 +99,10 @@ class Stage(abc.ABC):
     def forward(self, microbatch: int, keyed: Keyed, loss_of: LossOf | None) -> Parcel:
         """Run forward and keep what backward needs. With `loss_of`, the output is the loss."""
         keyed = self._with_seed(keyed, self.is_checkpointed)
-        run = self._run_replayable if self.is_checkpointed else self._run_forward
-        output, self._saved[microbatch] = run(keyed, loss_of)
+        if self.is_checkpointed:
+            output, self._checkpoints[microbatch] = self._run_replayable(keyed, loss_of)
+        else:
+            output, self._saved[microbatch] = self._run_forward(keyed, loss_of)
         return output
 
     def evaluate(self, keyed: Keyed) -> Parcel:
@@ -128,6 +131,7 @@ class Stage(abc.ABC):
     def forget(self) -> None:
         """Drop everything that is kept for backwards that will not come."""
         self._saved.clear()
+        self._checkpoints.clear()
         self._deferred.clear()
 
     def interrupt(self, error: BaseException) -> None:
@@ -286,8 +290,9 @@ class Stage(abc.ABC):
         return self._run_forward(*kept)[1]
 
     def _take_saved(self, microbatch: int) -> Any:
-        saved = self._saved.pop(microbatch)
-        return self._replay(saved) if self.is_checkpointed else saved
+        if microbatch in self._checkpoints:
+            return self._replay(self._checkpoints.pop(microbatch))
+        return self._saved.pop(microbatch)
 
 
 def make_stage(module: Any) -> Stage:

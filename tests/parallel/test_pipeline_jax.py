@@ -144,6 +144,20 @@ def test_microbatch_without_weight_may_have_no_loss(on_ranks: OnRanks) -> None:
             assert_allclose(gradient, theirs[name], rtol=1e-4, atol=1e-6)
 
 
+def test_another_pipeline_of_a_stage_may_keep_something_else(on_ranks: OnRanks) -> None:
+    def body(backend: Any, checkpoint: bool) -> Any:
+        stage = JaxStage(apply, make_params(backend.rank))
+        pipe = fd.Pipeline(stage, backend, 2, checkpoint=checkpoint)
+        outputs = pipe.forward(batch(4)[0])
+        fd.Pipeline(stage, backend, 2, checkpoint=not checkpoint)
+        pipe.backward(outputs, [{"h": output["h"]} for output in outputs])
+        return stage.grads
+
+    for ours, theirs in zip(on_ranks(2, body, True), on_ranks(2, body, False), strict=True):
+        for name, gradient in theirs.items():
+            assert_allclose(ours[name], gradient, rtol=1e-5)
+
+
 def test_keys_do_not_depend_on_the_schedule(on_ranks: OnRanks) -> None:
     def drop(params: Any, x: Any, rng: Any) -> Any:
         return x * jax.random.bernoulli(rng, 0.5, x.shape) * params["scale"]
