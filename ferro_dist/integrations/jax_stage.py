@@ -136,28 +136,38 @@ class JaxStage(Stage):
     def load(self, name: str, value: Array) -> None:
         self.params = self._replaced(self.params, name, value)
 
-    def gradient(self, name: str) -> Array | None:
-        return None if self.grads is None else self._leaf(self.grads, name)
-
-    def set_gradient(self, name: str, gradient: Array | None) -> None:
+    def gradients(self, names: Sequence[str]) -> list[Array | None]:
         if self.grads is None:
-            self.grads = jax.tree.map(jnp.zeros_like, self.params)
-        if gradient is None:
-            gradient = jnp.zeros_like(self.gradient(name))
-        self.grads = self._replaced(self.grads, name, gradient)
+            return [None] * len(names)
+        leaves, structure = jax.tree.flatten(self.grads)
+        positions = self._positions_in(self.grads, structure)
+        return [leaves[positions[name]] for name in names]
 
-    def take_gradient(self, name: str) -> Array | None:
-        gradient = self.gradient(name)
-        if gradient is not None:
-            self.set_gradient(name, None)
-        return gradient
+    def set_gradients(self, names: Sequence[str], gradients: Sequence[Array]) -> None:
+        given = dict(zip(names, gradients, strict=True))
+        if not given:
+            return
+        is_new = self.grads is None
+        tree = self.params if is_new else self.grads
+        leaves, structure = jax.tree.flatten(tree)
+        for number, name in enumerate(self._positions_in(tree, structure)):
+            if name in given:
+                leaves[number] = given[name]
+            elif is_new:
+                leaves[number] = jnp.zeros_like(leaves[number])
+        self.grads = jax.tree.unflatten(structure, leaves)
 
-    def add_gradient(self, name: str, gradient: Array) -> None:
-        here = self.gradient(name)
-        self.set_gradient(name, gradient if here is None else here + gradient)
+    def take_gradients(self, names: Sequence[str]) -> list[Array | None]:
+        taken = self.gradients(names)
+        if len(names) == len(jax.tree.leaves(self.grads)):
+            self.grads = None
+        elif self.grads is not None:
+            self.set_gradients(names, [jnp.zeros_like(gradient) for gradient in taken])
+        return taken
 
-    def zeros(self, like: Array) -> Array:
-        return np.zeros(like.shape, like.dtype)
+    def add_gradients(self, names: Sequence[str], gradients: Sequence[Array]) -> None:
+        pairs = zip(self.gradients(names), gradients, strict=True)
+        self.set_gradients(names, [new if here is None else here + new for here, new in pairs])
 
     def plain(self, weight: Array) -> Array:
         return jnp.asarray(weight)
@@ -167,13 +177,19 @@ class JaxStage(Stage):
         bucket[...] = 0
         return bucket
 
-    def write(self, bucket: Array, offset: int, values: Array | float) -> None:
-        flat = np.asarray(values, bucket.dtype).reshape(-1)
-        bucket[offset : offset + flat.size] = flat
+    def place(self, bucket: Array, offset: int, like: Array) -> Array:
+        return bucket[offset : offset + like.size].reshape(like.shape)
 
-    def read(self, bucket: Array, offset: int, like: Array) -> Array:
-        # A copy: JAX may take over memory that it is given, and the bucket will be written again.
-        return jnp.array(bucket[offset : offset + like.size].reshape(like.shape), copy=True)
+    def write(self, places: Sequence[Array], gradients: Sequence[Array | None]) -> None:
+        for place, gradient in zip(places, gradients, strict=True):
+            place[...] = 0 if gradient is None else np.asarray(gradient, place.dtype)
+
+    def read(self, places: Sequence[Array]) -> list[Array]:
+        # Copies: JAX may take over memory that it is given, and the bucket will be written again.
+        return [jnp.array(place, copy=True) for place in places]
+
+    def mark(self, bucket: Array, first: int, are_there: Sequence[bool]) -> None:
+        bucket[first:] = are_there
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
@@ -278,18 +294,18 @@ class JaxStage(Stage):
 
     def _leaf(self, tree: Tree, name: str) -> Array:
         leaves, structure = jax.tree.flatten(tree)
-        return leaves[self._position(tree, structure, name)]
+        return leaves[self._positions_in(tree, structure)[name]]
 
     def _replaced(self, tree: Tree, name: str, value: Array) -> Tree:
         leaves, structure = jax.tree.flatten(tree)
-        leaves[self._position(tree, structure, name)] = value
+        leaves[self._positions_in(tree, structure)[name]] = value
         return jax.tree.unflatten(structure, leaves)
 
-    def _position(self, tree: Tree, structure: Any, name: str) -> int:
+    def _positions_in(self, tree: Tree, structure: Any) -> dict[str, int]:
         if structure not in self._positions:
             names = _named(tree)
             self._positions[structure] = {name: position for position, name in enumerate(names)}
-        return self._positions[structure][name]
+        return self._positions[structure]
 
 
 def _named(tree: Tree) -> dict[str, Array]:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ferro_dist.integrations.torch_backward import find_tensors
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
-from ferro_dist.integrations.torch_gradients import zeros_in_group
+from ferro_dist.integrations.torch_gradients import copy_or_clear, zeros_in_group
 from ferro_dist.integrations.torch_random import Seeded, draw_seed
 from ferro_dist.integrations.torch_surroundings import Buffers, Surroundings, version
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
@@ -185,41 +185,49 @@ class TorchStage(Stage):
     def load(self, name: str, value: Tensor) -> None:
         _find(self.module, name).data.copy_(value)
 
-    def gradient(self, name: str) -> Tensor | None:
-        return _find(self.module, name).grad
+    def gradients(self, names: Sequence[str]) -> list[Tensor | None]:
+        return [_find(self.module, name).grad for name in names]
 
-    def set_gradient(self, name: str, gradient: Tensor | None) -> None:
-        _find(self.module, name).grad = gradient
+    def set_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        for name, gradient in zip(names, gradients, strict=True):
+            _find(self.module, name).grad = gradient
 
-    def take_gradient(self, name: str) -> Tensor | None:
-        parameter = _find(self.module, name)
-        gradient, parameter.grad = parameter.grad, None
-        return gradient
+    def take_gradients(self, names: Sequence[str]) -> list[Tensor | None]:
+        parameters = [_find(self.module, name) for name in names]
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return gradients
 
-    def add_gradient(self, name: str, gradient: Tensor) -> None:
-        parameter = _find(self.module, name)
-        if parameter.grad is None:
-            parameter.grad = gradient
-        elif parameter.grad.is_sparse and not gradient.is_sparse:
-            parameter.grad = gradient + parameter.grad  # torch supports the sum only in this order
-        else:
-            parameter.grad += gradient
-
-    def zeros(self, like: Tensor) -> Tensor:
-        return torch.zeros_like(like)
+    def add_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        for name, gradient in zip(names, gradients, strict=True):
+            parameter = _find(self.module, name)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif parameter.grad.is_sparse and not gradient.is_sparse:
+                # torch supports the sum only in this order
+                parameter.grad = gradient + parameter.grad
+            else:
+                parameter.grad += gradient
 
     def new_bucket(self, group: Backend, like: Tensor, count: int) -> Tensor:
         return zeros_in_group(count, like, group)
 
-    def write(self, bucket: Tensor, offset: int, values: Tensor | float) -> None:
-        if isinstance(values, torch.Tensor):
-            values = values.to_dense()  # perhaps of an embedding; itself if it is dense
-            bucket[offset : offset + values.numel()].view(values.shape).copy_(values)
-        else:
-            bucket[offset] = values
+    def place(self, bucket: Tensor, offset: int, like: Tensor) -> Tensor:
+        return bucket[offset : offset + like.numel()].view(like.shape)
 
-    def read(self, bucket: Tensor, offset: int, like: Tensor) -> Tensor:
-        return bucket[offset : offset + like.numel()].view(like.shape).clone()
+    def write(self, places: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        with torch.no_grad():
+            copy_or_clear(places, gradients)
+
+    def read(self, places: Sequence[Tensor]) -> list[Tensor]:
+        return [place.clone() for place in places]
+
+    def mark(self, bucket: Tensor, first: int, are_there: Sequence[bool]) -> None:
+        bucket[first:] = 1
+        # One by one: to bring them all to a GPU, the host would have to wait for it.
+        for number in [number for number, is_there in enumerate(are_there) if not is_there]:
+            bucket[first + number] = 0
 
     def _own_device(self) -> torch.device:
         """Return where the module is now: the user may move it between steps."""

@@ -11,6 +11,7 @@ otherwise count once for each rank; it is set aside, and added again afterwards.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,7 +62,7 @@ class GradientReduction:
         self._group = group
         self._op = op
         self._buckets = [_Bucket(part, group) for part in _parts(weights, bucket_nbytes)]
-        self._before: list[tuple[Weight, Array]] = []
+        self._before: list[tuple[Stage, list[str], list[Array | None]]] = []
         self._under_way: list[tuple[_Bucket, Work]] = []
 
     def equalize(self) -> None:
@@ -72,10 +73,9 @@ class GradientReduction:
 
     def set_aside(self) -> None:
         """Start from no gradients. Called before a step."""
-        for weight in self._weights:
-            before = weight.stage.take_gradient(weight.name)
-            if before is not None:
-                self._before.append((weight, before))
+        for stage, weights in _by_stage(self._weights):
+            names = [weight.name for weight in weights]
+            self._before.append((stage, names, stage.take_gradients(names)))
 
     def start(self) -> None:
         """Start to sum, once the gradients are complete."""
@@ -95,8 +95,9 @@ class GradientReduction:
     def restore(self) -> None:
         """Add what was set aside, and drop sums that were not waited for."""
         self._under_way.clear()
-        for weight, before in self._before:
-            weight.stage.add_gradient(weight.name, before)
+        for stage, names, before in self._before:
+            pairs = [(n, g) for n, g in zip(names, before, strict=True) if g is not None]
+            stage.add_gradients([name for name, _ in pairs], [gradient for _, gradient in pairs])
         self._before.clear()
 
 
@@ -104,31 +105,36 @@ class _Bucket:
     """Some gradients of one dtype and memory, in one array."""
 
     def __init__(self, weights: Sequence[Weight], group: Backend) -> None:
-        self._weights = weights
-        self._offsets = []
-        end = 0
-        for weight in weights:
-            self._offsets.append(end)
-            end += _count(weight.value)
-        self._lanes = end
-        first = weights[0]
-        self.array = first.stage.new_bucket(group, first.value, end + len(weights))
+        ends = list(itertools.accumulate(_count(weight.value) for weight in weights))
+        self._first_lane = ends[-1]
+        self._stage = weights[0].stage
+        self.array = self._stage.new_bucket(group, weights[0].value, ends[-1] + len(weights))
+        starts = iter([0, *ends])
+        self._places = [
+            (stage, [(w.name, stage.place(self.array, next(starts), w.value)) for w in of_stage])
+            for stage, of_stage in _by_stage(weights)
+        ]
 
     def pack(self) -> None:
-        for lane, (weight, offset) in enumerate(zip(self._weights, self._offsets, strict=True)):
-            stage, name = weight
-            gradient = stage.gradient(name)
-            stage.write(self.array, self._lanes + lane, float(gradient is not None))
-            stage.write(
-                self.array, offset, stage.zeros(weight.value) if gradient is None else gradient
-            )
+        are_there: list[bool] = []
+        for stage, places in self._places:
+            gradients = stage.gradients([name for name, _ in places])
+            stage.write([place for _, place in places], gradients)
+            are_there += [gradient is not None for gradient in gradients]
+        self._stage.mark(self.array, self._first_lane, are_there)
 
     def unpack(self) -> None:
-        is_there = self._weights[0].stage.nonzero(self.array, self._lanes)
-        for weight, offset, is_set in zip(self._weights, self._offsets, is_there, strict=True):
-            stage, name = weight
-            if is_set:
-                stage.set_gradient(name, stage.read(self.array, offset, weight.value))
+        are_there = iter(self._stage.are_marked(self.array, self._first_lane))
+        for stage, places in self._places:
+            found = [each for each in places if next(are_there)]
+            copies = stage.read([place for _, place in found])
+            stage.set_gradients([name for name, _ in found], copies)
+
+
+def _by_stage(weights: Iterable[Weight]) -> list[tuple[Stage, list[Weight]]]:
+    """Divide weights where the stage changes: a stage finds many as fast as one."""
+    groups = itertools.groupby(weights, key=lambda weight: weight.stage)
+    return [(stage, list(of_stage)) for stage, of_stage in groups]
 
 
 def _parts(weights: Iterable[Weight], bucket_nbytes: int) -> list[list[Weight]]:

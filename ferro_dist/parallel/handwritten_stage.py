@@ -112,28 +112,32 @@ class HandwrittenStage(Stage):
         return self._named("parameters")
 
     def gradient_owner(self, name: str) -> object:
-        return self.gradient(name)
+        return self._named("grads")[name]
 
     def load(self, name: str, value: Array) -> None:
         self.parameters()[name][...] = value
 
-    def gradient(self, name: str) -> Array | None:
-        return self._named("grads")[name]
+    def gradients(self, names: Sequence[str]) -> list[Array | None]:
+        arrays = self._named("grads")
+        return [arrays[name] for name in names]
 
-    def set_gradient(self, name: str, gradient: Array | None) -> None:
-        self.gradient(name)[...] = 0 if gradient is None else gradient  # type: ignore[index]
+    def set_gradients(self, names: Sequence[str], gradients: Sequence[Array]) -> None:
+        arrays = self._named("grads")
+        for name, gradient in zip(names, gradients, strict=True):
+            arrays[name][...] = gradient
 
-    def take_gradient(self, name: str) -> Array | None:
-        gradient = self.gradient(name)
-        assert gradient is not None
-        taken = _copy(gradient)
-        gradient[...] = 0
+    def take_gradients(self, names: Sequence[str]) -> list[Array | None]:
+        arrays = self._named("grads")
+        taken = [_copy(arrays[name]) for name in names]
+        for name in names:
+            arrays[name][...] = 0
         return taken
 
-    def add_gradient(self, name: str, gradient: Array) -> None:
-        here = self.gradient(name)
-        assert here is not None
-        here += gradient
+    def add_gradients(self, names: Sequence[str], gradients: Sequence[Array]) -> None:
+        arrays = self._named("grads")
+        for name, gradient in zip(names, gradients, strict=True):
+            here = arrays[name]
+            here += gradient
 
     def zeros(self, like: Array) -> Array:
         zeros = interop.allocate(like)
@@ -147,17 +151,21 @@ class HandwrittenStage(Stage):
         bucket[...] = 0
         return bucket
 
-    def write(self, bucket: Array, offset: int, values: Array | float) -> None:
-        if isinstance(values, float):
-            bucket[offset] = values
-        else:
-            bucket[offset : offset + math.prod(values.shape)] = values.reshape(-1)
+    def place(self, bucket: Array, offset: int, like: Array) -> Array:
+        return bucket[offset : offset + math.prod(like.shape)].reshape(like.shape)
 
-    def read(self, bucket: Array, offset: int, like: Array) -> Array:
-        return _copy(bucket[offset : offset + math.prod(like.shape)].reshape(like.shape))
+    def write(self, places: Sequence[Array], gradients: Sequence[Array | None]) -> None:
+        for place, gradient in zip(places, gradients, strict=True):
+            place[...] = gradient
 
-    def nonzero(self, bucket: Array, first: int) -> list[bool]:
-        return [True] * (len(bucket) - first)  # its gradients are always there
+    def read(self, places: Sequence[Array]) -> list[Array]:
+        return [_copy(place) for place in places]
+
+    def mark(self, bucket: Array, first: int, are_there: Sequence[bool]) -> None:
+        bucket[first:] = 1  # its gradients are always there
+
+    def are_marked(self, bucket: Array, first: int) -> list[bool]:
+        return [True] * (len(bucket) - first)
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:

@@ -216,20 +216,18 @@ class Stage(abc.ABC):
         """Overwrite a parameter or buffer."""
 
     @abc.abstractmethod
-    def gradient(self, name: str) -> Array | None: ...
+    def gradients(self, names: Sequence[str]) -> list[Array | None]:
+        """Return the gradients of some weights; None where there is none."""
 
     @abc.abstractmethod
-    def set_gradient(self, name: str, gradient: Array | None) -> None: ...
+    def set_gradients(self, names: Sequence[str], gradients: Sequence[Array]) -> None: ...
 
     @abc.abstractmethod
-    def take_gradient(self, name: str) -> Array | None:
-        """Return a gradient, and leave none, or zeros, in its place."""
+    def take_gradients(self, names: Sequence[str]) -> list[Array | None]:
+        """Return gradients, and leave none, or zeros, in their places."""
 
     @abc.abstractmethod
-    def add_gradient(self, name: str, gradient: Array) -> None: ...
-
-    @abc.abstractmethod
-    def zeros(self, like: Array) -> Array: ...
+    def add_gradients(self, names: Sequence[str], gradients: Sequence[Array]) -> None: ...
 
     def plain(self, weight: Array) -> Array:
         """Return a weight as an array that can be sent."""
@@ -240,14 +238,22 @@ class Stage(abc.ABC):
         """Return an array of zeros in the group's best memory, of the dtype of `like`."""
 
     @abc.abstractmethod
-    def write(self, bucket: Array, offset: int, values: Array | float) -> None:
-        """Copy values into a bucket; one number fills one element."""
+    def place(self, bucket: Array, offset: int, like: Array) -> Array:
+        """Return a view of a part of a bucket, in the shape of `like`."""
 
     @abc.abstractmethod
-    def read(self, bucket: Array, offset: int, like: Array) -> Array:
-        """Return a copy of a part of a bucket, in the shape of `like`."""
+    def write(self, places: Sequence[Array], gradients: Sequence[Array | None]) -> None:
+        """Copy gradients to their places, zeros where there is none."""
 
-    def nonzero(self, bucket: Array, first: int) -> list[bool]:
+    @abc.abstractmethod
+    def read(self, places: Sequence[Array]) -> list[Array]:
+        """Return copies of what is in some places."""
+
+    @abc.abstractmethod
+    def mark(self, bucket: Array, first: int, are_there: Sequence[bool]) -> None:
+        """Write the last elements of a bucket, from the one numbered `first`: 1 or 0 each."""
+
+    def are_marked(self, bucket: Array, first: int) -> list[bool]:
         """Return which elements of a bucket, from the one numbered `first`, are not 0."""
         found: list[bool] = (bucket[first:] != 0).tolist()
         return found

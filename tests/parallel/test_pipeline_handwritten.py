@@ -351,6 +351,43 @@ def test_gradients_may_be_views_of_a_moment(on_ranks: OnRanks) -> None:
     on_ranks(4, body)
 
 
+class Many:
+    """A stage of weights that count nothing; it counts how often it is asked for gradients."""
+
+    def __init__(self, num_weights: int) -> None:
+        self.weights = {str(number): np.ones(2) for number in range(num_weights)}
+        self.gradients = {name: np.zeros(2) for name in self.weights}
+        self.num_calls = 0
+
+    def parameters(self) -> dict[str, Array]:
+        return self.weights
+
+    def grads(self) -> dict[str, Array]:
+        self.num_calls += 1
+        return self.gradients
+
+    def forward(self, x: Array) -> Any:
+        return x, None
+
+    def backward(self, saved: None, gradient: Array) -> Any:
+        return gradient
+
+
+def test_gradients_are_asked_for_as_often_however_many_there_are(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> set[int]:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            counts = set()
+            for stage in Many(2), Many(9):
+                pipe = fd.Pipeline(stage, grid.pipeline, 2, dp=grid.data)
+                for _ in range(2):
+                    stage.num_calls = 0
+                    pipe.step(np.ones((4, 3)), loss_fn=lambda y: (1.0, np.ones_like(y)))
+                counts.add(stage.num_calls)
+            return counts
+
+    assert [len(counts) for counts in on_ranks(4, body)] == [1] * 4
+
+
 def test_parameters_of_any_kind_are_left_alone(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> float:
         pipe = fd.Pipeline(OwnParameters(backend.rank), backend, 2, "1f1b")
