@@ -21,6 +21,7 @@ import pickle
 import secrets
 import signal
 import struct
+import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -170,13 +171,23 @@ def _preload() -> None:
 def _check_body(body: Callable[..., Any]) -> None:
     if not callable(body):
         raise TypeError(f"body must be a function, not {body!r:.80}")
+    cause = None
     try:
         pickle.dumps(body)
+        if getattr(body, "__module__", None) != "__main__" or _is_main_a_file():
+            return
     except Exception as error:
-        raise TypeError(
-            f"body must be a function at the top level of a module, which other processes can "
-            f"import; {body!r:.80} is not"
-        ) from error
+        cause = error
+    raise TypeError(
+        "body must be a function at the top level of a module in a file, which other processes can "
+        f"import; {body!r:.80} is not"
+    ) from cause
+
+
+def _is_main_a_file() -> bool:
+    """Tell a script, or ``python -m``, from a notebook and a prompt."""
+    main = sys.modules["__main__"]
+    return main.__spec__ is not None or os.path.isfile(getattr(main, "__file__", ""))
 
 
 def _play(

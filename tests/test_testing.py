@@ -162,6 +162,22 @@ assert server._forkserver._preload_modules[0] == "decimal"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.parametrize("option", ["-c", "-"])
+def test_a_function_that_was_typed_at_a_prompt_is_refused_at_once(option: str) -> None:
+    program = """
+from ferro_dist.testing import run_ranks
+def body(backend): pass
+try:
+    run_ranks(2, body)
+except TypeError as error:
+    assert "in a file" in str(error), error
+else:
+    assert False
+"""
+    command = [sys.executable, option, *([program] if option == "-c" else [])]
+    subprocess.run(command, input=program, text=True, check=True)
+
+
 def test_what_cannot_be_run_is_refused_at_once() -> None:
     with pytest.raises(fd.InvalidWorldSize):
         run_ranks(0, rank_of)
