@@ -456,6 +456,8 @@ bool Communicator::advance_end(Patience::Clock::time_point deadline) noexcept {
     return true;
   }
   if (handle() == nullptr) return is_ended_ = true;
+  // Whoever waits for NCCL in a call on this one leaves now; for another one of the family, it goes first.
+  if (is_busy() && Patience::Clock::now() < deadline) return false;
   if (!finalize_quietly(handle(), deadline)) return false;
   if (!is_finalized_) {
     lock.unlock();
