@@ -225,8 +225,11 @@ cdef class Communicator(Connection):
         return unique_id
 
     cdef vector[int] _others_of(self, ranks) except *:
-        """Return the ranks in ascending order, each once; this one is not among them."""
+        """Return the ranks in ascending order, each once, at least one; this one is not among them."""
         cdef set others = set(ranks)
+        if not others:
+            raise InvalidRank(
+                "shrink: no rank is excluded. Name at least one.", op="shrink", rank=self.rank)
         if self.rank in others:
             raise InvalidRank(
                 f"shrink: rank {self.rank} excludes itself. Those that are excluded do not make the call.",

@@ -403,6 +403,8 @@ def refuse_bad_arguments(backend: Any) -> None:
         communicator.send(x, backend.rank)
     with pytest.raises(InvalidRank, match="excludes itself"):
         communicator.shrink([backend.rank])
+    with pytest.raises(InvalidRank, match="no rank is excluded"):
+        communicator.shrink([])
     with pytest.raises(InvalidArray, match="not C-contiguous"):
         communicator.register_window(strided)
     for color, key in ((-1, 0), (0.5, 0), (0, None)):

@@ -81,7 +81,7 @@ def ask_for_what_is_newer(backend: Any, path: str) -> None:
     ids = [nccl.get_unique_id(), nccl.get_unique_id()]
     calls: list[tuple[str, str, Callable[[], Any]]] = [
         ("ncclCommInitRankScalable", "2.23", lambda: nccl.Communicator.init_rank(1, ids, 0)),
-        ("ncclCommShrink", "2.27", lambda: communicator.shrink([])),
+        ("ncclCommShrink", "2.27", lambda: communicator.shrink([1 - backend.rank])),
         ("ncclCommWindowRegister", "2.27", lambda: communicator.register_window(memory)),
         ("ncclCommRevoke", "2.28.7", communicator.revoke),
         ("ncclCommGrow", "2.29.2", lambda: communicator.grow(2)),
