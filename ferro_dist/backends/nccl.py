@@ -103,8 +103,10 @@ class NcclBackend(BoundBackend):
     works, run on the group's own stream, and make the caller's stream wait for the result. Arrays
     in flight stay referenced. Calls can be captured in a CUDA graph, which must be destroyed before
     the group is closed: NCCL waits for it. Make each kind of call once before it is captured: NCCL
-    connects ranks in the first one, which may invalidate a capture. No timeout holds for what a
-    graph replays: if a rank does not replay it, the others' GPUs wait until the group is aborted.
+    connects ranks in the first one, which may invalidate a capture. So may the end of any group
+    while another thread captures in CUDA's global mode, the default: NCCL frees memory then, in
+    threads of its own. No timeout holds for what a graph replays: if a rank does not replay it, the
+    others' GPUs wait until the group is aborted.
 
     Arrays in host memory are refused: `HybridBackend` takes both kinds.
 
