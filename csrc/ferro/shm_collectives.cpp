@@ -229,7 +229,11 @@ bool ShmTransport::allreduce(Call& call, const Collective& c) {
     return true;
   }
   if (inputs_.are_pulled) {
-    allreduce_pulled(call, c);
+    if (shm_cost::pulling_whole_wins(c.count * item_size(c.dtype), size_)) {
+      allreduce_pulled_whole(call, c);
+    } else {
+      allreduce_pulled(call, c);
+    }
     return true;
   }
   if (inputs_.are_complete && !inputs_.are_borrowed) {
@@ -273,6 +277,15 @@ void ShmTransport::allreduce_pulled(Call& call, const Collective& c) {
     const std::size_t offset = share(peer).first * itemsize;
     copy_from(call, peer, has_foreign_output_[peer], bytes(c.out) + offset,
               inputs_.output_of_rank[peer] + offset, share(peer).count * itemsize);
+  }
+}
+
+// Each rank reduces all of everybody's input, its own share first: none fetches what a peer is just fetching.
+void ShmTransport::allreduce_pulled_whole(Call& call, const Collective& c) {
+  const std::size_t itemsize = item_size(c.dtype);
+  for (int step = 0; step < size_; ++step) {
+    const Range part = share_of({0, c.count}, size_, (index_ + step) % size_, itemsize);
+    reduce_in_passes(call, c, bytes(c.out) + part.first * itemsize, part);
   }
 }
 

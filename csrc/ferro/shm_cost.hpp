@@ -29,10 +29,14 @@ constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 // repay that anywhere.
 constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
 
-// The same for a reduction, where a rank's whole input counts: it has to be fetched first, and an allreduce
-// needs a second fence. Inputs that fit into the windows are read from there just as fast, since they are
-// still in the peer's cache.
-constexpr std::size_t kPullReducedNbytes = std::size_t{2} << 20;
+// The same for the input of an allreduce. Up to the second limit two ranks both reduce all of it, which
+// takes no second fence. Otherwise each reduces a share and takes the other results: inputs that fit into the
+// windows are read from there just as fast, since they are still in the peer's cache.
+constexpr std::size_t kPullWholeNbytes = std::size_t{256} << 10;
+constexpr std::size_t kPullSharesNbytes = std::size_t{2} << 20;
+constexpr bool pulling_whole_wins(std::size_t nbytes, int num_ranks) {
+  return num_ranks == 2 && nbytes < kPullSharesNbytes;
+}
 
 // Messages from here on are lent to their receivers. A system call must repay itself; symmetric memory is
 // read without, and shorter messages from there reach a receiver that lags behind in less time through the

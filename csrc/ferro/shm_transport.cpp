@@ -263,10 +263,11 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     staging_.copy(staged, collective.in, nbytes);
     if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
   }
-  if (is_readable_in_place && is_pullable(collective) && peer_memory_->can_read_all()) {
+  if (is_pullable(collective) && peer_memory_->can_read_all()) {
     places.address = reinterpret_cast<std::uintptr_t>(collective.in);
     places.may_be_pulled = places.in != 0 || peer_memory_->can_lend(collective.in, nbytes);
-    if (collective.op == Op::allreduce && collective.in != collective.out && places.out == 0)
+    if (collective.op == Op::allreduce && !shm_cost::pulling_whole_wins(nbytes, size_) &&
+        collective.in != collective.out && places.out == 0)
       places.may_be_pulled = places.may_be_pulled && peer_memory_->can_lend(collective.out, nbytes);
     places.out_address = reinterpret_cast<std::uintptr_t>(collective.out);
     places.shall_be_pulled = index_ == kChooser && chooses_to_pull(collective);
@@ -376,20 +377,23 @@ void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t 
                                      : reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(address));
 }
 
-// Whether the arrays of the collective are large enough for ranks to read them out of each other's
-// memory. Only where every rank both gives and takes: elsewhere staging puts the giver's core to work
-// as well, and is as fast.
+// Whether this rank's arrays are large enough for others to read them in its memory, and stay as they are
+// while others do. Only where every rank both gives and takes: elsewhere staging puts the giver's core to
+// work as well, and is as fast.
 bool ShmTransport::is_pullable(const Collective& collective) const {
   if (peer_memory_->setting() == PeerReads::never || size_ == 1 || is_uneven(collective)) return false;
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const bool is_in_place = collective.in == collective.out;
   switch (collective.op) {
     case Op::all_gather:
-    case Op::all_to_all:
-      return nbytes >= shm_cost::kPullNbytes;
-    case Op::allreduce:
-      return nbytes >= shm_cost::kPullReducedNbytes;
     case Op::reduce_scatter:
-      return nbytes * static_cast<std::size_t>(size_) >= shm_cost::kPullReducedNbytes;
+      return nbytes >= shm_cost::kPullNbytes;
+    case Op::all_to_all:
+      return nbytes >= shm_cost::kPullNbytes && !is_in_place;
+    case Op::allreduce:
+      if (shm_cost::pulling_whole_wins(nbytes, size_))
+        return nbytes >= shm_cost::kPullWholeNbytes && !is_in_place;
+      return nbytes >= shm_cost::kPullSharesNbytes;
     default:
       return false;
   }

@@ -96,6 +96,7 @@ class ShmTransport final : public Transport {
 
   void allreduce_symmetric(Call& call, const Collective& collective);
   void allreduce_pulled(Call& call, const Collective& collective);
+  void allreduce_pulled_whole(Call& call, const Collective& collective);
   void allreduce_one_shot(Call& call, const Collective& collective);
   // An allreduce or, if only the root collects results, a reduce.
   void reduce_two_shot(Call& call, const Collective& collective, int sole_collector);

@@ -21,6 +21,7 @@ Integers = npt.NDArray[np.int64]
 
 COUNT = 1 << 17  # elements a rank gives to each other one: enough to be read in place
 REDUCED_COUNT = (1 << 18) + 1000  # of an array that is reduced, the same
+WHOLE_COUNT = (1 << 15) + 1000  # the same with two ranks: each of them reads all of it
 PULLED = ("all_gather", "all_to_all", "allreduce", "reduce_scatter")
 PR_SET_DUMPABLE = 4
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
@@ -62,7 +63,8 @@ def move(backend: fd.Backend, is_symmetric: bool = False) -> None:
     np.testing.assert_array_equal(fd.all_to_all(x, backend), exchanged)
     fd.all_to_all(x, backend, out=x)
     np.testing.assert_array_equal(x, exchanged)
-    reduce(backend, own)
+    for count in WHOLE_COUNT, REDUCED_COUNT:
+        reduce(backend, own, count)
     np.testing.assert_array_equal(pass_on(own(values(rank)), backend), values(ranks[rank - 1]))
     for root in ranks:
         got = fd.broadcast(own(values(rank)), backend, root)
@@ -86,17 +88,17 @@ def pass_on(x: Integers, backend: fd.Backend) -> Integers:
     return received
 
 
-def reduce(backend: fd.Backend, own: Callable[[Integers], Integers]) -> None:
+def reduce(backend: fd.Backend, own: Callable[[Integers], Integers], count: int) -> None:
     """Call what every rank gives to and takes from, in place and not, and check the sums."""
     rank, ranks = backend.rank, range(backend.world_size)
-    x = values(rank, REDUCED_COUNT)
-    total = np.sum([values(peer, REDUCED_COUNT) for peer in ranks], axis=0)
+    x = values(rank, count)
+    total = np.sum([values(peer, count) for peer in ranks], axis=0)
     np.testing.assert_array_equal(fd.allreduce(own(x), backend), total)
     out = x if rank == 0 else np.empty_like(x)  # in place on one rank, not on others
     fd.allreduce(x, backend, out=out)
     np.testing.assert_array_equal(out, total)
-    x = own(values(rank, REDUCED_COUNT * backend.world_size))
-    chunk = slice(rank * REDUCED_COUNT, (rank + 1) * REDUCED_COUNT)
+    x = own(values(rank, count * backend.world_size))
+    chunk = slice(rank * count, (rank + 1) * count)
     total = np.sum([values(peer, x.size) for peer in ranks], axis=0)[chunk]
     np.testing.assert_array_equal(fd.reduce_scatter(x, backend), total)
     fd.reduce_scatter(x, backend, out=x[chunk])
@@ -139,8 +141,9 @@ def sums_of_floats(rank: int, world_size: int, addr: str) -> list[bytes]:
     return found
 
 
-def test_the_bits_of_a_sum_do_not_depend_on_how_arrays_are_moved() -> None:
-    results = run_ranks(3, sums_of_floats, backend="none")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_bits_of_a_sum_do_not_depend_on_how_arrays_are_moved(world_size: int) -> None:
+    results = run_ranks(world_size, sums_of_floats, backend="none")
     assert all(result == results[0] for result in results)
     assert results[0][0::2] == results[0][1::2]
 
