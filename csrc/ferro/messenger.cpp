@@ -155,6 +155,7 @@ void Messenger::run(Call& call, Batch& batch) {
       self = shared_from_this();
       call.begin_blocking();
     }
+    const SpinPolicy patience = spin_.while_moving(nbytes_of(batch));
     unsigned num_passes = 0;
     for (int idle = 0; !batch.is_done();) {
       if (progress()) {
@@ -166,7 +167,7 @@ void Messenger::run(Call& call, Batch& batch) {
       }
       ++idle;
       // A thread that waits at the gate may have something that can move.
-      if (!gate_->is_awaited() && spin_.linger(idle)) continue;
+      if (!gate_->is_awaited() && patience.linger(idle)) continue;
       check_caller(call, batch);
       set_owner_away(batch, true);
       sleep(call, news());
@@ -186,6 +187,12 @@ std::vector<int> Messenger::awaited_by(const Batch& batch) const {
     for (const auto& posted : lane->messages)
       if (posted.second == &batch) peers.set(lane->peer);
   return peers.none() && !batch.is_done() ? peers_of(batch) : ranks_of(peers);
+}
+
+std::size_t Messenger::nbytes_of(const Batch& batch) {
+  std::size_t nbytes = 0;
+  for (const Message& message : batch.messages_) nbytes += message.op.nbytes();
+  return nbytes;
 }
 
 std::vector<int> Messenger::peers_of(const Batch& batch) {

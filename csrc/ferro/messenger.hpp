@@ -95,6 +95,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   std::vector<int> awaited_by(const Batch& batch) const;
   // Throws timeout, naming them.
   [[noreturn]] void throw_timeout(const Batch& batch) const;
+  static std::size_t nbytes_of(const Batch& batch);
   // All peers of the batch. Needs no gate.
   static std::vector<int> peers_of(const Batch& batch);
   bool is_idle() const { return lanes_in_use_.empty(); }

@@ -13,8 +13,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstddef>
 #include <cstdint>
 #include <ctime>
 
@@ -62,9 +64,16 @@ struct SpinPolicy {
   static constexpr int kBriefPauses = 24;  // about a microsecond: cheaper than telling the caller
   int pauses;
   int yields;
+  int pauses_per_mib = 0;  // more of them while a peer moves so much
 
   static SpinPolicy for_ranks(int num_ranks, int num_cores) {
-    return num_ranks <= num_cores ? SpinPolicy{2000, 20} : SpinPolicy{20, 10};
+    return num_ranks <= num_cores ? SpinPolicy{2000, 20, 4096} : SpinPolicy{20, 10};
+  }
+
+  // For a wait that lasts until a peer has moved `nbytes`: up to about three times as long as that takes.
+  SpinPolicy while_moving(std::size_t nbytes) const {
+    const auto mib = static_cast<int>(std::min(nbytes >> 20, std::size_t{16}));
+    return {pauses + mib * pauses_per_mib, yields};
   }
 
   // For the `turn`-th time in a row that nothing could be done: waits a little; false if it is time to sleep.

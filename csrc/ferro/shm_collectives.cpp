@@ -2,8 +2,8 @@
 // published its header and all agree; inputs_ says what can be read in place.
 //
 // Small inputs came with the headers: one step, reading only. Symmetric inputs
-// are read in place, followed by a fence, and so may large ones be where every rank both gives
-// and takes (pull). All others go in rounds through the windows: each rank stages a chunk
+// are read in place, followed by a fence, and so may large ones be, except by a root
+// (pull). All others go in rounds through the windows: each rank stages a chunk
 // of its input, then reads those of its peers.
 #include <algorithm>
 #include <cerrno>
@@ -270,7 +270,7 @@ void ShmTransport::allreduce_pulled(Call& call, const Collective& c) {
   const auto share = [&](int rank) { return share_of({0, c.count}, size_, rank, itemsize); };
   const Range own = share(index_);
   reduce_in_passes(call, c, bytes(c.out) + own.first * itemsize, own);
-  fence(call);
+  fence(call, own.count * itemsize);
   check_group();
   for (int step = 1; step < size_; ++step) {
     const int peer = (index_ + step) % size_;
@@ -414,7 +414,7 @@ bool ShmTransport::broadcast(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
   const int root = index_of_[c.root];
   if (inputs_.of_rank[root] != nullptr && inputs_.are_complete) {
-    copy_block(call, c.out, inputs_.of_rank[root], nbytes);
+    copy_from(call, root, has_foreign_input_[root], c.out, inputs_.of_rank[root], nbytes);
     return inputs_.are_borrowed;
   }
   const Slots slots = slots_for(nbytes, 1);
@@ -495,7 +495,7 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
   const int root = index_of_[c.root];
   if (inputs_.are_complete) {
-    copy_block(call, c.out, inputs_.of_rank[root] + index_ * nbytes, nbytes);
+    copy_from(call, root, has_foreign_input_[root], c.out, inputs_.of_rank[root] + index_ * nbytes, nbytes);
     return inputs_.are_borrowed;
   }
   if (index_ == root) copy_block(call, c.out, bytes(c.in) + root * nbytes, nbytes);

@@ -29,6 +29,9 @@ constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 // repay that anywhere.
 constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
 
+// The same for a broadcast whose root has nothing to copy for itself, and can return once it has staged.
+constexpr std::size_t kPullNoCopyNbytes = std::size_t{2} << 20;
+
 // The same for the input of an allreduce. Up to the second limit two ranks both reduce all of it, which
 // takes no second fence. Otherwise each reduces a share and takes the other results: inputs that fit into the
 // windows are read from there just as fast, since they are still in the peer's cache.

@@ -27,8 +27,6 @@ struct Places {
 };
 static_assert(sizeof(Places) <= HeaderSlot::kInlineNbytes, "must travel in a header");
 
-constexpr int kChooser = 0;  // the rank that chooses how large arrays are copied
-
 Places places_of(const HeaderSlot& slot) {
   Places places;
   std::memcpy(&places, slot.payload, sizeof places);
@@ -175,11 +173,11 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   // input, peers wait for the store to it, and their caches still hold the line.
   if (is_inline_) prepare_to_write(&segment_->header(index_, (sequence_ + 1) & 1));
   find_inputs(collective);
-  const bool is_timed = index_ == kChooser && is_pullable(collective);
+  const bool is_timed = index_ == chooser_of(collective) && is_pullable(collective);
   const auto start = is_timed ? Call::Clock::now() : Call::Clock::time_point{};
   const bool has_borrowed = dispatch(call, collective);
   if (has_borrowed) {
-    fence(call);
+    fence(call, collective.count * item_size(collective.dtype));
     // A rank that gave up in the fence may have changed its array while it was still being read, but has
     // ended the group before that.
     check_group();
@@ -244,7 +242,8 @@ void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot
 
 void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot) {
   const std::size_t nbytes = input_nbytes(collective, size_, is_root(collective));
-  is_inline_ = nbytes <= HeaderSlot::kInlineNbytes;
+  // Who gives nothing still says whether it can take what is pulled.
+  is_inline_ = nbytes <= HeaderSlot::kInlineNbytes && !is_pullable(collective);
   if (is_inline_) {
     if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
     return;
@@ -256,7 +255,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     places.in = segment_->symmetric_offset(collective.in, nbytes);
     places.out = segment_->symmetric_offset(collective.out, nbytes);
   }
-  if (places.in == 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1) {
+  if (places.in == 0 && nbytes != 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1) {
     places.staged_at = next_small(nbytes);
     small_nbytes_ = nbytes;
     unsigned char* const staged = segment_->small_ring(index_) + places.staged_at;
@@ -265,12 +264,12 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   }
   if (is_pullable(collective) && peer_memory_->can_read_all()) {
     places.address = reinterpret_cast<std::uintptr_t>(collective.in);
-    places.may_be_pulled = places.in != 0 || peer_memory_->can_lend(collective.in, nbytes);
+    places.may_be_pulled = nbytes == 0 || places.in != 0 || peer_memory_->can_lend(collective.in, nbytes);
     if (collective.op == Op::allreduce && !shm_cost::pulling_whole_wins(nbytes, size_) &&
         collective.in != collective.out && places.out == 0)
       places.may_be_pulled = places.may_be_pulled && peer_memory_->can_lend(collective.out, nbytes);
     places.out_address = reinterpret_cast<std::uintptr_t>(collective.out);
-    places.shall_be_pulled = index_ == kChooser && chooses_to_pull(collective);
+    places.shall_be_pulled = index_ == chooser_of(collective) && chooses_to_pull(collective);
   }
   std::memcpy(slot.payload, &places, sizeof places);
 }
@@ -378,13 +377,16 @@ void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t 
 }
 
 // Whether this rank's arrays are large enough for others to read them in its memory, and stay as they are
-// while others do. Only where every rank both gives and takes: elsewhere staging puts the giver's core to
-// work as well, and is as fast.
+// while others do. Where only the root takes, staging is as fast: it puts the givers' cores to work.
 bool ShmTransport::is_pullable(const Collective& collective) const {
   if (peer_memory_->setting() == PeerReads::never || size_ == 1 || is_uneven(collective)) return false;
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   const bool is_in_place = collective.in == collective.out;
   switch (collective.op) {
+    case Op::broadcast:
+      return nbytes >=
+             (is_root(collective) && is_in_place ? shm_cost::kPullNoCopyNbytes : shm_cost::kPullNbytes);
+    case Op::scatter:
     case Op::all_gather:
     case Op::reduce_scatter:
       return nbytes >= shm_cost::kPullNbytes;
@@ -399,22 +401,24 @@ bool ShmTransport::is_pullable(const Collective& collective) const {
   }
 }
 
+// The rank that chooses for all of them: one that copies, so that it can tell how long that takes.
+int ShmTransport::chooser_of(const Collective& collective) const {
+  switch (collective.op) {
+    case Op::broadcast:
+    case Op::scatter:
+      return (index_of_[collective.root] + 1) % size_;
+    default:
+      return 0;
+  }
+}
+
 bool ShmTransport::chooses_to_pull(const Collective& collective) {
   return peer_memory_->setting() == PeerReads::always ||
          copy_choice_of(collective).pulls(collective.count * item_size(collective.dtype));
 }
 
 CopyChoice& ShmTransport::copy_choice_of(const Collective& collective) {
-  switch (collective.op) {
-    case Op::all_gather:
-      return gather_choice_;
-    case Op::all_to_all:
-      return exchange_choice_;
-    case Op::allreduce:
-      return allreduce_choice_;
-    default:
-      return scatter_choice_;
-  }
+  return copy_choices_[static_cast<std::size_t>(collective.op)];
 }
 
 // Every rank comes to the same answer, from the headers. A rank offers nothing before it has tried
@@ -426,12 +430,14 @@ bool ShmTransport::agree_to_pull(const Collective& collective) {
   const unsigned parity = sequence_ & 1;
   for (int peer = 0; peer < size_; ++peer)
     if (!places_of(segment_->header(peer, parity)).may_be_pulled) return false;
-  return places_of(segment_->header(kChooser, parity)).shall_be_pulled;
+  return places_of(segment_->header(chooser_of(collective), parity)).shall_be_pulled;
 }
 
-void ShmTransport::fence(Call& call) {
+void ShmTransport::fence(Call& call, std::size_t nbytes) {
+  read_nbytes_ = nbytes;
   publish_header(Collective{});
   await_headers(call);
+  read_nbytes_ = 0;
 }
 
 // ---- Waiting ---------------------------------------------------------------
@@ -457,15 +463,10 @@ __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, 
 // Whether it was ready before it was time to sleep.
 template <class Ready>
 bool ShmTransport::spin(Ready ready) const {
-  for (int i = 0; i < spin_.pauses; ++i) {
-    if (ready()) return true;
-    pause_briefly();
-  }
-  for (int i = 0; i < spin_.yields; ++i) {
-    if (ready()) return true;
-    sched_yield();
-  }
-  return false;
+  const SpinPolicy patience = spin_.while_moving(read_nbytes_);
+  for (int turn = 0; !ready(); ++turn)
+    if (!patience.linger(turn)) return false;
+  return true;
 }
 
 template <class Ready>

@@ -3,6 +3,7 @@
 #ifndef FERRO_SHM_TRANSPORT_HPP
 #define FERRO_SHM_TRANSPORT_HPP
 
+#include <array>
 #include <memory>
 #include <vector>
 
@@ -55,11 +56,13 @@ class ShmTransport final : public Transport {
   void find_inputs(const Collective& collective);
   void find_output(int peer, std::uint64_t symmetric, std::uint64_t address);
   bool is_pullable(const Collective& collective) const;
+  int chooser_of(const Collective& collective) const;
   CopyChoice& copy_choice_of(const Collective& collective);
   bool chooses_to_pull(const Collective& collective);
   bool agree_to_pull(const Collective& collective);
-  // A second exchange of headers, without a payload: no rank leaves it before all have entered.
-  void fence(Call& call);
+  // A second exchange of headers, without a payload: no rank leaves it before all have entered. Until then
+  // each may read `nbytes` of another's.
+  void fence(Call& call, std::size_t nbytes);
 
   // ---- Waiting (shm_transport.cpp) ----
   template <class Ready>
@@ -164,6 +167,7 @@ class ShmTransport final : public Transport {
   // index). kNobody otherwise. Informs other threads, orders nothing.
   static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
   std::atomic<std::uint64_t> awaited_{kNobody};
+  std::size_t read_nbytes_ = 0;   // what peers may be reading while this rank waits for them
   std::size_t next_small_ = 0;    // where this rank's ring of small payloads goes on
   std::size_t small_nbytes_ = 0;  // of the payload that this call staged there
   Inputs inputs_;
@@ -171,8 +175,7 @@ class ShmTransport final : public Transport {
   std::vector<bool> has_foreign_input_, has_foreign_output_;
   StagingWriter staging_;
   const std::shared_ptr<PeerMemory> peer_memory_;
-  // Of all_gather, all_to_all, allreduce and reduce_scatter.
-  CopyChoice gather_choice_, exchange_choice_, allreduce_choice_, scatter_choice_;
+  std::array<CopyChoice, static_cast<std::size_t>(Op::barrier)> copy_choices_;  // of the operations before it
   Scratch fetched_;                           // the block of foreign inputs that is being reduced
   mutable std::vector<const void*> sources_;  // scratch of reductions
   std::vector<void*> outputs_;                // the same

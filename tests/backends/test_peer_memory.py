@@ -22,7 +22,7 @@ Integers = npt.NDArray[np.int64]
 COUNT = 1 << 17  # elements a rank gives to each other one: enough to be read in place
 REDUCED_COUNT = (1 << 18) + 1000  # of an array that is reduced, the same
 WHOLE_COUNT = (1 << 15) + 1000  # the same with two ranks: each of them reads all of it
-PULLED = ("all_gather", "all_to_all", "allreduce", "reduce_scatter")
+PULLED = ("broadcast", "all_gather", "all_to_all", "allreduce", "reduce_scatter")
 PR_SET_DUMPABLE = 4
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
