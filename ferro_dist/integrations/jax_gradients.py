@@ -295,7 +295,7 @@ class _Reduction:
         with self._lock, self._failing_for_good():
             attendance = self._roll_call.ask(True, weight, self._tag + 1).result()
         is_mean = self._terms.reduce_op is ReduceOp.MEAN
-        self._factor = attendance.factor(weight, is_mean)
+        self._factor = attendance.factor(is_mean)
 
     def ready(self, turn: object, number: int, gradients: Sequence[NumpyArray]) -> None:
         """Take the gradients of a bucket, and start all buckets whose turn has come."""

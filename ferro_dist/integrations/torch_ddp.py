@@ -82,7 +82,6 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             _is_local=False,
             _has_backward_averaged=False,
             _given=None,
-            _weight=None,
             _optimizer=None,
         )
         self.training = module.training
@@ -490,7 +489,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         if not self._no_sync_depth:
             if weight and given is None:
                 self._refuse_averaged()
-            self.__dict__.update(_given=given, _weight=weight)
+            self.__dict__["_given"] = given
             try:
                 self._reducer.begin(given or self._gradients, weight=weight)
                 if given is None:
@@ -500,7 +499,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 else:
                     self._finish_round()
             finally:
-                self.__dict__.update(_given=None, _weight=None)
+                self.__dict__["_given"] = None
         if given is not None:
             return grads
         return {name: parameter.grad for name, parameter in trained.items()}
@@ -528,7 +527,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
 
     def _after_round(self, root: int, attendance: Attendance | None) -> None:
         is_mean = self._options.averaging.reduce_op is ReduceOp.MEAN
-        factor = None if attendance is None else attendance.factor(self._weight, is_mean)
+        factor = None if attendance is None else attendance.factor(is_mean)
         is_present = attendance is None or self._backend.rank in attendance.present
         if self._sparse.is_used:
             self._average_sparse(factor, is_present)

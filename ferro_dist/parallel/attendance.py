@@ -39,13 +39,16 @@ class Attendance:
     num_weighted : int
         How many of them gave a weight.
     total_weight : float
+    own_weight : float
+        What this rank gave, or 0.
     """
 
     present: tuple[int, ...]
-    num_weighted: int = 0
-    total_weight: float = 0.0
+    num_weighted: int
+    total_weight: float
+    own_weight: float
 
-    def factor(self, weight: float | None, is_mean: bool) -> float | None:
+    def factor(self, is_mean: bool) -> float | None:
         """Return what this rank's gradients are multiplied by; None if they stay as they are.
 
         Raises
@@ -71,8 +74,7 @@ class Attendance:
             raise WeightError("DDP: the weights of all ranks are 0: there is nothing to average.")
         if math.isinf(self.total_weight):
             raise WeightError("DDP: the sum of the weights of all ranks is infinite.")
-        mine = weight or 0.0
-        return mine / self.total_weight if is_mean else mine
+        return self.own_weight / self.total_weight if is_mean else self.own_weight
 
 
 class RollCall:
@@ -84,6 +86,7 @@ class RollCall:
     """
 
     def __init__(self, backend: Backend) -> None:
+        self._rank = backend.rank
         # Of each rank: whether it is present and weighted, and its weight.
         self._answers = Rows((3,), np.float64, backend)
 
@@ -109,6 +112,7 @@ class RollCall:
             tuple(np.flatnonzero(is_present).tolist()),
             int(is_weighted.sum()),
             sum(weights.tolist()),
+            float(weights[self._rank]),
         )
 
 

@@ -170,7 +170,6 @@ class Reducer:
     _num_settled: int
     _next_full: int
     _roll_call: RollCall | None
-    _weight: float | None
 
     def __init__(
         self,
@@ -286,7 +285,6 @@ class Reducer:
         self.is_open = True
         self._gradients = gradients
         gradients.memory = self._memory
-        self._weight = weight
         if self._agreement is not None and self._is_on_gpu:
             self._agreement.ask(self.tag_of(AGREEMENT))
         if self.is_attended or weight is not None:
@@ -418,7 +416,6 @@ class Reducer:
         self._has_late = self._is_held = False
         self._num_sent = 0
         self._roll_call = None
-        self._weight = None
         for bucket in self.buckets:
             bucket.reset()
         self._next_full = self._full_at[0] if self._full_at else 1
@@ -475,7 +472,7 @@ class Reducer:
         """Return the factor for this rank's gradients; None if they stay as they are."""
         if attendance is None:
             return None
-        factor = attendance.factor(self._weight, self.averaging.reduce_op is ReduceOp.MEAN)
+        factor = attendance.factor(self.averaging.reduce_op is ReduceOp.MEAN)
         if factor is not None and self._num_sent:
             raise ValueError("DDP: gradients that are on their way cannot be weighted any more")
         return factor
