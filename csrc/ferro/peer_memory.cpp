@@ -70,10 +70,11 @@ bool PeerMemory::can_read_all() const {
 
 bool PeerMemory::can_lend(const void* data, std::size_t nbytes) const {
   if (prctl(PR_GET_DUMPABLE) != 1) return false;
-  const char* first = static_cast<const char*>(data);
-  char ends[2];
-  return read_process(own_pid_, &ends[0], first, 1) == 0 &&
-         read_process(own_pid_, &ends[1], first + nbytes - 1, 1) == 0;
+  char* const first = const_cast<char*>(static_cast<const char*>(data));
+  char bytes[2];
+  const iovec local{bytes, sizeof bytes};
+  const iovec ends[] = {{first, 1}, {first + nbytes - 1, 1}};
+  return process_vm_readv(own_pid_, &local, 1, ends, 2, 0) == sizeof bytes;
 }
 
 int PeerMemory::read(int peer, void* dst, const void* src, std::size_t nbytes) const noexcept {

@@ -25,7 +25,7 @@ constexpr bool is_worth_preparing(std::size_t nbytes) {
 constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 
 // From here on what one rank copies from another may be pulled out of that one's memory. It costs
-// three system calls to lend the array, one for each reader, and the fence: smaller copies would not
+// two system calls to lend the array, one for each reader, and the fence: smaller copies would not
 // repay that anywhere.
 constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
 
