@@ -117,7 +117,8 @@ class Timeout(DistributedError, TimeoutError):
     Attributes
     ----------
     missing : tuple of int
-        The ranks that were waited for.
+        The ranks that did not come. Not those that were waited for but waited themselves, as far
+        as that is known: for those, the ranks at which their waits end. Or all ranks of a deadlock.
     seconds : float
         How long this rank waited.
     """

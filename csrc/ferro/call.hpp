@@ -3,6 +3,9 @@
 #ifndef FERRO_CALL_HPP
 #define FERRO_CALL_HPP
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 
@@ -31,6 +34,12 @@ constexpr double kWaitSliceSeconds = 0.1;
 // A rank that checks none of these for longer than this, in a call that blocks, was stopped or starved.
 constexpr double kAbsenceSeconds = 0.6;
 
+// Asks the kernel once: that costs as much as a short wait.
+inline bool is_main_thread() {
+  static thread_local const bool is_main = syscall(SYS_gettid) == getpid();
+  return is_main;
+}
+
 // One call in progress. Lives on the caller's stack or in its Task.
 class Call {
  public:
@@ -55,6 +64,10 @@ class Call {
   // How long it may sleep before it must check again.
   double slice_s() const { return std::clamp(remaining_s(), 0.0, kWaitSliceSeconds); }
   void extend(double seconds) { timeout_s_ += seconds; }
+
+  // For a call whose caller goes on meanwhile.
+  void set_in_background() { is_in_background_ = true; }
+  bool is_in_background() const { return is_in_background_; }
 
   // How long since the last absence (kAbsenceSeconds), 0 during one. check_interrupt() records
   // presence: where it is called too rarely, the gaps count as absences.
@@ -102,6 +115,7 @@ class Call {
   double timeout_s_;
   Hooks hooks_;
   bool is_blocking_ = false;
+  bool is_in_background_ = false;
   Clock::time_point started_;
   Clock::time_point present_since_;
   Clock::time_point last_seen_;

@@ -81,7 +81,7 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
     if (error.code == ErrorCode::closed) {
       end(ErrorCode::channel_closed, rank_);
     } else {
-      if (error.code == ErrorCode::timeout) testify(error.missing);
+      if (error.code == ErrorCode::timeout) testify(call, error);
       end(error.code, error.peer, static_cast<std::uint32_t>(sequence));
     }
   } else {
@@ -96,13 +96,14 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
 // All ranks report the same end. Where the rank that gave up had been waiting for nobody, what this
 // one saw counts, provided that it saw that same end.
 void Communicator::settle_timeout(Transport& transport, Error& error) noexcept {
-  std::vector<int> missing;
+  RankSet missing;
   try {
     missing = transport.find_missing();
   } catch (const std::bad_alloc&) {
     // Then only the first rank that was accused is named.
   }
   const AbortReason reason = transport.aborted();
+  if (error.awaited.empty()) error.awaited = error.missing;
   const std::vector<int>& seen = error.missing;
   const bool is_same =
       reason.code == ErrorCode::timeout &&
@@ -112,17 +113,27 @@ void Communicator::settle_timeout(Transport& transport, Error& error) noexcept {
     error.peer = reason.culprit;
     error.detail.clear();
     error.missing.clear();
+    error.is_deadlock = false;
   }
-  if (error.code != ErrorCode::timeout || missing.empty()) return;
-  error.missing = std::move(missing);
+  if (error.code != ErrorCode::timeout || missing.none()) return;
+  error.missing = ranks_of(missing);
+  error.is_deadlock = missing.test(kDeadlock);
   error.peer = error.missing.front();
 }
 
 // Lets the others know whom a call was waiting for that is being given up.
-void Communicator::testify(const std::vector<int>& awaited) noexcept {
+void Communicator::testify(const Call& call, Error& error) noexcept {
+  const auto transport = share(parts_.transport);
+  if (transport == nullptr) return;
+  try {
+    transport->trace(call, error);
+  } catch (const std::bad_alloc&) {
+    // Then those are named for which it waited itself.
+  }
   RankSet ranks;
-  for (const int rank : awaited) ranks.set(rank);
-  if (const auto transport = share(parts_.transport)) transport->testify(ranks);
+  for (const int rank : error.missing) ranks.set(rank);
+  ranks[kDeadlock] = error.is_deadlock;
+  transport->testify(ranks);
 }
 
 // Ends the group on every rank.
@@ -250,9 +261,9 @@ void Communicator::check_outside(Op op, std::uint64_t sequence, const Call& call
 
 // Waits for a call that had to queue. It must not return before the engine has let go of its arrays.
 void Communicator::await(Call& call, Task& task) {
-  const Error reason = reason_to_give_up(call, task);
+  Error reason = reason_to_give_up(call, task);
   if (reason.code == ErrorCode::none) return task.rethrow();
-  testify(reason.missing);
+  testify(call, reason);
   end(reason.code, reason.peer);
   Call unhurried(kUnlimited);
   task.wait(unhurried);

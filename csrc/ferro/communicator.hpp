@@ -106,7 +106,7 @@ class Communicator {
   // Notes what failed and, if the group cannot go on, tells the others.
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
   void settle_timeout(Transport& transport, Error& error) noexcept;
-  void testify(const std::vector<int>& awaited) noexcept;
+  void testify(const Call& call, Error& error) noexcept;
   void end(ErrorCode code, int culprit, std::uint32_t sequence = 0) noexcept;
   void await(Call& call, Task& task);
   Error reason_to_give_up(Call& call, Task& task);

@@ -47,7 +47,10 @@ struct Error : std::exception {
   int rank = -1;               // the rank that raises
   int peer = -1;               // the culprit, -1 if there is none
   int reporter = -1;           // the rank that ended the group, if it was another
-  std::vector<int> missing;    // timeout, under_way: every rank that was waited for
+  std::vector<int> missing;    // timeout, under_way: every rank that was waited for or, if it is known that
+                               // those wait themselves, the ranks at which their waits end
+  std::vector<int> awaited;    // timeout: those first ones
+  bool is_deadlock = false;    // timeout: `missing` wait for each other
   double elapsed_s = 0;        // timeout, under_way: for how long
   std::string detail;
 };

@@ -89,7 +89,7 @@ void HostsTransport::spread(AbortReason reason) const noexcept {
   mesh_->abort(reason);
 }
 
-std::vector<int> HostsTransport::find_missing() {
+RankSet HostsTransport::find_missing() {
   return mesh_->find_missing([this](Testimonies& testimonies) { add_testimonies(testimonies); });
 }
 

@@ -31,9 +31,12 @@ class HostsTransport final : public Transport {
   void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override;
   void add_lost(RankSet& ranks) override;
-  std::vector<int> find_missing() override;
+  RankSet find_missing() override;
   void add_awaited(RankSet& ranks) const override;
   void testify(const RankSet& awaited) noexcept override { mesh_->testify(awaited); }
+  void note_awaited(const Call& call, const RankSet& awaited) noexcept override {
+    mesh_->note_awaited(call, awaited);
+  }
   void add_testimonies(Testimonies& testimonies) override;
   std::uint32_t succession() const noexcept override;
   bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept override;

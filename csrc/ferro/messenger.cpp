@@ -17,9 +17,8 @@ constexpr int kSlicePollMs = static_cast<int>(kWaitSliceSeconds * 1e3);
 
 }  // namespace
 
-Messenger::Messenger(std::shared_ptr<const Transport> transport,
-                     std::vector<std::unique_ptr<Channel>> channels, std::shared_ptr<Segment> segment,
-                     int index, SpinPolicy spin)
+Messenger::Messenger(std::shared_ptr<Transport> transport, std::vector<std::unique_ptr<Channel>> channels,
+                     std::shared_ptr<Segment> segment, int index, SpinPolicy spin)
     : transport_(std::move(transport)),
       channels_(std::move(channels)),
       segment_(std::move(segment)),
@@ -157,6 +156,7 @@ void Messenger::run(Call& call, Batch& batch) {
     }
     const SpinPolicy patience = spin_.while_moving(nbytes_of(batch));
     unsigned num_passes = 0;
+    bool has_noted = false;
     for (int idle = 0; !batch.is_done();) {
       if (progress()) {
         idle = 0;
@@ -168,11 +168,17 @@ void Messenger::run(Call& call, Batch& batch) {
       ++idle;
       // A thread that waits at the gate may have something that can move.
       if (!gate_->is_awaited() && patience.linger(idle)) continue;
+      // It comes only now, or was stopped: the others may have been waiting for this rank.
+      if (has_noted && call.present_s() < kPresenceSeconds) transport_->note_awaited(call, {});
       check_caller(call, batch);
+      // After the check: a rank that comes only when the group has ended has not been waiting.
+      transport_->note_awaited(call, peers_due(batch));
+      has_noted = true;
       set_owner_away(batch, true);
       sleep(call, news());
       set_owner_away(batch, false);
     }
+    if (has_noted) transport_->note_awaited(call, {});
   } catch (const std::exception&) {
     end(current_error());
     throw;
@@ -181,11 +187,16 @@ void Messenger::run(Call& call, Batch& batch) {
   batch.rethrow();
 }
 
-std::vector<int> Messenger::awaited_by(const Batch& batch) const {
+RankSet Messenger::peers_due(const Batch& batch) const {
   RankSet peers;
   for (const Lane* lane : lanes_in_use_)
     for (const auto& posted : lane->messages)
       if (posted.second == &batch) peers.set(lane->peer);
+  return peers;
+}
+
+std::vector<int> Messenger::awaited_by(const Batch& batch) const {
+  const RankSet peers = peers_due(batch);
   return peers.none() && !batch.is_done() ? peers_of(batch) : ranks_of(peers);
 }
 

@@ -53,7 +53,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
  public:
   // `channels` by rank of the group, null for this rank itself. `segment` is the
   // one of this host, null where no peer shares it.
-  Messenger(std::shared_ptr<const Transport> transport, std::vector<std::unique_ptr<Channel>> channels,
+  Messenger(std::shared_ptr<Transport> transport, std::vector<std::unique_ptr<Channel>> channels,
             std::shared_ptr<Segment> segment, int index, SpinPolicy spin);
 
   // Held by whoever calls what follows, except for news() and notify(). Whoever waits for it need not
@@ -111,6 +111,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   void withdraw(const Batch& batch);
   void check_group() const;
   void check_caller(const Call& call, const Batch& batch) const;
+  RankSet peers_due(const Batch& batch) const;
   class Absence;
   bool begin_watch();
   void watch();
@@ -118,7 +119,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   void tell_others();
   void call_followers();
 
-  const std::shared_ptr<const Transport> transport_;
+  const std::shared_ptr<Transport> transport_;
   std::vector<std::unique_ptr<Channel>> channels_;
   std::shared_ptr<Segment> segment_;
   const int index_;

@@ -44,6 +44,9 @@ struct RankControl {
   alignas(kLinePair) std::atomic<std::uint32_t> is_testifying;
   std::atomic<std::uint32_t> has_testified;
   RankSet awaited;
+  // 1 + the place of the rank for which it sleeps on one of its words, if it can do nothing else.
+  // Informs, orders nothing.
+  alignas(kLinePair) std::atomic<std::uint32_t> stuck_for;
   // What peers need to read its memory, and a number in it that proves they can: PeerMemory. Written
   // once, `number` last.
   alignas(kLinePair) std::atomic<std::uint64_t> number;

@@ -69,6 +69,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vec
       size_(static_cast<int>(members.size())),
       members_(std::move(members)),
       spin_(spin),
+      are_processes_(are_processes),
       has_foreign_input_(members_.size()),
       has_foreign_output_(members_.size()),
       peer_memory_(std::move(peer_memory)),
@@ -107,12 +108,11 @@ void ShmTransport::add_lost(RankSet& ranks) {
 }
 
 // The rank whose reason won has first said for whom it waited.
-std::vector<int> ShmTransport::find_missing() {
+RankSet ShmTransport::find_missing() {
   const AbortReason reason = aborted();
   if (std::find(members_.begin(), members_.end(), reason.reporter) == members_.end()) return {};
   const RankControl& control = segment_->control(index_of_[reason.reporter]);
-  return control.has_testified.load(std::memory_order_acquire) != 0 ? ranks_of(control.awaited)
-                                                                    : std::vector<int>{};
+  return control.has_testified.load(std::memory_order_acquire) != 0 ? control.awaited : RankSet{};
 }
 
 // While headers are missing, the ranks that owe them, or that keep those from coming; later, the one
@@ -143,6 +143,38 @@ void ShmTransport::testify(const RankSet& awaited) noexcept {
   if (awaited.none() || control.is_testifying.exchange(1, std::memory_order_acq_rel) != 0) return;
   control.awaited = awaited;
   control.has_testified.store(1, std::memory_order_release);
+}
+
+void ShmTransport::note_awaited(const Call& call, const RankSet& awaited) noexcept {
+  if (!holds_up_rank(call)) return;
+  std::uint32_t word = kAwake;
+  if (awaited.any())
+    while (!awaited.test(static_cast<std::size_t>(members_[word++]))) continue;
+  segment_->control(index_).stuck_for.store(word, std::memory_order_relaxed);
+}
+
+void ShmTransport::trace(const Call& call, Error& error) const {
+  Testimonies testimonies;
+  testimonies.add({error.code, error.peer, members_[index_], 0});
+  RankSet awaited;
+  for (const int rank : error.missing) awaited.set(static_cast<std::size_t>(rank));
+  awaited[static_cast<std::size_t>(members_[index_])] = holds_up_rank(call);
+  testimonies.add(members_[index_], awaited);
+  for (const int rank : error.missing) {
+    for (int peer = index_of_[rank]; !testimonies.has_heard(members_[peer]);) {
+      const int next = stuck_for(peer);
+      if (next < 0) break;
+      RankSet stuck;
+      stuck.set(static_cast<std::size_t>(members_[peer])).set(static_cast<std::size_t>(members_[next]));
+      testimonies.add(members_[peer], stuck);
+      peer = next;
+    }
+  }
+  const RankSet missing = testimonies.missing();
+  if (missing.none()) return;
+  error.awaited = std::exchange(error.missing, ranks_of(missing));
+  error.peer = error.missing.front();
+  error.is_deadlock = missing.test(kDeadlock);
 }
 
 void ShmTransport::add_testimonies(Testimonies& testimonies) {
@@ -454,6 +486,7 @@ void ShmTransport::await(Call& call, int peer, Ready ready) {
 template <class Ready>
 __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, Ready ready) {
   call.begin_blocking();
+  if (!call.is_in_background()) collective_thread_.store(pthread_self(), std::memory_order_relaxed);
   awaited_.store(flag_of(sequence_, static_cast<std::uint32_t>(peer)), std::memory_order_relaxed);
   if (!spin(ready)) sleep(call, peer, ready);
   // Not before: as long as we wait, others read here for whom.
@@ -472,6 +505,9 @@ bool ShmTransport::spin(Ready ready) const {
 template <class Ready>
 void ShmTransport::sleep(Call& call, int peer, Ready ready) {
   std::atomic<std::uint32_t>& word = segment_->collective_sleeper(index_);
+  std::atomic<std::uint32_t>& stuck_for = segment_->control(index_).stuck_for;
+  const bool is_stuck = holds_up_rank(call);
+  if (is_stuck) stuck_for.store(static_cast<std::uint32_t>(peer) + 1, std::memory_order_relaxed);
   while (!ready()) {
     if (is_lost(peer)) {
       if (ready()) break;  // what a peer published before it departed counts
@@ -483,6 +519,7 @@ void ShmTransport::sleep(Call& call, int peer, Ready ready) {
     if (!ready() && !is_lost(peer)) futex_wait(word, static_cast<std::uint32_t>(peer) + 1, call.slice_s());
   }
   word.store(kAwake, std::memory_order_relaxed);
+  if (is_stuck) stuck_for.store(kAwake, std::memory_order_relaxed);
 }
 
 bool ShmTransport::is_lost(int peer) const {
@@ -523,6 +560,25 @@ int ShmTransport::culprit_behind(int peer) const {
     peer = static_cast<int>(word) - 1;
   }
   return peer;
+}
+
+// Whether this rank can do nothing else until the call ends. What a rank has several threads for is not known
+// here: taken for the one that counts is the main thread or, where all ranks are threads, the one that calls
+// collectives.
+bool ShmTransport::holds_up_rank(const Call& call) const {
+  if (call.is_in_background()) return false;
+  if (are_processes_) return is_main_thread();
+  const pthread_t known = collective_thread_.load(std::memory_order_relaxed);
+  return known == pthread_t{} || pthread_equal(known, pthread_self()) != 0;
+}
+
+// Whom a peer waits for that can do nothing else; -1 if there is no such wait, or what it waited for may
+// have come: then it has been woken, or its word is clear.
+int ShmTransport::stuck_for(int peer) const {
+  const std::uint32_t word = segment_->control(peer).stuck_for.load(std::memory_order_relaxed);
+  const bool sleeps = segment_->collective_sleeper(peer).load(std::memory_order_relaxed) == word ||
+                      segment_->message_sleeper(peer).load(std::memory_order_relaxed) == kAnyPeer;
+  return sleeps && word <= static_cast<std::uint32_t>(size_) ? static_cast<int>(word) - 1 : -1;
 }
 
 // Called after a sequentially consistent store, which is the publisher's fence of parking.hpp.

@@ -3,6 +3,8 @@
 #ifndef FERRO_SHM_TRANSPORT_HPP
 #define FERRO_SHM_TRANSPORT_HPP
 
+#include <pthread.h>
+
 #include <array>
 #include <memory>
 #include <vector>
@@ -32,9 +34,11 @@ class ShmTransport final : public Transport {
   AbortReason aborted() const noexcept override;
 
   void add_lost(RankSet& ranks) override;
-  std::vector<int> find_missing() override;
+  RankSet find_missing() override;
   void add_awaited(RankSet& ranks) const override;
   void testify(const RankSet& awaited) noexcept override;
+  void note_awaited(const Call& call, const RankSet& awaited) noexcept override;
+  void trace(const Call& call, Error& error) const override;
   void add_testimonies(Testimonies& testimonies) override;
   std::uint32_t succession() const noexcept override;
   bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept override;
@@ -79,6 +83,8 @@ class ShmTransport final : public Transport {
   void check_at_work(Call& call) const;
   void check_group() const;
   int culprit_behind(int peer) const;
+  int stuck_for(int peer) const;
+  bool holds_up_rank(const Call& call) const;
   void wake_sleepers();
   void await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::* counter,
                      std::uint64_t value);
@@ -158,6 +164,7 @@ class ShmTransport final : public Transport {
   const int size_;
   const std::vector<int> members_;
   const SpinPolicy spin_;
+  const bool are_processes_;   // the ranks, or else threads of one
   std::vector<int> index_of_;  // place in the segment, by rank of the group
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
@@ -167,9 +174,10 @@ class ShmTransport final : public Transport {
   // index). kNobody otherwise. Informs other threads, orders nothing.
   static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
   std::atomic<std::uint64_t> awaited_{kNobody};
-  std::size_t read_nbytes_ = 0;   // what peers may be reading while this rank waits for them
-  std::size_t next_small_ = 0;    // where this rank's ring of small payloads goes on
-  std::size_t small_nbytes_ = 0;  // of the payload that this call staged there
+  std::atomic<pthread_t> collective_thread_{};  // the last that has called one and waited in it
+  std::size_t read_nbytes_ = 0;                 // what peers may be reading while this rank waits for them
+  std::size_t next_small_ = 0;                  // where this rank's ring of small payloads goes on
+  std::size_t small_nbytes_ = 0;                // of the payload that this call staged there
   Inputs inputs_;
   // By place: whether inputs_ holds an address in that rank's own process.
   std::vector<bool> has_foreign_input_, has_foreign_output_;

@@ -19,6 +19,7 @@ class Task {
  public:
   // Copies the counts; the arrays stay the caller's, and must live until the task is done.
   Task(const Collective& what, int world_size, double timeout_s) : collective(what), call(timeout_s) {
+    call.set_in_background();
     if (what.send_counts == nullptr) return;
     send_counts_.assign(what.send_counts, what.send_counts + world_size);
     recv_counts_.assign(what.recv_counts, what.recv_counts + world_size);
@@ -27,6 +28,7 @@ class Task {
   }
   Task(Op op, const std::vector<PointToPoint>& ops, double timeout_s)
       : messages(std::make_unique<Batch>(ops)), call(timeout_s) {
+    call.set_in_background();
     collective.op = op;
   }
 

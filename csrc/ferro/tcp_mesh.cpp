@@ -251,6 +251,13 @@ void TcpMesh::testify(const RankSet& awaited) noexcept {
   awaited_in_messages_ |= awaited;
 }
 
+void TcpMesh::note_awaited(const Call& call, const RankSet& awaited) noexcept {
+  if (call.is_in_background() || !is_main_thread()) return;
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  is_stuck_ = awaited.any();
+  awaited_in_messages_ = awaited;
+}
+
 RankSet TcpMesh::testimony() {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
   return has_told_.load(std::memory_order_relaxed) ? testimony_ : testimony_now();
@@ -259,10 +266,13 @@ RankSet TcpMesh::testimony() {
 RankSet TcpMesh::testimony_now() const noexcept {
   // What was noted may be out of date by up to a slice of the wait.
   const RankSet now = testimony_.any() ? awaited() : RankSet{};
-  return (now.any() ? now : testimony_) | awaited_in_messages_;
+  RankSet all = (now.any() ? now : testimony_) | awaited_in_messages_;
+  // Of a collective it is not known whether it runs in the background.
+  all[static_cast<std::size_t>(own_rank_)] = testimony_.none() && is_stuck_;
+  return all;
 }
 
-std::vector<int> TcpMesh::find_missing(const std::function<void(Testimonies&)>& add_others) {
+RankSet TcpMesh::find_missing(const std::function<void(Testimonies&)>& add_others) {
   const RankSet own = testimony();
   const std::int64_t deadline_ns =
       ended_at_ns_.load(std::memory_order_relaxed) + static_cast<std::int64_t>(kInquestSeconds * 1e9);
@@ -278,16 +288,16 @@ std::vector<int> TcpMesh::find_missing(const std::function<void(Testimonies&)>& 
 }
 
 // The answer that the first thread to ask has found stands for all: a later one might hear more.
-std::vector<int> TcpMesh::settle(const Testimonies& testimonies) {
+RankSet TcpMesh::settle(const Testimonies& testimonies) {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
   if (missing_) return *missing_;
   const AbortReason reason = testimonies.reason();
   word_.store(reason.pack(), std::memory_order_release);
   RankSet missing = testimonies.missing();
-  // Everybody is there: a link is slow, they wait for each other, or the missing rank came at
-  // the last moment.
+  // Everybody is there: a link is slow, they wait for each other in calls of several kinds, or the missing
+  // rank came at the last moment.
   if (missing.none() && reason.culprit >= 0) missing.set(reason.culprit);
-  missing_ = ranks_of(missing);
+  missing_ = missing;
   return *missing_;
 }
 

@@ -85,6 +85,9 @@ class TcpMesh {
   void clear_testimony();
   // The same for messages, by the thread that gives them up and is about to abort().
   void testify(const RankSet& awaited) noexcept;
+  // The same while it waits, in this call: for nobody once it does not. Only the main thread is heard,
+  // since what others are for is not known here.
+  void note_awaited(const Call& call, const RankSet& awaited) noexcept;
   // What peers were told or, before that, what they would be told now.
   RankSet testimony();
 
@@ -92,7 +95,7 @@ class TcpMesh {
   // testimony.hpp. Waits until every rank has been heard, kInquestSeconds from the end at most.
   // `add_others` adds what ranks say that this mesh does not reach. All threads that ask get the
   // same answer; from then on aborted() is the reason that counts on all ranks.
-  std::vector<int> find_missing(const std::function<void(Testimonies&)>& add_others);
+  RankSet find_missing(const std::function<void(Testimonies&)>& add_others);
   // What peers have said so far.
   void add_testimonies(Testimonies& testimonies);
 
@@ -153,7 +156,7 @@ class TcpMesh {
   Lane& lane(int peer) { return lanes_[lane_of_[peer]]; }
   AbortReason reason() const noexcept;
   void adopt(AbortReason reason) noexcept;
-  std::vector<int> settle(const Testimonies& testimonies);
+  RankSet settle(const Testimonies& testimonies);
   void throw_if_aborted() const;
   // Finds out why streams ended. Needs streams_mutex_.
   void examine_hangups();
@@ -190,11 +193,12 @@ class TcpMesh {
   std::atomic<std::uint64_t> word_{0};
   std::atomic<std::int64_t> ended_at_ns_{0};  // written before word_
   std::atomic<bool> has_told_{false};
-  RankSet testimony_;  // guarded by streams_mutex_, as are the next two
+  RankSet testimony_;  // guarded by streams_mutex_, as are the next three
   RankSet awaited_in_messages_;
-  std::optional<std::vector<int>> missing_;  // what an inquest has found
-  std::atomic<bool> has_testimony_{false};   // whether it is not empty; spares clear_testimony() the lock
-  std::atomic<std::uint32_t> sequence_{0};   // informs, orders nothing
+  bool is_stuck_ = false;                   // a message is all that this rank waits for
+  std::optional<RankSet> missing_;          // what an inquest has found
+  std::atomic<bool> has_testimony_{false};  // whether it is not empty; spares clear_testimony() the lock
+  std::atomic<std::uint32_t> sequence_{0};  // informs, orders nothing
   std::atomic<std::int64_t> next_look_ns_{0};
   std::mutex streams_mutex_;  // guards the lanes; never held across a wait
 };

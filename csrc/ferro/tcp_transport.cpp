@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "ferro/cost_model.hpp"
 #include "ferro/wide_float.hpp"
@@ -20,12 +21,13 @@ void run_or_abort(Transport& transport, TcpMesh& mesh, std::uint32_t sequence,
   const auto ended_by = [&](Error error) {
     const AbortReason reason = reason_of(error, mesh.own_rank(), sequence);
     transport.abort(reason);
-    std::vector<int> missing;
+    RankSet missing;
     if (mesh.aborted().code == ErrorCode::timeout) missing = transport.find_missing();
     const AbortReason winner = mesh.aborted();
     if (winner.code != reason.code || winner.culprit != reason.culprit) error = mesh.error_of(winner);
     if (winner.code != ErrorCode::timeout) return error;
-    error.missing = std::move(missing);
+    error.awaited = std::exchange(error.missing, ranks_of(missing));
+    error.is_deadlock = missing.test(kDeadlock);
     if (!error.missing.empty()) error.peer = error.missing.front();
     return error;
   };

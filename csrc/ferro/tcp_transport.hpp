@@ -26,11 +26,14 @@ class TcpTransport final : public Transport {
   void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override { return mesh_->aborted(); }
   void add_lost(RankSet& ranks) override { mesh_->add_lost(ranks); }
-  std::vector<int> find_missing() override {
+  RankSet find_missing() override {
     return mesh_->find_missing([](Testimonies&) {});
   }
   void add_awaited(RankSet& ranks) const override { ranks |= mesh_->awaited(); }
   void testify(const RankSet& awaited) noexcept override { mesh_->testify(awaited); }
+  void note_awaited(const Call& call, const RankSet& awaited) noexcept override {
+    mesh_->note_awaited(call, awaited);
+  }
   void add_testimonies(Testimonies& testimonies) override { mesh_->add_testimonies(testimonies); }
   void close() noexcept override { mesh_->close(); }
 

@@ -4,11 +4,13 @@
 // was waiting when the group ended says for whom (behind its last words over TCP, in
 // its control block in shared memory), and listens for a moment to what the others
 // say. Missing are those that are waited for and do not wait themselves. A rank that
-// says nothing has stopped, is busy elsewhere, or comes only now.
+// says nothing has stopped, is busy elsewhere, or comes only now. If all of them wait,
+// some may wait for each other.
 //
 // Over TCP several ranks may give up at the same moment, none knowing of the others.
 // What they say reaches every rank, and the same one of them counts everywhere: see
-// precedes(). Where all share memory, one is the first, and all report what it says.
+// precedes(). Where all share memory, one is the first: it finds in the others' control
+// blocks for whom they wait, and all report what it says.
 //
 // Rejected: asking before giving up. A question cannot be sent in the middle of a
 // payload, so each rank would need one more socket, and a thread to answer; last words
@@ -19,6 +21,7 @@
 #define FERRO_TESTIMONY_HPP
 
 #include <bitset>
+#include <map>
 #include <vector>
 
 #include "ferro/call.hpp"
@@ -27,6 +30,8 @@
 namespace ferro {
 
 using RankSet = std::bitset<kMaxWorldSize + 2>;
+// In a set of missing ranks: they wait for each other.
+constexpr std::size_t kDeadlock = kMaxWorldSize;
 
 // How long after the end of the group ranks listen to each other. Long enough for a rank that
 // sleeps in slices of kWaitSliceSeconds, short enough to raise within a second of the timeout.
@@ -57,22 +62,62 @@ inline bool precedes(const AbortReason& reason, const AbortReason& other) {
 // What is known of the waits of some ranks, and of why they ended.
 class Testimonies {
  public:
-  // `awaited` is empty for a rank that was waiting for nobody.
-  void add(int rank, const RankSet& awaited) {
+  // `awaited` is empty for a rank that was waiting for nobody. A rank that can do nothing else until
+  // its wait is over, which is not for a rank that waits in the same collective, names itself, too.
+  void add(int rank, RankSet awaited) {
     heard_.set(rank);
+    const bool is_stuck = awaited.test(rank);
+    awaited.reset(rank);
     if (awaited.none()) return;
-    waiting_.set(rank);
+    stuck_[rank] = is_stuck;
+    waiting_[rank] = awaited;
     awaited_ |= awaited;
   }
   void add(const AbortReason& reason) {
     if (reason.code != ErrorCode::none && precedes(reason, reason_)) reason_ = reason;
   }
   std::size_t num_heard() const { return heard_.count(); }
-  RankSet missing() const { return awaited_ & ~waiting_; }
+  bool has_heard(int rank) const { return heard_.test(rank); }
+  // If the waits of the rank that gave up end nowhere, but in a circle of stuck ranks, those.
+  RankSet missing() const {
+    RankSet idle = awaited_;
+    for (const auto& waiting : waiting_) idle.reset(waiting.first);
+    const RankSet behind = ranks_behind(reason_.reporter);
+    if ((behind & idle).any()) return idle;
+    for (const int rank : ranks_of(behind)) {
+      const RankSet circle = circle_behind(rank);
+      if (circle.any()) return circle;
+    }
+    return idle;
+  }
   AbortReason reason() const { return reason_; }
 
  private:
-  RankSet heard_, waiting_, awaited_;
+  // Those for which it waits, those for which these wait, and so on.
+  RankSet ranks_behind(int rank) const {
+    RankSet behind;
+    for (std::vector<int> next{rank}; !next.empty();) {
+      const auto waiting = waiting_.find(next.back());
+      next.pop_back();
+      if (waiting == waiting_.end()) continue;
+      for (const int awaited : ranks_of(waiting->second & ~behind)) next.push_back(awaited);
+      behind |= waiting->second;
+    }
+    return behind;
+  }
+  // Goes from a stuck rank to the first for which it waits.
+  RankSet circle_behind(int rank) const {
+    RankSet passed, circle;
+    for (; stuck_.test(rank) && !passed.test(rank); rank = ranks_of(waiting_.at(rank)).front())
+      passed.set(rank);
+    for (; passed.test(rank) && !circle.test(rank); rank = ranks_of(waiting_.at(rank)).front())
+      circle.set(rank);
+    if (circle.any()) circle.set(kDeadlock);
+    return circle;
+  }
+
+  RankSet heard_, awaited_, stuck_;
+  std::map<int, RankSet> waiting_;  // whom each of them awaits
   AbortReason reason_;
 };
 

@@ -39,8 +39,9 @@ class Transport {
 
   // After a timeout, once this rank has called abort(): who is missing. The answer is the same on all
   // ranks, and from then on aborted() is the reason that counts on all. May wait for kInquestSeconds.
-  // Empty where the rank that gave up had been waiting for nobody.
-  virtual std::vector<int> find_missing() = 0;
+  // Empty where the rank that gave up had been waiting for nobody; with kDeadlock if they wait for
+  // each other.
+  virtual RankSet find_missing() = 0;
 
   // Adds the ranks for which the collective in progress waits, as far as that is known. May be
   // called from any thread.
@@ -48,6 +49,11 @@ class Transport {
   // Lets the others know whom this rank was waiting for outside of this transport's collectives.
   // To be called before abort().
   virtual void testify(const RankSet& awaited) noexcept = 0;
+  // The same while it waits, in this call and for messages, before it sleeps. Nobody once it does not.
+  virtual void note_awaited(const Call& call, const RankSet& awaited) noexcept = 0;
+  // For a rank that gives up this call, and waited in it for error.missing: goes on from there to where
+  // the waits of others end, if that is known before abort().
+  virtual void trace([[maybe_unused]] const Call& call, [[maybe_unused]] Error& error) const {}
   // For a transport that joins the ranks of one host only: adds what other ranks have said so far,
   // and the reason that stands among them.
   virtual void add_testimonies(Testimonies& testimonies) = 0;

@@ -45,6 +45,8 @@ cdef extern from "ferro/error.hpp" namespace "ferro" nogil:
         int peer
         int reporter
         vector[int] missing
+        vector[int] awaited
+        bint is_deadlock
         double elapsed_s
         string detail
 
@@ -117,11 +119,18 @@ cdef object _timeout(const Error& error, str where, dict facts):
     cdef tuple missing = tuple(error.missing)
     if not missing and error.peer >= 0:
         missing = (error.peer,)
+    cdef tuple awaited = tuple(error.awaited)
     cdef str names = _ranks(missing) if missing else "the group"
     if missing == (error.rank,):
         names = "this rank"
     cdef str remedy = _remedy(names, len(missing))
-    if error.reporter >= 0 and error.reporter != error.rank:
+    if error.is_deadlock:
+        what = f"deadlock: {names} wait for each other"
+        remedy = (
+            "Change the order of their calls: where two send to each other, let one receive first, "
+            "or use sendrecv()."
+        )
+    elif error.reporter >= 0 and error.reporter != error.rank:
         if error.reporter in missing:  # it was waiting in a call of another kind
             what = (
                 f"{_silence(facts['op'], names, error.elapsed_s)}; "
@@ -134,6 +143,9 @@ cdef object _timeout(const Error& error, str where, dict facts):
         what = "its time was up, though it waited for no other rank itself"
         remedy = "Pass a larger timeout, or find out whom the calls before it wait for."
     elif error.detail.empty():
+        if awaited and not set(awaited) & set(missing):
+            holds = "holds" if len(missing) == 1 else "hold"
+            names = f"{_ranks(awaited)}, which {names} {holds} up,"
         what = _silence(facts["op"], names, error.elapsed_s)
     else:  # it has not had its turn, and waited for no other rank
         what, remedy = _text(error.detail), "Let that call end first, or pass a larger timeout."

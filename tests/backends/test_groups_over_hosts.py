@@ -343,6 +343,30 @@ def test_a_rank_that_stops_is_named_by_the_timeout_on_every_host(
         assert lesson.learnt_s - started < SOON_S
 
 
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3]], ids=name_of)
+def test_a_chain_of_messages_ends_at_the_same_rank_on_every_host(
+    hosts: list[Host], layout: Layout
+) -> None:
+    outcomes = run_undisturbed(
+        lambda: run_on(hosts, layout, wait_in_a_chain),
+        lambda outcomes: [outcome[-1] for outcome in outcomes[:-1]],
+    )
+    for error, _ in outcomes[:-1]:
+        assert (error.kind, error.op, error.missing) == ("Timeout", "recv", (3,)), error.message
+
+
+def wait_in_a_chain(group: Group) -> tuple[Told, Lesson] | None:
+    outcome = None
+    with group.split(range(group.world_size)) as chain:
+        if group.rank < 3:
+            pulse = Pulse()
+            chain.timeout = SHORT_S if group.rank == 0 else TIMEOUT_S
+            error = error_of(lambda: fd.recv(np.empty(1), chain, group.rank + 1))
+            outcome = error, pulse.end()
+        fd.barrier(group)
+    return outcome
+
+
 def wait_for_stopped(group: Group, victim: int, op: str, count: int) -> tuple[Told, float, Lesson]:
     pulse = Pulse()
     survivors = group.split([rank for rank in range(group.world_size) if rank != victim])

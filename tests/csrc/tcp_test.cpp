@@ -439,11 +439,37 @@ void of_several_that_give_up_at_once_all_tell_the_same() {
     }
     const AbortReason& first = last.code == ErrorCode::timeout ? reasons[0] : last;
     for (int rank = 0; rank < 3; ++rank) {
-      const std::vector<int> missing = meshes[rank]->find_missing([](Testimonies&) {});
+      const std::vector<int> missing = ranks_of(meshes[rank]->find_missing([](Testimonies&) {}));
       expect(missing == std::vector<int>{first.culprit}, "all name one culprit");
       expect(meshes[rank]->aborted().pack() == first.pack(), "all tell one reason");
     }
   }
+}
+
+// Rank 0 has given up. A rank that names itself can do nothing else until its wait is over.
+void waits_lead_to_who_is_missing_or_round_a_circle() {
+  using Ranks = std::vector<int>;
+  const auto missing = [](const std::vector<Ranks>& waits) {
+    Testimonies testimonies;
+    testimonies.add({ErrorCode::timeout, 1, 0, 0});
+    for (std::size_t rank = 0; rank < waits.size(); ++rank) {
+      RankSet awaited;
+      for (const int peer : waits[rank]) awaited.set(static_cast<std::size_t>(peer));
+      testimonies.add(static_cast<int>(rank), awaited);
+    }
+    return testimonies.missing();
+  };
+  const auto names = [&](const std::vector<Ranks>& waits, const Ranks& ranks, bool is_deadlock) {
+    const RankSet found = missing(waits);
+    expect(ranks_of(found) == ranks && found.test(kDeadlock) == is_deadlock, "who is missing");
+  };
+  names({{0, 1}, {1, 2}, {}}, {2}, false);
+  names({{0, 1}, {1, 2}, {2, 0}}, {0, 1, 2}, true);
+  names({{1}, {1, 2}, {2, 1}}, {1, 2}, true);
+  names({{0, 1, 3}, {1, 0}, {}, {}}, {3}, false);
+  names({{0, 1}, {1, 0}, {2, 3}, {}}, {0, 1}, true);
+  names({{0, 1}, {0}}, {}, false);
+  names({{0, 1}, {0}, {3}, {}}, {3}, false);
 }
 
 // Those from whom something is still due or, where that is nobody, those that take nothing: not
@@ -719,6 +745,7 @@ int main() {
   a_rank_that_waits_is_not_missing();
   a_rank_that_was_stopped_is_missing();
   of_several_that_give_up_at_once_all_tell_the_same();
+  waits_lead_to_who_is_missing_or_round_a_circle();
   who_is_awaited_is_known_at_every_moment();
   signals_end_a_wait();
   garbage_is_refused();

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -134,14 +135,107 @@ def test_a_rank_that_gives_up_in_another_call_is_not_said_to_wait_for_itself(
     transport: str,
 ) -> None:
     first, *others = run_ranks(3, wait_elsewhere, backend=transport)
-    assert "no data from rank 1" in first.message
     assert [told.missing for told in others] == [first.missing] * 2
     for told in others:
         assert (told.kind, told.peer) == ("Timeout", told.missing[0])
+    if first.missing == (0, 1):
+        for told in (first, *others):
+            assert "deadlock: ranks 0 and 1 wait for each other" in told.message, told
+        return
+    assert "no data from rank 1" in first.message
+    for told in others:
         if told.peer == 0:
             assert "rank 0 gave up waiting in another call" in told.message, told
         else:
             assert re.search(r"rank 0 gave up waiting for (this rank|rank 1)\.", told.message), told
+
+
+# What each rank does while rank 0 loses its patience, and whom all then hold responsible.
+WAITS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "chain of 3": (("recv 1", "recv 2", "away"), (2,)),
+    "chain of 4": (("recv 1", "send 2", "recv 3", "away"), (3,)),
+    "behind a stopped rank": (("recv 1", "recv 2", "stop"), (2,)),
+    "message behind a collective": (("allreduce", "recv 2", "away"), (2,)),
+    "in the background": (("recv 1", "allreduce later", "recv 1"), (1,)),
+    "both receive": (("recv 1", "recv 0"), (0, 1)),
+    "all send": (("send 1", "send 2", "send 0"), (0, 1, 2)),
+    "circle elsewhere": (("recv 1", "recv 2", "recv 3", "recv 2"), (2, 3)),
+    "collective and message": (("allreduce", "recv 0"), (0, 1)),
+}
+NOT_WAITING = ("away", "stop", "allreduce later")
+IN_THREADS = [name for name in WAITS if "stopped" not in name]
+# Over sockets, nobody knows whether a collective runs in the background.
+OVER_SOCKETS = [name for name in WAITS if name != "collective and message"]
+
+
+def wait_for_others(backend: fd.Backend, name: str) -> tuple[Told | None, Lesson]:
+    actions, _ = WAITS[name]
+    group = backend.split(range(backend.world_size))
+    assert group is not None
+    pids = fd.all_gather(np.array([os.getpid()]), backend)
+    action, _, peer = actions[backend.rank].partition(" ")
+    array = np.ones(LARGE if action == "send" else 1)
+    group.timeout = LONG_TIMEOUT_S if backend.rank == 0 else PATIENCE_S
+    calls: dict[str, Callable[[], Any]] = {
+        "recv": lambda: fd.recv(array, group, int(peer)),
+        "send": lambda: fd.send(array, group, int(peer)),
+        "allreduce": lambda: fd.allreduce(array, group),
+    }
+    pulse = Pulse()
+    error = work = None
+    if action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif peer == "later":
+        work = fd.allreduce(array, group, async_op=True)
+    elif action != "away":
+        error = error_of(calls[action])
+    lesson = pulse.end()
+    if backend.rank == 0 and "stop" in actions:
+        os.kill(int(pids[actions.index("stop")]), signal.SIGCONT)
+    fd.barrier(backend)
+    if work is not None:
+        error = error_of(work.wait)
+    group.close()
+    return error, lesson
+
+
+def check_who_is_missing(name: str, run: Callable[[], list[Any]]) -> None:
+    actions, missing = WAITS[name]
+    waiting = [rank for rank, action in enumerate(actions) if action not in NOT_WAITING]
+    outcomes = run_undisturbed(run, lambda outcomes: [outcomes[rank][-1] for rank in waiting])
+    for rank in waiting:
+        told = outcomes[rank][0]
+        assert (told.kind, told.missing, told.peer) == ("Timeout", missing, missing[0]), told
+        assert ("wait for each other" in told.message) == (len(missing) > 1), told
+    if name.startswith("chain"):
+        told = outcomes[0][0]
+        assert f"no data from rank 1, which rank {missing[0]} holds up, for" in told.message, told
+
+
+@pytest.mark.parametrize(
+    ("transport", "name"),
+    [("host", name) for name in WAITS] + [("tcp", name) for name in OVER_SOCKETS],
+)
+def test_those_are_named_at_whom_the_waits_end(transport: str, name: str) -> None:
+    world_size = len(WAITS[name][0])
+    check_who_is_missing(
+        name, lambda: run_ranks(world_size, wait_for_others, name, backend=transport)
+    )
+
+
+@pytest.mark.parametrize("name", IN_THREADS)
+def test_those_are_named_at_whom_the_waits_of_threads_end(name: str) -> None:
+    world_size = len(WAITS[name][0])
+
+    def run() -> list[Any]:
+        with ThreadPoolExecutor(world_size) as pool:
+            group = fd.SimulatedBackend.create_group(world_size)
+            outcomes = list(pool.map(wait_for_others, group, [name] * world_size))
+        for backend in group:
+            backend.close()
+        return outcomes
+
+    check_who_is_missing(name, run)
 
 
 def outlast_a_stopped_rank(
