@@ -32,13 +32,13 @@ constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
 // The same for a broadcast whose root has nothing to copy for itself, and can return once it has staged.
 constexpr std::size_t kPullNoCopyNbytes = std::size_t{2} << 20;
 
-// The same for the input of an allreduce. Up to the second limit two ranks both reduce all of it, which
-// takes no second fence. Otherwise each reduces a share and takes the other results: inputs that fit into the
-// windows are read from there just as fast, since they are still in the peer's cache.
+// The same for the input of an allreduce. Each rank reduces a share and takes the other results: shorter
+// inputs are read from the windows just as fast, since they are still in the peer's cache. Two ranks may
+// both reduce all of it instead, which takes no second fence.
+constexpr std::size_t kPullSharesNbytes = std::size_t{1} << 20;
 constexpr std::size_t kPullWholeNbytes = std::size_t{256} << 10;
-constexpr std::size_t kPullSharesNbytes = std::size_t{2} << 20;
 constexpr bool pulling_whole_wins(std::size_t nbytes, int num_ranks) {
-  return num_ranks == 2 && nbytes < kPullSharesNbytes;
+  return num_ranks == 2 && nbytes < std::size_t{2} << 20;
 }
 
 // Messages from here on are lent to their receivers. A system call must repay itself; symmetric memory is
