@@ -274,8 +274,10 @@ void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot
 
 void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot) {
   const std::size_t nbytes = input_nbytes(collective, size_, is_root(collective));
-  // Who gives nothing still says whether it can take what is pulled.
-  is_inline_ = nbytes <= HeaderSlot::kInlineNbytes && !is_pullable(collective);
+  // Who gives nothing still says whether it can take what is pulled. So does a rank that reads nobody: its
+  // peers, which may not know that, look for the answer.
+  is_inline_ = nbytes <= HeaderSlot::kInlineNbytes &&
+               collective.count * item_size(collective.dtype) < shm_cost::kPullNbytes;
   if (is_inline_) {
     if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
     return;

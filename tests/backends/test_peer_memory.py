@@ -160,6 +160,26 @@ def test_one_rank_that_reads_nobody_is_enough() -> None:
     run_ranks(3, move_where_one_says_never, backend="none")
 
 
+def receive_after_small_sums(rank: int, world_size: int, addr: str) -> None:
+    def sum_twice() -> None:  # leaves them in both headers of each rank
+        for _ in range(2):
+            fd.allreduce(np.ones(56, np.uint8), backend)
+
+    with join(rank, world_size, addr, "never" if rank == 1 else "always") as backend:
+        whole, out = values(0, COUNT * world_size), np.empty(COUNT, np.int64)
+        for _ in range(2):  # in the first, ranks find out whom they can read
+            sum_twice()
+            np.testing.assert_array_equal(fd.broadcast(values(rank), backend), values(0))
+            sum_twice()
+            fd.scatter(whole if rank == 0 else None, backend, out=out)
+            np.testing.assert_array_equal(out, whole[rank * COUNT : (rank + 1) * COUNT])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_receiver_that_reads_nobody_says_so(world_size: int) -> None:
+    run_ranks(world_size, receive_after_small_sums, backend="none")
+
+
 def call_after_a_late_refusal(
     rank: int, world_size: int, addr: str, collective: str, is_lender_private: bool
 ) -> str:
