@@ -37,7 +37,7 @@ class Buffers:
                 owner,
                 name,
                 tensor,
-                None if tensor is None else tensor.detach().clone(),
+                None if tensor is None else _distinct(tensor.detach()).clone(),
                 version(tensor),
             )
             for owner in module.modules()
@@ -58,7 +58,7 @@ class Buffers:
             # Autograd may have saved the tensor. If it still has its value, past autograd's notice.
             target = tensor.data if version(tensor) == before else tensor
             with torch.no_grad():
-                target.copy_(value)
+                _distinct(target).copy_(value)
 
 
 class Surroundings:
@@ -66,6 +66,7 @@ class Surroundings:
 
     By then the caller may have left autocast, and the forwards of later microbatches have written
     to buffers. Of these, only those that the forward itself writes are kept: see `keep_changed`.
+    Writes through ``tensor.data`` are not noticed: those buffers are read as they are by then.
     """
 
     def __init__(self, module: Module) -> None:
@@ -97,6 +98,13 @@ def version(tensor: Any) -> int | None:
     if not isinstance(tensor, torch.Tensor) or tensor.is_inference():
         return None
     return int(tensor._version)
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """Return a view without the repetitions of `expand`, to which nothing can be written."""
+    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
 
 
 def _autocast_as_now(kind: str) -> Any:

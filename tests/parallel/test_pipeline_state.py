@@ -111,16 +111,18 @@ class Centred(nn.Module):
 
     total: Any
     count: Any
+    ones: Any
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(WIDTH))
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("ones", torch.ones((), dtype=torch.float64).expand(WIDTH))
 
     def forward(self, x: Any) -> Any:
         self.total = self.total + x.detach().mean(0)
         self.count.add_(1)
-        return torch.tanh(x - self.total / self.count)
+        return torch.tanh(x - self.total / self.count) * self.ones
 
 
 @pytest.mark.parametrize(("case", "options"), KEPT_AND_CHECKPOINTED)
