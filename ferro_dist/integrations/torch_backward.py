@@ -65,7 +65,7 @@ class BackwardWatcher:
         self._opening = threading.Lock()
         self._end_of_task: weakref.ref[Any] | None = None
         self._handles: list[Any] = []
-        self._handles_of_leaves: list[Any] = []
+        self._passed_leaves: list[RemovableHandle] = []
         self._parameters: list[Tensor] = []
         self._accumulators: dict[int, Any] = {}
         self._hook_tables: list[Any] = []
@@ -109,6 +109,8 @@ class BackwardWatcher:
     def watch_outputs(self, outputs: object) -> None:
         """Notice when a backward reaches any of these outputs of forward."""
         num_hooks, num_own = RemovableHandle.next_id, 0
+        leaves: list[RemovableHandle] = []
+        hook = functools.partial(self._on_output_gradient, leaves)
         for tensor in find_tensors(outputs):
             # Inside of torch.func a graph is differentiated on the spot, and its tensors are
             # wrappers: whatever comes of it reaches the parameters later.
@@ -117,15 +119,16 @@ class BackwardWatcher:
             # A leaf, such as an input that forward returns, keeps its hook beyond this graph.
             if tensor.is_leaf and self._is_hooked(tensor):
                 continue
-            handle = tensor.register_hook(self._on_output_gradient)
+            handle = tensor.register_hook(hook)
             num_own += 1
             if tensor.is_leaf:
-                self._handles_of_leaves.append(handle)
+                leaves.append(handle)
         if self._num_hooks == num_hooks and RemovableHandle.next_id == num_hooks + num_own:
             self._num_hooks += num_own  # none of which is a parameter's
 
     def _is_hooked(self, tensor: Tensor) -> bool:
-        return self._on_output_gradient in (tensor._backward_hooks or {}).values()
+        hooks = (tensor._backward_hooks or {}).values()
+        return any(getattr(hook, "func", None) == self._on_output_gradient for hook in hooks)
 
     def stop(self) -> None:
         """Watch no gradient any more."""
@@ -156,11 +159,13 @@ class BackwardWatcher:
         return on_gradient
 
     @uncompiled
-    def _on_output_gradient(self, _: Tensor) -> None:
-        if self.is_open or self._is_stopped:
+    def _on_output_gradient(self, leaves: Sequence[RemovableHandle], _: Tensor) -> None:
+        if self._is_stopped:
             return
-        if _accumulates(self._found_accumulators()):
+        if not self.is_open and _accumulates(self._found_accumulators()):
             self._open()
+        if self.is_open:
+            self._passed_leaves += leaves
 
     def _found_accumulators(self) -> Iterator[Any]:
         """Yield each parameter's node that adds to ``grad``; nodes asked for are kept."""
@@ -197,10 +202,11 @@ class BackwardWatcher:
     def _forget_task(self) -> None:
         self.is_open = False
         self._end_of_task = None
-        # What is computed from a leaf elsewhere, perhaps on a single rank, is no output.
-        for handle in self._handles_of_leaves:
+        # Of the forwards that it has passed: what is computed from their leaves elsewhere, perhaps
+        # on a single rank, is no output. Other forwards may still have their own backward.
+        for handle in self._passed_leaves:
             handle.remove()
-        self._handles_of_leaves.clear()
+        self._passed_leaves.clear()
 
 
 def _accumulates(accumulators: Iterable[Any]) -> bool:

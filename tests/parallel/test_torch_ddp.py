@@ -402,6 +402,31 @@ def test_a_rank_whose_forward_returns_its_input_takes_part(on_ranks: OnRanks) ->
     assert on_ranks(2, body) == [((1, 0.5), 3)] * 2
 
 
+def test_inputs_that_forwards_return_are_noticed_until_their_own_backward(
+    on_ranks: OnRanks,
+) -> None:
+    class Passed(Scale):
+        def forward(self, x: Any) -> Any:
+            return x, super().forward(x) if x else x + 1
+
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(Passed(), backend)
+        inputs = [
+            torch.tensor([backend.rank * i], dtype=torch.float64, requires_grad=True)
+            for i in (2.0, 4.0)
+        ]
+        (_, y), (x, z) = map(ddp, inputs)
+        found = []
+        for output in y, z if backend.rank else x:
+            ddp.zero_grad()
+            output.sum().backward()
+            found.append(gradients_of(ddp))
+        assert not any(x._backward_hooks for x in inputs)
+        return found
+
+    assert on_ranks(2, body) == [[(1, 0.5), (2, 0.5)]] * 2
+
+
 def test_what_torch_func_differentiates_is_averaged_when_backward_comes(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)
