@@ -25,7 +25,7 @@ class CopyChoice {
   bool pulls(std::size_t nbytes) const {
     const Record& record = records_[log2_of(nbytes)];
     const bool is_pull_faster = record.seconds[1] <= record.seconds[0];
-    if (record.number < kTrials) return record.number % 2 == 1;
+    if (record.number < kTrials + 2 * kRingNbytes / nbytes) return record.number % 2 == 1;
     const double ratio =
         is_pull_faster ? record.seconds[0] / record.seconds[1] : record.seconds[1] / record.seconds[0];
     const bool is_trial = record.number % (ratio < kCloseRatio ? kCloseInterval : kClearInterval) == 0;
@@ -47,8 +47,10 @@ class CopyChoice {
     std::array<double, 2> seconds{1e9, 1e9};
     std::uint32_t number = 0;  // of copies that were timed
   };
-  // The first copies of a size go both ways in turn. Several each, since some meet untouched pages.
-  static constexpr std::uint32_t kTrials = 6;
+  // The first copies of a size go both ways in turn: several each, and as many more as meet untouched pages
+  // while staging goes once round its ring.
+  static constexpr std::size_t kTrials = 6;
+  static constexpr std::size_t kRingNbytes = std::size_t{2} << 20;
   static constexpr std::uint32_t kCloseInterval = 16, kClearInterval = 64;
   static constexpr double kCloseRatio = 1.5;
   static constexpr double kForgetting = 1.125;
