@@ -250,7 +250,7 @@ class TorchStage(Stage):
                 output = self.module(pytree.unflatten(parcel.structure, parcel.arrays))
             if loss_of is not None:
                 if not loss_of.counts:
-                    _stop_gradients(output)
+                    _stop_gradients(output, parcel.arrays)
                 output = _checked_loss(loss_of.function(output))
                 self._check_dependence(output, parcel)
             structure, arrays = _flatten_tensors(output)
@@ -386,10 +386,11 @@ def _checked_loss(loss: Any) -> Tensor:
     )
 
 
-def _stop_gradients(output: Any) -> None:
+def _stop_gradients(output: Any, inputs: Sequence[Tensor]) -> None:
     """Replace what the loss will send back by zeros. Backward runs: replicas may wait in it."""
     for tensor in find_tensors(output):
-        if not tensor.is_leaf:  # a weight itself, perhaps, which others use
+        # Other leaves than inputs are weights, which other microbatches use.
+        if not tensor.is_leaf or any(tensor is x for x in inputs):
             tensor.register_hook(torch.zeros_like)
 
 

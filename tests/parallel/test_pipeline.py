@@ -19,6 +19,7 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
     batch,
     by_name,
     chain,
+    gradients_of,
     make_pipeline,
     mean_square,
     run_pipelined,
@@ -211,6 +212,30 @@ def test_microbatch_without_weight_may_have_no_loss(
         for number, stage in stages.items():
             for name, parameter in stage.named_parameters():
                 torch.testing.assert_close(parameter.grad, expected.gradients[f"{number}.{name}"])
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_microbatch_without_weight_may_have_no_loss_in_a_stage_that_returns_its_input(
+    on_ranks: OnRanks, schedule: str, checkpoint: bool
+) -> None:
+    x, _ = batch(4)
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+
+    def masked_mean(output: Any, mask: Any) -> Any:
+        return (output.square().sum(1) * mask).sum() / mask.sum()
+
+    def body(backend: Any) -> Any:
+        stage = chain(1)[0] if backend.rank == 0 else nn.Identity()
+        pipe = fd.Pipeline(stage, backend, 2, schedule, checkpoint=checkpoint)
+        pipe.step(x, mask, masked_mean, weight=mask if backend.rank == 1 else None)
+        return gradients_of(stage)
+
+    model = chain(1)[0]
+    masked_mean(model(x), mask).backward()
+    gradients, _ = on_ranks(2, body)
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradients[name], gradient)
 
 
 def test_microbatches_may_change_shape_from_step_to_step(on_ranks: OnRanks) -> None:
