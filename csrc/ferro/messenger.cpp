@@ -154,7 +154,8 @@ void Messenger::run(Call& call, Batch& batch) {
       self = shared_from_this();
       call.begin_blocking();
     }
-    const SpinPolicy patience = spin_.while_moving(nbytes_of(batch));
+    // A look at a socket takes several times as long as a pause.
+    const SpinPolicy patience = spin_.while_moving(has_sockets_ ? 0 : nbytes_of(batch));
     unsigned num_passes = 0;
     bool has_noted = false;
     for (int idle = 0; !batch.is_done();) {
