@@ -200,8 +200,21 @@ bool Communicator::close() noexcept {
 
 // ---- Calls on the caller's thread ----------------------------------------------
 
+// What a rank has several threads for is not known here: while one waits, another may be at work on what the
+// others wait for.
+void Communicator::note_caller() noexcept {
+  pthread_t known = caller_.load(std::memory_order_relaxed);
+  if (pthread_equal(known, pthread_self()) != 0 || has_several_callers_.load(std::memory_order_relaxed))
+    return;
+  known = pthread_t{};
+  if (caller_.compare_exchange_strong(known, pthread_self(), std::memory_order_relaxed)) return;
+  if (const auto transport = share(parts_.transport)) transport->note_several_callers();
+  has_several_callers_.store(true, std::memory_order_relaxed);
+}
+
 void Communicator::run(Call& call, const Collective& collective) {
   check_open();
+  note_caller();
   if (collective_queue_.num_pending() != 0) {
     check_outside(collective.op, kNoSequence, call);
     return await(call, *submit(collective, call.timeout_s()));
@@ -222,6 +235,7 @@ void Communicator::run_now(Call& call, const Collective& collective) {
 
 void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& messages) {
   check_open();
+  note_caller();
   if (nbytes_of(messages) > shm_cost::kBriefNbytes) call.begin_blocking();
   Batch batch(messages);
   {
@@ -334,6 +348,7 @@ std::vector<int> Communicator::awaited_by(const Task& task) {
 
 std::shared_ptr<Task> Communicator::submit(const Collective& collective, double timeout_s) {
   check_open();
+  note_caller();
   auto task = std::make_shared<Task>(collective, world_size_, timeout_s);
   collective_queue_.push(task, [this] { run_collectives(); });
   return task;
@@ -342,6 +357,7 @@ std::shared_ptr<Task> Communicator::submit(const Collective& collective, double 
 std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint>& messages,
                                            double timeout_s) {
   check_open();
+  note_caller();
   auto task = std::make_shared<Task>(op, messages, timeout_s);
   if (nbytes_of(messages) <= kAtOnceNbytes && start_at_once(task)) return task;
   message_queue_.push(task, [this] { run_messages(); });

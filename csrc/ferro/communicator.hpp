@@ -2,6 +2,8 @@
 #ifndef FERRO_COMMUNICATOR_HPP
 #define FERRO_COMMUNICATOR_HPP
 
+#include <pthread.h>
+
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -99,6 +101,7 @@ class Communicator {
   };
   Communicator(int rank, int world_size, Parts parts);
 
+  void note_caller() noexcept;
   void run_now(Call& call, const Collective& collective);
   void run_now(Call& call, Op op, Batch& batch);
   Gate::Pass enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number);
@@ -146,6 +149,8 @@ class Communicator {
   std::atomic<std::uint64_t> num_exchanges_{0};    // written under message_gate_
   TaskQueue collective_queue_;
   TaskQueue message_queue_;
+  std::atomic<pthread_t> caller_{};  // the first
+  std::atomic<bool> has_several_callers_{false};
   std::atomic<bool> is_closed_{false};  // no call may start
   std::atomic<bool> has_left_{false};   // close() has begun to wait for calls under way
 };

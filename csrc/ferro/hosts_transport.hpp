@@ -37,6 +37,7 @@ class HostsTransport final : public Transport {
   void note_awaited(const Call& call, const RankSet& awaited) noexcept override {
     mesh_->note_awaited(call, awaited);
   }
+  void note_several_callers() noexcept override { mesh_->note_several_callers(); }
   void add_testimonies(Testimonies& testimonies) override;
   std::uint32_t succession() const noexcept override;
   bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept override;

@@ -157,10 +157,13 @@ void Messenger::run(Call& call, Batch& batch) {
     // A look at a socket takes several times as long as a pause.
     const SpinPolicy patience = spin_.while_moving(has_sockets_ ? 0 : nbytes_of(batch));
     unsigned num_passes = 0;
-    bool has_noted = false;
+    bool has_slept = false, has_noted = false;  // since something moved
+    Call::Clock::time_point still_since;
     for (int idle = 0; !batch.is_done();) {
       if (progress()) {
         idle = 0;
+        has_slept = false;
+        if (std::exchange(has_noted, false)) transport_->note_awaited(call, {});
         if (++num_passes % kPassesPerCheck != 0 || batch.is_done()) continue;
         check_caller(call, batch);
         make_way(call);
@@ -172,9 +175,12 @@ void Messenger::run(Call& call, Batch& batch) {
       // It comes only now, or was stopped: the others may have been waiting for this rank.
       if (has_noted && call.present_s() < kPresenceSeconds) transport_->note_awaited(call, {});
       check_caller(call, batch);
-      // After the check: a rank that comes only when the group has ended has not been waiting.
-      transport_->note_awaited(call, peers_due(batch));
-      has_noted = true;
+      // After the check: a rank that comes only when the group has ended has not been waiting. Nor before a
+      // slice in which nothing moved: what it has just sent may be on its way to those that wait for it.
+      const Call::Clock::time_point now = Call::Clock::now();
+      if (!std::exchange(has_slept, true)) still_since = now;
+      has_noted = std::chrono::duration<double>(now - still_since).count() >= kWaitSliceSeconds;
+      if (has_noted) transport_->note_awaited(call, peers_due(batch));
       set_owner_away(batch, true);
       sleep(call, news());
       set_owner_away(batch, false);

@@ -44,9 +44,11 @@ struct RankControl {
   alignas(kLinePair) std::atomic<std::uint32_t> is_testifying;
   std::atomic<std::uint32_t> has_testified;
   RankSet awaited;
-  // 1 + the place of the rank for which it sleeps on one of its words, if it can do nothing else.
-  // Informs, orders nothing.
+  // 1 + the place of the rank for which it sleeps, if it can do nothing else; with kInMessages if it
+  // sleeps on the word of its messages. These inform, and order nothing.
+  static constexpr std::uint32_t kInMessages = std::uint32_t{1} << 31;
   alignas(kLinePair) std::atomic<std::uint32_t> stuck_for;
+  std::atomic<std::uint32_t> has_several_callers;  // then it may do something else
   // What peers need to read its memory, and a number in it that proves they can: PeerMemory. Written
   // once, `number` last.
   alignas(kLinePair) std::atomic<std::uint64_t> number;

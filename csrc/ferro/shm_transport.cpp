@@ -148,9 +148,15 @@ void ShmTransport::testify(const RankSet& awaited) noexcept {
 void ShmTransport::note_awaited(const Call& call, const RankSet& awaited) noexcept {
   if (!holds_up_rank(call)) return;
   std::uint32_t word = kAwake;
-  if (awaited.any())
+  if (awaited.any()) {
     while (!awaited.test(static_cast<std::size_t>(members_[word++]))) continue;
+    word |= RankControl::kInMessages;
+  }
   segment_->control(index_).stuck_for.store(word, std::memory_order_relaxed);
+}
+
+void ShmTransport::note_several_callers() noexcept {
+  segment_->control(index_).has_several_callers.store(1, std::memory_order_relaxed);
 }
 
 void ShmTransport::trace(const Call& call, Error& error) const {
@@ -488,7 +494,6 @@ void ShmTransport::await(Call& call, int peer, Ready ready) {
 template <class Ready>
 __attribute__((noinline)) void ShmTransport::await_slowly(Call& call, int peer, Ready ready) {
   call.begin_blocking();
-  if (!call.is_in_background()) collective_thread_.store(pthread_self(), std::memory_order_relaxed);
   awaited_.store(flag_of(sequence_, static_cast<std::uint32_t>(peer)), std::memory_order_relaxed);
   if (!spin(ready)) sleep(call, peer, ready);
   // Not before: as long as we wait, others read here for whom.
@@ -564,23 +569,24 @@ int ShmTransport::culprit_behind(int peer) const {
   return peer;
 }
 
-// Whether this rank can do nothing else until the call ends. What a rank has several threads for is not known
-// here: taken for the one that counts is the main thread or, where all ranks are threads, the one that calls
-// collectives.
+// Whether this rank can do nothing else until the call ends: where the ranks are processes, others than its
+// main thread may wait while the rank itself is at work.
 bool ShmTransport::holds_up_rank(const Call& call) const {
-  if (call.is_in_background()) return false;
-  if (are_processes_) return is_main_thread();
-  const pthread_t known = collective_thread_.load(std::memory_order_relaxed);
-  return known == pthread_t{} || pthread_equal(known, pthread_self()) != 0;
+  return !call.is_in_background() && (!are_processes_ || is_main_thread()) &&
+         segment_->control(index_).has_several_callers.load(std::memory_order_relaxed) == 0;
 }
 
 // Whom a peer waits for that can do nothing else; -1 if there is no such wait, or what it waited for may
 // have come: then it has been woken, or its word is clear.
 int ShmTransport::stuck_for(int peer) const {
-  const std::uint32_t word = segment_->control(peer).stuck_for.load(std::memory_order_relaxed);
-  const bool sleeps = segment_->collective_sleeper(peer).load(std::memory_order_relaxed) == word ||
-                      segment_->message_sleeper(peer).load(std::memory_order_relaxed) == kAnyPeer;
-  return sleeps && word <= static_cast<std::uint32_t>(size_) ? static_cast<int>(word) - 1 : -1;
+  const RankControl& control = segment_->control(peer);
+  if (control.has_several_callers.load(std::memory_order_relaxed) != 0) return -1;
+  const std::uint32_t word = control.stuck_for.load(std::memory_order_relaxed);
+  const bool sleeps = (word & RankControl::kInMessages) != 0
+                          ? segment_->message_sleeper(peer).load(std::memory_order_relaxed) == kAnyPeer
+                          : segment_->collective_sleeper(peer).load(std::memory_order_relaxed) == word;
+  const std::uint32_t place = word & ~RankControl::kInMessages;
+  return sleeps && place <= static_cast<std::uint32_t>(size_) ? static_cast<int>(place) - 1 : -1;
 }
 
 // Called after a sequentially consistent store, which is the publisher's fence of parking.hpp.

@@ -3,8 +3,6 @@
 #ifndef FERRO_SHM_TRANSPORT_HPP
 #define FERRO_SHM_TRANSPORT_HPP
 
-#include <pthread.h>
-
 #include <array>
 #include <memory>
 #include <vector>
@@ -38,6 +36,7 @@ class ShmTransport final : public Transport {
   void add_awaited(RankSet& ranks) const override;
   void testify(const RankSet& awaited) noexcept override;
   void note_awaited(const Call& call, const RankSet& awaited) noexcept override;
+  void note_several_callers() noexcept override;
   void trace(const Call& call, Error& error) const override;
   void add_testimonies(Testimonies& testimonies) override;
   std::uint32_t succession() const noexcept override;
@@ -174,10 +173,9 @@ class ShmTransport final : public Transport {
   // index). kNobody otherwise. Informs other threads, orders nothing.
   static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
   std::atomic<std::uint64_t> awaited_{kNobody};
-  std::atomic<pthread_t> collective_thread_{};  // the last that has called one and waited in it
-  std::size_t read_nbytes_ = 0;                 // what peers may be reading while this rank waits for them
-  std::size_t next_small_ = 0;                  // where this rank's ring of small payloads goes on
-  std::size_t small_nbytes_ = 0;                // of the payload that this call staged there
+  std::size_t read_nbytes_ = 0;   // what peers may be reading while this rank waits for them
+  std::size_t next_small_ = 0;    // where this rank's ring of small payloads goes on
+  std::size_t small_nbytes_ = 0;  // of the payload that this call staged there
   Inputs inputs_;
   // By place: whether inputs_ holds an address in that rank's own process.
   std::vector<bool> has_foreign_input_, has_foreign_output_;

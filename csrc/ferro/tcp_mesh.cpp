@@ -254,8 +254,16 @@ void TcpMesh::testify(const RankSet& awaited) noexcept {
 void TcpMesh::note_awaited(const Call& call, const RankSet& awaited) noexcept {
   if (call.is_in_background() || !is_main_thread()) return;
   const std::lock_guard<std::mutex> lock(streams_mutex_);
+  if (has_several_callers_) return;
   is_stuck_ = awaited.any();
   awaited_in_messages_ = awaited;
+}
+
+void TcpMesh::note_several_callers() noexcept {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  has_several_callers_ = true;
+  is_stuck_ = false;
+  awaited_in_messages_.reset();
 }
 
 RankSet TcpMesh::testimony() {

@@ -88,6 +88,8 @@ class TcpMesh {
   // The same while it waits, in this call: for nobody once it does not. Only the main thread is heard,
   // since what others are for is not known here.
   void note_awaited(const Call& call, const RankSet& awaited) noexcept;
+  // No thread is heard any more: another may do what the peers wait for.
+  void note_several_callers() noexcept;
   // What peers were told or, before that, what they would be told now.
   RankSet testimony();
 
@@ -193,9 +195,10 @@ class TcpMesh {
   std::atomic<std::uint64_t> word_{0};
   std::atomic<std::int64_t> ended_at_ns_{0};  // written before word_
   std::atomic<bool> has_told_{false};
-  RankSet testimony_;  // guarded by streams_mutex_, as are the next three
+  RankSet testimony_;  // guarded by streams_mutex_, as are the next four
   RankSet awaited_in_messages_;
-  bool is_stuck_ = false;                   // a message is all that this rank waits for
+  bool is_stuck_ = false;  // a message is all that this rank waits for
+  bool has_several_callers_ = false;
   std::optional<RankSet> missing_;          // what an inquest has found
   std::atomic<bool> has_testimony_{false};  // whether it is not empty; spares clear_testimony() the lock
   std::atomic<std::uint32_t> sequence_{0};  // informs, orders nothing

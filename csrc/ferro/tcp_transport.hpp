@@ -34,6 +34,7 @@ class TcpTransport final : public Transport {
   void note_awaited(const Call& call, const RankSet& awaited) noexcept override {
     mesh_->note_awaited(call, awaited);
   }
+  void note_several_callers() noexcept override { mesh_->note_several_callers(); }
   void add_testimonies(Testimonies& testimonies) override { mesh_->add_testimonies(testimonies); }
   void close() noexcept override { mesh_->close(); }
 

@@ -51,6 +51,8 @@ class Transport {
   virtual void testify(const RankSet& awaited) noexcept = 0;
   // The same while it waits, in this call and for messages, before it sleeps. Nobody once it does not.
   virtual void note_awaited(const Call& call, const RankSet& awaited) noexcept = 0;
+  // From here on it does not count that a thread of this rank waits: another may do what the others wait for.
+  virtual void note_several_callers() noexcept = 0;
   // For a rank that gives up this call, and waited in it for error.missing: goes on from there to where
   // the waits of others end, if that is known before abort().
   virtual void trace([[maybe_unused]] const Call& call, [[maybe_unused]] Error& error) const {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -157,6 +158,7 @@ WAITS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "behind a stopped rank": (("recv 1", "recv 2", "stop"), (2,)),
     "message behind a collective": (("allreduce", "recv 2", "away"), (2,)),
     "in the background": (("recv 1", "allreduce later", "recv 1"), (1,)),
+    "beside another thread": (("recv 1", "recv 0 beside"), (1,)),
     "both receive": (("recv 1", "recv 0"), (0, 1)),
     "all send": (("send 1", "send 2", "send 0"), (0, 1, 2)),
     "circle elsewhere": (("recv 1", "recv 2", "recv 3", "recv 2"), (2, 3)),
@@ -173,7 +175,8 @@ def wait_for_others(backend: fd.Backend, name: str) -> tuple[Told | None, Lesson
     group = backend.split(range(backend.world_size))
     assert group is not None
     pids = fd.all_gather(np.array([os.getpid()]), backend)
-    action, _, peer = actions[backend.rank].partition(" ")
+    action, _, rest = actions[backend.rank].partition(" ")
+    peer, _, circumstance = rest.partition(" ")
     array = np.ones(LARGE if action == "send" else 1)
     group.timeout = LONG_TIMEOUT_S if backend.rank == 0 else PATIENCE_S
     calls: dict[str, Callable[[], Any]] = {
@@ -188,6 +191,9 @@ def wait_for_others(backend: fd.Backend, name: str) -> tuple[Told | None, Lesson
     elif peer == "later":
         work = fd.allreduce(array, group, async_op=True)
     elif action != "away":
+        if circumstance == "beside":
+            with ThreadPoolExecutor(1) as pool:
+                work = pool.submit(fd.recv, array, group, int(peer), async_op=True).result()
         error = error_of(calls[action])
     lesson = pulse.end()
     if backend.rank == 0 and "stop" in actions:
@@ -236,6 +242,37 @@ def test_those_are_named_at_whom_the_waits_of_threads_end(name: str) -> None:
         return outcomes
 
     check_who_is_missing(name, run)
+
+
+def wait_for_one_stopped_in_a_barrier(backend: fd.Backend) -> Told | None:
+    pids = fd.all_gather(np.array([os.getpid()]), backend)
+    error = work = None
+    group = backend.split(range(3))
+    assert group is not None
+    with group:
+        if backend.rank == 1:
+            # Its thread sleeps until a message comes, from whomever.
+            work = fd.recv(np.empty(1), group, 0, async_op=True)
+        if backend.rank == 2:
+            group.timeout = TIMEOUT_S
+            time.sleep(TIMEOUT_S)  # by then, rank 1 mostly sleeps in its barrier
+            os.kill(int(pids[1]), signal.SIGSTOP)
+            error = error_of(lambda: (fd.barrier(group), fd.recv(np.empty(1), group, 1)))
+            os.kill(int(pids[1]), signal.SIGCONT)
+        else:
+            with contextlib.suppress(fd.Timeout):
+                fd.barrier(group)
+        fd.barrier(backend)
+        if work is not None:
+            error_of(work.wait)
+    return error
+
+
+def test_a_rank_that_was_stopped_in_a_wait_that_is_over_is_missing() -> None:
+    error = run_ranks(3, wait_for_one_stopped_in_a_barrier, backend="host")[2]
+    assert error is not None
+    assert (error.kind, error.missing) == ("Timeout", (1,)), error
+    assert "deadlock" not in error.message
 
 
 def outlast_a_stopped_rank(
