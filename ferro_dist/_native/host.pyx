@@ -58,6 +58,7 @@ cdef tuple OP_NAMES = (
 )
 cdef double UNLIMITED = 1e9  # seconds
 cdef double SHORTEST_TIMEOUT = 1e-3  # seconds, for what is left of a call whose time is up
+cdef size_t FEW = 16  # pieces of work, which are quickly searched for those that are done
 cdef enum:
     MAX_TAG = 0xFFFFFFFF
 # By the names that FERRO_DIST_PEER_READS gives them.
@@ -195,7 +196,7 @@ cdef class Communicator:
     cdef object _first_error
     cdef object __weakref__
     cdef set _in_flight    # work whose arrays the engine may still use
-    cdef size_t _sweep_at  # how many may gather in it before it is searched for those that are done
+    cdef size_t _sweep_at  # beyond FEW, how many gather in it before those that are done are let go
     cdef int _num_forks
 
     def __init__(self):
@@ -663,11 +664,12 @@ cdef class Communicator:
         work._x = x
         work._written = written
         work._is_new = is_new
-        if <size_t> len(self._in_flight) >= self._sweep_at:
+        cdef size_t num_in_flight = len(self._in_flight)
+        if num_in_flight <= FEW or num_in_flight >= self._sweep_at:
             for other in list(self._in_flight):
                 if other.is_completed():
                     self._in_flight.discard(other)
-            self._sweep_at = max(1, 2 * len(self._in_flight))  # so that it costs little per call
+            self._sweep_at = 2 * len(self._in_flight)  # so that it costs little per call
         self._in_flight.add(work)
         return work
 
@@ -741,7 +743,6 @@ cdef Communicator _wrap(shared_ptr[Engine] engine, int rank, int world_size, dou
     communicator.timeout = timeout
     communicator._arrays = arrays
     communicator._in_flight = set()
-    communicator._sweep_at = 1
     communicator._num_forks = num_forks
     return communicator
 
