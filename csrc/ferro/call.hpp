@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "ferro/clock.hpp"
 #include "ferro/error.hpp"
 
 namespace ferro {
@@ -43,8 +44,6 @@ inline bool is_main_thread() {
 // One call in progress. Lives on the caller's stack or in its Task.
 class Call {
  public:
-  using Clock = std::chrono::steady_clock;
-
   explicit Call(double timeout_s, Hooks hooks = {}) : timeout_s_(timeout_s), hooks_(hooks) {}
 
   // Tells the caller that this may take longer than a microsecond. Idempotent.

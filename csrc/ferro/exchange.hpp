@@ -52,7 +52,6 @@ class Exchange {
   }
 
  private:
-  using Clock = Call::Clock;
   using Lane = TcpMesh::Lane;
 
   Lane& activate(int peer);

@@ -31,7 +31,7 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
   const bool is_even = num_parts == num_local();
   const bool has_part = place_ < num_parts;
 
-  char* own = bytes(collective.in) + begin * item;
+  char* own = mutable_bytes(collective.in) + begin * item;
   if (partial != dtype) {
     char* const wide = own_.reserve(count * partial_item);
     to_partial(call, wide, partial, own, dtype, count);
@@ -62,7 +62,7 @@ void HostsTransport::reduce_parts(Call& call, const Collective& collective, std:
 
   // On the root's host all ranks take part in the sharing, but only the root has an output.
   const bool has_output = is_everywhere || rank_ == collective.root;
-  char* const out = has_output ? bytes(collective.out) + begin * item : packed_.reserve(count * item);
+  char* const out = has_output ? mutable_bytes(collective.out) + begin * item : packed_.reserve(count * item);
   if (is_even) return run_local(call, Op::all_gather, dtype, part_count, part, out, -1);
   for (int i = 0; i < num_parts; ++i) {
     char* const place = out + i * part_count * item;
@@ -130,7 +130,7 @@ const char* HostsTransport::pack_for_agents(Call& call, const Collective& collec
   char* place = packed;
   for (const std::vector<int>& ranks : owners) {
     for (const int rank : ranks) {
-      const char* const chunk = bytes(collective.in) + rank * collective.count * item;
+      const char* const chunk = mutable_bytes(collective.in) + rank * collective.count * item;
       to_partial(call, place, partial, chunk, collective.dtype, collective.count);
       place += nbytes;
     }
@@ -147,7 +147,8 @@ const char* HostsTransport::pack_for_agents(Call& call, const Collective& collec
 void HostsTransport::broadcast(Call& call, const Collective& collective) {
   const std::size_t item = item_size(collective.dtype);
   const int root_host = host_of(collective.root);
-  char* out = bytes(rank_ == collective.root && collective.out == nullptr ? collective.in : collective.out);
+  char* out =
+      mutable_bytes(rank_ == collective.root && collective.out == nullptr ? collective.in : collective.out);
   if (host_ == root_host)
     run_local(call, Op::broadcast, collective.dtype, collective.count, collective.in, out, collective.root);
   const auto part_of = [&](int i) {
@@ -173,7 +174,7 @@ void HostsTransport::broadcast(Call& call, const Collective& collective) {
 // which shares it there.
 void HostsTransport::all_gather(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  const auto chunk_of = [&](int rank) { return bytes(collective.out) + rank * nbytes; };
+  const auto chunk_of = [&](int rank) { return mutable_bytes(collective.out) + rank * nbytes; };
   // The input may be a part of the output that is about to be received.
   copy_in_passes(call, chunk_of(rank_), collective.in, nbytes);
   Exchange exchange(*mesh_, call);
@@ -214,7 +215,8 @@ void HostsTransport::exchange_remote(Call& call, const Collective& collective, i
 
 void HostsTransport::all_to_all(Call& call, const Collective& collective) {
   const Piece last = outgoing_piece(collective, rank_, -1, world_size_ - 1);
-  const std::size_t in_nbytes = static_cast<std::size_t>(last.data + last.nbytes - bytes(collective.in));
+  const std::size_t in_nbytes =
+      static_cast<std::size_t>(last.data + last.nbytes - mutable_bytes(collective.in));
   // What is received may overwrite what has yet to be sent.
   char* const input = packed_.reserve(in_nbytes);
   copy_in_passes(call, input, collective.in, in_nbytes);
@@ -271,7 +273,7 @@ void HostsTransport::gather(Call& call, const Collective& original) {
   const bool is_root = rank_ == root;
   if (is_root) {
     // The input may be a part of the output that is about to be received.
-    char* const own = bytes(collective.out) + rank_ * nbytes;
+    char* const own = mutable_bytes(collective.out) + rank_ * nbytes;
     copy_in_passes(call, own, collective.in, nbytes);
     collective.in = own;
   }
@@ -281,7 +283,7 @@ void HostsTransport::gather(Call& call, const Collective& original) {
   char* const gathered = is_root ? received_.reserve(nbytes * locals().size()) : nullptr;
   run_local(call, Op::gather, collective.dtype, collective.count, collective.in, gathered, root);
   for (std::size_t i = 0; is_root && i < locals().size(); ++i)
-    copy_in_passes(call, bytes(collective.out) + locals()[i] * nbytes, gathered + i * nbytes, nbytes);
+    copy_in_passes(call, mutable_bytes(collective.out) + locals()[i] * nbytes, gathered + i * nbytes, nbytes);
 }
 
 void HostsTransport::scatter(Call& call, const Collective& collective) {

@@ -7,6 +7,8 @@
 #include <new>
 #include <utility>
 
+#include "ferro/clock.hpp"
+
 namespace ferro {
 namespace {
 
@@ -158,7 +160,7 @@ void Messenger::run(Call& call, Batch& batch) {
     const SpinPolicy patience = spin_.while_moving(has_sockets_ ? 0 : nbytes_of(batch));
     unsigned num_passes = 0;
     bool has_slept = false, has_noted = false;  // since something moved
-    Call::Clock::time_point still_since;
+    Clock::time_point still_since;
     for (int idle = 0; !batch.is_done();) {
       if (progress()) {
         idle = 0;
@@ -177,7 +179,7 @@ void Messenger::run(Call& call, Batch& batch) {
       check_caller(call, batch);
       // After the check: a rank that comes only when the group has ended has not been waiting. Nor before a
       // slice in which nothing moved: what it has just sent may be on its way to those that wait for it.
-      const Call::Clock::time_point now = Call::Clock::now();
+      const Clock::time_point now = Clock::now();
       if (!std::exchange(has_slept, true)) still_since = now;
       has_noted = std::chrono::duration<double>(now - still_since).count() >= kWaitSliceSeconds;
       if (has_noted) transport_->note_awaited(call, peers_due(batch));

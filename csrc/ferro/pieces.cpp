@@ -14,10 +14,10 @@ std::size_t sum_of_first(const std::size_t* counts, int n) {
 // A piece of an array packed in rank order, of uneven pieces where counts are given.
 Piece packed_piece(const void* base, const std::size_t* counts, std::size_t count, int i, std::size_t item) {
   const std::size_t begin = counts != nullptr ? sum_of_first(counts, i) : count * i;
-  return {bytes(base) + begin * item, (counts != nullptr ? counts[i] : count) * item};
+  return {mutable_bytes(base) + begin * item, (counts != nullptr ? counts[i] : count) * item};
 }
 
-Piece whole(const void* base, std::size_t nbytes) { return {bytes(base), nbytes}; }
+Piece whole(const void* base, std::size_t nbytes) { return {mutable_bytes(base), nbytes}; }
 
 }  // namespace
 

@@ -9,7 +9,7 @@
 namespace ferro {
 
 // Not const, since pieces are both sent and received; the engine never writes through what came from `in`.
-inline char* bytes(const void* data) { return static_cast<char*>(const_cast<void*>(data)); }
+inline char* mutable_bytes(const void* data) { return static_cast<char*>(const_cast<void*>(data)); }
 
 // The i-th of `parts` nearly equal parts; the first ones are the larger.
 Range chunk_range(std::size_t count, int parts, int i);

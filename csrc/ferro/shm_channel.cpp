@@ -1,11 +1,11 @@
 #include "ferro/shm_channel.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <string>
 #include <utility>
 
+#include "ferro/clock.hpp"
 #include "ferro/kernels.hpp"
 #include "ferro/parking.hpp"
 #include "ferro/shm_cost.hpp"
@@ -19,10 +19,6 @@ constexpr std::size_t kPieceNbytes = std::size_t{32} << 10;
 
 // How long a sender that expects its message to be taken over lets the receiver see it first.
 constexpr std::int64_t kTakerNs = 1000;
-
-std::int64_t now_ns() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 }  // namespace
 

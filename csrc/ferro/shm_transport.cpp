@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "ferro/clock.hpp"
 #include "ferro/kernels.hpp"
 #include "ferro/pages.hpp"
 #include "ferro/shm_cost.hpp"
@@ -212,7 +213,7 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   if (is_inline_) prepare_to_write(&segment_->header(index_, (sequence_ + 1) & 1));
   find_inputs(collective);
   const bool is_timed = index_ == chooser_of(collective) && is_pullable(collective);
-  const auto start = is_timed ? Call::Clock::now() : Call::Clock::time_point{};
+  const auto start = is_timed ? Clock::now() : Clock::time_point{};
   const bool has_borrowed = dispatch(call, collective);
   if (has_borrowed) {
     fence(call, collective.count * item_size(collective.dtype));
@@ -223,7 +224,7 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   if (is_timed && (inputs_.are_pulled || !has_borrowed))
     copy_choice_of(collective)
         .note(collective.count * item_size(collective.dtype), inputs_.are_pulled,
-              std::chrono::duration<double>(Call::Clock::now() - start).count());
+              std::chrono::duration<double>(Clock::now() - start).count());
 }
 
 // ---- Headers ---------------------------------------------------------------

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "ferro/clock.hpp"
 #include "ferro/kernels.hpp"
 
 namespace ferro {
@@ -41,7 +42,6 @@ class StagingWriter {
   static constexpr int kFarInterval = 64;  // a probe costs five copies there
 
   __attribute__((noinline)) void probe(void* dst, const void* src, std::size_t nbytes) {
-    using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
     std::memcpy(dst, src, nbytes);
     const double ns = std::chrono::duration<double, std::nano>(Clock::now() - start).count();

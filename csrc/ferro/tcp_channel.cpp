@@ -134,7 +134,7 @@ void TcpChannel::throw_if_certain() {
 // overtake the other's.
 bool TcpChannel::may_mesh_tell_more() {
   if (mesh_ == nullptr) return false;
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = Clock::now();
   if (!ended_at_) ended_at_ = now;
   return now - *ended_at_ < kMeshPatience;
 }

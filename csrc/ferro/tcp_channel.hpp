@@ -2,12 +2,12 @@
 #ifndef FERRO_TCP_CHANNEL_HPP
 #define FERRO_TCP_CHANNEL_HPP
 
-#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <optional>
 
 #include "ferro/channel.hpp"
+#include "ferro/clock.hpp"
 #include "ferro/frame.hpp"
 #include "ferro/scratch.hpp"
 #include "ferro/tcp_mesh.hpp"
@@ -38,7 +38,7 @@ class TcpChannel final : public Channel {
 
   TcpStream stream_;
   bool has_said_goodbye_ = false;
-  std::optional<std::chrono::steady_clock::time_point> ended_at_;  // when the end was first seen
+  std::optional<Clock::time_point> ended_at_;  // when the end was first seen
   std::shared_ptr<TcpMesh> mesh_;
   Frame outgoing_;                   // header of the message that is being sent
   std::size_t outgoing_nbytes_ = 0;  // how much of it has been sent

@@ -15,7 +15,8 @@ namespace {
 
 bool overlap(const void* a, std::size_t a_nbytes, const void* b, std::size_t b_nbytes) {
   const std::less<const char*> before;
-  return before(bytes(a), bytes(b) + b_nbytes) && before(bytes(b), bytes(a) + a_nbytes);
+  return before(mutable_bytes(a), mutable_bytes(b) + b_nbytes) &&
+         before(mutable_bytes(b), mutable_bytes(a) + a_nbytes);
 }
 
 }  // namespace
@@ -31,8 +32,8 @@ class TcpCollectives::ReduceRing {
              DType dtype, ReduceOp op)
       : group_(group),
         exchange_(exchange),
-        own_(bytes(own)),
-        out_(bytes(out)),
+        own_(mutable_bytes(own)),
+        out_(mutable_bytes(out)),
         nbytes_(count * item_size(dtype)),
         item_(item_size(dtype)),
         kernel_(kernel_for(dtype, op)),
@@ -122,7 +123,7 @@ void TcpCollectives::divide(Call& call, void* data, DType dtype, std::size_t cou
   const ReduceKernel kernel = kernel_for(dtype, ReduceOp::mean);
   const std::size_t item = item_size(dtype);
   work_in_passes(call, count, 2 * item, [=](Range range) {
-    char* const place = bytes(data) + range.first * item;
+    char* const place = mutable_bytes(data) + range.first * item;
     const void* source = place;
     kernel(place, &source, 1, range.count, divisor);
   });
@@ -154,7 +155,7 @@ void TcpCollectives::run(Call& call, const Collective& collective) {
 Piece TcpCollectives::chunk_of(const Collective& collective, const void* base, int i) const {
   const std::size_t item = item_size(collective.dtype);
   const Range range = chunk_range(collective.count, size(), i);
-  return {bytes(base) + range.first * item, range.count * item};
+  return {mutable_bytes(base) + range.first * item, range.count * item};
 }
 
 void TcpCollectives::allreduce(Call& call, const Collective& collective) {
@@ -308,7 +309,7 @@ void TcpCollectives::broadcast_chain(Call& call, const Collective& collective) {
   while (passed < nbytes || !exchange.is_done()) {
     const std::size_t arrived = exchange.num_received(previous);
     if (arrived == nbytes || arrived - passed >= kChainSegmentNbytes) {
-      if (next >= 0) exchange.send(next, bytes(collective.out) + passed, arrived - passed);
+      if (next >= 0) exchange.send(next, mutable_bytes(collective.out) + passed, arrived - passed);
       passed = arrived;
     }
     if (!exchange.is_done()) exchange.wait();
@@ -365,7 +366,7 @@ void TcpCollectives::reduce_direct(Call& call, const Collective& collective) {
 // The first half of reduce_two_shot, with chunks of equal size.
 void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  const auto chunk_of = [&](int i) { return bytes(collective.in) + i * nbytes; };
+  const auto chunk_of = [&](int i) { return mutable_bytes(collective.in) + i * nbytes; };
   if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   // A result written over chunks that are still to be sent must wait elsewhere.
   const bool is_over_input = collective.out != chunk_of(index_) &&
@@ -388,7 +389,7 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   // After this copy the input is not read: it may be a part of the output that is
   // about to be received.
-  char* const own = bytes(collective.out) + index_ * nbytes;
+  char* const own = mutable_bytes(collective.out) + index_ * nbytes;
   copy_in_passes(call, own, collective.in, nbytes);
   if (size() > 2 && is_all_gather_doubling(size(), static_cast<double>(nbytes)))
     return all_gather_bruck(call, collective);
@@ -396,7 +397,7 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
   for (int step = 1; step < size(); ++step) exchange.send(member(peer_at(step)), own, nbytes);
   for (int step = 1; step < size(); ++step) {
     const int peer = peer_at(step);
-    exchange.receive(member(peer), bytes(collective.out) + peer * nbytes, nbytes);
+    exchange.receive(member(peer), mutable_bytes(collective.out) + peer * nbytes, nbytes);
   }
   exchange.finish();
 }
@@ -406,7 +407,7 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
 void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   char* const blocks = scratch_.reserve(nbytes * members_.size());
-  std::memcpy(blocks, bytes(collective.out) + index_ * nbytes, nbytes);
+  std::memcpy(blocks, mutable_bytes(collective.out) + index_ * nbytes, nbytes);
   for (int have = 1; have < size(); have *= 2) {
     const int num_moved = std::min(have, size() - have);
     const std::size_t moved_nbytes = nbytes * num_moved;
@@ -416,7 +417,7 @@ void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) 
     exchange.finish();
   }
   for (int i = 0; i < size(); ++i)
-    std::memcpy(bytes(collective.out) + peer_at(i) * nbytes, blocks + i * nbytes, nbytes);
+    std::memcpy(mutable_bytes(collective.out) + peer_at(i) * nbytes, blocks + i * nbytes, nbytes);
 }
 
 // gather, scatter, all_to_all: each pair of ranks has a piece of its own to move, so
@@ -428,9 +429,9 @@ void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
     const Piece end_in = outgoing_piece(collective, index_, root, size() - 1);
     const Piece end_out = incoming_piece(collective, index_, root, size() - 1);
     const std::size_t in_nbytes =
-        static_cast<std::size_t>(end_in.data + end_in.nbytes - bytes(collective.in));
+        static_cast<std::size_t>(end_in.data + end_in.nbytes - mutable_bytes(collective.in));
     const std::size_t out_nbytes =
-        static_cast<std::size_t>(end_out.data + end_out.nbytes - bytes(collective.out));
+        static_cast<std::size_t>(end_out.data + end_out.nbytes - mutable_bytes(collective.out));
     if (overlap(collective.in, in_nbytes, collective.out, out_nbytes)) {
       char* const input = scratch_.reserve(in_nbytes);
       copy_in_passes(call, input, collective.in, in_nbytes);

@@ -5,22 +5,17 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
+
+#include "ferro/clock.hpp"
 
 namespace ferro {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // How often aborted() looks at the sockets.
 constexpr std::int64_t kLookIntervalNs = 10'000'000;
 // How often an inquest looks for the words of ranks to which there is no socket.
 constexpr std::int64_t kListenIntervalNs = 10'000'000;
-
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
-}
 
 std::vector<UniqueFd> take_over(const std::vector<TcpMesh::Socket>& sockets) {
   std::vector<UniqueFd> fds;

@@ -10,7 +10,7 @@
 namespace ferro::nccl {
 namespace {
 
-constexpr std::chrono::milliseconds kBetweenLooks{1};
+constexpr std::chrono::milliseconds kBetweenSteps{1};
 // How long an abort may take once the time for a healthy end is up: see Communicator::abort.
 constexpr double kAbortGrace = 2;  // seconds
 
@@ -43,7 +43,7 @@ void Reaper::start_ending(const std::shared_ptr<Communicator>& communicator) {
   const auto advance_once = [this, communicator] { return advance(communicator); };
   try {
     std::thread([advance_once] {
-      while (!advance_once()) std::this_thread::sleep_for(kBetweenLooks);
+      while (!advance_once()) std::this_thread::sleep_for(kBetweenSteps);
     }).detach();
   } catch (const std::system_error&) {  // no more threads can be made: it shares that of the tasks
     add_task(advance_once);
@@ -97,7 +97,7 @@ void Reaper::work() noexcept {
                 tasks.end());
     lock.lock();
     std::move(tasks.begin(), tasks.end(), std::back_inserter(tasks_));
-    if (!tasks_.empty()) changed_.wait_for(lock, kBetweenLooks);
+    if (!tasks_.empty()) changed_.wait_for(lock, kBetweenSteps);
   }
   is_working_ = false;
   changed_.notify_all();

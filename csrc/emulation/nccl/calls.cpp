@@ -74,10 +74,6 @@ Use::~Use() {
   if (is_outermost_) communicator_->user.store({}, std::memory_order_release);
 }
 
-Use::Use(Use&& other) noexcept
-    : communicator_(std::move(other.communicator_)),
-      is_outermost_(std::exchange(other.is_outermost_, false)) {}
-
 ncclResult_t remember(const Failure& failure) {
   set_last_error(failure.text);
   poison_group(failure.code);

@@ -20,7 +20,6 @@ class Use {
   Use(ncclComm_t handle, const char* function) : Use(find_communicator(handle, function), function) {}
   Use(CommunicatorPtr communicator, const char* function);
   ~Use();
-  Use(Use&& other) noexcept;
   Use(const Use&) = delete;
   Use& operator=(const Use&) = delete;
 

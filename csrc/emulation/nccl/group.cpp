@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <future>
 #include <thread>
 
@@ -80,7 +81,7 @@ void await_turn(const std::shared_future<void>& before, const Communicator& comm
 
 ncclResult_t run_batches(std::vector<Batch>& batches) {
   if (is_blocking(batches)) {
-    std::vector<Use> uses;
+    std::deque<Use> uses;
     std::vector<Connections> connections;
     for (const Batch& batch : batches) {
       uses.emplace_back(batch.communicator, "ncclGroupEnd");
