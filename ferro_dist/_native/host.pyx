@@ -46,8 +46,8 @@ from ferro_dist.errors import (
 )
 
 __all__ = [
-    "PEER_READS", "Closer", "Communicator", "HostWork", "SymmetricMemory", "begin_exit", "create_segment",
-    "kernel_isa", "kernel_notices_deaths",
+    "PEER_READS", "Closer", "Communicator", "HostWork", "SymmetricMemory", "begin_exit", "copy_past_caches",
+    "create_segment", "kernel_isa", "kernel_notices_deaths",
 ]
 
 cdef int CPU = 1  # DLPack's number
@@ -95,6 +95,21 @@ def kernel_isa():
 def kernel_notices_deaths():
     """Tell whether ranks of one host learn of a death at once, and not by a timeout."""
     return ferro.kernel_notices_deaths()
+
+
+def copy_past_caches(dst, src):
+    """Copy an array to another, of as many elements of its dtype, without leaving that in the caches."""
+    cdef BufferView written = output_view_of(dst)
+    cdef BufferView read = view_of(src)
+    if not read.is_contiguous or read.device_type != CPU or written.device_type != CPU:
+        raise InvalidArray("copy_past_caches() takes contiguous arrays in host memory")
+    if read.count != written.count or read.dtype != written.dtype:
+        raise SizeMismatch(
+            f"copy_past_caches(): {read.count} {DTYPE_NAMES[read.dtype]} do not fit into "
+            f"{written.count} {DTYPE_NAMES[written.dtype]}"
+        )
+    with nogil:
+        ferro.copy_past_caches(written.data, read.data, read.nbytes)
 
 
 def begin_exit():

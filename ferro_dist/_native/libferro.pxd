@@ -56,6 +56,7 @@ cdef extern from "ferro/types.hpp" namespace "ferro" nogil:
 cdef extern from "ferro/kernels.hpp" namespace "ferro" nogil:
     ctypedef void (*ReduceKernel)(void*, const void* const*, int, size_t, int) noexcept
     ReduceKernel reduce_kernel(DType dtype, ReduceOp op) noexcept
+    void copy_past_caches(void* dst, const void* src, size_t nbytes) noexcept
     const char* kernel_isa() noexcept
 
 

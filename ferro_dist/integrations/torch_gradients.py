@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
+from ferro_dist._native.host import copy_past_caches
+from ferro_dist.errors import SizeMismatch
 from ferro_dist.integrations.torch_accumulation import Accumulation, as_dense
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.bucket import Bucket, BucketMemory, ParameterSpec, misplaced
@@ -161,7 +163,7 @@ def _has_copied_all(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketM
         return False
     # Nearly always it can. Other conditions are not checked beforehand, which would cost something
     # for each gradient.
-    with contextlib.suppress(TypeError, RuntimeError):
+    with contextlib.suppress(TypeError, RuntimeError, SizeMismatch):
         start, stop = memory.start, memory.stop
         addresses = map(torch.Tensor.data_ptr, gradients)
         if any(map(memory.contains, [a for a in addresses if start <= a < stop])):
@@ -195,6 +197,9 @@ def _copy_all(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         joined = bucket.flat[begin : begin + math.prod(shape)].view(shape)
         torch.cat(gradients[start:stop], out=joined)
         torch.autograd.graph.increment_version(views[start:stop])
+    for place in layout.streamed:
+        copy_past_caches(views[place], gradients[place])
+    torch.autograd.graph.increment_version([views[place] for place in layout.streamed])
     if layout.singles:
         torch._foreach_copy_(
             [views[place] for place in layout.singles],

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ferro_dist import interop
+from ferro_dist._native.host import copy_past_caches
 from ferro_dist.errors import InvalidArray
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ ALIGNMENT_NBYTES = 64
 
 LARGE_NBYTES = 64 << 10
 """From this size on, moving a gradient takes longer than asking about it."""
+
+STREAMED_NBYTES = MIB
+"""From this size on, the place of a gradient is in no cache when the gradient is copied there."""
 
 COUNTABLE = 256
 """Up to here bfloat16 has every integer: a lane that is summed must not lose count."""
@@ -91,6 +95,11 @@ class ParameterSpec:
     def padded_nbytes(self) -> int:
         """Size of the gradient in a bucket."""
         return self.padded_count * self.dtype.itemsize
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether its gradient is copied past the caches: a third less goes through memory so."""
+        return self.padded_nbytes >= STREAMED_NBYTES and not self.axes
 
     def __str__(self) -> str:
         order = f" in the order of dimensions {self.axes}" if self.axes else ""
@@ -215,9 +224,12 @@ class BucketLayout:
         Of the parameters.
     offsets : tuple of int
         First element of each gradient.
+    streamed : list of int
+        Places of gradients that are copied past the caches.
     runs : list of Run
+        Of others.
     singles : list of int
-        Places of gradients that are in no run.
+        Places of gradients that are in neither.
     lanes_offset : int
         First of the lanes of gradients; those of one gradient are side by side.
     controls_offset : int
@@ -239,8 +251,10 @@ class BucketLayout:
             end += spec.padded_count
         self.offsets = tuple(offsets)
         self.runs = _runs_of(self.specs)
-        in_runs = {place for run in self.runs for place in range(run.start, run.stop)}
-        self.singles = [place for place in range(len(self.specs)) if place not in in_runs]
+        self.streamed = [place for place, spec in enumerate(self.specs) if spec.is_streamed]
+        others = {place for run in self.runs for place in range(run.start, run.stop)}
+        others.update(self.streamed)
+        self.singles = [place for place in range(len(self.specs)) if place not in others]
         self.lanes_offset = end
         self.controls_offset = end + len(self.specs) * num_counters
         self.count = self.controls_offset + num_controls
@@ -408,7 +422,10 @@ class Bucket:
         if gradient is None:
             view.fill(0)
         elif not is_same_memory(gradient, view):
-            np.copyto(view, gradient)
+            if self.layout.specs[place].is_streamed and _are_copied_plainly(gradient, view):
+                copy_past_caches(view, gradient)
+            else:
+                np.copyto(view, gradient)
 
     def take_out(self, place: int, gradient: Any) -> None:
         """Overwrite a gradient with what is at its place, which may be the gradient itself."""
@@ -498,7 +515,7 @@ def _runs_of(specs: Sequence[ParameterSpec]) -> list[Run]:
     for stop in range(1, len(specs) + 1):
         if stop < len(specs) and _is_continued(specs[stop - 1], specs[stop]):
             continue
-        if stop - start > 1 or _is_large(specs[start]):
+        if not specs[start].is_streamed and (stop - start > 1 or _is_large(specs[start])):
             length = sum(spec.shape[0] for spec in specs[start:stop])
             runs.append(Run(start, stop, (length, *specs[start].shape[1:])))
         start = stop
@@ -515,8 +532,13 @@ def _is_continued(spec: ParameterSpec, other: ParameterSpec) -> bool:
         bool(spec.shape and other.shape)
         and spec.shape[1:] == other.shape[1:]
         and not (spec.axes or other.axes)
+        and not (spec.is_streamed or other.is_streamed)
         and spec.count == spec.padded_count
     )
+
+
+def _are_copied_plainly(source: NumpyArray, target: NumpyArray) -> bool:
+    return source.dtype == target.dtype and source.flags.c_contiguous and target.flags.c_contiguous
 
 
 def view_of(buffer: Any, offset: int, spec: ParameterSpec) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
+from ferro_dist._native.host import copy_past_caches
+from ferro_dist.errors import InvalidArray, SizeMismatch
 from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import (
     ALIGNMENT_NBYTES,
@@ -126,18 +129,55 @@ def test_gradients_are_aligned_and_share_no_element(
 
 
 @given(
-    st.lists(st.sampled_from([(16,), (3,), (), (2, 16), (1, 16), (0, 16), (40_000,)]), min_size=1)
+    st.lists(
+        st.sampled_from([(16,), (3,), (), (2, 16), (1, 16), (0, 16), (40_000,), (300_000,)]),
+        min_size=1,
+    )
 )
 def test_a_run_is_one_array_of_its_gradients(rows: list[tuple[int, ...]]) -> None:
     bucket = make_bucket([ParameterSpec(f"p{i}", s, np.dtype("f4")) for i, s in enumerate(rows)])
     bucket.buffer[:] = np.arange(bucket.layout.count)
-    places = list(bucket.layout.singles)
+    places = [*bucket.layout.singles, *bucket.layout.streamed]
     for start, stop, shape in bucket.layout.runs:
         begin = bucket.layout.offsets[start]
         run = bucket.buffer[begin : begin + math.prod(shape)].reshape(shape)
         assert_array_equal(run, np.concatenate(bucket.views[start:stop]))
         places += range(start, stop)
     assert sorted(places) == list(range(len(rows)))
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        np.arange(300_000, dtype="f4"),
+        np.arange(600_000, dtype="f4")[::2],  # with gaps
+        np.arange(300_000, dtype="f8"),
+    ],
+    ids=["alike", "with gaps", "another dtype"],
+)
+def test_large_gradients_of_any_layout_come_to_their_place(
+    gradient: np.ndarray[Any, Any],
+) -> None:
+    bucket = make_bucket([spec("a", 3), spec("b", gradient.size)])
+    assert bucket.layout.streamed == [1]
+    bucket.put_in(1, gradient)
+    assert_array_equal(bucket.views[1], gradient)
+    bucket.put_in(1, None)
+    assert not bucket.views[1].any()
+
+
+def test_only_arrays_of_one_size_and_dtype_are_copied_past_the_caches() -> None:
+    place = np.zeros(4)
+    copy_past_caches(place, np.arange(4.0))
+    assert_array_equal(place, np.arange(4))
+    for other, error in [
+        (np.ones(5), SizeMismatch),
+        (np.ones(4, "f4"), SizeMismatch),
+        (np.ones(8)[::2], InvalidArray),
+    ]:
+        with pytest.raises(error):
+            copy_past_caches(place, other)
+    assert_array_equal(place, np.arange(4))
 
 
 def test_gradients_are_views_of_the_buffer() -> None:

@@ -42,6 +42,8 @@ class Orders(nn.Module):
         super().__init__()
         self.small = nn.Parameter(torch.zeros(3))
         self.large = nn.Parameter(torch.zeros(20_000))  # more than 64 KiB
+        self.streamed = nn.Parameter(torch.zeros(512, 513))  # more than 1 MiB
+        self.streamed_turned = nn.Parameter(torch.zeros(513, 512).T)
         channels_last = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
         self.channels_last = nn.Parameter(channels_last)
         self.turned = nn.Parameter(torch.zeros(4, 5).T)
@@ -75,7 +77,7 @@ def test_gradients_of_all_sizes_and_memory_orders_come_to_their_elements(
 
 
 @OVERLAP
-@pytest.mark.parametrize("name", ["rows.0", "large", "scalar"])
+@pytest.mark.parametrize("name", ["rows.0", "large", "streamed", "scalar"])
 def test_an_average_that_a_graph_has_saved_does_not_change_unnoticed(
     on_ranks: OnRanks, name: str, overlap: Any
 ) -> None:
