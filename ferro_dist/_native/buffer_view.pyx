@@ -1,7 +1,7 @@
 """Where an array of any library lies in memory, and what it holds.
 
 The ways to find out, quickest first: NumPy's own object head; DLPack's C exchange
-table (torch); the buffer protocol; ``__cuda_array_interface__``; a DLPack capsule.
+table (torch); ``__cuda_array_interface__``; the buffer protocol; a DLPack capsule.
 """
 
 import sys
@@ -574,13 +574,15 @@ cdef BufferView _view_of_any(object array):
     if PyObject_TypeCheck(array, ndarray_type):
         return _view_of_ndarray_subclass(array)
     cdef BufferView view = None
-    if PyObject_CheckBuffer(array):
-        view = _view_through_buffer(array)
     # Through that interface, JAX neither waits for an array nor keeps it from being donated to a computation;
     # versions of torch older than the exchange table call bfloat16 float16 there, and raise for what
     # requires grad.
-    if view is None and not is_of_jax(array) and not _is_of_torch(array):
+    if not is_of_jax(array) and not _is_of_torch(array):
         view = _view_through_cuda_array_interface(array)
+    # Afterwards: CuPy exports memory that the host reaches, too, as a buffer, and gives the number of its
+    # elements for that of its bytes.
+    if view is None and PyObject_CheckBuffer(array):
+        view = _view_through_buffer(array)
     if view is None:
         view = _view_through_capsule(array)
     if view is None:

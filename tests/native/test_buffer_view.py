@@ -339,6 +339,20 @@ def test_a_cuda_array_is_described() -> None:
     assert not view.is_readonly
 
 
+class UnifiedArray(bytearray, CudaArray):
+    """One of CuPy's that the host reaches, too: its buffer tells elements where bytes are due."""
+
+    def __init__(self, **changes: Any) -> None:
+        bytearray.__init__(self, 6)
+        CudaArray.__init__(self, **changes)
+
+
+def test_a_cuda_array_that_is_a_buffer_too_is_one_on_the_gpu() -> None:
+    view = as_view(UnifiedArray())
+    assert (view.address, view.count, DTYPE_NAMES[view.dtype]) == (1 << 40, 6, "float32")
+    assert (view.device_type, view.device_id) == (2, -1)
+
+
 def test_a_cuda_array_tells_strides_and_flags() -> None:
     assert as_view(CudaArray(strides=(12, 4))).is_contiguous
     assert not as_view(CudaArray(strides=(4, 8))).is_contiguous
