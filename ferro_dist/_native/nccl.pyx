@@ -572,8 +572,9 @@ cdef class Communicator(Connection):
     def register(self, x, *, timeout=None):
         """Tell NCCL of memory that will be used often, which spares it copies.
 
-        Concerns this rank alone; the others need not do the same. Lasts until the `Registration`
-        that this returns is closed or dropped.
+        Waits for no other rank. But where one rank passes registered memory to a call, all have to:
+        in the call NCCL waits for theirs, perhaps for ever, as where GPUs reduce in the switch. Lasts
+        until the `Registration` that this returns is closed or dropped.
         """
         return make_registration(self, self.input(x, "register"), timeout)
 

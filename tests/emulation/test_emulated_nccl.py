@@ -327,6 +327,32 @@ def test_ranks_that_disagree_are_told(tmp_path: Any) -> None:
         assert "ncclAllReduce of 7 elements of float32" in text
 
 
+def register_on_one_rank(rank: int, world_size: int, addr: str, log: str) -> tuple[int, int, str]:
+    nccl = Nccl()
+    os.dup2(os.open(f"{log}.{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    a = nccl.gpu.array(np.zeros(8, np.float32))
+    handle = ctypes.c_void_p()
+    nccl.CommRegister(comm, a, size(32), ctypes.byref(handle))
+    states = []
+    for _ in range(2):
+        nccl.AllReduce(a, a, size(8), FLOAT32, SUM, comm, DEFAULT)
+        nccl.gpu.synchronize()
+        states.append(nccl.state(comm))
+        if rank == 1 and not states[1:]:
+            nccl.CommDeregister(comm, handle)
+    nccl.CommAbort(comm)
+    with open(f"{log}.{rank}") as file:
+        return *states, file.read()
+
+
+def test_memory_is_registered_on_all_ranks_or_on_none(tmp_path: Any) -> None:
+    for first, second, text in run_emulated(2, register_on_one_rank, str(tmp_path / "log")):
+        assert (first, second) == (SUCCESS, INVALID_ARGUMENT)
+        assert text.count("ncclAllReduce of 8 elements of float32") == 2
+        assert text.count("of registered memory") == 1
+
+
 def receive_less(rank: int, world_size: int, addr: str) -> int:
     nccl = Nccl()
     comm = nccl.communicator(world_size, shared_id(addr), rank)

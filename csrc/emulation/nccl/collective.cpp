@@ -22,12 +22,14 @@ std::string describe(const CallRecord& call) {
        << name_of(static_cast<ncclDataType_t>(call.dtype));
   if (call.reduction >= 0) text << ", operation " << call.reduction;
   if (call.root >= 0) text << ", root " << call.root;
+  if (call.is_registered != 0) text << ", of registered memory";
   return text.str();
 }
 
+// Ranks whose memory is registered may wait for the same of all others, which never comes.
 bool is_same(const CallRecord& a, const CallRecord& b) {
   return a.op == b.op && a.dtype == b.dtype && a.count == b.count && a.root == b.root &&
-         a.reduction == b.reduction;
+         a.reduction == b.reduction && a.is_registered == b.is_registered;
 }
 
 bool has_root(Kind kind) {
@@ -130,6 +132,7 @@ void Collective::agree() {
   call.dtype = operation_.dtype;
   call.reduction = is_reduction(operation_.kind) ? operation_.reduction : -1;
   call.root = has_root(operation_.kind) ? operation_.peer : -1;
+  call.is_registered = operation_.is_registered;
   const std::size_t parity = call.sequence % 2;
   segment_.part(communicator_.rank).calls[parity] = call;
   barrier();

@@ -30,6 +30,12 @@ struct Multiplier {
   const void* device_scalar = nullptr;  // read when the operation runs, if not null
 };
 
+// Memory of which ncclCommRegister was told.
+struct Registration {
+  std::uintptr_t begin;
+  std::uintptr_t end;
+};
+
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   Communicator(const ncclUniqueId& id, int rank, int num_ranks, int device, const ncclConfig_t& config)
@@ -100,7 +106,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Used by the calling program's threads, one at a time: no lock.
   std::map<int, Multiplier> multipliers;
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
-  std::map<void*, void*> registrations;
+  std::map<void*, Registration> registrations;  // by handle
   cudaStream_t last_stream = nullptr;
   cudaEvent_t last_launch = nullptr;  // recorded in last_stream; null before the first launch
   std::uint32_t num_windows = 0;

@@ -67,6 +67,14 @@ void check_memory(const Communicator& communicator, const char* function, const 
           nbytes, " bytes at ", data, ", where the allocation has ", end - address, " left");
 }
 
+bool is_registered(const Communicator& communicator, const void* data, std::size_t nbytes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(data);
+  const auto& all = communicator.registrations;
+  return nbytes == 0 || std::any_of(all.begin(), all.end(), [=](const auto& entry) {
+           return entry.second.begin <= begin && begin + nbytes <= entry.second.end;
+         });
+}
+
 // The two must coincide where a call is in place, and otherwise not have a byte in common.
 void check_overlap(const Communicator& communicator, const Operation& operation, std::size_t in_nbytes,
                    std::size_t out_nbytes) {
@@ -173,6 +181,8 @@ void check_operation(Communicator& communicator, Operation& operation) {
   check_memory(communicator, description.function, "recvbuff", operation.out, out_nbytes);
   check_overlap(communicator, operation, in_nbytes, out_nbytes);
   check_one_sided(communicator, operation, in_nbytes);
+  operation.is_registered = is_registered(communicator, operation.in, in_nbytes) &&
+                            is_registered(communicator, operation.out, out_nbytes);
 
   operation.fault = fault_plan().next(description.point, communicator.rank);
   const bool is_at_once =

@@ -44,6 +44,7 @@ struct Operation {
   bool has_multiplier = false;
   Multiplier multiplier = {};
   std::shared_ptr<Window> target = nullptr;
+  bool is_registered = false;  // all memory that this rank passes
   Fault fault = {};
 
   bool is_collective() const { return kind < Kind::send; }

@@ -182,7 +182,8 @@ EMULATION_API ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, s
     require_device_range("ncclCommRegister", data, nbytes);
     *handle = reinterpret_cast<void*>(use->registrations.size() + 1);
     while (use->registrations.count(*handle) > 0) *handle = static_cast<char*>(*handle) + 1;
-    use->registrations[*handle] = data;
+    const auto begin = reinterpret_cast<std::uintptr_t>(data);
+    use->registrations[*handle] = {begin, begin + nbytes};
     return ncclSuccess;
   });
 }

@@ -33,6 +33,7 @@ struct CallRecord {
   std::int32_t dtype;
   std::int32_t reduction;  // ranks number their pre-multiplied sums as they like: -1 for any
   std::int32_t root;
+  std::int32_t is_registered;
 };
 
 // One direction between two ranks. `state` hands the rest over: only the sender writes it
