@@ -48,6 +48,8 @@ __all__ = ["HandwrittenStage"]
 
 Array = Any
 
+_STREAM_PER_THREAD = 2  # CUDA's number
+
 
 class _Saved(NamedTuple):
     inputs: pytree.Structure
@@ -82,7 +84,9 @@ class HandwrittenStage(Stage):
         dtype = interop.numpy_dtype(interop.dtype_code(spec.dtype))
         if spec.is_on_host:
             return self.pool.take(spec.shape, dtype)
-        return interop.empty_beside(self._gpu_parameter(), spec.shape, dtype)
+        parameter = self._gpu_parameter()
+        self._check_stream(parameter)
+        return interop.empty_beside(parameter, spec.shape, dtype)
 
     def note_stream(self) -> None:
         self._gpu_parameters = [x for x in self.parameters().values() if _is_on_gpu(x)]
@@ -99,6 +103,18 @@ class HandwrittenStage(Stage):
             "parameters() there, which would tell its device and its array library. "
             "Give it some, or let the previous stage return a host array"
         )
+
+    def _check_stream(self, parameter: Array) -> None:
+        from ferro_dist._native.cuda_stream import current_stream_of_array
+
+        # Called by the thread that receives, whose stream of that name is another one: its library
+        # would reuse memory there that the stage's own stream still reads.
+        if current_stream_of_array(parameter) == _STREAM_PER_THREAD:
+            raise TypeError(
+                f"Pipeline: stage {self.number} is sent an array in GPU memory, but works on the "
+                "default stream of a thread, which is another one in the thread that receives. "
+                "Make a stream the current one, or unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
+            )
 
     def item(self, loss: Array) -> float:
         return float(loss)

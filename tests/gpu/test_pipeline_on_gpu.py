@@ -304,6 +304,25 @@ def test_stage_that_cannot_make_room_says_so() -> None:
     assert "has no parameters() there" in messages[1]
 
 
+def receive_on_the_stream_of_a_thread(rank: int, world_size: int, addr: str) -> str:
+    gpu = emulated_gpu()
+    from ferro_dist._native.emulated_array import set_current_stream
+
+    set_current_stream(2)  # cudaStreamPerThread, as CuPy's may be
+    with connect("hybrid", rank, world_size, addr) as group:
+        pipe = fd.Pipeline(GpuLayer(rank, rank == 1), group, 2, "1f1b")
+        x, y = batch(4)
+        x["h"] = gpu.array(x["h"])
+        with pytest.raises((fd.DistributedError, TypeError)) as caught:
+            pipe.step(x, y, square)
+        return str(caught.value)
+
+
+def test_stage_on_the_default_stream_of_a_thread_receives_nothing_on_the_gpu() -> None:
+    messages = ranks(2, receive_on_the_stream_of_a_thread)
+    assert "default stream of a thread" in messages[1]
+
+
 class Dying(GpuLayer):
     def forward(self, x: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
