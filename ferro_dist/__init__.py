@@ -1,7 +1,8 @@
 """Collectives for Python arrays: shared memory inside a host, TCP between hosts, NCCL, or MPI.
 
-The names below are loaded when they are first used: `ferrorun`, which uses none
-of them, starts in a third of the time.
+Start with `init`, `allreduce`, `DDP` and `Pipeline`. Where torch is installed there are also
+`ShardedOptimizer` and `convert_sync_batchnorm`. `ferro_dist.testing` runs ranks in tests,
+`ferro_dist.parallel.schedules` makes, checks and draws schedules of pipelines.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from ferro_dist.parallel.pipeline import Pipeline as Pipeline
     from ferro_dist.parallel.power_sgd import PowerSGD as PowerSGD
     from ferro_dist.parallel.rank_grid import RankGrid as RankGrid
+    from ferro_dist.parallel.schedules import InvalidSchedule as InvalidSchedule
     from ferro_dist.parallel.schedules import PipelineSchedule as PipelineSchedule
     from ferro_dist.parallel.split_sequential import split_sequential as split_sequential
     from ferro_dist.point_to_point import P2POp as P2POp
@@ -72,6 +74,8 @@ if TYPE_CHECKING:
     from ferro_dist.reduce_op import ReduceOp as ReduceOp
     from ferro_dist.work import Work as Work
 
+# Names are loaded when they are first used: `ferrorun`, which uses none of them, starts in a third
+# of the time.
 _MODULES = {
     "backends.base": ["Backend"],
     "backends.host": ["HostBackend", "TcpBackend"],
@@ -124,7 +128,7 @@ _MODULES = {
     "parallel.pipeline": ["Pipeline"],
     "parallel.power_sgd": ["PowerSGD"],
     "parallel.rank_grid": ["RankGrid"],
-    "parallel.schedules": ["PipelineSchedule"],
+    "parallel.schedules": ["InvalidSchedule", "PipelineSchedule"],
     "parallel.split_sequential": ["split_sequential"],
     "point_to_point": ["P2POp", "batch", "recv", "send", "sendrecv"],
     "reduce_op": ["ReduceOp"],
@@ -154,4 +158,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF, "__version__"})
+    # help() loads every name in this list: none of them may fail without torch.
+    from importlib.util import find_spec
+
+    has_torch = find_spec("torch") is not None
+    return sorted({*(_MODULE_OF if has_torch else __all__), "__doc__", "__version__"})

@@ -27,9 +27,9 @@ are in host memory; with `NcclBackend` on a GPU, with `HybridBackend` on either.
 C-contiguous is copied first. Of shapes only the number of elements is checked. Arrays may be empty
 or 0-dimensional if they are so on all ranks.
 
-Dtypes: booleans (MIN and MAX), integers (all but MEAN), floats (all), complex
-numbers (SUM, MEAN, PROD). 16-bit floats are summed in float32. All ranks get the
-same bits.
+Dtypes: booleans (MIN and MAX), integers (all but MEAN), floats of 16 to 64 bits (all), complex
+numbers (SUM, MEAN, PROD). 16-bit floats are summed in float32. All ranks get the same bits. 8-bit
+floats (float8_e4m3fn, float8_e5m2) can be moved, not reduced.
 
 Algorithms, with their costs and sources: ``csrc/ferro/ALGORITHMS.md``.
 

@@ -1,6 +1,6 @@
 """What can go wrong, sorted by whose fault it is.
 
-Every class derives from `DistributedError` and carries the facts as attributes,
+Every error derives from `DistributedError` and carries the facts as attributes,
 so that a program can act on them without reading the message. The docstrings
 say whether the group survives.
 """
@@ -41,7 +41,9 @@ class DistributedError(RuntimeError):
     peer : int or None
         The rank at fault, where one can be named.
     sequence : int or None
-        The number of the call in its group, counted from 0 and the same on every rank.
+        The number of the call in its group, counted from 0; None if it had not begun. Collectives
+        are counted alike on all ranks; calls that send or receive are counted apart, by each rank
+        for itself.
     """
 
     def __init__(
@@ -111,14 +113,14 @@ class CollectiveMismatch(SizeMismatch):
 class Timeout(DistributedError, TimeoutError):
     """Not every rank arrived in time. The group is unusable afterwards.
 
-    The exception is a ``Work.wait(timeout)`` that gives up: the call then goes on, as does the
-    group.
+    Except for a ``Work.wait(timeout)`` that gives up: the call then goes on, as does the group.
 
     Attributes
     ----------
     missing : tuple of int
-        The ranks that did not come. Not those that were waited for but waited themselves, as far
-        as that is known: for those, the ranks at which their waits end. Or all ranks of a deadlock.
+        The ranks that did not come. In place of one that was waited for but was itself waiting,
+        the one at which its wait ends, as far as that is known. In a deadlock, all ranks that wait
+        for each other. Empty where nobody can be named, as with NCCL alone.
     seconds : float
         How long this rank waited.
     """

@@ -77,3 +77,18 @@ def test_public_names_are_listed() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'all_reduce'"):
         _ = fd.all_reduce
+
+
+def test_every_listed_name_loads_without_torch() -> None:
+    # A finder that knows nothing of torch, as where it is not installed; help() does the rest.
+    program = """
+import importlib.machinery, inspect, sys
+find = importlib.machinery.PathFinder.find_spec
+importlib.machinery.PathFinder.find_spec = (
+    lambda name, *args: None if name.partition(".")[0] == "torch" else find(name, *args)
+)
+import ferro_dist
+names = [name for name, _ in inspect.getmembers(ferro_dist)]
+print(*(name for name in ("DDP", "ShardedOptimizer", "TYPE_CHECKING") if name in names))
+"""
+    assert run(program) == ["DDP"]

@@ -233,7 +233,7 @@ class EmulatedGpu:
         if self.nccl.ferroEmulationSetFaults(text) or self.cudart.ferroEmulationSetMemoryFaults(
             text
         ):
-            raise ValueError(f"cannot read the fault {plan!r}; see csrc/emulation/fault_plan.hpp")
+            raise ValueError(f"cannot read the fault {plan!r}; see docs/emulation.md")
 
     @property
     def stuck_count(self) -> int:

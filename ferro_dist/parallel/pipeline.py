@@ -297,7 +297,7 @@ class Pipeline(Generic[ModuleT]):
         self._input_grad = ends.deliver_input_gradient()
         return loss
 
-    def forward(self, input: Tree = None) -> list[Tree]:  # noqa: A002 - the reference's name
+    def forward(self, input: Tree = None) -> list[Tree]:  # noqa: A002 - as torch's modules name it
         """Run forward for all microbatches, and keep what `backward` needs.
 
         Parameters

@@ -125,7 +125,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
  private:
   void set_busy(bool is_busy);
   void run_in_thread(const std::function<void()>& job);
-  void await_idle();
   void await_no_pending();
 
   std::unique_ptr<Segment> segment_;
