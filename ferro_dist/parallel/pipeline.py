@@ -489,7 +489,8 @@ class Pipeline(Generic[ModuleT]):
                 self._backend, self._dp, failure, run.where, loss, self._op is ReduceOp.MEAN
             )
         except BaseException as error:
-            self._forget()
+            if call != "eval":  # what is kept then is that of a forward before it
+                self._forget()
             if error is not failure and not isinstance(error, Exception):
                 self._interrupt(error)  # a second Ctrl-C: the others do not know of it
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -177,6 +178,26 @@ def test_weight_that_nobody_would_count_by_is_told(on_ranks: OnRanks, schedule: 
         pipe.step(*batch(4), mean_square, weight=weight)
 
     on_ranks(3, body)
+
+
+def test_forward_outlives_an_evaluation_that_fails(on_ranks: OnRanks) -> None:
+    model = chain(2)
+    x, _ = batch(4)
+
+    def body(backend: Any) -> Any:
+        stage = copy.deepcopy(model)[backend.rank]
+        pipe = fd.Pipeline(stage, backend, 2, "gpipe")
+        outputs = pipe.forward(x)
+        with pytest.raises(ValueError, match="input has 1 rows"):
+            pipe.eval(x[:1])
+        gradients = [torch.ones(2, WIDTH).double()] * 2
+        pipe.backward(outputs, gradients if backend.rank == 1 else None)
+        return stage.up.weight.grad
+
+    gradients = on_ranks(2, body)
+    model(x).sum().backward()
+    for gradient, stage in zip(gradients, model, strict=True):
+        torch.testing.assert_close(gradient, stage.up.weight.grad)
 
 
 def test_backward_without_forward_is_told(on_ranks: OnRanks) -> None:
