@@ -122,6 +122,9 @@ class JaxStage(Stage):
     def one_like(self, loss: Array) -> Array:
         return jnp.ones_like(loss)
 
+    def zeros(self, like: Array) -> Array:
+        return jnp.zeros_like(like)
+
     # Weights
 
     def parameters(self) -> dict[str, Array]:

@@ -144,6 +144,9 @@ class TorchStage(Stage):
     def one_like(self, loss: Tensor) -> Tensor:
         return torch.ones_like(loss, requires_grad=False)
 
+    def zeros(self, like: Tensor) -> Tensor:
+        return torch.zeros_like(like, requires_grad=False)
+
     def interrupt(self, error: BaseException) -> None:
         for group in groups_in_use(self.module):
             group.interrupt(error)

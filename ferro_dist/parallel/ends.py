@@ -98,7 +98,8 @@ class Ends:
         if self._first is None or x is None or not self._input_gradients:
             return None
         columns = zip(*(g for _, g in sorted(self._input_gradients.items())), strict=True)
-        arrays = [_whole(column) for column in columns]
+        pairs = zip(columns, x.arrays, strict=True)
+        arrays = [_whole(column, x.parts_of(array), self._first) for column, array in pairs]
         self._first.deliver_input_gradients(x.arrays, arrays)
         return pytree.unflatten(x.structure, arrays)
 
@@ -347,7 +348,10 @@ def _listed(values: Any, wanted: str, count: int) -> list[Any]:
     return list(values)
 
 
-def _whole(parts: Sequence[Array | None]) -> Array | None:
-    if any(part is None for part in parts):
+def _whole(gradients: Sequence[Array | None], parts: Sequence[Array], stage: Stage) -> Array | None:
+    """Join the gradients of the parts of an array; one that nothing depends on has zeros."""
+    if all(gradient is None for gradient in gradients):
         return None
-    return concatenate([Parcel(pytree.ARRAY, [part]) for part in parts])
+    pairs = zip(gradients, parts, strict=True)
+    filled = [stage.zeros(part) if gradient is None else gradient for gradient, part in pairs]
+    return concatenate([Parcel(pytree.ARRAY, [gradient]) for gradient in filled])

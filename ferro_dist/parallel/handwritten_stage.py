@@ -124,6 +124,11 @@ class HandwrittenStage(Stage):
         one[...] = 1
         return one
 
+    def zeros(self, like: Array) -> Array:
+        zeros = interop.allocate(like)
+        zeros[...] = 0
+        return zeros
+
     def parameters(self) -> dict[str, Array]:
         return self._named("parameters")
 
@@ -154,11 +159,6 @@ class HandwrittenStage(Stage):
         for name, gradient in zip(names, gradients, strict=True):
             here = arrays[name]
             here += gradient
-
-    def zeros(self, like: Array) -> Array:
-        zeros = interop.allocate(like)
-        zeros[...] = 0
-        return zeros
 
     def new_bucket(self, group: Backend, like: Array, count: int) -> Array:
         bucket = (

@@ -48,6 +48,10 @@ class Microbatches:
         """Return the size of one part."""
         return self.starts[microbatch + 1] - self.starts[microbatch]
 
+    def parts_of(self, array: Array) -> list[Array]:
+        """Return the parts of one array of the batch."""
+        return [array[first:end] for first, end in itertools.pairwise(self.starts)]
+
     def parcel(self, microbatch: int, prepare: Callable[[Array, Array], Array]) -> Parcel:
         """Return one part. Each array of it is `prepare(part, whole)`."""
         first, end = self.starts[microbatch : microbatch + 2]

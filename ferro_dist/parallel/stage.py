@@ -193,6 +193,10 @@ class Stage(abc.ABC):
     def one_like(self, loss: Array) -> Array:
         """Return the gradient of a loss with respect to itself."""
 
+    @abc.abstractmethod
+    def zeros(self, like: Array) -> Array:
+        """Return zeros in the shape of an array."""
+
     # Weights
 
     @abc.abstractmethod

@@ -270,6 +270,38 @@ def test_inputs_of_one_graph_get_their_gradients_back(on_ranks: OnRanks) -> None
     torch.testing.assert_close(ours, gradient(lambda x, y: mean_square(Sum()(x), y).backward()))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_input_that_some_microbatches_do_not_use_has_zeros_there(
+    on_ranks: OnRanks, schedule: str
+) -> None:
+    class Gate(nn.Module):
+        def forward(self, x: Any) -> Any:
+            (open_rows,) = x["gate"].nonzero(as_tuple=True)
+            if not len(open_rows):
+                return x["base"].detach()
+            return x["base"].index_add(0, open_rows, x["more"][open_rows])
+
+    x, y = batch(6)
+    model = nn.Sequential(Gate(), chain(1))
+    gate = torch.tensor([0, 0, 1, 0, 0, 0])
+
+    def inputs() -> dict[str, Any]:
+        return {"base": y, "gate": gate, "more": x.clone().requires_grad_()}
+
+    def body(backend: Any) -> Any:
+        pipe = fd.Pipeline(copy.deepcopy(model)[backend.rank], backend, 3, schedule)
+        own = inputs()
+        pipe.step(own, y, mean_square)
+        return pipe.input_grad, own["more"].grad
+
+    of_tree, gradient = on_ranks(2, body)[0]
+    whole = inputs()
+    mean_square(model(whole), y).backward()
+    assert of_tree["gate"] is None
+    for found in (of_tree["more"], gradient):
+        torch.testing.assert_close(found, whole["more"].grad)
+
+
 # Memory
 
 
