@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["connect_replicas", "describe_state"]
 
+_ADDS_TO_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+
 
 def describe_state(stages: Mapping[int, Stage]) -> list[str]:
     """Return a line for each weight and buffer, equal on all replicas if these match."""
@@ -40,7 +42,7 @@ def connect_replicas(
     stages : mapping of int to Stage
         This rank's.
     actions : sequence of Action
-        This rank's list, with reductions.
+        This rank's list.
     replicas : Backend
     op : ReduceOp
     bucket_nbytes : int
@@ -64,11 +66,15 @@ def connect_replicas(
 def _weights_by_stage(
     stages: Mapping[int, Stage], actions: Sequence[Action]
 ) -> dict[int, list[Weight]]:
-    """Assign each weight to the stage of this rank that is the last to add to its gradient."""
-    order = [action.stage for action in actions if action.kind is ActionKind.REDUCE]
+    """Assign each weight to the stage of this rank that is the last to add to its gradient.
+
+    By backwards: their order is that of `Pipeline.backward`, too, and that of a written schedule's
+    reductions need not be.
+    """
+    touched = [action.stage for action in actions if action.kind in _ADDS_TO_GRADIENTS]
     weights: dict[int, list[Weight]] = {number: [] for number in stages}
     seen: dict[int, object] = {}  # kept, so that no later one gets the id of an earlier one
-    for number in reversed(order):
+    for number in dict.fromkeys(reversed(touched)):
         stage = stages[number]
         for name in stage.parameters():
             owner = stage.gradient_owner(name)

@@ -20,6 +20,7 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
     batch,
     by_name,
     chain,
+    gradients_of,
     make_pipeline,
     mean_square,
     run_whole,
@@ -188,6 +189,31 @@ def test_tied_weights_and_replicas_go_together(on_ranks: OnRanks) -> None:
     for tied, own, stage in on_ranks(4, on_rank):
         assert_equal_gradients(tied, model[0].up.weight.grad, "tied")
         assert_equal_gradients(own, model[stage].down.weight.grad, "own")
+
+
+def test_weight_of_two_stages_is_averaged_after_both_whatever_a_schedule_reduces_first(
+    on_ranks: OnRanks,
+) -> None:
+    schedule = "0F0 2F0 2B0 0B0 0REDUCE 2REDUCE\n1F0 1B0 1REDUCE"
+    blocks = chain(2)
+    x, y = batch(6)
+
+    def on_rank(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            own = copy.deepcopy(blocks)
+            is_end = grid.pipeline.rank == 0
+            stages = [nn.Sequential(own[0]), nn.Sequential(own[0])] if is_end else own[1]
+            pipe = fd.Pipeline(stages, grid.pipeline, 1, schedule, dp=grid.data)
+            share = slice(3 * grid.data.rank, 3 * grid.data.rank + 3)
+            outputs = pipe.forward(x[share])
+            gradients = [2 * (outputs[0] - y[share]) / y[share].numel()] if is_end else None
+            pipe.backward(outputs, gradients)
+            return gradients_of(own[grid.pipeline.rank]), grid.pipeline.rank
+
+    mean_square(nn.Sequential(*blocks, blocks[0])(x), y).backward()
+    for gradients, place in on_ranks(4, on_rank):
+        for name, expected in gradients_of(blocks[place]).items():
+            assert_equal_gradients(gradients[name], expected, name)
 
 
 def test_parameter_without_a_gradient_stays_without(on_ranks: OnRanks) -> None:
