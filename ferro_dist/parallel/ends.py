@@ -23,7 +23,7 @@ from ferro_dist.parallel.stage import LossOf, Stage
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["BackwardEnds", "EndStages", "Ends", "ForwardEnds", "TrainingEnds"]
+__all__ = ["BackwardEnds", "EndStages", "Ends", "EvaluationEnds", "ForwardEnds", "TrainingEnds"]
 
 Array = Any
 NumpyArray = np.ndarray[Any, Any]
@@ -82,6 +82,13 @@ class Ends:
 
     def put_input_gradient(self, microbatch: int, gradients: Gradients) -> None:
         self._input_gradients[microbatch] = gradients
+
+    def finish(self) -> float:
+        """Bring together what came out; return this rank's part of the loss.
+
+        Raises BadArgument if the parts do not fit together.
+        """
+        return 0.0
 
     def _cut_input(self, x: Tree) -> None:
         if self._first is None:
@@ -178,9 +185,7 @@ class TrainingEnds(Ends):
     def last_gradient(self, microbatch: int) -> Gradients:
         return [self._scales[microbatch]]
 
-    @property
-    def loss(self) -> float:
-        """The loss of the batch on the rank of the last stage, elsewhere 0."""
+    def finish(self) -> float:
         if self._last is None:
             return 0.0
         counted = {m: scale for m, scale in sorted(self._scales.items()) if scale}
@@ -244,32 +249,57 @@ class TrainingEnds(Ends):
 
 
 class ForwardEnds(Ends):
-    """Those of a forward: a batch in, outputs out."""
+    """Those of a forward: a batch in, outputs out.
+
+    Parameters
+    ----------
+    x : tree
+    kept : int
+        The stage whose outputs are kept.
+    """
 
     def __init__(self, stages: EndStages, x: Tree, kept: int) -> None:
         super().__init__(stages)
         self._given = x
         self._kept = kept
-        self._outputs: dict[int, Parcel] = {}
+        self._parcels: dict[int, Parcel] = {}
 
     def _check(self) -> None:
         self._cut_input(self._given)
 
     def put_output(self, stage: int, microbatch: int, output: Parcel) -> None:
         if stage == self._kept:
-            self._outputs[microbatch] = output
+            self._parcels[microbatch] = output
 
     @property
     def outputs(self) -> list[Tree]:
         """The output of stage `kept` for each microbatch."""
-        parcels = [self._outputs[m] for m in sorted(self._outputs)]
-        return [pytree.unflatten(p.structure, p.arrays) for p in parcels]
+        return [pytree.unflatten(p.structure, p.arrays) for p in self._kept_parcels()]
 
-    @property
-    def whole_output(self) -> Tree:
-        """The same, joined; None where there is none."""
-        parcels = [self._outputs[m] for m in sorted(self._outputs)]
-        return concatenate(parcels) if parcels else None
+    def _kept_parcels(self) -> list[Parcel]:
+        return [self._parcels[microbatch] for microbatch in sorted(self._parcels)]
+
+
+class EvaluationEnds(ForwardEnds):
+    """Those of an evaluation: a batch in, and its output out.
+
+    Attributes
+    ----------
+    whole_output : tree
+        The outputs of all microbatches, joined; None on other ranks than the last stage's.
+    """
+
+    def __init__(self, stages: EndStages, x: Tree, kept: int) -> None:
+        super().__init__(stages, x, kept)
+        self.whole_output: Tree = None
+
+    def finish(self) -> float:
+        parcels = self._kept_parcels()
+        try:
+            self.whole_output = concatenate(parcels) if parcels else None
+        except ValueError as error:
+            raise BadArgument from error
+        return 0.0
 
 
 class BackwardEnds(Ends):

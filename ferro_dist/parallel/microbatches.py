@@ -93,10 +93,32 @@ def shares_of_weight(
 
 
 def concatenate(outputs: Sequence[Parcel]) -> Tree:
-    """Join the outputs of all microbatches. Arrays without rows are stacked."""
-    columns = zip(*(parcel.arrays for parcel in outputs), strict=True)
+    """Join the outputs of all microbatches. Arrays without rows are stacked.
+
+    Raises
+    ------
+    ValueError
+        They differ in more than their rows.
+    """
+    structures = list(dict.fromkeys(parcel.structure for parcel in outputs))
+    if len(structures) > 1:
+        raise ValueError(
+            "Pipeline: outputs of microbatches cannot be joined: they differ in their structure, "
+            f"or in what is no array: {structures[0]}, {structures[1]}. {_REMEDY}"
+        )
+    columns = list(zip(*(parcel.arrays for parcel in outputs), strict=True))
+    for column in columns:
+        shapes = list(dict.fromkeys(tuple(array.shape) for array in column))
+        if len({(len(shape), shape[1:]) for shape in shapes}) > 1:
+            raise ValueError(
+                "Pipeline: outputs of microbatches cannot be joined along their first dimension: "
+                f"their shapes are {', '.join(map(str, shapes))}. {_REMEDY}"
+            )
     arrays = [interop.concatenate(column) for column in columns]
     return pytree.unflatten(outputs[0].structure, arrays)
+
+
+_REMEDY = "Let the last stage return arrays of one shape per row, or use forward()"
 
 
 def _total_rows(arrays: Sequence[Array], name: str) -> int:

@@ -28,7 +28,14 @@ from ferro_dist import arguments
 from ferro_dist.errors import DistributedError
 from ferro_dist.parallel.activation_channel import Run, meet
 from ferro_dist.parallel.bucket import bucket_nbytes_of
-from ferro_dist.parallel.ends import BackwardEnds, Ends, EndStages, ForwardEnds, TrainingEnds
+from ferro_dist.parallel.ends import (
+    BackwardEnds,
+    Ends,
+    EndStages,
+    EvaluationEnds,
+    ForwardEnds,
+    TrainingEnds,
+)
 from ferro_dist.parallel.executor import Program, StepRun
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.outcome import run_on_all, share_outcome
@@ -359,14 +366,17 @@ class Pipeline(Generic[ModuleT]):
         Returns
         -------
         tree
-            The whole batch's output on the rank of the last stage, elsewhere None.
+            The whole batch's output on the rank of the last stage, elsewhere None. Arrays are
+            joined along their first dimension, those without any are stacked.
 
         Raises
         ------
+        ValueError
+            The outputs of microbatches cannot be joined: they differ in more than their rows.
         ValueError, TypeError, StageFailed, PeerLostError, Timeout
             As for `step`.
         """
-        ends = ForwardEnds(self._end_stages, x, self.num_stages - 1)
+        ends = EvaluationEnds(self._end_stages, x, self.num_stages - 1)
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluation())
@@ -480,7 +490,7 @@ class Pipeline(Generic[ModuleT]):
             try:
                 prepare()
                 run.execute()
-                loss = ends.loss if isinstance(ends, TrainingEnds) else 0.0
+                loss = ends.finish()
             except BaseException as error:
                 failure = error
                 with telling(self._interrupt):

@@ -200,6 +200,41 @@ def test_forward_outlives_an_evaluation_that_fails(on_ranks: OnRanks) -> None:
         torch.testing.assert_close(gradient, stage.up.weight.grad)
 
 
+class Counts(nn.Module):
+    """Its outputs do not have the form that they would have for the whole batch."""
+
+    def __init__(self, form: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: Any) -> Any:
+        return self.form(x)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (lambda x: (x, len(x)), r"no array: .*'int', 3.*'int', 2"),
+        (lambda x: (x,) * len(x), "differ in their structure"),
+        (lambda x: {f"of {len(x)}": x}, "differ in their structure"),
+        (lambda x: x.t(), r"their shapes are \(5, 3\), \(5, 2\)"),
+        (lambda x: x if len(x) == 3 else x.sum(), r"their shapes are \(3, 5\), \(\)"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_told_on_every_rank(
+    on_ranks: OnRanks, form: Callable[[Any], Any], words: str
+) -> None:
+    def body(backend: Any) -> Any:
+        stage = chain(1) if backend.rank == 0 else Counts(form)
+        pipe = fd.Pipeline(stage, backend, 2)
+        x, _ = batch(5)
+        with pytest.raises(ValueError, match=words):
+            pipe.eval(x)
+        return len(pipe.forward(x))
+
+    assert on_ranks(2, body) == [2, 2]
+
+
 def test_backward_without_forward_is_told(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         pipe = fd.Pipeline(nn.Linear(WIDTH, WIDTH).double(), backend, 2, "gpipe")
