@@ -35,7 +35,7 @@ def find_tied_weights(
     Raises
     ------
     ValueError
-        There is no such weight, or two names stand for the same one.
+        There is no such weight, two names stand for the same one, or one name for several.
     """
     found: dict[str, TiedWeight] = {}
     key_of: dict[Weight, str] = {}
@@ -115,10 +115,21 @@ def tie_weights(
 
 
 def _find(key: str, value: Any, stages: Mapping[int, Stage]) -> Weight:
+    found: dict[int, tuple[object, Weight]] = {}  # by what each gradient has of its own
     for stage in stages.values():
         for name, parameter in stage.parameters().items():
             if parameter is value or (isinstance(value, str) and name == value):
-                return Weight(stage, name)
+                owner = stage.gradient_owner(name)
+                found.setdefault(id(owner), (owner, Weight(stage, name)))
+    if len(found) > 1:
+        numbers = [weight.stage.number for _, weight in found.values()]
+        raise ValueError(
+            f"Pipeline: tied weight {key!r} could be one of several parameters on this rank, those "
+            f"of stages {numbers}. Give the parameter itself, or another name in each stage"
+        )
+    if found:
+        ((_, weight),) = found.values()
+        return weight
     names = sorted({name for stage in stages.values() for name in stage.parameters()})
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise ValueError(

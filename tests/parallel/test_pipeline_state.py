@@ -370,6 +370,21 @@ def test_tie_that_does_not_fit_is_told_on_every_rank(on_ranks: OnRanks) -> None:
     assert message.endswith("that a stage on this rank trains; these are: bias, weight")
 
 
+def test_tie_by_a_name_that_several_stages_have_is_told_on_every_rank(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        own = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        schedule = "interleaved_1f1b"
+        pipe = fd.Pipeline(own, backend, 1, schedule, tied={"w": "weight"})
+        with pytest.raises(ValueError, match=r"one of several parameters .* stages \[0, 2\]"):
+            pipe.step(torch.ones(1, 2), torch.ones(1, 2), mean_square)
+        own[1].weight = own[0].weight  # the same on each rank, so that the name is clear
+        with fd.Pipeline(own, backend, 1, schedule, tied={"w": "weight"}) as pipe:
+            pipe.step(torch.ones(1, 2), torch.ones(1, 2), mean_square)
+        return own[0].weight.grad
+
+    torch.testing.assert_close(*on_ranks(2, body))
+
+
 # Hooks and functions of the user
 
 
