@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ferro_dist.parallel.gpu_channels import GpuChannels
     from ferro_dist.parallel.gradient_reduction import GradientReduction
 
-__all__ = ["Program", "StepRun", "Wiring"]
+__all__ = ["Measurements", "Program", "StepRun", "Wiring"]
 
 Gradients = Sequence[Any]
 
@@ -80,6 +80,15 @@ class Wiring(NamedTuple):
     """The first number of this pipeline, as microbatches are numbered across all replicas."""
     gpu_channels: GpuChannels | None
     forecasts: Forecasts
+
+
+class Measurements(NamedTuple):
+    """What a run tells of itself afterwards, without the batch that it was given."""
+
+    spans: list[Span]
+    peak_live: int
+    message_nbytes: dict[int, int]
+    overhead_s: float
 
 
 class StepRun:
@@ -140,17 +149,10 @@ class StepRun:
         self._gradients: dict[tuple[int, int], Gradients] = {}
         self._to_send: dict[Action, Parcel] = {}
         self._started_reductions: list[GradientReduction] = []
-        self._do: dict[ActionKind, Callable[[Action], None]] = {
-            ActionKind.FORWARD: self._forward,
-            ActionKind.BACKWARD: self._backward,
-            ActionKind.BACKWARD_INPUT: self._backward,
-            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
-            ActionKind.SEND_ACTIVATION: self._send,
-            ActionKind.SEND_GRADIENT: self._send,
-            ActionKind.RECV_ACTIVATION: self._post,
-            ActionKind.RECV_GRADIENT: self._post,
-            ActionKind.REDUCE: self._reduce,
-        }
+
+    @property
+    def measurements(self) -> Measurements:
+        return Measurements(self.spans, self.peak_live, self.message_nbytes, self.overhead_s)
 
     def execute(self) -> None:
         """Run the list to its end."""
@@ -160,7 +162,7 @@ class StepRun:
         self._ends.begin()
         for position, action in enumerate(self._program.actions):
             self._position = position
-            self._do[action.kind](action)
+            _DO[action.kind](self, action)
             self._sender.release_sent()
         self._position = len(self._program.actions)
         started_s = time.perf_counter()
@@ -331,6 +333,20 @@ class StepRun:
                 self._wiring.forecasts,
             )
         return receiver
+
+
+# Functions, not bound methods: a run that refers to itself keeps its batch until a collection.
+_DO: Mapping[ActionKind, Callable[[StepRun, Action], None]] = {
+    ActionKind.FORWARD: StepRun._forward,
+    ActionKind.BACKWARD: StepRun._backward,
+    ActionKind.BACKWARD_INPUT: StepRun._backward,
+    ActionKind.BACKWARD_WEIGHT: StepRun._backward_weight,
+    ActionKind.SEND_ACTIVATION: StepRun._send,
+    ActionKind.SEND_GRADIENT: StepRun._send,
+    ActionKind.RECV_ACTIVATION: StepRun._post,
+    ActionKind.RECV_GRADIENT: StepRun._post,
+    ActionKind.REDUCE: StepRun._reduce,
+}
 
 
 def _packed(gradients: Gradients) -> Parcel:

@@ -36,7 +36,7 @@ from ferro_dist.parallel.ends import (
     ForwardEnds,
     TrainingEnds,
 )
-from ferro_dist.parallel.executor import Program, StepRun
+from ferro_dist.parallel.executor import Measurements, Program, StepRun
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.outcome import run_on_all, share_outcome
 from ferro_dist.parallel.pipeline_arguments import (
@@ -209,7 +209,7 @@ class Pipeline(Generic[ModuleT]):
         self._num_runs = 0
         self._pending_forward: ForwardEnds | None = None
         self._input_grad: Tree = None
-        self._last_step: StepRun | None = None
+        self._last_step: Measurements | None = None
 
     # What it is
 
@@ -508,7 +508,7 @@ class Pipeline(Generic[ModuleT]):
             with telling(self._interrupt):  # of a Ctrl-C; threads that nobody joins must end, too
                 run.close()
         if call == "step":
-            self._last_step = run
+            self._last_step = run.measurements
         return loss
 
     def _meet(self, call: str) -> None:

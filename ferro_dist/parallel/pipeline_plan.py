@@ -20,7 +20,7 @@ from ferro_dist.point_to_point import recv, send
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
-    from ferro_dist.parallel.executor import StepRun
+    from ferro_dist.parallel.executor import Measurements
 
 __all__ = ["PipelinePlan", "make_plan"]
 
@@ -97,7 +97,7 @@ class PipelinePlan:
         return "\n".join(lines)
 
 
-def make_plan(lists: list[list[Action]], run: StepRun, backend: Backend) -> PipelinePlan:
+def make_plan(lists: list[list[Action]], run: Measurements, backend: Backend) -> PipelinePlan:
     """Bring together what all ranks have measured. Called by all ranks."""
     offset_s = _compare_clocks(backend)
     own = {

@@ -385,6 +385,19 @@ def test_output_is_released_once_it_has_been_sent(on_ranks: OnRanks) -> None:
     assert alive[1:] == [0] * 7
 
 
+def test_batch_is_released_after_its_step(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        pipe = fd.Pipeline(chain(1), backend, 2, "1f1b")
+        given = batch(4)
+        pipe.step(*given, mean_square)
+        kept = [weakref.ref(tensor) for tensor in given]
+        del given
+        assert [reference() for reference in kept] == [None, None]
+        assert len(pipe.plan().spans) == 8
+
+    on_ranks(2, body)
+
+
 def test_receive_buffers_do_not_grow_with_microbatches(on_ranks: OnRanks) -> None:
     x, y = torch.zeros(64, 4096), torch.zeros(64, 4096)
 
