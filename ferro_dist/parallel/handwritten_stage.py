@@ -1,7 +1,8 @@
 """Stages with a hand-written backward, for NumPy, CuPy, torch, or other arrays.
 
-A stage receives arrays in host memory as NumPy arrays, whatever it computes with; on a GPU, as
-arrays of the library of its ``parameters()``, which is CuPy or torch.
+From another rank a stage receives arrays in host memory as NumPy arrays, whatever it computes with;
+on a GPU, as arrays of the library of its ``parameters()``, which is CuPy or torch. From a stage of
+the same rank, as under zb_v, it gets them as that has made them.
 
 A module is an object with
 
