@@ -343,7 +343,7 @@ def register_on_one_rank(rank: int, world_size: int, addr: str, log: str) -> tup
             nccl.CommDeregister(comm, handle)
     nccl.CommAbort(comm)
     with open(f"{log}.{rank}") as file:
-        return *states, file.read()
+        return states[0], states[1], file.read()
 
 
 def test_memory_is_registered_on_all_ranks_or_on_none(tmp_path: Any) -> None:
