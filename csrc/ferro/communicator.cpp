@@ -75,22 +75,24 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   error.elapsed_s = call.elapsed_s();
   const std::shared_ptr<Transport> transport = share(parts_.transport);
   if (transport == nullptr) return error;
-  AbortReason reason = transport->aborted();
-  if (reason.code == ErrorCode::none) {
-    if (!is_fatal(error.code)) return error;
-    if (error.code == ErrorCode::closed) {
-      end(ErrorCode::channel_closed, rank_);
-    } else {
-      if (error.code == ErrorCode::timeout) testify(call, error);
-      end(error.code, error.peer, static_cast<std::uint32_t>(sequence));
-    }
-  } else {
-    transport->abort(reason);  // whoever has heard of it says so: others may be listening
-  }
+  const AbortReason known = transport->aborted();
+  if (known.code != ErrorCode::none)
+    transport->abort(known);  // whoever has heard of it says so: others may be listening
+  else if (is_fatal(error.code))
+    end_for(error, call);
+  else
+    return error;
   if (error.code == ErrorCode::timeout) settle_timeout(*transport, error);
-  reason = transport->aborted();  // another rank may have been first after all
-  if (reason.reporter != rank_) error.reporter = reason.reporter;
+  const AbortReason winner = transport->aborted();  // another rank may have been first after all
+  if (winner.reporter != rank_) error.reporter = winner.reporter;
   return error;
+}
+
+// Ends the group for an error of this rank.
+void Communicator::end_for(Error& error, const Call& call) noexcept {
+  if (error.code == ErrorCode::closed) return end(ErrorCode::channel_closed, rank_);
+  if (error.code == ErrorCode::timeout) testify(call, error);
+  end(error.code, error.peer, static_cast<std::uint32_t>(error.sequence));
 }
 
 // All ranks report the same end. Where the rank that gave up had been waiting for nobody, what this

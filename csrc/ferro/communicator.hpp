@@ -108,6 +108,7 @@ class Communicator {
   void check_outside(Op op, std::uint64_t sequence, const Call& call);
   // Notes what failed and, if the group cannot go on, tells the others.
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
+  void end_for(Error& error, const Call& call) noexcept;
   void settle_timeout(Transport& transport, Error& error) noexcept;
   void testify(const Call& call, Error& error) noexcept;
   void end(ErrorCode code, int culprit, std::uint32_t sequence = 0) noexcept;

@@ -100,7 +100,7 @@ bool ShmTransport::dispatch(Call& call, const Collective& collective) {
 void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t first, std::size_t count,
                                  std::size_t output_nbytes) const {
   const std::size_t offset = first * item_size(c.dtype);
-  for (int peer = 0; peer < size_; ++peer) sources_[peer] = inputs_.of_rank[peer] + offset;
+  for (int peer = 0; peer < size_; ++peer) sources_[peer] = inputs_.at[peer] + offset;
   reduce_kernel(c.dtype, c.reduce_op, output_nbytes)(dst, sources_.data(), size_, count,
                                                      divisor_of(c, size_));
 }
@@ -133,8 +133,8 @@ void ShmTransport::reduce_foreign(const Collective& c, void* dst, Range range) {
     const std::size_t offset = (range.first + block.first) * itemsize;
     char* room = fetched;
     for (int peer = 0; peer < size_; ++peer) {
-      sources_[peer] = inputs_.of_rank[peer] + offset;
-      if (!has_foreign_input_[peer]) continue;
+      sources_[peer] = inputs_.at[peer] + offset;
+      if (!inputs_.is_foreign[peer]) continue;
       pull(peer, room, sources_[peer], block.count * itemsize);
       sources_[peer] = room;
       room += block_nbytes;
@@ -202,7 +202,7 @@ void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots&
     for (int peer = 0; peer < size_; ++peer) {
       if (peer == index_ || (roles.producer != Roles::kEverybody && peer != roles.producer)) continue;
       await_counter(call, peer, &RankControl::staged, round_ + round);
-      inputs_.of_rank[peer] = slot_of(peer, round - 1);
+      inputs_.at[peer] = slot_of(peer, round - 1);
     }
     consume(round - 1);
     advance(&RankControl::consumed, round_ + round);
@@ -253,8 +253,8 @@ void ShmTransport::allreduce_symmetric(Call& call, const Collective& c) {
   const auto reduce_range = [&](Range range) {
     const std::size_t offset = (share.first + range.first) * itemsize;
     for (int peer = 0; peer < size_; ++peer) {
-      sources_[peer] = inputs_.of_rank[peer] + offset;
-      outputs_[peer] = inputs_.output_of_rank[peer] + offset;
+      sources_[peer] = inputs_.at[peer] + offset;
+      outputs_[peer] = inputs_.output_at[peer] + offset;
     }
     reduce_to_all(c.dtype, c.reduce_op, outputs_.data(), size_, sources_.data(), size_, range.count,
                   divisor_of(c, size_), c.count * itemsize);
@@ -275,8 +275,8 @@ void ShmTransport::allreduce_pulled(Call& call, const Collective& c) {
   for (int step = 1; step < size_; ++step) {
     const int peer = (index_ + step) % size_;
     const std::size_t offset = share(peer).first * itemsize;
-    copy_from(call, peer, has_foreign_output_[peer], bytes(c.out) + offset,
-              inputs_.output_of_rank[peer] + offset, share(peer).count * itemsize);
+    copy_from(call, peer, inputs_.is_output_foreign[peer], bytes(c.out) + offset,
+              inputs_.output_at[peer] + offset, share(peer).count * itemsize);
   }
 }
 
@@ -302,7 +302,7 @@ void ShmTransport::allreduce_one_shot(Call& call, const Collective& c) {
       },
       [&](std::uint64_t round) {
         const Range range = rounds[round];
-        inputs_.of_rank[index_] = bytes(c.in) + range.first * itemsize;
+        inputs_.at[index_] = bytes(c.in) + range.first * itemsize;
         reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count, c.count * itemsize);
       });
 }
@@ -341,9 +341,9 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
     const Range own = share(round, index_);
     for (int peer = 0; peer < size_; ++peer) {
       if (peer != index_) await_counter(call, peer, &RankControl::staged, round_ + round + 1);
-      inputs_.of_rank[peer] = staged_at(peer, round, index_);
+      inputs_.at[peer] = staged_at(peer, round, index_);
     }
-    inputs_.of_rank[index_] = bytes(c.in) + own.first * itemsize;
+    inputs_.at[index_] = bytes(c.in) + own.first * itemsize;
     unsigned char* result = result_at(index_, round);
     unsigned char* reduced = is_collector ? bytes(c.out) + own.first * itemsize : result;
     reduce_inputs(c, reduced, 0, own.count);
@@ -401,8 +401,8 @@ bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
       [&](std::uint64_t round) {
         const Range range = rounds[round];
         for (int peer = 0; peer < size_; ++peer)
-          if (peer != index_) inputs_.of_rank[peer] += piece_offset(slots, peer, index_);
-        inputs_.of_rank[index_] = bytes(c.in) + (index_ * c.count + range.first) * itemsize;
+          if (peer != index_) inputs_.at[peer] += piece_offset(slots, peer, index_);
+        inputs_.at[index_] = bytes(c.in) + (index_ * c.count + range.first) * itemsize;
         reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count, c.count * itemsize);
       });
   return false;
@@ -413,8 +413,8 @@ bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
 bool ShmTransport::broadcast(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
   const int root = index_of_[c.root];
-  if (inputs_.of_rank[root] != nullptr && inputs_.are_complete) {
-    copy_from(call, root, has_foreign_input_[root], c.out, inputs_.of_rank[root], nbytes);
+  if (inputs_.at[root] != nullptr && inputs_.are_complete) {
+    copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root], nbytes);
     return inputs_.are_borrowed;
   }
   const Slots slots = slots_for(nbytes, 1);
@@ -429,8 +429,7 @@ bool ShmTransport::broadcast(Call& call, const Collective& c) {
       },
       [&](std::uint64_t round) {
         if (index_ != root)
-          copy_to_user(bytes(c.out) + rounds[round].first, inputs_.of_rank[root], rounds[round].count,
-                       nbytes);
+          copy_to_user(bytes(c.out) + rounds[round].first, inputs_.at[root], rounds[round].count, nbytes);
       });
   return false;
 }
@@ -443,8 +442,7 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
     // Each rank begins with a different peer, so that none is read by all at once.
     for (int step = 1; step < size_; ++step) {
       const int peer = (index_ + step) % size_;
-      copy_from(call, peer, has_foreign_input_[peer], bytes(c.out) + peer * nbytes, inputs_.of_rank[peer],
-                nbytes);
+      copy_from(call, peer, inputs_.is_foreign[peer], bytes(c.out) + peer * nbytes, inputs_.at[peer], nbytes);
     }
     return inputs_.are_borrowed;
   }
@@ -460,7 +458,7 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
       [&](std::uint64_t round) {
         for (int peer = 0; peer < size_; ++peer)
           if (peer != index_)
-            copy_to_user(bytes(c.out) + peer * nbytes + rounds[round].first, inputs_.of_rank[peer],
+            copy_to_user(bytes(c.out) + peer * nbytes + rounds[round].first, inputs_.at[peer],
                          rounds[round].count, nbytes * size_);
       });
   return false;
@@ -472,7 +470,7 @@ bool ShmTransport::gather(Call& call, const Collective& c) {
   if (index_ == root) copy_block(call, bytes(c.out) + index_ * nbytes, c.in, nbytes);
   if (inputs_.are_complete) {
     for (int peer = 0; peer < size_ && index_ == root; ++peer)
-      if (peer != root) copy_block(call, bytes(c.out) + peer * nbytes, inputs_.of_rank[peer], nbytes);
+      if (peer != root) copy_block(call, bytes(c.out) + peer * nbytes, inputs_.at[peer], nbytes);
     return inputs_.are_borrowed;
   }
   const Slots slots = slots_for(nbytes, 1);
@@ -485,7 +483,7 @@ bool ShmTransport::gather(Call& call, const Collective& c) {
       [&](std::uint64_t round) {
         for (int peer = 0; peer < size_; ++peer)
           if (peer != root)
-            copy_to_user(bytes(c.out) + peer * nbytes + rounds[round].first, inputs_.of_rank[peer],
+            copy_to_user(bytes(c.out) + peer * nbytes + rounds[round].first, inputs_.at[peer],
                          rounds[round].count, nbytes * size_);
       });
   return false;
@@ -495,7 +493,7 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
   const std::size_t nbytes = c.count * item_size(c.dtype);
   const int root = index_of_[c.root];
   if (inputs_.are_complete) {
-    copy_from(call, root, has_foreign_input_[root], c.out, inputs_.of_rank[root] + index_ * nbytes, nbytes);
+    copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root] + index_ * nbytes, nbytes);
     return inputs_.are_borrowed;
   }
   if (index_ == root) copy_block(call, c.out, bytes(c.in) + root * nbytes, nbytes);
@@ -512,8 +510,7 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
       [&](std::uint64_t round) {
         if (index_ != root)
           copy_to_user(bytes(c.out) + rounds[round].first,
-                       inputs_.of_rank[root] + piece_offset(slots, root, index_), rounds[round].count,
-                       nbytes);
+                       inputs_.at[root] + piece_offset(slots, root, index_), rounds[round].count, nbytes);
       });
   return false;
 }
@@ -523,8 +520,8 @@ bool ShmTransport::all_to_all(Call& call, const Collective& c) {
   if (inputs_.are_complete) {
     for (int step = 0; step < size_; ++step) {
       const int peer = (index_ + step) % size_;
-      copy_from(call, peer, has_foreign_input_[peer], bytes(c.out) + peer * nbytes,
-                inputs_.of_rank[peer] + index_ * nbytes, nbytes);
+      copy_from(call, peer, inputs_.is_foreign[peer], bytes(c.out) + peer * nbytes,
+                inputs_.at[peer] + index_ * nbytes, nbytes);
     }
     return inputs_.are_borrowed;
   }
@@ -579,7 +576,7 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
           const Range range = clip(round, recv_counts[peer]);
           if (peer != index_)
             copy_to_user(bytes(c.out) + (recv_first[peer] + range.first) * itemsize,
-                         inputs_.of_rank[peer] + piece_offset(slots, peer, index_), range.count * itemsize,
+                         inputs_.at[peer] + piece_offset(slots, peer, index_), range.count * itemsize,
                          range.count * itemsize);
         }
       });

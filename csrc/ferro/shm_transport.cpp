@@ -14,7 +14,6 @@
 #include "ferro/shm_cost.hpp"
 
 namespace ferro {
-namespace {
 
 // What a header carries when the input does not fit into it.
 struct Places {
@@ -27,6 +26,8 @@ struct Places {
   bool shall_be_pulled;       // the choice, in the header of the rank that chooses for all
 };
 static_assert(sizeof(Places) <= HeaderSlot::kInlineNbytes, "must travel in a header");
+
+namespace {
 
 Places places_of(const HeaderSlot& slot) {
   Places places;
@@ -71,13 +72,13 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vec
       members_(std::move(members)),
       spin_(spin),
       are_processes_(are_processes),
-      has_foreign_input_(members_.size()),
-      has_foreign_output_(members_.size()),
       peer_memory_(std::move(peer_memory)),
       sources_(members_.size()),
       outputs_(members_.size()) {
-  inputs_.of_rank.resize(members_.size());
-  inputs_.output_of_rank.resize(members_.size());
+  inputs_.at.resize(members_.size());
+  inputs_.output_at.resize(members_.size());
+  inputs_.is_foreign.resize(members_.size());
+  inputs_.is_output_foreign.resize(members_.size());
   index_of_.assign(*std::max_element(members_.begin(), members_.end()) + 1, -1);
   for (int i = 0; i < size_; ++i) index_of_[members_[i]] = i;
   if (are_processes && size_ > 1) watchdog_ = std::make_unique<Watchdog>(segment_, index_, members_);
@@ -221,10 +222,8 @@ void ShmTransport::run(Call& call, const Collective& collective) {
     // ended the group before that.
     check_group();
   }
-  if (is_timed && (inputs_.are_pulled || !has_borrowed))
-    copy_choice_of(collective)
-        .note(collective.count * item_size(collective.dtype), inputs_.are_pulled,
-              std::chrono::duration<double>(Clock::now() - start).count());
+  // Symmetric arrays were neither pulled nor staged.
+  if (is_timed && (inputs_.are_pulled || !has_borrowed)) note_copy_time(collective, Clock::now() - start);
 }
 
 // ---- Headers ---------------------------------------------------------------
@@ -303,16 +302,20 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     staging_.copy(staged, collective.in, nbytes);
     if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
   }
-  if (is_pullable(collective) && peer_memory_->can_read_all()) {
-    places.address = reinterpret_cast<std::uintptr_t>(collective.in);
-    places.may_be_pulled = nbytes == 0 || places.in != 0 || peer_memory_->can_lend(collective.in, nbytes);
-    if (collective.op == Op::allreduce && !shm_cost::pulling_whole_wins(nbytes, size_) &&
-        collective.in != collective.out && places.out == 0)
-      places.may_be_pulled = places.may_be_pulled && peer_memory_->can_lend(collective.out, nbytes);
-    places.out_address = reinterpret_cast<std::uintptr_t>(collective.out);
-    places.shall_be_pulled = index_ == chooser_of(collective) && chooses_to_pull(collective);
-  }
+  if (is_pullable(collective) && peer_memory_->can_read_all()) offer_to_lend(collective, nbytes, places);
   std::memcpy(slot.payload, &places, sizeof places);
+}
+
+// Says where peers may read this rank's arrays in its own memory, and whether they shall, if it is the one to
+// choose.
+void ShmTransport::offer_to_lend(const Collective& collective, std::size_t nbytes, Places& places) {
+  places.address = reinterpret_cast<std::uintptr_t>(collective.in);
+  places.out_address = reinterpret_cast<std::uintptr_t>(collective.out);
+  places.may_be_pulled = nbytes == 0 || places.in != 0 || peer_memory_->can_lend(collective.in, nbytes);
+  const bool is_output_read = collective.op == Op::allreduce && !shm_cost::pulling_whole_wins(nbytes, size_);
+  if (is_output_read && collective.in != collective.out && places.out == 0)
+    places.may_be_pulled = places.may_be_pulled && peer_memory_->can_lend(collective.out, nbytes);
+  places.shall_be_pulled = index_ == chooser_of(collective) && chooses_to_pull(collective);
 }
 
 void ShmTransport::await_headers(Call& call) {
@@ -370,10 +373,8 @@ void ShmTransport::check_counts() const {
 }
 
 void ShmTransport::find_inputs(const Collective& collective) {
-  inputs_.are_borrowed = inputs_.are_pulled = false;
-  std::fill(has_foreign_input_.begin(), has_foreign_input_.end(), false);
-  inputs_.are_complete = true;
-  inputs_.are_symmetric = size_ > 1;  // a rank that is alone borrows from nobody
+  inputs_.reset();
+  inputs_.are_symmetric = size_ > 1;  // a rank that is alone reads nobody's
   if (is_uneven(collective)) return check_counts();
 
   const bool is_pulled = agree_to_pull(collective);
@@ -382,7 +383,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
   for (int peer = 0; peer < size_; ++peer) {
     const std::size_t nbytes = input_nbytes(collective, size_, peer == root);
     const HeaderSlot& slot = segment_->header(peer, parity);
-    const unsigned char*& input = inputs_.of_rank[peer];
+    const unsigned char*& input = inputs_.at[peer];
     if (nbytes <= HeaderSlot::kInlineNbytes) {
       input = slot.payload;
       inputs_.are_symmetric = false;
@@ -398,7 +399,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
       input = segment_->small_ring(peer) + places.staged_at;
     } else if (is_pulled) {
       input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(places.address));
-      has_foreign_input_[peer] = peer != index_;
+      inputs_.is_foreign[peer] = peer != index_;
       find_output(peer, places.out, places.out_address);
       inputs_.are_borrowed = inputs_.are_pulled = true;
     } else {
@@ -406,15 +407,15 @@ void ShmTransport::find_inputs(const Collective& collective) {
       inputs_.are_complete &= size_ == 1;
     }
   }
-  inputs_.of_rank[index_] = static_cast<const unsigned char*>(collective.in);
+  inputs_.at[index_] = static_cast<const unsigned char*>(collective.in);
 }
 
 // What it finds is used only if all are symmetric or all may be pulled; otherwise it may be meaningless.
 void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t address) {
-  has_foreign_output_[peer] = symmetric == 0;
-  inputs_.output_of_rank[peer] = symmetric != 0
-                                     ? segment_->symmetric_pointer(symmetric)
-                                     : reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(address));
+  inputs_.is_output_foreign[peer] = symmetric == 0;
+  inputs_.output_at[peer] = symmetric != 0
+                                ? segment_->symmetric_pointer(symmetric)
+                                : reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(address));
 }
 
 // Whether this rank's arrays are large enough for others to read them in its memory, and stay as they are
@@ -456,6 +457,12 @@ int ShmTransport::chooser_of(const Collective& collective) const {
 bool ShmTransport::chooses_to_pull(const Collective& collective) {
   return peer_memory_->setting() == PeerReads::always ||
          copy_choice_of(collective).pulls(collective.count * item_size(collective.dtype));
+}
+
+void ShmTransport::note_copy_time(const Collective& collective, Clock::duration time) {
+  copy_choice_of(collective)
+      .note(collective.count * item_size(collective.dtype), inputs_.are_pulled,
+            std::chrono::duration<double>(time).count());
 }
 
 CopyChoice& ShmTransport::copy_choice_of(const Collective& collective) {

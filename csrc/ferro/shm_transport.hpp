@@ -3,10 +3,12 @@
 #ifndef FERRO_SHM_TRANSPORT_HPP
 #define FERRO_SHM_TRANSPORT_HPP
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <vector>
 
+#include "ferro/clock.hpp"
 #include "ferro/copy_choice.hpp"
 #include "ferro/fingerprint.hpp"
 #include "ferro/parking.hpp"
@@ -19,6 +21,10 @@
 
 namespace ferro {
 
+struct Places;  // what a header carries
+
+// In here a `peer`, like `index_`, is a place in the segment: members_[place] is the rank that has it,
+// index_of_[rank] the place of a rank. Roots, errors and abort reasons name ranks.
 class ShmTransport final : public Transport {
  public:
   // `index` is this rank's place in the segment; `members` gives the rank, in the
@@ -49,6 +55,7 @@ class ShmTransport final : public Transport {
   void publish_header(const Collective& collective);
   void publish_counts(const Collective& collective, HeaderSlot& slot);
   void publish_input(const Collective& collective, HeaderSlot& slot);
+  void offer_to_lend(const Collective& collective, std::size_t nbytes, Places& places);
   void await_headers(Call& call);
   void check_fingerprints() const;
   void check_counts() const;
@@ -62,6 +69,7 @@ class ShmTransport final : public Transport {
   int chooser_of(const Collective& collective) const;
   CopyChoice& copy_choice_of(const Collective& collective);
   bool chooses_to_pull(const Collective& collective);
+  void note_copy_time(const Collective& collective, Clock::duration time);
   bool agree_to_pull(const Collective& collective);
   // A second exchange of headers, without a payload: no rank leaves it before all have entered. Until then
   // each may read `nbytes` of another's.
@@ -148,14 +156,21 @@ class ShmTransport final : public Transport {
 
   bool is_root(const Collective& collective) const { return members_[index_] == collective.root; }
 
-  // Where the input of every rank can be read, once all headers have arrived.
+  // Where the input of every rank can be read, by place, once all headers have arrived.
   struct Inputs {
-    std::vector<const unsigned char*> of_rank;
-    std::vector<unsigned char*> output_of_rank;  // if all are symmetric, or pulled
-    bool are_complete = true;                    // none is null: no rounds are needed
-    bool are_borrowed = false;                   // some are the peers' own arrays
+    std::vector<const unsigned char*> at;
+    std::vector<unsigned char*> output_at;            // if all are symmetric, or pulled
+    std::vector<bool> is_foreign, is_output_foreign;  // an address in that rank's own process
+    bool are_complete = true;                         // none is null: no rounds are needed
+    bool are_borrowed = false;                        // some are the peers' own arrays
     bool are_pulled = false;    // those that are not symmetric are read out of their ranks' memory
     bool are_symmetric = true;  // all are, and so are all outputs
+
+    void reset() {
+      std::fill(is_foreign.begin(), is_foreign.end(), false);
+      are_complete = are_symmetric = true;
+      are_borrowed = are_pulled = false;
+    }
   };
 
   std::shared_ptr<Segment> segment_;
@@ -168,17 +183,17 @@ class ShmTransport final : public Transport {
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
-  bool is_inline_ = false;  // this rank's header carries its whole input
+  // Set by publish_header() for the rest of run().
+  bool is_inline_ = false;        // this rank's header carries its whole input
+  std::size_t small_nbytes_ = 0;  // of the payload that it staged in its ring
+  // Set by fence() for the wait in it: what peers may be reading meanwhile.
+  std::size_t read_nbytes_ = 0;
   // In the slow part of a wait: the peer waited for, and in which sequence, as flag_of(sequence,
   // index). kNobody otherwise. Informs other threads, orders nothing.
   static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
   std::atomic<std::uint64_t> awaited_{kNobody};
-  std::size_t read_nbytes_ = 0;   // what peers may be reading while this rank waits for them
-  std::size_t next_small_ = 0;    // where this rank's ring of small payloads goes on
-  std::size_t small_nbytes_ = 0;  // of the payload that this call staged there
+  std::size_t next_small_ = 0;  // where this rank's ring of small payloads goes on
   Inputs inputs_;
-  // By place: whether inputs_ holds an address in that rank's own process.
-  std::vector<bool> has_foreign_input_, has_foreign_output_;
   StagingWriter staging_;
   const std::shared_ptr<PeerMemory> peer_memory_;
   std::array<CopyChoice, static_cast<std::size_t>(Op::barrier)> copy_choices_;  // of the operations before it

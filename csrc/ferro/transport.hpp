@@ -30,7 +30,7 @@ class Transport {
   // Ends the group on every rank, for the first reason that anybody gave.
   // Wakes all waits of this rank and its peers.
   virtual void abort(AbortReason reason) noexcept = 0;
-  // The reason that won; code none while the group is well.
+  // The reason that won; code none while the group is well. May look at sockets for it, and pass it on.
   virtual AbortReason aborted() const noexcept = 0;
 
   // Adds the ranks that are certain to take part no more, since they died or closed.
