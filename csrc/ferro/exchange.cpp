@@ -172,6 +172,7 @@ bool Exchange::receive_some(Lane& lane) {
     if (transfer.nbytes > 0) continue;
     lane.receives.pop();
     --num_pending_;
+    if (const auto farewell = lane.stream.farewell_in_payload()) throw mesh_.verdict_of(lane, *farewell);
   }
   return has_moved;
 }
@@ -185,6 +186,8 @@ bool Exchange::receive_frame_some(Lane& lane) {
       check_frame(lane, frame);
       wanted = sizeof frame + frame.payload_nbytes;
       if (lane.stream.buffered_nbytes() >= wanted) {
+        if (const auto farewell = lane.stream.farewell_in_payload(wanted))
+          throw mesh_.verdict_of(lane, *farewell);
         lane.frame_nbytes = wanted;
         lane.receives.pop();
         --num_pending_;

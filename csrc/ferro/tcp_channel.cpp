@@ -90,6 +90,10 @@ bool TcpChannel::try_recv(Message& message) {
     message.done += moved.nbytes;
   }
   if (message.done < message.incoming_nbytes) return false;
+  if (stream_.farewell_in_payload()) {
+    throw_if_certain();
+    return false;
+  }
   if (message.is_discarding) throw Error(ErrorCode::size_mismatch, stream_.peer(), message.mismatch);
   return true;
 }

@@ -179,6 +179,25 @@ std::optional<TcpStream::LastWords> TcpStream::last_words() const {
   return words;
 }
 
+std::optional<Frame> TcpStream::farewell_in_payload(std::size_t ahead) const {
+  constexpr auto kFirstByte = static_cast<char>(kFrameMagic & 0xff);
+  const std::size_t num_kept = buffered_nbytes() - std::min(ahead, buffered_nbytes());
+  const auto end = tail_.end() - static_cast<std::ptrdiff_t>(std::min(num_kept, tail_.size()));
+  for (auto at = tail_.begin(); (at = std::find(at, end, kFirstByte)) != end; ++at) {
+    Frame frame;
+    char* const bytes = reinterpret_cast<char*>(&frame);
+    const std::size_t known = std::min(sizeof frame, static_cast<std::size_t>(tail_.end() - at));
+    std::copy_n(at, known, bytes);
+    if (std::memcmp(bytes, &kFrameMagic, std::min(sizeof kFrameMagic, known)) != 0) continue;
+    const std::size_t left = sizeof frame - known;
+    if (left > 0 &&
+        recv(fd_.get(), bytes + known, left, MSG_PEEK | MSG_DONTWAIT) != static_cast<ssize_t>(left))
+      continue;
+    if (is_farewell(frame)) return frame;
+  }
+  return std::nullopt;
+}
+
 void TcpStream::shut_down() noexcept { shutdown(fd_.get(), SHUT_WR); }
 
 void TcpStream::discard_unread() noexcept {

@@ -60,6 +60,9 @@ class TcpStream {
   bool has_hung_up() const;
   // The peer's last words, once it has hung up; nothing if it died without any.
   std::optional<LastWords> last_words() const;
+  // The farewell that begins among the bytes handed out, of which `ahead` are still buffered: it filled up
+  // a payload that will never be completed. Last words leave in one call, so all of it is here.
+  std::optional<Frame> farewell_in_payload(std::size_t ahead = 0) const;
 
   // Ends this side, after which the peer reads what was sent, then the end.
   void shut_down() noexcept;

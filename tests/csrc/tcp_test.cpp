@@ -606,6 +606,27 @@ void a_goodbye_is_found_beside_a_wait() {
   }
 }
 
+// A rank that gives up before it has sent what its peer waits for: the peer finds last words in its place.
+void last_words_are_not_taken_for_a_payload() {
+  for (const std::size_t nbytes : {1u, 4u, 44u, 64u, 65u, 66u, 200u}) {
+    Meshes meshes = make_meshes(2);
+    std::vector<char> data(200, 'F');
+    Call call(kTimeout);
+    {
+      Exchange sender(*meshes[1], call);
+      sender.send(0, data.data(), 7);
+      sender.finish();
+    }
+    meshes[1]->abort({ErrorCode::interrupted, 1, 1, 0});
+    Exchange exchange(*meshes[0], call);
+    exchange.receive(1, data.data(), 7);
+    exchange.receive(1, data.data(), nbytes);
+    const Error error = error_of([&] { exchange.finish(); });
+    expect(error.code == ErrorCode::interrupted && error.peer == 1,
+           "the end in place of " + std::to_string(nbytes) + " bytes");
+  }
+}
+
 // ---- Messages ------------------------------------------------------------------
 
 PointToPoint message_of(bool is_send, Values& values, std::uint32_t tag = 0) {
@@ -695,6 +716,25 @@ void ends_of_channels_are_told_apart() {
   expect(error.code == ErrorCode::peer_lost && error.peer == 1, "death on a channel");
 }
 
+void a_goodbye_is_not_taken_for_a_payload() {
+  for (const std::size_t missing : {1u, 10u, 16u, 17u}) {
+    const auto [first, second] = connected_sockets();
+    TcpChannel channel(1, first);
+    Values got(100);
+    Frame header;
+    header.kind = FrameKind::message;
+    header.first.dtype = DType::int32;
+    header.first.count = got.size();
+    header.second.count = got.size() * sizeof got[0];
+    expect(write(second, &header, sizeof header) == sizeof header, "write");
+    const auto sent = static_cast<ssize_t>((got.size() - missing) * sizeof got[0]);
+    expect(write(second, got.data(), sent) == sent, "write");
+    TcpChannel(0, second).close();
+    expect(error_of([&] { complete(channel, message_of(false, got)); }).code == ErrorCode::channel_closed,
+           "a goodbye in place of " + std::to_string(missing) + " elements");
+  }
+}
+
 // The stream of a rank that closed when its peer had yet to read all that it can hold.
 void a_goodbye_without_room_is_no_death() {
   Meshes meshes = make_meshes(2);
@@ -753,10 +793,12 @@ int main() {
   a_stream_is_read_while_its_peer_is_told();
   signals_cut_no_last_words_short();
   a_goodbye_is_found_beside_a_wait();
+  last_words_are_not_taken_for_a_payload();
   messages_arrive_in_order();
   messages_that_do_not_fit_are_dropped_whole();
   lengths_are_checked_before_they_are_believed();
   ends_of_channels_are_told_apart();
+  a_goodbye_is_not_taken_for_a_payload();
   a_goodbye_without_room_is_no_death();
   a_channel_asks_the_mesh_for_the_culprit();
   return 0;
