@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,7 @@ __all__ = [
     "empty_beside",
     "empty_for_jax",
     "is_on_gpu",
+    "jax_full_width",
     "jax_place",
     "numpy_dtype",
     "same_stream",
@@ -217,6 +219,19 @@ def empty_for_jax(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any,
     block = np.empty(nbytes + _JAX_ALIGNMENT, np.uint8)
     start = -block.ctypes.data % _JAX_ALIGNMENT
     return block[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def jax_full_width() -> AbstractContextManager[Any]:
+    """Return a context in which JAX takes over 64-bit numbers as they are.
+
+    Unless jax_enable_x64 is set, which may be so in some threads only, it would halve them without
+    a word. Its own arrays of them stay as they are when they are copied or moved, and so do ours.
+    """
+    enable_x64 = getattr(sys.modules["jax"], "enable_x64", None)  # from JAX 0.8 on
+    if enable_x64 is None:
+        enable_x64 = importlib.import_module("jax.experimental").enable_x64
+    context: AbstractContextManager[Any] = enable_x64(True)
+    return context
 
 
 def jax_place(x: Array) -> Any:
@@ -411,8 +426,10 @@ class _Jax(_Library):
         if not isinstance(written, np.ndarray):
             # Whatever stream JAX names, the export makes it wait for the writing.
             device = None if place is None else next(iter(x.devices()))
-            return jax.dlpack.from_dlpack(written, device=device)
-        return jax.device_put(written, place)
+            with jax_full_width():
+                return jax.dlpack.from_dlpack(written, device=device)
+        with jax_full_width():
+            return jax.device_put(written, place)
 
     def concatenate(self, parts: Sequence[Array]) -> Array:
         return _joined(sys.modules["jax"].numpy, parts)

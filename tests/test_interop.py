@@ -22,6 +22,7 @@ from ferro_dist.interop import (
     deliver,
     dtype_code,
     dtype_name,
+    jax_full_width,
     numpy_dtype,
     shape_of,
 )
@@ -281,6 +282,17 @@ def test_jax_results_are_new_jax_arrays(jnp: Any, dtype: str, shape: tuple[int, 
     assert type(result) is type(x)
     assert (result.shape, result.dtype, result.devices()) == (shape, x.dtype, x.devices())
     assert_array_equal(np.asarray(result), np.full(shape, 3, x.dtype))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "float64", "complex128"])
+def test_jax_results_keep_64_bits_also_where_x64_is_off(jnp: Any, dtype: str) -> None:
+    with jax_full_width():
+        x = jnp.zeros(2, dtype)
+    written = allocate(x)
+    written[...] = 2**40 + 1
+    result = deliver(x, written)
+    assert result.dtype == dtype
+    assert_array_equal(np.asarray(result), np.full(2, 2**40 + 1, dtype))
 
 
 def test_jax_takes_the_result_over_without_a_copy(jnp: Any) -> None:

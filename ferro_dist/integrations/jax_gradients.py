@@ -548,7 +548,8 @@ def _delivered(likes: Sequence[Any], averages: Sequence[NumpyArray]) -> list[Any
         positions_at[interop.jax_place(like)].append(position)
     delivered: list[Any] = [None] * len(copies)
     for place, positions in positions_at.items():  # one call each: JAX takes long for a call
-        arrays = jax.device_put([copies[position] for position in positions], place)
+        with interop.jax_full_width():
+            arrays = jax.device_put([copies[position] for position in positions], place)
         for position, array in zip(positions, arrays, strict=True):
             delivered[position] = array
     return delivered

@@ -11,6 +11,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import ferro_dist as fd
+from ferro_dist.interop import jax_full_width
 from ferro_dist.testing import run_ranks
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
@@ -172,6 +173,17 @@ def move_what_is_spread(backend: Any) -> None:
 
 def test_parameters_may_be_spread_over_devices() -> None:
     run_ranks(2, move_what_is_spread, timeout=DEADLINE_S)
+
+
+def test_parameters_and_gradients_keep_64_bits_also_where_x64_is_off() -> None:
+    with jax_full_width():
+        params = {"w": jax.numpy.full(2, 2.0**40 + 1, "float64")}
+    (backend,) = fd.SimulatedBackend.create_group(1)
+    with backend:
+        ddp = fd.DDP(params, backend)
+        for tree in (ddp.module, ddp.sync_gradients(params)):
+            assert tree["w"].dtype == "float64"
+            assert_array_equal(np.asarray(tree["w"]), [2.0**40 + 1] * 2)
 
 
 def refuse(backend: Any) -> None:
