@@ -204,6 +204,8 @@ def test_two_dashes_end_the_options() -> None:
         (["--module=x"], "--module takes no value"),
         ([], "no script given"),
         (["-m"], "no script given"),
+        ([""], "no script given"),
+        (["--no-python", "", "x"], "no script given"),
         (["-m", "--no-python", "x"], "exclude each other"),
         (["--env", "A", "-m", "x"], "--env takes KEY=VALUE, not 'A'"),
         (["--env", "=1", "-m", "x"], "--env takes KEY=VALUE"),

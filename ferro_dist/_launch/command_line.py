@@ -222,7 +222,7 @@ def _check_hosts(options: Options, environ: Mapping[str, str], is_nproc_given: b
 def _check_command(options: Options) -> None:
     if options.is_module and not options.is_python:
         raise LaunchError("-m and --no-python exclude each other")
-    if not options.command:
+    if not options.command or not options.command[0]:  # the latter from a shell's unset variable
         raise LaunchError("no script given (see ferrorun --help)")
     is_script = options.is_python and not options.is_module
     if is_script and not os.path.exists(options.command[0]):
