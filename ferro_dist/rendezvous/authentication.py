@@ -299,6 +299,8 @@ def _token_folder(environ: Mapping[str, str]) -> str:
         if os.path.isabs(runtime) and os.stat(runtime).st_uid == os.geteuid():
             return os.path.join(runtime, "ferro_dist")
     home = environ.get("HOME", "") or os.path.expanduser("~")
+    if not os.path.isabs(home):  # as "~" is, where this user is not in the password database
+        raise NoConnection(f"no token: this user has no home folder; {HOW_TO_SET_A_TOKEN}")
     return os.path.join(home, ".cache", "ferro_dist")
 
 

@@ -877,6 +877,21 @@ def test_xdg_runtime_dir_is_preferred(tmp_path: Any) -> None:
     assert (tmp_path / "ferro_dist" / "token").exists()
 
 
+def test_a_user_without_a_home_gets_no_token_file(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", is_unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for environ in ({}, {"HOME": "relative"}):
+        with pytest.raises(NoConnection, match="no home folder; set FERRO_DIST_TOKEN"):
+            find_token(None, environ)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_token_file_that_others_may_read_is_refused(tmp_path: Any) -> None:
     environ = {"HOME": str(tmp_path)}
     find_token(None, environ)
