@@ -29,7 +29,7 @@ from ferro_dist.backends.mpi_messages import mpi_tag_of
 from ferro_dist.backends.mpi_progress import Call, MpiWork, Steps
 from ferro_dist.backends.mpi_reduction import Reduction
 from ferro_dist.backends.results import allocate_chunk, allocate_rows
-from ferro_dist.interop import BufferView, as_view
+from ferro_dist.interop import BufferView
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import JointWork, Work
@@ -411,7 +411,7 @@ class MpiBackend(MpiGroup):
         # Both are checked before either is posted.
         sent = self._message("sendrecv", True, x, dst, timeout, tag)
         received = self._message("sendrecv", False, out, src, timeout, tag)
-        if overlap(as_view(x), as_view(out)):
+        if overlap(sent.view, received.view):
             arguments.raise_overlap("sendrecv", rank=self._rank)
         return self._finish_all("sendrecv", [sent, received], out, async_op)
 

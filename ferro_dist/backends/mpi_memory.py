@@ -95,7 +95,8 @@ def is_same_memory(a: BufferView, b: BufferView) -> bool:
 
 def overlap(a: BufferView, b: BufferView) -> bool:
     """Whether any byte belongs to both."""
-    return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
+    begin, end = max(a.address, b.address), min(a.address + a.nbytes, b.address + b.nbytes)
+    return begin < end
 
 
 def pieces(array: Numbers) -> Iterator[Numbers]:

@@ -109,6 +109,22 @@ def blocks_beyond_one_unit_keep_their_order(group: Group) -> None:
         mpi_memory.MAX_COUNT = limit
 
 
+def arrays_that_share_no_byte_are_taken(group: Group) -> None:
+    """Nothing may lie anywhere, and of an array with gaps only a copy is read."""
+    rank, other = group.rank, group.rank ^ 1
+    pair = group.split([0, 1])
+    if rank > 1:
+        return
+    with pair:
+        memory = np.arange(10.0) + 10 * rank
+        fd.sendrecv(memory[4:0:-1], memory[5:9], pair, other, other)
+        assert_array_equal(memory[5:9], np.arange(4, 0, -1) + 10 * other)
+        x, out = (memory[2:][:0], memory[:4]) if rank == 0 else (memory[:4], memory[6:][:0])
+        sent, received = ([0, 0], [0, 4]) if rank == 0 else ([4, 0], [0, 0])
+        fd.all_to_all(x, pair, out=out, send_counts=sent, recv_counts=received)
+        assert_array_equal(memory[:4], np.arange(4) + 10)
+
+
 def a_given_communicator_is_duplicated(group: Group) -> None:
     comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
     with MpiBackend(comm) as half:

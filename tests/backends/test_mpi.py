@@ -36,6 +36,7 @@ OF_ANY_SIZE = [
     "groups_that_were_left_are_freed",
 ]
 BETWEEN_RANKS = [
+    "arrays_that_share_no_byte_are_taken",
     "messages_left_behind_do_not_reach_the_next_group",
     "late_ranks_are_named_by_the_timeout",
     "a_call_behind_another_keeps_its_own_timeout",
