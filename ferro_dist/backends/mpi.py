@@ -171,7 +171,7 @@ class MpiBackend(MpiGroup):
         if self._world_size == 1:
             target.numbers[:] = source.numbers
             return
-        total = target.numbers
+        total = result = target.numbers
         if reduction.is_direct(total.dtype):
             if not is_same_memory(source.view, target.view):
                 total[:] = source.numbers
@@ -180,9 +180,7 @@ class MpiBackend(MpiGroup):
         for piece in pieces(total):
             yield from self._requests.complete(start(piece))
         if target.is_wanted:
-            reduction.finish(total, self._world_size)
-            if total is not target.numbers:
-                target.numbers[:] = total
+            reduction.finish(total, self._world_size, result)
 
     def _reduce_and_scatter(
         self, source: Source, target: Target, chunk: int, reduction: Reduction
@@ -192,10 +190,11 @@ class MpiBackend(MpiGroup):
             return
         chunks = source.numbers.astype(reduction.working_dtype, copy=False)
         chunks = chunks.reshape(self._world_size, chunk)
-        is_direct = reduction.is_direct(target.numbers.dtype)
+        result = target.numbers
+        is_direct = reduction.is_direct(result.dtype)
         if is_direct and overlap(source.view, target.view):
             chunks = chunks.copy()
-        total = target.numbers if is_direct else np.empty(chunk, reduction.working_dtype)
+        total = result if is_direct else np.empty(chunk, reduction.working_dtype)
         length = piece_length(self._world_size)
         for first in range(0, chunk, length):
             parts = np.ascontiguousarray(chunks[:, first : first + length])
@@ -206,9 +205,7 @@ class MpiBackend(MpiGroup):
                 reduction.mpi_op,
             )
             yield from self._requests.complete(request)
-        reduction.finish(total, self._world_size)
-        if not is_direct:
-            target.numbers[:] = total
+        reduction.finish(total, self._world_size, result)
 
     # Movements
 

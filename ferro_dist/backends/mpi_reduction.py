@@ -65,10 +65,15 @@ class Reduction:
         """Whether MPI can work on arrays of this dtype as they are."""
         return self.working_dtype == dtype
 
-    def finish(self, total: Array, world_size: int) -> None:
-        """Turn what MPI left in `total` into the result."""
-        if self.is_mean:
-            np.divide(total, world_size, out=total)
+    def finish(self, total: Array, world_size: int, result: Array) -> None:
+        """Turn what MPI left in `total` into the `result`, which may be the same array."""
+        # Infinity and NaN are results like any other: warnings, which the user may have turned into
+        # errors, are for computations of his own.
+        with np.errstate(all="ignore"):
+            if self.is_mean:
+                np.divide(total, world_size, out=total)
+            if total is not result:
+                result[:] = total
 
 
 def reduction_of(mpi: Any, name: str, reduce_op: ReduceOp) -> Reduction:

@@ -298,6 +298,19 @@ def half_precision_keeps_small_addends(group: Group) -> None:
     assert fd.allreduce(x, group)[0] == total.astype(ml_dtypes.bfloat16)
 
 
+@case(each=("allreduce", "reduce", "reduce_scatter"))
+def overflows_without_a_warning(group: Group, op: str) -> None:
+    beyond = {"float16": 60_000, "float32": 3e38, "float64": 1.5e308, "complex64": np.inf - 1j}
+    for name, value in beyond.items():
+        x = np.full(group.world_size, value, name)
+        for reduce_op in (SUM, MEAN):
+            if group.world_size > 1 and reduces(group, name, reduce_op):
+                with np.errstate(all="raise"):
+                    y = call(op, group, x, reduce_op=reduce_op)
+                if y is not None and reduce_op is SUM:
+                    assert np.isinf(y).all()
+
+
 @case(each=("sum", "mean", "prod"))
 def has_the_same_bits_everywhere(group: Group, reduce_op: str) -> None:
     rng = np.random.default_rng(group.rank)
