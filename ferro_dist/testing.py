@@ -146,7 +146,7 @@ def run_ranks(
             process = _CONTEXT.Process(
                 target=_play,
                 args=(
-                    *(sending, backend, emulate_gpu, rank, world_size),
+                    *(sending, dict(os.environ), backend, emulate_gpu, rank, world_size),
                     *(addr, token, timeout, body, args),
                 ),
                 name=f"rank {rank}",
@@ -192,6 +192,7 @@ def _is_main_a_file() -> bool:
 
 def _play(
     connection: Connection,
+    environment: dict[str, str],
     backend: str,
     emulate_gpu: bool,
     rank: int,
@@ -204,6 +205,9 @@ def _play(
 ) -> None:
     """Be one rank: in its own process."""
     try:
+        # The server's is what the first run found.
+        os.environ.clear()
+        os.environ.update(environment)
         if emulate_gpu:
             emulated_gpu()
         if backend == "none":

@@ -27,6 +27,10 @@ def give_back(backend: fd.Backend, x: Any) -> Any:
     return x
 
 
+def environment_of(backend: fd.Backend) -> dict[str, str]:
+    return dict(os.environ)
+
+
 def raise_on_rank_1(backend: fd.Backend) -> None:
     if backend.rank == 1:
         raise KeyError("mine")
@@ -107,6 +111,13 @@ def test_tensors_of_torch_may_be_returned() -> None:
 def test_results_come_by_rank() -> None:
     assert run_ranks(3, rank_of) == [0, 1, 2]
     assert [x.sum() for x in run_ranks(2, give_back, np.ones(3_000_000))] == [3e6, 3e6]
+
+
+def test_ranks_have_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(1, rank_of)  # the server has started
+    monkeypatch.setenv("SET_FOR_THIS_TEST", "\udcff")
+    monkeypatch.delenv("PATH")
+    assert run_ranks(1, environment_of) == [dict(os.environ)]
 
 
 @pytest.mark.parametrize(
