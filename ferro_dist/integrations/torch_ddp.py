@@ -6,6 +6,7 @@ import contextlib
 import copy
 import weakref
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -329,7 +330,11 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module."""
-        return self.module.state_dict(*args, **kwargs)
+        state = self.module.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix") or "".join(args[1:2])
+        if prefix:
+            _add_versions(state, prefix)
+        return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -338,7 +343,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         module = self.module
         own = module.state_dict()
         if isinstance(state_dict, Mapping) and not any(name.startswith(PREFIX) for name in own):
-            state_dict = {name.removeprefix(PREFIX): v for name, v in state_dict.items()}
+            state_dict = _without_prefix(state_dict)
         return module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchDDP:
@@ -568,6 +573,31 @@ def _message_of(optimizer: Any) -> bytes:
         # Torch surrounds its message with advice that is meant for files.
         return saved({REFUSAL: str(error.__context__ or error)})
     return data
+
+
+def _without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state of the module, from one that may be that of a wrapper."""
+    bare = OrderedDict((name.removeprefix(PREFIX), value) for name, value in state.items())
+    # The versions of the module's parts, by which they know what an earlier version has saved.
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        if bare.keys() != state.keys():
+            root = PREFIX.removesuffix(".")
+            versions = {
+                name.removeprefix(root).removeprefix("."): version
+                for name, version in versions.items()
+                if f"{name}.".startswith(PREFIX)
+            }
+        bare._metadata = versions  # type: ignore[attr-defined]
+    return bare
+
+
+def _add_versions(state: Any, prefix: str) -> None:
+    """Add the versions of a module's parts by the names under which an enclosing one loads them."""
+    versions = getattr(state, "_metadata", {})
+    for name in [name for name in versions if f"{name}.".startswith(prefix)]:
+        inner = f"{prefix}{PREFIX}{name.removeprefix(prefix[:-1]).removeprefix('.')}"
+        versions.setdefault(inner.removesuffix("."), versions[name])
 
 
 def _add_prefix(ddp: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:

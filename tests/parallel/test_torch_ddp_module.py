@@ -156,6 +156,30 @@ def test_the_state_is_that_of_the_module(on_ranks: OnRanks) -> None:
     on_ranks(1, body)
 
 
+class Versioned(nn.Linear):
+    """Knows only states of its own version, as some modules of torchvision do."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        assert metadata.get("version") == 2
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_a_state_keeps_the_versions_of_what_it_is_of(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        module = nn.Sequential(Versioned(1, 1))
+        ddp = fd.DDP(module, backend)
+        ddp.load_state_dict(module.state_dict())
+        ddp.load_state_dict(ddp.state_dict())
+        ddp.load_state_dict(nn.ModuleDict({"module": module}).state_dict())
+        assert list(ddp.state_dict()._metadata) == ["", "0"]
+        for outer in (nn.Sequential(ddp), nn.Sequential(nn.Sequential(ddp))):
+            outer.load_state_dict(outer.state_dict())
+
+    on_ranks(1, body)
+
+
 def test_what_is_no_state_is_refused_by_torch(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         with pytest.raises(TypeError, match="state_dict to be dict-like"):
