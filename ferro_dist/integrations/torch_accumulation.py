@@ -8,9 +8,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Accumulation", "add", "as_dense"]
+__all__ = ["Accumulation", "add", "as_dense", "version_of"]
 
 Tensor: TypeAlias = Any
+
+
+class Version(NamedTuple):
+    """What tells whether a gradient was written to, or given other memory: ``grad.data = ...``."""
+
+    count: int
+    address: int
+
+    def next(self) -> Version:
+        """Return that of the gradient after one addition to it."""
+        return Version(self.count + 1, self.address)
 
 
 class Accumulation:
@@ -33,7 +44,7 @@ class Accumulation:
         self._is_idempotent = True
         self._averaged: list[Tensor] = []
         # Of averaged gradients; unknown for those that were left where they are.
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, Version] = {}
         self._aside: dict[int, _Aside] = {}
         # Of parameters that are not among these now, and may come back: frozen ones.
         self._left: dict[int, _Record] = {}
@@ -67,7 +78,7 @@ class Accumulation:
         """Note the versions, to notice what is written to averaged gradients from now on."""
         for number, gradient in enumerate(self._averaged):
             if gradient is not None:
-                self._versions[number] = gradient._version
+                self._versions[number] = version_of(gradient)
 
     def are_averaged(self) -> list[bool]:
         """Whether each gradient that there is was averaged, and nothing was added to it since."""
@@ -83,7 +94,7 @@ class Accumulation:
         if kept is not None:
             return kept.was_added_to(gradient)
         return gradient is self._averaged[number] and (
-            gradient._version == self._versions[number] + 1
+            version_of(gradient) == self._versions[number].next()
         )
 
     def begin(self, is_idempotent: bool) -> None:
@@ -114,7 +125,7 @@ class Accumulation:
             own = parameter.grad
             if own is None:
                 parameter.grad = self._averaged[number] = kept.averaged
-                self._versions[number] = kept.averaged._version
+                self._versions[number] = version_of(kept.averaged)
                 del self._aside[number]
             else:
                 kept.show(parameter, own)
@@ -128,7 +139,7 @@ class Accumulation:
             parameter.grad = kept.own
             self._aside[number] = kept
         elif gradient is self._averaged[number]:
-            if gradient._version == self._versions.get(number, gradient._version):
+            if version_of(gradient) == self._versions.get(number, version_of(gradient)):
                 parameter.grad = None
                 # A copy: it lies in the bucket that will be filled.
                 self._aside[number] = _Aside(gradient.clone())
@@ -152,21 +163,23 @@ class _Aside:
     averaged: Tensor
     own: Tensor = None
     shown: Tensor = None
-    _version: int = 0
+    _version: Version | None = None
 
     def show(self, parameter: Tensor, own: Tensor) -> None:
         with torch.no_grad():
             self.own, self.shown = own, add(self.averaged, own)
         parameter.grad = self.shown
-        self._version = self.shown._version
+        self._version = version_of(self.shown)
 
     def is_shown_by(self, gradient: Tensor) -> bool:
         """Whether this is the sum, and nobody has written to it: zeroed it, for instance."""
-        return gradient is self.shown and gradient._version == self._version
+        return gradient is self.shown and version_of(gradient) == self._version
 
     def was_added_to(self, gradient: Tensor) -> bool:
         """Whether this is the sum, and something was added to it, once."""
-        return gradient is self.shown and gradient._version == self._version + 1
+        if gradient is not self.shown or self._version is None:
+            return False
+        return version_of(gradient) == self._version.next()
 
 
 class _Record(NamedTuple):
@@ -174,13 +187,19 @@ class _Record(NamedTuple):
 
     parameter: Tensor
     averaged: Tensor
-    version: int | None
+    version: Version | None
     aside: _Aside | None
 
     def is_current(self) -> bool:
         """Whether the parameter still has that gradient."""
         shown = self.averaged if self.aside is None else self.aside.shown
         return self.parameter.grad is shown
+
+
+def version_of(gradient: Tensor) -> Version:
+    """Return what will differ after a change of the gradient."""
+    is_dense = gradient.layout is torch.strided
+    return Version(gradient._version, gradient.data_ptr() if is_dense else 0)
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from ferro_dist._native.host import copy_past_caches
 from ferro_dist.errors import SizeMismatch
-from ferro_dist.integrations.torch_accumulation import Accumulation, as_dense
+from ferro_dist.integrations.torch_accumulation import Accumulation, as_dense, version_of
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.bucket import Bucket, BucketMemory, ParameterSpec, misplaced
 from ferro_dist.parallel.reducer import Gradients
@@ -60,6 +60,7 @@ class TorchGradients(Accumulation, Gradients):
         self.is_ready: Callable[[int], bool] = lambda number: False
 
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+        _renew_places(bucket)
         parameters = [self.parameters[number] for number in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
         bucket.mark(counter, self._is_given(bucket, gradients))
@@ -105,7 +106,7 @@ class TorchGradients(Accumulation, Gradients):
                 if parameter.grad is not view:
                     parameter.grad = view
                 if not self._is_idempotent:
-                    self._versions[number] = view._version
+                    self._versions[number] = version_of(view)
 
     def take_back(self) -> None:
         # The places in buckets hold this rank's own gradients again. Those that were averaged
@@ -139,6 +140,21 @@ class TorchGradients(Accumulation, Gradients):
             and (gradient is not self._averaged[number] or self.is_ready(number))
             for number, gradient in zip(bucket.members, gradients, strict=True)
         ]
+
+
+def _renew_places(bucket: Bucket) -> None:
+    """Replace views that the user, whose ``grad`` they are, has made something else of.
+
+    ``grad.data = ...`` gives them other memory; an operation on ``grad`` outside of ``no_grad``
+    gives them a graph, which would grow with every step.
+    """
+    views, addresses = bucket.views, bucket.addresses
+    is_as_made = list(map(torch.Tensor.data_ptr, views)) == addresses
+    if is_as_made and True not in [view.requires_grad for view in views]:
+        return
+    for place, (view, address) in enumerate(zip(views, addresses, strict=True)):
+        if view.data_ptr() != address or view.requires_grad:
+            views[place] = bucket.new_view(place)
 
 
 def _refuse_misplaced(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketMemory) -> None:
@@ -240,6 +256,7 @@ class GivenGradients(Gradients):
             _check_fits(name, grads.get(key) if is_named else grads[key], parameter)
 
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+        _renew_places(bucket)
         gradients = [self.get(number) for number in bucket.members]
         _refuse_misplaced(bucket, gradients, self.memory)
         for gradient, view in zip(gradients, bucket.views, strict=True):

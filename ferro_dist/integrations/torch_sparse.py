@@ -21,7 +21,7 @@ import torch
 
 from ferro_dist.collective import all_gather, allreduce
 from ferro_dist.errors import CollectiveMismatch, InvalidArray
-from ferro_dist.integrations.torch_accumulation import Accumulation, add, as_dense
+from ferro_dist.integrations.torch_accumulation import Accumulation, add, as_dense, version_of
 from ferro_dist.parallel.exchange import all_gather_rows
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.reduce_op import ReduceOp
@@ -117,7 +117,7 @@ class SparseGradients(Accumulation):
                 average = kept.averaged if average is None else add(average, kept.averaged)
             parameter.grad = self._averaged[number] = average
             if average is not None and not self._is_idempotent:
-                self._versions[number] = average._version
+                self._versions[number] = version_of(average)
 
     def _headers(self, own: Sequence[Tensor]) -> list[list[_Header]]:
         """Return, for each parameter, what each rank has."""

@@ -14,6 +14,7 @@ walking a graph. Control lanes are the reducer's, for anything else that ranks m
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
@@ -333,11 +334,7 @@ class Bucket:
         self.flat = as_array(buffer)
         self.wire = buffer if wire is None else wire
         self._flat_wire = self.flat if wire is None else as_array(wire)
-        # Each made separately: torch's views of one tensor share its version counter.
-        self.views = [
-            as_array(view_of(buffer, offset, spec))
-            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-        ]
+        self.views = list(map(self.new_view, range(len(members))))
         self.lanes = buffer[layout.lanes_offset : layout.controls_offset].reshape(
             -1, layout.num_counters
         )
@@ -415,6 +412,19 @@ class Bucket:
         return self.lanes
 
     # Gradients
+
+    def new_view(self, place: int) -> Any:
+        """Return the place of a gradient, in the module's library."""
+        # Made from the buffer: torch's views of one tensor share its version counter.
+        layout = self.layout
+        return self._as_array(view_of(self.buffer, layout.offsets[place], layout.specs[place]))
+
+    @functools.cached_property
+    def addresses(self) -> list[int]:
+        """Where in memory the place of each gradient begins; 0 for one without elements."""
+        start, nbytes = self.extent[0], self.layout.dtype.itemsize
+        places = zip(self.layout.specs, self.layout.offsets, strict=True)
+        return [start + offset * nbytes if spec.count else 0 for spec, offset in places]
 
     def put_in(self, place: int, gradient: Any) -> None:
         """Copy a gradient to its place, where it may be already; zeros for None."""

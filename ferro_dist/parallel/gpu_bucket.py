@@ -73,10 +73,7 @@ class GpuBucket(Bucket):
         self.wire = self._flat_wire = (
             self.buffer if wire_dtype is None else memory.empty(layout.count, wire_dtype)
         )
-        self.views = [
-            memory.view(self.buffer, offset, spec)
-            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-        ]
+        self.views = list(map(self.new_view, range(len(members))))
         self._address = interop.as_view(self.buffer).address
         self.reset()
         self._clear_at_once()
@@ -168,6 +165,10 @@ class GpuBucket(Bucket):
         return self._reduced_tail
 
     # Gradients
+
+    def new_view(self, place: int) -> Array:
+        layout = self.layout
+        return self._memory.view(self.buffer, layout.offsets[place], layout.specs[place])
 
     def put_in(self, place: int, gradient: Array | None) -> None:
         from ferro_dist._native.cuda_memory import fill_async

@@ -76,6 +76,58 @@ def test_gradients_that_are_zeroed_in_place_start_anew(on_ranks: OnRanks, averag
     assert on_ranks(2, body) == [(1.5 * factor, 1 * factor)] * 2
 
 
+@OVERLAP
+@pytest.mark.parametrize("average", ["mean", "sum"])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_gradients_may_be_given_other_memory(
+    on_ranks: OnRanks, is_kept: bool, average: str, overlap: Any
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average, overlap=overlap)
+        found = []
+        for _ in range(3):
+            ddp(backend.rank + 1.0).sum().backward()
+            found.append(gradients_of(ddp))
+            for parameter in ddp.parameters():
+                parameter.grad.data = 0 * parameter.grad.data
+            if not is_kept:
+                ddp.zero_grad()
+        return found
+
+    factor = 1 if average == "mean" else 2
+    assert on_ranks(2, body) == [[(1.5 * factor, 1 * factor)] * 3] * 2
+
+
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_what_is_given_other_memory_is_a_ranks_own(on_ranks: OnRanks, average: str) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        ddp(1.0).sum().backward()
+        for parameter in ddp.parameters():
+            parameter.grad.data = torch.full_like(parameter, backend.rank)
+        ddp.sync_gradients()
+        return gradients_of(ddp)
+
+    average_of_ranks = 0.5 if average == "mean" else 1
+    assert on_ranks(2, body) == [(average_of_ranks, average_of_ranks)] * 2
+
+
+def test_what_autograd_has_recorded_of_gradients_does_not_outlast_them(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        found = []
+        for _ in range(2):
+            ddp(backend.rank + 1.0).sum().backward()
+            assert not ddp.weight.grad.requires_grad
+            for parameter in ddp.parameters():
+                parameter.grad += 2 * parameter
+            found.append(gradients_of(ddp))
+            ddp.zero_grad()
+        return found
+
+    assert on_ranks(2, body) == [[(3.5, 1)] * 2] * 2
+
+
 @pytest.mark.parametrize("is_local", [False, True])
 def test_an_average_outlasts_a_backward_in_which_its_parameter_is_frozen(
     on_ranks: OnRanks, is_local: bool
