@@ -43,6 +43,8 @@ from ferro_dist.reduce_op import ReduceOp
 __all__ = ["TorchDDP"]
 
 PREFIX = "module."
+# The user's hooks of the wrapper; those of its state are the module's.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward", "_is_full_backward_hook")
 STATE, REFUSAL = "state", "refusal"  # what a message of `join` about an optimizer holds
 BUFFERS = -3  # the call's number in a tag, next to the reducer's -1 and -2
 
@@ -355,6 +357,11 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         twin = cast(TorchDDP, type(self).__new__(type(self), self.module))
         memo[id(self)] = twin
         torch.nn.Module.__init__(twin)
+        twin.__dict__.update(
+            (name, copy.deepcopy(hooks, memo))
+            for name, hooks in self.__dict__.items()
+            if name.startswith(HOOKS)
+        )
         twin._adopt(copy.deepcopy(self.module, memo), self._options)
         # Far from all other tags, also from those of copies of copies.
         lineage = f"{self._first_tag} {self._num_copies}"

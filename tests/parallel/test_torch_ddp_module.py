@@ -343,6 +343,22 @@ def test_a_copy_trains_by_itself(on_ranks: OnRanks) -> None:
     assert on_ranks(2, body) == [((3, 2), (10, 2))] * 2
 
 
+def test_a_copy_has_the_hooks_of_the_wrapper(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        ddp.register_forward_pre_hook(lambda _, inputs: (10 * inputs[0],))
+        ddp.register_forward_hook(lambda _, __, output: 2 * output)
+        ddp.register_full_backward_hook(lambda *_: seen.append(1))
+        seen: list[int] = []
+        for each in (ddp, copy.deepcopy(ddp), copy.deepcopy(copy.deepcopy(ddp))):
+            output = each(torch.ones(1, requires_grad=True))
+            assert output == 20
+            output.backward()
+        assert len(seen) == 3
+
+    on_ranks(1, body)
+
+
 def test_gradients_of_a_copy_of_a_copy_are_not_taken_for_those_of_another(
     on_ranks: OnRanks,
 ) -> None:
