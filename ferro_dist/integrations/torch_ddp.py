@@ -88,7 +88,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             _optimizer=None,
         )
         self.training = module.training
-        self.register_load_state_dict_pre_hook(_add_prefix)
+        torch.nn.Module.register_load_state_dict_pre_hook(self, _add_prefix)
         return [*parameters.lines(), *(buffers.lines() if buffers else [])]
 
     def _prepare(self, options: Options, first_tag: int) -> None:
@@ -337,6 +337,22 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         if prefix:
             _add_versions(state, prefix)
         return state
+
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        """Call something before the state of the module is taken."""
+        return self.module.register_state_dict_pre_hook(hook)
+
+    def register_state_dict_post_hook(self, hook: Any) -> Any:
+        """Call something once the state of the module was taken."""
+        return self.module.register_state_dict_post_hook(hook)
+
+    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
+        """Call something before the module loads a state."""
+        return self.module.register_load_state_dict_pre_hook(hook)
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """Call something once the module has loaded a state."""
+        return self.module.register_load_state_dict_post_hook(hook)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

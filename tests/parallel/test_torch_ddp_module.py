@@ -180,6 +180,24 @@ def test_a_state_keeps_the_versions_of_what_it_is_of(on_ranks: OnRanks) -> None:
     on_ranks(1, body)
 
 
+@pytest.mark.parametrize("is_enclosed", [False, True])
+def test_hooks_of_the_state_are_called(on_ranks: OnRanks, is_enclosed: bool) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        whole = nn.Sequential(ddp) if is_enclosed else ddp
+        called: list[str] = []
+        ddp.register_state_dict_pre_hook(lambda *_: called.append("before"))
+        ddp.register_state_dict_post_hook(lambda *_: called.append("after"))
+        ddp.register_load_state_dict_pre_hook(lambda *_: called.append("before loading"))
+        ddp.register_load_state_dict_post_hook(lambda *_: called.append("after loading"))
+        state = whole.state_dict()
+        assert called == ["before", "after"]
+        whole.load_state_dict(state)
+        return called[-2:]
+
+    assert on_ranks(1, body) == [["before loading", "after loading"]]
+
+
 def test_what_is_no_state_is_refused_by_torch(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         with pytest.raises(TypeError, match="state_dict to be dict-like"):
