@@ -126,7 +126,8 @@ class DDP(Generic[ModuleT]):
     overlap : bool or "always", default True
         Whether buckets are reduced while backward goes on. True does so if each rank has two cores:
         a reduction in shared memory keeps a core busy, and where backward and reduction share one,
-        running one after the other is faster. Results are the same.
+        running one after the other is faster. Results are the same. If a backward passes several
+        wrappers of one group, only the first that it reaches overlaps.
     sync_buffers : bool, default True
         Whether all ranks get the buffers of `root` (such as running means of a BatchNorm) with
         every average. Only buffers that the module has when it is wrapped count. They may be

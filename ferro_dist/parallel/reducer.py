@@ -13,6 +13,10 @@ Ranks may differ in which gradients they have and when, but never get out of ste
 buckets 0 to B-1 in this order in every round. The lanes of a bucket tell what was contributed at
 all.
 
+If a backward passes several modules that are reduced separately, the round of each is open until
+its end. Only that of the first overlaps: buckets of two that leave when they are ready would do so
+in another order on a rank that has other gradients.
+
 Buckets are laid out again after the first round, in the order in which its gradients became ready
 on rank 0, and again after the first round in which a parameter is trained that was frozen until
 then.
@@ -38,6 +42,7 @@ import bisect
 import contextlib
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
@@ -80,6 +85,10 @@ LATE_ON_GPU = (
     "DDP: the gradient of {name!r} came once more after its bucket had left, as none did in "
     "the first backward. Construct DDP with overlap=False: buckets leave when backward has ended."
 )
+
+# Those with an open round, of each group.
+_under_way: weakref.WeakKeyDictionary[Backend, weakref.WeakSet[Reducer]]
+_under_way = weakref.WeakKeyDictionary()
 
 # Tags of calls that reduce no bucket.
 ROLL_CALL, ORDER = -1, -2
@@ -170,6 +179,7 @@ class Reducer:
     _num_settled: int
     _next_full: int
     _roll_call: RollCall | None
+    _sends_early: bool
 
     def __init__(
         self,
@@ -187,6 +197,7 @@ class Reducer:
     ) -> None:
         self.backend = backend
         self.averaging = averaging
+        self._under_way = _under_way.setdefault(backend, weakref.WeakSet())
         self.statistics = Statistics()
         self.is_attended = False
         self._as_array = as_array
@@ -283,6 +294,8 @@ class Reducer:
         self._reset()
         self._is_held = is_held
         self.is_open = True
+        self._sends_early = self._is_overlapped and not self._under_way
+        self._under_way.add(self)
         self._gradients = gradients
         gradients.memory = self._memory
         if self._agreement is not None and self._is_on_gpu:
@@ -292,7 +305,7 @@ class Reducer:
             self._roll_call = self._question.ask(is_present, weight, self.tag_of(ROLL_CALL))
         self.statistics = Statistics(
             self.statistics.num_rounds + 1,
-            self._is_overlapped,
+            self._sends_early,
             perf_counter(),
             buckets=[
                 BucketTimes(bucket.layout.nbytes, bucket.layout.names) for bucket in self.buckets
@@ -356,8 +369,8 @@ class Reducer:
     def _pack_full(self, bucket: Bucket) -> None:
         if self._is_held:
             return  # `finish` packs it
-        self._pack(bucket, is_leaving=self._is_overlapped and bucket is not self.buckets[-1])
-        if self._is_overlapped:
+        self._pack(bucket, is_leaving=self._sends_early and bucket is not self.buckets[-1])
+        if self._sends_early:
             self._send_packed()
 
     def is_ready(self, number: int) -> bool:
@@ -406,10 +419,12 @@ class Reducer:
 
     def _close(self) -> None:
         self.is_open = False
+        self._under_way.discard(self)
         self._gradients = NoGradients()  # they may refer to the reducer in turn
 
     def _reset(self) -> None:
         self.is_open = False
+        self._under_way.discard(self)
         self._ready = set()
         self._ready_order = []
         self._num_settled = 0

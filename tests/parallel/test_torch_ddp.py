@@ -268,6 +268,34 @@ def test_gradients_that_come_after_their_bucket_left_are_not_lost(on_ranks: OnRa
     on_ranks(2, body)
 
 
+class Parts(nn.ModuleList):
+    """Two layers, of which each call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__([Scale(), Scale()])
+
+    def forward(self, x: Any, part: int) -> Any:
+        return self[part](x)
+
+
+@OVERLAP
+def test_one_backward_may_pass_wrappers_of_which_ranks_use_other_parts(
+    on_ranks: OnRanks, overlap: Any
+) -> None:
+    def body(backend: Any) -> Any:
+        first, second = (
+            fd.DDP(Parts(), backend, bucket_mb=1e-5, overlap=overlap) for _ in range(2)
+        )
+        for _ in range(3):
+            first.zero_grad()
+            second.zero_grad()
+            hidden = first(backend.rank + 1.0, backend.rank)
+            second(hidden, 1 - backend.rank).sum().backward()
+        return gradients_of(first), gradients_of(second)
+
+    assert on_ranks(2, body) == [((0.5, 0.5, 1, 0.5), (1, 0.5, 0.5, 0.5))] * 2
+
+
 def test_ranks_whose_parameters_have_another_order_are_refused(on_ranks: OnRanks) -> None:
     class Reversed(nn.Module):
         def __init__(self) -> None:
