@@ -295,13 +295,21 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         is_averaged = torch.is_grad_enabled() and self.training and not self._no_sync_depth
         return telling(self._tell_the_others if is_averaged else self._tell_layers)
 
-    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Yield the parameters by the names that they have in the module."""
-        return self.module.named_parameters(prefix, *args, **kwargs)
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the parameters by the names that they have in the module.
 
-    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Yield the buffers by the names that they have in the module."""
-        return self.module.named_buffers(prefix, *args, **kwargs)
+        Without `recurse` there are none: the wrapper's own are the module's, which `modules` yields
+        next. Whoever asks each of these for its own parameters must get every one once.
+        """
+        return self.module.named_parameters(prefix, True, *args, **kwargs) if recurse else iter(())
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the buffers by the names that they have in the module, as `named_parameters`."""
+        return self.module.named_buffers(prefix, True, *args, **kwargs) if recurse else iter(())
 
     def named_modules(
         self, memo: set[Any] | None = None, prefix: str = "", remove_duplicate: bool = True

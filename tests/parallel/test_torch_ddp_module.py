@@ -259,6 +259,16 @@ def test_names_of_parts_are_those_of_the_module(on_ranks: OnRanks) -> None:
     on_ranks(1, body)
 
 
+def test_parts_together_have_every_parameter_once(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(nn.BatchNorm1d(1), backend)
+        parts = list(ddp.modules())
+        assert [p for m in parts for p in m.parameters(recurse=False)] == [ddp.weight, ddp.bias]
+        assert len([b for m in parts for b in m.buffers(recurse=False)]) == 3
+
+    on_ranks(1, body)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_the_wrapper_is_exported_as_its_module_is(on_ranks: OnRanks, strict: bool) -> None:
     def body(backend: Any) -> None:
