@@ -111,8 +111,10 @@ cdef object _exception_of(const Error& error):
             f"{where}: {_text(error.detail)}.\nThe message was dropped; the group is still usable.", **facts)
     if error.code == ErrorCode.unsupported:
         return UnsupportedOp(f"{where}: {_text(error.detail)}.", **facts)
+    # Without a rank there is no group yet from which to go on.
+    cdef str remedy = "" if facts["rank"] is None else f"\n{GO_ON}"
     return Io(
-        f"{where}: {_text(error.detail) or 'a system call failed'}.{_reported_by(error)}\n{GO_ON}", **facts)
+        f"{where}: {_text(error.detail) or 'a system call failed'}.{_reported_by(error)}{remedy}", **facts)
 
 
 cdef object _timeout(const Error& error, str where, dict facts):
