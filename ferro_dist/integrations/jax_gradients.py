@@ -20,11 +20,11 @@ from ferro_dist.collective import allreduce, broadcast
 from ferro_dist.errors import CollectiveMismatch, InvalidArray, UnsupportedOp
 from ferro_dist.integrations.jax_tap import tap_leaves
 from ferro_dist.parallel.adapter import GRADIENT_DTYPES
-from ferro_dist.parallel.attendance import RollCall, check_weight
 from ferro_dist.parallel.averaging import REDUCE_OPS
 from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets, bucket_nbytes_of
 from ferro_dist.parallel.compression import Compression, compression_of, wire_dtype
 from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
+from ferro_dist.parallel.participation import RollCall, check_weight
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
 from ferro_dist.reduce_op import ReduceOp
 
@@ -293,9 +293,9 @@ class _Reduction:
     def weigh(self, weight: float) -> None:
         """Give this rank's gradients a weight in the next turn."""
         with self._lock, self._failing_for_good():
-            attendance = self._roll_call.ask(True, weight, self._tag + 1).result()
+            participation = self._roll_call.ask(True, weight, self._tag + 1).result()
         is_mean = self._terms.reduce_op is ReduceOp.MEAN
-        self._factor = attendance.factor(is_mean)
+        self._factor = participation.factor(is_mean)
 
     def ready(self, turn: object, number: int, gradients: Sequence[NumpyArray]) -> None:
         """Take the gradients of a bucket, and start all buckets whose turn has come."""

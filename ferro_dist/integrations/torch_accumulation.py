@@ -16,12 +16,12 @@ Tensor: TypeAlias = Any
 class Version(NamedTuple):
     """What tells whether a gradient was written to, or given other memory: ``grad.data = ...``."""
 
-    count: int
+    changes: int
     address: int
 
     def next(self) -> Version:
         """Return that of the gradient after one addition to it."""
-        return Version(self.count + 1, self.address)
+        return Version(self.changes + 1, self.address)
 
 
 class Accumulation:

@@ -31,12 +31,12 @@ from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer
 from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.integrations.torch_uncompiled import uncompiled
-from ferro_dist.parallel.attendance import REFUSED, Attendance
 from ferro_dist.parallel.ddp import DDP, Kind
 from ferro_dist.parallel.interruption import KnownToAll, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.options import Options
+from ferro_dist.parallel.participation import REFUSED, Participation
 from ferro_dist.parallel.reducer import NoGradients, Reducer
 from ferro_dist.reduce_op import ReduceOp
 
@@ -561,10 +561,10 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             for name, buffer in self._buffer_share.named():
                 yield f"buffer {name!r}", buffer
 
-    def _after_round(self, root: int, attendance: Attendance | None) -> None:
+    def _after_round(self, root: int, participation: Participation | None) -> None:
         is_mean = self._options.averaging.reduce_op is ReduceOp.MEAN
-        factor = None if attendance is None else attendance.factor(is_mean)
-        is_present = attendance is None or self._backend.rank in attendance.present
+        factor = None if participation is None else participation.factor(is_mean)
+        is_present = participation is None or self._backend.rank in participation.present
         if self._sparse.is_used:
             self._average_sparse(factor, is_present)
         if self._optimizer is not None and is_present and self._given is None:

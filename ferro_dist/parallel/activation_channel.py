@@ -46,7 +46,7 @@ __all__ = [
     "Parcel",
     "PeerAborted",
     "Receiver",
-    "Run",
+    "RunId",
     "Sender",
     "meet",
 ]
@@ -69,7 +69,7 @@ _MEETING = 1 + len(_CODES)
 CALLS = ("step", "forward", "backward", "eval", "plan")
 
 
-class Run(NamedTuple):
+class RunId(NamedTuple):
     """One run of a pipeline: its number, and which of `CALLS` was made."""
 
     number: int
@@ -156,7 +156,7 @@ class Sender:
     gpu_channels : GpuChannels or None
     tag : int
         Of all messages of this pipeline.
-    run : Run
+    run_id : RunId
     timeout : float or None
     """
 
@@ -165,13 +165,13 @@ class Sender:
         backend: Backend,
         gpu_channels: GpuChannels | None,
         tag: int,
-        run: Run,
+        run_id: RunId,
         timeout: float | None,
     ) -> None:
         self._backend = backend
         self._gpu_channels = gpu_channels
         self._tag = tag
-        self._run = run
+        self._run_id = run_id
         self._timeout = timeout
         self._under_way: list[Work] = []
 
@@ -187,8 +187,8 @@ class Sender:
         description = _encode(parcel.structure, specs)
         head, rest = description[:_ROOM_NBYTES], description[_ROOM_NBYTES:]
         fields = _FIELDS.pack(
-            self._run.number,
-            CALLS.index(self._run.call),
+            self._run_id.number,
+            CALLS.index(self._run_id.call),
             _CODES[receive.kind],
             receive.stage,
             receive.microbatch,
@@ -211,7 +211,7 @@ class Sender:
 
     def abort(self, peer: int) -> None:
         """Tell a peer that nothing more will come in this step."""
-        self._start([P2POp("send", self._run.header(_ABORT), peer)])
+        self._start([P2POp("send", self._run_id.header(_ABORT), peer)])
 
     def release_sent(self) -> None:
         """Release what has been sent; raise the error of a send that failed."""
@@ -239,7 +239,7 @@ class Receiver:
     ----------
     backend : Backend
     peer : int
-    gpu_channels, tag, run, timeout
+    gpu_channels, tag, run_id, timeout
         As in `Sender`.
     expected : sequence of Action
         The receives of the whole step, in the order of this rank's list.
@@ -255,7 +255,7 @@ class Receiver:
         gpu_channels: GpuChannels | None,
         peer: int,
         tag: int,
-        run: Run,
+        run_id: RunId,
         timeout: float | None,
         expected: Sequence[Action],
         memory_of: Callable[[int], Memory],
@@ -265,7 +265,7 @@ class Receiver:
         self._gpu_channels = gpu_channels
         self._peer = peer
         self._tag = tag
-        self._run = run
+        self._run_id = run_id
         self._timeout = timeout
         self._expected = expected
         self._memory_of = memory_of
@@ -358,7 +358,7 @@ class Receiver:
         number, call, code, stage, microbatch, *share, length = _FIELDS.unpack_from(head)
         if code == _ABORT:
             raise PeerAborted
-        self._run.check(number, call, self._peer)
+        self._run_id.check(number, call, self._peer)
         if (code, stage, microbatch) != (
             _CODES[receive.kind],
             receive.stage,
@@ -407,7 +407,7 @@ class Receiver:
 def meet(
     backend: Backend,
     tag: int,
-    run: Run,
+    run_id: RunId,
     receivers: Iterable[int],
     senders: Iterable[int],
     timeout: float | None,
@@ -416,7 +416,7 @@ def meet(
 
     Parameters
     ----------
-    backend, tag, run, timeout
+    backend, tag, run_id, timeout
         As in `Sender`.
     receivers, senders : iterable of int
         The peers to which this rank sends parcels in a step, and those from which it gets some.
@@ -429,13 +429,13 @@ def meet(
         The group has ended, perhaps because another rank has found this out.
     """
     headers = {peer: np.empty(HEADER_NBYTES, np.uint8) for peer in senders}
-    ops = [P2POp("send", run.header(_MEETING), peer) for peer in receivers]
+    ops = [P2POp("send", run_id.header(_MEETING), peer) for peer in receivers]
     ops += [P2POp("recv", header, peer) for peer, header in headers.items()]
     backend.batch(ops, False, timeout, tag)
     try:
         for peer, header in headers.items():
             number, call, *_ = _FIELDS.unpack_from(header.tobytes())
-            run.check(number, call, peer)
+            run_id.check(number, call, peer)
     except RuntimeError as error:
         backend.interrupt(error)  # the peer waits for what will not come
         raise

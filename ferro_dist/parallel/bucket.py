@@ -190,7 +190,7 @@ class _OpenBucket:
         self._room_nbytes -= spec.padded_nbytes
 
 
-class Run(NamedTuple):
+class GradientRun(NamedTuple):
     """Gradients that together form one array, cut along its first dimension.
 
     Attributes
@@ -227,7 +227,7 @@ class BucketLayout:
         First element of each gradient.
     streamed : list of int
         Places of gradients that are copied past the caches.
-    runs : list of Run
+    runs : list of GradientRun
         Of others.
     singles : list of int
         Places of gradients that are in neither.
@@ -520,14 +520,14 @@ def misplaced(name: str) -> RuntimeError:
     )
 
 
-def _runs_of(specs: Sequence[ParameterSpec]) -> list[Run]:
+def _runs_of(specs: Sequence[ParameterSpec]) -> list[GradientRun]:
     runs, start = [], 0
     for stop in range(1, len(specs) + 1):
         if stop < len(specs) and _is_continued(specs[stop - 1], specs[stop]):
             continue
         if not specs[start].is_streamed and (stop - start > 1 or _is_large(specs[start])):
             length = sum(spec.shape[0] for spec in specs[start:stop])
-            runs.append(Run(start, stop, (length, *specs[start].shape[1:])))
+            runs.append(GradientRun(start, stop, (length, *specs[start].shape[1:])))
         start = stop
     return runs
 

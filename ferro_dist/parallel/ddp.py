@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ferro_dist.arguments import check_root
 from ferro_dist.backends.base import Backend
-from ferro_dist.parallel.attendance import Attendance, check_weight
 from ferro_dist.parallel.compression import Compression
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.options import Options, check_group
+from ferro_dist.parallel.participation import Participation, check_weight
 from ferro_dist.parallel.reducer import NoGradients, Reducer
 from ferro_dist.parallel.statistics import Statistics
 
@@ -436,18 +436,18 @@ class DDP(Generic[ModuleT]):
 
     # Rounds, of kinds that have a `Reducer`
 
-    def _after_round(self, root: int, attendance: Attendance | None) -> None:
+    def _after_round(self, root: int, participation: Participation | None) -> None:
         """Do what all ranks do once gradients are averaged."""
 
     def _finish_round(self) -> bool:
         """Reduce what is left of the open round; return whether any rank took part."""
         with telling(self._tell_the_others):
-            attendance = self._reducer.finish()
-            if attendance is not None and not attendance.present:
+            participation = self._reducer.finish()
+            if participation is not None and not participation.present:
                 return False
-            if attendance is not None:
-                self._last_present = attendance.present
-            self._after_round(self._root_among(attendance), attendance)
+            if participation is not None:
+                self._last_present = participation.present
+            self._after_round(self._root_among(participation), participation)
         return True
 
     def _tell_the_others(self, error: BaseException) -> None:
@@ -458,11 +458,11 @@ class DDP(Generic[ModuleT]):
         self._reducer.begin(NoGradients(), is_present=False)
         return self._finish_round()
 
-    def _root_among(self, attendance: Attendance | None) -> int:
+    def _root_among(self, participation: Participation | None) -> int:
         root = self._options.root
-        if attendance is None or root in attendance.present:
+        if participation is None or root in participation.present:
             return root
-        return min(attendance.present)
+        return min(participation.present)
 
 
 def _kind_of(module: object) -> type[DDP[Any]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferro_dist.parallel import pytree
-from ferro_dist.parallel.activation_channel import Forecasts, Parcel, Receiver, Run, Sender
+from ferro_dist.parallel.activation_channel import Forecasts, Parcel, Receiver, RunId, Sender
 from ferro_dist.parallel.ends import Ends
 from ferro_dist.parallel.schedules import Action, ActionKind, Span, placement_of
 from ferro_dist.parallel.stage import Keyed, Stage, microbatch_seed
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ferro_dist.parallel.gpu_channels import GpuChannels
     from ferro_dist.parallel.gradient_reduction import GradientReduction
 
-__all__ = ["Measurements", "Program", "StepRun", "Wiring"]
+__all__ = ["Measurements", "PipelineContext", "Program", "StepRun"]
 
 Gradients = Sequence[Any]
 
@@ -68,7 +68,7 @@ class Program:
         self.is_local = {s: rank == other for s, other in enumerate(placement)}
 
 
-class Wiring(NamedTuple):
+class PipelineContext(NamedTuple):
     """What all steps of a pipeline have in common."""
 
     backend: Backend
@@ -96,10 +96,10 @@ class StepRun:
 
     Parameters
     ----------
-    wiring : Wiring
+    context : PipelineContext
     program : Program
     ends : Ends
-    run : Run
+    run_id : RunId
         Its number is the same on all ranks, and unique to this run. All runs but eval keep what
         backward needs.
     seed : int or None
@@ -123,10 +123,10 @@ class StepRun:
 
     def __init__(
         self,
-        wiring: Wiring,
+        context: PipelineContext,
         program: Program,
         ends: Ends,
-        run: Run,
+        run_id: RunId,
         seed: int | None,
     ) -> None:
         self.spans: list[Span] = []
@@ -135,15 +135,17 @@ class StepRun:
         self.peak_live = 0
         self.message_nbytes: dict[int, int] = defaultdict(int)
         self.where: tuple[int, int] | None = None
-        self._wiring = wiring
+        self._context = context
         self._program = program
         self._ends = ends
-        self._run = run
+        self._run_id = run_id
         self._seed = seed
-        self._is_training = run.call != "eval"
+        self._is_training = run_id.call != "eval"
         self._position = 0
         self._num_live = 0
-        self._sender = Sender(wiring.backend, wiring.gpu_channels, wiring.tag, run, wiring.timeout)
+        self._sender = Sender(
+            context.backend, context.gpu_channels, context.tag, run_id, context.timeout
+        )
         self._receivers: dict[int, Receiver] = {}
         self._inputs: dict[tuple[int, int], Parcel] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
@@ -157,7 +159,7 @@ class StepRun:
     def execute(self) -> None:
         """Run the list to its end."""
         begun_s = time.perf_counter()
-        for stage in self._wiring.stages.values():
+        for stage in self._context.stages.values():
             stage.note_stream()
         self._ends.begin()
         for position, action in enumerate(self._program.actions):
@@ -186,7 +188,7 @@ class StepRun:
         left = self._program.actions[self._position :]
         # The pipeline's group may have ended but not that of the replicas, or the other way round.
         # Errors raised here are consequences: why the step failed is known already.
-        for stage in self._wiring.stages.values():
+        for stage in self._context.stages.values():
             stage.interrupt(failure)
         with contextlib.suppress(Exception):
             self._ends.abandon()
@@ -205,7 +207,7 @@ class StepRun:
             receiver.end()
         for receiver in self._receivers.values():
             receiver.join()
-        for stage in self._wiring.stages.values():
+        for stage in self._context.stages.values():
             stage.pool.trim()
 
     def _dismiss_peers(self, left: Sequence[Action]) -> None:
@@ -220,13 +222,13 @@ class StepRun:
 
     def _forward(self, action: Action) -> None:
         number, _, microbatch = action
-        stage = self._wiring.stages[number]
+        stage = self._context.stages[number]
         parcel = self._input_of(number, microbatch)
         seed = None
         if self._seed is not None:
             # Replicas have different data, and must not drop the same parts of it.
-            counted = self._wiring.first_microbatch + microbatch
-            seed = microbatch_seed(self._seed, self._run.number, number, counted)
+            counted = self._context.first_microbatch + microbatch
+            seed = microbatch_seed(self._seed, self._run_id.number, number, counted)
         is_last = number == self._program.num_stages - 1
         self.where = number, microbatch
         started_s = time.perf_counter()
@@ -248,7 +250,7 @@ class StepRun:
 
     def _backward(self, action: Action) -> None:
         number, kind, microbatch = action
-        stage = self._wiring.stages[number]
+        stage = self._context.stages[number]
         gradients = self._gradient_of(number, microbatch)
         self.where = number, microbatch
         started_s = time.perf_counter()
@@ -268,13 +270,13 @@ class StepRun:
     def _backward_weight(self, action: Action) -> None:
         self.where = action.stage, action.microbatch
         started_s = time.perf_counter()
-        self._wiring.stages[action.stage].backward_weight(action.microbatch)
+        self._context.stages[action.stage].backward_weight(action.microbatch)
         self._num_live -= 1
         self._note(action, started_s)
 
     def _note(self, action: Action, started_s: float) -> None:
         self.where = None
-        rank = self._wiring.backend.rank
+        rank = self._context.backend.rank
         self.spans.append(Span(rank, action, started_s, time.perf_counter()))
 
     def _input_of(self, stage: int, microbatch: int) -> Parcel:
@@ -303,7 +305,7 @@ class StepRun:
         self._receiver(self._program.peer_of[receive]).post(receive)
 
     def _send(self, send: Action) -> None:
-        stage = self._wiring.stages[send.stage]
+        stage = self._context.stages[send.stage]
         parcel = self._to_send.pop(send)
         self.where = send.stage, send.microbatch
         receive = send.other_side
@@ -313,7 +315,7 @@ class StepRun:
         self.message_nbytes[boundary] = max(self.message_nbytes[boundary], nbytes)
 
     def _reduce(self, action: Action) -> None:
-        reduction = self._wiring.reductions.get(action.stage)
+        reduction = self._context.reductions.get(action.stage)
         if reduction is not None:
             reduction.start()
             self._started_reductions.append(reduction)
@@ -322,15 +324,15 @@ class StepRun:
         receiver = self._receivers.get(peer)
         if receiver is None:
             receiver = self._receivers[peer] = Receiver(
-                self._wiring.backend,
-                self._wiring.gpu_channels,
+                self._context.backend,
+                self._context.gpu_channels,
                 peer,
-                self._wiring.tag,
-                self._run,
-                self._wiring.timeout,
+                self._context.tag,
+                self._run_id,
+                self._context.timeout,
                 self._program.expected[peer],
-                self._wiring.stages.__getitem__,
-                self._wiring.forecasts,
+                self._context.stages.__getitem__,
+                self._context.forecasts,
             )
         return receiver
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ferro_dist import arguments
 from ferro_dist.errors import DistributedError
-from ferro_dist.parallel.activation_channel import Run, meet
+from ferro_dist.parallel.activation_channel import RunId, meet
 from ferro_dist.parallel.bucket import bucket_nbytes_of
 from ferro_dist.parallel.ends import (
     BackwardEnds,
@@ -481,8 +481,8 @@ class Pipeline(Generic[ModuleT]):
         if call == "step":
             self._pending_forward = None
             self._forget()
-        wiring, program = self._connected().wiring, self._program(call)
-        run = StepRun(wiring, program, ends, Run(self._num_runs, call), self._seed)
+        context, program = self._connected().context, self._program(call)
+        run = StepRun(context, program, ends, RunId(self._num_runs, call), self._seed)
         self._num_runs += 1
         failure: BaseException | None = None
         loss = 0.0
@@ -513,11 +513,11 @@ class Pipeline(Generic[ModuleT]):
 
     def _meet(self, call: str) -> None:
         """Raise on all ranks if one that this rank has messages for makes another call."""
-        wiring, program = self._connected().wiring, self._program("step")
+        context, program = self._connected().context, self._program("step")
         senders = program.expected.keys()
         receivers = {peer for action, peer in program.peer_of.items() if action.kind.is_send}
-        run = Run(self._num_runs, call)
-        meet(wiring.backend, wiring.tag, run, receivers, senders, wiring.timeout)
+        run_id = RunId(self._num_runs, call)
+        meet(context.backend, context.tag, run_id, receivers, senders, context.timeout)
 
     def _interrupt(self, error: BaseException) -> None:
         for group in (self._backend, self._dp):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferro_dist.errors import DistributedError
 from ferro_dist.parallel.activation_channel import ArraySpec
-from ferro_dist.parallel.executor import Wiring
+from ferro_dist.parallel.executor import PipelineContext
 from ferro_dist.parallel.gpu_channels import make_gpu_channels
 from ferro_dist.parallel.gradient_reduction import GradientReduction
 from ferro_dist.parallel.manifest import agree_on_manifest
@@ -44,30 +44,30 @@ class Connection:
 
     Attributes
     ----------
-    wiring : Wiring
+    context : PipelineContext
     ties : list of GradientReduction
         Those that this rank takes part in.
     """
 
     def __init__(
-        self, wiring: Wiring, ties: list[GradientReduction], groups: Sequence[Backend]
+        self, context: PipelineContext, ties: list[GradientReduction], groups: Sequence[Backend]
     ) -> None:
-        self.wiring = wiring
+        self.context = context
         self.ties = ties
         self._groups = groups
         self._trained = {}
-        if ties or wiring.reductions:
-            self._trained = {n: _specs(stage) for n, stage in wiring.stages.items()}
+        if ties or context.reductions:
+            self._trained = {n: _specs(stage) for n, stage in context.stages.items()}
 
     @property
     def reductions(self) -> list[GradientReduction]:
         """Ties first: the replicas' reduction takes their result."""
-        return [*self.ties, *self.wiring.reductions.values()]
+        return [*self.ties, *self.context.reductions.values()]
 
     def check_weights(self) -> None:
         """Raise BadArgument if other weights are trained than those that were made equal."""
         for number, before in self._trained.items():
-            changed = _specs(self.wiring.stages[number]) ^ before
+            changed = _specs(self.context.stages[number]) ^ before
             if changed:
                 raise BadArgument from ValueError(
                     f"Pipeline: {min(changed)[0]!r} of stage {number} was frozen, unfrozen, added, "
@@ -77,21 +77,21 @@ class Connection:
 
     def interrupt_ties(self, error: BaseException) -> None:
         """Tell the others in a sum that this rank will not add to it."""
-        for group in (*self._groups, self.wiring.backend):
+        for group in (*self._groups, self.context.backend):
             group.interrupt(error)
 
     def close(self) -> None:
         """Leave the groups, and close the channels between GPUs. Idempotent."""
         with contextlib.ExitStack() as ends:
-            if self.wiring.gpu_channels is not None:
-                ends.callback(self.wiring.gpu_channels.close)
+            if self.context.gpu_channels is not None:
+                ends.callback(self.context.gpu_channels.close)
             for group in reversed(self._groups):
                 ends.callback(group.close)
 
     def abort(self) -> None:
         """End the channels between GPUs at once, whatever is under way."""
-        if self.wiring.gpu_channels is not None:
-            self.wiring.gpu_channels.abort()
+        if self.context.gpu_channels is not None:
+            self.context.gpu_channels.abort()
 
 
 def connect(
@@ -175,10 +175,10 @@ def connect(
         for tie in sums:
             tie.equalize()
         channels = make_gpu_channels(schedule, backend, timeout)
-        wiring = Wiring(
+        context = PipelineContext(
             backend, tag, timeout, stages, reductions, first_microbatch, channels, forecasts={}
         )
-        connection = Connection(wiring, sums, own_groups)
+        connection = Connection(context, sums, own_groups)
         made.callback(connection.close)
         return connection
 

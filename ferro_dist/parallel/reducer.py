@@ -52,7 +52,6 @@ import numpy as np
 from ferro_dist.collective import allreduce
 from ferro_dist.errors import CollectiveMismatch
 from ferro_dist.parallel.agreement import Agreement
-from ferro_dist.parallel.attendance import Attendance, RollCall
 from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import (
     Bucket,
@@ -66,6 +65,7 @@ from ferro_dist.parallel.exchange import broadcast_row
 from ferro_dist.parallel.gpu_bucket import GpuBucket
 from ferro_dist.parallel.manifest import explain_mismatch
 from ferro_dist.parallel.nccl_memory import GpuMemory
+from ferro_dist.parallel.participation import Participation, RollCall
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.work import Work
@@ -379,12 +379,12 @@ class Reducer:
             self._settle()
         return number in self._ready
 
-    def finish(self) -> Attendance | None:
+    def finish(self) -> Participation | None:
         """Reduce what was not reduced yet, hand everything back, close the round.
 
         Returns
         -------
-        Attendance or None
+        Participation or None
             None if there was no roll call.
 
         Raises
@@ -400,9 +400,9 @@ class Reducer:
         try:
             if self._agreement is not None:
                 self._agreement.require()
-            attendance = self._roll_call.result() if self._roll_call else None
-            if attendance is None or attendance.present:
-                self._reduce_all(attendance)
+            participation = self._roll_call.result() if self._roll_call else None
+            if participation is None or participation.present:
+                self._reduce_all(participation)
         except BaseException as error:
             self.abandon()
             if isinstance(error, CollectiveMismatch):
@@ -410,7 +410,7 @@ class Reducer:
             raise
         self._close()
         self.statistics.end_s = perf_counter()
-        return attendance
+        return participation
 
     def abandon(self) -> None:
         """Close a round that cannot be finished."""
@@ -453,9 +453,11 @@ class Reducer:
             self._num_sent += 1
             self._send(bucket, self.averaging.reduce_op, async_op=True)
 
-    def _reduce_all(self, attendance: Attendance | None) -> None:
+    def _reduce_all(self, participation: Participation | None) -> None:
         self.statistics.backward_end_s = perf_counter()
-        factor = self._factor(attendance)  # raises, if at all, while gradients are where they were
+        factor = self._factor(
+            participation
+        )  # raises, if at all, while gradients are where they were
         self._settle()
         # All are packed before any is handed back: one gradient may lie in two of them.
         for bucket in self.buckets:
@@ -483,11 +485,11 @@ class Reducer:
         """Whether all ranks read the control lane of the last bucket in this round."""
         return not self.buckets[-1].is_on_gpu or not self._has_order
 
-    def _factor(self, attendance: Attendance | None) -> float | None:
+    def _factor(self, participation: Participation | None) -> float | None:
         """Return the factor for this rank's gradients; None if they stay as they are."""
-        if attendance is None:
+        if participation is None:
             return None
-        factor = attendance.factor(self.averaging.reduce_op is ReduceOp.MEAN)
+        factor = participation.factor(self.averaging.reduce_op is ReduceOp.MEAN)
         if factor is not None and self._num_sent:
             raise ValueError("DDP: gradients that are on their way cannot be weighted any more")
         return factor

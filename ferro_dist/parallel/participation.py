@@ -18,7 +18,7 @@ from ferro_dist.parallel.interruption import KnownToAll
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["REFUSED", "Attendance", "RollCall", "WeightError", "check_weight"]
+__all__ = ["REFUSED", "Participation", "RollCall", "WeightError", "check_weight"]
 
 REFUSED = math.nan
 """The weight of a rank whose gradients cannot be weighted."""
@@ -29,7 +29,7 @@ class WeightError(KnownToAll):
 
 
 @dataclass(frozen=True)
-class Attendance:
+class Participation:
     """What all ranks know of a round.
 
     Attributes
@@ -105,10 +105,10 @@ class RollCall:
         self._answers.start(own, tag)
         return self
 
-    def result(self) -> Attendance:
+    def result(self) -> Participation:
         """Wait for the answer."""
         is_present, is_weighted, weights = self._answers.wait().T
-        return Attendance(
+        return Participation(
             tuple(np.flatnonzero(is_present).tolist()),
             int(is_weighted.sum()),
             sum(weights.tolist()),
