@@ -80,6 +80,22 @@ class TorchGradients(Accumulation, Gradients):
             if gradient is not view and gradient is not None:
                 parameter.grad = averaged[number] = view
 
+    def pack_one(self, bucket: Bucket, place: int) -> None:
+        if not _COUNTS_CHANGES_OF_MANY:
+            return
+        _renew_place(bucket, place)
+        number, view = bucket.members[place], bucket.views[place]
+        parameter = self.parameters[number]
+        gradient = parameter.grad
+        if gradient is None or gradient is view:
+            return
+        with torch.no_grad(), contextlib.suppress(TypeError, RuntimeError, SizeMismatch):
+            if self.memory.contains(gradient.data_ptr()):
+                return  # `pack` sees whether it is another's place
+            copy_past_caches(view, gradient)
+            torch.autograd.graph.increment_version([view])
+            parameter.grad = self._averaged[number] = view
+
     def pack_late(self, bucket: Bucket) -> None:
         late = [
             None if self.parameters[number].grad is view else self.parameters[number].grad
@@ -152,9 +168,14 @@ def _renew_places(bucket: Bucket) -> None:
     is_as_made = list(map(torch.Tensor.data_ptr, views)) == addresses
     if is_as_made and True not in [view.requires_grad for view in views]:
         return
-    for place, (view, address) in enumerate(zip(views, addresses, strict=True)):
-        if view.data_ptr() != address or view.requires_grad:
-            views[place] = bucket.new_view(place)
+    for place in range(len(views)):
+        _renew_place(bucket, place)
+
+
+def _renew_place(bucket: Bucket, place: int) -> None:
+    view = bucket.views[place]
+    if view.data_ptr() != bucket.addresses[place] or view.requires_grad:
+        bucket.views[place] = bucket.new_view(place)
 
 
 def _refuse_misplaced(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketMemory) -> None:
@@ -174,15 +195,18 @@ def _elements(tensor: Tensor) -> tuple[int, list[int]]:
 
 
 def _has_copied_all(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketMemory) -> bool:
-    """Copy gradients to their places, if this can be done in one call; return whether it was."""
-    if any(map(operator.is_, gradients, bucket.views)):
+    """Copy gradients to their places, if this can be done in few calls; return whether it was."""
+    views = bucket.views
+    num_there = sum(map(operator.is_, gradients, views))
+    if num_there > sum(gradients[place] is views[place] for place in bucket.layout.streamed):
         return False
     # Nearly always it can. Other conditions are not checked beforehand, which would cost something
     # for each gradient.
     with contextlib.suppress(TypeError, RuntimeError, SizeMismatch):
         start, stop = memory.start, memory.stop
         addresses = map(torch.Tensor.data_ptr, gradients)
-        if any(map(memory.contains, [a for a in addresses if start <= a < stop])):
+        near = [address for address in addresses if start <= address < stop]
+        if len(near) > num_there and sum(map(memory.contains, near)) > num_there:
             return False
         _copy_all(bucket, gradients)
         return True
@@ -202,7 +226,7 @@ def copy_or_clear(places: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
 
 
 def _copy_all(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-    """Copy gradients to their places; none is absent or there already."""
+    """Copy gradients to their places; none is absent, and only large ones are there already."""
     if bucket.is_on_gpu or not _COUNTS_CHANGES_OF_MANY:
         torch._foreach_copy_(bucket.views, gradients)
         return
@@ -214,8 +238,9 @@ def _copy_all(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         torch.cat(gradients[start:stop], out=joined)
         torch.autograd.graph.increment_version(views[start:stop])
     for place in layout.streamed:
-        copy_past_caches(views[place], gradients[place])
-    torch.autograd.graph.increment_version([views[place] for place in layout.streamed])
+        if gradients[place] is not views[place]:
+            copy_past_caches(views[place], gradients[place])
+            torch.autograd.graph.increment_version([views[place]])
     if layout.singles:
         torch._foreach_copy_(
             [views[place] for place in layout.singles],

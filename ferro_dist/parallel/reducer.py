@@ -4,8 +4,9 @@ One round, with buckets 0 to B-1:
 
 1. `begin`. All gradients are missing.
 2. `mark_ready(i)`, whenever a gradient is there. The last one of a bucket packs it: all its
-   gradients are copied into the bucket, save those that were computed there. If rounds are
-   overlapped, and buckets before it are under way, the bucket's allreduce starts.
+   gradients are copied into the bucket, save those that were computed there, and large ones, which
+   were copied when they became ready. If rounds are overlapped, and buckets before it are under
+   way, the bucket's allreduce starts.
 3. `finish`. Buckets with gradients that never came are packed as they are; everything not
    reduced yet is reduced now; the results are handed back.
 
@@ -112,6 +113,10 @@ class Gradients(abc.ABC):
 
         If the bucket is leaving, nothing may be added to its gradients in their new places.
         """
+
+    def pack_one(self, bucket: Bucket, place: int) -> None:
+        """Copy a gradient to its place ahead of the others, if `pack` takes it from there."""
+        return
 
     def pack_late(self, bucket: Bucket) -> None:
         """Copy what has come since the bucket left, zeros elsewhere, and mark nothing."""
@@ -248,6 +253,11 @@ class Reducer:
         self._is_on_gpu = any(bucket.is_on_gpu for bucket in self.buckets)
         by_number = {number: bucket for bucket in self.buckets for number in bucket.members}
         self.bucket_of = [by_number[number] for number in range(len(specs))]
+        self._streamed = {
+            bucket.members[place]: place
+            for bucket in self.buckets
+            for place in bucket.layout.streamed
+        }
         place_of = {number: place for place, number in enumerate(order)}
         # How many gradients have come by the time each bucket is full, if they come in this order.
         self._full_at = [1 + max(map(place_of.__getitem__, b.members)) for b in self.buckets]
@@ -318,6 +328,8 @@ class Reducer:
         if self._is_on_gpu:
             self._mark_ready_on_gpu(number)
             return
+        if number in self._streamed:
+            self._pack_one(number)
         order = self._ready_order
         order.append(number)
         if len(order) >= self._next_full:
@@ -365,6 +377,12 @@ class Reducer:
         self._has_late |= bucket.is_leaving
         if self._has_late and not self._tells_late:
             raise RuntimeError(LATE_ON_GPU.format(name=self.specs[number].name))
+
+    def _pack_one(self, number: int) -> None:
+        """Copy a large gradient at once, while it is in the caches, and its memory is soon free."""
+        bucket = self.bucket_of[number]
+        if not self._is_held and not bucket.is_packed:
+            self._gradients.pack_one(bucket, self._streamed[number])
 
     def _pack_full(self, bucket: Bucket) -> None:
         if self._is_held:

@@ -76,6 +76,66 @@ def test_gradients_of_all_sizes_and_memory_orders_come_to_their_elements(
     on_ranks(2, body)
 
 
+class LargeThenSmall(nn.Module):
+    """A large layer, used twice in each of two checkpoints, between small ones of its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 600)
+        self.large = nn.Linear(600, 600)  # more than 1 MiB: copied when its gradient is ready
+        self.last = nn.Linear(600, 2)
+
+    def forward(self, x: Any) -> Any:
+        h = self.first(x)
+        for _ in range(2):
+            h = reentrant(nn.Sequential(self.large, nn.Tanh(), self.large), h)
+        return self.last(h).square().sum()
+
+
+@OVERLAP
+def test_large_gradients_that_come_more_than_once_are_those_of_all_uses(
+    on_ranks: OnRanks, overlap: Any
+) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    model = LargeThenSmall()
+
+    def body(backend: Any) -> None:
+        alone = copy.deepcopy(model)
+        ddp = fd.DDP(copy.deepcopy(model), backend, average="sum", overlap=overlap)
+        for step in range(4):
+            ddp(x[3 * backend.rank :][:3]).backward()
+            alone(x).backward()
+            for one, other in zip(ddp.parameters(), alone.parameters(), strict=True):
+                # Sums over six rows in another order.
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+            ddp.zero_grad(set_to_none=step != 1)
+            alone.zero_grad()
+
+    on_ranks(2, body)
+
+
+@OVERLAP
+def test_large_gradients_that_a_backward_leaves_half_done_are_not_kept(
+    on_ranks: OnRanks, overlap: Any
+) -> None:
+    def body(backend: Any) -> list[bool]:
+        ddp = fd.DDP(Orders(), backend, overlap=overlap)
+        same = []
+        for step in range(3):
+            ddp(1.0).backward()
+            kept = ddp.get_parameter("streamed").grad
+            kept.data = torch.zeros_like(kept)  # what users do to mask gradients
+            same.append(torch.equal(ddp.get_parameter("streamed").grad, kept))
+            ddp.zero_grad(set_to_none=step == 0)
+            ddp(backend.rank + 1.0).backward()
+            for p in ddp.parameters():
+                assert torch.equal(p.grad, 1.5 * weights_like(p))
+            ddp.zero_grad()
+        return same
+
+    assert on_ranks(2, body) == [[True] * 3] * 2
+
+
 @OVERLAP
 @pytest.mark.parametrize("name", ["rows.0", "large", "streamed", "scalar"])
 def test_an_average_that_a_graph_has_saved_does_not_change_unnoticed(
