@@ -223,7 +223,6 @@ class BuildNative(build_ext):  # setuptools has no types
             build_dir=str(Path(self.build_temp) / "cython"),
             compiler_directives=DIRECTIVES,
             include_path=["."],
-            nthreads=self.parallel,
         )
         for extension, generated in zip(self.extensions, translated, strict=True):
             extension.sources = generated.sources

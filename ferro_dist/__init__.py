@@ -158,8 +158,12 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # help() loads every name in this list: none of them may fail without torch.
     from importlib.util import find_spec
 
-    has_torch = find_spec("torch") is not None
-    return sorted({*(_MODULE_OF if has_torch else __all__), "__doc__", "__version__"})
+    # help() loads every name in this list: none of them may fail without torch.
+    try:
+        has_torch = find_spec("torch") is not None
+    except ValueError:  # something else has taken its place in sys.modules
+        has_torch = False
+    names = {*(_MODULE_OF if has_torch else __all__), "__version__", *globals()}
+    return sorted(names - {"TYPE_CHECKING", "annotations", "importlib"})

@@ -123,7 +123,8 @@ class JaxStage(Stage):
         return jnp.ones_like(loss)
 
     def zeros(self, like: Array) -> Array:
-        return jnp.zeros_like(like)
+        with interop.jax_full_width():
+            return jnp.zeros_like(like)
 
     # Weights
 

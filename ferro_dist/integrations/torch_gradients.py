@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ferro_dist._native.host import copy_past_caches
-from ferro_dist.errors import SizeMismatch
 from ferro_dist.integrations.torch_accumulation import Accumulation, as_dense, version_of
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.bucket import Bucket, BucketMemory, ParameterSpec, misplaced
@@ -33,6 +32,10 @@ __all__ = [
 ]
 
 Tensor: TypeAlias = Any
+
+# One thread copies 64 MiB past the caches in 5.4 ms, where two of torch's take 12.7 through them.
+# If torch has more threads than these, it copies.
+FEW_THREADS = 4
 
 
 def _counts_changes_of_many() -> bool:
@@ -89,11 +92,10 @@ class TorchGradients(Accumulation, Gradients):
         gradient = parameter.grad
         if gradient is None or gradient is view:
             return
-        with torch.no_grad(), contextlib.suppress(TypeError, RuntimeError, SizeMismatch):
+        with torch.no_grad(), contextlib.suppress(TypeError, RuntimeError):
             if self.memory.contains(gradient.data_ptr()):
                 return  # `pack` sees whether it is another's place
-            copy_past_caches(view, gradient)
-            torch.autograd.graph.increment_version([view])
+            _copy_large(view, gradient)
             parameter.grad = self._averaged[number] = view
 
     def pack_late(self, bucket: Bucket) -> None:
@@ -202,7 +204,7 @@ def _has_copied_all(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketM
         return False
     # Nearly always it can. Other conditions are not checked beforehand, which would cost something
     # for each gradient.
-    with contextlib.suppress(TypeError, RuntimeError, SizeMismatch):
+    with contextlib.suppress(TypeError, RuntimeError):
         start, stop = memory.start, memory.stop
         addresses = map(torch.Tensor.data_ptr, gradients)
         near = [address for address in addresses if start <= address < stop]
@@ -239,13 +241,20 @@ def _copy_all(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version(views[start:stop])
     for place in layout.streamed:
         if gradients[place] is not views[place]:
-            copy_past_caches(views[place], gradients[place])
-            torch.autograd.graph.increment_version([views[place]])
+            _copy_large(views[place], gradients[place])
     if layout.singles:
         torch._foreach_copy_(
             [views[place] for place in layout.singles],
             [gradients[place] for place in layout.singles],
         )
+
+
+def _copy_large(place: Tensor, gradient: Tensor) -> None:
+    if torch.get_num_threads() > FEW_THREADS:
+        place.copy_(gradient)
+        return
+    copy_past_caches(place, gradient)
+    torch.autograd.graph.increment_version([place])
 
 
 class GivenGradients(Gradients):

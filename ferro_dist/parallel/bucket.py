@@ -100,7 +100,8 @@ class ParameterSpec:
     @property
     def is_streamed(self) -> bool:
         """Whether its gradient is copied past the caches: a third less goes through memory so."""
-        return self.padded_nbytes >= STREAMED_NBYTES and not self.axes
+        is_large = self.padded_nbytes >= STREAMED_NBYTES
+        return is_large and not (self.axes or self.is_on_gpu)
 
     def __str__(self) -> str:
         order = f" in the order of dimensions {self.axes}" if self.axes else ""
@@ -228,9 +229,9 @@ class BucketLayout:
     streamed : list of int
         Places of gradients that are copied past the caches.
     runs : list of GradientRun
-        Of others.
+        Those of the other gradients that are copied together.
     singles : list of int
-        Places of gradients that are in neither.
+        Places of gradients that are neither streamed nor in a run.
     lanes_offset : int
         First of the lanes of gradients; those of one gradient are side by side.
     controls_offset : int

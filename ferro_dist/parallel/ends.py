@@ -106,7 +106,7 @@ class Ends:
             return None
         columns = zip(*(g for _, g in sorted(self._input_gradients.items())), strict=True)
         pairs = zip(columns, x.arrays, strict=True)
-        arrays = [_whole(column, x.parts_of(array), self._first) for column, array in pairs]
+        arrays = [_whole(gradients, array, x, self._first) for gradients, array in pairs]
         self._first.deliver_input_gradients(x.arrays, arrays)
         return pytree.unflatten(x.structure, arrays)
 
@@ -378,10 +378,14 @@ def _listed(values: Any, wanted: str, count: int) -> list[Any]:
     return list(values)
 
 
-def _whole(gradients: Sequence[Array | None], parts: Sequence[Array], stage: Stage) -> Array | None:
+def _whole(
+    gradients: Sequence[Array | None], array: Array, x: Microbatches, stage: Stage
+) -> Array | None:
     """Join the gradients of the parts of an array; one that nothing depends on has zeros."""
-    if all(gradient is None for gradient in gradients):
+    is_absent = [gradient is None for gradient in gradients]
+    if all(is_absent):
         return None
-    pairs = zip(gradients, parts, strict=True)
-    filled = [stage.zeros(part) if gradient is None else gradient for gradient, part in pairs]
-    return concatenate([Parcel(pytree.ARRAY, [gradient]) for gradient in filled])
+    if any(is_absent):
+        pairs = zip(gradients, x.parts_of(array), strict=True)
+        gradients = [stage.zeros(part) if given is None else given for given, part in pairs]
+    return concatenate([Parcel(pytree.ARRAY, [gradient]) for gradient in gradients])

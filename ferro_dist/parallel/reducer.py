@@ -4,9 +4,9 @@ One round, with buckets 0 to B-1:
 
 1. `begin`. All gradients are missing.
 2. `mark_ready(i)`, whenever a gradient is there. The last one of a bucket packs it: all its
-   gradients are copied into the bucket, save those that were computed there, and large ones, which
-   were copied when they became ready. If rounds are overlapped, and buckets before it are under
-   way, the bucket's allreduce starts.
+   gradients are copied into the bucket, save those that were computed there, and large ones on the
+   CPU, which were copied when they became ready. If rounds are overlapped, and buckets before it
+   are under way, the bucket's allreduce starts.
 3. `finish`. Buckets with gradients that never came are packed as they are; everything not
    reduced yet is reduced now; the results are handed back.
 
@@ -473,9 +473,8 @@ class Reducer:
 
     def _reduce_all(self, participation: Participation | None) -> None:
         self.statistics.backward_end_s = perf_counter()
-        factor = self._factor(
-            participation
-        )  # raises, if at all, while gradients are where they were
+        # Raises, if at all, while gradients are where they were.
+        factor = self._factor(participation)
         self._settle()
         # All are packed before any is handed back: one gradient may lie in two of them.
         for bucket in self.buckets:

@@ -123,9 +123,14 @@ def _find(key: str, value: Any, stages: Mapping[int, Stage]) -> Weight:
                 found.setdefault(id(owner), (owner, Weight(stage, name)))
     if len(found) > 1:
         numbers = [weight.stage.number for _, weight in found.values()]
+        remedy = (
+            "Give the parameter itself, or another name in each stage"
+            if isinstance(value, str)
+            else "They hold one array, and a gradient of it each: give the name of one of them"
+        )
         raise ValueError(
             f"Pipeline: tied weight {key!r} could be one of several parameters on this rank, those "
-            f"of stages {numbers}. Give the parameter itself, or another name in each stage"
+            f"of stages {numbers}. {remedy}"
         )
     if found:
         ((_, weight),) = found.values()
