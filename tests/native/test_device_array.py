@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from typing import Any
@@ -59,6 +60,7 @@ def library_like_jax(stream: Any, is_told: bool) -> types.ModuleType:
             return gpu.copy_out(array_at(external))
 
     module = types.ModuleType("jax")
+    module.enable_x64 = contextlib.nullcontext  # type: ignore[attr-defined]
     module.dlpack = types.SimpleNamespace(from_dlpack=from_dlpack)  # type: ignore[attr-defined]
     return module
 
