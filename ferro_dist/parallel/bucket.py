@@ -433,7 +433,8 @@ class Bucket:
         if gradient is None:
             view.fill(0)
         elif not is_same_memory(gradient, view):
-            if self.layout.specs[place].is_streamed and _are_copied_plainly(gradient, view):
+            is_plain = gradient.dtype == view.dtype and gradient.flags.c_contiguous
+            if self.layout.specs[place].is_streamed and is_plain:
                 copy_past_caches(view, gradient)
             else:
                 np.copyto(view, gradient)
@@ -546,10 +547,6 @@ def _is_continued(spec: ParameterSpec, other: ParameterSpec) -> bool:
         and not (spec.is_streamed or other.is_streamed)
         and spec.count == spec.padded_count
     )
-
-
-def _are_copied_plainly(source: NumpyArray, target: NumpyArray) -> bool:
-    return source.dtype == target.dtype and source.flags.c_contiguous and target.flags.c_contiguous
 
 
 def view_of(buffer: Any, offset: int, spec: ParameterSpec) -> Any:
