@@ -8,7 +8,7 @@ __all__ = [
     "HostWork",
     "SymmetricMemory",
     "begin_exit",
-    "copy_past_caches",
+    "copy_plain",
     "create_segment",
     "kernel_isa",
     "kernel_notices_deaths",
@@ -17,7 +17,15 @@ __all__ = [
 PEER_READS: dict[str, int]
 
 def begin_exit() -> None: ...
-def copy_past_caches(dst: Any, src: Any) -> None: ...
+def copy_plain(
+    places: list[Any],
+    arrays: list[Any],
+    *,
+    start: int = 0,
+    stop: int = 0,
+    streamed_nbytes: int,
+    limit_nbytes: int,
+) -> list[int]: ...
 def create_segment(size: int) -> int: ...
 def kernel_isa() -> str: ...
 def kernel_notices_deaths() -> bool: ...

@@ -5,7 +5,8 @@
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uintptr_t
+from libc.string cimport memcpy
 from libcpp.memory cimport shared_ptr
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
@@ -13,7 +14,7 @@ from libcpp.vector cimport vector
 cimport cython
 from ferro_dist._native cimport libferro as ferro
 from ferro_dist._native.buffer_view cimport (
-    BufferView, delivered, NEVER_IN_PLACE, output_of, output_view_of, overlap, view_of,
+    BufferView, delivered, is_output, NEVER_IN_PLACE, output_of, output_view_of, overlap, view_of,
 )
 from ferro_dist._native.libferro cimport (
     Collective,
@@ -46,7 +47,7 @@ from ferro_dist.errors import (
 )
 
 __all__ = [
-    "PEER_READS", "Closer", "Communicator", "HostWork", "SymmetricMemory", "begin_exit", "copy_past_caches",
+    "PEER_READS", "Closer", "Communicator", "HostWork", "SymmetricMemory", "begin_exit", "copy_plain",
     "create_segment", "kernel_isa", "kernel_notices_deaths",
 ]
 
@@ -58,6 +59,7 @@ cdef tuple OP_NAMES = (
 )
 cdef double UNLIMITED = 1e9  # seconds
 cdef double SHORTEST_TIMEOUT = 1e-3  # seconds, for what is left of a call whose time is up
+cdef size_t FEW_NBYTES = 64 << 10  # copied before another thread could make use of the GIL
 cdef size_t FEW = 16  # pieces of work, which are quickly searched for those that are done
 cdef enum:
     MAX_TAG = 0xFFFFFFFF
@@ -97,19 +99,85 @@ def kernel_notices_deaths():
     return ferro.kernel_notices_deaths()
 
 
-def copy_past_caches(dst, src):
-    """Copy an array to another, of as many elements of its dtype, without leaving that in the caches."""
-    cdef BufferView written = output_view_of(dst)
-    cdef BufferView read = view_of(src)
-    if not read.is_contiguous or read.device_type != CPU or written.device_type != CPU:
-        raise InvalidArray("copy_past_caches() takes contiguous arrays in host memory")
-    if read.count != written.count or read.dtype != written.dtype:
-        raise SizeMismatch(
-            f"copy_past_caches(): {read.count} {DTYPE_NAMES[read.dtype]} do not fit into "
-            f"{written.count} {DTYPE_NAMES[written.dtype]}"
-        )
-    with nogil:
-        ferro.copy_past_caches(written.data, read.data, read.nbytes)
+def copy_plain(
+    list places, list arrays, *, size_t start=0, size_t stop=0, size_t streamed_nbytes, size_t limit_nbytes
+):
+    """Copy each array to its place, where that is nothing but copying bytes.
+
+    Parameters
+    ----------
+    places : list of array
+    arrays : list of array or None
+        As many. One that lies in its place already stays there.
+    start, stop : int
+        Addresses of memory in which no array may lie, save in its place: if one does, all are left.
+    streamed_nbytes : int
+        Arrays of this size and larger ones are copied past the caches.
+    limit_nbytes : int
+        Arrays of this size and larger ones are left.
+
+    Returns
+    -------
+    list of int
+        The numbers of those that were left: also None, and what is not contiguous in host memory, or of
+        another dtype or number of elements than its place.
+    """
+    cdef vector[Copy] copies
+    cdef Copy one
+    cdef BufferView place, read
+    cdef list left = [], views = []
+    cdef size_t nbytes = 0
+    if len(places) != len(arrays):
+        raise ValueError(f"copy_plain(): {len(places)} places for {len(arrays)} arrays")
+    for number in range(len(places)):
+        if arrays[number] is places[number]:
+            continue
+        place, read = plain_view_of(places[number]), plain_view_of(arrays[number])
+        if place is None or read is None or place.dtype != read.dtype or place.count != read.count:
+            left.append(number)
+        elif place.data == read.data or read.nbytes == 0:
+            continue
+        elif <uintptr_t> read.data < stop and <uintptr_t> read.data + read.nbytes > start:
+            return list(range(len(places)))
+        elif read.nbytes >= limit_nbytes or overlap(place, read) or not is_output(place):
+            left.append(number)
+        else:
+            one.place, one.read, one.nbytes = place.data, read.data, read.nbytes
+            copies.push_back(one)
+            views += (place, read)
+            nbytes += read.nbytes
+    if nbytes < FEW_NBYTES:
+        copy_all(copies, streamed_nbytes)
+    else:
+        with nogil:
+            copy_all(copies, streamed_nbytes)
+    return left
+
+
+cdef struct Copy:
+    void* place
+    const void* read
+    size_t nbytes
+
+
+cdef void copy_all(vector[Copy]& copies, size_t streamed_nbytes) noexcept nogil:
+    for one in copies:
+        if one.nbytes >= streamed_nbytes:
+            ferro.copy_past_caches(one.place, one.read, one.nbytes)
+        else:
+            memcpy(one.place, one.read, one.nbytes)
+
+
+cdef BufferView plain_view_of(object array):
+    """Return a view of what is contiguous in host memory; None of anything else."""
+    cdef BufferView view
+    if array is None:
+        return None
+    try:
+        view = view_of(array)
+    except (InvalidArray, TypeError):
+        return None
+    return view if view.device_type == CPU and view.is_contiguous else None
 
 
 def begin_exit():

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import operator
+import sys
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
-from ferro_dist._native.host import copy_past_caches
+from ferro_dist._native.host import copy_plain
 from ferro_dist.integrations.torch_accumulation import Accumulation, as_dense, version_of
 from ferro_dist.interop import dtype_code, numpy_dtype
-from ferro_dist.parallel.bucket import Bucket, BucketMemory, ParameterSpec, misplaced
+from ferro_dist.parallel.bucket import (
+    STREAMED_NBYTES,
+    Bucket,
+    BucketMemory,
+    ParameterSpec,
+    misplaced,
+)
 from ferro_dist.parallel.reducer import Gradients
 
 if TYPE_CHECKING:
@@ -34,19 +39,21 @@ __all__ = [
 Tensor: TypeAlias = Any
 
 # One thread copies 64 MiB past the caches in 5.4 ms, where two of torch's take 12.7 through them.
-# If torch has more threads than these, it copies.
+# If torch has more threads than these, it copies what is worth sharing among them.
 FEW_THREADS = 4
+SHARED_NBYTES = 64 << 10
 
 
-def _counts_changes_of_many() -> bool:
+def _copies_plainly() -> bool:
+    """Whether this torch gives out addresses quickly, and can be told what was written there."""
     try:
         torch.autograd.graph.increment_version(())
     except (TypeError, AttributeError):  # an older torch, which takes only one tensor
         return False
-    return True
+    return hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
-_COUNTS_CHANGES_OF_MANY = _counts_changes_of_many()
+_COPIES_PLAINLY = _copies_plainly()
 
 
 class TorchGradients(Accumulation, Gradients):
@@ -67,11 +74,12 @@ class TorchGradients(Accumulation, Gradients):
         parameters = [self.parameters[number] for number in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
         bucket.mark(counter, self._is_given(bucket, gradients))
-        with torch.no_grad():
-            if bucket.num_missing or not _has_copied_all(bucket, gradients, self.memory):
-                self._refuse_taken(bucket)
-                _refuse_misplaced(bucket, gradients, self.memory)
-                copy_or_clear(bucket.views, gradients)
+        left = _copy_plain(bucket, bucket.views, gradients, self.memory)
+        if left:
+            self._refuse_taken(bucket)
+            _refuse_misplaced(bucket, gradients, self.memory)
+            with torch.no_grad():
+                copy_or_clear([bucket.views[n] for n in left], [gradients[n] for n in left])
         if is_leaving:
             for parameter in parameters:
                 parameter.grad = None
@@ -84,8 +92,6 @@ class TorchGradients(Accumulation, Gradients):
                 parameter.grad = averaged[number] = view
 
     def pack_one(self, bucket: Bucket, place: int) -> None:
-        if not _COUNTS_CHANGES_OF_MANY:
-            return
         _renew_place(bucket, place)
         number, view = bucket.members[place], bucket.views[place]
         parameter = self.parameters[number]
@@ -95,7 +101,8 @@ class TorchGradients(Accumulation, Gradients):
         with torch.no_grad(), contextlib.suppress(TypeError, RuntimeError):
             if self.memory.contains(gradient.data_ptr()):
                 return  # `pack` sees whether it is another's place
-            _copy_large(view, gradient)
+            if _copy_plain(bucket, [view], [gradient], self.memory):
+                view.copy_(gradient)
             parameter.grad = self._averaged[number] = view
 
     def pack_late(self, bucket: Bucket) -> None:
@@ -196,23 +203,22 @@ def _elements(tensor: Tensor) -> tuple[int, list[int]]:
     return tensor.data_ptr(), [stride for length, stride in lengths if length > 1]
 
 
-def _has_copied_all(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketMemory) -> bool:
-    """Copy gradients to their places, if this can be done in few calls; return whether it was."""
-    views = bucket.views
-    num_there = sum(map(operator.is_, gradients, views))
-    if num_there > sum(gradients[place] is views[place] for place in bucket.layout.streamed):
-        return False
-    # Nearly always it can. Other conditions are not checked beforehand, which would cost something
-    # for each gradient.
-    with contextlib.suppress(TypeError, RuntimeError):
-        start, stop = memory.start, memory.stop
-        addresses = map(torch.Tensor.data_ptr, gradients)
-        near = [address for address in addresses if start <= address < stop]
-        if len(near) > num_there and sum(map(memory.contains, near)) > num_there:
-            return False
-        _copy_all(bucket, gradients)
-        return True
-    return False
+def _copy_plain(
+    bucket: Bucket, places: list[Tensor], gradients: list[Tensor | None], memory: BucketMemory
+) -> Sequence[int]:
+    """Copy gradients to their places as `copy_plain` does; return the numbers of those left."""
+    if not _COPIES_PLAINLY or bucket.is_on_gpu:
+        return range(len(places))
+    left = copy_plain(
+        places,
+        gradients,
+        start=memory.start,
+        stop=memory.stop,
+        streamed_nbytes=STREAMED_NBYTES,
+        limit_nbytes=sys.maxsize if torch.get_num_threads() <= FEW_THREADS else SHARED_NBYTES,
+    )
+    torch.autograd.graph.increment_version(places)
+    return left
 
 
 def copy_or_clear(places: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -225,36 +231,6 @@ def copy_or_clear(places: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
     given = [(v, as_dense(g)) for v, g in pairs if g is not None and g is not v]
     if given:
         torch._foreach_copy_([place for place, _ in given], [dense for _, dense in given])
-
-
-def _copy_all(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-    """Copy gradients to their places; none is absent, and only large ones are there already."""
-    if bucket.is_on_gpu or not _COUNTS_CHANGES_OF_MANY:
-        torch._foreach_copy_(bucket.views, gradients)
-        return
-    views, layout = bucket.views, bucket.layout
-    # Joined they are copied faster: small ones in one call, large ones by a better kernel.
-    for start, stop, shape in layout.runs:
-        begin = layout.offsets[start]
-        joined = bucket.flat[begin : begin + math.prod(shape)].view(shape)
-        torch.cat(gradients[start:stop], out=joined)
-        torch.autograd.graph.increment_version(views[start:stop])
-    for place in layout.streamed:
-        if gradients[place] is not views[place]:
-            _copy_large(views[place], gradients[place])
-    if layout.singles:
-        torch._foreach_copy_(
-            [views[place] for place in layout.singles],
-            [gradients[place] for place in layout.singles],
-        )
-
-
-def _copy_large(place: Tensor, gradient: Tensor) -> None:
-    if torch.get_num_threads() > FEW_THREADS:
-        place.copy_(gradient)
-        return
-    copy_past_caches(place, gradient)
-    torch.autograd.graph.increment_version([place])
 
 
 class GivenGradients(Gradients):

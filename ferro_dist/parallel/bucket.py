@@ -17,20 +17,22 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ferro_dist import interop
-from ferro_dist._native.host import copy_past_caches
+from ferro_dist._native.host import copy_plain
 from ferro_dist.errors import InvalidArray
 
 if TYPE_CHECKING:
     from ferro_dist.work import Work
 
 __all__ = [
+    "STREAMED_NBYTES",
     "Bucket",
     "BucketLayout",
     "BucketMemory",
@@ -49,9 +51,6 @@ FIRST_BUCKET_NBYTES = MIB
 
 ALIGNMENT_NBYTES = 64
 """A cache line, and the widest vector load: where a gradient of a bucket may start."""
-
-LARGE_NBYTES = 64 << 10
-"""From this size on, moving a gradient takes longer than asking about it."""
 
 STREAMED_NBYTES = MIB
 """From this size on, the place of a gradient is in no cache when the gradient is copied there."""
@@ -191,22 +190,6 @@ class _OpenBucket:
         self._room_nbytes -= spec.padded_nbytes
 
 
-class GradientRun(NamedTuple):
-    """Gradients that together form one array, cut along its first dimension.
-
-    Attributes
-    ----------
-    start, stop : int
-        Their places among the gradients of the bucket.
-    shape : tuple of int
-        Of the array.
-    """
-
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-
-
 class BucketLayout:
     """Where each gradient of a bucket lies.
 
@@ -228,10 +211,6 @@ class BucketLayout:
         First element of each gradient.
     streamed : list of int
         Places of gradients that are copied past the caches.
-    runs : list of GradientRun
-        Those of the other gradients that are copied together.
-    singles : list of int
-        Places of gradients that are neither streamed nor in a run.
     lanes_offset : int
         First of the lanes of gradients; those of one gradient are side by side.
     controls_offset : int
@@ -252,11 +231,7 @@ class BucketLayout:
             offsets.append(end)
             end += spec.padded_count
         self.offsets = tuple(offsets)
-        self.runs = _runs_of(self.specs)
         self.streamed = [place for place, spec in enumerate(self.specs) if spec.is_streamed]
-        others = {place for run in self.runs for place in range(run.start, run.stop)}
-        others.update(self.streamed)
-        self.singles = [place for place in range(len(self.specs)) if place not in others]
         self.lanes_offset = end
         self.controls_offset = end + len(self.specs) * num_counters
         self.count = self.controls_offset + num_controls
@@ -432,12 +407,10 @@ class Bucket:
         view = self.views[place]
         if gradient is None:
             view.fill(0)
-        elif not is_same_memory(gradient, view):
-            is_plain = gradient.dtype == view.dtype and gradient.flags.c_contiguous
-            if self.layout.specs[place].is_streamed and is_plain:
-                copy_past_caches(view, gradient)
-            else:
-                np.copyto(view, gradient)
+        elif copy_plain(
+            [view], [gradient], streamed_nbytes=STREAMED_NBYTES, limit_nbytes=sys.maxsize
+        ):
+            np.copyto(view, gradient)
 
     def take_out(self, place: int, gradient: Any) -> None:
         """Overwrite a gradient with what is at its place, which may be the gradient itself."""
@@ -519,33 +492,6 @@ def misplaced(name: str) -> RuntimeError:
     return RuntimeError(
         f"DDP: the gradient of {name!r} shares memory with that of another parameter, or with its "
         "own transposed. Let it be a copy."
-    )
-
-
-def _runs_of(specs: Sequence[ParameterSpec]) -> list[GradientRun]:
-    runs, start = [], 0
-    for stop in range(1, len(specs) + 1):
-        if stop < len(specs) and _is_continued(specs[stop - 1], specs[stop]):
-            continue
-        if not specs[start].is_streamed and (stop - start > 1 or _is_large(specs[start])):
-            length = sum(spec.shape[0] for spec in specs[start:stop])
-            runs.append(GradientRun(start, stop, (length, *specs[start].shape[1:])))
-        start = stop
-    return runs
-
-
-def _is_large(spec: ParameterSpec) -> bool:
-    return bool(spec.shape) and not spec.axes and spec.padded_nbytes >= LARGE_NBYTES
-
-
-def _is_continued(spec: ParameterSpec, other: ParameterSpec) -> bool:
-    """Whether a gradient and the one after it form one array."""
-    return (
-        bool(spec.shape and other.shape)
-        and spec.shape[1:] == other.shape[1:]
-        and not (spec.axes or other.axes)
-        and not (spec.is_streamed or other.is_streamed)
-        and spec.count == spec.padded_count
     )
 
 

@@ -243,8 +243,6 @@ class Reducer:
         self.specs = tuple(specs)
         numbers = {spec.name: number for number, spec in enumerate(specs)}
         groups = assign_buckets([specs[number] for number in order], self._bucket_nbytes)
-        for group in groups:
-            group.sort(key=_likeness)
         self.buckets = [
             self._make_bucket(index, [numbers[spec.name] for spec in group], group)
             for index, group in enumerate(groups)
@@ -591,11 +589,6 @@ class Reducer:
                     bucket.work.wait()
         lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(self.specs)]
         return explain_mismatch(error, lines, self.backend, "DDP", len(self.buckets))
-
-
-def _likeness(spec: ParameterSpec) -> tuple[Any, ...]:
-    """Sort key: puts gradients of a bucket side by side that can be copied in one call."""
-    return spec.axes, len(spec.shape), spec.shape[1:], spec.padded_count != spec.count
 
 
 def _digest(specs: Sequence[ParameterSpec], order: Iterable[int]) -> int:

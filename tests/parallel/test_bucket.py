@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from ferro_dist._native.host import copy_past_caches
-from ferro_dist.errors import InvalidArray, SizeMismatch
+from ferro_dist._native.host import copy_plain
 from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import (
     ALIGNMENT_NBYTES,
@@ -128,24 +127,6 @@ def test_gradients_are_aligned_and_share_no_element(
     assert max(elements) == layout.count - 1
 
 
-@given(
-    st.lists(
-        st.sampled_from([(16,), (3,), (), (2, 16), (1, 16), (0, 16), (40_000,), (300_000,)]),
-        min_size=1,
-    )
-)
-def test_a_run_is_one_array_of_its_gradients(rows: list[tuple[int, ...]]) -> None:
-    bucket = make_bucket([ParameterSpec(f"p{i}", s, np.dtype("f4")) for i, s in enumerate(rows)])
-    bucket.buffer[:] = np.arange(bucket.layout.count)
-    places = [*bucket.layout.singles, *bucket.layout.streamed]
-    for start, stop, shape in bucket.layout.runs:
-        begin = bucket.layout.offsets[start]
-        run = bucket.buffer[begin : begin + math.prod(shape)].reshape(shape)
-        assert_array_equal(run, np.concatenate(bucket.views[start:stop]))
-        places += range(start, stop)
-    assert sorted(places) == list(range(len(rows)))
-
-
 @pytest.mark.parametrize(
     "gradient",
     [
@@ -166,18 +147,76 @@ def test_large_gradients_of_any_layout_come_to_their_place(
     assert not bucket.views[1].any()
 
 
-def test_only_arrays_of_one_size_and_dtype_are_copied_past_the_caches() -> None:
-    place = np.zeros(4)
-    copy_past_caches(place, np.arange(4.0))
-    assert_array_equal(place, np.arange(4))
-    for other, error in [
-        (np.ones(5), SizeMismatch),
-        (np.ones(4, "f4"), SizeMismatch),
-        (np.ones(8)[::2], InvalidArray),
-    ]:
-        with pytest.raises(error):
-            copy_past_caches(place, other)
-    assert_array_equal(place, np.arange(4))
+def plainly(places: list[Any], arrays: list[Any], **settings: int) -> list[int]:
+    return copy_plain(
+        places, arrays, **{"streamed_nbytes": 1 << 20, "limit_nbytes": sys.maxsize, **settings}
+    )
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(0, 3000))
+def test_plain_arrays_are_copied_whatever_their_sizes(counts: list[int], streamed: int) -> None:
+    arrays = [np.arange(count) + 1.0 for count in counts]
+    places = [np.zeros(count) for count in counts]
+    assert plainly(places, arrays, streamed_nbytes=streamed) == []
+    for place, array in zip(places, arrays, strict=True):
+        assert_array_equal(place, array)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        None,
+        "text",
+        [1.0, 1.0, 1.0, 1.0],
+        np.ones(5),
+        np.ones(4, "f4"),
+        np.ones(4, ">f8"),
+        np.ones(8)[::2],
+        np.ones(4, object),
+    ],
+    ids=["None", "text", "list", "longer", "dtype", "byte order", "gaps", "object"],
+)
+def test_what_is_not_plain_is_left(array: Any) -> None:
+    places = [np.zeros(4), np.zeros(4)]
+    assert plainly(places, [array, np.ones(4)]) == [0]
+    assert_array_equal(places, [[0] * 4, [1] * 4])
+
+
+def test_places_that_cannot_be_written_are_left() -> None:
+    locked = np.zeros(4)
+    locked.flags.writeable = False
+    places = [locked, np.zeros(8)[::2], None]
+    assert plainly(places, [np.ones(4)] * 3) == [0, 1, 2]
+    assert not locked.any()
+
+
+def test_an_array_that_overlaps_its_place_is_left() -> None:
+    memory = np.arange(6.0)
+    assert plainly([memory[1:]], [memory[:-1]]) == [0]
+    assert plainly([memory[:4].reshape(2, 2)], [memory[:4]]) == []  # it is there
+    assert_array_equal(memory, np.arange(6))
+
+
+def test_large_arrays_are_left_if_asked_to() -> None:
+    places = [np.zeros(4), np.zeros(3)]
+    assert plainly(places, [np.ones(4), np.ones(3)], limit_nbytes=32) == [0]
+    assert not places[0].any()
+    assert places[1].all()
+
+
+def test_nothing_is_copied_if_an_array_lies_in_the_place_of_another() -> None:
+    memory = np.arange(8.0)
+    start = memory.__array_interface__["data"][0]
+    bounds = {"start": start, "stop": start + memory.nbytes}
+    assert plainly([memory[:4], memory[4:]], [memory[:4], np.ones(4)], **bounds) == []
+    assert_array_equal(memory, [0, 1, 2, 3, 1, 1, 1, 1])
+    assert plainly([memory[:4], memory[4:]], [np.ones(4), memory[3:7]], **bounds) == [0, 1]
+    assert_array_equal(memory, [0, 1, 2, 3, 1, 1, 1, 1])
+
+
+def test_each_array_must_have_a_place() -> None:
+    with pytest.raises(ValueError, match="2 places for 1 arrays"):
+        plainly([np.zeros(4)] * 2, [np.ones(4)])
 
 
 def test_gradients_are_views_of_the_buffer() -> None:
