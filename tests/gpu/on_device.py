@@ -71,6 +71,9 @@ class OnDevice(BoundBackend):
         is_closed: bool = self.group.is_closed
         return is_closed
 
+    def interrupt(self, error: BaseException) -> None:
+        self.group.interrupt(error)
+
     def close(self) -> None:
         self.group.close()
 
