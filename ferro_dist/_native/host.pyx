@@ -52,11 +52,6 @@ __all__ = [
 ]
 
 cdef int CPU = 1  # DLPack's number
-# By ferro::Op, in its order.
-cdef tuple OP_NAMES = (
-    "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter",
-    "barrier", "split",
-)
 cdef double UNLIMITED = 1e9  # seconds
 cdef double SHORTEST_TIMEOUT = 1e-3  # seconds, for what is left of a call whose time is up
 cdef size_t FEW_NBYTES = 64 << 10  # copied before another thread could make use of the GIL
@@ -706,7 +701,7 @@ cdef class Communicator:
     ):
         from ferro_dist import gpu_fallback
 
-        gpu_fallback.check_enabled(OP_NAMES[<Py_ssize_t> <int> c.op], self.rank)
+        gpu_fallback.check_enabled((<bytes> ferro.name_of(c.op)).decode(), self.rank)
         cdef HostLeg leg = HostLeg.__new__(HostLeg)
         leg._communicator = self
         leg._collective = c[0]

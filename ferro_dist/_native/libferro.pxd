@@ -32,6 +32,8 @@ cdef extern from "ferro/types.hpp" namespace "ferro" nogil:
         sendrecv
         batch
 
+    const char* name_of(Op op) noexcept
+
     cdef cppclass Collective:
         Op op
         ReduceOp reduce_op
