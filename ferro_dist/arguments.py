@@ -347,7 +347,7 @@ def check_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a new array; raise TypeError for no shape, ValueError if negative."""
     dims = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     try:
-        lengths = tuple(operator.index(length) for length in dims)
+        lengths = tuple(map(integer, dims))
     except TypeError:
         raise TypeError(f"shape must be an integer or a sequence of them, not {shape!r}.") from None
     if any(length < 0 for length in lengths):
