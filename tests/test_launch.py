@@ -425,6 +425,20 @@ except ConnectionRefusedError:
     assert job.report() == "refused"
 
 
+@pytest.mark.parametrize("close_fds", [False, True])
+def test_a_child_of_rank_0_needs_its_socket(launch: Launch, close_fds: bool) -> None:
+    job = launch(
+        f"""
+import subprocess
+program = "import ferro_dist; ferro_dist.init().close()"
+subprocess.run([sys.executable, "-c", program], close_fds={close_fds}, check=True)
+""",
+        "-n2",
+    )
+    code, _, err = job.finish()
+    assert (code != 0, "with close_fds=False" in err) == (close_fds, close_fds)
+
+
 def test_master_port_can_be_bound_by_the_ranks_only(launch: Launch) -> None:
     job = launch(
         """

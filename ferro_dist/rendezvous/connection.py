@@ -241,6 +241,9 @@ class _Entrance(Place):
         self._rank = rank
         self._addresses = parse_addresses(addr) if addr is not None else ()
         self._listener = listener
+        self._is_held_by_parent = (
+            listener is None and "FERRO_LISTEN_FD" in environ and environ.get("FERRO_ADDR") == addr
+        )
         self._deadline = deadline
         self.token, self._is_shared = find_token(token, environ, deadline.at)
         self._reached = ""
@@ -283,10 +286,15 @@ class _Entrance(Place):
                 return result
             failures[address.text] = result
         what = "; ".join(f"{text}: {describe_error(error)}" for text, error in failures.items())
-        if any(map(is_taken, failures.values())):
-            remedy = "Another program, or rank 0 of another group, may be there: choose another"
-        else:
+        if not any(map(is_taken, failures.values())):
             remedy = "Choose an address of the machine on which rank 0 runs, and a port open to it"
+        elif self._is_held_by_parent:
+            remedy = (
+                "ferrorun's own socket is there, which this process has not inherited from its "
+                "parent: start it by subprocess with close_fds=False, or call init() in the parent"
+            )
+        else:
+            remedy = "Another program, or rank 0 of another group, may be there: choose another"
         raise NoConnection(f"rank 0 cannot listen at {what}. {remedy}", op="init", rank=0)
 
     def _listen_at(self, address: Address, claim: Claim) -> socket.socket | OSError:
