@@ -172,7 +172,7 @@ bool Exchange::receive_some(Lane& lane) {
     if (transfer.nbytes > 0) continue;
     lane.receives.pop();
     --num_pending_;
-    if (const auto farewell = lane.stream.farewell_in_payload()) throw mesh_.verdict_of(lane, *farewell);
+    if (const auto farewell = lane.stream.farewell_inside()) throw mesh_.verdict_of(lane, *farewell);
   }
   return has_moved;
 }
@@ -186,7 +186,7 @@ bool Exchange::receive_frame_some(Lane& lane) {
       check_frame(lane, frame);
       wanted = sizeof frame + frame.payload_nbytes;
       if (lane.stream.buffered_nbytes() >= wanted) {
-        if (const auto farewell = lane.stream.farewell_in_payload(wanted))
+        if (const auto farewell = lane.stream.farewell_inside(wanted))
           throw mesh_.verdict_of(lane, *farewell);
         lane.frame_nbytes = wanted;
         lane.receives.pop();
@@ -203,10 +203,13 @@ bool Exchange::receive_frame_some(Lane& lane) {
 
 void Exchange::check_frame(Lane& lane, const Frame& frame) {
   if (is_farewell(frame)) throw mesh_.verdict_of(lane, frame);
-  if (frame.magic != kFrameMagic || frame.kind != FrameKind::collective ||
-      frame.payload_nbytes > kMaxInlineNbytes || frame.state > Agreement::State::unpaired ||
-      static_cast<int>(frame.first.dtype) >= kDTypeCount)
-    throw Error(ErrorCode::io, lane.stream.peer(), "bytes that are no frame of this protocol version");
+  if (frame.magic == kFrameMagic && frame.kind == FrameKind::collective &&
+      frame.payload_nbytes <= kMaxInlineNbytes && frame.state <= Agreement::State::unpaired &&
+      static_cast<int>(frame.first.dtype) < kDTypeCount)
+    return;
+  if (const auto farewell = lane.stream.farewell_inside(sizeof frame))
+    throw mesh_.verdict_of(lane, *farewell);
+  throw Error(ErrorCode::io, lane.stream.peer(), "bytes that are no frame of this protocol version");
 }
 
 void Exchange::sleep() {

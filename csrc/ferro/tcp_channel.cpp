@@ -90,7 +90,7 @@ bool TcpChannel::try_recv(Message& message) {
     message.done += moved.nbytes;
   }
   if (message.done < message.incoming_nbytes) return false;
-  if (stream_.farewell_in_payload()) {
+  if (stream_.farewell_inside()) {
     throw_if_certain();
     return false;
   }
@@ -106,7 +106,7 @@ bool TcpChannel::try_recv_header(Message& message) {
   }
   Frame header;
   std::memcpy(&header, stream_.buffered(), sizeof header);
-  if (is_farewell(header)) {
+  if (is_farewell(header) || (!is_message(header) && stream_.farewell_inside(sizeof header))) {
     throw_if_certain();
     return false;
   }

@@ -179,7 +179,7 @@ std::optional<TcpStream::LastWords> TcpStream::last_words() const {
   return words;
 }
 
-std::optional<Frame> TcpStream::farewell_in_payload(std::size_t ahead) const {
+std::optional<Frame> TcpStream::farewell_inside(std::size_t ahead) const {
   constexpr auto kFirstByte = static_cast<char>(kFrameMagic & 0xff);
   const std::size_t num_kept = buffered_nbytes() - std::min(ahead, buffered_nbytes());
   const auto end = tail_.end() - static_cast<std::ptrdiff_t>(std::min(num_kept, tail_.size()));

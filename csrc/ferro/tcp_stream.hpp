@@ -61,9 +61,10 @@ class TcpStream {
   // The peer's last words, once it has hung up; nothing if it died without any.
   std::optional<LastWords> last_words() const;
   // The farewell that begins among the bytes handed out, of which `ahead` are still buffered: it filled up
-  // a payload that will never be completed. One of which a part is still under way, as can happen between
-  // hosts, is not recognized: its beginning cannot be told from data, and to wait for more could be for ever.
-  std::optional<Frame> farewell_in_payload(std::size_t ahead = 0) const;
+  // a header or a payload that will never be completed. One of which a part is still under way, as can happen
+  // between hosts, is not recognized: its beginning cannot be told from data, and to wait for more could be
+  // for ever.
+  std::optional<Frame> farewell_inside(std::size_t ahead = 0) const;
 
   // Ends this side, after which the peer reads what was sent, then the end.
   void shut_down() noexcept;

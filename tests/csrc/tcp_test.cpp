@@ -627,6 +627,23 @@ void last_words_are_not_taken_for_a_payload() {
   }
 }
 
+// A full buffer may have taken the beginning of a header before its rank gave up.
+void last_words_end_a_header() {
+  for (std::size_t begun = 1; begun < sizeof(Frame); ++begun) {
+    const auto [ours, theirs] = connected_sockets();
+    auto mesh = std::make_shared<TcpMesh>(0, 2, std::vector<TcpMesh::Socket>{{1, ours}}, false);
+    TcpTransport transport(mesh, {0, 1});
+    const Collective barrier = make(Op::barrier, DType::uint8, 0, nullptr, nullptr);
+    const Frame header = frame_of(Agreement::of(1, fingerprint_of(barrier, 0)));
+    expect(write(theirs, &header, begun) == static_cast<ssize_t>(begun), "write");
+    TcpMesh(1, 2, {{0, theirs}}, false).abort({ErrorCode::interrupted, 1, 1, 0});
+    const Error error = error_of([&] { run(transport, barrier); });
+    expect(error.code == ErrorCode::interrupted && error.peer == 1,
+           "the end after " + std::to_string(begun) + " bytes of a header, code " +
+               std::to_string(static_cast<int>(error.code)));
+  }
+}
+
 // ---- Messages ------------------------------------------------------------------
 
 PointToPoint message_of(bool is_send, Values& values, std::uint32_t tag = 0) {
@@ -735,6 +752,25 @@ void a_goodbye_is_not_taken_for_a_payload() {
   }
 }
 
+void a_goodbye_ends_a_header() {
+  for (std::size_t begun = 1; begun < sizeof(Frame); ++begun) {
+    const auto [first, second] = connected_sockets();
+    TcpChannel channel(1, first);
+    Values got(100);
+    Frame header;
+    header.kind = FrameKind::message;
+    header.first.dtype = DType::int32;
+    header.first.count = got.size();
+    header.second.count = got.size() * sizeof got[0];
+    expect(write(second, &header, begun) == static_cast<ssize_t>(begun), "write");
+    TcpChannel(0, second).close();
+    const Error error = error_of([&] { complete(channel, message_of(false, got)); });
+    expect(error.code == ErrorCode::channel_closed, "a goodbye after " + std::to_string(begun) +
+                                                        " bytes of a header, code " +
+                                                        std::to_string(static_cast<int>(error.code)));
+  }
+}
+
 // The stream of a rank that closed when its peer had yet to read all that it can hold.
 void a_goodbye_without_room_is_no_death() {
   Meshes meshes = make_meshes(2);
@@ -794,11 +830,13 @@ int main() {
   signals_cut_no_last_words_short();
   a_goodbye_is_found_beside_a_wait();
   last_words_are_not_taken_for_a_payload();
+  last_words_end_a_header();
   messages_arrive_in_order();
   messages_that_do_not_fit_are_dropped_whole();
   lengths_are_checked_before_they_are_believed();
   ends_of_channels_are_told_apart();
   a_goodbye_is_not_taken_for_a_payload();
+  a_goodbye_ends_a_header();
   a_goodbye_without_room_is_no_death();
   a_channel_asks_the_mesh_for_the_culprit();
   return 0;
