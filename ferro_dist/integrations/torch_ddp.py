@@ -367,8 +367,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     ) -> Any:
         """Load a state of the module, also one whose names begin with ``module.``."""
         module = self.module
-        own = module.state_dict()
-        if isinstance(state_dict, Mapping) and not any(name.startswith(PREFIX) for name in own):
+        if isinstance(state_dict, Mapping) and _is_of_wrapper(state_dict, module):
             state_dict = _without_prefix(state_dict)
         return module.load_state_dict(state_dict, strict=strict, assign=assign)
 
@@ -606,6 +605,15 @@ def _message_of(optimizer: Any) -> bytes:
     return data
 
 
+def _is_of_wrapper(state: Iterable[str], module: Any) -> bool:
+    """Whether ``module.`` before names of a state stands for a wrapper, not for a child."""
+    own = module.state_dict().keys()
+    if not any(name.startswith(PREFIX) for name in own):
+        return True
+    bare = {name.removeprefix(PREFIX) for name in state}
+    return len(own & bare) > len(own & set(state))
+
+
 def _without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state of the module, from one that may be that of a wrapper."""
     bare = OrderedDict((name.removeprefix(PREFIX), value) for name, value in state.items())
@@ -633,11 +641,15 @@ def _add_versions(state: Any, prefix: str) -> None:
 
 def _add_prefix(ddp: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename what an enclosing module loads into the wrapper, to where its module is."""
-    own = ddp.module.state_dict()
-    for name in [name for name in state if name.startswith(prefix)]:
-        bare = name.removeprefix(prefix)
-        if bare in own or not bare.startswith(PREFIX):
-            state[prefix + PREFIX + bare] = state.pop(name)
+    inner = {
+        name.removeprefix(prefix): state.pop(name)
+        for name in list(state)
+        if name.startswith(prefix)
+    }
+    is_of_wrapper = _is_of_wrapper(inner, ddp.module)
+    for name, value in inner.items():
+        bare = name.removeprefix(PREFIX) if is_of_wrapper else name
+        state[prefix + PREFIX + bare] = value
 
 
 def _alive(reference: weakref.ref[TorchDDP]) -> TorchDDP:

@@ -156,6 +156,31 @@ def test_the_state_is_that_of_the_module(on_ranks: OnRanks) -> None:
     on_ranks(1, body)
 
 
+class Nested(Scale):
+    """Has a child of the name that a wrapper gives to its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Scale()
+        self.module.module = Scale()
+
+
+@pytest.mark.parametrize("is_enclosed", [False, True])
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_a_child_may_have_the_name_that_wrappers_give(
+    on_ranks: OnRanks, is_enclosed: bool, wrapper: str
+) -> None:
+    def body(backend: Any) -> None:
+        module = Nested()
+        numbers = {name: torch.full((1,), float(n)) for n, name in enumerate(module.state_dict())}
+        ddp: Any = fd.DDP(module, backend)
+        loads, prefix = (nn.ModuleDict({"x": ddp}), "x.") if is_enclosed else (ddp, "")
+        loads.load_state_dict({prefix + wrapper + name: n for name, n in numbers.items()})
+        assert module.state_dict() == numbers
+
+    on_ranks(1, body)
+
+
 class Versioned(nn.Linear):
     """Knows only states of its own version, as some modules of torchvision do."""
 
