@@ -146,7 +146,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         # One that was frozen when both were made. If it is frozen again, all goes on as before.
         own = self._watcher.watched()
         _refuse_watched({n: p for n, p in parameters.trained.items() if id(p) not in own})
-        self._reducer.lay_out(specs)
+        with torch.inference_mode(False):  # buckets are written to in backward
+            self._reducer.lay_out(specs)
         self._watch()
         parameters.accept_changes()
 
@@ -528,8 +529,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             try:
                 self._reducer.begin(given or self._gradients, weight=weight)
                 if given is None:
-                    self._begin_accumulation()
-                    self._finish_own_round()
+                    with torch.inference_mode(False):  # averages are added to in backward
+                        self._begin_accumulation()
+                        self._finish_own_round()
                     self.__dict__["_has_backward_averaged"] = False
                 else:
                     self._finish_round()

@@ -210,7 +210,9 @@ class BufferShare:
         try:
             if kinds != self._kinds:
                 self._follow(kinds)
-            self._parts = self._parts or self._laid_out(buffers)
+            if not self._parts:
+                with torch.inference_mode(False):  # they are written to in backward
+                    self._parts = self._laid_out(buffers)
             for part in self._parts:
                 part.broadcast(buffers, self._backend, root, tag)
         except CollectiveMismatch as error:

@@ -317,6 +317,25 @@ def test_a_module_may_be_wrapped_in_inference_mode(on_ranks: OnRanks) -> None:
     assert on_ranks(2, body) == [(1.5, 1)] * 2
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_gradients_may_be_averaged_in_inference_mode(on_ranks: OnRanks, is_given: bool) -> None:
+    def body(backend: Any) -> Any:
+        module = nn.Sequential(Scale(), Scale(), nn.BatchNorm1d(1)).double()
+        ddp: Any = fd.DDP(module, backend)
+        optimizer = torch.optim.SGD(ddp.parameters(), 1.0, momentum=0.5)
+        ddp.step_in_backward(None if is_given else optimizer)
+        module[0].requires_grad_(False)  # buckets are laid out anew
+        x = torch.tensor([[1.0], [2.0 + backend.rank]]).double()
+        with torch.inference_mode():
+            grads = {n: torch.ones_like(p) for n, p in ddp.named_parameters() if p.requires_grad}
+            ddp.sync_gradients(grads if is_given else None)
+        ddp(x).square().sum().backward()
+        ddp.verify()
+        return [p.grad is None for p in ddp.parameters()]
+
+    assert on_ranks(2, body) == [[True, True] + [not is_given] * 4] * 2
+
+
 @OVERLAP
 def test_a_converted_module_goes_on(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:
