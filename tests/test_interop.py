@@ -230,6 +230,12 @@ def test_tensors_without_memory_are_refused(torch: Any) -> None:
         as_view(torch.ones(3, device="meta"))
 
 
+def test_what_a_lazy_module_has_not_made_yet_is_refused(torch: Any) -> None:
+    for lazy in (torch.nn.LazyLinear(2).weight, torch.nn.LazyBatchNorm1d().running_mean):
+        with pytest.raises(InvalidArray, match="Run a batch through its module"):
+            as_view(lazy)
+
+
 def test_sparse_tensors_are_refused(torch: Any) -> None:
     with pytest.raises(InvalidArray, match="to_dense"):
         as_view(torch.ones(3).to_sparse())

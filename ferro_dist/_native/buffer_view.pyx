@@ -513,7 +513,7 @@ cdef int _check_values(BufferView view, const DLTensor* tensor) except -1:
     if (view.dtype == INT8 or view.dtype == UINT8) and _is_of_torch(array):
         _refuse_narrow_integers(array)
     if view.count == 0:
-        return 0
+        return _refuse_lazy(array)
     # Gradients of unused inputs come as tensors of zeros without memory; subclasses that
     # wrap other tensors (DTensor) have none either.
     if view.data == NULL:
@@ -544,6 +544,15 @@ cdef int _refuse_narrow_integers(object array) except -1:
     dtype = array.dtype
     if dtype is not torch.uint8 and dtype is not torch.int8:
         raise _unsupported_dtype(array, dtype)
+    return 0
+
+
+cdef int _refuse_lazy(object array) except -1:
+    """Refuse torch's parameters and buffers of lazy modules, which look like empty tensors."""
+    if _is_of_torch(array) and sys.modules["torch"].nn.parameter.is_lazy(array):
+        raise InvalidArray(
+            f"cannot move this {_name(array)}: it has no shape yet. Run a batch through its module first."
+        )
     return 0
 
 

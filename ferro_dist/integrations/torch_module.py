@@ -294,16 +294,16 @@ def specs_of(named: dict[str, Tensor]) -> tuple[ParameterSpec, ...]:
 
 
 def _check(name: str, parameter: Tensor, backend: Backend) -> None:
-    if torch.nn.parameter.is_lazy(parameter):
-        raise ValueError(
-            f"DDP: parameter {name!r} has no shape yet. Run a batch through the module first."
-        )
     _check_place("parameter", name, parameter, backend)
     if parameter.requires_grad:
         _trainable_spec(name, parameter)
 
 
 def _check_place(kind: str, name: str, tensor: Tensor, backend: Backend) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(
+            f"DDP: {kind} {name!r} has no shape yet. Run a batch through the module first."
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         raise InvalidArray(
             f"DDP: {kind} {name!r} is on {tensor.device}, neither on the CPU nor on a CUDA device",

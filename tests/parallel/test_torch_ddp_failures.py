@@ -355,6 +355,11 @@ def with_buffer(buffer: Any) -> Any:
     ("make", "error", "message"),
     [
         (lambda: nn.LazyLinear(2), ValueError, "has no shape yet"),
+        (
+            lambda: nn.Sequential(nn.Linear(1, 1), nn.LazyBatchNorm1d(affine=False)),
+            ValueError,
+            r"buffer '1\.running_mean' has no shape yet",
+        ),
         (lambda: nn.Linear(2, 2, device="meta"), fd.InvalidArray, "is on meta"),
         (
             lambda: nn.ParameterList([torch.ones(2, dtype=torch.complex64).conj()]),
@@ -373,7 +378,7 @@ def with_buffer(buffer: Any) -> Any:
         ),
         (nn.ReLU, ValueError, "ReLU has no parameters"),
     ],
-    ids=["lazy", "meta", "conjugated", "expanded", "float8", "nothing to train"],
+    ids=["lazy", "lazy buffer", "meta", "conjugated", "expanded", "float8", "nothing to train"],
 )
 def test_modules_that_cannot_be_wrapped(
     on_ranks: OnRanks, make: Callable[[], Any], error: type[Exception], message: str
