@@ -186,19 +186,19 @@ class HandwrittenStage(Stage):
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
+        module = self.module
         try:
-            before = copy.deepcopy(vars(self.module))
+            # A copy runs, and is dropped: others may hold anything that is in the module.
+            self.module = copy.deepcopy(module)
         except Exception as error:
             raise TypeError(
                 "Pipeline: a plan() before the first step leaves stages as they were, and a "
-                f"{type(self.module).__qualname__} cannot be copied for that: {error}. Take a "
-                "step first"
+                f"{type(module).__qualname__} cannot be copied for that: {error}. Take a step first"
             ) from error
         try:
             yield
         finally:
-            # In place, where possible: others may hold the arrays.
-            _restore(self.module.__dict__, before)
+            self.module = module
 
     def _named(self, method: str) -> dict[str, Array]:
         if not callable(getattr(self.module, method, None)):
@@ -328,23 +328,3 @@ def _without_constants(structure: pytree.Structure) -> pytree.Structure:
     if kind == "dict":
         return (kind, structure[1], *map(_without_constants, structure[2:]))
     return ("none",)
-
-
-def _restore(state: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in list(state):
-        if name not in before:
-            del state[name]
-    for name, value in before.items():
-        state[name] = _restored(state.get(name), value)
-
-
-def _restored(value: Any, before: Any) -> Any:
-    if isinstance(value, dict) and isinstance(before, dict) and value.keys() == before.keys():
-        for key in value:
-            value[key] = _restored(value[key], before[key])
-        return value
-    is_same_place = type(value) is type(before) and hasattr(value, "shape")
-    if is_same_place and value.shape == before.shape and hasattr(value, "__setitem__"):
-        value[...] = before
-        return value
-    return before

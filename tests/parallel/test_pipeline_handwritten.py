@@ -202,6 +202,40 @@ def test_forward_that_runs_twice_without_a_seed_draws_the_same_numbers(on_ranks:
         assert masks[0] != masks[1]
 
 
+class Chain:
+    """Layers one after the other."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = layers
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        saved = []
+        for layer in self.layers:
+            x, kept = layer.forward(x)
+            saved.append(kept)
+        return x, saved
+
+    def backward(self, saved: Any, gradient: Array) -> Array:
+        for layer, kept in zip(reversed(self.layers), reversed(saved), strict=True):
+            gradient = layer.backward(kept, gradient)
+        return gradient
+
+
+def test_plan_before_the_first_step_leaves_what_is_in_a_stage(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        layers = [Layer(0), Layer(1)]
+        gradients = [layer.gradients["weight"] for layer in layers]
+        stage = Chain(layers)
+        pipe = fd.Pipeline(stage, backend, 2)
+        pipe.plan(*batch(4), square)
+        assert stage.layers is layers
+        assert not any(gradient.any() for gradient in gradients)
+        pipe.step(*batch(4), square)
+        assert all(gradient.any() for gradient in gradients)
+
+    on_ranks(2, body)
+
+
 def test_eval_puts_outputs_together(on_ranks: OnRanks) -> None:
     x, _ = batch(7)
 
