@@ -411,8 +411,7 @@ def _flatten_tensors(output: Any) -> tuple[pytree.Structure, list[Tensor]]:
             raise TypeError(
                 f"Pipeline: a torch stage returns dense tensors, not {array.layout}: to_dense()"
             )
-    # What is only marked as conjugated or negated cannot be read as it lies in memory.
-    return structure, [array.resolve_conj().resolve_neg() for array in arrays]
+    return structure, [_resolved(array) for array in arrays]
 
 
 def _with_gradient(
@@ -433,7 +432,12 @@ def _take_gradient(x: Tensor | None) -> Tensor | None:
     if x is None:
         return None
     gradient, x.grad = x.grad, None
-    return gradient
+    return None if gradient is None else _resolved(gradient.to_dense())
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """Return what can be read as it lies in memory: not merely marked as conjugated or negated."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 @functools.cache

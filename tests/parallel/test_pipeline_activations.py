@@ -199,6 +199,29 @@ def test_conjugates_and_negatives_that_are_pending_travel(on_ranks: OnRanks) -> 
         assert_same(pipelined, run_whole(copy.deepcopy(model), x, y))
 
 
+def test_gradients_that_are_conjugates_or_sparse_travel(on_ranks: OnRanks) -> None:
+    class Table(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x[:3], torch.complex(x, 2 * x)
+
+    class Use(nn.Module):
+        is_sparse = True
+
+        def forward(self, inputs: Any) -> Any:
+            table, z = inputs
+            rows = torch.arange(len(z)) % 3
+            looked_up = nn.functional.embedding(rows, table, sparse=self.is_sparse)
+            return looked_up + (z.conj() * (1 + 2j)).real
+
+    model = chain(3, lambda s: (nn.Linear(WIDTH, WIDTH), Table(), Use())[s])
+    whole: Any = copy.deepcopy(model)
+    whole[2].is_sparse = False
+    x, y = batch(6)
+    expected = run_whole(whole, x, y)
+    for schedule in ("1f1b", "zb_h1"):
+        assert_same(run_pipelined(on_ranks, Case(schedule, 3, 1), model, x, y, 1), expected)
+
+
 def test_output_that_is_the_input_passes_the_gradient_on(on_ranks: OnRanks) -> None:
     model = chain(3, lambda s: nn.Identity() if s < 2 else nn.Linear(WIDTH, WIDTH))
     x, y = batch(6)
