@@ -53,6 +53,9 @@ UNDIVIDED = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"}
 keep what it has saved. A graph with one of them runs undivided."""
 
 
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
 class WeightPart:
     """What is left of a backward once the gradients of its inputs are there."""
 
@@ -164,7 +167,7 @@ class _Graph:
                 if isinstance(node, BackwardCFunction) or node not in self._spine:
                     urgent.add(leaf)
                 if isinstance(node, BackwardCFunction) and node in self._spine:
-                    tell(node.name())
+                    tell(_name(node))
         _spread(urgent, functions)
         waiting: dict[Node, list[Tensor]] = defaultdict(list)
         for leaf, nodes in junctions.items():
@@ -204,10 +207,11 @@ class _Graph:
                 to_do.append(root)
         while to_do:
             node = to_do.pop()
-            if hasattr(node, "variable"):
+            name = _name(node)
+            if name == _LEAF:
                 self._leaves.append(node)
-            elif node.name() in UNDIVIDED:
-                self.undivided = node.name()
+            elif name in UNDIVIDED:
+                self.undivided = name
             for child, _ in node.next_functions:
                 if child is None:
                     continue
@@ -225,6 +229,12 @@ class _Graph:
                     above.add(parent)
                     to_do.append(parent)
         return above
+
+
+def _name(node: Node) -> str:
+    # Not its own method: the context of a Python function may have an attribute called that.
+    name: str = type(node).name(node)
+    return name
 
 
 def _spread(urgent: set[Node], functions: dict[Node, set[Node]]) -> None:

@@ -433,6 +433,30 @@ def test_function_that_the_split_would_run_twice_is_told_and_runs_once(on_ranks:
             assert_equal_gradients(parameter.grad, expected.gradients[f"{rank}.{name}"], name)
 
 
+class Scaled(torch.autograd.Function):  # type: ignore[name-defined]
+    """Keeps things under the names of methods and attributes of autograd's own nodes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Any:
+        ctx.name, ctx.variable = "scaled", 3
+        return weight * ctx.variable
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * ctx.variable
+
+
+def test_functions_may_keep_what_they_like(on_ranks: OnRanks) -> None:
+    class Scales(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return nn.functional.linear(x, Scaled.apply(self.weight), self.bias)
+
+    model = chain(2, lambda _: Scales(WIDTH, WIDTH))
+    x, y = batch(6)
+    pipelined = run_pipelined(on_ranks, Case("zb_h1", 2, 1), model, x, y, 3)
+    assert_same(pipelined, run_whole(copy.deepcopy(model), x, y))
+
+
 @pytest.mark.filterwarnings("ignore:Pipeline stage:RuntimeWarning")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_modules_may_checkpoint_parts_of_themselves(on_ranks: OnRanks, use_reentrant: bool) -> None:
