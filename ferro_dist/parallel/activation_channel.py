@@ -271,7 +271,7 @@ class Receiver:
         self._memory_of = memory_of
         self._forecasts = forecasts
         # Written by the taker, and emptied by the thread.
-        self._room: tuple[list[ArraySpec], list[Array]] | None = None
+        self._room: tuple[int, list[ArraySpec], list[Array]] | None = None
         self._num_posted = 0
         self._arrived: dict[Action, _Arrival] = {}
         # To the thread: receives that are posted, then None. From it: the result of each.
@@ -317,7 +317,7 @@ class Receiver:
         """Use idle time to make room in advance for what will arrive."""
         specs = self._forecasts.get((receive.kind, receive.stage))
         if self._room is None and specs and all(spec.is_on_host for spec in specs):
-            self._room = specs, self._allocate(receive.stage, specs)
+            self._room = receive.stage, specs, self._allocate(receive.stage, specs)
 
     def _allocate(self, stage: int, specs: Sequence[ArraySpec]) -> list[Array]:
         allocate = self._memory_of(stage).allocate
@@ -373,8 +373,8 @@ class Receiver:
         room, self._room = self._room, None
         memory = self._memory_of(receive.stage)
         with memory.receiving():
-            if room is not None and room[0] == specs:
-                arrays = room[1]
+            if room is not None and room[:2] == (receive.stage, specs):
+                arrays = room[2]
             else:
                 arrays = self._allocate(receive.stage, specs)
             on_host = arrays

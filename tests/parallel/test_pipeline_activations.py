@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -435,6 +436,31 @@ def test_receive_buffers_do_not_grow_with_microbatches(on_ranks: OnRanks) -> Non
 
     for num_blocks in on_ranks(2, body, "1f1b"):
         assert num_blocks <= 4
+
+
+def test_stages_of_a_rank_may_compute_with_different_libraries(on_ranks: OnRanks) -> None:
+    class Torch(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            assert isinstance(x, torch.Tensor)
+            return super().forward(x)
+
+    class Numpy:
+        def forward(self, x: Any) -> Any:
+            assert isinstance(x, np.ndarray)
+            return x * 2, None
+
+        def backward(self, _: None, gradient: Any) -> Any:
+            assert isinstance(gradient, np.ndarray)
+            return gradient * 2
+
+    def body(backend: Any) -> None:
+        stages = [Torch(WIDTH, WIDTH).double(), Numpy()]
+        pipe = fd.Pipeline(stages, backend, 8, "interleaved_1f1b")
+        for _ in range(4):
+            pipe.step(x, loss_fn=lambda output: (output.sum(), np.ones_like(output)))
+
+    x, _ = batch(8)
+    on_ranks(2, body)
 
 
 def test_module_list_holds_the_stages_of_a_rank(on_ranks: OnRanks) -> None:
