@@ -96,7 +96,7 @@ class TorchStage(Stage):
         if not spec.is_on_host:
             return torch.empty(spec.shape, dtype=dtype, device=self._gpu)
         if math.prod(spec.shape) * dtype.itemsize < SMALLEST_NBYTES:
-            return torch.empty(spec.shape, dtype=dtype)
+            return torch.empty(spec.shape, dtype=dtype, device="cpu")
         if dtype in _OF_NUMPY:
             return torch.from_numpy(self.pool.take(spec.shape, _OF_NUMPY[dtype]))
         # As integers: torch takes no bfloat16 from NumPy.

@@ -27,6 +27,8 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
+from ferro_dist.parallel.activation_channel import ArraySpec  # noqa: E402
+from ferro_dist.parallel.stage import make_stage  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
@@ -461,6 +463,12 @@ def test_stages_of_a_rank_may_compute_with_different_libraries(on_ranks: OnRanks
 
     x, _ = batch(8)
     on_ranks(2, body)
+
+
+def test_default_device_of_torch_is_not_where_messages_arrive() -> None:
+    stage = make_stage(nn.Linear(WIDTH, WIDTH))
+    with torch.device("meta"):
+        assert stage.allocate(ArraySpec("float32", (2,), False, is_on_host=True)).is_cpu
 
 
 def test_module_list_holds_the_stages_of_a_rank(on_ranks: OnRanks) -> None:
