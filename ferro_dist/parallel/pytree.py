@@ -156,9 +156,18 @@ def _flatten(tree: Tree, arrays: list[Array]) -> Structure:
     if kind is tuple or kind is list:
         return (kind.__name__, *(_flatten(child, arrays) for child in tree))
     if kind is dict:
-        keys = tuple(_constant(key) for key in tree)
+        keys = tuple(map(_key, tree))
         return ("dict", keys, *(_flatten(child, arrays) for child in tree.values()))
     return _constant(tree)
+
+
+def _key(key: object) -> Structure:
+    if isinstance(key, (bool, int, float, str)):
+        return _constant(key)
+    raise TypeError(
+        "what travels between stages may hold a dict with keys that are bool, int, float or str, "
+        f"not {key!r}"
+    )
 
 
 def _constant(value: object) -> Structure:
