@@ -57,7 +57,7 @@ class _Saved(NamedTuple):
     """Their gradients, if the output is the loss."""
 
 
-class JaxStage(Stage):
+class JaxStage:
     """A stage that is a function of its parameters and its input.
 
     Parameters
@@ -84,16 +84,53 @@ class JaxStage(Stage):
     """
 
     def __init__(self, apply: Callable[..., Tree], params: Tree) -> None:
-        super().__init__(apply)
         _check_params(params)
         self.params = params
         self.grads: Tree = None
-        # Of each weight, by structure: the user may replace the parameters by a tree of another.
-        self._positions: dict[Any, dict[str, int]] = {}
+        self._apply = apply
         self._takes_rng = "rng" in inspect.signature(apply).parameters
+        self._owners: dict[str, object] = {}  # what names a gradient of each weight
         # Keyed by what is compiled in besides arrays: the structure of the input, and which of its
         # arrays are differentiable. The loss is not compiled.
         self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def _forward_of(
+        self, structure: pytree.Structure, flags: tuple[bool, ...]
+    ) -> Callable[..., Any]:
+        key = structure, flags
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(structure, flags)
+        return compiled
+
+    def _compile(self, structure: pytree.Structure, flags: tuple[bool, ...]) -> Callable[..., Any]:
+        apply, takes_rng = self._apply, self._takes_rng
+
+        def forward(params: Tree, inputs: Any, others: Any, key: Any) -> Any:
+            def run(params: Tree, inputs: Any) -> Any:
+                x = pytree.unflatten(structure, _merged(inputs, others, flags))
+                y = apply(params, x, rng=key) if takes_rng else apply(params, x)
+                out_structure, outs = pytree.flatten(y)
+                out_flags = tuple(map(_is_differentiable, outs))
+                differentiable, rest = _divided(outs, out_flags)
+                return differentiable, (rest, _Structure((out_flags, out_structure)))
+
+            outputs, vjp, (rest, about) = jax.vjp(run, params, inputs, has_aux=True)
+            return (outputs, rest, about), vjp
+
+        compiled: Callable[..., Any] = jax.jit(forward)
+        return compiled
+
+
+class PipelinedJaxStage(Stage):
+    """A `JaxStage` in one place of one pipeline; it may be in others, too."""
+
+    module: JaxStage
+
+    def __init__(self, module: JaxStage) -> None:
+        super().__init__(module)
+        # Of each weight, by structure: the user may replace the parameters by a tree of another.
+        self._positions: dict[Any, dict[str, int]] = {}
 
     # Arrays between stages
 
@@ -129,43 +166,44 @@ class JaxStage(Stage):
     # Weights
 
     def parameters(self) -> dict[str, Array]:
-        return _named(self.params)
+        return _named(self.module.params)
 
     def parameter(self, name: str) -> Array:
-        return self._leaf(self.params, name)
+        return self._leaf(self.module.params, name)
 
     def gradient_owner(self, name: str) -> object:
-        return object()  # each has its own, also of weights that begin as one array
+        # Each has its own, also of weights that begin as one array.
+        return self.module._owners.setdefault(name, object())
 
     def load(self, name: str, value: Array) -> None:
-        self.params = self._replaced(self.params, name, value)
+        self.module.params = self._replaced(self.module.params, name, value)
 
     def gradients(self, names: Sequence[str]) -> list[Array | None]:
-        if self.grads is None:
+        if self.module.grads is None:
             return [None] * len(names)
-        leaves, structure = jax.tree.flatten(self.grads)
-        positions = self._positions_in(self.grads, structure)
+        leaves, structure = jax.tree.flatten(self.module.grads)
+        positions = self._positions_in(self.module.grads, structure)
         return [leaves[positions[name]] for name in names]
 
     def set_gradients(self, names: Sequence[str], gradients: Sequence[Array]) -> None:
         given = dict(zip(names, gradients, strict=True))
         if not given:
             return
-        is_new = self.grads is None
-        tree = self.params if is_new else self.grads
+        is_new = self.module.grads is None
+        tree = self.module.params if is_new else self.module.grads
         leaves, structure = jax.tree.flatten(tree)
         for number, name in enumerate(self._positions_in(tree, structure)):
             if name in given:
                 leaves[number] = given[name]
             elif is_new:
                 leaves[number] = jnp.zeros_like(leaves[number])
-        self.grads = jax.tree.unflatten(structure, leaves)
+        self.module.grads = jax.tree.unflatten(structure, leaves)
 
     def take_gradients(self, names: Sequence[str]) -> list[Array | None]:
         taken = self.gradients(names)
-        if len(names) == len(jax.tree.leaves(self.grads)):
-            self.grads = None
-        elif self.grads is not None:
+        if len(names) == len(jax.tree.leaves(self.module.grads)):
+            self.module.grads = None
+        elif self.module.grads is not None:
             self.set_gradients(names, [jnp.zeros_like(gradient) for gradient in taken])
         return taken
 
@@ -197,12 +235,12 @@ class JaxStage(Stage):
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        grads = self.grads
-        self.grads = None
+        grads = self.module.grads
+        self.module.grads = None
         try:
             yield
         finally:
-            self.grads = grads
+            self.module.grads = grads
 
     # Forward and backward
 
@@ -210,9 +248,9 @@ class JaxStage(Stage):
         parcel = keyed.parcel
         is_input_differentiable = [_is_differentiable(x) for x in parcel.arrays]
         inputs, others = _divided(parcel.arrays, is_input_differentiable)
-        forward = self._forward_of(parcel.structure, tuple(is_input_differentiable))
+        forward = self.module._forward_of(parcel.structure, tuple(is_input_differentiable))
         (outputs, other_outputs, structure), vjp = forward(
-            self.params, inputs, others, self._key(keyed.seed)
+            self.module.params, inputs, others, self._key(keyed.seed)
         )
         flags, out_structure = structure.structure
         shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs]
@@ -258,40 +296,15 @@ class JaxStage(Stage):
         self._accumulate(_pull_back_params(*deferred))
 
     def _accumulate(self, of_params: Tree) -> None:
-        self.grads = of_params if self.grads is None else _add(self.grads, of_params)
-
-    def _forward_of(
-        self, structure: pytree.Structure, flags: tuple[bool, ...]
-    ) -> Callable[..., Any]:
-        key = structure, flags
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compiled[key] = self._compile(structure, flags)
-        return compiled
-
-    def _compile(self, structure: pytree.Structure, flags: tuple[bool, ...]) -> Callable[..., Any]:
-        apply, takes_rng = self.module, self._takes_rng
-
-        def forward(params: Tree, inputs: Any, others: Any, key: Any) -> Any:
-            def run(params: Tree, inputs: Any) -> Any:
-                x = pytree.unflatten(structure, _merged(inputs, others, flags))
-                y = apply(params, x, rng=key) if takes_rng else apply(params, x)
-                out_structure, outs = pytree.flatten(y)
-                out_flags = tuple(map(_is_differentiable, outs))
-                differentiable, rest = _divided(outs, out_flags)
-                return differentiable, (rest, _Structure((out_flags, out_structure)))
-
-            outputs, vjp, (rest, about) = jax.vjp(run, params, inputs, has_aux=True)
-            return (outputs, rest, about), vjp
-
-        compiled: Callable[..., Any] = jax.jit(forward)
-        return compiled
+        self.module.grads = (
+            of_params if self.module.grads is None else _add(self.module.grads, of_params)
+        )
 
     def _draw_seed(self, will_replay: bool) -> int | None:
-        return secrets.randbits(63) if self._takes_rng else None
+        return secrets.randbits(63) if self.module._takes_rng else None
 
     def _key(self, seed: int | None) -> Array:
-        if not self._takes_rng:
+        if not self.module._takes_rng:
             return None
         assert seed is not None
         return jax.random.key(seed & 0xFFFFFFFF)

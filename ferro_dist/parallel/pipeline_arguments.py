@@ -40,13 +40,7 @@ def place(
     is_checkpointed = _checkpointed(checkpoint, len(placement))
     stages: dict[int, Stage] = {}
     for number, module in zip(numbers, modules, strict=True):
-        stage = make_stage(module)
-        if stage in stages.values():
-            raise ValueError(
-                f"Pipeline: stage {number} is the same {type(stage).__qualname__} as another one. "
-                "Make one for each stage; they may share weights"
-            )
-        stages[number] = stage
+        stages[number] = stage = make_stage(module)
         stage.number = number
         stage.is_checkpointed = is_checkpointed[number]
     return stages

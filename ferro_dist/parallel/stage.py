@@ -5,7 +5,7 @@ library is in its subclasses, among which `make_stage` chooses by the module:
 
 =========================================  ===============================================
 torch.nn.Module                            `ferro_dist.integrations.torch_stage.TorchStage`
-ferro_dist.integrations.jax_stage.JaxStage  itself
+ferro_dist.integrations.jax_stage.JaxStage  ``PipelinedJaxStage`` in the same module
 an object with ``forward`` and ``backward``  `ferro_dist.parallel.handwritten_stage`
 =========================================  ===============================================
 """
@@ -91,7 +91,6 @@ class Stage(abc.ABC):
         self.is_checkpointed = False
         self.pool = ReceivePool()
         self._saved: dict[int, Any] = {}
-        self._checkpoints: dict[int, Any] = {}
         self._deferred: dict[int, Any] = {}
 
     # What the executor asks for
@@ -99,10 +98,8 @@ class Stage(abc.ABC):
     def forward(self, microbatch: int, keyed: Keyed, loss_of: LossOf | None) -> Parcel:
         """Run forward and keep what backward needs. With `loss_of`, the output is the loss."""
         keyed = self._with_seed(keyed, self.is_checkpointed)
-        if self.is_checkpointed:
-            output, self._checkpoints[microbatch] = self._run_replayable(keyed, loss_of)
-        else:
-            output, self._saved[microbatch] = self._run_forward(keyed, loss_of)
+        run = self._run_replayable if self.is_checkpointed else self._run_forward
+        output, self._saved[microbatch] = run(keyed, loss_of)
         return output
 
     def evaluate(self, keyed: Keyed) -> Parcel:
@@ -131,7 +128,6 @@ class Stage(abc.ABC):
     def forget(self) -> None:
         """Drop everything that is kept for backwards that will not come."""
         self._saved.clear()
-        self._checkpoints.clear()
         self._deferred.clear()
 
     def interrupt(self, error: BaseException) -> None:
@@ -300,9 +296,17 @@ class Stage(abc.ABC):
         return self._run_forward(*kept)[1]
 
     def _take_saved(self, microbatch: int) -> Any:
-        if microbatch in self._checkpoints:
-            return self._replay(self._checkpoints.pop(microbatch))
-        return self._saved.pop(microbatch)
+        saved = self._saved.pop(microbatch)
+        return self._replay(saved) if self.is_checkpointed else saved
+
+
+_INTEGRATIONS = {
+    ("torch.nn.modules.module", "Module"): ("ferro_dist.integrations.torch_stage", "TorchStage"),
+    ("ferro_dist.integrations.jax_stage", "JaxStage"): (
+        "ferro_dist.integrations.jax_stage",
+        "PipelinedJaxStage",
+    ),
+}
 
 
 def make_stage(module: Any) -> Stage:
@@ -315,11 +319,13 @@ def make_stage(module: Any) -> Stage:
     """
     if isinstance(module, Stage):
         return module
-    if _descends_from_torch_module(type(module)):
-        # By name: torch is there, since the module is, but nothing here may need it.
-        integration = importlib.import_module("ferro_dist.integrations.torch_stage")
-        stage: Stage = integration.TorchStage(module)
-        return stage
+    for base in type(module).__mro__:
+        integration = _INTEGRATIONS.get((base.__module__, base.__name__))
+        if integration is not None:
+            # By name: the library is there, since the module is, but nothing here may need it.
+            home, kind = integration
+            stage: Stage = getattr(importlib.import_module(home), kind)(module)
+            return stage
     if callable(getattr(module, "forward", None)) and callable(getattr(module, "backward", None)):
         from ferro_dist.parallel.handwritten_stage import HandwrittenStage
 
@@ -334,10 +340,3 @@ def _described(module: Any) -> str:
     if isinstance(module, type):
         return f"the class {module.__qualname__}: make one of it"
     return type(module).__qualname__
-
-
-def _descends_from_torch_module(cls: type) -> bool:
-    return any(
-        (base.__module__, base.__name__) == ("torch.nn.modules.module", "Module")
-        for base in cls.__mro__
-    )
