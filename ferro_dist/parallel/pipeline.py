@@ -104,11 +104,13 @@ class Pipeline(Generic[ModuleT]):
     seed : int or None, default 0
         The random numbers of each forward depend on this, the step, the stage and the microbatch,
         numbered across all replicas (`microbatch_seed`). torch has one generator per process, so
-        ranks that are threads run their modules one at a time; modules of your own that wait for
-        other ranks need None there, but `SyncBatchNorm` does not. With None torch modules draw what
-        they would without a pipeline, except for checkpointed ones, where each forward draws a
-        seed; a stage that takes an `rng` gets an unpredictable one. A new pipeline counts steps
-        from 0: after a checkpoint give it another seed, or it draws the same numbers again.
+        ranks that are threads run forward one at a time; modules of your own that wait for other
+        ranks need None there, but `SyncBatchNorm` does not. They do not run backward one at a time:
+        there, dropout inside torch.utils.checkpoint, which draws again in backward, gets other
+        numbers; `checkpoint` draws the same. With None torch modules draw what they would without
+        a pipeline, except for checkpointed ones, where each forward draws a seed; a stage that
+        takes an `rng` gets an unpredictable one. A new pipeline counts steps from 0: after a
+        checkpoint give it another seed, or it draws the same numbers again.
     bucket_mb : float, default 25
         Largest bucket of gradients, in MiB.
     timeout : float, optional
