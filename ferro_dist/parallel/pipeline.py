@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ferro_dist import arguments
-from ferro_dist.errors import DistributedError
 from ferro_dist.parallel.activation_channel import RunId, meet
 from ferro_dist.parallel.bucket import bucket_nbytes_of
 from ferro_dist.parallel.ends import (
@@ -466,7 +465,7 @@ class Pipeline(Generic[ModuleT]):
 
         try:
             loss = self._run(call, ends, prepare)
-            _sum_ties(connection)
+            connection.sum_ties()
         except BaseException:
             for reduction in reductions:
                 reduction.restore()
@@ -574,16 +573,3 @@ class Pipeline(Generic[ModuleT]):
             f"replicas={replicas}, average={self._op.name.lower()}",
             f"bucket_nbytes={self._bucket_nbytes}",
         ]
-
-
-def _sum_ties(connection: Connection) -> None:
-    try:
-        for tie in connection.ties:
-            tie.start()
-            tie.finish()
-    except DistributedError:
-        raise
-    except BaseException as error:
-        # The others have begun this sum already, and wait for what this rank will not add.
-        connection.interrupt_ties(error)
-        raise

@@ -15,17 +15,19 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ferro_dist.errors import DistributedError
 from ferro_dist.parallel.activation_channel import ArraySpec
 from ferro_dist.parallel.executor import PipelineContext
 from ferro_dist.parallel.gpu_channels import make_gpu_channels
 from ferro_dist.parallel.gradient_reduction import GradientReduction
+from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.outcome import BadArgument, run_on_all
 from ferro_dist.parallel.replicas import connect_replicas, describe_state
 from ferro_dist.parallel.schedules import Action
 from ferro_dist.parallel.stage import Stage
 from ferro_dist.parallel.tied_weights import (
+    Members,
+    TiedWeight,
     agree_on_ties,
     find_tied_weights,
     split_for_ties,
@@ -49,15 +51,37 @@ class Connection:
         Those that this rank takes part in.
     """
 
-    def __init__(
-        self, context: PipelineContext, ties: list[GradientReduction], groups: Sequence[Backend]
-    ) -> None:
+    def __init__(self, context: PipelineContext, replicas: Backend | None) -> None:
         self.context = context
-        self.ties = ties
-        self._groups = groups
-        self._trained = {}
-        if ties or context.reductions:
-            self._trained = {n: _specs(stage) for n, stage in context.stages.items()}
+        self.ties: list[GradientReduction] = []
+        self._replicas = replicas
+        self._groups: list[Backend] = []  # made for ties
+        self._trained: dict[int, set[tuple[str, ArraySpec]]] = {}
+
+    def make(
+        self,
+        schedule: Sequence[Sequence[Action]],
+        weights: Mapping[str, TiedWeight],
+        ties: Mapping[Members, Sequence[str]],
+        op: ReduceOp,
+        bucket_nbytes: int,
+    ) -> None:
+        """Make weights equal, and what sums their gradients. Called by all ranks together."""
+        backend, stages = self.context.backend, self.context.stages
+        reductions: dict[int, GradientReduction] = {}
+        with telling(self._interrupt):
+            if self._replicas is not None:
+                actions = schedule[backend.rank]
+                reductions = connect_replicas(stages, actions, self._replicas, op, bucket_nbytes)
+            groups = split_for_ties(ties, backend)
+            self._groups = [group for group in groups.values() if group is not backend]
+            self.ties = tie_weights(weights, ties, groups, bucket_nbytes)
+            for tie in self.ties:
+                tie.equalize()
+            channels = make_gpu_channels(schedule, backend, self.context.timeout)
+        self.context = self.context._replace(reductions=reductions, gpu_channels=channels)
+        if self.reductions:
+            self._trained = {number: _specs(stage) for number, stage in stages.items()}
 
     @property
     def reductions(self) -> list[GradientReduction]:
@@ -75,10 +99,12 @@ class Connection:
                     "gradients of replicas or tied weights are summed. Make a new Pipeline"
                 )
 
-    def interrupt_ties(self, error: BaseException) -> None:
-        """Tell the others in a sum that this rank will not add to it."""
-        for group in (*self._groups, self.context.backend):
-            group.interrupt(error)
+    def sum_ties(self) -> None:
+        """Add up the gradients of tied weights. Called by all ranks together."""
+        with telling(self._interrupt):
+            for tie in self.ties:
+                tie.start()
+                tie.finish()
 
     def close(self) -> None:
         """Leave the groups, and close the channels between GPUs. Idempotent."""
@@ -92,6 +118,12 @@ class Connection:
         """End the channels between GPUs at once, whatever is under way."""
         if self.context.gpu_channels is not None:
             self.context.gpu_channels.abort()
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Tell the others that this rank will not make the calls for which they wait."""
+        replicas = [] if self._replicas is None else [self._replicas]
+        for group in (*self._groups, self.context.backend, *replicas):
+            interrupt(group, error)
 
 
 def connect(
@@ -147,44 +179,14 @@ def connect(
         on_all(lambda: agree_on_manifest(lines, replicas, op="Pipeline", member="replica"))
     ties = on_all(lambda: agree_on_ties(weights, backend))
 
-    made = contextlib.ExitStack()
-    own_groups: list[Backend] = []
-
-    def make() -> Connection:
-        try:
-            return make_together()
-        except DistributedError:
-            raise
-        except BaseException as error:
-            # Perhaps out of memory. The others wait for calls that this rank will not make.
-            for group in (*own_groups, backend, *([] if replicas is None else [replicas])):
-                group.interrupt(error)
-            raise
-
-    def make_together() -> Connection:
-        reductions: dict[int, GradientReduction] = {}
-        if replicas is not None:
-            actions = schedule[backend.rank]
-            reductions = connect_replicas(stages, actions, replicas, op, bucket_nbytes)
-        groups = split_for_ties(ties, backend)
-        for group in groups.values():
-            if group is not backend:
-                own_groups.append(group)
-                made.callback(group.close)
-        sums = tie_weights(weights, ties, groups, bucket_nbytes)
-        for tie in sums:
-            tie.equalize()
-        channels = make_gpu_channels(schedule, backend, timeout)
-        context = PipelineContext(
-            backend, tag, timeout, stages, reductions, first_microbatch, channels, forecasts={}
-        )
-        connection = Connection(context, sums, own_groups)
-        made.callback(connection.close)
-        return connection
-
-    with made:
-        connection: Connection = on_all(make)
-        made.pop_all()
+    context = PipelineContext(
+        backend, tag, timeout, stages, {}, first_microbatch, gpu_channels=None, forecasts={}
+    )
+    connection = Connection(context, replicas)
+    with contextlib.ExitStack() as undo:
+        undo.callback(connection.close)
+        on_all(lambda: connection.make(schedule, weights, ties, op, bucket_nbytes))
+        undo.pop_all()
     return connection
 
 

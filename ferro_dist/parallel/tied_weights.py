@@ -15,7 +15,14 @@ from ferro_dist.reduce_op import ReduceOp
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["TiedWeight", "agree_on_ties", "find_tied_weights", "split_for_ties", "tie_weights"]
+__all__ = [
+    "Members",
+    "TiedWeight",
+    "agree_on_ties",
+    "find_tied_weights",
+    "split_for_ties",
+    "tie_weights",
+]
 
 Members = tuple[int, ...]
 
