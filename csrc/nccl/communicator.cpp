@@ -129,7 +129,8 @@ void Communicator::adopt_into_family(const std::shared_ptr<Communicator>& child)
   members.push_back(child);
 }
 
-std::vector<std::shared_ptr<Communicator>> Communicator::fail_family() noexcept {
+std::vector<std::shared_ptr<Communicator>> Communicator::stop_family() noexcept {
+  is_stopped_.store(true, std::memory_order_release);
   std::vector<std::shared_ptr<Communicator>> others;
   {
     const std::lock_guard<std::mutex> lock(family_->lock);
@@ -176,7 +177,7 @@ std::shared_ptr<Communicator> Communicator::shrink(std::vector<int> excluded, in
   const bool is_aborting = (flags & NCCL_SHRINK_ABORT) != 0;
   return make_child("ncclCommShrink", config, shares_with_shrunk_ && !is_aborting, patience,
                     [&](ncclComm_t parent, ncclComm_t* child) {
-                      if (is_aborting) fail_family();
+                      if (is_aborting) stop_family();
                       return ncclCommShrink(parent, excluded.data(), static_cast<int>(excluded.size()), child,
                                             &config, flags);
                     });
@@ -412,7 +413,7 @@ void Communicator::revoke(Patience& patience) {
   require(ncclCommRevoke, "ncclCommRevoke", "2.28.7");
   Turn turn(*this, "ncclCommRevoke", patience);
   is_revoked_ = true;
-  fail_family();
+  stop_family();
   turn.settle(ncclCommRevoke(handle(), NCCL_REVOKE_DEFAULT));
 }
 
@@ -423,7 +424,7 @@ void Communicator::abort() noexcept {
 
 void Communicator::abort_now() noexcept {
   is_aborting_.store(true, std::memory_order_release);
-  for (const auto& other : fail_family()) Reaper::instance().end(other);
+  for (const auto& other : stop_family()) Reaper::instance().end(other);
   Lock lock(lock_, std::defer_lock);
   const auto deadline = Patience::Clock::now() + kCallGrace;
   while (!lock.try_lock() && Patience::Clock::now() < deadline)

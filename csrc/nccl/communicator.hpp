@@ -101,9 +101,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   }
   bool is_aborted() const noexcept { return is_aborting_.load(std::memory_order_acquire); }
   bool is_ended() const noexcept { return is_ended_.load(std::memory_order_acquire); }
-  // Whether it was merely closed, and neither failed nor was aborted: what it has done is right.
+  // Whether this rank has stopped what was under way, by an abort, a revocation or a shrink that aborts:
+  // nobody can tell any more which calls were done before.
+  bool is_stopped() const noexcept { return is_stopped_.load(std::memory_order_acquire) || is_aborted(); }
+  // Whether it was merely closed, and neither failed nor was stopped: what it has done is right.
   bool is_closed_in_order() const noexcept {
-    return is_closing_.load(std::memory_order_acquire) && !has_failed() && !is_aborted();
+    return is_closing_.load(std::memory_order_acquire) && !has_failed() && !is_stopped();
   }
 
   // Keeps `error` as the reason for which all later calls fail, unless there is one.
@@ -156,7 +159,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void adopt_into_family(const std::shared_ptr<Communicator>& child);
   // For what stops the work of all: NCCL reports it to none of them. Returns the others, which fail from
   // here on. Call it first, so that no result is taken for good.
-  std::vector<std::shared_ptr<Communicator>> fail_family() noexcept;
+  std::vector<std::shared_ptr<Communicator>> stop_family() noexcept;
   void check_healthy() const;
   ncclComm_t handle() const noexcept { return handle_.load(std::memory_order_acquire); }
   // True once nothing is left to wait for; is_finalized_ says how it went.
@@ -181,6 +184,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Children that were being made when a call of ours gave up: they end with us. Under lock_.
   std::vector<std::shared_ptr<Communicator>> unfinished_;
 
+  std::atomic<bool> is_stopped_{false};
   std::atomic<bool> is_aborting_{false};
   std::atomic<bool> is_closing_{false};
   std::atomic<bool> is_ended_{false};

@@ -98,7 +98,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   const DefaultStreamGuard guard(*this, callers, num_callers);
   const bool is_captured = is_capturing(callers, num_callers);
   order_after(callers, num_callers);
-  communicator_->check_open();  // CUDA may have blocked there until the communicator was ended
+  check_usable();  // CUDA may have blocked there until the communicator was ended
   Attendance::Entry entry;
   const Entered entered{attendance_.get(), &entry};
   if (attendance_ != nullptr && !is_captured) {
@@ -219,7 +219,7 @@ void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::siz
 void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
   if (num_forks_ != num_forks()) throw Error(ErrorKind::forked);  // NCCL would be asked below
   while (!is_done(ticket)) {
-    communicator_->check_open();
+    check_usable();
     patience.pause("cudaEventQuery");
   }
   // A call that was aborted counts as done, too, and one that failed may: the watchdog would only look
@@ -230,7 +230,12 @@ void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
 
 void Lane::check_good(std::uint64_t ticket) const {
   if (num_forks_ == num_forks() && ticket <= num_seen_done() && communicator_->is_closed_in_order()) return;
+  check_usable();
+}
+
+void Lane::check_usable() const {
   communicator_->check_open();
+  if (communicator_->is_stopped()) throw Error(ErrorKind::aborted);
 }
 
 bool Lane::is_done(std::uint64_t ticket) { return ticket <= num_seen_done() || ticket <= num_done(); }
@@ -289,7 +294,7 @@ void Lane::attend(int fd, const std::vector<int>& members) {
 
 void Lane::leave() noexcept {
   if (attendance_ == nullptr || num_forks_ != num_forks()) return;
-  attendance_->leave(!communicator_->has_failed() && !communicator_->is_aborted());
+  attendance_->leave(!communicator_->has_failed() && !communicator_->is_stopped());
   has_left_.store(true, std::memory_order_release);
 }
 

@@ -92,6 +92,8 @@ class Lane {
 
   // Throws what has ended the communicator, unless the call was done before an orderly end.
   void check_good(std::uint64_t ticket) const;
+  // Throws what keeps calls from being made or done.
+  void check_usable() const;
   bool has_lost_rank() noexcept;
   bool is_overdue() noexcept;
   bool is_deserted() noexcept;

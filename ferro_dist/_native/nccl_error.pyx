@@ -67,7 +67,7 @@ cdef object _exception_of(const Error& error, str function, op):
     if error.kind == ErrorKind.system:
         return Io(error.result, f"{function}: {_text(error.detail)}")
     if error.kind == ErrorKind.aborted:
-        return ChannelClosed("This rank has aborted the communicator.", op=op)
+        return ChannelClosed("This rank has aborted the communicator, or its calls.", op=op)
     if error.kind == ErrorKind.closed:
         return ChannelClosed("This rank has closed the communicator.", op=op)
     if error.kind == ErrorKind.interrupted:

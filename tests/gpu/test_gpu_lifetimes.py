@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,33 @@ def read_results_after_the_end(rank: int, world_size: int, addr: str, kind: str)
 @pytest.mark.parametrize("kind", ["nccl", "hybrid"])
 def test_results_outlive_a_group_that_was_closed_but_not_one_that_was_aborted(kind: str) -> None:
     assert ranks(2, read_results_after_the_end, kind) == [[2.0] * 4] * 2
+
+
+def stop_what_waits(rank: int, world_size: int, addr: str, how: str) -> None:
+    """Rank 1 never makes the call that rank 0 stops."""
+    x = emulated_gpu().array(np.ones(4))
+    with connect("hybrid", rank, world_size, addr) as group:
+        fd.allreduce(x, group)  # connects the ranks, for which the call below would wait otherwise
+        if rank == 0:
+            unknown = fd.allreduce(x, group, async_op=True)
+            comm = group.nccl.comm
+            _ = comm.revoke() if how == "revoke" else comm.shrink([1], abort=True)
+            refused: list[Callable[[], Any]] = [
+                unknown.result,
+                lambda: unknown.wait(60),
+                group.synchronize_nccl,
+                lambda: fd.allreduce(x, group),
+            ]
+            for each in refused:
+                with pytest.raises(ChannelClosed, match="aborted"):
+                    each()
+        fd.barrier(group)
+        group.nccl.abort()
+
+
+@pytest.mark.parametrize("how", ["revoke", "shrink"])
+def test_calls_that_were_stopped_have_no_result(how: str) -> None:
+    ranks(2, stop_what_waits, how)
 
 
 # Interpreter exit
