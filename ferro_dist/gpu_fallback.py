@@ -105,7 +105,10 @@ def round_trip(
     view = source or target
     assert view is not None
     with DeviceGuard(view.device_id if view.device_id >= 0 else current_device()):
-        stream = _stream_of(view)
+        streams = [_stream_of(each) for each in (source, target) if each is not None]
+        stream = streams[0]
+        # Arrays of two libraries may be worked on in two streams: both come first.
+        stream.wait(streams[-1].record())
         if is_elementwise:
             _in_pieces(source, target, run, view, stream)
         else:

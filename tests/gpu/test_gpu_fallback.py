@@ -261,6 +261,34 @@ def test_inputs_with_gaps_are_read_and_outputs_with_gaps_refused() -> None:
     ranks(2, read_gaps)
 
 
+class OnStream:
+    """An array whose library names the stream on which it works."""
+
+    def __init__(self, array: Any, stream: Any) -> None:
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream.handle}
+
+
+def write_late_on_another_stream(group: Any) -> list[float]:
+    os.environ[VARIABLE] = "1"
+    warnings.simplefilter("ignore")
+    gpu = emulated_gpu()
+    x, out = gpu.array(np.full(4, group.rank + 1.0)), gpu.empty(4, "float64")
+    ours, other = gpu.stream(), gpu.stream()
+    gpu.synchronize()
+    gpu.set_delay(200_000)
+    with other:
+        gpu.write(out, np.zeros(4))
+    gpu.set_delay(0)
+    fd.all_to_all(OnStream(x, ours), group, out=OnStream(out, other))
+    gpu.synchronize()
+    result: list[float] = out.numpy().tolist()
+    return result
+
+
+def test_what_another_library_still_writes_comes_first() -> None:
+    assert ranks(2, write_late_on_another_stream) == [[1, 1, 2, 2]] * 2
+
+
 def mix_devices(group: Any) -> None:
     os.environ[VARIABLE] = "1"
     gpu = emulated_gpu()
