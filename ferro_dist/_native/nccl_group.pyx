@@ -45,7 +45,7 @@ cdef extern from "Python.h":
 cdef class NcclWork:
     """A call on the group's stream; see ferro_dist.work.Work.
 
-    `wait` makes the caller's stream wait, and blocks the host only with a `timeout`.
+    `wait` makes the caller's stream wait, and blocks the host only with a `timeout`, or for a barrier.
     """
 
     cdef NcclGroup _group
@@ -56,6 +56,7 @@ cdef class NcclWork:
     cdef object _x              # what _written was allocated for; None where that is the caller's out
     cdef object _written        # the result, to be delivered in x's library if it was allocated for x
     cdef bint _is_new
+    cdef double _patience       # seconds that the host waits of itself; 0 where streams wait in its place
 
     def __init__(self):
         raise TypeError("NcclWork is made by a call with async_op")
@@ -63,11 +64,13 @@ cdef class NcclWork:
     def wait(self, timeout=None):
         """Make the stream on which the caller works now wait for the call.
 
-        With `timeout`, block the host for at most that many seconds until the call is done.
+        With `timeout`, block the host for at most that many seconds until the call is done. The host is
+        blocked for a barrier in any case.
         """
         check_usable(self._group._communicator)
-        if timeout is not None:
-            self._group._synchronize(self._ticket, arguments.check_patience(timeout))
+        if timeout is not None or self._patience != 0:
+            self._group._synchronize(
+                self._ticket, self._patience if timeout is None else arguments.check_patience(timeout))
             return
         cdef vector[cudaStream_t] callers
         _add_stream(&callers, self._first)
@@ -339,12 +342,12 @@ cdef class NcclGroup:
         cdef Operation o
         cdef cudaStream_t own = self._lane.get().stream()
         self._communicator.describe_allreduce(&o, view, view, 0)
-        cdef object work = self._launch_on(
+        cdef NcclWork work = self._launch_on(
             &o, 1, &own, 1, view, None, None, None, None, False, True, timeout, tag)
+        work._patience = self._communicator.seconds(timeout) + WATCHDOG_GRACE
         if async_op:
             return work
-        self._synchronize(
-            (<NcclWork> work)._ticket, self._communicator.seconds(timeout) + WATCHDOG_GRACE)
+        work.wait()
         return None
 
     # An all_to_all in which every rank sends and receives its own counts.

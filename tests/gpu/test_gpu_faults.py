@@ -112,6 +112,22 @@ def test_ranks_that_do_not_come_are_a_timeout_and_the_message_says_what_to_do() 
         assert "NCCL_DEBUG=INFO" in message
 
 
+def miss_a_barrier(rank: int, world_size: int, addr: str) -> None:
+    """No array is there whose stream could wait in place of the host."""
+    emulated_gpu()
+    with connect("hybrid", rank, world_size, addr) as group:
+        fd.barrier(group.nccl)
+        if rank == 0:
+            work = fd.barrier(group.nccl, async_op=True, timeout=0.5)
+            with pytest.raises(Timeout):
+                work.wait()
+        fd.barrier(group)
+
+
+def test_the_host_waits_for_a_barrier_that_runs_in_the_background() -> None:
+    ranks(2, miss_a_barrier)
+
+
 def miss_some_ranks(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
     """Rank 1 stays away, rank 2 makes fewer calls: those who wait name both."""
     gpu = emulated_gpu()
