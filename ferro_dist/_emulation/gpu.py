@@ -175,6 +175,7 @@ class EmulatedGpu:
             except BaseException:
                 abandoned = ctypes.c_void_p()
                 self.cudart.cudaStreamEndCapture(_handle(stream), ctypes.byref(abandoned))
+                self.cudart.cudaGraphDestroy(abandoned)  # communicators wait for it
                 self.cudart.cudaGetLastError()
                 raise
         graph.end_capture(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -195,6 +196,21 @@ def test_a_graph_that_lives_holds_up_only_its_own_communicator() -> None:
     for y, message in ranks(2, abort_with_a_graph):
         assert y == 2.0
         assert "delete them" in message
+
+
+def abandon_a_capture(rank: int, world_size: int, addr: str) -> None:
+    gpu = emulated_gpu()
+    x = gpu.array(np.ones(4))
+    group = connect("nccl", rank, world_size, addr)
+    fd.allreduce(x, group, out=x)  # connects the ranks, for which a capture cannot wait
+    with contextlib.suppress(KeyError), gpu.capture(gpu.stream()):
+        fd.allreduce(x, group, out=x)
+        raise KeyError
+    group.close(timeout=1)  # else a Timeout: NCCL waits for the graph
+
+
+def test_a_capture_that_was_abandoned_keeps_no_group() -> None:
+    ranks(2, abandon_a_capture)
 
 
 def abort_beside_a_capture(rank: int, world_size: int, addr: str) -> list[float]:
