@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "abi/alarm.hpp"
 #include "abi/nccl.h"
 
 namespace ferro::nccl {
@@ -47,6 +48,10 @@ struct Error : std::exception {
   const char* meaning = "";  // NCCL's words for `result`, a literal of the library
   std::string detail;        // its words for this very error, if it has any
 };
+
+inline Error error_of_loss(const Loss& loss, const char* function = "") {
+  return Error(loss.is_dead ? ErrorKind::peer_lost : ErrorKind::peer_left, function, loss.rank);
+}
 
 // The exception being handled, as an Error whatever it is. For use in a catch block.
 inline Error current_error() noexcept {

@@ -321,7 +321,7 @@ bool Lane::has_lost_rank() noexcept {
     loss = alarm_();
   }
   if (loss.rank < 0) return false;
-  communicator_->fail(Error(loss.is_dead ? ErrorKind::peer_lost : ErrorKind::peer_left, "", loss.rank));
+  communicator_->fail(error_of_loss(loss));
   return true;
 }
 

@@ -20,6 +20,9 @@ class Patience {
   explicit Patience(double timeout_s, Interrupted interrupted = nullptr, void* context = nullptr)
       : timeout_s_(timeout_s), interrupted_(interrupted), context_(context) {}
 
+  // Ends the wait, too, once `alarm`, the caller's, tells that a rank is gone.
+  void heed(const Alarm* alarm) { alarm_ = alarm; }
+
   // Adds what else is known to the error of a wait that took too long.
   using Complete = void (*)(const void* context, Error& error);
   void complete_with(Complete complete, const void* context) {
@@ -35,9 +38,9 @@ class Patience {
     if (begin_ == Clock::time_point{}) begin_ = listened_ = now;
     const double elapsed_s = std::chrono::duration<double>(now - begin_).count();
     if (elapsed_s >= timeout_s_) throw timed_out(function, elapsed_s);
-    if (interrupted_ != nullptr && now - listened_ > kBetweenSignals) {
+    if (now - listened_ > kBetweenSignals) {
       listened_ = now;
-      if (interrupted_(context_)) throw Error(ErrorKind::interrupted, function);
+      listen(function);
     }
     if (now - begin_ < kYielding) return std::this_thread::yield();
     std::this_thread::sleep_for(sleep_);
@@ -52,6 +55,13 @@ class Patience {
   static constexpr std::chrono::microseconds kLongest{1000};
   static constexpr std::chrono::milliseconds kBetweenSignals{100};
 
+  void listen(const char* function) const {
+    if (interrupted_ != nullptr && interrupted_(context_)) throw Error(ErrorKind::interrupted, function);
+    if (alarm_ == nullptr) return;
+    const Loss loss = (*alarm_)();
+    if (loss.rank >= 0) throw error_of_loss(loss, function);
+  }
+
   Error timed_out(const char* function, double elapsed_s) const {
     Error error(ErrorKind::timeout, function);
     error.elapsed_s = elapsed_s;
@@ -62,6 +72,7 @@ class Patience {
   double timeout_s_ = 0;
   Interrupted interrupted_ = nullptr;
   void* context_ = nullptr;
+  const Alarm* alarm_ = nullptr;
   Complete complete_ = nullptr;
   const void* complete_context_ = nullptr;
   std::chrono::microseconds sleep_ = kShortest;

@@ -180,6 +180,7 @@ cdef extern from "nccl/patience.hpp" namespace "ferro::nccl" nogil:
     cdef cppclass Patience:
         Patience() noexcept
         Patience(double timeout_s, cpp_bool (*interrupted)(void*) noexcept, void* context) noexcept
+        void heed(const Alarm* alarm) noexcept
 
 
 cdef extern from "nccl/communicator.hpp" namespace "ferro::nccl" nogil:

@@ -29,6 +29,7 @@ class Communicator(Connection):
         *,
         device: int | None = None,
         timeout: float = 300.0,
+        alarm: object = None,
         **config: Any,
     ) -> Communicator: ...
     @staticmethod

@@ -12,6 +12,7 @@ import os
 from operator import index
 
 cimport cython
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uintptr_t
 from libcpp.vector cimport vector
@@ -22,7 +23,7 @@ from ferro_dist._native.cuda_runtime cimport cudart
 from ferro_dist._native.cuda_stream cimport known_stream, KnownStream, stream_handle
 from ferro_dist._native.libcudart cimport Cudart, cudaStreamPerThread
 from ferro_dist._native.libnccl cimport (
-    current_group, GroupedOperation, launch_group, Native, NCCL_CONFIG_UNDEF_INT, ncclConfig_t,
+    Alarm, current_group, GroupedOperation, launch_group, Native, NCCL_CONFIG_UNDEF_INT, ncclConfig_t,
     ncclDataType_t, ncclRedOp_t, NCCL_SHRINK_ABORT, NCCL_SHRINK_DEFAULT, NCCL_SPLIT_NOCOLOR, ncclUniqueId,
     NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_DEFAULT, Op, Operation, Patience,
 )
@@ -86,7 +87,7 @@ cdef class Communicator(Connection):
 
     @staticmethod
     def init_rank(
-        world_size, unique_ids, rank, *, device=None, timeout=DEFAULT_TIMEOUT, **config,
+        world_size, unique_ids, rank, *, device=None, timeout=DEFAULT_TIMEOUT, alarm=None, **config,
     ):
         """Connect with the other ranks, all of which make this call.
 
@@ -102,6 +103,8 @@ cdef class Communicator(Connection):
             The current device if not given.
         timeout : float
             Seconds, for this call and for later ones that name none.
+        alarm : object, optional
+            From ``alarm()`` of a host group of the same ranks: if that loses a rank, this call ends.
         **config
             Options of NCCL, by the names in ``nccl_library.CONFIG_OPTIONS``: integers, and texts
             for ``net_name`` and ``comm_name``. With ``blocking=True`` NCCL blocks in its own calls,
@@ -113,6 +116,8 @@ cdef class Communicator(Connection):
         ------
         Timeout
             Not all ranks came.
+        PeerLostError, ChannelClosed
+            `alarm` has told that a rank died, or has ended that group.
         BackendUnavailable
             The NCCL that is loaded has no such option, or there is no such GPU.
         InvalidRank, InvalidWorldSize
@@ -120,7 +125,7 @@ cdef class Communicator(Connection):
         DistributedError
             NCCL refuses the options, or the ranks disagree.
         """
-        return _connected(False, world_size, _ids_of(unique_ids), rank, device, timeout, config)
+        return _connected(False, world_size, _ids_of(unique_ids), rank, device, timeout, alarm, config)
 
     @staticmethod
     def join(
@@ -138,7 +143,7 @@ cdef class Communicator(Connection):
         rank, device, timeout, **config
             As `init_rank` takes them, and with its errors.
         """
-        return _connected(True, world_size, _ids_of(unique_id), rank, device, timeout, config)
+        return _connected(True, world_size, _ids_of(unique_id), rank, device, timeout, None, config)
 
     # ---- More communicators out of this one ------------------------------------
 
@@ -626,7 +631,7 @@ cdef class Communicator(Connection):
 
 
 cdef Communicator _connected(
-    bint is_joining, world_size, vector[ncclUniqueId] ids, rank, device, timeout, dict config,
+    bint is_joining, world_size, vector[ncclUniqueId] ids, rank, device, timeout, alarm, dict config,
 ):
     cdef int native_rank
     cdef int num_ranks
@@ -636,6 +641,8 @@ cdef Communicator _connected(
     cdef int number = device_number(device)
     cdef const Cudart* cuda = cudart()
     cdef Patience patience = patience_of(seconds)
+    if alarm is not None:
+        patience.heed(<const Alarm*> PyCapsule_GetPointer(alarm, "ferro::Alarm"))
     cdef Communicator made = Communicator.__new__(Communicator)
     made.rank = native_rank
     with Noting(made), nogil:

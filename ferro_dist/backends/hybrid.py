@@ -347,9 +347,17 @@ def _join_gpus(
         )
     if unique_id is None:
         unique_id = _exchange_unique_id(host)
-    return NcclBackend(
-        host.rank, host.world_size, unique_id, device=device, timeout=host.timeout, **config
-    )
+    try:
+        return NcclBackend(
+            *(host.rank, host.world_size, unique_id),
+            device=device,
+            timeout=host.timeout,
+            alarm=host.alarm(),
+            **config,
+        )
+    except BaseException as error:
+        host.interrupt(error)  # the others wait for this rank in NCCL, and heed the alarm
+        raise
 
 
 def _why_no_gpu(device: int | None) -> str:

@@ -120,6 +120,8 @@ class NcclBackend(BoundBackend):
     timeout : float
         Seconds after which making the group gives up, and after which a call that is
         still under way ends the group.
+    alarm : object, optional
+        What `heed` takes, for the making of the group.
     **config
         Options of NCCL by the names that ``Communicator.init_rank`` takes: ``min_ctas``,
         ``max_ctas``, ``cga_cluster_size``, ``net_name``, ``traffic_class`` and others. With
@@ -162,9 +164,10 @@ class NcclBackend(BoundBackend):
         *,
         device: int | None = None,
         timeout: float = 300.0,
+        alarm: object = None,
         **config: Any,
     ) -> None:
-        communicator = _connect(rank, world_size, unique_id, device, timeout, config)
+        communicator = _connect(rank, world_size, unique_id, device, timeout, config, alarm)
         self._adopt(communicator, None, config)
 
     @classmethod
@@ -449,6 +452,7 @@ def _connect(
     device: int | None,
     timeout: float,
     config: dict[str, Any],
+    alarm: object = None,
 ) -> Communicator:
     rank, world_size = arguments.check_place(rank, world_size)
     seconds = arguments.check_timeout(timeout)
@@ -456,6 +460,6 @@ def _connect(
     if not isinstance(unique_id, nccl.UniqueId):
         unique_id = nccl.UniqueId(unique_id)
     communicator: Communicator = nccl.Communicator.init_rank(
-        world_size, unique_id, rank, device=device, timeout=seconds, **config
+        world_size, unique_id, rank, device=device, timeout=seconds, alarm=alarm, **config
     )
     return communicator

@@ -123,6 +123,32 @@ def test_one_rank_without_gpu_keeps_all_from_a_group() -> None:
     assert "no CUDA-capable device" in messages[1]
 
 
+class Deadly:
+    """An option that kills the rank that gives it to NCCL."""
+
+    def __index__(self) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+
+def join_while_one_fails(rank: int, world_size: int, addr: str, config: Any) -> Any:
+    """Rank 1 connects on the host's side, and never on that of the GPUs."""
+    emulated_gpu()
+    with pytest.raises((DistributedError, TypeError)) as told:
+        connect("hybrid", rank, world_size, addr, config=config if rank == 1 else None)
+    return type(told.value).__name__, getattr(told.value, "peer", None)
+
+
+def test_a_rank_that_dies_while_gpus_connect_is_named() -> None:
+    outcomes = ranks(3, join_while_one_fails, {"max_ctas": Deadly()}, may_die=[1])
+    assert (outcomes[0], outcomes[2]) == (("PeerLostError", 1),) * 2
+
+
+def test_a_rank_that_fails_while_gpus_connect_is_named() -> None:
+    outcomes = ranks(3, join_while_one_fails, {"no_such_option": 1})
+    assert outcomes == [("ChannelClosed", 1), ("TypeError", None), ("ChannelClosed", 1)]
+
+
 def give_own_unique_id(rank: int, world_size: int, addr: str, unique_id: bytes) -> list[float]:
     gpu = emulated_gpu()
     with fd.HybridBackend(rank, world_size, addr, unique_id, timeout=20) as group:
