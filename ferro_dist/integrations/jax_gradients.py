@@ -152,8 +152,15 @@ class PytreeReducer:
         """Return the tree of `root`, on all ranks. Called outside compiled programs.
 
         Leaves that are not arrays, such as the functions in a tree of layers, are left alone.
+
+        Raises
+        ------
+        CollectiveMismatch
+            The ranks' trees or roots differ. Raised on all of them; the group stays usable.
         """
         jax.effects_barrier()  # callbacks of a step that is still running use the group, too
+        lines = [f"root {root}", *describe_leaves(params)]
+        agree_on_manifest(lines, self._terms.backend, op="broadcast_parameters")
         return jax.tree.map(
             lambda leaf: _broadcast(leaf, self._terms.backend, root) if is_array(leaf) else leaf,
             params,

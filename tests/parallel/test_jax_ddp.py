@@ -125,6 +125,9 @@ def behave(backend: Any) -> None:
     again = ddp.broadcast_parameters(0, params)
     assert again is ddp.module
     assert_array_equal(again["w"], [1] * 3)
+    with pytest.raises(fd.CollectiveMismatch, match="broadcast_parameters: the ranks disagree"):
+        ddp.broadcast_parameters(0, {"wv"[rank]: params["w"]})
+    assert ddp.module is again
     params["w"] = params["w"].at[1].set(3.0 + rank)
     with pytest.raises(fd.CollectiveMismatch, match=r"leaf \"\['w'\]\", bits"):
         ddp.verify({**again, "w": params["w"]})
