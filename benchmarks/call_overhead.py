@@ -60,7 +60,9 @@ class MissingError(Exception):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--output", help="file for the JSON lines")
+    parser.add_argument(
+        "--output", help="file for the JSON lines; NCCL's go to nccl-overhead.jsonl beside it"
+    )
     parser.add_argument("--nccl", metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -70,14 +72,14 @@ def main() -> None:
         run_rounds(contestants, 20 if options.quick else 200)
     print_table(contestants)
     run = measure.describe_run()
-    path = measure.output_path(options.output, "nccl-overhead" if options.nccl else "call-overhead")
+    path = measure.output_path(options.output, "call-overhead")
     measure.write_json_lines(path, ({**record(each), **run} for each in contestants))
     measure.say(f"\nwrote {path}")
     if not options.nccl:
-        run_nccl(options.quick)
+        run_nccl(options.quick, path.with_name("nccl-overhead.jsonl"))
 
 
-def run_nccl(is_quick: bool) -> None:
+def run_nccl(is_quick: bool, path: Path) -> None:
     """Measure NCCL in a process of its own: the libraries are chosen when it starts."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -85,7 +87,8 @@ def run_nccl(is_quick: bool) -> None:
         except (OSError, subprocess.CalledProcessError) as error:
             measure.say(f"missing: libraries that return at once: {error}")
             return
-        command = [sys.executable, __file__, "--nccl", folder, *(["--quick"] if is_quick else [])]
+        command = [sys.executable, __file__, "--nccl", folder, "--output", str(path)]
+        command += ["--quick"] if is_quick else []
         environ = {**os.environ, "LD_LIBRARY_PATH": folder}
         subprocess.run(command, env=environ, check=True)
 
