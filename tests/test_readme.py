@@ -29,6 +29,7 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "benchmarks/README.md",
     "csrc/ferro/ALGORITHMS.md",
+    "docs/emulation.md",
 ]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
@@ -213,3 +214,10 @@ def test_files_that_a_document_names_exist(document: str) -> None:
     paths += [f"/{path.name}" for path in ROOT.glob("*.*")]
     missing = [name for name in named if not any(path.endswith(f"/{name}") for path in paths)]
     assert [name for name in missing if name not in SCRIPTS] == []
+
+
+def test_every_picture_is_in_a_document() -> None:
+    # Of results, those with a date are kept.
+    pictures = [*(ROOT / "docs").glob("*.png"), *(ROOT / "benchmarks/results").glob("*-20*.png")]
+    text = "".join((ROOT / document).read_text(encoding="utf-8") for document in DOCUMENTS)
+    assert [picture.name for picture in pictures if picture.name not in text] == []
