@@ -56,7 +56,7 @@ def main() -> int:
     measure.write_json_lines(path, ({**result.to_json(), **run} for result in results))
     measure.say(f"\nwrote {path}")
     plot = report.plot(results, path.with_suffix(".png"))
-    measure.say(f"wrote {plot}" if plot else "no plot: matplotlib is not installed")
+    measure.say(f"wrote {plot}" if plot else "no plot: no matplotlib, or nothing to draw")
     return 0 if results else 1
 
 

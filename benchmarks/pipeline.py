@@ -65,7 +65,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--steps", type=int, default=4, help="steps in a turn")
-    parser.add_argument("--cases", nargs="+", help="some of them, by name")
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="one turn of two steps")
     parser.add_argument("--output", help="JSON lines; default: benchmarks/results/pipeline.jsonl")
     options = parser.parse_args(arguments)

@@ -174,7 +174,7 @@ def _row(result: Result, distance: str, best: Result | None) -> str:
 
 
 def plot(results: Sequence[Result], path: Path) -> Path | None:
-    """Draw time over size, one panel for each collective; None without matplotlib."""
+    """Draw time over size, one panel for each collective; None without matplotlib or sizes."""
     try:
         import matplotlib
     except ImportError:
