@@ -33,6 +33,7 @@ OPTIONAL_PACKAGES = (
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
+NOT_BUILT = "no: the binding is missing: pip install . in the source tree builds it"
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -190,8 +191,8 @@ def mpi() -> str:
 
 def nccl() -> str:
     """Name the NCCL that NcclBackend would use. It is loaded, but connects to nobody."""
-    if importlib.util.find_spec("ferro_dist._native.nccl") is None:
-        return "no: the binding is missing: pip install . in the source tree builds it"
+    if not is_built("nccl"):
+        return NOT_BUILT
     from ferro_dist._native.cuda_libraries import load_nccl
     from ferro_dist.errors import BackendUnavailable
 
@@ -226,8 +227,8 @@ def mixed_nccl() -> str:
 
 def cuda() -> str:
     """Name the CUDA runtime that GPU arrays would use, and the version that the driver supports."""
-    if importlib.util.find_spec("ferro_dist._native.cuda_runtime") is None:
-        return "no: the binding is missing: pip install . in the source tree builds it"
+    if not is_built("cuda_runtime"):
+        return NOT_BUILT
     from ferro_dist._native import cuda_runtime
     from ferro_dist.errors import BackendUnavailable
 
@@ -253,6 +254,14 @@ def loaded_path(name: str) -> str:
         if os.path.basename(path).startswith(name):
             return path
     return "loaded from an unknown file"
+
+
+def is_built(module: str) -> bool:
+    """Whether a compiled module is there, whatever it takes to load it."""
+    try:
+        return importlib.util.find_spec(f"ferro_dist._native.{module}") is not None
+    except ImportError:  # none of them is
+        return False
 
 
 def one_line(error: BaseException) -> str:

@@ -136,12 +136,9 @@ def test_a_source_tree_that_was_not_built_says_so(tmp_path: Path) -> None:
     shutil.copytree(package, tmp_path / "ferro_dist", ignore=shutil.ignore_patterns("*.so*"))
     chosen = ("PYTHONPATH", "PYTHONSAFEPATH")  # by which the tests find another one
     environ = {name: value for name, value in os.environ.items() if name not in chosen}
-    for code in (
-        "import ferro_dist; ferro_dist.init()",
-        "import ferro_dist.__main__ as m; m.main()",
-    ):
+    for arguments in (["-c", "import ferro_dist; ferro_dist.init()"], ["-m", "ferro_dist"]):
         ran = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, *arguments],
             cwd=tmp_path,
             env=environ,
             capture_output=True,
@@ -152,6 +149,9 @@ def test_a_source_tree_that_was_not_built_says_so(tmp_path: Path) -> None:
         said = ran.stdout + ran.stderr
         assert f"{tmp_path}/ferro_dist/_native holds no compiled modules for this Python" in said
         assert "Run pip install . in it" in said
+        assert ran.returncode == 1
+    assert not ran.stderr  # the report is no traceback
+    assert "init()" in ran.stdout  # and complete
 
 
 def test_host_transports_are_there() -> None:
