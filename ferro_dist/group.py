@@ -42,6 +42,21 @@ def init(
 ) -> HybridBackend: ...
 
 
+@overload  # a name that is known only when the program runs
+def init(
+    rank: int | None = None,
+    world_size: int | None = None,
+    addr: str | None = None,
+    *,
+    backend: str,
+    device: int | None = None,
+    unique_id: UniqueId | bytes | None = None,
+    config: dict[str, Any] | None = None,
+    token: bytes | str | None = None,
+    timeout: float = 300.0,
+) -> HostBackend | HybridBackend: ...
+
+
 def init(
     rank: int | None = None,
     world_size: int | None = None,

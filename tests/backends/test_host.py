@@ -165,3 +165,9 @@ def cores_of_a_rank(backend: fd.Backend) -> float:
 def test_ranks_of_one_machine_compete_for_its_cores_also_over_tcp() -> None:
     together, apart = (run_ranks(3, cores_of_a_rank, backend=name) for name in ("host", "tcp"))
     assert apart == together
+
+
+@pytest.mark.parametrize("name", ["host", "tcp"])
+def test_init_takes_a_backend_that_is_named_at_run_time(name: str) -> None:
+    with fd.init(0, 1, backend=name) as backend:  # mypy would refuse a str that is not declared
+        assert backend.name == name
