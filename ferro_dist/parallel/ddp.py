@@ -40,6 +40,10 @@ from ferro_dist.parallel.statistics import Statistics
 __all__ = ["DDP", "Kind"]
 
 ModuleT = TypeVar("ModuleT")
+if TYPE_CHECKING:
+    Wrapper = Any  # a DDP may be whatever it wraps: what takes a torch.nn.Module takes one
+else:
+    Wrapper = object
 
 
 class Kind(abc.ABC):
@@ -91,7 +95,7 @@ class Kind(abc.ABC):
         assert not optimizers  # they have been refused
 
 
-class DDP(Generic[ModuleT]):
+class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow object
     """Keep the replicas of a module equal while each rank trains on its own data.
 
     All ranks construct it together, with the same arguments. It checks that names, order, shapes

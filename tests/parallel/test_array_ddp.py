@@ -50,6 +50,17 @@ def as_lists(gradients: dict[str, Array]) -> dict[str, list[float]]:
     return {name: gradient.tolist() for name, gradient in gradients.items()}
 
 
+def weights_of(layers: Layers) -> dict[str, Array]:
+    return layers.weights
+
+
+def test_type_hints_let_a_wrapper_stand_for_its_module(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> int:
+        return len(weights_of(fd.DDP(Layers(), backend)))  # what is tested is that mypy takes this
+
+    assert on_ranks(1, body) == [6]
+
+
 @OVERLAP
 @pytest.mark.parametrize("own_buffers", [False, True], ids=["copied", "in buckets"])
 def test_layers_that_are_ready_are_reduced_while_backward_goes_on(
