@@ -107,7 +107,8 @@ def run_ranks(
     ----------
     world_size : int
     body : callable
-        A module-level function.
+        A module-level function. The processes import its module; if that is a script, it calls
+        `run_ranks` below ``if __name__ == "__main__":``.
     *args
         Anything that can be pickled; the same for every rank.
     backend : str
@@ -123,13 +124,15 @@ def run_ranks(
     Returns
     -------
     list, by rank
+        What `body` returned, pickled on the way.
 
     Raises
     ------
     RankFailed
         Some rank failed, even while it exited; raised for the first. The others are killed.
-    TypeError
-        `body` is not a module-level function: other processes could not import it.
+    InvalidWorldSize, TypeError, ValueError
+        Bad arguments, such as a `body` that other processes could not import. What pickle raises
+        for one of `args` is passed on. No body was called.
     """
     if backend not in ("host", "tcp", "none"):
         raise ValueError(f"backend must be 'host', 'tcp' or 'none', not {backend!r}")
@@ -348,7 +351,8 @@ def emulated_gpu(
     """Put emulated GPUs into this process, in place of libcudart and libnccl.
 
     Call it before anything loads a real one: before the first import of torch or CuPy, and
-    before the first `NcclBackend`. A second call gives the same object.
+    before the first `NcclBackend`. A second call gives the same object. The repository's
+    ``docs/emulation.md`` tells what an emulation shows, and how `faults` are written.
 
     Parameters
     ----------
@@ -371,6 +375,8 @@ def emulated_gpu(
     ------
     BackendUnavailable
         A real library is loaded already, or the emulated ones were not built.
+    ValueError
+        A `cuda` or `faults` that does not exist, or other `devices` than in the first call.
     """
     if cuda not in (12, 13):
         raise ValueError(f"cuda must be 12 or 13, not {cuda!r}")

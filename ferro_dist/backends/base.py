@@ -32,14 +32,14 @@ class P2POp:
     ----------
     op : {"send", "recv"}
     array : array
-        What is sent, or what is received into.
+        What is sent, or what is received into, as for `ferro_dist.send` and `ferro_dist.recv`.
     peer : int
         Destination or source.
 
     Raises
     ------
     ValueError
-        `op` is something else.
+        `op` is something else. Array and peer are checked by `batch`.
     """
 
     __slots__ = {

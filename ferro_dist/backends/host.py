@@ -47,8 +47,8 @@ class HostBackend(EngineBackend):
 
     Raises
     ------
-    InvalidRank, InvalidWorldSize, NoConnection, Timeout, PeerLostError
-        See `ferro_dist.rendezvous.connect`.
+    InvalidRank, InvalidWorldSize, NoConnection, Timeout, PeerLostError, Io, ValueError, TypeError
+        As for `ferro_dist.init`.
 
     Notes
     -----

@@ -184,11 +184,17 @@ class NcclBackend(BoundBackend):
     ) -> NcclBackend:
         """Make a group that works on the caller's stream, in order with what else is on it.
 
+        Parameters and errors not listed here are those of `NcclBackend`.
+
         Parameters
         ----------
         stream : stream
             From torch, CuPy or cuda-python, anything with ``__cuda_stream__``, or its address. It
             still belongs to the caller, and must outlive the group.
+
+        Returns
+        -------
+        NcclBackend
 
         Raises
         ------

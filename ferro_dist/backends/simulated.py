@@ -25,7 +25,8 @@ class SimulatedBackend(EngineBackend):
 
     It runs on the engine of `HostBackend`, with the same algorithms, checks and errors, over memory
     that the threads share anyway. Each rank needs a thread of its own; one thread cannot play two
-    ranks, as each would wait for the other.
+    ranks, as each would wait for the other. Ctrl-C interrupts only the main thread, as Python has
+    it: others that wait in vain do so until `timeout`.
     """
 
     name = "simulated"

@@ -265,7 +265,18 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         return self._backend
 
     def into_inner(self) -> ModuleT:
-        """Give the module back; the wrapper is useless afterwards."""
+        """Give the module back; the wrapper is useless afterwards.
+
+        Returns
+        -------
+        object
+            `module`.
+
+        Raises
+        ------
+        ValueError
+            It was given back before.
+        """
         module = self.module
         self._kind._release()
         return module
@@ -281,7 +292,21 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         root : int, optional
             The rank whose parameters are used. None means the `root` given to the constructor.
         params : pytree, optional
-            Of JAX arrays; new ones are returned. Other modules hold their parameters themselves.
+            Of JAX arrays, by default `module`. Other modules hold their parameters themselves.
+
+        Returns
+        -------
+        None or pytree
+            For JAX, the new parameters, which are those of `module` from now on.
+
+        Raises
+        ------
+        InvalidRank, TypeError, ValueError
+            A bad `root`, or `params` for a module that is no pytree; or the module was given back.
+            Nothing was sent.
+        CollectiveMismatch
+            The ranks named different roots, or trees of different structure. Raised on all ranks;
+            the group stays usable.
         """
         _refuse_params("broadcast_parameters", params)
         _ = self.module  # raises if it was given back

@@ -23,7 +23,7 @@ class RankGrid:
     Parameters
     ----------
     backend : Backend
-        Closing it is left to the caller.
+        The group to divide; closing it is left to the caller.
     pipeline : int
         How many ranks a pipeline has; a divisor of the world size.
 
@@ -38,6 +38,10 @@ class RankGrid:
     ------
     InvalidWorldSize
         The ranks cannot be divided like this. Nothing was sent.
+    TypeError
+        `pipeline` is no integer. Nothing was sent.
+    CollectiveMismatch, Timeout, PeerLostError, ChannelClosed, Io, NoConnection
+        As for `Backend.split`, which makes the groups.
 
     Examples
     --------

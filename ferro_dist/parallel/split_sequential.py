@@ -31,6 +31,14 @@ def split_sequential(
     -------
     list of slices of `module`
 
+    Raises
+    ------
+    TypeError
+        `module` has no slices, `num_stages` is no integer, or `weights` holds no numbers.
+    ValueError
+        There are fewer layers than stages, or a weight too many or too few, or one that is negative
+        or not finite.
+
     Notes
     -----
     Dynamic programming over the place of the last cut, in num_stages * layers**2 steps. Among
