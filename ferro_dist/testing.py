@@ -375,8 +375,8 @@ def emulated_gpu(
     ------
     BackendUnavailable
         A real library is loaded already, or the emulated ones were not built.
-    ValueError
-        A `cuda` or `faults` that does not exist, or other `devices` than in the first call.
+    ValueError, TypeError
+        A value that an option cannot have, or other `devices` than in the first call.
     """
     if cuda not in (12, 13):
         raise ValueError(f"cuda must be 12 or 13, not {cuda!r}")
@@ -396,6 +396,11 @@ def share_gpu(rank: int) -> None:
     Call it on every rank before the first group is made, and before JAX looks for its devices: both
     read their environment once. JAX then takes memory as it needs it; otherwise it would take most
     of the GPU's at once, and leave the other ranks none.
+
+    Parameters
+    ----------
+    rank : int
+        This process's own.
 
     Raises
     ------

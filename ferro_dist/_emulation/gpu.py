@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  NumPy then knows its dtypes by name, such as "bfloat16"
 import numpy as np
 
+from ferro_dist import arguments
 from ferro_dist._emulation.libraries import load
 from ferro_dist._native import cuda_runtime
 from ferro_dist._native.emulated_array import (
@@ -37,6 +38,9 @@ _NO_DEVICE = 100
 _NOT_READY = 600
 _RELAXED = 2  # cudaStreamCaptureMode
 _CAPTURE_MODES = {"global": 0, "thread_local": 1, "relaxed": _RELAXED}
+# As the libraries have it for their variables: runtime.cpp, stream.cpp.
+_MOST_DEVICES = 64
+_LONGEST_DELAY_US = 10_000_000
 
 
 _gpu: EmulatedGpu | None = None
@@ -47,13 +51,21 @@ def gpu_of_process(cuda: int = 12, devices: int | None = None) -> EmulatedGpu:
     global _gpu
     if _gpu is None:
         if devices is not None:
-            os.environ["FERRO_EMULATION_DEVICES"] = str(devices)  # read by the libraries once
+            count = _checked("devices", devices, _MOST_DEVICES)
+            os.environ["FERRO_EMULATION_DEVICES"] = str(count)  # read by the libraries once
         _gpu = EmulatedGpu(*load(cuda))
         # Our own calls go to it from now on, though JAX, imported later, brings a real one.
         cuda_runtime.runtime_version()
     if devices is not None and _gpu.device_count != devices:
         raise ValueError(f"there are {_gpu.device_count} emulated devices already, not {devices}")
     return _gpu
+
+
+def _checked(name: str, value: int, most: int) -> int:
+    number = arguments.integer(value)
+    if not 0 <= number <= most:
+        raise ValueError(f"{name} must be from 0 to {most}, not {number}")
+    return number
 
 
 class EmulatedGpu:
@@ -219,7 +231,8 @@ class EmulatedGpu:
 
         With 300 µs, a missing wait or memory that is freed too early shows in nearly every run.
         """
-        self.cudart.ferroEmulationSetDelay(microseconds)
+        delay = _checked("delay_us", microseconds, _LONGEST_DELAY_US)
+        self.cudart.ferroEmulationSetDelay(delay)
 
     def set_faults(self, plan: str) -> None:
         """Replace the faults on demand, ``FERRO_EMULATION_FAULT``, and count from 1 again.

@@ -181,7 +181,14 @@ def _p(stream: Any) -> ctypes.c_void_p:
 
 
 def ask_twice(rank: int, world_size: int, addr: str) -> bool:
+    for devices in (-1, 65):
+        with pytest.raises(ValueError, match="devices must be from 0 to 64"):
+            emulated_gpu(devices=devices)
     gpu = emulated_gpu(cuda=13)
+    with pytest.raises(ValueError, match="delay_us must be from 0 to 10000000, not -1"):
+        emulated_gpu(delay_us=-1)
+    with pytest.raises(TypeError, match="'300' is of type str"):
+        emulated_gpu(delay_us="300")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="1 emulated devices already"):
         emulated_gpu(devices=2)
     with pytest.raises(ValueError, match="cannot read the fault"):
