@@ -97,6 +97,10 @@ def init(
         Seconds after which joining, and any blocking call that names no timeout of
         its own, gives up.
 
+    Returns
+    -------
+    HostBackend, TcpBackend or HybridBackend
+
     Raises
     ------
     InvalidRank, InvalidWorldSize

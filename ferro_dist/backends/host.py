@@ -259,7 +259,8 @@ def _in_numbers_of_parent(members: Sequence[int], rank: int) -> Iterator[None]:
 class TcpBackend(HostBackend):
     """`HostBackend` without shared memory: every two ranks are connected by TCP.
 
-    For measurements, and for ranks of one machine that cannot share memory.
+    For measurements, and for ranks of one machine that cannot share memory. Parameters and errors
+    are those of `HostBackend`.
     """
 
     name = "tcp"

@@ -73,10 +73,16 @@ def get_unique_id() -> UniqueId:
 def reduce_op_to_nccl(op: ReduceOp | str) -> int:
     """Return NCCL's number of a reduction (``ncclRedOp_t``).
 
+    Parameters
+    ----------
+    op : ReduceOp or str
+
     Raises
     ------
     BackendUnavailable
         NCCL is not installed.
+    UnsupportedOp
+        There is no such reduction.
     """
     number: int = load_nccl().reduce_op_to_nccl(op)
     return number
@@ -85,12 +91,16 @@ def reduce_op_to_nccl(op: ReduceOp | str) -> int:
 def dtype_to_nccl(dtype: Any) -> int:
     """Return NCCL's number of a dtype (``ncclDataType_t``).
 
+    Parameters
+    ----------
+    dtype : anything that NumPy takes, or "bfloat16"
+
     Raises
     ------
     BackendUnavailable
         NCCL is not installed.
-    UnsupportedOp
-        NCCL has no such dtype.
+    InvalidArray, UnsupportedOp
+        There is no such dtype, or not in NCCL.
     """
     number: int = load_nccl().dtype_to_nccl(interop.dtype_name(interop.dtype_code(dtype)))
     return number
