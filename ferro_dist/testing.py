@@ -63,8 +63,12 @@ class RankFailed(AssertionError):
     """
 
     def __init__(self, rank: int, what: str) -> None:
-        super().__init__(f"rank {rank} {what}")
+        super().__init__(rank, what)  # what pickle and copy make another one from
         self.rank = rank
+
+    def __str__(self) -> str:
+        rank, what = self.args
+        return f"rank {rank} {what}"
 
 
 @dataclass(frozen=True)

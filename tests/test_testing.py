@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -187,6 +188,11 @@ else:
 """
     command = [sys.executable, option, *([program] if option == "-c" else [])]
     subprocess.run(command, input=program, text=True, check=True)
+
+
+def test_a_failure_passes_from_process_to_process() -> None:
+    failure = pickle.loads(pickle.dumps(RankFailed(1, "raised")))
+    assert (str(failure), failure.rank) == ("rank 1 raised", 1)
 
 
 def test_what_cannot_be_run_is_refused_at_once() -> None:
