@@ -290,8 +290,10 @@ class _Entrance(Place):
             remedy = "Choose an address of the machine on which rank 0 runs, and a port open to it"
         elif self._is_held_by_parent:
             remedy = (
-                "ferrorun's own socket is there, which this process has not inherited from its "
-                "parent: start it by subprocess with close_fds=False, or call init() in the parent"
+                "ferrorun's own socket is there, and this is a child process of rank 0 without it. "
+                "Keep children from making the group again, in a script by "
+                '`if __name__ == "__main__":`; or let subprocess start the child that makes it '
+                "with close_fds=False"
             )
         else:
             remedy = "Another program, or rank 0 of another group, may be there: choose another"
