@@ -11,12 +11,16 @@ both directions of a step:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ferro_dist.collective import all_gather, broadcast, reduce_scatter
-from ferro_dist.integrations.torch_gradients import copy_or_clear, zeros_in_group
+from ferro_dist.integrations.torch_gradients import (
+    copy_or_clear,
+    dtype_of_gradient,
+    zeros_in_group,
+)
 from ferro_dist.parallel.shard_layout import Fragment, ShardLayout
 
 if TYPE_CHECKING:
@@ -34,7 +38,7 @@ class Shard:
     Parameters
     ----------
     parameters : sequence of torch.Tensor
-        Of one dtype and device; the same on every rank, in the same order.
+        Of one dtype and device, as are their gradients; the same on every rank, in the same order.
     backend : Backend
     divides_parameters : bool
         See `ShardLayout`.
@@ -58,17 +62,17 @@ class Shard:
         self._fragments = [fragment for row in self._layout.fragments for fragment in row]
         start = sum(map(len, self._layout.fragments[: backend.rank]))
         self._own = range(start, start + len(self._layout.fragments[backend.rank]))
-        self._flat: Tensor | None = None
-        self._places: list[Tensor] = []  # of all fragments, in the flat array
+        self._dtype_of_gradients = dtype_of_gradient(self.parameters[0])
+        self._flats: dict[Any, _Flat] = {}  # by dtype
         self.owned: list[tuple[Tensor, Fragment, Tensor]] = [
-            (p, fragment, _elements(p, fragment))
+            (p, fragment, _owned_elements(p, fragment))
             for fragment in self._layout.fragments[backend.rank]
             for p in (self.parameters[fragment.parameter],)
         ]
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Give all ranks the parameters of one."""
-        flat = self._rows().view(-1)
+        flat = self._flat_of_parameters().rows.view(-1)
         counts = [p.numel() for p in self.parameters]
         *places, _ = flat.split([*counts, flat.numel() - sum(counts)])
         is_root = self._backend.rank == root
@@ -83,13 +87,13 @@ class Shard:
 
     def reduce_gradients(self, op: ReduceOp) -> None:
         """Average or sum the gradients over the ranks; each gets those of its fragments."""
-        rows = self._rows()
-        own_row = rows[self._backend.rank]
-        self._pack_gradients(rows)
-        reduce_scatter(rows, self._backend, op, out=own_row, tag=self._tag)
+        flat = self._flat(self._dtype_of_gradients)
+        own_row = flat.rows[self._backend.rank]
+        self._pack_gradients(flat)
+        reduce_scatter(flat.rows, self._backend, op, out=own_row, tag=self._tag)
         lanes = own_row[self._layout.lanes_offset :].tolist()
         for (_, _, elements), number, lane in zip(self.owned, self._own, lanes, strict=False):
-            elements.grad = self._places[number].view(elements.shape) if lane else None
+            elements.grad = flat.places[number].view(elements.shape) if lane else None
 
     def take_gradients(self) -> None:
         """Give the fragments this rank's gradients as they are: they are equal on all ranks."""
@@ -110,13 +114,13 @@ class Shard:
 
     def share_parameters(self) -> None:
         """Give all ranks this rank's fragments, and this rank those of all."""
-        rows = self._rows()
+        rows, places = self._flat_of_parameters()
         own_row = rows[self._backend.rank]
-        own_places = [self._places[number] for number in self._own]
+        own_places = [places[number] for number in self._own]
         copy_or_clear(own_places, [elements.view(-1) for _, _, elements in self.owned])
         all_gather(own_row, self._backend, out=rows, tag=self._tag)
         targets, sources = [], []
-        for number, (fragment, place) in enumerate(zip(self._fragments, self._places, strict=True)):
+        for number, (fragment, place) in enumerate(zip(self._fragments, places, strict=True)):
             parameter = self.parameters[fragment.parameter]
             if not parameter.is_contiguous():
                 _write(parameter, fragment, place)
@@ -125,28 +129,40 @@ class Shard:
                 sources.append(place)
         copy_or_clear(targets, sources)
 
-    def _pack_gradients(self, rows: Tensor) -> None:
+    def _pack_gradients(self, flat: _Flat) -> None:
         gradients = [None if p.grad is None else p.grad.reshape(-1) for p in self.parameters]
-        copy_or_clear(self._places, [_piece(gradients[f.parameter], f) for f in self._fragments])
+        copy_or_clear(flat.places, [_piece(gradients[f.parameter], f) for f in self._fragments])
         offset = self._layout.lanes_offset
-        for row, fragments in zip(rows, self._layout.fragments, strict=True):
+        for row, fragments in zip(flat.rows, self._layout.fragments, strict=True):
             # Not only the lanes: what is left besides them would grow with every sum.
             row[fragments[-1].place.stop if fragments else 0 :].zero_()
             lanes = [gradients[fragment.parameter] is not None for fragment in fragments]
             row[offset : offset + len(lanes)].copy_(torch.tensor(lanes))
 
-    def _rows(self) -> Tensor:
-        """Return the flat array, one row for each rank."""
-        like = self.parameters[0]
-        shape = self._backend.world_size, self._layout.row_count
-        if self._flat is None or self._flat.device != like.device:
-            self._flat = zeros_in_group(shape, like, self._backend)
-            self._places = [
+    def _flat_of_parameters(self) -> _Flat:
+        return self._flat(self.parameters[0].dtype)
+
+    def _flat(self, dtype: Any) -> _Flat:
+        """Return the flat array: that of gradients is another one if their dtype is."""
+        like = self.parameters[0].detach()
+        flat = self._flats.get(dtype)
+        if flat is None or flat.rows.device != like.device:
+            shape = self._backend.world_size, self._layout.row_count
+            rows = zeros_in_group(shape, like.new_empty(0, dtype=dtype), self._backend)
+            places = [
                 row[fragment.place]
-                for row, fragments in zip(self._flat, self._layout.fragments, strict=True)
+                for row, fragments in zip(rows, self._layout.fragments, strict=True)
                 for fragment in fragments
             ]
-        return self._flat
+            flat = self._flats[dtype] = _Flat(rows, places)
+        return flat
+
+
+class _Flat(NamedTuple):
+    """A flat array: one row for each rank, and in these the place of each fragment."""
+
+    rows: Tensor
+    places: list[Tensor]
 
 
 def _piece(gradient: Tensor | None, fragment: Fragment) -> Tensor | None:
@@ -154,6 +170,13 @@ def _piece(gradient: Tensor | None, fragment: Fragment) -> Tensor | None:
     if gradient is None or fragment.size == gradient.numel():
         return gradient
     return gradient[fragment.start : fragment.stop]
+
+
+def _owned_elements(parameter: Tensor, fragment: Fragment) -> Tensor:
+    elements = _elements(parameter, fragment)
+    if hasattr(parameter, "grad_dtype"):  # not in older versions of torch
+        elements.grad_dtype = parameter.grad_dtype
+    return elements
 
 
 def _elements(tensor: Tensor, fragment: Fragment) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 
 from ferro_dist.arguments import check_root
 from ferro_dist.collective import allreduce
+from ferro_dist.integrations.torch_gradients import dtype_of_gradient
 from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
 from ferro_dist.integrations.torch_uncompiled import uncompiled
@@ -398,9 +399,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._inner.add_param_group(shares[0])
 
     def _shards_of(self, groups: list[dict[str, Any]]) -> list[Shard]:
-        kinds: dict[tuple[Any, Any], list[Tensor]] = {}
+        kinds: dict[tuple[Any, Any, Any], list[Tensor]] = {}
         for p in (p for group in groups for p in group["params"]):
-            kinds.setdefault((p.dtype, p.device), []).append(p)
+            kinds.setdefault((p.dtype, dtype_of_gradient(p), p.device), []).append(p)
         shards = [
             Shard(parameters, self._backend, self._divides_parameters, self._tag)
             for parameters in kinds.values()
@@ -521,4 +522,6 @@ def _manifest(
 
 
 def _spec(p: Tensor) -> str:
-    return f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} on {p.device.type}"
+    dtype, of_gradient = (str(d).removeprefix("torch.") for d in (p.dtype, dtype_of_gradient(p)))
+    gradient = f", gradient {of_gradient}" if of_gradient != dtype else ""
+    return f"{dtype} {tuple(p.shape)} on {p.device.type}{gradient}"

@@ -365,6 +365,25 @@ def test_dtypes_may_be_mixed(on_ranks: OnRanks, dtype: str) -> None:
     assert on_ranks(2, body) == [expected] * 2
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have their parameters' dtype"
+)
+@pytest.mark.parametrize("average", ["mean", None])
+def test_gradients_of_another_dtype_are_averaged_and_stepped_in_it(
+    on_ranks: OnRanks, average: str | None
+) -> None:
+    def body(backend: Any) -> Any:
+        p = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+        p.grad_dtype = torch.float32
+        optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, average=average, lr=1.0)
+        own = (1 if backend.rank else -1) if average else 0
+        p.grad = torch.full((5,), 2.0**-10 + 256 * own)  # more than bfloat16 can hold
+        optimizer.step()
+        return p.dtype, p.tolist()
+
+    assert on_ranks(2, body) == [(torch.bfloat16, [-(2.0**-10)] * 5)] * 2
+
+
 def test_parameters_of_any_layout_are_stepped(on_ranks: OnRanks) -> None:
     x = torch.ones(2, 3, 5, 5, dtype=torch.float64)
 
