@@ -131,6 +131,7 @@ class PipelinedJaxStage(Stage):
         super().__init__(module)
         # Of each weight, by structure: the user may replace the parameters by a tree of another.
         self._positions: dict[Any, dict[str, int]] = {}
+        self._is_full_width = False
 
     # Arrays between stages
 
@@ -150,8 +151,12 @@ class PipelinedJaxStage(Stage):
     def allocate(self, spec: ArraySpec) -> Array:
         return self.pool.take(spec.shape, interop.numpy_dtype(interop.dtype_code(spec.dtype)))
 
+    def note_thread(self) -> None:
+        self._is_full_width = jax.config.jax_enable_x64
+
     def deliver(self, spec: ArraySpec, received: Array) -> Array:
-        return jax.device_put(received)
+        with interop.jax_full_width() if self._is_full_width else contextlib.nullcontext():
+            return jax.device_put(received)
 
     def item(self, loss: Array) -> float:
         return float(loss)

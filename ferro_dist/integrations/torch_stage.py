@@ -103,7 +103,7 @@ class TorchStage(Stage):
         integers = np.dtype(f"i{dtype.itemsize}")
         return torch.from_numpy(self.pool.take(spec.shape, integers)).view(dtype)
 
-    def note_stream(self) -> None:
+    def note_thread(self) -> None:
         if not torch.cuda.is_initialized():
             return
         device = self._own_device()

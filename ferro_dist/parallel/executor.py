@@ -160,7 +160,7 @@ class StepRun:
         """Run the list to its end."""
         begun_s = time.perf_counter()
         for stage in self._context.stages.values():
-            stage.note_stream()
+            stage.note_thread()
         self._ends.begin()
         for position, action in enumerate(self._program.actions):
             self._position = position

@@ -89,7 +89,7 @@ class HandwrittenStage(Stage):
         self._check_stream(parameter)
         return interop.empty_beside(parameter, spec.shape, dtype)
 
-    def note_stream(self) -> None:
+    def note_thread(self) -> None:
         self._gpu_parameters = [x for x in self.parameters().values() if _is_on_gpu(x)]
         self._receiving = [interop.same_stream(x) for x in self._gpu_parameters[:1]]
 

@@ -151,8 +151,11 @@ class Stage(abc.ABC):
     @abc.abstractmethod
     def describe(self, array: Array) -> ArraySpec: ...
 
-    def note_stream(self) -> None:
-        """Note on which stream of a GPU the calling thread computes. Called before each run."""
+    def note_thread(self) -> None:
+        """Note how the calling thread computes: on which stream of a GPU, how precisely.
+
+        Called before each run.
+        """
         return
 
     def receiving(self) -> contextlib.AbstractContextManager[Any]:

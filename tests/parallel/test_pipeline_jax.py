@@ -15,6 +15,7 @@ jnp = jax.numpy
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations.jax_stage import JaxStage  # noqa: E402
+from ferro_dist.interop import jax_full_width  # noqa: E402
 from ferro_dist.parallel.schedules import placement_for  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
@@ -188,6 +189,21 @@ def test_pipelines_may_share_their_stages(on_ranks: OnRanks, checkpoint: bool) -
         assert loss == pytest.approx(float(expected), rel=1e-5)
         for name, gradient in theirs.items():
             assert_allclose(ours[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_numbers_are_as_wide_as_on_the_thread_that_calls(on_ranks: OnRanks) -> None:
+    x, y = np.random.default_rng(1).normal(size=(2, 4, WIDTH))
+
+    def body(backend: Any) -> Any:
+        with jax_full_width():
+            stage = JaxStage(lambda weight, x: jnp.tanh(x * weight), np.full(WIDTH, 0.3))
+            loss = fd.Pipeline(stage, backend, 2).step(x, y, lambda h, y: ((h - y) ** 2).mean())
+            return loss, str(stage.grads.dtype)
+
+    expected = ((np.tanh(np.tanh(x * 0.3) * 0.3) - y) ** 2).mean()
+    for loss, dtype in on_ranks(2, body):
+        assert loss == pytest.approx(float(expected), rel=1e-14)
+        assert dtype == "float64"
 
 
 def test_keys_do_not_depend_on_the_schedule(on_ranks: OnRanks) -> None:
