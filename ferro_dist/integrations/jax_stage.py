@@ -384,12 +384,15 @@ def _spread(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
 
 
 def _cotangents(saved: _Saved, gradients: Sequence[Any]) -> list[Array]:
-    """Return a gradient for each differentiable array of the output; none means zeros."""
+    """Return a gradient for each differentiable array of the output, of its dtype.
+
+    None means zeros. A hand-written stage, or the user, may compute in another precision.
+    """
     if saved.of_loss is not None:
         (scale,) = gradients
         return [gradient * scale for gradient in saved.of_loss]
     wanted, _ = _divided(gradients, saved.is_output_differentiable)
     return [
-        jnp.zeros(like.shape, like.dtype) if gradient is None else gradient
+        jnp.zeros(like.shape, like.dtype) if gradient is None else jnp.asarray(gradient, like.dtype)
         for gradient, like in zip(wanted, saved.outputs, strict=True)
     ]

@@ -191,6 +191,19 @@ def test_pipelines_may_share_their_stages(on_ranks: OnRanks, checkpoint: bool) -
             assert_allclose(ours[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_gradients_may_come_in_another_precision(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        stage = JaxStage(lambda scale, x: x * scale, jnp.ones((), jnp.bfloat16))
+        pipe = fd.Pipeline(stage, backend, 2)
+        outputs = pipe.forward(jnp.ones((4, WIDTH), jnp.bfloat16))
+        pipe.backward(outputs, [np.ones((2, WIDTH))] * 2)
+        return stage.grads
+
+    for gradient in on_ranks(2, body):
+        assert gradient.dtype == jnp.bfloat16
+        assert gradient == 4 * WIDTH
+
+
 def test_numbers_are_as_wide_as_on_the_thread_that_calls(on_ranks: OnRanks) -> None:
     x, y = np.random.default_rng(1).normal(size=(2, 4, WIDTH))
 
