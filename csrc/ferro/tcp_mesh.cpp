@@ -43,6 +43,7 @@ TcpMesh::TcpMesh(int own_rank, int world_size, const std::vector<Socket>& socket
 
 TcpMesh::~TcpMesh() {
   close();
+  if (reason().code != ErrorCode::closed) await_delivery();
   for (Lane& lane : lanes_) lane.stream.discard_unread();
 }
 
@@ -210,6 +211,17 @@ void TcpMesh::tell(Lane& lane, const Words& last_words, std::int64_t deadline_ns
     // It may be trying to tell us the same: if neither read, neither would ever have room.
     if ((entry.revents & POLLIN) != 0) discard_unread(lane);
   }
+}
+
+// Of a socket that is closed, what is still on its way is lost as soon as the peer sends anything. After a
+// close in good order it sends nothing; of any other end it has yet to hear.
+void TcpMesh::await_delivery() noexcept {
+  const std::int64_t deadline_ns = now_ns() + static_cast<std::int64_t>(kTellSeconds * 1e9);
+  for (Lane& lane : lanes_)
+    while (lane.stream.has_undelivered() && !lane.stream.has_hung_up() && now_ns() < deadline_ns) {
+      lane.stream.discard_unread();
+      poll(nullptr, 0, 1);
+    }
 }
 
 // Keeps the last words, which others may be looking for.

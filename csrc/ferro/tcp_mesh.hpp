@@ -41,7 +41,8 @@ class TcpMesh {
   // this host has a core to itself. `world_size` counts all ranks of the group, even
   // those to which there is no socket.
   TcpMesh(int own_rank, int world_size, const std::vector<Socket>& sockets, bool may_spin);
-  // Says goodbye if that has not been done, then closes the sockets.
+  // Says goodbye if that has not been done, then closes the sockets. Unless the group was closed, peers have
+  // kTellSeconds at most to receive the last words.
   ~TcpMesh();
   TcpMesh(const TcpMesh&) = delete;
   TcpMesh& operator=(const TcpMesh&) = delete;
@@ -176,6 +177,7 @@ class TcpMesh {
   Words words_of(const Frame& farewell, const RankSet& awaited) const noexcept;
   void tell_all(const Words& last_words) noexcept;
   void tell(Lane& lane, const Words& last_words, std::int64_t deadline_ns) noexcept;
+  void await_delivery() noexcept;
   void discard_unread(Lane& lane) noexcept;
   void await_last_words(std::int64_t deadline_ns);
   std::uint32_t sequence() const { return sequence_.load(std::memory_order_relaxed); }

@@ -198,6 +198,11 @@ std::optional<Frame> TcpStream::farewell_inside(std::size_t ahead) const {
   return std::nullopt;
 }
 
+bool TcpStream::has_undelivered() const {
+  int nbytes = 0;
+  return ioctl(fd_.get(), TIOCOUTQ, &nbytes) == 0 && nbytes > 0;
+}
+
 void TcpStream::shut_down() noexcept { shutdown(fd_.get(), SHUT_WR); }
 
 void TcpStream::discard_unread() noexcept {

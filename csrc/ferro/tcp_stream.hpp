@@ -66,6 +66,9 @@ class TcpStream {
   // for ever.
   std::optional<Frame> farewell_inside(std::size_t ahead = 0) const;
 
+  // Whether some of what was sent has yet to reach the peer's host.
+  bool has_undelivered() const;
+
   // Ends this side, after which the peer reads what was sent, then the end.
   void shut_down() noexcept;
   // Throws away what has arrived, but remembers last words. Closing with unread bytes

@@ -588,6 +588,37 @@ void signals_cut_no_last_words_short() {
   expect(was_told, "a peer that reads late, of the end");
 }
 
+// A rank gives up and closes its socket while its peer, which has yet to receive the last words, still
+// sends. It waits for a while only: where the machine was too busy for the peer to read in time, again.
+void closing_cuts_no_last_words_short() {
+  const auto is_told = [] {
+    const auto [ours, theirs] = connected_sockets();
+    auto mesh = std::make_unique<TcpMesh>(0, 2, std::vector<TcpMesh::Socket>{{1, ours}}, false);
+    TcpStream peer(0, UniqueFd(theirs), testimony_nbytes(2));
+    std::vector<char> noise(1 << 16);
+    const iovec piece{noise.data(), noise.size()};
+    while (send(ours, noise.data(), noise.size(), MSG_DONTWAIT) > 0) continue;
+    pollfd room{ours, POLLOUT, 0};
+    while (poll(&room, 1, 0) == 0) peer.receive(noise.data(), noise.size());
+    mesh->abort({ErrorCode::timeout, 1, 0, 0});
+    std::atomic<bool> is_closing{false};
+    std::thread peers([&, &peer = peer] {
+      while (!is_closing.load()) std::this_thread::yield();
+      while (!peer.has_hung_up()) {
+        peer.send(&piece, 1);
+        peer.receive(noise.data(), 4096);
+      }
+    });
+    is_closing.store(true);
+    mesh.reset();
+    peers.join();
+    return peer.last_words().has_value();
+  };
+  int num_told = 0;
+  for (int turn = 0; turn < 30 && num_told < 3; ++turn) num_told += is_told();
+  expect(num_told == 3, "a peer that still sends, of the end");
+}
+
 // One thread waits for a peer while another finds that a third rank has left.
 void a_goodbye_is_found_beside_a_wait() {
   for (int round = 0; round < 20; ++round) {
@@ -828,6 +859,7 @@ int main() {
   unknown_types_are_refused();
   a_stream_is_read_while_its_peer_is_told();
   signals_cut_no_last_words_short();
+  closing_cuts_no_last_words_short();
   a_goodbye_is_found_beside_a_wait();
   last_words_are_not_taken_for_a_payload();
   last_words_end_a_header();
