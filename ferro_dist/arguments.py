@@ -345,7 +345,7 @@ def _as_float(seconds: float) -> float:
 
 def check_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a new array; raise TypeError for no shape, ValueError if negative."""
-    dims = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    dims = (shape,) if isinstance(shape, (str, bytes)) or not isinstance(shape, Sequence) else shape
     try:
         lengths = tuple(map(integer, dims))
     except TypeError:

@@ -188,7 +188,7 @@ def test_members_that_are_no_sequence_are_refused(members: Any) -> None:
         backend.split(members)
 
 
-@pytest.mark.parametrize("shape", [2.5, "3", None, {2, 3}, (2, 3.0), True, (2, True)])
+@pytest.mark.parametrize("shape", [2.5, "3", "", b"\x02", None, {2, 3}, (2, 3.0), True, (2, True)])
 def test_a_shape_that_is_none_is_refused(shape: Any) -> None:
     with (
         world_of_one() as backend,
