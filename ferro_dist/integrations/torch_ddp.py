@@ -37,7 +37,7 @@ from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.options import Options
 from ferro_dist.parallel.participation import REFUSED, Participation
-from ferro_dist.parallel.reducer import NoGradients, Reducer
+from ferro_dist.parallel.reducer import Call, NoGradients, Reducer, tag_of
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["TorchDDP"]
@@ -46,7 +46,6 @@ PREFIX = "module."
 # The user's hooks of the wrapper; those of its state are the module's.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward", "_is_full_backward_hook")
 STATE, REFUSAL = "state", "refusal"  # what a message of `join` about an optimizer holds
-BUFFERS = -3  # the call's number in a tag, next to the reducer's -1 and -2
 
 
 class TorchDDP(DDP[Any], Kind, torch.nn.Module):
@@ -572,8 +571,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             self._optimizer.step()
             self._optimizer.zero_grad()
         if self._buffer_share is not None:
-            tag = (self._first_tag + BUFFERS) & 0xFFFFFFFF
-            self._buffer_share.broadcast(root, tag)
+            self._buffer_share.broadcast(root, tag_of(self._first_tag, Call.BUFFERS))
 
     def _average_sparse(self, factor: float | None, is_present: bool) -> None:
         given, first = self._given, len(self._gradients.parameters)

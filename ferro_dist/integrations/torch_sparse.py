@@ -24,6 +24,7 @@ from ferro_dist.errors import CollectiveMismatch, InvalidArray
 from ferro_dist.integrations.torch_accumulation import Accumulation, add, as_dense, version_of
 from ferro_dist.parallel.exchange import all_gather_rows
 from ferro_dist.parallel.manifest import agree_on_manifest
+from ferro_dist.parallel.reducer import Call, tag_of
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ __all__ = ["SparseGradients", "lines_of"]
 Tensor: TypeAlias = Any
 
 ABSENT, SPARSE, DENSE = range(3)
-TAG = -4  # the call's number in a tag; the reducer and buffers use others
 
 
 class _Header(NamedTuple):
@@ -79,7 +79,7 @@ class SparseGradients(Accumulation):
         self.is_used |= bool(parameters)
         self._lines = lines_of(specs)
         digest = zlib.crc32("\0".join(self._lines).encode())
-        self._tag = (self._first_tag + digest + TAG) & 0xFFFFFFFF
+        self._tag = tag_of(self._first_tag + digest, Call.SPARSE)
 
     def own(self) -> list[Tensor]:
         """Return what this rank contributes."""

@@ -41,6 +41,7 @@ from __future__ import annotations
 import abc
 import bisect
 import contextlib
+import enum
 import hashlib
 import threading
 import weakref
@@ -74,7 +75,7 @@ from ferro_dist.work import Work
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["Gradients", "NoGradients", "Reducer"]
+__all__ = ["Call", "Gradients", "NoGradients", "Reducer", "tag_of"]
 
 NumpyArray = np.ndarray[Any, Any]
 
@@ -91,9 +92,20 @@ LATE_ON_GPU = (
 _under_way: weakref.WeakKeyDictionary[Backend, weakref.WeakSet[Reducer]]
 _under_way = weakref.WeakKeyDictionary()
 
-# Tags of calls that reduce no bucket.
-ROLL_CALL, ORDER = -1, -2
-AGREEMENT = -5  # after those of `ferro_dist.integrations`
+
+class Call(enum.IntEnum):
+    """The calls of a round that reduce no bucket, by what stands in their tags for its index."""
+
+    ROLL_CALL = -1
+    ORDER = -2
+    BUFFERS = -3
+    SPARSE = -4
+    AGREEMENT = -5
+
+
+def tag_of(first_tag: int, call: int) -> int:
+    """Return the tag of a call: a bucket by its index, others as `Call`."""
+    return (first_tag + call) & 0xFFFFFFFF
 
 
 class Gradients(abc.ABC):
@@ -276,10 +288,6 @@ class Reducer:
         sent = self.backend.empty(layout.count, wire)
         return Bucket(index, members, layout, buffer, self._as_array, sent)
 
-    def tag_of(self, call: int) -> int:
-        """Tag of a call of a round: a bucket by its index, other calls by negative numbers."""
-        return (self._tag + call) & 0xFFFFFFFF
-
     # A round
 
     @property
@@ -307,10 +315,12 @@ class Reducer:
         self._gradients = gradients
         gradients.memory = self._memory
         if self._agreement is not None and self._is_on_gpu:
-            self._agreement.ask(self.tag_of(AGREEMENT))
+            self._agreement.ask(tag_of(self._tag, Call.AGREEMENT))
         if self.is_attended or weight is not None:
             self._question = self._question or RollCall(self.backend)
-            self._roll_call = self._question.ask(is_present, weight, self.tag_of(ROLL_CALL))
+            self._roll_call = self._question.ask(
+                is_present, weight, tag_of(self._tag, Call.ROLL_CALL)
+            )
         self.statistics = Statistics(
             self.statistics.num_rounds + 1,
             self._sends_early,
@@ -527,7 +537,7 @@ class Reducer:
                 *(bucket.wire, self.backend, op),
                 out=bucket.wire,
                 async_op=async_op,
-                tag=self.tag_of(bucket.index),
+                tag=tag_of(self._tag, bucket.index),
             )
             bucket.work = cast(Work, work) if async_op else None
         if bucket.work is None:
@@ -536,7 +546,7 @@ class Reducer:
     def _send_as_user_likes(self, bucket: Bucket, op: ReduceOp) -> None:
         # The lanes must arrive as they are, whatever is done to the gradients.
         lanes = bucket.buffer[bucket.layout.lanes_offset :]
-        allreduce(lanes, self.backend, op, out=lanes, tag=self.tag_of(bucket.index))
+        allreduce(lanes, self.backend, op, out=lanes, tag=tag_of(self._tag, bucket.index))
         result = cast(Callable[..., object], self._compress)(bucket, self.backend, op)
         for each in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(each, Work):
@@ -573,7 +583,7 @@ class Reducer:
         """Lay the buckets out in the order in which rank 0's gradients became ready."""
         seen = dict.fromkeys(self._ready_order)  # some came twice
         order = np.array([*seen, *(n for n in self._order if n not in seen)], np.int64)
-        agreed = broadcast_row(order, self.backend, self.tag_of(ORDER)).tolist()
+        agreed = broadcast_row(order, self.backend, tag_of(self._tag, Call.ORDER)).tolist()
         self._agreed_places.update((self.specs[n].name, place) for place, n in enumerate(agreed))
         self._has_order = True
         if tuple(agreed) != self._order:
