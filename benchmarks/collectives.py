@@ -83,11 +83,11 @@ def parse_arguments() -> Options:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add, read_sizes = parser.add_argument, measure.listed(measure.parse_size)
     add("--quick", action="store_true", help="under a minute: fewer sizes, rounds and peers")
-    add("--ranks", default="2", help="for example 2,4")
+    add("--ranks", type=measure.listed(int), default="2", help="for example 2,4")
     add("--collectives", default=",".join(COLLECTIVES))
-    add("--sizes", help=f"bytes; default {SIZES}")
+    add("--sizes", type=read_sizes, help=f"bytes; default {SIZES}")
     add("--memory", default="plain,symmetric", help=f"any of {','.join(MEMORIES)}")
     add("--dtype", default="float32", choices=DTYPES)
     add("--transport", default="host", choices=("host", "tcp"))
@@ -98,11 +98,10 @@ def parse_arguments() -> Options:
     add("--fresh", action="store_true", help="write the inputs anew before each call")
     add("--output", help="file for the JSON lines; the plot stands beside it")
     given = parser.parse_args()
-    sizes = (given.sizes or (QUICK_SIZES if given.quick else SIZES)).split(",")
     options = Options(
-        ranks=[int(ranks) for ranks in given.ranks.split(",")],
+        ranks=given.ranks,
         collectives=given.collectives.split(","),
-        sizes=[measure.parse_size(size) for size in sizes],
+        sizes=given.sizes or read_sizes(QUICK_SIZES if given.quick else SIZES),
         memories=["plain"] if given.transport == "tcp" else given.memory.split(","),
         dtype=given.dtype,
         transport=given.transport,

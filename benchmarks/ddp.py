@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="few rounds, and torch in two configurations")
-    add("--ranks", default="2", help="for example 2,4")
+    add("--ranks", type=measure.listed(int), default="2", help="for example 2,4")
     add("--models", default=",".join(MODELS), help=f"any of {','.join(MODELS)}")
     add("--transport", default="host", choices=TRANSPORTS, help="of ferro_dist")
     add("--rounds", type=int, help="how often each system gets its turn")
@@ -75,7 +75,6 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.rounds = options.rounds or (3 if options.quick else 10)
     options.steps = options.steps or (5 if options.quick else 20)
-    options.ranks = [int(ranks) for ranks in options.ranks.split(",")]
     options.models = options.models.split(",")
     unknown = sorted(set(options.models) - set(MODELS))
     if unknown:

@@ -69,7 +69,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resident-gb", type=float, default=0.0, help="memory of the victim")
     parser.add_argument("--forked-child", action="store_true", help="the victim has one alive")
     parser.add_argument("--output", help="JSON lines; default: benchmarks/results/faults*.jsonl")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.kills < 1 or options.ranks < 2:
+        parser.error("at least one kill, and two ranks")
+    return options
 
 
 def _name(options: argparse.Namespace) -> str:

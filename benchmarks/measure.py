@@ -159,6 +159,15 @@ def parse_size(text: str) -> int:
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
+def listed(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Return what reads "2,4" for `argparse`, each part by `read`."""
+
+    def comma_separated(text: str) -> list[Any]:
+        return [read(part) for part in text.split(",")]
+
+    return comma_separated
+
+
 def format_size(nbytes: int) -> str:
     """Write a size as "4 B", "16 KiB", "4 MiB"."""
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
