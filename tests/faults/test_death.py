@@ -241,13 +241,18 @@ def outlive_two(backend: fd.Backend) -> Told:
     meet(backend, 1)
     if backend.rank == 1:
         # Only this rank knows that all have met: it takes the other along.
-        threading.Timer(0.01, os.kill, (int(other[0]), signal.SIGKILL)).start()
-        die_within(0.01)
+        threading.Timer(0.01, die_with, (int(other[0]),)).start()
     return repeat(call_of("allreduce", backend, LARGE))
+
+
+def die_with(other: int) -> None:
+    os.kill(other, signal.SIGKILL)
+    die()
 
 
 def test_survivors_of_two_deaths_name_the_same_one() -> None:
     outcomes = run_ranks(4, outlive_two, may_die=[1, 2])
+    assert all(isinstance(outcomes[victim], RankDeath) for victim in (1, 2))
     told_by_survivors = [outcomes[0], outcomes[3]]
     assert [outcome.kind for outcome in told_by_survivors] == ["PeerLostError"] * 2
     assert outcomes[0].peer in (1, 2)
