@@ -105,10 +105,11 @@ def round_trip(
     view = source or target
     assert view is not None
     with DeviceGuard(view.device_id if view.device_id >= 0 else current_device()):
-        streams = [_stream_of(each) for each in (source, target) if each is not None]
-        stream = streams[0]
-        # Arrays of two libraries may be worked on in two streams: both come first.
-        stream.wait(streams[-1].record())
+        stream, *others = [_stream_of(each) for each in (source, target) if each is not None]
+        # Arrays of two libraries may be worked on in two streams: both come first. The host waits:
+        # for an event the device of the stream would have to be known, which not all arrays tell.
+        for other in others:
+            other.synchronize()
         if is_elementwise:
             _in_pieces(source, target, run, view, stream)
         else:

@@ -289,6 +289,23 @@ def test_what_another_library_still_writes_comes_first() -> None:
     assert ranks(2, write_late_on_another_stream) == [[1, 1, 2, 2]] * 2
 
 
+def take_from_a_device_that_is_not_current(group: Any) -> list[float]:
+    os.environ[VARIABLE] = "1"
+    warnings.simplefilter("ignore")
+    gpu = emulated_gpu(devices=2)
+    with gpu.device(1):
+        x, out = gpu.array(np.full(4, group.rank + 1.0)), gpu.empty(4, "float64")
+        stream = gpu.stream()
+        gpu.synchronize()
+    fd.all_to_all(OnStream(x, stream), group, out=OnStream(out, stream))
+    result: list[float] = out.numpy().tolist()
+    return result
+
+
+def test_arrays_need_not_tell_their_device() -> None:
+    assert run_ranks(2, take_from_a_device_that_is_not_current) == [[1, 1, 2, 2]] * 2
+
+
 def mix_devices(group: Any) -> None:
     os.environ[VARIABLE] = "1"
     gpu = emulated_gpu()
