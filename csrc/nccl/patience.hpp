@@ -40,7 +40,7 @@ class Patience {
     if (elapsed_s >= timeout_s_) throw timed_out(function, elapsed_s);
     if (now - listened_ > kBetweenSignals) {
       listened_ = now;
-      listen(function);
+      listen(function, now);
     }
     if (now - begin_ < kYielding) return std::this_thread::yield();
     std::this_thread::sleep_for(sleep_);
@@ -54,12 +54,16 @@ class Patience {
   static constexpr std::chrono::microseconds kShortest{20};
   static constexpr std::chrono::microseconds kLongest{1000};
   static constexpr std::chrono::milliseconds kBetweenSignals{100};
+  static constexpr std::chrono::milliseconds kToBeDone{500};
 
-  void listen(const char* function) const {
+  void listen(const char* function, Clock::time_point now) {
     if (interrupted_ != nullptr && interrupted_(context_)) throw Error(ErrorKind::interrupted, function);
     if (alarm_ == nullptr) return;
     const Loss loss = (*alarm_)();
-    if (loss.rank >= 0) throw error_of_loss(loss, function);
+    if (loss.rank < 0) return;
+    if (lost_ == Clock::time_point{}) lost_ = now;
+    // A rank that lives may have left because it was done, as this one will soon be, too.
+    if (loss.is_dead || now - lost_ > kToBeDone) throw error_of_loss(loss, function);
   }
 
   Error timed_out(const char* function, double elapsed_s) const {
@@ -78,6 +82,7 @@ class Patience {
   std::chrono::microseconds sleep_ = kShortest;
   Clock::time_point begin_;
   Clock::time_point listened_;
+  Clock::time_point lost_;  // when a rank was first found to be gone
 };
 
 }  // namespace ferro::nccl
