@@ -764,16 +764,22 @@ void ends_of_channels_are_told_apart() {
   expect(error.code == ErrorCode::peer_lost && error.peer == 1, "death on a channel");
 }
 
+// As a channel sends it ahead of these values.
+Frame header_of(const Values& values) {
+  Frame header;
+  header.kind = FrameKind::message;
+  header.first.dtype = DType::int32;
+  header.first.count = values.size();
+  header.second.count = values.size() * sizeof values[0];
+  return header;
+}
+
 void a_goodbye_is_not_taken_for_a_payload() {
   for (const std::size_t missing : {1u, 10u, 16u, 17u}) {
     const auto [first, second] = connected_sockets();
     TcpChannel channel(1, first);
     Values got(100);
-    Frame header;
-    header.kind = FrameKind::message;
-    header.first.dtype = DType::int32;
-    header.first.count = got.size();
-    header.second.count = got.size() * sizeof got[0];
+    const Frame header = header_of(got);
     expect(write(second, &header, sizeof header) == sizeof header, "write");
     const auto sent = static_cast<ssize_t>((got.size() - missing) * sizeof got[0]);
     expect(write(second, got.data(), sent) == sent, "write");
@@ -788,11 +794,7 @@ void a_goodbye_ends_a_header() {
     const auto [first, second] = connected_sockets();
     TcpChannel channel(1, first);
     Values got(100);
-    Frame header;
-    header.kind = FrameKind::message;
-    header.first.dtype = DType::int32;
-    header.first.count = got.size();
-    header.second.count = got.size() * sizeof got[0];
+    const Frame header = header_of(got);
     expect(write(second, &header, begun) == static_cast<ssize_t>(begun), "write");
     TcpChannel(0, second).close();
     const Error error = error_of([&] { complete(channel, message_of(false, got)); });
