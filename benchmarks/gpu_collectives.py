@@ -302,13 +302,11 @@ def nccl4py(
 ) -> dict[str, Contestant]:
     if not isinstance(gpu, TorchArrays):
         raise MissingError("nccl4py: needs a GPU")
-    try:
-        import nccl.core as nccl
-    except ImportError as error:
-        raise MissingError(f"nccl4py: {error}") from None
     shared = new_unique_id(host)
     x = gpu.zeros(1)
     try:  # young, and its names still change: the others are worth measuring without it
+        import nccl.core as nccl
+
         unique_id = nccl.UniqueId.from_bytes(shared)
         communicator = nccl.Communicator.init(host.world_size, host.rank, unique_id)
         communicator.allreduce(x, x, nccl.SUM)
