@@ -71,6 +71,7 @@ Lane::Lane(std::shared_ptr<Communicator> communicator, cudaStream_t stream)
   check(cuda_.cudaEventCreateWithFlags(&arrival_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
   if (owns_stream_)
     check(cuda_.cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  last_stream_ = stream_;
 }
 
 // Events and streams may be destroyed with work under way: CUDA frees them when it is done.
@@ -97,7 +98,10 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   communicator_->check_awake(function_of(op));
   const DefaultStreamGuard guard(*this, callers, num_callers);
   const bool is_captured = is_capturing(callers, num_callers);
-  order_after(callers, num_callers);
+  const cudaStream_t stream = place_of(callers, num_callers, is_async);
+  order_after(stream, callers, num_callers);
+  // What is captured may wait for nothing outside its graph.
+  if (!is_captured) order_after_last(stream);
   check_usable();  // CUDA may have blocked there until the communicator was ended
   Attendance::Entry entry;
   const Entered entered{attendance_.get(), &entry};
@@ -107,7 +111,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
     patience.complete_with(tell_missing, &entered);
   }
   try {
-    const ncclResult_t result = issue_all(operations, count);
+    const ncclResult_t result = issue_all(operations, count, stream);
     std::optional<Connecting> connecting;
     if (result == ncclInProgress && attendance_ != nullptr) connecting.emplace(*this, op, entry);
     turn.settle(result);
@@ -116,8 +120,8 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
     throw;
   }
   const cudaEvent_t done = take_event();
-  check(cuda_.cudaEventRecord(done, stream_), "cudaEventRecord");
-  if (!is_async || is_captured) order_behind(done, callers, num_callers);
+  check(cuda_.cudaEventRecord(done, stream), "cudaEventRecord");
+  if (!is_async || is_captured) order_behind(stream, done, callers, num_callers);
   bool is_crowded = false;
   std::uint64_t ticket = 0;
   {
@@ -126,6 +130,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
       spare_events_.push_back(done);  // the graph keeps the place; the event may be recorded anew
     } else {
       flights_.push_back({done, op, timeout_s, now_s(), std::move(entry)});
+      last_stream_ = stream;
       ticket = num_launched_.load(std::memory_order_relaxed) + 1;
       num_launched_.store(ticket, std::memory_order_release);
     }
@@ -147,17 +152,36 @@ Lane::Connecting::~Connecting() {
   lane.connecting_ = nullptr;
 }
 
-void Lane::order_after(const cudaStream_t* callers, std::size_t num_callers) {
+cudaStream_t Lane::place_of(const cudaStream_t* callers, std::size_t num_callers,
+                            bool is_async) const noexcept {
+  if (is_async || !owns_stream_ || num_callers == 0) return stream_;
+  // NCCL may launch in a thread of its own, which has another stream of this name.
+  return callers[0] == cudaStreamPerThread ? stream_ : callers[0];
+}
+
+void Lane::order_after(cudaStream_t stream, const cudaStream_t* callers, std::size_t num_callers) {
   for (std::size_t i = 0; i < num_callers; ++i) {
-    if (callers[i] == stream_) continue;
+    if (callers[i] == stream) continue;
     check(cuda_.cudaEventRecord(arrival_, callers[i]), "cudaEventRecord");
-    check(cuda_.cudaStreamWaitEvent(stream_, arrival_, 0), "cudaStreamWaitEvent");
+    check(cuda_.cudaStreamWaitEvent(stream, arrival_, 0), "cudaStreamWaitEvent");
   }
 }
 
-void Lane::order_behind(cudaEvent_t done, const cudaStream_t* callers, std::size_t num_callers) {
+void Lane::order_after_last(cudaStream_t stream) {
+  if (stream == last_stream_) return;
+  cudaEvent_t last = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    if (!flights_.empty()) last = flights_.back().done;
+  }
+  // It may be retired meanwhile, but only a later launch records it anew.
+  if (last != nullptr) check(cuda_.cudaStreamWaitEvent(stream, last, 0), "cudaStreamWaitEvent");
+}
+
+void Lane::order_behind(cudaStream_t stream, cudaEvent_t done, const cudaStream_t* callers,
+                        std::size_t num_callers) {
   for (std::size_t i = 0; i < num_callers; ++i)
-    if (callers[i] != stream_) check(cuda_.cudaStreamWaitEvent(callers[i], done, 0), "cudaStreamWaitEvent");
+    if (callers[i] != stream) check(cuda_.cudaStreamWaitEvent(callers[i], done, 0), "cudaStreamWaitEvent");
 }
 
 // Whether the call goes into a graph. Refuses streams that take no work now, while that spoils no capture.
@@ -171,11 +195,11 @@ bool Lane::is_capturing(const cudaStream_t* callers, std::size_t num_callers) co
   return is_captured;
 }
 
-ncclResult_t Lane::issue_all(const Operation* operations, std::size_t count) {
-  if (count == 1) return communicator_->issue_on(operations[0], stream_);
+ncclResult_t Lane::issue_all(const Operation* operations, std::size_t count, cudaStream_t stream) {
+  if (count == 1) return communicator_->issue_on(operations[0], stream);
   CallGroup group;
   for (std::size_t i = 0; i < count && group.is_well(); ++i)
-    group.note(communicator_->issue_on(operations[i], stream_));
+    group.note(communicator_->issue_on(operations[i], stream));
   return group.end();
 }
 
@@ -213,7 +237,7 @@ void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::siz
   };
   const Loan loan{*this};
   const DefaultStreamGuard guard(*this, callers, num_callers);
-  order_behind(done, callers, num_callers);
+  order_behind(stream_, done, callers, num_callers);
 }
 
 void Lane::synchronize(std::uint64_t ticket, Patience& patience) {

@@ -1,15 +1,18 @@
-// The stream on which one communicator works, kept in order with the callers' streams.
+// The calls of one communicator, in order with the callers' streams and with each other.
 //
-// The steps of a call on a lane, none of which blocks the host:
-//   1. an event is recorded on the caller's stream, and the lane's stream waits for it:
-//      what the caller queued before is done before NCCL reads. A call on arrays of two
-//      libraries has a caller's stream for each;
-//   2. NCCL launches on the lane's stream;
-//   3. an event is recorded there, and the caller's stream waits for it: what the caller
-//      queues later finds the result.
-// Two records and two waits; in a CUDA graph capture they become edges of the graph. The
-// second event also tells when the arrays of the call are free, and whether the call is
-// overdue: calls on one stream end in the order in which they began.
+// A call whose result the caller's stream is to wait for runs on that stream: nothing has to be put
+// in order. Any other, which leaves that stream free, runs on the lane's own. None of its steps
+// blocks the host:
+//   1. an event is recorded on the caller's stream, and the lane's stream waits for it: what the
+//      caller queued before is done before NCCL reads;
+//   2. NCCL launches;
+//   3. an event is recorded there, for which the caller's stream waits at hand_back(): what the
+//      caller queues later finds the result.
+// The same is done with the second stream of a call on arrays of two libraries. In a CUDA graph
+// capture records and waits become edges of the graph.
+//
+// Calls end in the order in which they began: one on another stream than the last waits for that
+// one's event. The events also tell when the arrays of a call are free, and whether it is overdue.
 #ifndef FERRO_NCCL_LANE_HPP
 #define FERRO_NCCL_LANE_HPP
 
@@ -28,7 +31,7 @@ namespace ferro::nccl {
 
 class Lane {
  public:
-  // On `stream`, which its owner keeps alive and destroys; on one of its own if null.
+  // All calls run on `stream`, which its owner keeps alive and destroys, if it is not null.
   Lane(std::shared_ptr<Communicator> communicator, cudaStream_t stream);
   ~Lane();
   Lane(const Lane&) = delete;
@@ -98,10 +101,13 @@ class Lane {
   bool is_overdue() noexcept;
   bool is_deserted() noexcept;
   bool is_forsaken() noexcept;
-  void order_after(const cudaStream_t* callers, std::size_t num_callers);
-  void order_behind(cudaEvent_t done, const cudaStream_t* callers, std::size_t num_callers);
+  cudaStream_t place_of(const cudaStream_t* callers, std::size_t num_callers, bool is_async) const noexcept;
+  void order_after(cudaStream_t stream, const cudaStream_t* callers, std::size_t num_callers);
+  void order_after_last(cudaStream_t stream);
+  void order_behind(cudaStream_t stream, cudaEvent_t done, const cudaStream_t* callers,
+                    std::size_t num_callers);
   bool is_capturing(const cudaStream_t* callers, std::size_t num_callers) const;
-  ncclResult_t issue_all(const Operation* operations, std::size_t count);
+  ncclResult_t issue_all(const Operation* operations, std::size_t count, cudaStream_t stream);
   cudaEvent_t take_event();  // under the device's lock
   void prepare_event();      // under lock_ and the device's
   void retire();             // under retire_lock_
@@ -115,6 +121,7 @@ class Lane {
   cudaStream_t stream_;
   cudaEvent_t arrival_ = nullptr;     // used under the device's lock, as launch is
   cudaEvent_t next_event_ = nullptr;  // the same: what the next call records, if it is there already
+  cudaStream_t last_stream_;          // the same: of the last call
 
   // Held by whoever asks CUDA which calls are done; taken before lock_. Flights are removed under both.
   std::mutex retire_lock_;

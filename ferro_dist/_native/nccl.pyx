@@ -29,7 +29,7 @@ from ferro_dist._native.libnccl cimport (
 )
 from ferro_dist._native.nccl_connection cimport check_usable, Connection, Noting
 from ferro_dist._native.nccl_library cimport config_of
-from ferro_dist._native.nccl_operation cimport Member
+from ferro_dist._native.nccl_operation cimport Member, set_raw
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 from ferro_dist._native.nccl_resource cimport (
     check_in_window, make_premul_sum, make_registration, make_window, PreMulSum, Window,
@@ -808,12 +808,6 @@ cdef int _or_one(int configured):
 cdef inline int _set_raw(
     Operation* o, Op op, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, stream
 ) except -1:
-    if not 0 <= dtype < <int> libnccl.ncclNumTypes:
-        raise UnsupportedOp(f"NCCL has no dtype number {dtype}; dtype_to_nccl gives them by name.")
-    o.op = op
-    o.in_ = <const void*> sendbuf
-    o.out = <void*> recvbuf
-    o.count = count
-    o.dtype = <ncclDataType_t> dtype
+    set_raw(o, op, <const void*> sendbuf, <void*> recvbuf, count, dtype)
     o.stream = stream_handle(stream)
     return 0

@@ -1,11 +1,11 @@
-# A group over NCCL as Python sees it: the methods of a Backend, on one stream.
+# A group over NCCL as Python sees it: the methods of a Backend, one call after the other.
 #
 # nccl_operation.pyx checks arguments and describes operations; csrc/nccl/lane.hpp orders streams.
 # Here results are allocated, and arrays stay referenced until the GPU is done with them.
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libcpp.memory cimport shared_ptr
 from libcpp.vector cimport vector
 
@@ -17,9 +17,10 @@ from ferro_dist._native.cuda_stream cimport (
     current_stream, held_stream, known_stream, KnownStream, StreamHandle,
 )
 from ferro_dist._native.libcudart cimport cudaStream_t
-from ferro_dist._native.libnccl cimport Alarm, Lane, Op, Operation, Patience
+from ferro_dist._native.libnccl cimport Alarm, Lane, ncclRedOp_t, Op, Operation, Patience
 from ferro_dist._native.nccl cimport Communicator
 from ferro_dist._native.nccl_connection cimport check_usable, Noting
+from ferro_dist._native.nccl_operation cimport set_raw
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 
 from ferro_dist import arguments
@@ -43,7 +44,7 @@ cdef extern from "Python.h":
 @cython.final
 @cython.freelist(64)
 cdef class NcclWork:
-    """A call on the group's stream; see ferro_dist.work.Work.
+    """A call on the group's own stream; see ferro_dist.work.Work.
 
     `wait` makes the caller's stream wait, and blocks the host only with a `timeout`, or for a barrier.
     """
@@ -121,7 +122,8 @@ cdef class NcclGroup:
         Has the functions contiguous, allocate, allocate_gathered, allocate_chunk,
         allocate_rows and deliver of ferro_dist.interop.
     stream : stream, optional
-        Where the group works; a stream of its own if not given.
+        Where all calls work. If not given, those that are not asynchronous work on the caller's
+        stream, and the others on one of the group's own.
     """
 
     cdef Communicator _communicator
@@ -169,7 +171,7 @@ cdef class NcclGroup:
 
     @property
     def stream(self):
-        """The group's stream; borrowed, valid while the group is."""
+        """The group's own stream; borrowed, valid while the group is."""
         return Stream.borrow(<size_t> self._lane.get().stream(), self._communicator.device)
 
     @property
@@ -340,10 +342,8 @@ cdef class NcclGroup:
             self._scratch = DeviceMemory(1, self._communicator.device)
         cdef BufferView view = view_of(self._scratch)
         cdef Operation o
-        cdef cudaStream_t own = self._lane.get().stream()
         self._communicator.describe_allreduce(&o, view, view, 0)
-        cdef NcclWork work = self._launch_on(
-            &o, 1, &own, 1, view, None, None, None, None, False, True, timeout, tag)
+        cdef NcclWork work = self._launch_alone(&o, view, timeout, tag)
         work._patience = self._communicator.seconds(timeout) + WATCHDOG_GRACE
         if async_op:
             return work
@@ -445,6 +445,33 @@ cdef class NcclGroup:
         arguments.check_apart(ops, views, rank=self.rank)
         return 0
 
+    # ---- Raw pointers, which wait for no caller's stream, and none for them ------
+
+    def allreduce_raw(self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int op):
+        cdef Operation o
+        set_raw(&o, Op.allreduce, <const void*> sendbuf, <void*> recvbuf, count, dtype)
+        o.reduce_op = <ncclRedOp_t> op
+        self._launch_alone(&o, None, None, NO_TAG)
+
+    def broadcast_raw(self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int root):
+        cdef Operation o
+        set_raw(&o, Op.broadcast, <const void*> sendbuf, <void*> recvbuf, count, dtype)
+        o.peer = root
+        self._launch_alone(&o, None, None, NO_TAG)
+
+    def all_gather_raw(self, uintptr_t sendbuf, uintptr_t recvbuf, size_t sendcount, int dtype):
+        cdef Operation o
+        set_raw(&o, Op.all_gather, <const void*> sendbuf, <void*> recvbuf, sendcount, dtype)
+        self._launch_alone(&o, None, None, NO_TAG)
+
+    def reduce_scatter_raw(
+        self, uintptr_t sendbuf, uintptr_t recvbuf, size_t recvcount, int dtype, int op
+    ):
+        cdef Operation o
+        set_raw(&o, Op.reduce_scatter, <const void*> sendbuf, <void*> recvbuf, recvcount, dtype)
+        o.reduce_op = <ncclRedOp_t> op
+        self._launch_alone(&o, None, None, NO_TAG)
+
     # ---- Calls ----------------------------------------------------------------
 
     cdef BufferView _input(self, object array, str op):
@@ -481,6 +508,11 @@ cdef class NcclGroup:
         return self._launch_on(
             operations.data(), operations.size(), callers.data(), callers.size(), first, second, others, x,
             written, is_new, async_op, timeout, tag)
+
+    cdef NcclWork _launch_alone(self, const Operation* o, BufferView view, timeout, tag):
+        """Launch what is in order with the group's own stream alone."""
+        cdef cudaStream_t own = self._lane.get().stream()
+        return self._launch_on(o, 1, &own, 1, view, None, None, None, None, False, True, timeout, tag)
 
     cdef object _launch_on(
         self, const Operation* operations, size_t count, const cudaStream_t* callers, size_t num_callers,

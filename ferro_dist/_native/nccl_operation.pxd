@@ -1,7 +1,7 @@
 # Who may ask NCCL for what, and how it is written down.
 
 from ferro_dist._native.buffer_view cimport BufferView
-from ferro_dist._native.libnccl cimport ncclDataType_t, Operation
+from ferro_dist._native.libnccl cimport ncclDataType_t, Op, Operation
 
 
 cdef class Member:
@@ -53,3 +53,7 @@ cdef int float_code(str dtype) except -1
 
 # NCCL's number for one of our dtypes.
 cdef ncclDataType_t nccl_dtype(int code) noexcept
+
+# Writes down a call on raw pointers.
+cdef int set_raw(
+    Operation* o, Op op, const void* sendbuf, void* recvbuf, size_t count, int dtype) except -1

@@ -333,3 +333,16 @@ cdef inline bint _is_reducible(int dtype, int reduction) noexcept:
     if dtype == COMPLEX64 or dtype == COMPLEX128:
         return reduction == SUM or reduction == MEAN
     return False
+
+
+cdef int set_raw(
+    Operation* o, Op op, const void* sendbuf, void* recvbuf, size_t count, int dtype
+) except -1:
+    if not 0 <= dtype < <int> libnccl.ncclNumTypes:
+        raise UnsupportedOp(f"NCCL has no dtype number {dtype}; dtype_to_nccl gives them by name.")
+    o.op = op
+    o.in_ = sendbuf
+    o.out = recvbuf
+    o.count = count
+    o.dtype = <ncclDataType_t> dtype
+    return 0

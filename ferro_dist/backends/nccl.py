@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,13 @@ from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.bound import BoundBackend
-from ferro_dist.errors import ChannelClosed, DistributedError, Timeout, UnsupportedOp
+from ferro_dist.errors import ChannelClosed, DistributedError, UnsupportedOp
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import Work
 
 if TYPE_CHECKING:
-    from ferro_dist._native.cuda_stream import Event, Stream
+    from ferro_dist._native.cuda_stream import Stream
     from ferro_dist._native.nccl import Communicator, UniqueId
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "reduce_op_to_nccl",
 ]
 
-_BETWEEN_LOOKS_S = 50e-6
 WATCHDOG_GRACE_S = 10.0
 """A moment after a call's timeout the watchdog ends the group, and says why."""
 END_GRACE_S = 10.0
@@ -109,14 +107,15 @@ def dtype_to_nccl(dtype: Any) -> int:
 class NcclBackend(BoundBackend):
     """One rank of a group of GPUs, whose arrays NCCL moves without a detour.
 
-    Calls do not block the host: they wait for the stream on which the caller's library currently
-    works, run on the group's own stream, and make the caller's stream wait for the result. Arrays
-    in flight stay referenced. Calls can be captured in a CUDA graph, which must be destroyed before
-    the group is closed: NCCL waits for it. Make each kind of call once before it is captured: NCCL
-    connects ranks in the first one, which may invalidate a capture. So may the end of any group
-    while another thread captures in CUDA's global mode, the default: NCCL frees memory then, in
-    threads of its own. No timeout holds for what a graph replays: if a rank does not replay it, the
-    others' GPUs wait until the group is aborted.
+    Calls do not block the host: they run on the stream on which the caller's library currently
+    works. With ``async_op=True`` they wait for what that stream was given before, run on the
+    group's own, and `Work.wait` makes the caller's stream wait for the result. The calls of a group
+    run in the order in which they are made. Arrays in flight stay referenced. Calls can be captured
+    in a CUDA graph, which must be destroyed before the group is closed: NCCL waits for it. Make
+    each kind of call once before it is captured: NCCL connects ranks in the first one, which may
+    invalidate a capture. So may the end of any group while another thread captures in CUDA's global
+    mode, the default: NCCL frees memory then, in threads of its own. No timeout holds for what a
+    graph replays: if a rank does not replay it, the others' GPUs wait until the group is aborted.
 
     Arrays in host memory are refused: `HybridBackend` takes both kinds.
 
@@ -225,7 +224,6 @@ class NcclBackend(BoundBackend):
         self._group = NcclGroup(communicator, results, stream)
         self._bind(self._group)
         self._config = config
-        self._raw_done: Event | None = None
         return self
 
     @property
@@ -265,7 +263,7 @@ class NcclBackend(BoundBackend):
 
     @property
     def stream(self) -> Stream:
-        """The stream on which the group works."""
+        """The group's own stream, for asynchronous calls and raw ones; for all if it was given."""
         return self._group.stream
 
     def synchronize(self, timeout: float | None = None) -> None:
@@ -276,7 +274,6 @@ class NcclBackend(BoundBackend):
         Timeout
             Some are not done after `timeout` seconds, by default the backend's.
         """
-        self._await_raw(self._seconds(timeout))
         self._group.synchronize(timeout)
 
     def heed(self, alarm: object) -> None:
@@ -390,8 +387,8 @@ class NcclBackend(BoundBackend):
             rank=self.rank,
         )
 
-    # Raw device pointers, for callers that have no arrays. They run on the group's stream, which
-    # the caller must order and wait for: `stream`, `synchronize`.
+    # Raw device pointers, for callers that have no arrays. They run on the group's own stream, with
+    # which the caller must put its own work in order: `stream`, `synchronize`.
 
     def allreduce_raw(self, sendbuf: int, recvbuf: int, count: int, dtype: int, op: int) -> None:
         """Reduce `count` elements of device memory over all ranks.
@@ -406,45 +403,21 @@ class NcclBackend(BoundBackend):
         op : int
             ``ncclRedOp_t``: `reduce_op_to_nccl`.
         """
-        self.comm.allreduce_raw(sendbuf, recvbuf, count, dtype, op, self.stream)
-        self._note_raw()
+        self._group.allreduce_raw(sendbuf, recvbuf, count, dtype, op)
 
     def broadcast_raw(self, sendbuf: int, recvbuf: int, count: int, dtype: int, root: int) -> None:
         """Copy `count` elements of the root's `sendbuf` to every rank's `recvbuf`."""
-        self.comm.broadcast_raw(sendbuf, recvbuf, count, dtype, root, self.stream)
-        self._note_raw()
+        self._group.broadcast_raw(sendbuf, recvbuf, count, dtype, root)
 
     def all_gather_raw(self, sendbuf: int, recvbuf: int, sendcount: int, dtype: int) -> None:
         """Gather `sendcount` elements of every rank, in rank order."""
-        self.comm.all_gather_raw(sendbuf, recvbuf, sendcount, dtype, self.stream)
-        self._note_raw()
+        self._group.all_gather_raw(sendbuf, recvbuf, sendcount, dtype)
 
     def reduce_scatter_raw(
         self, sendbuf: int, recvbuf: int, recvcount: int, dtype: int, op: int
     ) -> None:
         """Reduce ``world_size * recvcount`` elements and leave each rank with its own chunk."""
-        self.comm.reduce_scatter_raw(sendbuf, recvbuf, recvcount, dtype, op, self.stream)
-        self._note_raw()
-
-    def _note_raw(self) -> None:
-        stream = self.stream
-        if not stream.is_capturing():  # whoever launches a graph waits for what it holds
-            self._raw_done = stream.record()
-
-    def _await_raw(self, seconds: float) -> None:
-        """Wait for raw calls, which the group does not track."""
-        deadline = time.monotonic() + seconds
-        done = self._raw_done
-        while done is not None and not done.is_done():
-            if time.monotonic() > deadline:
-                raise Timeout(
-                    f"Raw calls are still under way after {seconds:g} s. They go on; wait again.",
-                    seconds=seconds,
-                    rank=self.rank,
-                )
-            time.sleep(_BETWEEN_LOOKS_S)
-        if self._raw_done is done:  # else another thread has made a call since
-            self._raw_done = None
+        self._group.reduce_scatter_raw(sendbuf, recvbuf, recvcount, dtype, op)
 
 
 def _lend(stream: Any, device: int | None) -> Stream:

@@ -1,4 +1,4 @@
-"""The caller's stream before, the group's between, the caller's after: and tests that can tell.
+"""Calls in order with the caller's stream and with each other: and tests that can tell.
 
 Every program here ends with right numbers because of one wait between streams. Each runs
 twice: as it is, and with a library before the emulated CUDA runtime that leaves the wait
@@ -48,20 +48,6 @@ def read_late_input(group: Any, gpu: Any) -> list[float]:
         return values(gpu, out)
 
 
-def use_result_at_once(group: Any, gpu: Any) -> list[float]:
-    """What the caller queues after the call finds its result: the wait at hand-back."""
-    x, out, kept = gpu.array(np.full(4, 7.0)), gpu.array(np.zeros(4)), gpu.array(np.zeros(4))
-    gpu.synchronize()
-    gpu.set_delay(DELAY_US)
-    with gpu.stream():
-        keep_busy(group, gpu)
-        fd.allreduce(x, group, out=out)
-        copy(gpu, kept, out)
-        gpu.synchronize()
-        gpu.set_delay(0)
-        return values(gpu, kept)
-
-
 def use_result_once_waited_for(group: Any, gpu: Any) -> list[float]:
     """The same, where `Work.wait` orders the streams."""
     x, out, kept = gpu.array(np.full(4, 7.0)), gpu.array(np.zeros(4)), gpu.array(np.zeros(4))
@@ -77,7 +63,37 @@ def use_result_once_waited_for(group: Any, gpu: Any) -> list[float]:
         return values(gpu, kept)
 
 
-def chain_calls(group: Any, gpu: Any) -> list[float]:
+def read_what_a_call_in_the_background_writes(group: Any, gpu: Any) -> list[float]:
+    """Nobody has waited for it, but a call runs after all that were made before."""
+    x, between, out = gpu.array(np.full(4, 7.0)), gpu.array(np.zeros(4)), gpu.array(np.zeros(4))
+    gpu.synchronize()
+    gpu.set_delay(DELAY_US)
+    with gpu.stream():
+        keep_busy(group, gpu)
+        fd.allreduce(x, group, out=between, async_op=True)
+        fd.allreduce(between, group, out=out)
+        gpu.synchronize()
+        gpu.set_delay(0)
+        return values(gpu, out)
+
+
+def read_what_a_call_on_another_stream_writes(group: Any, gpu: Any) -> list[float]:
+    x, between, out = gpu.array(np.full(4, 7.0)), gpu.array(np.zeros(4)), gpu.array(np.zeros(4))
+    gpu.synchronize()
+    gpu.set_delay(DELAY_US)
+    with gpu.stream():
+        for _ in range(5):
+            copy(gpu, between, between)
+        fd.allreduce(x, group, out=between)
+    with gpu.stream():
+        fd.allreduce(between, group, out=out)
+        gpu.synchronize()
+        gpu.set_delay(0)
+        return values(gpu, out)
+
+
+def use_results_at_once(group: Any, gpu: Any) -> list[float]:
+    """What the caller queues behind a call finds its result, and overwrites its input in time."""
     x, out = gpu.array(np.full(4, 7.0)), gpu.array(np.zeros(4))
     last = gpu.array(np.zeros(4))
     gpu.synchronize()
@@ -93,15 +109,19 @@ def chain_calls(group: Any, gpu: Any) -> list[float]:
 
 
 PROGRAMS = {
-    "read_late_input": read_late_input,
-    "use_result_at_once": use_result_at_once,
-    "use_result_once_waited_for": use_result_once_waited_for,
-    "chain_calls": chain_calls,
+    program.__name__: program
+    for program in (
+        read_late_input,
+        use_result_once_waited_for,
+        use_results_at_once,
+        read_what_a_call_in_the_background_writes,
+        read_what_a_call_on_another_stream_writes,
+    )
 }
 
 
 def keep_busy(group: Any, gpu: Any) -> None:
-    """Let the group's stream be later than the caller's."""
+    """Let the group's own stream be later than the caller's."""
     scratch = gpu.array(np.zeros(4))
     for _ in range(10):
         fd.allreduce(scratch, group, out=scratch, async_op=True)
@@ -128,7 +148,7 @@ def run_program(name: str) -> list[float]:
     gpu = emulated_gpu()
     made: Any = fd.NcclBackend(0, 1, fd.get_unique_id(), timeout=30)
     with made as group:
-        fd.allreduce(gpu.array(np.ones(1)), group)
+        fd.allreduce(gpu.array(np.ones(1)), group, async_op=True)
         group.synchronize()
         return PROGRAMS[name](group, gpu)
 
@@ -164,8 +184,9 @@ MUTANT = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>
-// The lane waits for the arrival of its caller's work, callers for the lane to hand back its
-// own: told apart by the stream that waits, which is the lane's in the very first wait.
+// The lane's own stream waits for the arrival of its caller's work. Others wait for what was called
+// before, or for the lane to hand back its own. They are told apart by the stream that waits, which
+// is the lane's in the very first wait.
 typedef int (*wait_t)(void*, void*, unsigned);
 static void* lane;
 int cudaStreamWaitEvent(void* stream, void* event, unsigned flags) {
@@ -198,9 +219,9 @@ def mutant(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("dropped", "name"),
     [
         ("arrival", "read_late_input"),
-        ("handback", "use_result_at_once"),
         ("handback", "use_result_once_waited_for"),
-        ("handback", "chain_calls"),
+        ("earlier_call", "read_what_a_call_in_the_background_writes"),
+        ("earlier_call", "read_what_a_call_on_another_stream_writes"),
     ],
 )
 def test_a_wait_that_is_left_out_shows(mutant: Path, dropped: str, name: str) -> None:
@@ -210,7 +231,7 @@ def test_a_wait_that_is_left_out_shows(mutant: Path, dropped: str, name: str) ->
 
 
 def test_the_mutant_alone_changes_nothing(mutant: Path) -> None:
-    assert in_a_process("chain_calls", LD_PRELOAD=str(mutant)) == [7.0] * 4
+    assert in_a_process("use_results_at_once", LD_PRELOAD=str(mutant)) == [7.0] * 4
 
 
 # Memory that is freed in flight

@@ -166,6 +166,27 @@ def test_calls_can_be_captured_into_a_graph() -> None:
     assert ranks(2, capture_a_call) == [[8.0, 24.0, 40.0, 56.0]] * 2
 
 
+def capture_alone(backend: Any) -> list[bool]:
+    """What a capture has reached is captured itself."""
+    gpu = emulated_gpu()
+    group = make_group(backend)
+    x = ranked(backend.rank, 4)
+    group.allreduce(x, x, SUM, False, None, 0)
+    group.synchronize()
+    is_reached = []
+    for is_async in (False, True):
+        with gpu.stream() as stream, gpu.capture(stream) as graph:
+            group.allreduce(x, x, SUM, is_async, None, 0)
+            is_reached.append(group.stream.is_capturing())
+        graph.close()
+    group.close()
+    return is_reached
+
+
+def test_only_asynchronous_calls_need_the_groups_own_stream() -> None:
+    assert ranks(2, capture_alone) == [[False, True]] * 2
+
+
 def call_on_the_default_stream_beside_a_capture(backend: Any) -> list[float]:
     """CUDA would refuse what the call does there, and end the capture, which is somebody else's."""
     gpu = emulated_gpu()

@@ -160,7 +160,8 @@ void check_messages_to_self(const Communicator& communicator, const std::vector<
           "a send to oneself needs a receive from oneself in the same group, and the other way round");
 }
 
-// Launches of one communicator follow each other, whatever their streams are.
+// Launches of one communicator follow each other, whatever their streams are, if it has several ranks:
+// for a single one NCCL puts nothing in order.
 void put_into_stream(const CommunicatorPtr& communicator, std::unique_ptr<Launch> launch,
                      cudaStream_t stream) {
   cudaGraph_t graph = nullptr;
@@ -168,7 +169,7 @@ void put_into_stream(const CommunicatorPtr& communicator, std::unique_ptr<Launch
   if (graph != nullptr) return capture(std::move(launch), stream, graph);
   if (communicator->last_launch == nullptr) {
     check(cudart().event_create_with_flags(&communicator->last_launch, cudaEventDisableTiming));
-  } else if (communicator->last_stream != stream) {
+  } else if (communicator->last_stream != stream && communicator->num_ranks > 1) {
     check(cudart().stream_wait_event(stream, communicator->last_launch, 0));
   }
   communicator->add_pending();
