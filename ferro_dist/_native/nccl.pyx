@@ -17,14 +17,14 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uintptr_t
 from libcpp.vector cimport vector
 
-from ferro_dist._native cimport libnccl, nccl_library
+from ferro_dist._native cimport nccl_library
 from ferro_dist._native.buffer_view cimport BufferView, output_of
 from ferro_dist._native.cuda_runtime cimport cudart
 from ferro_dist._native.cuda_stream cimport known_stream, KnownStream, stream_handle
 from ferro_dist._native.libcudart cimport Cudart, cudaStreamPerThread
 from ferro_dist._native.libnccl cimport (
     Alarm, current_group, GroupedOperation, launch_group, Native, NCCL_CONFIG_UNDEF_INT, ncclConfig_t,
-    ncclDataType_t, ncclRedOp_t, NCCL_SHRINK_ABORT, NCCL_SHRINK_DEFAULT, NCCL_SPLIT_NOCOLOR, ncclUniqueId,
+    ncclRedOp_t, NCCL_SHRINK_ABORT, NCCL_SHRINK_DEFAULT, NCCL_SPLIT_NOCOLOR, ncclUniqueId,
     NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_DEFAULT, Op, Operation, Patience,
 )
 from ferro_dist._native.nccl_connection cimport check_usable, Connection, Noting
