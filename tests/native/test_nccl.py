@@ -207,6 +207,7 @@ def average_alone_on_another_device(backend: Any) -> list[Any]:
     communicator = nccl.Communicator.init_rank(1, nccl.get_unique_id(), 0, device=1)
     with gpu.device(1):
         x, stream = gpu.array(np.arange(4.0)), gpu.stream()
+        gpu.synchronize()
     communicator.allreduce(x, x, "mean", stream=stream)
     stream.synchronize()
     result = values(x)
