@@ -7,7 +7,8 @@
 A sample is the time from the first call of a batch until the GPU has done the last one, divided
 by their number, on the slowest rank. All contestants take turns in one process, each with a
 communicator of its own on the same libnccl. "C API" is a loop in C around ``ncclAllReduce`` on
-one stream: what the library and the hardware need.
+one stream: what the library and the hardware need. All work in place, where NCCL has nothing to do
+for a single rank: that one copies, save with torch.distributed, which can only work in place.
 
 The goals: at most 1.02 of the C API from 1 MiB on, and at most 1 µs more below.
 """
@@ -50,18 +51,19 @@ FLOAT32, SUM = 7, 0  # ncclDataType_t, ncclRedOp_t
 LOOP = f"""
 #include <stddef.h>
 typedef int AllReduce(const void*, void*, size_t, int, int, void*, void*);
-int loop(AllReduce* allreduce, void* data, size_t count, void* comm, void* stream, int times) {{
+int loop(AllReduce* allreduce, const void* in, void* out, size_t count, void* comm, void* stream,
+         int times) {{
   int status = 0;
   for (int i = 0; i < times && status == 0; ++i)
-    status = allreduce(data, data, count, {FLOAT32}, {SUM}, comm, stream);
+    status = allreduce(in, out, count, {FLOAT32}, {SUM}, comm, stream);
   return status;
 }}
 """
 
 Call = Callable[[int], None]
 """Makes so many calls in a row, without waiting for the GPU."""
-Contestant = Callable[[Any], Call]
-"""Prepares the calls on an array."""
+Contestant = Callable[[Any, Any], Call]
+"""Prepares the calls on an input and an output, which may be the same."""
 Where = tuple[Any, Any, Path, contextlib.ExitStack]
 """The host group, the arrays, the folder of this run, and what ends with it."""
 Maker = Callable[..., dict[str, Contestant]]
@@ -135,7 +137,8 @@ def measure_all(
         for nbytes in sizes:
             x = gpu.zeros(max(1, nbytes // 4))
             batch = min(most, max(MIN_BATCH, BATCH_BYTES // nbytes))
-            calls = {name: prepare(x) for name, prepare in contestants.items()}
+            out = x if host.world_size > 1 else gpu.zeros(max(1, nbytes // 4))
+            calls = {name: prepare(x, out) for name, prepare in contestants.items()}
             for name, samples in take_turns(host, gpu, calls, batch, rounds).items():
                 times[name, nbytes] = samples
     nccl = ".".join(map(str, load_nccl().get_version()))
@@ -239,18 +242,18 @@ def ferro_dist(
     # NCCL starts a thread for each call of the others; no timeout holds in the calls of this one.
     blocking = fd.NcclBackend(host.rank, host.world_size, new_unique_id(host), blocking=True)
     stack.enter_context(blocking)
-    in_place = "allreduce(x, backend, out=x)"
+    into_out = "allreduce(x, backend, out=out)"
     return {
-        "ferro_dist": functools.partial(loop_over, in_place, names),
+        "ferro_dist": functools.partial(loop_over, into_out, names),
         "ferro_dist, new result": functools.partial(loop_over, "allreduce(x, backend)", names),
         "ferro_dist, blocking": functools.partial(
-            loop_over, in_place, {**names, "backend": blocking}
+            loop_over, into_out, {**names, "backend": blocking}
         ),
     }
 
 
-def loop_over(statement: str, names: dict[str, Any], x: Any) -> Call:
-    loop = measure.compile_loop(statement, {**names, "x": x})
+def loop_over(statement: str, names: dict[str, Any], x: Any, out: Any) -> Call:
+    loop = measure.compile_loop(statement, {**names, "x": x, "out": out})
     return lambda times: loop(itertools.repeat(None, times))
 
 
@@ -266,13 +269,14 @@ def c_api(host: Any, gpu: Any, folder: Path, stack: contextlib.ExitStack) -> dic
     stack.callback(nccl.ncclCommDestroy, communicator)
     library = ctypes.CDLL(str(folder / "loop.so"))
     pointer = ctypes.c_void_p
-    library.loop.argtypes = [pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_int]
+    library.loop.argtypes = [*(pointer,) * 3, ctypes.c_size_t, *(pointer,) * 2, ctypes.c_int]
     allreduce = ctypes.cast(nccl.ncclAllReduce, pointer)
 
-    def prepare(x: Any) -> Call:
-        data, count, stream = gpu.address(x), int(np.prod(x.shape)), gpu.stream()
+    def prepare(x: Any, out: Any) -> Call:
+        count, stream = int(np.prod(x.shape)), gpu.stream()
+        addresses = gpu.address(x), gpu.address(out)
         return lambda times: check(
-            library.loop(allreduce, data, count, communicator, stream, times)
+            library.loop(allreduce, *addresses, count, communicator, stream, times)
         )
 
     return {"C API": prepare}
@@ -314,7 +318,7 @@ def nccl4py(
         raise MissingError(f"nccl4py: {type(error).__name__}: {error}") from error
     stack.callback(communicator.destroy)
     names = {"allreduce": communicator.allreduce, "SUM": nccl.SUM}
-    return {"nccl4py": functools.partial(loop_over, "allreduce(x, x, SUM)", names)}
+    return {"nccl4py": functools.partial(loop_over, "allreduce(x, out, SUM)", names)}
 
 
 # What it says
