@@ -174,7 +174,8 @@ void Communicator::connect() {
 void Communicator::finalize() {
   await_no_pending();
   await_graphs("ncclCommFinalize");
-  segment_->barrier(Lane::control, stop_);
+  // Over a network it waits for nobody.
+  if (!Segment::notices_ends()) segment_->barrier(Lane::control, stop_);
   is_finalized = true;
 }
 
@@ -240,6 +241,7 @@ void Communicator::synchronize() {
 void Communicator::release() {
   const std::lock_guard<std::mutex> lock(running);
   window_service_.reset();
+  if (segment_) segment_->leave();
   segment_.reset();
 }
 

@@ -34,7 +34,9 @@ struct Layout {
   std::size_t parts, signals, channels, staging, end;
 };
 
-bool notices_death() {
+}  // namespace
+
+bool Segment::notices_ends() {
   static const bool does = [] {
     const std::string text = setting("PEER_DEATH");
     if (text.empty() || text == "hang") return false;
@@ -44,7 +46,11 @@ bool notices_death() {
   return does;
 }
 
-}  // namespace
+void Segment::leave() {
+  // Release: whoever sees it sees the last arrivals, too.
+  part(rank).has_left.store(1, std::memory_order_release);
+  ring();
+}
 
 int Segment::create(int num_ranks) {
   const int fd = static_cast<int>(syscall(SYS_memfd_create, "ferro-emulated-nccl", 1u /* MFD_CLOEXEC */));
@@ -94,8 +100,12 @@ void Segment::barrier(Lane lane, const std::atomic<bool>& stop) {
   for (int peer = 0; peer < num_ranks; ++peer) {
     await(
         [&] {
+          const bool has_left = part(peer).has_left.load(std::memory_order_acquire) != 0;
           const std::uint32_t theirs = part(peer).arrivals[index].load(std::memory_order_acquire);
-          return static_cast<std::int32_t>(theirs - mine) >= 0;
+          const bool has_come = static_cast<std::int32_t>(theirs - mine) >= 0;
+          require(has_come || !has_left || !notices_ends(), ncclRemoteError, "rank ", peer,
+                  " has ended its communicator");
+          return has_come;
         },
         stop);
   }
@@ -121,7 +131,7 @@ void Segment::pause(int turn, std::uint32_t seen) {
     sched_yield();
     return;
   }
-  if (notices_death()) look_for_dead_ranks();
+  if (notices_ends()) look_for_dead_ranks();
   timespec limit{0, kSleepNs};
   // Not PRIVATE: ranks are processes, or threads.
   syscall(SYS_futex, &head().bell, FUTEX_WAIT, seen, &limit, nullptr, 0);

@@ -53,7 +53,8 @@ struct alignas(64) Channel {
 struct alignas(128) RankPart {
   std::atomic<std::uint32_t> arrivals[2];  // by Lane: barriers that the rank has entered
   std::atomic<pid_t> pid;                  // 0 until the rank is there; stored after start_time
-  std::uint64_t start_time;                // of the process, to tell it from a later one with the same pid
+  std::atomic<std::uint32_t> has_left;
+  std::uint64_t start_time;  // of the process, to tell it from a later one with the same pid
   std::int32_t device;
   // What the rank has used, or begun to use, see Connections.
   std::atomic<std::uint32_t> has_reduced, has_put;
@@ -73,8 +74,7 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
 
   // Both end with Interrupted when `stop` is set, and with Failure, ncclRemoteError, when a
-  // rank has died and FERRO_EMULATION_PEER_DEATH is remote_error. Otherwise nobody notices
-  // a death, as on one host with GPUs.
+  // rank has died and notices_ends(); a barrier also when a rank that has not come has left.
   void barrier(Lane lane, const std::atomic<bool>& stop);
   template <class Condition>
   void await(Condition condition, const std::atomic<bool>& stop) {
@@ -89,6 +89,12 @@ class Segment {
   }
   // Wakes everybody who awaits something: call it after every change.
   void ring();
+
+  // Whether FERRO_EMULATION_PEER_DEATH is remote_error: ranks are told of the end of others, as over a
+  // network. Otherwise nobody notices it, as on one host with GPUs.
+  static bool notices_ends();
+  // This rank's communicator has ended.
+  void leave();
 
   // Leaves every rank with what every rank gave: `all` has room for num_ranks of it.
   void exchange(const void* mine, std::size_t nbytes, void* all, const std::atomic<bool>& stop);
