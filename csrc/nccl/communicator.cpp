@@ -360,9 +360,12 @@ ncclResult_t Communicator::async_error(Patience& patience) {
 
 void Communicator::check_open() const {
   if (num_forks_ != num_forks()) throw ended(ErrorKind::forked);
+  // Read before the error: one that ends the communicator is there before its end begins, and tells more.
+  const bool is_aborting = is_aborting_.load(std::memory_order_acquire);
+  const bool is_closing = is_closing_.load(std::memory_order_acquire);
   check_healthy();
-  if (is_aborting_.load(std::memory_order_acquire)) throw ended(ErrorKind::aborted);
-  if (is_closing_.load(std::memory_order_acquire)) throw ended(ErrorKind::closed);
+  if (is_aborting) throw ended(ErrorKind::aborted);
+  if (is_closing) throw ended(ErrorKind::closed);
 }
 
 void Communicator::check_awake(const char* function) const {

@@ -258,8 +258,9 @@ void Lane::check_good(std::uint64_t ticket) const {
 }
 
 void Lane::check_usable() const {
+  const bool is_stopped = communicator_->is_stopped();  // first, as an error that stops it comes before
   communicator_->check_open();
-  if (communicator_->is_stopped()) throw Error(ErrorKind::aborted);
+  if (is_stopped) throw Error(ErrorKind::aborted);
 }
 
 bool Lane::is_done(std::uint64_t ticket) { return ticket <= num_seen_done() || ticket <= num_done(); }
