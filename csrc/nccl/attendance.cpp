@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "nccl/error.hpp"
 
@@ -70,6 +71,11 @@ void Attendance::retract(const Entry& entry) noexcept {
 }
 
 void Attendance::leave(bool in_order) noexcept {
+  std::uint32_t last = 0;
+  for (int index = 0; index < static_cast<int>(members_.size()); ++index)
+    if (index != own_) last = std::max(last, row(index).departure.load(std::memory_order_relaxed));
+  if (row(own_).departure.load(std::memory_order_relaxed) == 0)
+    row(own_).departure.store(last + 1, std::memory_order_relaxed);
   // Release: whoever sees it sees the last numbers, too.
   row(own_).presence.store(in_order ? Presence::left : Presence::gave_up, std::memory_order_release);
 }
@@ -116,14 +122,17 @@ std::vector<int> Attendance::missing(const Entry& entry) const {
   return ranks;
 }
 
-// One that left in order before one that gave up, perhaps since the other one left.
+// One that left in order before one that gave up, perhaps since the other one left; then the first to leave.
 int Attendance::deserter(const Entry& entry) const {
   int found = -1;
-  bool is_in_order = false;
+  std::pair<bool, std::uint32_t> earliest;
   for_each_partner(entry, [&](int index, int rank) {
-    if (is_in_order || !has_left(index, entry)) return;
-    is_in_order = row(index).presence.load(std::memory_order_relaxed) == Presence::left;
-    if (found < 0 || is_in_order) found = rank;
+    if (!has_left(index, entry)) return;
+    const bool gave_up = row(index).presence.load(std::memory_order_relaxed) == Presence::gave_up;
+    const std::pair place(gave_up, row(index).departure.load(std::memory_order_relaxed));
+    if (found >= 0 && earliest <= place) return;
+    found = rank;
+    earliest = place;
   });
   return found;
 }

@@ -60,6 +60,8 @@ class Attendance {
   struct alignas(128) Row {
     std::atomic<std::uint64_t> collectives;
     std::atomic<Presence> presence;
+    // Greater than that of every rank that this one knew to have left: whose leaving may be due to theirs.
+    std::atomic<std::uint32_t> departure;
   };
   struct Pair {
     std::atomic<std::uint64_t> sends;  // of the one rank to the other
