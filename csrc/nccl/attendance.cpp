@@ -62,6 +62,20 @@ Attendance::Entry Attendance::enter(const Operation* operations, std::size_t cou
   return entry;
 }
 
+Attendance::Entry Attendance::entered() const {
+  Entry entry;
+  entry.collective = row(own_).collectives.load(std::memory_order_relaxed);
+  for (int index = 0; index < static_cast<int>(members_.size()); ++index) {
+    const int rank = members_[static_cast<std::size_t>(index)];
+    const Pair& ours = pair(own_, index);
+    if (const std::uint64_t sends = ours.sends.load(std::memory_order_relaxed); sends != 0)
+      entry.messages.push_back({rank, true, sends});
+    if (const std::uint64_t recvs = ours.recvs.load(std::memory_order_relaxed); recvs != 0)
+      entry.messages.push_back({rank, false, recvs});
+  }
+  return entry;
+}
+
 void Attendance::retract(const Entry& entry) noexcept {
   if (entry.collective != 0) row(own_).collectives.fetch_sub(1, std::memory_order_relaxed);
   for (const Entry::Message& message : entry.messages) {
@@ -81,8 +95,7 @@ void Attendance::leave(bool in_order) noexcept {
 }
 
 bool Attendance::has_entered(int index, const Entry& entry) const noexcept {
-  if (entry.collective != 0)
-    return row(index).collectives.load(std::memory_order_relaxed) >= entry.collective;
+  if (row(index).collectives.load(std::memory_order_relaxed) < entry.collective) return false;
   return std::all_of(entry.messages.begin(), entry.messages.end(), [&](const Entry::Message& message) {
     if (message.peer != members_[static_cast<std::size_t>(index)]) return true;
     const Pair& theirs = pair(index, own_);

@@ -19,14 +19,14 @@ namespace ferro::nccl {
 
 class Attendance {
  public:
-  // The numbers of one call of this rank.
+  // The numbers of one call of this rank, or of the last ones of all its calls.
   struct Entry {
     struct Message {
       int peer;  // a rank of the group, of this host
       bool is_send;
       std::uint64_t number;
     };
-    std::uint64_t collective = 0;  // 0 for messages
+    std::uint64_t collective = 0;  // 0 for messages alone
     std::vector<Message> messages;
   };
 
@@ -47,6 +47,8 @@ class Attendance {
   // that it has entered are to be waited for.
   void leave(bool in_order) noexcept;
 
+  // All that this rank has entered, as if it were one call.
+  Entry entered() const;
   // The members that have not entered the call, ascending.
   std::vector<int> missing(const Entry& entry) const;
   // One of those that never will, since it has left; -1 if there is none.

@@ -20,6 +20,9 @@ namespace {
 constexpr std::chrono::seconds kCallGrace{1};
 // How long, in seconds, a thing that is given back waits for its turn before others go first.
 constexpr double kTurnGrace = 1;
+// How long an error of NCCL's waits for the witness. The kernel closes a dead process's sockets about when it
+// tells the host's side of the death; on a busy machine either may be heard of some scheduling rounds later.
+constexpr std::chrono::milliseconds kWitnessGrace{500};
 
 Error ended(ErrorKind kind) {
   Error error(kind);
@@ -38,6 +41,14 @@ Error misused(const char* function, const char* detail) {
   Error error(ErrorKind::nccl, function, ncclInvalidUsage, detail);
   error.meaning = ncclGetErrorString(ncclInvalidUsage);
   return error;
+}
+
+// Whether it may be due to another rank's end. One that dies breaks connections, or leaves NCCL half a
+// message to read.
+bool may_be_anothers(const Error& error) {
+  return error.kind == ErrorKind::nccl &&
+         (error.result == ncclRemoteError || error.result == ncclSystemError ||
+          error.result == ncclInternalError);
 }
 
 void refuse_forked_copy() {
@@ -78,6 +89,7 @@ std::shared_ptr<Communicator> Communicator::make(const char* function, const Cud
   refuse_forked_copy();
   auto self = std::make_shared<Communicator>(cuda, device);
   self->keep_options(config);
+  if (patience.alarm() != nullptr) self->hear([alarm = *patience.alarm()] { return error_of_loss(alarm()); });
   const DeviceGuard guard(cuda, device);
   ncclResult_t result;
   {
@@ -148,6 +160,7 @@ std::shared_ptr<Communicator> Communicator::make_child(const char* function, ncc
                                                        bool is_sharing, Patience& patience, Make make) {
   auto child = std::make_shared<Communicator>(cuda_, device_);
   child->keep_options(config);
+  child->witness_ = witness();
   const DeviceGuard guard(cuda_, device_);
   {
     Turn turn(*this, function, patience);
@@ -378,6 +391,43 @@ void Communicator::check_healthy() const {
   throw first_error_;
 }
 
+void Communicator::hear(Witness witness) {
+  auto shared = std::make_shared<const Witness>(std::move(witness));
+  const std::lock_guard<std::mutex> lock(error_lock_);
+  witness_ = std::move(shared);
+}
+
+std::shared_ptr<const Communicator::Witness> Communicator::witness() const {
+  const std::lock_guard<std::mutex> lock(error_lock_);
+  return witness_;
+}
+
+bool Communicator::try_fail(const Error& error) noexcept {
+  if (has_failed()) return true;
+  const auto known = may_be_anothers(error) ? witness() : nullptr;
+  if (known != nullptr) {
+    const bool is_late = is_too_late_to_wait();  // before he is asked, so that what he learns last counts
+    Error named = (*known)();
+    if (named.kind == ErrorKind::none && !is_late) return false;
+    if (named.kind != ErrorKind::none) {
+      if (*named.function == '\0') named.function = error.function;
+      fail(named);
+    }
+  }
+  fail(error);
+  return true;
+}
+
+// Whoever meets the error waits for the same moment.
+bool Communicator::is_too_late_to_wait() noexcept {
+  if (is_closing_.load(std::memory_order_acquire) || is_aborted()) return true;
+  const auto now = Patience::Clock::now();
+  const std::lock_guard<std::mutex> lock(error_lock_);
+  if (doubt_begin_ == Patience::Clock::time_point{}) doubt_begin_ = now;
+  is_doubted_.store(true, std::memory_order_release);
+  return now - doubt_begin_ >= kWitnessGrace;
+}
+
 void Communicator::fail(const Error& error) noexcept {
   const std::lock_guard<std::mutex> lock(error_lock_);
   if (has_error_.load(std::memory_order_relaxed)) return;
@@ -391,15 +441,16 @@ void Communicator::fail(const Error& error) noexcept {
 }
 
 bool Communicator::discover_error() noexcept {
-  if (!lock_.try_lock()) return false;  // whoever has it will learn of an error anyway
-  const Lock lock(lock_, std::adopt_lock);
+  Lock lock(lock_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;  // whoever has it will learn of an error anyway
   if (handle() == nullptr || is_busy() || is_closing_ || has_error_) return false;
   ncclResult_t state = ncclSuccess;
   const ncclResult_t result = ncclCommGetAsyncError(handle(), &state);
   if (result != ncclSuccess) state = result;
   if (state == ncclSuccess || state == ncclInProgress) return false;
-  fail(error_of("ncclCommGetAsyncError", state, handle()));
-  return true;
+  const Error error = error_of("ncclCommGetAsyncError", state, handle());
+  lock.unlock();
+  return try_fail(error);
 }
 
 // --- Its end

@@ -13,6 +13,8 @@
 //   may have it, and only abort makes that return.
 // - The first error stays. A communicator that has one, or is in progress, is aborted,
 //   never destroyed: destroying it would leave the thread inside a group for good.
+// - NCCL's errors name no rank. Where a witness may know whose end is behind one, it is asked before
+//   that error is the first: see try_fail().
 // - Ending it is left to the reaper's threads, which are in no group of NCCL's. What ends it
 //   is called without the lock: NCCL waits there for graphs that hold the communicator,
 //   perhaps for ever, and other communicators of the device go on meanwhile.
@@ -21,6 +23,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -106,11 +109,20 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool is_stopped() const noexcept { return is_stopped_.load(std::memory_order_acquire) || is_aborted(); }
   // Whether it was merely closed, and neither failed nor was stopped: what it has done is right.
   bool is_closed_in_order() const noexcept {
-    return is_closing_.load(std::memory_order_acquire) && !has_failed() && !is_stopped();
+    return is_closing_.load(std::memory_order_acquire) && !has_failed() && !is_in_doubt() && !is_stopped();
   }
+
+  // Says whose end is behind an error, by one that names the rank; ErrorKind::none while it knows of
+  // nobody's. May be asked from any thread, and keeps nothing alive.
+  using Witness = std::function<Error()>;
+  void hear(Witness witness);
 
   // Keeps `error` as the reason for which all later calls fail, unless there is one.
   void fail(const Error& error) noexcept;
+  // As fail(), but what NCCL says of a lost connection waits for the witness, if there is one, who may be
+  // about to learn whose end it was, and gives way to what he says. False while he is waited for: try again
+  // soon. No lock may be held.
+  bool try_fail(const Error& error) noexcept;
   // Throws what keeps it from being called: its first error, its end, or that it belongs to
   // another process.
   void check_open() const;
@@ -118,10 +130,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // memory that is gone, which ends all work on the device.
   void check_awake(const char* function) const;
   bool has_failed() const noexcept { return has_error_.load(std::memory_order_acquire); }
+  // Whether NCCL has told of an error, and the witness is waited for.
+  bool is_in_doubt() const noexcept { return is_doubted_.load(std::memory_order_acquire) && !has_failed(); }
   // Whether some call is waiting for NCCL to finish what it began.
   bool is_busy() const noexcept { return family_->is_busy.load(std::memory_order_acquire); }
 
-  // For the watchdog: looks for an error that no call has met. True if there is a new one.
+  // For the watchdog: looks for an error that no call has met. True if there is a new one, which may have to
+  // be looked for again while it is in doubt.
   bool discover_error() noexcept;
 
   // For the reaper: calls are refused from here on.
@@ -161,6 +176,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // here on. Call it first, so that no result is taken for good.
   std::vector<std::shared_ptr<Communicator>> stop_family() noexcept;
   void check_healthy() const;
+  std::shared_ptr<const Witness> witness() const;
+  bool is_too_late_to_wait() noexcept;
   ncclComm_t handle() const noexcept { return handle_.load(std::memory_order_acquire); }
   // True once nothing is left to wait for; is_finalized_ says how it went.
   bool finalize_quietly(ncclComm_t handle, Patience::Clock::time_point deadline) noexcept;
@@ -194,7 +211,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool is_finalized_ = false;
 
   mutable std::mutex error_lock_;
-  Error first_error_;  // under error_lock_
+  Error first_error_;                        // under error_lock_, as the next two
+  std::shared_ptr<const Witness> witness_;   // shared, as he is asked without the lock
+  Patience::Clock::time_point doubt_begin_;  // when NCCL first told of an error
+  std::atomic<bool> is_doubted_{false};
   std::atomic<bool> has_error_{false};
 };
 

@@ -49,7 +49,9 @@ struct Error : std::exception {
   std::string detail;        // its words for this very error, if it has any
 };
 
+// ErrorKind::none where no rank is lost.
 inline Error error_of_loss(const Loss& loss, const char* function = "") {
+  if (loss.rank < 0) return Error();
   return Error(loss.is_dead ? ErrorKind::peer_lost : ErrorKind::peer_left, function, loss.rank);
 }
 

@@ -107,6 +107,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   const Entered entered{attendance_.get(), &entry};
   if (attendance_ != nullptr && !is_captured) {
     entry = attendance_->enter(operations, count);
+    last_op_.store(op, std::memory_order_relaxed);  // it only goes into a message
     // The first use of a connection needs the other ranks, and so may time out.
     patience.complete_with(tell_missing, &entered);
   }
@@ -248,7 +249,12 @@ void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
   }
   // A call that was aborted counts as done, too, and one that failed may: the watchdog would only look
   // for the error later.
-  if (communicator_->discover_error()) Reaper::instance().end(communicator_);
+  for (;;) {
+    if (communicator_->discover_error()) Reaper::instance().end(communicator_);
+    if (!communicator_->is_in_doubt()) break;
+    check_usable();
+    patience.pause("ncclCommGetAsyncError");
+  }
   check_good(ticket);
 }
 
@@ -307,19 +313,32 @@ cudaEvent_t Lane::event_of(std::size_t flight) {
 }
 
 void Lane::heed(Alarm alarm) {
-  const std::lock_guard<std::mutex> lock(lock_);
-  alarm_ = std::move(alarm);
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    alarm_ = std::move(alarm);
+  }
+  bear_witness();
 }
 
 void Lane::attend(int fd, const std::vector<int>& members) {
   auto attendance = std::make_unique<Attendance>(fd, members, communicator_->rank());
-  const std::lock_guard<std::mutex> lock(lock_);
-  attendance_ = std::move(attendance);
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    attendance_ = std::move(attendance);
+  }
+  bear_witness();
 }
 
-void Lane::leave() noexcept {
+void Lane::bear_witness() {
+  communicator_->hear([weak = weak_from_this()] {
+    const auto lane = weak.lock();
+    return lane != nullptr ? lane->culprit() : Error();
+  });
+}
+
+void Lane::leave(bool is_aborting) noexcept {
   if (attendance_ == nullptr || num_forks_ != num_forks()) return;
-  attendance_->leave(!communicator_->has_failed() && !communicator_->is_stopped());
+  attendance_->leave(!is_aborting && !communicator_->has_failed() && !communicator_->is_stopped());
   has_left_.store(true, std::memory_order_release);
 }
 
@@ -338,15 +357,34 @@ void Lane::look_after() noexcept {
     Reaper::instance().end(communicator_);
 }
 
+Error Lane::culprit() noexcept {
+  const std::lock_guard<std::mutex> lock(lock_);
+  const Error lost = culprit_of_loss();
+  return lost.kind != ErrorKind::none ? lost : culprit_of_desertion();
+}
+
+Error Lane::culprit_of_loss() const { return alarm_ ? error_of_loss(alarm_()) : Error(); }
+
+// Calls that have failed may count as done, and are in flight no longer.
+Error Lane::culprit_of_desertion() const {
+  if (attendance_ == nullptr) return Error();
+  return desertion(last_op_.load(std::memory_order_relaxed), attendance_->entered());
+}
+
+Error Lane::desertion(Op op, const Attendance::Entry& entry) const {
+  const int deserter = attendance_ != nullptr ? attendance_->deserter(entry) : -1;
+  return deserter < 0 ? Error() : Error(ErrorKind::deserted, function_of(op), deserter);
+}
+
 bool Lane::has_lost_rank() noexcept {
-  Loss loss;
+  Error error;
   {
     const std::lock_guard<std::mutex> lock(lock_);
-    if (!alarm_ || communicator_->has_failed()) return false;
-    loss = alarm_();
+    if (communicator_->has_failed()) return false;
+    error = culprit_of_loss();
   }
-  if (loss.rank < 0) return false;
-  communicator_->fail(error_of_loss(loss));
+  if (error.kind == ErrorKind::none) return false;
+  communicator_->fail(error);
   return true;
 }
 
@@ -370,15 +408,16 @@ bool Lane::is_overdue() noexcept {
 }
 
 bool Lane::is_deserted() noexcept {
-  Error error(ErrorKind::deserted);
+  Error error;
   {
     const std::lock_guard<std::mutex> lock(lock_);
-    if (attendance_ == nullptr || communicator_->has_failed()) return false;
-    if (flights_.empty() && connecting_ == nullptr) return false;
-    error.function = function_of(flights_.empty() ? connecting_->op : flights_.front().op);
-    error.result = attendance_->deserter(flights_.empty() ? connecting_->entry : flights_.front().entry);
+    if (communicator_->has_failed()) return false;
+    if (!flights_.empty())
+      error = desertion(flights_.front().op, flights_.front().entry);
+    else if (connecting_ != nullptr)
+      error = desertion(connecting_->op, connecting_->entry);
   }
-  if (error.result < 0) {
+  if (error.kind == ErrorKind::none) {
     deserted_since_s_ = 0;
     return false;
   }

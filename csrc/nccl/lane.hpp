@@ -29,7 +29,7 @@
 
 namespace ferro::nccl {
 
-class Lane {
+class Lane : public std::enable_shared_from_this<Lane> {
  public:
   // All calls run on `stream`, which its owner keeps alive and destroys, if it is not null.
   Lane(std::shared_ptr<Communicator> communicator, cudaStream_t stream);
@@ -62,8 +62,9 @@ class Lane {
   void heed(Alarm alarm);
   // From the first call on, writes down what this rank calls, and reads who has not come.
   void attend(int fd, const std::vector<int>& members);
-  // Tells those that share the attendance that no call will follow.
-  void leave() noexcept;
+  // Tells those that share the attendance that no call will follow. One that `is_aborting` says so before it
+  // does, as NCCL may tell the others of that.
+  void leave(bool is_aborting) noexcept;
 
   // For the watchdog: ends the communicator if a rank is gone or the oldest call is overdue.
   // Asks CUDA nothing.
@@ -97,6 +98,13 @@ class Lane {
   void check_good(std::uint64_t ticket) const;
   // Throws what keeps calls from being made or done.
   void check_usable() const;
+  // What the host's side, and then the attendance, know of an end of another rank: ErrorKind::none if
+  // nothing.
+  Error culprit() noexcept;
+  Error culprit_of_loss() const;       // under lock_, as the next two
+  Error culprit_of_desertion() const;  // from any call
+  Error desertion(Op op, const Attendance::Entry& entry) const;
+  void bear_witness();
   bool has_lost_rank() noexcept;
   bool is_overdue() noexcept;
   bool is_deserted() noexcept;
@@ -130,6 +138,7 @@ class Lane {
   Alarm alarm_;  // under lock_
   // Set once, before the first call; then used under the device's lock, and read under lock_.
   std::unique_ptr<Attendance> attendance_;
+  std::atomic<Op> last_op_{};
   std::atomic<bool> has_left_{false};
   double deserted_since_s_ = 0;  // the watchdog's
   static constexpr std::size_t kMinFlights = 16;

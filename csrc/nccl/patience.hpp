@@ -22,6 +22,7 @@ class Patience {
 
   // Ends the wait, too, once `alarm`, the caller's, tells that a rank is gone.
   void heed(const Alarm* alarm) { alarm_ = alarm; }
+  const Alarm* alarm() const { return alarm_; }  // null if there is none
 
   // Adds what else is known to the error of a wait that took too long.
   using Complete = void (*)(const void* context, Error& error);

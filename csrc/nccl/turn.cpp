@@ -89,8 +89,8 @@ void Turn::settle_slowly(ncclResult_t result) {
     if (result == ncclSuccess) return;
     throw failure(result);
   } catch (const Error& error) {
-    if (error.kind != ErrorKind::nccl || error.is_fatal) end_all(error);
-    throw;
+    if (error.kind == ErrorKind::nccl && !error.is_fatal) throw;
+    end_all(error);
   }
 }
 
@@ -100,7 +100,6 @@ void Turn::await_child(Communicator& child) {
     await(child);
   } catch (const Error& error) {
     end_all(error);
-    throw;
   }
 }
 
@@ -141,11 +140,28 @@ Error Turn::failure(ncclResult_t result) {
   return error;
 }
 
+// Lets go of the devices while a witness is waited for. The communicators stay busy meanwhile.
 void Turn::end_all(const Error& error) {
+  if (is_locked_) {
+    set_busy(true);
+    unlock();
+  }
   for_each([&](Communicator& each) {
-    each.fail(error);
+    fail_patiently(each, error);
     Reaper::instance().end(each.shared_from_this());
   });
+  communicator_->check_healthy();
+  throw error;
+}
+
+void Turn::fail_patiently(Communicator& communicator, const Error& error) {
+  try {
+    while (!communicator.try_fail(error)) patience_.pause(function_);
+  } catch (const Error&) {
+    // Time is up, the alarm has come, which the witness hears as well, or a signal handler has raised, of
+    // which Python knows by itself.
+    if (!communicator.try_fail(error)) communicator.fail(error);
+  }
 }
 
 }  // namespace ferro::nccl

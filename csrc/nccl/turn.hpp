@@ -25,7 +25,8 @@ class Turn {
   Turn& operator=(const Turn&) = delete;
 
   // Waits while `result` is ncclInProgress; throws for an error. An error that the library
-  // remembers, a timeout or an interruption ends the communicators.
+  // remembers, a timeout or an interruption ends the communicators: what is thrown then is the first
+  // one's first error.
   void settle(ncclResult_t result) {
     if (result != ncclSuccess) settle_slowly(result);
   }
@@ -44,7 +45,8 @@ class Turn {
   ncclResult_t await(Communicator& communicator);
   void set_busy(bool busy);
   Error failure(ncclResult_t result);
-  void end_all(const Error& error);
+  [[noreturn]] void end_all(const Error& error);
+  void fail_patiently(Communicator& communicator, const Error& error);
 
   template <typename Visit>
   void for_each(Visit visit) const {

@@ -289,7 +289,7 @@ cdef extern from "nccl/lane.hpp" namespace "ferro::nccl" nogil:
         cudaStream_t stream() noexcept
         void heed(Alarm alarm) except +raise_nccl
         void attend(int fd, const vector[int]& members) except +raise_nccl
-        void leave() noexcept
+        void leave(cpp_bool is_aborting) noexcept
 
 
 cdef extern from "nccl/attendance.hpp" namespace "ferro::nccl" nogil:

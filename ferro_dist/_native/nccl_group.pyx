@@ -220,7 +220,7 @@ cdef class NcclGroup:
             self._communicator.abort()  # Ctrl-C: whoever is impatient is not made to wait again
             raise
         finally:
-            self._lane.get().leave()
+            self._lane.get().leave(False)
 
     def close(self, timeout=None):
         """Leave the group, and end this side of it. Idempotent.
@@ -238,8 +238,8 @@ cdef class NcclGroup:
     def abort(self):
         """Leave the group at once; what is under way ends. Idempotent."""
         self._is_closed = True
+        self._lane.get().leave(True)
         self._communicator.abort()
-        self._lane.get().leave()
 
     # ---- Collectives ----------------------------------------------------------
 

@@ -192,8 +192,11 @@ def test_a_message_that_does_not_come_names_the_sender() -> None:
     assert ranks(3, miss_a_message)[0] == (1,)
 
 
-def leave_early(rank: int, world_size: int, addr: str, how: str) -> tuple[Any, ...]:
+def leave_early(
+    rank: int, world_size: int, addr: str, how: str, peer_death: str
+) -> tuple[Any, ...]:
     """Rank 1 makes one call less than the others, and leaves."""
+    os.environ["FERRO_EMULATION_PEER_DEATH"] = peer_death
     gpu = emulated_gpu(delay_us=2_000)
     group = connect("hybrid", rank, world_size, addr)
     x, out = gpu.array(np.ones(4)), gpu.empty(4, "float64")
@@ -210,13 +213,23 @@ def leave_early(rank: int, world_size: int, addr: str, how: str) -> tuple[Any, .
     with pytest.raises(fd.ChannelClosed):
         fd.barrier(group)  # the host's side knows, too
     group.close()
-    return told.value.peer, told.value.rank
+    return type(told.value).__name__, told.value.peer, told.value.rank
 
 
-@pytest.mark.parametrize("how", ["close", "abort", "message"])
-def test_a_rank_that_leaves_ends_the_calls_that_it_has_not_made(how: str) -> None:
-    outcomes = ranks(3, leave_early, how)
-    assert outcomes == [(1, 0), (), (1, 2)]
+@pytest.mark.parametrize(
+    ("how", "peer_death"),
+    [
+        ("close", "hang"),
+        ("abort", "hang"),
+        ("message", "hang"),
+        ("close", "remote_error"),
+        ("abort", "remote_error"),
+    ],
+)
+def test_a_rank_that_leaves_ends_the_calls_that_it_has_not_made(how: str, peer_death: str) -> None:
+    """Over a network NCCL reports that as an error, which names nobody."""
+    outcomes = ranks(3, leave_early, how, peer_death)
+    assert outcomes == [("ChannelClosed", 1, 0), (), ("ChannelClosed", 1, 2)]
 
 
 def leave_while_others_connect(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
@@ -263,6 +276,20 @@ def test_errors_of_nccl_end_the_group_with_their_names(act: str, error: str) -> 
     for raised, again, _ in ranks(2, fail, act):
         assert raised == error
         assert again == "LockPoisoned"
+
+
+def fail_alone(rank: int, world_size: int, addr: str) -> tuple[str, int | None]:
+    gpu = emulated_gpu(faults="rank=0,point=allreduce,act=remote_error")
+    group = connect("hybrid", rank, world_size, addr)
+    with pytest.raises(DistributedError) as told:
+        call_and_wait(group.nccl, gpu.array(np.ones(4)))
+    group.close()
+    return type(told.value).__name__, told.value.peer
+
+
+def test_a_lost_connection_that_no_rank_has_ended_names_nobody() -> None:
+    """The rank that gives up for it is the one that the others name."""
+    assert ranks(2, fail_alone) == [("PeerLostError", None), ("ChannelClosed", 0)]
 
 
 def be_slow(rank: int, world_size: int, addr: str) -> list[float]:

@@ -131,16 +131,20 @@ class Deadly:
         return 0
 
 
-def join_while_one_fails(rank: int, world_size: int, addr: str, config: Any) -> Any:
+def join_while_one_fails(
+    rank: int, world_size: int, addr: str, config: Any, faults: str = ""
+) -> Any:
     """Rank 1 connects on the host's side, and never on that of the GPUs."""
-    emulated_gpu()
+    emulated_gpu(faults=faults)
     with pytest.raises((DistributedError, TypeError)) as told:
         connect("hybrid", rank, world_size, addr, config=config if rank == 1 else None)
     return type(told.value).__name__, getattr(told.value, "peer", None)
 
 
-def test_a_rank_that_dies_while_gpus_connect_is_named() -> None:
-    outcomes = ranks(3, join_while_one_fails, {"max_ctas": Deadly()}, may_die=[1])
+# NCCL may tell of the broken connection before the host's side has told of the death.
+@pytest.mark.parametrize("faults", ["", "point=init,act=remote_error"])
+def test_a_rank_that_dies_while_gpus_connect_is_named(faults: str) -> None:
+    outcomes = ranks(3, join_while_one_fails, {"max_ctas": Deadly()}, faults, may_die=[1])
     assert (outcomes[0], outcomes[2]) == (("PeerLostError", 1),) * 2
 
 
@@ -223,8 +227,11 @@ def test_a_closed_group_that_is_kept_holds_no_segment() -> None:
     ranks(2, close_and_keep)
 
 
-def lose_a_peer(rank: int, world_size: int, addr: str) -> tuple[str, int | None]:
-    gpu = emulated_gpu()
+def lose_a_peer(
+    rank: int, world_size: int, addr: str, peer_death: str, faults: str
+) -> tuple[str, int | None]:
+    os.environ["FERRO_EMULATION_PEER_DEATH"] = peer_death
+    gpu = emulated_gpu(faults=faults)
     group = connect("hybrid", rank, world_size, addr)
     x = gpu.array(np.ones(1000))
     fd.allreduce(x, group)
@@ -243,8 +250,15 @@ def lose_a_peer(rank: int, world_size: int, addr: str) -> tuple[str, int | None]
     return type(told.value).__name__, told.value.peer
 
 
-def test_a_dead_peer_ends_the_gpus_calls_and_close_does_not_hang() -> None:
-    outcomes = ranks(3, lose_a_peer, may_die=[1])
+# Over a network NCCL notices it, too, perhaps first, as in the last case, but does not say who.
+@pytest.mark.parametrize(
+    ("peer_death", "faults"),
+    [("hang", ""), ("remote_error", ""), ("hang", "point=allreduce,hit=2,act=remote_error")],
+)
+def test_a_dead_peer_ends_the_gpus_calls_and_close_does_not_hang(
+    peer_death: str, faults: str
+) -> None:
+    outcomes = ranks(3, lose_a_peer, peer_death, faults, may_die=[1])
     assert outcomes == [("PeerLostError", 1), RankDeath(-signal.SIGKILL), ("PeerLostError", 1)]
 
 
