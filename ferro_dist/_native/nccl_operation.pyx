@@ -261,6 +261,10 @@ cdef class Member:
         reduction = reduce_op
         if not _is_reducible(view.dtype, reduction):
             self._refuse_reduction(op, view.dtype, reduce_op)
+        # The mean of one is its sum, for which NCCL moves nothing in place: ncclAvg would launch a
+        # kernel that multiplies all by 1.
+        if reduction == MEAN and self.world_size == 1:
+            reduction = SUM
         o.reduce_op = REDUCE_OPS[reduction]
         return 0
 

@@ -201,14 +201,15 @@ def test_a_single_rank_multiplies_no_float8() -> None:
     assert ranks(1, multiply_float8_alone) == [[2, 4, 6, 8]]
 
 
-def average_alone_on_another_device(backend: Any) -> list[Any]:
+def multiply_alone_on_another_device(backend: Any) -> list[Any]:
     gpu = emulated_gpu(devices=2)
     nccl = load_nccl()
     communicator = nccl.Communicator.init_rank(1, nccl.get_unique_id(), 0, device=1)
     with gpu.device(1):
         x, stream = gpu.array(np.arange(4.0)), gpu.stream()
         gpu.synchronize()
-    communicator.allreduce(x, x, "mean", stream=stream)
+        gpu.synchronize()  # the array is not written on that stream
+    communicator.allreduce(x, x, communicator.premul_sum(2.0, "float64"), stream=stream)
     stream.synchronize()
     result = values(x)
     communicator.close()
@@ -216,7 +217,21 @@ def average_alone_on_another_device(backend: Any) -> list[Any]:
 
 
 def test_a_single_rank_computes_on_its_own_device() -> None:
-    assert run_ranks(1, average_alone_on_another_device) == [[0, 1, 2, 3]]
+    assert run_ranks(1, multiply_alone_on_another_device) == [[0, 2, 4, 6]]
+
+
+def average_alone(backend: Any) -> int:
+    communicator = connect(backend)
+    signalling = np.array([0x7F800001], "uint32")  # any arithmetic makes a quiet NaN of it
+    x = emulated_gpu().array(signalling.view("float32"))
+    communicator.allreduce(x, x, "mean")
+    (bits,) = x.numpy().view("uint32").tolist()
+    communicator.close()
+    return int(bits)
+
+
+def test_the_mean_of_a_single_rank_computes_nothing() -> None:
+    assert ranks(1, average_alone) == [0x7F800001]
 
 
 # Groups

@@ -159,6 +159,7 @@ void Collective::stage_for_all(std::size_t at, Piece n) {
 }
 
 void Collective::reduce_staged(std::size_t slot, std::size_t element, Piece n) {
+  if (num_ranks_ == 1) return copy_out(element, staged(0, slot), n);  // NCCL computes nothing then, either
   const void* inputs[kMaxRanks];
   for (std::size_t peer = 0; peer < num_ranks_; ++peer) inputs[peer] = staged(peer, slot);
   const ncclRedOp_t op = operation_.reduction == ncclAvg ? ncclSum : operation_.reduction;
