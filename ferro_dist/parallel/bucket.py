@@ -147,8 +147,8 @@ def assign_buckets(
     bucket_nbytes : int
         The largest bucket. A parameter that is larger has a bucket to itself.
     first_bucket_nbytes : int
-        The largest first bucket, if that is less. A small one is filled early, so that
-        communication starts while most of backward is still to come.
+        The first bucket is closed once it holds so much, if that is less. A small one is filled
+        early, so that communication starts while most of backward is still to come.
 
     Returns
     -------
@@ -158,16 +158,17 @@ def assign_buckets(
     """
     closed: list[_OpenBucket] = []
     by_kind: dict[tuple[np.dtype[Any], bool], _OpenBucket] = {}
-    limit_nbytes = min(first_bucket_nbytes, bucket_nbytes)
+    # Not its limit: a large parameter would close it while there is next to nothing in it.
+    enough_nbytes = first_bucket_nbytes if first_bucket_nbytes < bucket_nbytes else math.inf
     for position, spec in enumerate(parameters):
         kind = spec.dtype, spec.is_on_gpu
         bucket = by_kind.get(kind)
         if bucket is None or not bucket.has_room_for(spec):
             if bucket is not None:
                 closed.append(bucket)
-            bucket = _OpenBucket(limit_nbytes)
+            bucket = _OpenBucket(bucket_nbytes, enough_nbytes)
             by_kind[kind] = bucket
-            limit_nbytes = bucket_nbytes
+            enough_nbytes = math.inf
         bucket.add(spec, position)
     ready_order = sorted([*closed, *by_kind.values()], key=lambda bucket: bucket.last_position)
     return [bucket.specs for bucket in ready_order]
@@ -176,18 +177,21 @@ def assign_buckets(
 class _OpenBucket:
     """A bucket while it is being filled."""
 
-    def __init__(self, limit_nbytes: int) -> None:
+    def __init__(self, limit_nbytes: int, enough_nbytes: float) -> None:
         self.specs: list[ParameterSpec] = []
         self.last_position = -1
-        self._room_nbytes = limit_nbytes
+        self._limit_nbytes = limit_nbytes
+        self._enough_nbytes = enough_nbytes
+        self._nbytes = 0
 
     def has_room_for(self, spec: ParameterSpec) -> bool:
-        return spec.padded_nbytes <= self._room_nbytes
+        is_open = self._nbytes < self._enough_nbytes
+        return is_open and self._nbytes + spec.padded_nbytes <= self._limit_nbytes
 
     def add(self, spec: ParameterSpec, position: int) -> None:
         self.specs.append(spec)
         self.last_position = position
-        self._room_nbytes -= spec.padded_nbytes
+        self._nbytes += spec.padded_nbytes
 
 
 class BucketLayout:

@@ -67,9 +67,9 @@ def test_a_bucket_of_several_parameters_keeps_the_limit(
     parameters: list[ParameterSpec], limit: int, first: int
 ) -> None:
     for bucket in assign_buckets(parameters, limit, first):
-        opened_first = parameters[0] in bucket
-        nbytes = sum(p.padded_nbytes for p in bucket)
-        assert len(bucket) == 1 or nbytes <= (first if opened_first else limit)
+        assert len(bucket) == 1 or sum(p.padded_nbytes for p in bucket) <= limit
+        if parameters[0] in bucket and first < limit:
+            assert len(bucket) == 1 or sum(p.padded_nbytes for p in bucket[:-1]) < first
 
 
 @given(parameter_lists, limits, limits)
@@ -97,6 +97,12 @@ def test_the_first_bucket_is_small() -> None:
     parameters = [spec(name, 16) for name in "abcdef"]
     buckets = assign_buckets(parameters, bucket_nbytes=4 * 64, first_bucket_nbytes=2 * 64)
     assert names(buckets) == [["a", "b"], ["c", "d", "e", "f"]]
+
+
+def test_the_first_bucket_is_not_closed_while_next_to_nothing_is_in_it() -> None:
+    parameters = [spec("bias", 16), spec("weight", 3 * 16), spec("next", 16)]
+    buckets = assign_buckets(parameters, bucket_nbytes=4 * 64, first_bucket_nbytes=2 * 64)
+    assert names(buckets) == [["bias", "weight"], ["next"]]
 
 
 def test_a_parameter_larger_than_the_limit_has_its_own_bucket() -> None:
