@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -73,13 +73,10 @@ class TorchGradients(Accumulation, Gradients):
         _renew_places(bucket)
         parameters = [self.parameters[number] for number in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
-        bucket.mark(counter, self._is_given(bucket, gradients))
+        marks = self._mark(bucket, counter, gradients)
         left = _copy_plain(bucket, bucket.views, gradients, self.memory)
         if left:
-            self._refuse_taken(bucket)
-            _refuse_misplaced(bucket, gradients, self.memory)
-            with torch.no_grad():
-                copy_or_clear([bucket.views[n] for n in left], [gradients[n] for n in left])
+            self._copy(bucket, left, gradients, marks)
         if is_leaving:
             for parameter in parameters:
                 parameter.grad = None
@@ -140,6 +137,38 @@ class TorchGradients(Accumulation, Gradients):
         self._averaged = [None] * len(self.parameters)
         self.end_local()
 
+    def _mark(
+        self, bucket: Bucket, counter: int, gradients: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Mark what this rank contributes, save for what `Bucket.mark_all` leaves to be copied."""
+        if not bucket.num_missing:
+            return bucket.mark_all(counter)
+        is_given = [
+            gradient is not None
+            and (gradient is not self._averaged[number] or self.is_ready(number))
+            for number, gradient in zip(bucket.members, gradients, strict=True)
+        ]
+        bucket.mark(counter, is_given)
+        return []
+
+    def _copy(
+        self,
+        bucket: Bucket,
+        left: Sequence[int],
+        gradients: Sequence[Tensor],
+        marks: list[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Copy the gradients that are left, and marks, all with one call."""
+        places = [*(bucket.views[n] for n in left), *(place for place, _ in marks)]
+        contents = [*(gradients[n] for n in left), *(content for _, content in marks)]
+        copy: Callable[..., object] = torch._foreach_copy_
+        if not _are_elsewhere(gradients, self.memory):
+            self._refuse_taken(bucket)
+            _refuse_misplaced(bucket, gradients, self.memory)
+            copy = copy_or_clear
+        with torch.no_grad():
+            copy(places, contents)
+
     def _refuse_taken(self, bucket: Bucket) -> None:
         parameters = self.parameters
         for number in [n for n in bucket.members if parameters[n].grad is None]:
@@ -156,15 +185,6 @@ class TorchGradients(Accumulation, Gradients):
                 "averaged, perhaps by a hook that steps an optimizer. Use "
                 "ddp.step_in_backward(optimizer), which steps with averages."
             )
-
-    def _is_given(self, bucket: Bucket, gradients: Sequence[Tensor]) -> list[bool] | None:
-        if not bucket.num_missing:
-            return None
-        return [
-            gradient is not None
-            and (gradient is not self._averaged[number] or self.is_ready(number))
-            for number, gradient in zip(bucket.members, gradients, strict=True)
-        ]
 
 
 def _renew_places(bucket: Bucket) -> None:
@@ -185,6 +205,14 @@ def _renew_place(bucket: Bucket, place: int) -> None:
     view = bucket.views[place]
     if view.data_ptr() != bucket.addresses[place] or view.requires_grad:
         bucket.views[place] = bucket.new_view(place)
+
+
+def _are_elsewhere(gradients: Iterable[Tensor], memory: BucketMemory) -> bool:
+    """Whether all are there, dense and in no bucket, as nearly always; costs little to find out."""
+    try:
+        return not memory.contains_any(map(torch.Tensor.data_ptr, gradients))
+    except (TypeError, RuntimeError):  # one is None, or sparse
+        return False
 
 
 def _refuse_misplaced(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketMemory) -> None:

@@ -14,6 +14,7 @@ walking a graph. Control lanes are the reducer's, for anything else that ranks m
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import numbers
@@ -380,6 +381,17 @@ class Bucket:
         flags: list[bool] = is_given.tolist()
         return flags
 
+    def mark_all(self, counter: int) -> list[tuple[Any, Any]]:
+        """Do what `mark` does if all gradients are there, save for what this returns.
+
+        Returns
+        -------
+        list of tuple of array
+            Places, and what the caller copies to each, as it copies gradients to theirs.
+        """
+        self.mark(counter)
+        return []
+
     def set_control(self, control: int, is_set: bool) -> None:
         """Tell the other ranks; after `mark`."""
         self.controls[control] = is_set
@@ -482,13 +494,19 @@ class BucketMemory:
     """
 
     def __init__(self, buckets: Iterable[Bucket] = ()) -> None:
-        self._extents = [bucket.extent for bucket in buckets]
-        self.start = min((start for start, _ in self._extents), default=0)
-        self.stop = max((stop for _, stop in self._extents), default=0)
+        # Where each begins and ends, in turns, as buckets do not overlap.
+        self._bounds = sorted(bound for bucket in buckets for bound in bucket.extent)
+        self.start = self._bounds[0] if self._bounds else 0
+        self.stop = self._bounds[-1] if self._bounds else 0
 
     def contains(self, address: int) -> bool:
         """Whether a byte belongs to a bucket."""
-        return any(start <= address < stop for start, stop in self._extents)
+        return bisect.bisect_right(self._bounds, address) % 2 == 1
+
+    def contains_any(self, addresses: Iterable[int]) -> bool:
+        """Whether any of these bytes belongs to a bucket."""
+        bounds, find = self._bounds, bisect.bisect_right
+        return 1 in [find(bounds, address) % 2 for address in addresses]
 
 
 def misplaced(name: str) -> RuntimeError:

@@ -68,8 +68,9 @@ class GpuBucket(Bucket):
         self._memory = memory
         whole = memory.empty(layout.count + self._tail_count, layout.dtype)
         self.buffer = self.flat = whole[: layout.count]
-        # What a rank that contributes all gradients writes to the lanes, if each has one counter.
+        # What a rank that contributes all gradients copies to the tail.
         self._full_tail, self._full_counter = whole[layout.count :], -1
+        self._tail = whole[layout.lanes_offset : layout.count]
         self.wire = self._flat_wire = (
             self.buffer if wire_dtype is None else memory.empty(layout.count, wire_dtype)
         )
@@ -107,14 +108,19 @@ class GpuBucket(Bucket):
         self.is_full = False
 
     def mark(self, counter: int, is_contributed: Sequence[bool] | None = None) -> None:
-        self.is_full = is_contributed is None or all(is_contributed)
-        if not self.is_full:
-            self._upload(self._tail(counter, is_contributed), self._tail_address)
+        if is_contributed is None or all(is_contributed):
+            for place, content in self.mark_all(counter):
+                self._assign(place, content)
             return
+        self.is_full = False
+        self._upload(self._new_tail(counter, is_contributed), self._tail_address)
+
+    def mark_all(self, counter: int) -> list[tuple[Array, Array]]:
+        self.is_full = True
         if counter != self._full_counter:
             self._make_full_tail(counter)
         # Not from the host: a graph may hold this, and nothing waits.
-        self._copy(self._tail_address, self._full_tail)
+        return [(self._tail, self._full_tail)]
 
     def set_control(self, control: int, is_set: bool) -> None:
         if is_set:
@@ -136,7 +142,7 @@ class GpuBucket(Bucket):
     def _tail_address(self) -> int:
         return self._address + self.layout.lanes_offset * self.layout.dtype.itemsize
 
-    def _tail(self, counter: int, is_contributed: Sequence[bool] | None) -> NumpyArray:
+    def _new_tail(self, counter: int, is_contributed: Sequence[bool] | None) -> NumpyArray:
         tail: NumpyArray = np.zeros(self._tail_count, self.layout.dtype)
         lanes = tail[: len(self.members) * self.layout.num_counters]
         lanes.reshape(-1, self.layout.num_counters)[:, counter] = (
@@ -145,7 +151,7 @@ class GpuBucket(Bucket):
         return tail
 
     def _make_full_tail(self, counter: int) -> None:
-        self._upload(self._tail(counter, None), interop.as_view(self._full_tail).address)
+        self._upload(self._new_tail(counter, None), interop.as_view(self._full_tail).address)
         with self._on_device() as stream:
             stream.synchronize()  # once, so that it may be read on any stream
         self._full_counter = counter
