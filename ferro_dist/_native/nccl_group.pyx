@@ -543,7 +543,7 @@ cdef class NcclGroup:
     cdef inline double _check_call(self, timeout, tag) except? -1:
         """Check the tag, and that a call can be made; return the call's timeout in seconds."""
         check_usable(self._communicator)
-        if tag is not NO_TAG:
+        if tag is not NO_TAG and (type(tag) is not int or not 0 <= tag <= 0xFFFFFFFF):
             arguments.check_tag(tag)
         return self._communicator.seconds(timeout)
 

@@ -562,10 +562,10 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 yield f"buffer {name!r}", buffer
 
     def _after_round(self, root: int, participation: Participation | None) -> None:
-        is_mean = self._options.averaging.reduce_op is ReduceOp.MEAN
-        factor = None if participation is None else participation.factor(is_mean)
         is_present = participation is None or self._backend.rank in participation.present
         if self._sparse.is_used:
+            is_mean = self._options.averaging.reduce_op is ReduceOp.MEAN
+            factor = None if participation is None else participation.factor(is_mean)
             self._average_sparse(factor, is_present)
         if self._optimizer is not None and is_present and self._given is None:
             self._optimizer.step()

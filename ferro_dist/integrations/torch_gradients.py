@@ -117,14 +117,19 @@ class TorchGradients(Accumulation, Gradients):
             self._refuse_taken(bucket)  # by a hook on autograd's node, which runs after all others
         if self._is_idempotent and is_here:
             return  # all have been in place since packing, and were contributed by this rank
+        parameters, averaged = self.parameters, self._averaged
+        if self._is_idempotent and is_contributed is None:
+            for number, view in zip(bucket.members, bucket.views, strict=True):
+                parameters[number].grad = averaged[number] = view
+            return
         flags = is_contributed or [True] * len(bucket.members)
         for number, view, is_wanted in zip(bucket.members, bucket.views, flags, strict=True):
-            parameter = self.parameters[number]
+            parameter = parameters[number]
             kept = self._aside.pop(number, None)
             if kept is not None:
                 view += kept.averaged
             if is_wanted or kept is not None or parameter.grad is not None:
-                self._averaged[number] = view
+                averaged[number] = view
                 if parameter.grad is not view:
                     parameter.grad = view
                 if not self._is_idempotent:

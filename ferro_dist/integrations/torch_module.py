@@ -205,6 +205,8 @@ class BufferShare:
             Buffers have been converted, resized or moved, but not alike on all ranks; names the
             first that differs. The group stays usable.
         """
+        if not self._places:
+            return
         buffers = [buffer.data for _, buffer in self.named()]
         kinds = list(map(_kind, buffers))
         try:

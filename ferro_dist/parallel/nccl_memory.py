@@ -158,6 +158,8 @@ def _end(ending: _Ending) -> None:
 
 def release_what_has_ended() -> None:
     """Free the memory that no stream uses any more."""
+    if not _ending:
+        return
     waiting = []
     with contextlib.suppress(IndexError):  # empty, perhaps because of another thread
         while _ending:

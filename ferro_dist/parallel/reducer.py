@@ -334,7 +334,11 @@ class Reducer:
         """Note that a gradient is there, and pack its bucket if it was the last."""
         # Runs for every parameter and step: what can wait until a bucket may be full does.
         if self._is_on_gpu:
-            self._mark_ready_on_gpu(number)
+            with self._lock:
+                self.bucket_of[number].note_stream()
+                self._ready_order.append(number)
+                if len(self._ready_order) >= self._next_full:
+                    self._settle()
             return
         if number in self._streamed:
             self._pack_one(number)
@@ -342,13 +346,6 @@ class Reducer:
         order.append(number)
         if len(order) >= self._next_full:
             self._settle()
-
-    def _mark_ready_on_gpu(self, number: int) -> None:
-        with self._lock:
-            self.bucket_of[number].note_stream()
-            self._ready_order.append(number)
-            if len(self._ready_order) >= self._next_full:
-                self._settle()
 
     def _settle(self) -> None:
         """Take in what has become ready since the last time."""
