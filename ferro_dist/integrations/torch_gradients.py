@@ -54,6 +54,7 @@ def _copies_plainly() -> bool:
 
 
 _COPIES_PLAINLY = _copies_plainly()
+_NOTHING_TO_DO = contextlib.nullcontext()
 
 
 class TorchGradients(Accumulation, Gradients):
@@ -171,7 +172,8 @@ class TorchGradients(Accumulation, Gradients):
             self._refuse_taken(bucket)
             _refuse_misplaced(bucket, gradients, self.memory)
             copy = copy_or_clear
-        with torch.no_grad():
+        # Backward has turned it off already, and to do so again takes longer than to ask.
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING_TO_DO:
             copy(places, contents)
 
     def _refuse_taken(self, bucket: Bucket) -> None:

@@ -13,6 +13,7 @@ Anything beyond moving memory, such as multiplying or converting, is left to the
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,10 +62,14 @@ class GpuBucket(Bucket):
         wire_dtype: np.dtype[Any] | None = None,
         kept: dict[str, Any] | None = None,
     ) -> None:
+        from ferro_dist._native.cuda_memory import copy_async
+        from ferro_dist._native.cuda_runtime import DeviceGuard
         from ferro_dist._native.cuda_stream import current_stream_of_array
 
         self._set_place(index, members, layout, kept)
-        self._stream_of = current_stream_of_array  # called for every gradient
+        # Called for every gradient.
+        self._stream_of, self._copy_async = current_stream_of_array, copy_async
+        self._guard = functools.partial(DeviceGuard, memory.device)
         self._memory = memory
         whole = memory.empty(layout.count + self._tail_count, layout.dtype)
         self.buffer = self.flat = whole[: layout.count]
@@ -98,10 +103,9 @@ class GpuBucket(Bucket):
     def _clear_at_once(self) -> None:
         """Clear new memory at once: what comes may be written on any stream, without a wait."""
         from ferro_dist._native.cuda_memory import fill_async
-        from ferro_dist._native.cuda_runtime import DeviceGuard
         from ferro_dist._native.cuda_stream import Stream
 
-        with DeviceGuard(self._memory.device):
+        with self._guard():
             stream = Stream()  # which has nothing else to do first
             fill_async(self._address, 0, self.layout.nbytes, stream)
             stream.synchronize()
@@ -197,14 +201,8 @@ class GpuBucket(Bucket):
         if not (to.is_contiguous and of.is_contiguous):
             target[...] = source
         elif to.address != of.address:
-            self._copy(to.address, source)
-
-    def _copy(self, address: int, source: Array) -> None:
-        from ferro_dist._native.cuda_memory import copy_async
-
-        view = interop.as_view(source)
-        with self._on_device() as stream:
-            copy_async(address, view.address, view.nbytes, stream)
+            with self._guard():
+                self._copy_async(to.address, of.address, of.nbytes, self._current_stream())
 
     def _upload(self, host: NumpyArray, address: int) -> None:
         from ferro_dist._native.cuda_memory import copy_async
@@ -235,19 +233,17 @@ class GpuBucket(Bucket):
         return self._stream_of(self.buffer)
 
     def _order(self, earlier: int, later: int) -> None:
-        from ferro_dist._native.cuda_runtime import DeviceGuard
         from ferro_dist._native.cuda_stream import Stream
 
         device = self._memory.device
-        with DeviceGuard(device):
+        with self._guard():
             event = Stream.borrow(earlier, device).record()
             Stream.borrow(later, device).wait(event)
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[Stream]:
         """Make the GPU current, as its default stream may be meant; yield the stream to work on."""
-        from ferro_dist._native.cuda_runtime import DeviceGuard
         from ferro_dist._native.cuda_stream import Stream
 
-        with DeviceGuard(self._memory.device):
+        with self._guard():
             yield Stream.borrow(self._current_stream(), self._memory.device)

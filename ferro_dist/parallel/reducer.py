@@ -190,6 +190,7 @@ class Reducer:
     """
 
     # State of a round.
+    is_open = False
     _gradients: Gradients
     _ready: set[int]
     _ready_order: list[int]
@@ -446,8 +447,8 @@ class Reducer:
         self._gradients = NoGradients()  # they may refer to the reducer in turn
 
     def _reset(self) -> None:
-        self.is_open = False
-        self._under_way.discard(self)
+        if self.is_open:
+            self._close()
         self._ready = set()
         self._ready_order = []
         self._num_settled = 0
