@@ -207,7 +207,6 @@ def multiply_alone_on_another_device(backend: Any) -> list[Any]:
     communicator = nccl.Communicator.init_rank(1, nccl.get_unique_id(), 0, device=1)
     with gpu.device(1):
         x, stream = gpu.array(np.arange(4.0)), gpu.stream()
-        gpu.synchronize()
         gpu.synchronize()  # the array is not written on that stream
     communicator.allreduce(x, x, communicator.premul_sum(2.0, "float64"), stream=stream)
     stream.synchronize()
