@@ -31,9 +31,9 @@ from ferro_dist.errors import ChannelClosed, DistributedError, InvalidArray, Tim
 __all__ = ["NcclGroup", "NcclWork", "attendance_nbytes"]
 
 cdef object NO_TAG = 0  # the only 0 in the interpreter, so that `is` finds it
-# For arrays of at least this many bytes each call asks which earlier calls the GPU is done with, and
-# lets their arrays go. For smaller ones asking costs more than it frees: the watchdog's look must do.
-cdef size_t LARGE = 1 << 20
+# Once calls have used so many bytes, CUDA is asked which of them are done, and their arrays are let go.
+# To ask at each call costs more than a small array is worth; the watchdog's look frees the rest.
+cdef size_t MANY = 32 << 20
 # The watchdog ends the group when a call's time is up, and says why, a moment later.
 cdef double WATCHDOG_GRACE = 10  # seconds
 
@@ -136,6 +136,7 @@ cdef class NcclGroup:
     # tickets; and how many calls came before the first of them.
     cdef list _kept
     cdef uint64_t _num_let_go
+    cdef size_t _num_unasked     # bytes that calls have used since CUDA was last asked which are done
     cdef object _scratch         # what barriers reduce
     cdef bint _is_closed
     cdef object __weakref__
@@ -581,9 +582,12 @@ cdef class NcclGroup:
                 self._kept[place + 1] = second
         elif type(second) is NcclWork:  # done already, and another thread has let go of calls up to it
             (<NcclWork> second).forget()
-        if first is not None and first.nbytes >= LARGE:
-            with Noting(self._communicator), nogil:
-                self._lane.get().num_done()
+        if first is not None:
+            self._num_unasked += first.nbytes
+            if self._num_unasked >= MANY:
+                self._num_unasked = 0
+                with Noting(self._communicator), nogil:
+                    self._lane.get().num_done()
         return self._let_go()
 
     cdef int _let_go(self) except -1:
