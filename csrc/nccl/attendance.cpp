@@ -151,10 +151,16 @@ int Attendance::deserter(const Entry& entry) const {
 }
 
 int Attendance::quitter() const noexcept {
-  for (int index = 0; index < static_cast<int>(members_.size()); ++index)
-    if (index != own_ && row(index).presence.load(std::memory_order_relaxed) == Presence::gave_up)
-      return members_[static_cast<std::size_t>(index)];
-  return -1;
+  int found = -1;
+  std::uint32_t earliest = 0;
+  for (int index = 0; index < static_cast<int>(members_.size()); ++index) {
+    if (index == own_ || row(index).presence.load(std::memory_order_acquire) != Presence::gave_up) continue;
+    const std::uint32_t departure = row(index).departure.load(std::memory_order_relaxed);
+    if (found >= 0 && earliest <= departure) continue;
+    found = members_[static_cast<std::size_t>(index)];
+    earliest = departure;
+  }
+  return found;
 }
 
 }  // namespace ferro::nccl

@@ -53,7 +53,7 @@ class Attendance {
   std::vector<int> missing(const Entry& entry) const;
   // One of those that never will, since it has left; -1 if there is none.
   int deserter(const Entry& entry) const;
-  // Another member that has left, but not in order; -1 if there is none.
+  // The first other member that has left, but not in order; -1 if there is none.
   int quitter() const noexcept;
 
  private:

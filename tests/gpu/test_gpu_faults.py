@@ -232,6 +232,31 @@ def test_a_rank_that_leaves_ends_the_calls_that_it_has_not_made(how: str, peer_d
     assert outcomes == [("ChannelClosed", 1, 0), (), ("ChannelClosed", 1, 2)]
 
 
+def give_up_one_after_the_other(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
+    """Rank 0 leaves in order, once rank 2 and then rank 1 have given up."""
+    gpu = emulated_gpu()
+    group = connect("hybrid", rank, world_size, addr)
+    x = gpu.array(np.ones(4))
+    call_and_wait(group.nccl, x)
+    for quitter in (2, 1):
+        fd.barrier(group.tcp)
+        if rank == quitter:
+            group.nccl.abort()
+    fd.barrier(group.tcp)
+    told: Any = None
+    if rank == 0:
+        group.nccl.close()
+        with pytest.raises(fd.ChannelClosed) as told:
+            fd.allreduce(x, group.nccl)
+    fd.barrier(group.tcp)
+    group.close()
+    return () if told is None else (told.value.peer, told.value.rank)
+
+
+def test_of_ranks_that_gave_up_a_rank_that_leaves_in_order_names_the_first() -> None:
+    assert ranks(3, give_up_one_after_the_other) == [(2, 0), (), ()]
+
+
 def leave_while_others_connect(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
     """The others wait for rank 1 inside NCCL, which has launched nothing yet."""
     gpu = emulated_gpu()
