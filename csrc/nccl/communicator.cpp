@@ -173,6 +173,7 @@ std::shared_ptr<Communicator> Communicator::make_child(const char* function, ncc
   }
   if (child->handle() == nullptr) return nullptr;
   child->complete(ncclSuccess, function, patience);
+  child->hear(nullptr);  // our witness, who knows ranks by the numbers that they have here
   return child;
 }
 
@@ -392,7 +393,7 @@ void Communicator::check_healthy() const {
 }
 
 void Communicator::hear(Witness witness) {
-  auto shared = std::make_shared<const Witness>(std::move(witness));
+  auto shared = witness ? std::make_shared<const Witness>(std::move(witness)) : nullptr;
   const std::lock_guard<std::mutex> lock(error_lock_);
   witness_ = std::move(shared);
 }

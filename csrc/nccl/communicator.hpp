@@ -113,7 +113,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   }
 
   // Says whose end is behind an error, by one that names the rank; ErrorKind::none while it knows of
-  // nobody's. May be asked from any thread, and keeps nothing alive.
+  // nobody's. May be asked from any thread, and keeps nothing alive. Null where nobody knows.
   using Witness = std::function<Error()>;
   void hear(Witness witness);
 

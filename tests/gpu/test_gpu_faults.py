@@ -257,6 +257,31 @@ def test_of_ranks_that_gave_up_a_rank_that_leaves_in_order_names_the_first() -> 
     assert ranks(3, give_up_one_after_the_other) == [(2, 0), (), ()]
 
 
+def lose_a_member(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
+    """Rank 2 dies, which is rank 1 of those that call each other; rank 0 has left the others."""
+    os.environ["FERRO_EMULATION_PEER_DEATH"] = "remote_error"
+    gpu = emulated_gpu()
+    group = connect("hybrid", rank, world_size, addr)
+    members = group.nccl.split([1, 2])
+    if rank == 0:
+        group.nccl.abort()
+    else:
+        call_and_wait(members, gpu.array(np.ones(4)))
+    fd.barrier(group.tcp)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        return ()
+    with pytest.raises(DistributedError) as told:
+        call_and_wait(members, gpu.array(np.ones(4)))
+    members.abort()
+    return type(told.value).__name__, told.value.peer
+
+
+def test_a_group_that_was_split_off_names_nobody_by_another_groups_numbers() -> None:
+    assert ranks(3, lose_a_member, may_die=[2])[:2] == [(), ("PeerLostError", None)]
+
+
 def leave_while_others_connect(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
     """The others wait for rank 1 inside NCCL, which has launched nothing yet."""
     gpu = emulated_gpu()
