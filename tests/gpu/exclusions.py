@@ -20,7 +20,7 @@ _EVERY = ("nccl", "hybrid", "hybrid_host")
 
 _NO_COMPARISON = "NCCL does not compare what ranks call: they hang, or get a wrong result"
 _NO_ENVELOPE = "a message of NCCL carries neither size nor tag"
-_ONE_STREAM = "a group works on one stream: a call waits for all earlier ones"
+_IN_ORDER = "the calls of a group run one after the other, whatever stream each is on"
 _RENDEZVOUS = "a send of NCCL ends when its receive does"
 _NO_CULPRIT = "NCCL cannot tell which rank it waits for; see test_gpu_faults"
 _HOST_ARRAYS = "only arrays of the host are like this; see test_nccl_backend"
@@ -38,10 +38,10 @@ EXCLUDED: dict[str, tuple[tuple[str, ...], str]] = {
     "an_awaited_message_that_does_not_fit_is_dropped": (_BOTH, _NO_ENVELOPE),
     "a_misfit_in_a_batch_spares_the_rest": (_BOTH, _NO_ENVELOPE),
     "a_small_send_needs_no_receiver_yet": (_BOTH, _RENDEZVOUS),
-    "messages_overtake_collectives_that_wait": (_BOTH, _ONE_STREAM),
-    "receives_may_outstay_collectives": (_BOTH, _ONE_STREAM),
-    "messages_and_collectives_go_on_in_two_threads": (_BOTH, _ONE_STREAM),
-    "waiting_may_be_given_up_and_taken_up_again": (_NCCL, _ONE_STREAM),
+    "messages_overtake_collectives_that_wait": (_BOTH, _IN_ORDER),
+    "receives_may_outstay_collectives": (_BOTH, _IN_ORDER),
+    "messages_and_collectives_go_on_in_two_threads": (_BOTH, _IN_ORDER),
+    "waiting_may_be_given_up_and_taken_up_again": (_NCCL, _IN_ORDER),
     "*refuses_arrays_it_cannot_*": (_BOTH, _HOST_ARRAYS),
     "buffers_are_arrays": (_BOTH, _HOST_ARRAYS),
     "arrays_live_until_their_call_is_done": (_BOTH, _HOST_LIFETIME),
