@@ -388,7 +388,8 @@ class NcclBackend(BoundBackend):
         )
 
     # Raw device pointers, for callers that have no arrays. They run on the group's own stream, with
-    # which the caller must put its own work in order: `stream`, `synchronize`.
+    # which the caller must put its own work in order: `stream`, `synchronize`. As all calls of the
+    # group they are launched at once; those of `comm` may be part of a block of NCCL's.
 
     def allreduce_raw(self, sendbuf: int, recvbuf: int, count: int, dtype: int, op: int) -> None:
         """Reduce `count` elements of device memory over all ranks.
