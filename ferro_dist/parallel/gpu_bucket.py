@@ -163,13 +163,11 @@ class GpuBucket(Bucket):
     def _read_tail(self) -> NumpyArray:
         """Wait for the reduction on the host, and return the reduced tail."""
         if self._reduced_tail is None:
-            from ferro_dist._native.cuda_memory import copy_async
-
             if self.work is not None:
                 self.work.wait(self._memory.patience_s)  # has a deadline, and sees the group end
             tail: NumpyArray = np.empty(self._tail_count, self.layout.dtype)
             with self._on_device() as stream:
-                copy_async(tail.ctypes.data, self._tail_address, tail.nbytes, stream)
+                self._copy_async(tail.ctypes.data, self._tail_address, tail.nbytes, stream)
                 stream.synchronize()
             self._reduced_tail = tail
         return self._reduced_tail
@@ -205,10 +203,8 @@ class GpuBucket(Bucket):
                 self._copy_async(to.address, of.address, of.nbytes, self._current_stream())
 
     def _upload(self, host: NumpyArray, address: int) -> None:
-        from ferro_dist._native.cuda_memory import copy_async
-
         with self._on_device() as stream:
-            copy_async(address, host.ctypes.data, host.nbytes, stream)
+            self._copy_async(address, host.ctypes.data, host.nbytes, stream)
         # A GPU that reaches all of the host's memory (Grace) reads it only when the copy runs.
         self._memory.keep(host)
 

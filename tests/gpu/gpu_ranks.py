@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,8 +14,9 @@ from gpu.on_device import OnDevice
 from gpu.real_gpu import share_gpu
 
 import ferro_dist as fd
+from ferro_dist.errors import DistributedError
 
-__all__ = ["connect", "start", "start_on_real_gpus"]
+__all__ = ["abort_under_load", "connect", "start", "start_on_real_gpus"]
 
 
 def start(backend: str, world_size: int) -> ProcessRanks:
@@ -44,6 +47,35 @@ def connect(kind: str, rank: int, world_size: int, addr: str, **options: Any) ->
         group = fd.NcclBackend(rank, world_size, unique_id, **options)
         fd.barrier(host)
     return group
+
+
+def abort_under_load(
+    group: Any, x: Any, stream: AbstractContextManager[Any], patience_s: float
+) -> tuple[int, str]:
+    """Abort a group while another thread calls without end; its number of calls, and their end."""
+    numbers, ended = 0, ""
+    warm = threading.Event()
+
+    def call_until_the_end() -> None:
+        nonlocal numbers, ended
+        try:
+            with stream:
+                while True:
+                    fd.allreduce(x, group, out=x)
+                    numbers += 1
+                    if numbers == 20:
+                        warm.set()
+        except DistributedError as error:
+            ended = type(error).__name__
+
+    thread = threading.Thread(target=call_until_the_end)
+    thread.start()
+    assert warm.wait(patience_s)
+    group.abort()
+    thread.join(patience_s)
+    assert not thread.is_alive()
+    group.close()
+    return numbers, ended
 
 
 def _serve(rank: int, world_size: int, addr: str, pipes: list[Connection], backend: str) -> None:

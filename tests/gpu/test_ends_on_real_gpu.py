@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gpu.gpu_ranks import connect
+from gpu.gpu_ranks import abort_under_load, connect
 from gpu.real_gpu import need, share_gpu
 from leaks import settled
 from visible_gpus import with_gpus
@@ -169,40 +168,17 @@ def test_a_rank_that_leaves_ends_the_calls_that_it_has_not_made() -> None:
 # Ends of groups
 
 
-def abort_under_load(rank: int, world_size: int, addr: str) -> tuple[int, str]:
-    """One thread calls without end, another aborts in the middle."""
+def abort_in_the_middle(rank: int, world_size: int, addr: str) -> tuple[int, str]:
     import torch
 
     group = connected("nccl", rank, world_size, addr)
-    numbers, ended = 0, ""
-    warm = threading.Event()
-
-    def call_until_the_end() -> None:
-        nonlocal numbers, ended
-        x = ones()
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                while True:
-                    fd.allreduce(x, group, out=x)
-                    numbers += 1
-                    if numbers == 20:
-                        warm.set()
-        except DistributedError as error:
-            ended = type(error).__name__
-
-    thread = threading.Thread(target=call_until_the_end)
-    thread.start()
-    assert warm.wait(60)
-    group.abort()
-    thread.join(60)
-    assert not thread.is_alive()
-    group.close()
+    outcome = abort_under_load(group, ones(), torch.cuda.stream(torch.cuda.Stream()), 60)
     torch.cuda.synchronize()  # no kernel is left that waits for another rank
-    return numbers, ended
+    return outcome
 
 
 def test_abort_from_another_thread_ends_the_calls() -> None:
-    for numbers, ended in ranks(2, abort_under_load):
+    for numbers, ended in ranks(2, abort_in_the_middle):
         assert numbers >= 20
         assert ended in ("ChannelClosed", "LockPoisoned")
 
@@ -245,7 +221,7 @@ def test_what_is_dropped_lives_until_the_gpu_is_done() -> None:
     assert ranks(2, drop_and_free) == [[True] * 3] * 2
 
 
-def make_groups(rank: int, world_size: int, addr: str) -> tuple[int, int]:
+def make_groups(rank: int, world_size: int, addr: str) -> tuple[int, ...]:
     share_gpu(rank)
     x = ones()
     before = (0, 0)
@@ -255,19 +231,20 @@ def make_groups(rank: int, world_size: int, addr: str) -> tuple[int, int]:
         with fd.NcclBackend(0, 1, fd.get_unique_id()) as group:
             fd.allreduce(x, group, out=x)
     gc.collect()
-    settled(lambda: any(now > then for now, then in zip(held(), before, strict=True)), False)
-    descriptors, threads = held()
-    return descriptors - before[0], threads - before[1]
+
+    def growth() -> tuple[int, ...]:
+        return tuple(max(0, now - then) for now, then in zip(held(), before, strict=True))
+
+    return settled(growth, (0, 0))
 
 
 def held() -> tuple[int, int]:
+    """Descriptors and threads."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def test_many_groups_leave_nothing() -> None:
-    [(descriptors, threads)] = ranks(1, make_groups)
-    assert descriptors <= 0
-    assert threads <= 0
+    assert ranks(1, make_groups) == [(0, 0)]
 
 
 PREAMBLE = """

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.gpu_ranks import connect
+from gpu.gpu_ranks import abort_under_load, connect
 from leaks import settled
 
 import ferro_dist as fd
-from ferro_dist.errors import ChannelClosed, DistributedError, LockPoisoned, Timeout
+from ferro_dist.errors import ChannelClosed, LockPoisoned, Timeout
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 GROUPS = 1000
@@ -134,38 +134,14 @@ def test_close_waits_for_work_in_flight(kind: str) -> None:
     assert ranks(2, close_with_work, kind) == [[32.0] * 4] * 2
 
 
-def abort_under_load(rank: int, world_size: int, addr: str) -> tuple[int, str]:
-    """One thread calls without end, another aborts in the middle."""
+def abort_in_the_middle(rank: int, world_size: int, addr: str) -> tuple[int, str]:
     gpu = emulated_gpu(delay_us=100)
     group = connect("nccl", rank, world_size, addr)
-    x = gpu.array(np.ones(1000))
-    numbers, ended = 0, ""
-    warm = threading.Event()
-
-    def call_until_the_end() -> None:
-        nonlocal numbers, ended
-        try:
-            with gpu.stream():
-                while True:
-                    fd.allreduce(x, group, out=x)
-                    numbers += 1
-                    if numbers == 20:
-                        warm.set()
-        except DistributedError as error:
-            ended = type(error).__name__
-
-    thread = threading.Thread(target=call_until_the_end)
-    thread.start()
-    assert warm.wait(20)
-    group.abort()
-    thread.join(20)
-    assert not thread.is_alive()
-    group.close()
-    return numbers, ended
+    return abort_under_load(group, gpu.array(np.ones(1000)), gpu.stream(), 20)
 
 
 def test_abort_from_another_thread_ends_the_calls() -> None:
-    for numbers, ended in ranks(2, abort_under_load):
+    for numbers, ended in ranks(2, abort_in_the_middle):
         assert numbers >= 20
         assert ended in ("ChannelClosed", "LockPoisoned")
 

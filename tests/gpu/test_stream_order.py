@@ -7,12 +7,14 @@ out. There its numbers must be wrong.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,74 +40,56 @@ def ranks(world_size: int, body: Any, *args: Any, **options: Any) -> list[Any]:
 def read_late_input(group: Any, gpu: Any) -> list[float]:
     """What the caller's stream has yet to write is what NCCL reads: the wait on arrival."""
     x, out = gpu.array(np.zeros(4)), gpu.empty(4, "float64")
-    gpu.synchronize()
-    gpu.set_delay(DELAY_US)
-    with gpu.stream():
+    with late_stream(gpu):
         overwrite(gpu, x, 7.0)
         fd.allreduce(x, group, out=out, async_op=True)
         group.synchronize()
-        gpu.set_delay(0)
-        return values(gpu, out)
+    return values(gpu, out)
 
 
 def use_result_once_waited_for(group: Any, gpu: Any) -> list[float]:
-    """The same, where `Work.wait` orders the streams."""
+    """What the caller queues after `Work.wait` finds the result: the wait at hand-back."""
     x, out, kept = gpu.array(np.full(4, 7.0)), gpu.array(np.zeros(4)), gpu.array(np.zeros(4))
-    gpu.synchronize()
-    gpu.set_delay(DELAY_US)
-    with gpu.stream():
+    with late_stream(gpu):
         keep_busy(group, gpu)
         work = fd.allreduce(x, group, out=out, async_op=True)
         work.wait()
         copy(gpu, kept, out)
-        gpu.synchronize()
-        gpu.set_delay(0)
-        return values(gpu, kept)
+    return values(gpu, kept)
 
 
 def read_what_a_call_in_the_background_writes(group: Any, gpu: Any) -> list[float]:
     """Nobody has waited for it, but a call runs after all that were made before."""
     x, between, out = gpu.array(np.full(4, 7.0)), gpu.array(np.zeros(4)), gpu.array(np.zeros(4))
-    gpu.synchronize()
-    gpu.set_delay(DELAY_US)
-    with gpu.stream():
+    with late_stream(gpu):
         keep_busy(group, gpu)
         fd.allreduce(x, group, out=between, async_op=True)
         fd.allreduce(between, group, out=out)
-        gpu.synchronize()
-        gpu.set_delay(0)
-        return values(gpu, out)
+    return values(gpu, out)
 
 
 def read_what_a_call_on_another_stream_writes(group: Any, gpu: Any) -> list[float]:
     x, between, out = gpu.array(np.full(4, 7.0)), gpu.array(np.zeros(4)), gpu.array(np.zeros(4))
-    gpu.synchronize()
-    gpu.set_delay(DELAY_US)
-    with gpu.stream():
+    with late_stream(gpu):
         for _ in range(5):
             copy(gpu, between, between)
         fd.allreduce(x, group, out=between)
-    with gpu.stream():
-        fd.allreduce(between, group, out=out)
-        gpu.synchronize()
-        gpu.set_delay(0)
-        return values(gpu, out)
+        with gpu.stream():
+            fd.allreduce(between, group, out=out)
+            gpu.synchronize()
+    return values(gpu, out)
 
 
 def use_results_at_once(group: Any, gpu: Any) -> list[float]:
     """What the caller queues behind a call finds its result, and overwrites its input in time."""
     x, out = gpu.array(np.full(4, 7.0)), gpu.array(np.zeros(4))
     last = gpu.array(np.zeros(4))
-    gpu.synchronize()
-    gpu.set_delay(DELAY_US)
-    with gpu.stream():
+    with late_stream(gpu):
         keep_busy(group, gpu)
         fd.broadcast(x, group, out=out)
         copy(gpu, x, last)  # zeros, once NCCL has read x
         copy(gpu, last, out)
-        gpu.synchronize()
-        gpu.set_delay(0)
-        return values(gpu, last)
+    return values(gpu, last)
 
 
 PROGRAMS = {
@@ -118,6 +102,17 @@ PROGRAMS = {
         read_what_a_call_on_another_stream_writes,
     )
 }
+
+
+@contextlib.contextmanager
+def late_stream(gpu: Any) -> Iterator[None]:
+    """Work on a new stream while every operation of all streams is late."""
+    gpu.synchronize()
+    gpu.set_delay(DELAY_US)
+    with gpu.stream():
+        yield
+        gpu.synchronize()
+        gpu.set_delay(0)
 
 
 def keep_busy(group: Any, gpu: Any) -> None:
