@@ -33,7 +33,7 @@ __all__ = ["NcclGroup", "NcclWork", "attendance_nbytes"]
 cdef object NO_TAG = 0  # the only 0 in the interpreter, so that `is` finds it
 # Once calls have used so many bytes, CUDA is asked which of them are done, and their arrays are let go.
 # To ask at each call costs more than a small array is worth; the watchdog's look frees the rest.
-cdef size_t MANY = 32 << 20
+cdef size_t ENOUGH_NBYTES = 32 << 20
 # The watchdog ends the group when a call's time is up, and says why, a moment later.
 cdef double WATCHDOG_GRACE = 10  # seconds
 
@@ -136,7 +136,7 @@ cdef class NcclGroup:
     # tickets; and how many calls came before the first of them.
     cdef list _kept
     cdef uint64_t _num_let_go
-    cdef size_t _num_unasked     # bytes that calls have used since CUDA was last asked which are done
+    cdef size_t _unasked_nbytes  # that calls have used since CUDA was last asked which are done
     cdef object _scratch         # what barriers reduce
     cdef bint _is_closed
     cdef object __weakref__
@@ -583,9 +583,9 @@ cdef class NcclGroup:
         elif type(second) is NcclWork:  # done already, and another thread has let go of calls up to it
             (<NcclWork> second).forget()
         if first is not None:
-            self._num_unasked += first.nbytes
-            if self._num_unasked >= MANY:
-                self._num_unasked = 0
+            self._unasked_nbytes += first.nbytes
+            if self._unasked_nbytes >= ENOUGH_NBYTES:
+                self._unasked_nbytes = 0
                 with Noting(self._communicator), nogil:
                     self._lane.get().num_done()
         return self._let_go()
