@@ -842,4 +842,6 @@ cdef inline Collective _collective(
 cdef inline uint32_t _tag(tag) except? MAX_TAG:
     if tag is NO_TAG:
         return 0
+    if type(tag) is int and 0 <= tag <= 0xFFFFFFFF:
+        return tag
     return arguments.check_tag(tag)
