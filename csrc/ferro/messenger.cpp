@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "ferro/clock.hpp"
@@ -143,57 +144,95 @@ void Messenger::make_way(Call& call) {
   call.check_interrupt_if_due();
 }
 
+// What a sleeping rank lets the others know of whom it awaits: see Transport::note_awaited(). Not before
+// a slice in which nothing moved, since what it has just sent may be on its way to those that wait for it.
+class Messenger::WaitNote {
+ public:
+  WaitNote(const Messenger& messenger, const Call& call) : messenger_(messenger), call_(call) {}
+
+  // To be called when something has moved, and when the wait is over.
+  void end_stillness() {
+    still_since_.reset();
+    if (is_written_) erase();
+  }
+  // If this rank comes only now, or was stopped, the others may have been waiting for it.
+  void erase_if_late() {
+    if (is_written_ && call_.present_s() < kPresenceSeconds) erase();
+  }
+  // To be called before each sleep.
+  void renew(const Batch& batch) {
+    const Clock::time_point now = Clock::now();
+    if (!still_since_) still_since_ = now;
+    is_written_ = std::chrono::duration<double>(now - *still_since_).count() >= kWaitSliceSeconds;
+    if (is_written_) messenger_.transport_->note_awaited(call_, messenger_.peers_due(batch));
+  }
+
+ private:
+  void erase() {
+    is_written_ = false;
+    messenger_.transport_->note_awaited(call_, {});
+  }
+
+  const Messenger& messenger_;
+  const Call& call_;
+  std::optional<Clock::time_point> still_since_;  // the first sleep since something moved
+  bool is_written_ = false;
+};
+
 void Messenger::run(Call& call, Batch& batch) {
   std::shared_ptr<Messenger> self;  // while this thread is outside the gate, another may close the group
   try {
     check_group();
-    progress();
-    for (int i = 0; i < SpinPolicy::kBriefPauses && !batch.is_done(); ++i) {
-      pause_briefly();
-      progress();
-    }
-    if (!batch.is_done()) {
+    if (!try_briefly(batch)) {
       self = shared_from_this();
       call.begin_blocking();
+      move_until_done(call, batch);
     }
-    // A look at a socket takes several times as long as a pause.
-    const SpinPolicy patience = spin_.while_moving(has_sockets_ ? 0 : nbytes_of(batch));
-    unsigned num_passes = 0;
-    bool has_slept = false, has_noted = false;  // since something moved
-    Clock::time_point still_since;
-    for (int idle = 0; !batch.is_done();) {
-      if (progress()) {
-        idle = 0;
-        has_slept = false;
-        if (std::exchange(has_noted, false)) transport_->note_awaited(call, {});
-        if (++num_passes % kPassesPerCheck != 0 || batch.is_done()) continue;
-        check_caller(call, batch);
-        make_way(call);
-        continue;
-      }
-      ++idle;
-      // A thread that waits at the gate may have something that can move.
-      if (!gate_->is_awaited() && patience.linger(idle)) continue;
-      // It comes only now, or was stopped: the others may have been waiting for this rank.
-      if (has_noted && call.present_s() < kPresenceSeconds) transport_->note_awaited(call, {});
-      check_caller(call, batch);
-      // After the check: a rank that comes only when the group has ended has not been waiting. Nor before a
-      // slice in which nothing moved: what it has just sent may be on its way to those that wait for it.
-      const Clock::time_point now = Clock::now();
-      if (!std::exchange(has_slept, true)) still_since = now;
-      has_noted = std::chrono::duration<double>(now - still_since).count() >= kWaitSliceSeconds;
-      if (has_noted) transport_->note_awaited(call, peers_due(batch));
-      set_owner_away(batch, true);
-      sleep(call, news());
-      set_owner_away(batch, false);
-    }
-    if (has_noted) transport_->note_awaited(call, {});
   } catch (const std::exception&) {
     end(current_error());
     throw;
   }
   relieve();
   batch.rethrow();
+}
+
+// For about a microsecond. True if the batch is done.
+bool Messenger::try_briefly(const Batch& batch) {
+  progress();
+  for (int i = 0; i < SpinPolicy::kBriefPauses && !batch.is_done(); ++i) {
+    pause_briefly();
+    progress();
+  }
+  return batch.is_done();
+}
+
+// Moves, spins while nothing moves, and then sleeps until something may.
+void Messenger::move_until_done(Call& call, Batch& batch) {
+  // A look at a socket takes several times as long as a pause.
+  const SpinPolicy patience = spin_.while_moving(has_sockets_ ? 0 : nbytes_of(batch));
+  WaitNote note(*this, call);
+  unsigned num_passes = 0;
+  for (int idle = 0; !batch.is_done();) {
+    if (progress()) {
+      idle = 0;
+      note.end_stillness();
+      if (++num_passes % kPassesPerCheck != 0 || batch.is_done()) continue;
+      check_caller(call, batch);
+      make_way(call);
+      continue;
+    }
+    ++idle;
+    // A thread that waits at the gate may have something that can move.
+    if (!gate_->is_awaited() && patience.linger(idle)) continue;
+    note.erase_if_late();
+    check_caller(call, batch);
+    // After the check: a rank that comes only when the group has ended has not been waiting.
+    note.renew(batch);
+    set_owner_away(batch, true);
+    sleep(call, news());
+    set_owner_away(batch, false);
+  }
+  note.end_stillness();
 }
 
 RankSet Messenger::peers_due(const Batch& batch) const {

@@ -108,10 +108,13 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
     bool is_outgoing;
   };
   bool progress(Lane& lane);
+  bool try_briefly(const Batch& batch);
+  void move_until_done(Call& call, Batch& batch);
   void withdraw(const Batch& batch);
   void check_group() const;
   void check_caller(const Call& call, const Batch& batch) const;
   RankSet peers_due(const Batch& batch) const;
+  class WaitNote;
   class Absence;
   bool begin_watch();
   void watch();
