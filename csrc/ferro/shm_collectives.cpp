@@ -28,7 +28,7 @@ constexpr std::size_t kLeastFetchedNbytes = std::size_t{4} << 10;  // of one pee
 
 // The clock is read once in this many rounds, which take milliseconds at most.
 constexpr std::uint64_t kRoundsPerCheck = 16;
-bool is_check_due(std::uint64_t round) { return (round + 1) % kRoundsPerCheck == 0; }
+bool is_check_due(std::uint64_t turn) { return (turn + 1) % kRoundsPerCheck == 0; }
 
 const unsigned char* bytes(const void* data) { return static_cast<const unsigned char*>(data); }
 unsigned char* bytes(void* data) { return static_cast<unsigned char*>(data); }
@@ -182,42 +182,47 @@ ShmTransport::Slots ShmTransport::slots_for(std::size_t nbytes, int num_pieces) 
   return {piece, piece * pieces, window / (piece * pieces)};
 }
 
+// Consuming is one round behind staging: peers always have something to read.
+//
+//     turn     0  1  2  ...  last
+//     stage    0  1  2  ...
+//     consume     0  1  ...  last - 1
 template <class Stage, class Consume>
 void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots& slots, Roles roles,
                               Stage stage, Consume consume) {
-  const bool is_producer = roles.producer == Roles::kEverybody || roles.producer == index_;
-  const bool is_consumer = roles.consumer == Roles::kEverybody || roles.consumer == index_;
   const auto slot_of = [&](int rank, std::uint64_t round) {
     return segment_->window(rank) + (round_ + round) % slots.number * slots.nbytes;
   };
-  // Staging runs one round ahead of consuming: peers work on it meanwhile.
-  for (std::uint64_t round = 0; round <= num_rounds; ++round) {
-    if (is_check_due(round)) check_at_work(call);
-    if (is_producer && round < num_rounds) {
-      await_free_slot(call, round, slots.number, roles.consumer);
-      stage(round, slot_of(index_, round));
-      advance(&RankControl::staged, round_ + round + 1);
-    }
-    if (!is_consumer || round == 0) continue;
+  const auto stage_round = [&](std::uint64_t round) {
+    await_free_slot(call, round, slots.number, roles);
+    stage(round, slot_of(index_, round));
+    advance(&RankControl::staged, count_after(round));
+  };
+  const auto consume_round = [&](std::uint64_t round) {
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer == index_ || (roles.producer != Roles::kEverybody && peer != roles.producer)) continue;
-      await_counter(call, peer, &RankControl::staged, round_ + round);
-      inputs_.at[peer] = slot_of(peer, round - 1);
+      if (peer == index_ || !roles.is_producer(peer)) continue;
+      await_counter(call, peer, &RankControl::staged, count_after(round));
+      inputs_.at[peer] = slot_of(peer, round);
     }
-    consume(round - 1);
-    advance(&RankControl::consumed, round_ + round);
+    consume(round);
+    advance(&RankControl::consumed, count_after(round));
+  };
+
+  for (std::uint64_t turn = 0; turn < num_rounds + 1; ++turn) {
+    if (is_check_due(turn)) check_at_work(call);
+    if (turn < num_rounds && roles.is_producer(index_)) stage_round(turn);
+    if (turn >= 1 && roles.is_consumer(index_)) consume_round(turn - 1);
   }
   round_ += num_rounds;
 }
 
 // A slot is free once everybody has consumed the round that was in it. Slots of earlier
 // collectives are free: a rank publishes a header only after consuming all before it.
-void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots,
-                                   int sole_consumer) {
+void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots, Roles roles) {
   if (round < num_slots) return;
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer == index_ || (sole_consumer != Roles::kEverybody && peer != sole_consumer)) continue;
-    await_counter(call, peer, &RankControl::consumed, round_ + round + 1 - num_slots);
+    if (peer == index_ || !roles.is_consumer(peer)) continue;
+    await_counter(call, peer, &RankControl::consumed, count_after(round - num_slots));
   }
 }
 
@@ -310,6 +315,14 @@ void ShmTransport::allreduce_one_shot(Call& call, const Collective& c) {
 // Per round: stage the peers' shares of the input, reduce the own share, collect
 // the peers' results. Three phases, each one round behind the one before it, in
 // kRoundSlots slots: more than the two rounds by which ranks may be apart.
+//
+//     turn      0  1  2  3  ...  last
+//     stage     0  1  2  3  ...
+//     reduce       0  1  2  ...
+//     collect         0  1  ...  last - 2
+//
+// A round stays in one slot of each rank's window, which has a piece for each rank's share, and one of
+// each rank's results, which has room for the one share that this rank reduces.
 void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_collector) {
   const std::size_t itemsize = item_size(c.dtype);
   const std::size_t slot_nbytes = segment_->layout().window_nbytes / SegmentLayout::kRoundSlots;
@@ -328,46 +341,47 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
   };
 
   const auto stage = [&](std::uint64_t round) {
-    await_free_slot(call, round, SegmentLayout::kRoundSlots, Roles::kEverybody);
+    await_free_slot(call, round, SegmentLayout::kRoundSlots, {});
     for (int peer = 0; peer < size_; ++peer) {
       const Range range = share(round, peer);
       if (peer != index_)
         staging_.copy(staged_at(index_, round, peer), bytes(c.in) + range.first * itemsize,
                       range.count * itemsize);
     }
-    advance(&RankControl::staged, round_ + round + 1);
+    advance(&RankControl::staged, count_after(round));
   };
   const auto reduce_share = [&](std::uint64_t round) {
     const Range own = share(round, index_);
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != index_) await_counter(call, peer, &RankControl::staged, round_ + round + 1);
+      if (peer != index_) await_counter(call, peer, &RankControl::staged, count_after(round));
       inputs_.at[peer] = staged_at(peer, round, index_);
     }
     inputs_.at[index_] = bytes(c.in) + own.first * itemsize;
     unsigned char* result = result_at(index_, round);
+    // A rank that collects needs its own share as well: reduced there, it is copied for the peers.
     unsigned char* reduced = is_collector ? bytes(c.out) + own.first * itemsize : result;
     reduce_inputs(c, reduced, 0, own.count);
     if (reduced != result) staging_.copy(result, reduced, own.count * itemsize);
-    advance(&RankControl::reduced, round_ + round + 1);
-    if (!is_collector) advance(&RankControl::consumed, round_ + round + 1);
+    advance(&RankControl::reduced, count_after(round));
+    if (!is_collector) advance(&RankControl::consumed, count_after(round));
   };
   const auto collect = [&](std::uint64_t round) {
     for (int peer = 0; peer < size_; ++peer) {
       if (peer == index_) continue;
       const Range range = share(round, peer);
-      await_counter(call, peer, &RankControl::reduced, round_ + round + 1);
+      await_counter(call, peer, &RankControl::reduced, count_after(round));
       copy_to_user(bytes(c.out) + range.first * itemsize, result_at(peer, round), range.count * itemsize,
                    c.count * itemsize);
     }
-    advance(&RankControl::consumed, round_ + round + 1);
+    advance(&RankControl::consumed, count_after(round));
   };
 
   const std::uint64_t num_rounds = rounds.number();
-  for (std::uint64_t round = 0; round < num_rounds + 2; ++round) {
-    if (is_check_due(round)) check_at_work(call);
-    if (round < num_rounds) stage(round);
-    if (round >= 1 && round <= num_rounds) reduce_share(round - 1);
-    if (round >= 2 && is_collector) collect(round - 2);
+  for (std::uint64_t turn = 0; turn < num_rounds + 2; ++turn) {
+    if (is_check_due(turn)) check_at_work(call);
+    if (turn < num_rounds) stage(turn);
+    if (turn >= 1 && turn < num_rounds + 1) reduce_share(turn - 1);
+    if (turn >= 2 && is_collector) collect(turn - 2);
   }
   round_ += num_rounds;
 }

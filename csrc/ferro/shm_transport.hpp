@@ -129,11 +129,14 @@ class ShmTransport final : public Transport {
   [[noreturn]] void throw_unreadable(int peer, int error) const;
   void copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const;
 
-  // What one round of a collective asks of this rank.
+  // What one round of a collective asks of each rank.
   struct Roles {
     static constexpr int kEverybody = -1;
     int producer = kEverybody;  // who stages
     int consumer = kEverybody;  // who reads what was staged
+
+    bool is_producer(int index) const { return producer == kEverybody || producer == index; }
+    bool is_consumer(int index) const { return consumer == kEverybody || consumer == index; }
   };
   // How one collective divides the windows: one slot a round, and in it a piece for each
   // reader, or one piece for all of them.
@@ -152,7 +155,9 @@ class ShmTransport final : public Transport {
   template <class Stage, class Consume>
   void run_rounds(Call& call, std::uint64_t num_rounds, const Slots& slots, Roles roles, Stage stage,
                   Consume consume);
-  void await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots, int sole_consumer);
+  void await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots, Roles roles);
+  // What a rank's counters of rounds show once it is done with `round` of this collective.
+  std::uint64_t count_after(std::uint64_t round) const { return round_ + round + 1; }
 
   bool is_root(const Collective& collective) const { return members_[index_] == collective.root; }
 
