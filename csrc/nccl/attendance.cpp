@@ -135,32 +135,44 @@ std::vector<int> Attendance::missing(const Entry& entry) const {
   return ranks;
 }
 
-// One that left in order before one that gave up, perhaps since the other one left; then the first to leave.
+// Of ranks that have left, finds the one to be named.
+class Attendance::EarliestLeaver {
+ public:
+  // One that left in order comes before one that gave up, perhaps since the other one left; then the first
+  // to leave.
+  void consider(int rank, Presence presence, std::uint32_t departure) {
+    const std::pair place(presence == Presence::gave_up, departure);
+    if (rank_ >= 0 && place_ <= place) return;
+    rank_ = rank;
+    place_ = place;
+  }
+  int rank() const { return rank_; }  // -1 if none has been considered
+
+ private:
+  int rank_ = -1;
+  std::pair<bool, std::uint32_t> place_;
+};
+
 int Attendance::deserter(const Entry& entry) const {
-  int found = -1;
-  std::pair<bool, std::uint32_t> earliest;
+  EarliestLeaver earliest;
   for_each_partner(entry, [&](int index, int rank) {
     if (!has_left(index, entry)) return;
-    const bool gave_up = row(index).presence.load(std::memory_order_relaxed) == Presence::gave_up;
-    const std::pair place(gave_up, row(index).departure.load(std::memory_order_relaxed));
-    if (found >= 0 && earliest <= place) return;
-    found = rank;
-    earliest = place;
+    const Row& theirs = row(index);
+    earliest.consider(rank, theirs.presence.load(std::memory_order_relaxed),
+                      theirs.departure.load(std::memory_order_relaxed));
   });
-  return found;
+  return earliest.rank();
 }
 
 int Attendance::quitter() const noexcept {
-  int found = -1;
-  std::uint32_t earliest = 0;
+  EarliestLeaver earliest;
   for (int index = 0; index < static_cast<int>(members_.size()); ++index) {
-    if (index == own_ || row(index).presence.load(std::memory_order_acquire) != Presence::gave_up) continue;
-    const std::uint32_t departure = row(index).departure.load(std::memory_order_relaxed);
-    if (found >= 0 && earliest <= departure) continue;
-    found = members_[static_cast<std::size_t>(index)];
-    earliest = departure;
+    const Row& theirs = row(index);
+    if (index == own_ || theirs.presence.load(std::memory_order_acquire) != Presence::gave_up) continue;
+    earliest.consider(members_[static_cast<std::size_t>(index)], Presence::gave_up,
+                      theirs.departure.load(std::memory_order_relaxed));
   }
-  return found;
+  return earliest.rank();
 }
 
 }  // namespace ferro::nccl

@@ -51,9 +51,11 @@ class Attendance {
   Entry entered() const;
   // The members that have not entered the call, ascending.
   std::vector<int> missing(const Entry& entry) const;
-  // One of those that never will, since it has left; -1 if there is none.
+  // Whom to blame for a call that will never be complete: the first of those that never enter it, since
+  // they have left. -1 if there is none.
   int deserter(const Entry& entry) const;
-  // The first other member that has left, but not in order; -1 if there is none.
+  // Whom to blame for an end in which all members should take part, whatever they have entered: the first
+  // other one that has left, but not in order. -1 if there is none.
   int quitter() const noexcept;
 
  private:
@@ -69,6 +71,8 @@ class Attendance {
     std::atomic<std::uint64_t> sends;  // of the one rank to the other
     std::atomic<std::uint64_t> recvs;
   };
+
+  class EarliestLeaver;
 
   static std::size_t row_nbytes(int num_members) noexcept;
   Row& row(int index) const noexcept;
