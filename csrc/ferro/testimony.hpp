@@ -29,8 +29,11 @@
 
 namespace ferro {
 
-using RankSet = std::bitset<kMaxWorldSize + 2>;
-// In a set of missing ranks: they wait for each other.
+// Ranks of the group. Two facts about them travel in the same set, so that whoever hands it on hands
+// them on too: kDeadlock, in a set of missing ranks; and in what a rank says of whom it awaits, the rank
+// itself, if it is stuck (Testimonies::add).
+using RankSet = std::bitset<kMaxWorldSize + 2>;  // a whole number of words, with room for kDeadlock
+// They wait for each other.
 constexpr std::size_t kDeadlock = kMaxWorldSize;
 
 // How long after the end of the group ranks listen to each other. Long enough for a rank that
@@ -62,8 +65,8 @@ inline bool precedes(const AbortReason& reason, const AbortReason& other) {
 // What is known of the waits of some ranks, and of why they ended.
 class Testimonies {
  public:
-  // `awaited` is empty for a rank that was waiting for nobody. A rank that can do nothing else until
-  // its wait is over, which is not for a rank that waits in the same collective, names itself, too.
+  // `awaited` is empty for a rank that was waiting for nobody. A rank names itself, too, if it is stuck:
+  // can do nothing else until its wait is over, which is not for a rank that waits in the same collective.
   void add(int rank, RankSet awaited) {
     heard_.set(rank);
     const bool is_stuck = awaited.test(rank);
@@ -78,7 +81,8 @@ class Testimonies {
   }
   std::size_t num_heard() const { return heard_.count(); }
   bool has_heard(int rank) const { return heard_.test(rank); }
-  // If the waits of the rank that gave up end nowhere, but in a circle of stuck ranks, those.
+  // Those that are waited for and do not wait themselves. But if the waits of the rank that gave up
+  // lead to none of these, and into a circle of stuck ranks, that circle and kDeadlock.
   RankSet missing() const {
     RankSet idle = awaited_;
     for (const auto& waiting : waiting_) idle.reset(waiting.first);
@@ -105,7 +109,8 @@ class Testimonies {
     }
     return behind;
   }
-  // Goes from a stuck rank to the first for which it waits.
+  // Goes from a stuck rank to the first for which it waits, until it meets one that it has passed: that
+  // one is in a circle, which the second loop goes round once. Empty, if it meets one that is not stuck.
   RankSet circle_behind(int rank) const {
     RankSet passed, circle;
     for (; stuck_.test(rank) && !passed.test(rank); rank = ranks_of(waiting_.at(rank)).front())
