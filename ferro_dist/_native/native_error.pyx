@@ -121,39 +121,47 @@ cdef object _timeout(const Error& error, str where, dict facts):
     cdef tuple missing = tuple(error.missing)
     if not missing and error.peer >= 0:
         missing = (error.peer,)
-    cdef tuple awaited = tuple(error.awaited)
-    cdef str names = _ranks(missing) if missing else "the group"
-    if missing == (error.rank,):
-        names = "this rank"
-    cdef str remedy = _remedy(names, len(missing))
-    if error.is_deadlock:
-        what = f"deadlock: {names} wait for each other"
-        remedy = (
-            "Change the order of their calls: where two send to each other, let one receive first, "
-            "or use sendrecv()."
-        )
-    elif error.reporter >= 0 and error.reporter != error.rank:
-        if error.reporter in missing:  # it was waiting in a call of another kind
-            what = (
-                f"{_silence(facts['op'], names, error.elapsed_s)}; "
-                f"rank {error.reporter} gave up waiting in another call"
-            )
-        else:
-            what = f"rank {error.reporter} gave up waiting for {names}"
-    elif missing in ((), (error.rank,)) and error.detail.empty():
-        # Its own work took long, or a call before it is waiting.
-        what = "its time was up, though it waited for no other rank itself"
-        remedy = "Pass a larger timeout, or find out whom the calls before it wait for."
-    elif error.detail.empty():
-        if awaited and not set(awaited) & set(missing):
-            holds = "holds" if len(missing) == 1 else "hold"
-            names = f"{_ranks(awaited)}, which {names} {holds} up,"
-        what = _silence(facts["op"], names, error.elapsed_s)
-    else:  # it has not had its turn, and waited for no other rank
-        what, remedy = _text(error.detail), "Let that call end first, or pass a larger timeout."
+    what, remedy = _what_and_remedy(error, facts["op"], missing)
     return Timeout(
         f"{where}: {what}.\n{remedy}",
         missing=missing, seconds=error.elapsed_s, **facts)
+
+
+cdef tuple _what_and_remedy(const Error& error, str op, tuple missing):
+    cdef str names = _names(missing, error.rank)
+    cdef str remedy = _remedy(names, len(missing))
+    if error.is_deadlock:
+        return (
+            f"deadlock: {names} wait for each other",
+            "Change the order of their calls: where two send to each other, let one receive first, "
+            "or use sendrecv().",
+        )
+    if error.reporter >= 0 and error.reporter != error.rank:
+        if error.reporter not in missing:
+            return f"rank {error.reporter} gave up waiting for {names}", remedy
+        return (  # it was waiting in a call of another kind
+            f"{_silence(op, names, error.elapsed_s)}; "
+            f"rank {error.reporter} gave up waiting in another call",
+            remedy,
+        )
+    if not error.detail.empty():  # it has not had its turn, and waited for no other rank
+        return _text(error.detail), "Let that call end first, or pass a larger timeout."
+    if missing in ((), (error.rank,)):
+        # Its own work took long, or a call before it is waiting.
+        return (
+            "its time was up, though it waited for no other rank itself",
+            "Pass a larger timeout, or find out whom the calls before it wait for.",
+        )
+    return _silence(op, _awaited(error, missing, names), error.elapsed_s), remedy
+
+
+cdef str _awaited(const Error& error, tuple missing, str names):
+    """Return whom this rank awaited: the missing, or those that the missing hold up."""
+    cdef tuple awaited = tuple(error.awaited)
+    if not awaited or set(awaited) & set(missing):
+        return names
+    holds = "holds" if len(missing) == 1 else "hold"
+    return f"{_ranks(awaited)}, which {names} {holds} up,"
 
 
 cdef object _under_way(const Error& error, dict facts):
@@ -200,6 +208,12 @@ cdef str _reported_by(const Error& error):
     if error.reporter < 0 or error.reporter == error.rank or error.reporter == error.peer:
         return ""
     return f" Reported by rank {error.reporter}."
+
+
+cdef str _names(tuple missing, int own_rank):
+    if not missing:
+        return "the group"
+    return "this rank" if missing == (own_rank,) else _ranks(missing)
 
 
 cdef str _ranks(tuple ranks):
