@@ -69,7 +69,7 @@ class GpuBucket(Bucket):
         self._set_place(index, members, layout, kept)
         # Called for every gradient.
         self._stream_of, self._copy_async = current_stream_of_array, copy_async
-        self._guard = functools.partial(DeviceGuard, memory.device)
+        self._on_device = functools.partial(DeviceGuard, memory.device)
         self._memory = memory
         whole = memory.empty(layout.count + self._tail_count, layout.dtype)
         self.buffer = self.flat = whole[: layout.count]
@@ -96,7 +96,7 @@ class GpuBucket(Bucket):
     def clear(self) -> None:
         from ferro_dist._native.cuda_memory import fill_async
 
-        with self._on_device() as stream:
+        with self._working_stream() as stream:
             fill_async(self._address, 0, self.layout.nbytes, stream)
         self.is_full = False
 
@@ -105,7 +105,7 @@ class GpuBucket(Bucket):
         from ferro_dist._native.cuda_memory import fill_async
         from ferro_dist._native.cuda_stream import Stream
 
-        with self._guard():
+        with self._on_device():
             stream = Stream()  # which has nothing else to do first
             fill_async(self._address, 0, self.layout.nbytes, stream)
             stream.synchronize()
@@ -156,7 +156,7 @@ class GpuBucket(Bucket):
 
     def _make_full_tail(self, counter: int) -> None:
         self._upload(self._new_tail(counter, None), interop.as_view(self._full_tail).address)
-        with self._on_device() as stream:
+        with self._working_stream() as stream:
             stream.synchronize()  # once, so that it may be read on any stream
         self._full_counter = counter
 
@@ -166,7 +166,7 @@ class GpuBucket(Bucket):
             if self.work is not None:
                 self.work.wait(self._memory.patience_s)  # has a deadline, and sees the group end
             tail: NumpyArray = np.empty(self._tail_count, self.layout.dtype)
-            with self._on_device() as stream:
+            with self._working_stream() as stream:
                 self._copy_async(tail.ctypes.data, self._tail_address, tail.nbytes, stream)
                 stream.synchronize()
             self._reduced_tail = tail
@@ -185,7 +185,7 @@ class GpuBucket(Bucket):
         if gradient is not None:
             self._assign(view, gradient)
             return
-        with self._on_device() as stream:
+        with self._working_stream() as stream:
             fill_async(interop.as_view(view).address, 0, interop.as_view(view).nbytes, stream)
 
     def take_out(self, place: int, gradient: Array) -> None:
@@ -199,11 +199,11 @@ class GpuBucket(Bucket):
         if not (to.is_contiguous and of.is_contiguous):
             target[...] = source
         elif to.address != of.address:
-            with self._guard():
+            with self._on_device():
                 self._copy_async(to.address, of.address, of.nbytes, self._current_stream())
 
     def _upload(self, host: NumpyArray, address: int) -> None:
-        with self._on_device() as stream:
+        with self._working_stream() as stream:
             self._copy_async(address, host.ctypes.data, host.nbytes, stream)
         # A GPU that reaches all of the host's memory (Grace) reads it only when the copy runs.
         self._memory.keep(host)
@@ -232,14 +232,14 @@ class GpuBucket(Bucket):
         from ferro_dist._native.cuda_stream import Stream
 
         device = self._memory.device
-        with self._guard():
+        with self._on_device():
             event = Stream.borrow(earlier, device).record()
             Stream.borrow(later, device).wait(event)
 
     @contextlib.contextmanager
-    def _on_device(self) -> Iterator[Stream]:
+    def _working_stream(self) -> Iterator[Stream]:
         """Make the GPU current, as its default stream may be meant; yield the stream to work on."""
         from ferro_dist._native.cuda_stream import Stream
 
-        with self._guard():
+        with self._on_device():
             yield Stream.borrow(self._current_stream(), self._memory.device)
