@@ -48,6 +48,41 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward", "_is_full_backward
 STATE, REFUSAL = "state", "refusal"  # what a message of `join` about an optimizer holds
 
 
+class _State:
+    """What changes in a wrapper, apart from it: to assign its attributes may set the module's.
+
+    Attributes
+    ----------
+    is_checked : bool
+        The forward to which the next backward belongs has looked at the parameters.
+    is_local : bool
+        The backward under way, or the last one, is inside `no_sync`.
+    has_backward_averaged : bool
+        The last averages are those of a backward.
+    given : GivenGradients or None
+        What `sync_gradients` is averaging, if not the gradients of the parameters.
+    optimizer : torch.optim.Optimizer or None
+        That of `step_in_backward`.
+    num_copies : int
+        How many copies of the wrapper have been made.
+    """
+
+    __slots__ = (
+        "given",
+        "has_backward_averaged",
+        "is_checked",
+        "is_local",
+        "num_copies",
+        "optimizer",
+    )
+
+    def __init__(self) -> None:
+        self.is_checked = self.is_local = self.has_backward_averaged = False
+        self.given: GivenGradients | None = None
+        self.optimizer: Any = None
+        self.num_copies = 0
+
+
 class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     """DDP of a ``torch.nn.Module``.
 
@@ -77,14 +112,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         # Not by `setattr`, which sets attributes of the module.
         self._modules["module"] = module
         self.__dict__.update(
-            _parameters_of_module=parameters,
-            _buffer_share=buffers,
-            _num_copies=0,
-            _is_checked=False,
-            _is_local=False,
-            _has_backward_averaged=False,
-            _given=None,
-            _optimizer=None,
+            _parameters_of_module=parameters, _buffer_share=buffers, _ddp_state=_State()
         )
         self.training = module.training
         torch.nn.Module.register_load_state_dict_pre_hook(self, _add_prefix)
@@ -116,11 +144,15 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             on_end=lambda: _alive(this)._end(),
             on_failure=lambda: _alive(this)._fail(),
         )
-        self.__dict__.update(_gradients=gradients, _watcher=watcher, _first_tag=first_tag)
-        self.__dict__["_sparse"] = SparseGradients(options.averaging, options.backend, first_tag)
-        self._reducer = reducer
-        self.__dict__["_stop_watching"] = weakref.finalize(self, watcher.stop)
+        self.__dict__.update(
+            _gradients=gradients,
+            _sparse=SparseGradients(options.averaging, options.backend, first_tag),
+            _watcher=watcher,
+            _stop_watching=weakref.finalize(self, watcher.stop),
+            _first_tag=first_tag,
+        )
         self._stop_watching.atexit = False
+        self._reducer = reducer
         self._watch()
 
     # A backward, as the watcher reports it
@@ -158,16 +190,16 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         first : torch.nn.Parameter or None
             The one that has its gradient already.
         """
-        self.__dict__["_is_local"] = self._no_sync_depth > 0
-        with telling(self._tell_layers if self._is_local else self._tell_the_others):
+        self._ddp_state.is_local = self._no_sync_depth > 0
+        with telling(self._tell_layers if self._ddp_state.is_local else self._tell_the_others):
             self._refuse_compiled()
             # A backward that has passed no output may be of a forward past the wrapper, since then.
-            if first is not None or not self._is_checked:
+            if first is not None or not self._ddp_state.is_checked:
                 self._check_parameters()
-            self.__dict__["_is_checked"] = False
+            self._ddp_state.is_checked = False
             if first is not None and not self._reducer.is_idempotent:
                 self._refuse_added(first)
-            if not self._is_local:
+            if not self._ddp_state.is_local:
                 self._refuse_differentiable()
                 self._reducer.begin(self._gradients, is_held=self._watcher.is_followed())
             self._begin_accumulation()
@@ -184,7 +216,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
 
     def _note(self) -> Callable[[int], object]:
         """Return the function to which gradients are reported by number; dense ones come first."""
-        of_dense = self._gradients.note_local if self._is_local else self._reducer.mark_ready
+        of_dense = (
+            self._gradients.note_local if self._ddp_state.is_local else self._reducer.mark_ready
+        )
         if not self._sparse.parameters:
             return cast("Callable[[int], object]", of_dense)
         num_dense, sparse = len(self._gradients.parameters), self._sparse
@@ -198,11 +232,11 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         return note
 
     def _end(self) -> None:
-        if self._is_local:
+        if self._ddp_state.is_local:
             self._end_local()
             return
         self._finish_own_round()
-        self.__dict__["_has_backward_averaged"] = True
+        self._ddp_state.has_backward_averaged = True
 
     def _finish_own_round(self) -> None:
         """Finish a round to which this rank contributes the gradients of its parameters."""
@@ -215,7 +249,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     def _fail(self) -> None:
         # The others would wait in vain, for buckets or for what a layer sends.
         error = RuntimeError("backward raised")
-        if self._is_local:
+        if self._ddp_state.is_local:
             self._end_local()
             self._tell_layers(error)
             return
@@ -260,7 +294,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             )
 
     def _refuse_averaged(self) -> None:
-        if not self._has_backward_averaged:
+        if not self._ddp_state.has_backward_averaged:
             return  # the user may have written new ones where the last averages were
         are_averaged = [*self._gradients.are_averaged(), *self._sparse.are_averaged()]
         if are_averaged and all(are_averaged):
@@ -283,7 +317,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 self._check_parameters()
                 # The user's own hooks must see this rank's gradients, and may change them.
                 self._watcher.come_last()
-                self.__dict__["_is_checked"] = True
+                self._ddp_state.is_checked = True
             outputs = module(*args, **kwargs)
         self._watcher.watch_outputs(outputs)
         return outputs
@@ -376,7 +410,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
 
         Not a collective call: a copy that is to be trained must be made on all ranks.
         """
-        self.__dict__["_num_copies"] += 1
+        self._ddp_state.num_copies += 1
         twin = cast(TorchDDP, type(self).__new__(type(self), self.module))
         memo[id(self)] = twin
         torch.nn.Module.__init__(twin)
@@ -387,7 +421,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         )
         twin._adopt(copy.deepcopy(self.module, memo), self._options)
         # Far from all other tags, also from those of copies of copies.
-        lineage = f"{self._first_tag} {self._num_copies}"
+        lineage = f"{self._first_tag} {self._ddp_state.num_copies}"
         twin._start(self._options, zlib.crc32(lineage.encode()))
         twin.training = self.training
         return twin
@@ -460,10 +494,10 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         is_none = optimizer is None
         lines = ["no optimizer"] if is_none else self._lines_of("step_in_backward", optimizer)
         agree_on_manifest(lines, self._backend, op="DDP.step_in_backward")
-        self.__dict__["_optimizer"] = optimizer
+        self._ddp_state.optimizer = optimizer
 
     def _lines_of_optimizers(self, optimizers: Sequence[Any]) -> list[str]:
-        for optimizer in (*optimizers, self._optimizer):
+        for optimizer in (*optimizers, self._ddp_state.optimizer):
             if isinstance(optimizer, ShardedOptimizer):
                 raise ValueError(
                     "DDP.join: the steps of a ShardedOptimizer are taken by all ranks together; "
@@ -472,7 +506,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         return [line for optimizer in optimizers for line in self._lines_of("join", optimizer)]
 
     def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
-        stepped = [] if self._optimizer is None else [self._optimizer]
+        stepped = [] if self._ddp_state.optimizer is None else [self._ddp_state.optimizer]
         device = next(iter(self._parameters_of_module.named.values())).device
         with telling(self._tell_the_others):
             for optimizer in {id(each): each for each in (*optimizers, *stepped)}.values():
@@ -524,18 +558,18 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         if not self._no_sync_depth:
             if weight and given is None:
                 self._refuse_averaged()
-            self.__dict__["_given"] = given
+            self._ddp_state.given = given
             try:
                 self._reducer.begin(given or self._gradients, weight=weight)
                 if given is None:
                     with torch.inference_mode(False):  # averages are added to in backward
                         self._begin_accumulation()
                         self._finish_own_round()
-                    self.__dict__["_has_backward_averaged"] = False
+                    self._ddp_state.has_backward_averaged = False
                 else:
                     self._finish_round()
             finally:
-                self.__dict__["_given"] = None
+                self._ddp_state.given = None
         if given is not None:
             return grads
         return {name: parameter.grad for name, parameter in trained.items()}
@@ -567,14 +601,14 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             is_mean = self._options.averaging.reduce_op is ReduceOp.MEAN
             factor = None if participation is None else participation.factor(is_mean)
             self._average_sparse(factor, is_present)
-        if self._optimizer is not None and is_present and self._given is None:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        if self._ddp_state.optimizer is not None and is_present and self._ddp_state.given is None:
+            self._ddp_state.optimizer.step()
+            self._ddp_state.optimizer.zero_grad()
         if self._buffer_share is not None:
             self._buffer_share.broadcast(root, tag_of(self._first_tag, Call.BUFFERS))
 
     def _average_sparse(self, factor: float | None, is_present: bool) -> None:
-        given, first = self._given, len(self._gradients.parameters)
+        given, first = self._ddp_state.given, len(self._gradients.parameters)
         numbers = range(first, first + len(self._sparse.parameters))
         own = self._sparse.own() if given is None else [given.get(number) for number in numbers]
         averages = self._sparse.average(own if is_present else None, factor)
