@@ -197,11 +197,12 @@ class TorchGradients(Accumulation, Gradients):
 def _renew_places(bucket: Bucket) -> None:
     """Replace views that the user, whose ``grad`` they are, has made something else of.
 
-    ``grad.data = ...`` gives them other memory; an operation on ``grad`` outside of ``no_grad``
-    gives them a graph, which would grow with every step.
+    ``grad.data = ...`` gives them other memory, ``grad.t_()`` another order in it; an operation on
+    ``grad`` outside of ``no_grad`` gives them a graph, which would grow with every step.
     """
-    views, addresses = bucket.views, bucket.addresses
-    is_as_made = list(map(torch.Tensor.data_ptr, views)) == addresses
+    views, strides = bucket.views, bucket.layout.strides
+    is_there = list(map(torch.Tensor.data_ptr, views)) == bucket.addresses
+    is_as_made = is_there and list(map(torch.Tensor.stride, views)) == strides
     if is_as_made and True not in [view.requires_grad for view in views]:
         return
     for place in range(len(views)):
@@ -210,7 +211,9 @@ def _renew_places(bucket: Bucket) -> None:
 
 def _renew_place(bucket: Bucket, place: int) -> None:
     view = bucket.views[place]
-    if view.data_ptr() != bucket.addresses[place] or view.requires_grad:
+    is_there = view.data_ptr() == bucket.addresses[place]
+    is_as_made = is_there and view.stride() == bucket.layout.strides[place]
+    if not is_as_made or view.requires_grad:
         bucket.views[place] = bucket.new_view(place)
 
 

@@ -87,6 +87,15 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one to the next along each dimension of its gradient's place."""
+        strides, step = [0] * len(self.shape), 1
+        for axis in reversed(self.axes or range(len(self.shape))):
+            strides[axis] = step
+            step *= max(1, self.shape[axis])
+        return tuple(strides)
+
+    @property
     def padded_count(self) -> int:
         """Number of elements up to where the next gradient may start."""
         line = max(1, ALIGNMENT_NBYTES // self.dtype.itemsize)
@@ -214,6 +223,8 @@ class BucketLayout:
         Of the parameters.
     offsets : tuple of int
         First element of each gradient.
+    strides : list of tuple of int
+        Of each gradient's place, in elements.
     streamed : list of int
         Places of gradients that are copied past the caches.
     lanes_offset : int
@@ -236,6 +247,7 @@ class BucketLayout:
             offsets.append(end)
             end += spec.padded_count
         self.offsets = tuple(offsets)
+        self.strides = [spec.strides for spec in self.specs]
         self.streamed = [place for place, spec in enumerate(self.specs) if spec.is_streamed]
         self.lanes_offset = end
         self.controls_offset = end + len(self.specs) * num_counters

@@ -244,6 +244,14 @@ def test_a_view_has_the_memory_order_of_its_parameter(axes: list[int]) -> None:
     assert bucket.views[0].strides == parameter.strides
 
 
+@given(st.data(), st.lists(st.integers(0, 3), max_size=4).map(tuple))
+def test_the_strides_of_a_place_are_those_of_its_view(data: Any, shape: tuple[int, ...]) -> None:
+    axes = data.draw(st.sampled_from([(), tuple(data.draw(st.permutations(range(len(shape)))))]))
+    bucket = make_bucket([ParameterSpec("w", shape, np.dtype("float32"), axes)])
+    nbytes = tuple(4 * stride for stride in bucket.layout.strides[0])
+    assert bucket.views[0].strides == nbytes
+
+
 def test_what_was_marked_is_known_once_it_is_reduced() -> None:
     bucket = make_bucket([spec("a", 3), spec("b", 2)])
     bucket.mark(0)

@@ -112,6 +112,27 @@ def test_what_is_given_other_memory_is_a_ranks_own(on_ranks: OnRanks, average: s
     assert on_ranks(2, body) == [(average_of_ranks, average_of_ranks)] * 2
 
 
+@OVERLAP
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_a_gradient_may_be_transposed_in_place_before_it_is_dropped(
+    on_ranks: OnRanks, average: str, overlap: Any
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(nn.Linear(2, 2, bias=False), backend, average=average, overlap=overlap)
+        x = (backend.rank + 1) * torch.tensor([1.0, 10.0])
+        found = []
+        for _ in range(3):
+            ddp(x)[0].backward()
+            found.append(ddp.weight.grad.tolist())
+            if backend.rank == 0:
+                ddp.weight.grad.t_()
+            ddp.zero_grad()
+        return found
+
+    factor = 1.5 if average == "mean" else 3.0
+    assert on_ranks(2, body) == [[[[factor, 10 * factor], [0, 0]]] * 3] * 2
+
+
 def test_what_autograd_has_recorded_of_gradients_does_not_outlast_them(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)

@@ -189,9 +189,13 @@ def transpose(module: Any) -> None:
     module.a.grad = module.a.grad.t()
 
 
+def transpose_in_place(module: Any) -> None:
+    module.a.grad.t_()
+
+
 @OVERLAP
 @pytest.mark.parametrize("bucket_mb", [1, 1e-5])
-@pytest.mark.parametrize("assign", [exchange, share, transpose])
+@pytest.mark.parametrize("assign", [exchange, share, transpose, transpose_in_place])
 def test_gradients_that_lie_where_others_come_are_refused(
     on_ranks: OnRanks, assign: Callable[[Any], None], bucket_mb: float, overlap: Any
 ) -> None:
