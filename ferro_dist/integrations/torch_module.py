@@ -24,7 +24,14 @@ from ferro_dist.parallel.reach import check_reach
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["BufferShare", "ModuleParameters", "broadcast_tensor", "content_of", "specs_of"]
+__all__ = [
+    "BufferShare",
+    "ModuleParameters",
+    "broadcast_tensor",
+    "check_shareable",
+    "content_of",
+    "specs_of",
+]
 
 Tensor: TypeAlias = Any
 
@@ -302,30 +309,49 @@ def _check(name: str, parameter: Tensor, backend: Backend) -> None:
 
 
 def _check_place(kind: str, name: str, tensor: Tensor, backend: Backend) -> None:
+    what = f"{kind} {name!r}"
+    check_shareable("DDP", what, tensor)
+    check_reach(what, tensor.device.index if tensor.is_cuda else None, backend)
+
+
+def check_shareable(op: str, what: str, tensor: Tensor) -> None:
+    """Raise unless a tensor can be overwritten with that of another rank.
+
+    Parameters
+    ----------
+    op : str
+        Who asks: ``"DDP"``.
+    what : str
+        Names the tensor: ``"buffer 'mean'"``.
+    tensor : torch.Tensor
+
+    Raises
+    ------
+    ValueError
+        It has no shape yet.
+    InvalidArray
+        It is no plain array, or not where groups reach.
+    """
     if torch.nn.parameter.is_lazy(tensor):
-        raise ValueError(
-            f"DDP: {kind} {name!r} has no shape yet. Run a batch through the module first."
-        )
+        raise ValueError(f"{op}: {what} has no shape yet. Run a batch through the module first.")
     if tensor.device.type not in ("cpu", "cuda"):
         raise InvalidArray(
-            f"DDP: {kind} {name!r} is on {tensor.device}, neither on the CPU nor on a CUDA device",
-            op="DDP",
+            f"{op}: {what} is on {tensor.device}, neither on the CPU nor on a CUDA device", op=op
         )
     if tensor.layout is not torch.strided:
-        raise InvalidArray(f"DDP: {kind} {name!r} is {tensor.layout}, not strided", op="DDP")
+        raise InvalidArray(f"{op}: {what} is {tensor.layout}, not strided", op=op)
     data = tensor.detach()
     try:
         interop.as_view(data.resolve_neg())
     except InvalidArray as error:
-        raise InvalidArray(f"DDP: {kind} {name!r}: {error}", op="DDP") from error
+        raise InvalidArray(f"{op}: {what}: {error}", op=op) from error
     lengths = zip(data.shape, data.stride(), strict=True)
     if data.numel() and any(step == 0 < length - 1 for length, step in lengths):
         raise InvalidArray(
-            f"DDP: {kind} {name!r} was expanded: several elements share one place in memory. Make "
-            "it of .clone().",
-            op="DDP",
+            f"{op}: {what} was expanded: several elements share one place in memory. Make it of "
+            ".clone().",
+            op=op,
         )
-    check_reach(f"{kind} {name!r}", tensor.device.index if tensor.is_cuda else None, backend)
 
 
 def _trainable_spec(name: str, parameter: Tensor) -> ParameterSpec:

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ferro_dist.integrations.torch_backward import find_tensors
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
 from ferro_dist.integrations.torch_gradients import copy_or_clear, zeros_in_group
+from ferro_dist.integrations.torch_module import check_shareable
 from ferro_dist.integrations.torch_random import Seeded, draw_seed
 from ferro_dist.integrations.torch_surroundings import Buffers, Surroundings, version
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
@@ -184,6 +185,9 @@ class TorchStage(Stage):
     def buffers(self) -> dict[str, Tensor]:
         frozen = {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
         return {**frozen, **dict(self.module.named_buffers())}
+
+    def check_shareable(self, what: str, array: Tensor) -> None:
+        check_shareable("Pipeline", what, array)
 
     def load(self, name: str, value: Tensor) -> None:
         _find(self.module, name).data.copy_(value)

@@ -20,12 +20,19 @@ _ADDS_TO_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def describe_state(stages: Mapping[int, Stage]) -> list[str]:
-    """Return a line for each weight and buffer, equal on all replicas if these match."""
-    return [
-        f"stage {number} {name} {stage.describe(array)}"
-        for number, stage in stages.items()
-        for name, array in {**stage.parameters(), **stage.buffers()}.items()
-    ]
+    """Return a line for each weight and buffer, equal on all replicas if these match.
+
+    Raises
+    ------
+    ValueError, InvalidArray
+        One cannot be made equal.
+    """
+    lines = []
+    for number, stage in stages.items():
+        for name, array in {**stage.parameters(), **stage.buffers()}.items():
+            stage.check_shareable(f"{name!r} of stage {number}", array)
+            lines.append(f"stage {number} {name} {stage.describe(array)}")
+    return lines
 
 
 def connect_replicas(

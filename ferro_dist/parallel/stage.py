@@ -214,6 +214,13 @@ class Stage(abc.ABC):
         """Return state that is no weight, by name."""
         return {}
 
+    def check_shareable(self, what: str, array: Array) -> None:
+        """Raise unless a parameter or buffer can be overwritten with that of another rank.
+
+        `what` names it: ``"'weight' of stage 0"``.
+        """
+        return
+
     @abc.abstractmethod
     def load(self, name: str, value: Array) -> None:
         """Overwrite a parameter or buffer."""

@@ -42,7 +42,8 @@ def find_tied_weights(
     Raises
     ------
     ValueError
-        There is no such weight, two names stand for the same one, or one name for several.
+        There is no such weight, two names stand for the same one, or one name for several; or it
+        cannot be made equal.
     """
     found: dict[str, TiedWeight] = {}
     key_of: dict[Weight, str] = {}
@@ -54,6 +55,7 @@ def find_tied_weights(
                 f"Pipeline: tied weights {other!r} and {key!r} are one parameter on this rank. "
                 "Give it one name, the same on all ranks that have it"
             )
+        weight.stage.check_shareable(f"tied weight {key!r}", weight.value)
         found[key] = TiedWeight(weight, str(weight.stage.describe(weight.value)))
     return found
 

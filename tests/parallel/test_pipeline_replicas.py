@@ -532,6 +532,38 @@ def test_replicas_that_differ_are_told_on_every_rank(
     assert len(set(on_ranks(4, on_rank))) == 1
 
 
+def with_buffer(buffer: Any) -> Any:
+    module = nn.Linear(2, 2)
+    module.register_buffer("mean", buffer)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (with_buffer(torch.ones(1).expand(3)), "'mean' of stage 1 was expanded.*clone"),
+        (
+            with_buffer(torch.ones(3, dtype=torch.complex64).conj()),
+            "'mean' of stage 1: .*conjugation is pending",
+        ),
+        (with_buffer(torch.ones(3).to_sparse()), "'mean' of stage 1 is torch.sparse_coo"),
+        (nn.LazyLinear(2), "'weight' of stage 1 has no shape yet. Run a batch"),
+    ],
+    ids=["expanded", "conjugate", "sparse", "lazy"],
+)
+def test_what_cannot_be_given_to_replicas_is_named_on_every_rank(
+    on_ranks: OnRanks, module: Any, words: str
+) -> None:
+    def on_rank(backend: Any) -> None:
+        own = module if backend.rank % 2 else with_buffer(torch.ones(3))
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            pipe = fd.Pipeline(own, grid.pipeline, 2, dp=grid.data)
+            with pytest.raises((TypeError, ValueError), match=words):
+                pipe.step(torch.zeros(6, 2), loss_fn=torch.sum)
+
+    on_ranks(4, on_rank)
+
+
 # The grid
 
 

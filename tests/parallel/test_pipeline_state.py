@@ -370,6 +370,16 @@ def test_tie_that_does_not_fit_is_told_on_every_rank(on_ranks: OnRanks) -> None:
     assert message.endswith("that a stage on this rank trains; these are: bias, weight")
 
 
+def test_tie_that_has_no_shape_yet_is_told_on_every_rank(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        module = nn.LazyLinear(2) if backend.rank else nn.Linear(2, 2)
+        pipe = fd.Pipeline(module, backend, 1, tied={"w": "weight"})
+        with pytest.raises(ValueError, match="tied weight 'w' has no shape yet"):
+            pipe.step(torch.zeros(1, 2))
+
+    on_ranks(2, body)
+
+
 def test_tie_by_a_name_that_several_stages_have_is_told_on_every_rank(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         own = [nn.Linear(2, 2), nn.Linear(2, 2)]
