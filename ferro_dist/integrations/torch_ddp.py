@@ -164,7 +164,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._watcher.watch_parameters([*dense.values(), *sparse.values()])
 
     def _check_parameters(self) -> None:
-        """Follow what was frozen, unfrozen or converted since the last time."""
+        """Follow what was frozen, unfrozen, converted or resized since the last time."""
         parameters = self._parameters_of_module
         if not parameters.have_changed():
             return

@@ -100,7 +100,7 @@ class ModuleParameters:
         ]
 
     def have_changed(self) -> bool:
-        """Whether trained parameters, or their places or dtypes, differ from those last accepted.
+        """Whether trained parameters, their places, dtypes or shapes differ from those accepted.
 
         Raises
         ------
@@ -135,6 +135,7 @@ class ModuleParameters:
         return [
             [p.requires_grad for p in parameters],
             [p.dtype for p in parameters],
+            list(map(torch.Tensor.size, parameters)),
             [p.is_cuda for p in parameters] if _KNOWS_GPUS else [],
         ]
 

@@ -175,9 +175,9 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     the other ranks have reached the same backward. If a rank is lost, averages under way are
     undefined, as is a step that was queued behind them: go on from a checkpoint. `HybridBackend`
     soon names the rank that failed; NCCL alone tells nobody, and the others find out when a call
-    times out. Nor does NCCL compare calls: over an `NcclBackend`, freeze, unfreeze and convert
-    parameters on all ranks before the same forward. If one rank does so alone, its calls differ
-    from the others', and the result is undefined.
+    times out. Nor does NCCL compare calls: over an `NcclBackend`, freeze, unfreeze, convert and
+    resize parameters on all ranks before the same forward. If one rank does so alone, its calls
+    differ from the others', and the result is undefined.
 
     Examples
     --------

@@ -337,6 +337,36 @@ def test_gradients_may_be_averaged_in_inference_mode(on_ranks: OnRanks, is_given
 
 
 @OVERLAP
+@pytest.mark.parametrize("compress", [None, fd.PowerSGD(1)], ids=["plain", "power_sgd"])
+@pytest.mark.parametrize("shape", [(3, 4), (6, 2), (12,)])
+def test_parameters_may_be_given_another_shape(
+    on_ranks: OnRanks, shape: tuple[int, ...], compress: Any, overlap: Any
+) -> None:
+    def body(backend: Any) -> Any:
+        module = nn.ParameterList([torch.ones(4, 3), torch.ones(2)])
+        ddp = fd.DDP(module, backend, compress=compress, overlap=overlap)
+        for _ in range(2):
+            ((backend.rank + 1) * (module[0].sum() + module[1].sum())).backward()
+            ddp.zero_grad()
+        module[0].data = torch.ones(shape)
+        ((backend.rank + 1) * (module[0].sum() + module[1].sum())).backward()
+        return [torch.allclose(p.grad, torch.full_like(p, 1.5)) for p in module]
+
+    assert on_ranks(2, body) == [[True, True]] * 2
+
+
+def test_a_rank_that_alone_changes_a_shape_is_named(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        if backend.rank == 1:
+            ddp.weight.data = torch.ones(2, dtype=torch.float64)
+        with pytest.raises(fd.CollectiveMismatch, match=r"'weight' .*\(2,\) on rank 1"):
+            ddp(1.0).sum().backward()
+
+    on_ranks(2, body)
+
+
+@OVERLAP
 def test_a_converted_module_goes_on(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend, overlap=overlap)
