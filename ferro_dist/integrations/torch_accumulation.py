@@ -14,14 +14,19 @@ Tensor: TypeAlias = Any
 
 
 class Version(NamedTuple):
-    """What tells whether a gradient was written to, or given other memory: ``grad.data = ...``."""
+    """What tells whether a gradient was written to, converted, or given other memory."""
 
     changes: int
     address: int
+    dtype: torch.dtype
 
     def next(self) -> Version:
         """Return that of the gradient after one addition to it."""
-        return Version(self.changes + 1, self.address)
+        return self._replace(changes=self.changes + 1)
+
+    def is_converted(self, now: Version) -> bool:
+        """Whether the gradient has another dtype now, and nothing else was done to it."""
+        return now.dtype != self.dtype and now.changes == self.changes
 
 
 class Accumulation:
@@ -138,8 +143,14 @@ class Accumulation:
         if kept is not None and kept.is_shown_by(gradient):
             parameter.grad = kept.own
             self._aside[number] = kept
+        elif kept is not None and kept.is_converted(gradient):
+            raise _converted(parameter)
         elif gradient is self._averaged[number]:
-            if version_of(gradient) == self._versions.get(number, version_of(gradient)):
+            version = version_of(gradient)
+            known = self._versions.get(number, version)
+            if known.is_converted(version):
+                raise _converted(parameter)
+            if version == known:
                 parameter.grad = None
                 # A copy: it lies in the bucket that will be filled.
                 self._aside[number] = _Aside(gradient.clone())
@@ -175,6 +186,12 @@ class _Aside:
         """Whether this is the sum, and nobody has written to it: zeroed it, for instance."""
         return gradient is self.shown and version_of(gradient) == self._version
 
+    def is_converted(self, gradient: Tensor) -> bool:
+        """Whether this is the sum, in another dtype."""
+        if gradient is not self.shown or self._version is None:
+            return False
+        return self._version.is_converted(version_of(gradient))
+
     def was_added_to(self, gradient: Tensor) -> bool:
         """Whether this is the sum, and something was added to it, once."""
         if gradient is not self.shown or self._version is None:
@@ -196,10 +213,19 @@ class _Record(NamedTuple):
         return self.parameter.grad is shown
 
 
+def _converted(parameter: Tensor) -> RuntimeError:
+    # As a rank's own it would count once for each rank.
+    return RuntimeError(
+        f"DDP: a parameter of shape {tuple(parameter.shape)} was converted to {parameter.dtype} "
+        "together with a gradient that was averaged before, to which this backward would add. Set "
+        "gradients to None before you convert a module."
+    )
+
+
 def version_of(gradient: Tensor) -> Version:
     """Return what will differ after a change of the gradient."""
     is_dense = gradient.layout is torch.strided
-    return Version(gradient._version, gradient.data_ptr() if is_dense else 0)
+    return Version(gradient._version, gradient.data_ptr() if is_dense else 0, gradient.dtype)
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:

@@ -563,7 +563,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 self._reducer.begin(given or self._gradients, weight=weight)
                 if given is None:
                     with torch.inference_mode(False):  # averages are added to in backward
-                        self._begin_accumulation()
+                        with telling(self._tell_the_others):
+                            self._begin_accumulation()
                         self._finish_own_round()
                     self._ddp_state.has_backward_averaged = False
                 else:

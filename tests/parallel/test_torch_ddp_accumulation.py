@@ -133,6 +133,29 @@ def test_a_gradient_may_be_transposed_in_place_before_it_is_dropped(
     assert on_ranks(2, body) == [[[[factor, 10 * factor], [0, 0]]] * 3] * 2
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_an_average_that_is_converted_counts_once_or_is_refused(
+    on_ranks: OnRanks, average: str, is_local: bool
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        ddp(1.0).sum().backward()
+        if is_local:
+            with ddp.no_sync():
+                ddp(10.0).sum().backward()
+        ddp.float()
+        if average == "sum":
+            with pytest.raises(RuntimeError, match=r"converted to torch.float32 together"):
+                ddp(100.0).sum().backward()
+            return None
+        ddp(100.0).sum().backward()
+        return gradients_of(ddp)
+
+    expected = (111, 3) if is_local else (101, 2)
+    assert on_ranks(2, body) == [expected if average == "mean" else None] * 2
+
+
 def test_what_autograd_has_recorded_of_gradients_does_not_outlast_them(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)
