@@ -146,22 +146,26 @@ void Turn::end_all(const Error& error) {
     set_busy(true);
     unlock();
   }
+  try {
+    while (!try_fail_all(error)) patience_.pause(function_);
+  } catch (const Error&) {
+    // Time is up, the alarm has come, which the witness hears as well, or a signal handler has raised, of
+    // which Python knows by itself.
+    try_fail_all(error);
+  }
   for_each([&](Communicator& each) {
-    fail_patiently(each, error);
+    each.fail(error);  // unless it has failed
     Reaper::instance().end(each.shared_from_this());
   });
   communicator_->check_healthy();
   throw error;
 }
 
-void Turn::fail_patiently(Communicator& communicator, const Error& error) {
-  try {
-    while (!communicator.try_fail(error)) patience_.pause(function_);
-  } catch (const Error&) {
-    // Time is up, the alarm has come, which the witness hears as well, or a signal handler has raised, of
-    // which Python knows by itself.
-    if (!communicator.try_fail(error)) communicator.fail(error);
-  }
+// Asks all, whatever the first one says: the time for which their witnesses are waited for begins now.
+bool Turn::try_fail_all(const Error& error) {
+  bool have_failed = true;
+  for_each([&](Communicator& each) { have_failed &= each.try_fail(error); });
+  return have_failed;
 }
 
 }  // namespace ferro::nccl

@@ -46,7 +46,7 @@ class Turn {
   void set_busy(bool busy);
   Error failure(ncclResult_t result);
   [[noreturn]] void end_all(const Error& error);
-  void fail_patiently(Communicator& communicator, const Error& error);
+  bool try_fail_all(const Error& error);
 
   template <typename Visit>
   void for_each(Visit visit) const {

@@ -14,6 +14,7 @@ from gpu.gpu_ranks import connect
 from nccl_ranks import hold
 
 import ferro_dist as fd
+from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.errors import DistributedError, Timeout
 from ferro_dist.testing import RankDeath, emulated_gpu, run_ranks
 
@@ -230,6 +231,36 @@ def test_a_rank_that_leaves_ends_the_calls_that_it_has_not_made(how: str, peer_d
     """Over a network NCCL reports that as an error, which names nobody."""
     outcomes = ranks(3, leave_early, how, peer_death)
     assert outcomes == [("ChannelClosed", 1, 0), (), ("ChannelClosed", 1, 2)]
+
+
+def reduce_as_one(groups: list[Any], x: Any) -> None:
+    with load_nccl().Group():
+        for group in groups:
+            group.nccl.comm.allreduce(x, x)
+
+
+def fail_several_groups(rank: int, world_size: int, addr: str) -> float:
+    """Each has its own witness, who knows of nobody's end."""
+    gpu = emulated_gpu()
+    first: Any = connect("hybrid", rank, world_size, addr)
+    groups = [first, *(first.split([0, 1]) for _ in range(5))]
+    x = gpu.array(np.ones(4))
+    for group in groups:
+        fd.allreduce(x, group)
+    fd.barrier(first)
+    gpu.set_faults("point=allreduce,act=system_error")
+    begin = time.monotonic()
+    with pytest.raises(fd.DistributedError):
+        reduce_as_one(groups, x)
+    elapsed_s = time.monotonic() - begin
+    for group in groups:
+        group.close()
+    return elapsed_s
+
+
+def test_the_groups_of_a_call_wait_for_their_witnesses_at_once() -> None:
+    """Half a second for all of them, not for each."""
+    assert max(ranks(2, fail_several_groups)) < 2
 
 
 def give_up_one_after_the_other(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
