@@ -22,6 +22,8 @@ constexpr std::chrono::seconds kCallGrace{1};
 constexpr double kTurnGrace = 1;
 // How long an error of NCCL's waits for the witness. The kernel closes a dead process's sockets about when it
 // tells the host's side of the death; on a busy machine either may be heard of some scheduling rounds later.
+// Not as long as the engine's watchdog may sleep (kRecheckSeconds): that bounds what a lost wake-up would
+// cost, which would cost a name here, while every error that no rank's end is behind would take as long.
 constexpr std::chrono::milliseconds kWitnessGrace{500};
 
 Error ended(ErrorKind kind) {
