@@ -196,6 +196,11 @@ bool Lane::is_capturing(const cudaStream_t* callers, std::size_t num_callers) co
   return is_captured;
 }
 
+bool Lane::is_captured() const {
+  const DefaultStreamGuard guard(*this, nullptr, 0);
+  return is_capturing(&stream_, 1);
+}
+
 ncclResult_t Lane::issue_all(const Operation* operations, std::size_t count, cudaStream_t stream) {
   if (count == 1) return communicator_->issue_on(operations[0], stream);
   CallGroup group;

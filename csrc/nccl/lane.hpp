@@ -56,6 +56,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
   std::uint64_t num_launched() const noexcept { return num_launched_.load(std::memory_order_acquire); }
 
   cudaStream_t stream() const noexcept { return stream_; }
+  // Whether what the lane's stream is given now goes into a graph, for which nobody can wait.
+  bool is_captured() const;
   const std::shared_ptr<Communicator>& communicator() const noexcept { return communicator_; }
 
   // Ends the communicator when `alarm` tells that a rank is gone.
@@ -129,7 +131,10 @@ class Lane : public std::enable_shared_from_this<Lane> {
   cudaStream_t stream_;
   cudaEvent_t arrival_ = nullptr;     // used under the device's lock, as launch is
   cudaEvent_t next_event_ = nullptr;  // the same: what the next call records, if it is there already
-  cudaStream_t last_stream_;          // the same: of the last call
+  // The same: of the last call. Of a stream that is destroyed while it works, the next one may have the
+  // address, and wait for it no more; where ranks are several, NCCL itself lets their calls wait for each
+  // other.
+  cudaStream_t last_stream_;
 
   // Held by whoever asks CUDA which calls are done; taken before lock_. Flights are removed under both.
   std::mutex retire_lock_;

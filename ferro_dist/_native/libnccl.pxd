@@ -287,6 +287,7 @@ cdef extern from "nccl/lane.hpp" namespace "ferro::nccl" nogil:
         uint64_t num_seen_done() noexcept
         uint64_t num_launched() noexcept
         cudaStream_t stream() noexcept
+        cpp_bool is_captured() except +raise_nccl
         void heed(Alarm alarm) except +raise_nccl
         void attend(int fd, const vector[int]& members) except +raise_nccl
         void leave(cpp_bool is_aborting) noexcept

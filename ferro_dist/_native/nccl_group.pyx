@@ -26,7 +26,7 @@ from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 from ferro_dist import arguments
 from ferro_dist._native.cuda_memory import DeviceMemory
 from ferro_dist._native.cuda_stream import Stream
-from ferro_dist.errors import ChannelClosed, DistributedError, InvalidArray, Timeout
+from ferro_dist.errors import ChannelClosed, DistributedError, InvalidArray, Timeout, UnsupportedOp
 
 __all__ = ["NcclGroup", "NcclWork", "attendance_nbytes"]
 
@@ -338,7 +338,12 @@ cdef class NcclGroup:
         return self._launch(&o, dst, src, x, out, is_new, async_op, timeout, tag)
 
     def barrier(self, bint async_op, timeout, tag):
-        """Wait for all ranks, and for all earlier calls of this group on the GPU."""
+        """Wait for all ranks, and for all earlier calls of this group on the GPU.
+
+        Raises UnsupportedOp while a CUDA graph is captured on the group's own stream.
+        """
+        self._check_call(timeout, tag)
+        self._refuse_captured_barrier()
         if self._scratch is None:
             self._scratch = DeviceMemory(1, self._communicator.device)
         cdef BufferView view = view_of(self._scratch)
@@ -350,6 +355,17 @@ cdef class NcclGroup:
             return work
         work.wait()
         return None
+
+    # A captured call runs when its graph does: the host would wait for nothing, and the graph lack its end.
+    cdef int _refuse_captured_barrier(self) except -1:
+        cdef bint is_captured
+        with nogil:
+            is_captured = self._lane.get().is_captured()
+        if is_captured:
+            raise UnsupportedOp(
+                "barrier: the group's stream is being captured into a CUDA graph, where the host cannot "
+                "wait. Call it before the capture or after it.", op="barrier", rank=self.rank)
+        return 0
 
     # An all_to_all in which every rank sends and receives its own counts.
     def _all_to_all_uneven(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):

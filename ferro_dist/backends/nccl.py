@@ -116,6 +116,8 @@ class NcclBackend(BoundBackend):
     invalidate a capture. So may the end of any group while another thread captures in CUDA's global
     mode, the default: NCCL frees memory then, in threads of its own. No timeout holds for what a
     graph replays: if a rank does not replay it, the others' GPUs wait until the group is aborted.
+    A barrier is refused where it would become part of a graph: behind an asynchronous call in a
+    capture, and while the group's own stream is captured.
 
     Arrays in host memory are refused: `HybridBackend` takes both kinds.
 

@@ -20,7 +20,7 @@ from gpu.gpu_ranks import abort_under_load, connect
 from leaks import settled
 
 import ferro_dist as fd
-from ferro_dist.errors import ChannelClosed, LockPoisoned, Timeout
+from ferro_dist.errors import ChannelClosed, LockPoisoned, Timeout, UnsupportedOp
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 GROUPS = 1000
@@ -187,6 +187,32 @@ def abandon_a_capture(rank: int, world_size: int, addr: str) -> None:
 
 def test_a_capture_that_was_abandoned_keeps_no_group() -> None:
     ranks(2, abandon_a_capture)
+
+
+def wait_in_a_capture(rank: int, world_size: int, addr: str) -> list[float]:
+    gpu = emulated_gpu()
+    x = gpu.array(np.ones(4))
+    group = connect("nccl", rank, world_size, addr)
+    fd.allreduce(x, group)
+    for async_op in (False, True):
+        with gpu.capture(gpu.stream()) as graph:
+            work = fd.allreduce(x, group, out=x, async_op=True)
+            with pytest.raises(UnsupportedOp, match="graph"):
+                fd.barrier(group, async_op=async_op)
+            work.wait()
+            fd.allreduce(x, group, out=x)
+        graph.launch()
+        gpu.synchronize()
+        graph.close()
+    fd.barrier(group)
+    numbers: list[float] = x.numpy().tolist()
+    group.close()
+    return numbers
+
+
+def test_a_barrier_is_refused_where_it_would_become_part_of_a_graph() -> None:
+    """The host would wait for nothing; the capture and the group go on."""
+    assert ranks(2, wait_in_a_capture) == [[16.0] * 4] * 2
 
 
 def abort_beside_a_capture(rank: int, world_size: int, addr: str) -> list[float]:
