@@ -18,6 +18,8 @@ cdef class Communicator(Connection):
 
     cdef vector[int] _others_of(self, ranks) except *
     cdef Communicator adopted(self, double timeout, const ncclConfig_t& config)
+    cdef int _raw_peer(self, str op, peer) except -1
+    cdef int _launch_on(self, Operation* o, stream) except -1
     cdef int _issue(self, Operation* o, BufferView first, BufferView second, stream) except -1
     cdef int _set_signal(self, Operation* o, str op, int signal, int context) except -1
     cdef int _refuse_streams(self) except -1

@@ -29,7 +29,7 @@ from ferro_dist._native.libnccl cimport (
 )
 from ferro_dist._native.nccl_connection cimport check_usable, Connection, Noting
 from ferro_dist._native.nccl_library cimport config_of
-from ferro_dist._native.nccl_operation cimport Member, set_raw
+from ferro_dist._native.nccl_operation cimport Member
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 from ferro_dist._native.nccl_resource cimport (
     check_in_window, make_premul_sum, make_registration, make_window, PreMulSum, Window,
@@ -76,7 +76,9 @@ cdef class Communicator(Connection):
 
     Methods whose names end in ``_raw`` take device pointers and the stream's address as
     integers, counts in elements, NCCL's number of the dtype (`dtype_to_nccl`) and of the
-    reduction (`reduce_op_to_nccl`), and check none of it.
+    reduction (`reduce_op_to_nccl`). They check roots, peers, dtypes, and that some memory
+    could hold `count`. Pointers and reductions they take on trust: one that NCCL refuses ends
+    the communicator, unless that blocks.
 
     All raise the first error, as the cause of a `LockPoisoned`, once the communicator has
     failed, and `ChannelClosed` once it has been closed.
@@ -257,83 +259,89 @@ cdef class Communicator(Connection):
     ):
         """Reduce `count` elements of every rank's `sendbuf` into `recvbuf` of all, which may be the same."""
         cdef Operation o
-        _set_raw(&o, Op.allreduce, sendbuf, recvbuf, count, dtype, stream)
+        self.describe_raw(&o, Op.allreduce, "allreduce", sendbuf, recvbuf, count, dtype)
         o.reduce_op = <ncclRedOp_t> op
-        self.launch(o, None, None, self.timeout_s)
+        self._launch_on(&o, stream)
 
     def broadcast_raw(
-        self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int root, stream
+        self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, root, stream
     ):
         """Copy `count` elements of the root's `sendbuf` into `recvbuf` of all."""
         cdef Operation o
-        _set_raw(&o, Op.broadcast, sendbuf, recvbuf, count, dtype, stream)
-        o.peer = root
-        self.launch(o, None, None, self.timeout_s)
+        self.describe_raw(&o, Op.broadcast, "broadcast", sendbuf, recvbuf, count, dtype)
+        o.peer = self.root("broadcast", root)
+        self._launch_on(&o, stream)
 
     def reduce_raw(
-        self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int op, int root, stream
+        self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int op, root, stream
     ):
         """Reduce `count` elements of every rank's `sendbuf` into the root's `recvbuf`."""
         cdef Operation o
-        _set_raw(&o, Op.reduce, sendbuf, recvbuf, count, dtype, stream)
+        self.describe_raw(&o, Op.reduce, "reduce", sendbuf, recvbuf, count, dtype)
         o.reduce_op = <ncclRedOp_t> op
-        o.peer = root
-        self.launch(o, None, None, self.timeout_s)
+        o.peer = self.root("reduce", root)
+        self._launch_on(&o, stream)
 
     def all_gather_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t sendcount, int dtype, stream
     ):
         """Copy `sendcount` elements of every rank into `recvbuf` of all, in the order of ranks."""
         cdef Operation o
-        _set_raw(&o, Op.all_gather, sendbuf, recvbuf, sendcount, dtype, stream)
-        self.launch(o, None, None, self.timeout_s)
+        self.describe_raw(&o, Op.all_gather, "all_gather", sendbuf, recvbuf, sendcount, dtype)
+        self._launch_on(&o, stream)
 
     def reduce_scatter_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t recvcount, int dtype, int op, stream
     ):
         """Reduce ``world_size * recvcount`` elements; each rank keeps its own part."""
         cdef Operation o
-        _set_raw(&o, Op.reduce_scatter, sendbuf, recvbuf, recvcount, dtype, stream)
+        self.describe_raw(&o, Op.reduce_scatter, "reduce_scatter", sendbuf, recvbuf, recvcount, dtype)
         o.reduce_op = <ncclRedOp_t> op
-        self.launch(o, None, None, self.timeout_s)
+        self._launch_on(&o, stream)
 
     def all_to_all_raw(self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, stream):
         """Send `count` elements to each rank, and receive as many from each."""
         cdef Operation o
-        _set_raw(&o, Op.all_to_all, sendbuf, recvbuf, count, dtype, stream)
-        self.launch(o, None, None, self.timeout_s)
+        self.describe_raw(&o, Op.all_to_all, "all_to_all", sendbuf, recvbuf, count, dtype)
+        self._launch_on(&o, stream)
 
     def gather_raw(
-        self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int root, stream
+        self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, root, stream
     ):
         """Copy `count` elements of every rank into the root's `recvbuf`, in the order of ranks."""
         cdef Operation o
-        _set_raw(&o, Op.gather, sendbuf, recvbuf, count, dtype, stream)
-        o.peer = root
-        self.launch(o, None, None, self.timeout_s)
+        self.describe_raw(&o, Op.gather, "gather", sendbuf, recvbuf, count, dtype)
+        o.peer = self.root("gather", root)
+        self._launch_on(&o, stream)
 
     def scatter_raw(
-        self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int root, stream
+        self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, root, stream
     ):
         """Copy `count` elements of the root's `sendbuf` to each rank, in the order of ranks."""
         cdef Operation o
-        _set_raw(&o, Op.scatter, sendbuf, recvbuf, count, dtype, stream)
-        o.peer = root
-        self.launch(o, None, None, self.timeout_s)
+        self.describe_raw(&o, Op.scatter, "scatter", sendbuf, recvbuf, count, dtype)
+        o.peer = self.root("scatter", root)
+        self._launch_on(&o, stream)
 
-    def send_raw(self, uintptr_t sendbuf, size_t count, int dtype, int peer, stream):
+    def send_raw(self, uintptr_t sendbuf, size_t count, int dtype, peer, stream):
         """Send `count` elements to rank `peer`."""
         cdef Operation o
-        _set_raw(&o, Op.send, sendbuf, 0, count, dtype, stream)
-        o.peer = peer
-        self.launch(o, None, None, self.timeout_s)
+        self.describe_raw(&o, Op.send, "send", sendbuf, 0, count, dtype)
+        o.peer = self._raw_peer("send", peer)
+        self._launch_on(&o, stream)
 
-    def recv_raw(self, uintptr_t recvbuf, size_t count, int dtype, int peer, stream):
+    def recv_raw(self, uintptr_t recvbuf, size_t count, int dtype, peer, stream):
         """Receive `count` elements from rank `peer`."""
         cdef Operation o
-        _set_raw(&o, Op.recv, 0, recvbuf, count, dtype, stream)
-        o.peer = peer
-        self.launch(o, None, None, self.timeout_s)
+        self.describe_raw(&o, Op.recv, "recv", 0, recvbuf, count, dtype)
+        o.peer = self._raw_peer("recv", peer)
+        self._launch_on(&o, stream)
+
+    cdef int _raw_peer(self, str op, peer) except -1:
+        # Within a group a rank may send to itself, and receive that.
+        if current_group() != NULL and peer == self.rank:
+            return self.rank
+        return self.peer(op, peer)
 
     # ---- Collectives on arrays --------------------------------------------------
 
@@ -469,6 +477,11 @@ cdef class Communicator(Connection):
             _add_to_group(group, self, o, src, dst)
         group._finish()
 
+    cdef int _launch_on(self, Operation* o, stream) except -1:
+        """Launch what uses no arrays."""
+        o.stream = stream_handle(stream)
+        return self.launch(o[0], None, None, self.timeout_s)
+
     cdef int _issue(self, Operation* o, BufferView first, BufferView second, stream) except -1:
         cdef KnownStream known = KnownStream(NULL, -1, NULL)
         if stream is not None:
@@ -531,8 +544,7 @@ cdef class Communicator(Connection):
         o.op = Op.signal
         o.peer = self.peer("signal", peer)
         self._set_signal(&o, "signal", signal, context)
-        o.stream = stream_handle(stream)
-        self.launch(o, None, None, self.timeout_s)
+        self._launch_on(&o, stream)
 
     def wait_signal(self, peer, int count=1, *, int signal=0, int context=0, stream):
         """Make `stream` wait for `count` signals from rank `peer`; `signal` and `context` as in `put`."""
@@ -543,8 +555,7 @@ cdef class Communicator(Connection):
         o.peer = self.peer("wait_signal", peer)
         o.signal_count = count
         self._set_signal(&o, "wait_signal", signal, context)
-        o.stream = stream_handle(stream)
-        self.launch(o, None, None, self.timeout_s)
+        self._launch_on(&o, stream)
 
     # NCCL refuses what it does not have, from which a non-blocking communicator does not recover.
     cdef int _set_signal(self, Operation* o, str op, int signal, int context) except -1:
@@ -803,11 +814,3 @@ cdef bint _is_in_force(int blocking):
 
 cdef int _or_one(int configured):
     return 1 if configured == NCCL_CONFIG_UNDEF_INT else configured
-
-
-cdef inline int _set_raw(
-    Operation* o, Op op, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, stream
-) except -1:
-    set_raw(o, op, <const void*> sendbuf, <void*> recvbuf, count, dtype)
-    o.stream = stream_handle(stream)
-    return 0

@@ -20,7 +20,6 @@ from ferro_dist._native.libcudart cimport cudaStream_t
 from ferro_dist._native.libnccl cimport Alarm, Lane, ncclRedOp_t, Op, Operation, Patience
 from ferro_dist._native.nccl cimport Communicator
 from ferro_dist._native.nccl_connection cimport check_usable, Noting
-from ferro_dist._native.nccl_operation cimport set_raw
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 
 from ferro_dist import arguments
@@ -466,26 +465,27 @@ cdef class NcclGroup:
 
     def allreduce_raw(self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int op):
         cdef Operation o
-        set_raw(&o, Op.allreduce, <const void*> sendbuf, <void*> recvbuf, count, dtype)
+        self._communicator.describe_raw(&o, Op.allreduce, "allreduce", sendbuf, recvbuf, count, dtype)
         o.reduce_op = <ncclRedOp_t> op
         self._launch_alone(&o, None, None, NO_TAG)
 
-    def broadcast_raw(self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, int root):
+    def broadcast_raw(self, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype, root):
         cdef Operation o
-        set_raw(&o, Op.broadcast, <const void*> sendbuf, <void*> recvbuf, count, dtype)
-        o.peer = root
+        self._communicator.describe_raw(&o, Op.broadcast, "broadcast", sendbuf, recvbuf, count, dtype)
+        o.peer = self._communicator.root("broadcast", root)
         self._launch_alone(&o, None, None, NO_TAG)
 
     def all_gather_raw(self, uintptr_t sendbuf, uintptr_t recvbuf, size_t sendcount, int dtype):
         cdef Operation o
-        set_raw(&o, Op.all_gather, <const void*> sendbuf, <void*> recvbuf, sendcount, dtype)
+        self._communicator.describe_raw(&o, Op.all_gather, "all_gather", sendbuf, recvbuf, sendcount, dtype)
         self._launch_alone(&o, None, None, NO_TAG)
 
     def reduce_scatter_raw(
         self, uintptr_t sendbuf, uintptr_t recvbuf, size_t recvcount, int dtype, int op
     ):
         cdef Operation o
-        set_raw(&o, Op.reduce_scatter, <const void*> sendbuf, <void*> recvbuf, recvcount, dtype)
+        self._communicator.describe_raw(
+            &o, Op.reduce_scatter, "reduce_scatter", sendbuf, recvbuf, recvcount, dtype)
         o.reduce_op = <ncclRedOp_t> op
         self._launch_alone(&o, None, None, NO_TAG)
 

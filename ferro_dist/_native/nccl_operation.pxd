@@ -1,5 +1,7 @@
 # Who may ask NCCL for what, and how it is written down.
 
+from libc.stdint cimport uintptr_t
+
 from ferro_dist._native.buffer_view cimport BufferView
 from ferro_dist._native.libnccl cimport ncclDataType_t, Op, Operation
 
@@ -37,6 +39,11 @@ cdef class Member:
     cdef int describe_send(self, Operation* o, BufferView src, peer) except -1
     cdef int describe_recv(self, Operation* o, BufferView dst, peer) except -1
 
+    # The same for device pointers, which are taken on trust. Peer and reduction are the caller's to fill in.
+    cdef int describe_raw(
+        self, Operation* o, Op op, str name, uintptr_t sendbuf, uintptr_t recvbuf, size_t count,
+        int dtype) except -1
+
     # Fills in the dtype and count of `view` as NCCL has them, for moving.
     cdef int set_elements(self, Operation* o, str op, BufferView view, size_t count) except -1
     # The same for reducing, after set_elements.
@@ -53,7 +60,3 @@ cdef int float_code(str dtype) except -1
 
 # NCCL's number for one of our dtypes.
 cdef ncclDataType_t nccl_dtype(int code) noexcept
-
-# Writes down a call on raw pointers.
-cdef int set_raw(
-    Operation* o, Op op, const void* sendbuf, void* recvbuf, size_t count, int dtype) except -1

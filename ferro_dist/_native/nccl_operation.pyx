@@ -1,6 +1,7 @@
 # Operations: what NCCL can be asked to do with arrays, checked and written down.
 
 cimport cython
+from libc.stdint cimport uintptr_t
 
 from ferro_dist._native cimport libnccl
 from ferro_dist._native.buffer_view cimport (
@@ -16,12 +17,13 @@ from ferro_dist import arguments
 from ferro_dist._native.cuda_runtime import compute_capability
 from ferro_dist._native.nccl_library import get_version
 from ferro_dist.dtypes import DTYPE_NAMES
-from ferro_dist.errors import InvalidArray, UnsupportedOp
+from ferro_dist.errors import InvalidArray, SizeMismatch, UnsupportedOp
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["Member", "dtype_to_nccl", "reduce_op_to_nccl"]
 
 cdef int HOPPER = 90  # the compute capability, ten times
+cdef size_t MAX_COUNT = 1 << 60  # for more elements of 8 bytes there are no addresses
 
 
 # ---- Dtypes and reductions -----------------------------------------------------------
@@ -201,6 +203,24 @@ cdef class Member:
         o.out = dst.data
         return self.set_elements(o, "recv", dst, dst.count)
 
+    cdef int describe_raw(
+        self, Operation* o, Op op, str name, uintptr_t sendbuf, uintptr_t recvbuf, size_t count, int dtype
+    ) except -1:
+        if not 0 <= dtype < <int> libnccl.ncclNumTypes:
+            raise UnsupportedOp(
+                f"{name}: NCCL has no dtype number {dtype}; dtype_to_nccl gives them by name.",
+                op=name, rank=self.rank)
+        if count > MAX_COUNT // <size_t> self.world_size:
+            raise SizeMismatch(
+                f"{name}: no memory holds {count} elements for each of {self.world_size} ranks.",
+                op=name, rank=self.rank)
+        o.op = op
+        o.in_ = <const void*> sendbuf
+        o.out = <void*> recvbuf
+        o.count = count
+        o.dtype = <ncclDataType_t> dtype
+        return 0
+
     cdef BufferView input(self, object array, str op):
         cdef BufferView view = view_of(array)
         self.check_device(view, op)
@@ -337,16 +357,3 @@ cdef inline bint _is_reducible(int dtype, int reduction) noexcept:
     if dtype == COMPLEX64 or dtype == COMPLEX128:
         return reduction == SUM or reduction == MEAN
     return False
-
-
-cdef int set_raw(
-    Operation* o, Op op, const void* sendbuf, void* recvbuf, size_t count, int dtype
-) except -1:
-    if not 0 <= dtype < <int> libnccl.ncclNumTypes:
-        raise UnsupportedOp(f"NCCL has no dtype number {dtype}; dtype_to_nccl gives them by name.")
-    o.op = op
-    o.in_ = sendbuf
-    o.out = recvbuf
-    o.count = count
-    o.dtype = <ncclDataType_t> dtype
-    return 0

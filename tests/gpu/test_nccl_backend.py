@@ -15,6 +15,7 @@ from ferro_dist.errors import (
     BackendUnavailable,
     ChannelClosed,
     InvalidArray,
+    InvalidRank,
     SizeMismatch,
     UnsupportedOp,
 )
@@ -183,6 +184,33 @@ def test_raw_pointers_are_reduced_on_the_groups_stream() -> None:
         assert many == [0, 1, 2, 3, 1, 2, 3, 4]
         assert x == [1, 3, 5, 7]
         assert part == [[2, 6], [10, 14]][rank]
+
+
+def refuse_raw_arguments(rank: int, world_size: int, addr: str) -> None:
+    gpu = emulated_gpu()
+    with connect("nccl", rank, world_size, addr) as group:
+        x = gpu.array(np.ones(4, np.float32))
+        at, float32 = x.address, fd.dtype_to_nccl("float32")
+        for root in (2, -1, "0"):
+            with pytest.raises(InvalidRank, match="broadcast: root") as told:
+                group.broadcast_raw(at, at, 4, float32, root)
+            assert told.value.rank == rank
+        calls: list[Callable[[int], None]] = [
+            lambda count: group.allreduce_raw(at, at, count, float32, 0),
+            lambda count: group.broadcast_raw(at, at, count, float32, 0),
+            lambda count: group.all_gather_raw(at, at, count, float32),
+            lambda count: group.reduce_scatter_raw(at, at, count, float32, 0),
+        ]
+        for call in calls:
+            with pytest.raises(SizeMismatch, match="memory"):
+                call(1 << 62)
+            with pytest.raises(OverflowError):
+                call(-1)
+        assert fd.allreduce(x, group).numpy().tolist() == [2] * 4
+
+
+def test_roots_and_counts_of_raw_calls_are_checked_and_the_group_goes_on() -> None:
+    ranks(2, refuse_raw_arguments)
 
 
 def average_of_three(rank: int, world_size: int, addr: str) -> None:

@@ -321,6 +321,39 @@ def test_the_default_stream_of_a_thread_takes_a_communicator_that_blocks() -> No
     assert ranks(2, call_on_the_stream_of_a_thread) == [[1.0, 3.0]] * 2
 
 
+def refuse_raw_ranks(backend: Any) -> list[float]:
+    communicator = connect(backend)
+    gpu = emulated_gpu()
+    x, out = ranked(backend.rank, 2), gpu.empty(2)
+    at, number, stream = x.address, fd.dtype_to_nccl("float32"), gpu.stream()
+    calls: tuple[tuple[Any, ...], ...] = (
+        (communicator.broadcast_raw, at, at, 2, number),
+        (communicator.reduce_raw, at, at, 2, number, 0),
+        (communicator.gather_raw, at, at, 1, number),
+        (communicator.scatter_raw, at, at, 1, number),
+        (communicator.send_raw, at, 2, number),
+        (communicator.recv_raw, at, 2, number),
+    )
+    for call, *arguments in calls:
+        for place in (2, -1):
+            with pytest.raises(InvalidRank):
+                call(*arguments, place, stream)
+    with pytest.raises(SelfSend):
+        communicator.send_raw(at, 2, number, backend.rank, stream)
+    gpu.synchronize()
+    with load_nccl().Group():  # where both ends are in a group, NCCL copies
+        communicator.send_raw(at, 2, number, backend.rank, stream)
+        communicator.recv_raw(out.address, 2, number, backend.rank, stream)
+    gpu.synchronize()
+    result = values(out)
+    communicator.close()
+    return result
+
+
+def test_ranks_in_raw_calls_are_checked_and_the_communicator_goes_on() -> None:
+    assert ranks(2, refuse_raw_ranks) == [[0.0, 1.0], [1.0, 2.0]]
+
+
 def end_a_group_elsewhere(backend: Any) -> list[Any]:
     """Its thread goes on collecting, so that it launches there what is called there."""
     communicator = connect(backend)
