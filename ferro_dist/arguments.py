@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 MAX_WORLD_SIZE = 8190  # what the engine can name in an error: kMaxWorldSize of error.hpp
+MAX_COUNT = (1 << 59) - 1  # of the widest elements, 16 bytes, NumPy can still express the size
 
 _INTEGERS = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 _REAL_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -404,6 +405,12 @@ def uneven_counts(
     if sum(send) != x_count:
         raise SizeMismatch(
             f"all_to_all: send_counts add up to {sum(send)}, but x has {x_count} elements.",
+            op="all_to_all",
+            rank=rank,
+        )
+    if sum(recv) > MAX_COUNT:
+        raise SizeMismatch(
+            f"all_to_all: recv_counts add up to {sum(recv)}, more than an array can hold.",
             op="all_to_all",
             rank=rank,
         )

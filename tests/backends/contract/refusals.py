@@ -229,6 +229,8 @@ def bad_uneven_counts_are_refused(group: Group) -> None:
             ([size, *[0] * (size - 1)], ones) if size > 1 else ([2], [1]),
             ([-1, *[2] * (size - 1)], ones),
             (ones, 1),
+            (ones, [1 << 70, *ones[1:]]),
+            (ones, [*ones[1:], 1 << 59]),
         ):
             _refused(
                 group, SizeMismatch, fd.all_to_all, x, group, send_counts=send, recv_counts=recv
