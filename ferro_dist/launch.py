@@ -46,6 +46,8 @@ usage: ferrorun [options] script.py [arguments]
 Start the ranks of a job on this host. Each line of their output is marked with the
 rank it comes from. The first rank that fails ends the job and gives it its exit code.
 Processes that the ranks leave behind are stopped when the last rank has ended.
+Signals are passed on to all ranks, which may take their time or ignore them. The second
+Ctrl-C (SIGINT) kills them.
 
   -n, --nproc N          ranks on this host (default: its usable cores)
   -m, --module           run a module, as python -m does
