@@ -38,7 +38,7 @@ TcpChannel::TcpChannel(int peer, int fd, std::shared_ptr<TcpMesh> mesh)
 
 TcpChannel::~TcpChannel() {
   close();
-  stream_.discard_unread();
+  stream_.discard_rest();
 }
 
 void TcpChannel::close() noexcept {

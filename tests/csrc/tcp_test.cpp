@@ -709,6 +709,19 @@ void messages_arrive_in_order() {
   sender.join();
 }
 
+// Both ends have sent more than the other's kernel takes while it reads nothing. One leaves.
+void what_was_sent_outlives_a_sender_that_has_not_read() {
+  const auto [first, second] = connected_sockets();
+  auto leaves = std::make_unique<TcpChannel>(1, first);
+  TcpChannel stays(0, second);
+  Values unread = values(2, 500000), sent = values(3, 250000), got(sent.size());
+  complete(stays, message_of(true, unread));
+  complete(*leaves, message_of(true, sent));
+  leaves.reset();
+  complete(stays, message_of(false, got));
+  expect(got == sent, "what was sent before the sender left");
+}
+
 void messages_that_do_not_fit_are_dropped_whole() {
   const auto [first, second] = connected_sockets();
   TcpChannel a(1, first), b(0, second);
@@ -866,6 +879,7 @@ int main() {
   last_words_are_not_taken_for_a_payload();
   last_words_end_a_header();
   messages_arrive_in_order();
+  what_was_sent_outlives_a_sender_that_has_not_read();
   messages_that_do_not_fit_are_dropped_whole();
   lengths_are_checked_before_they_are_believed();
   ends_of_channels_are_told_apart();
