@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,11 @@ class PipelinePlan:
     schedule : list of list of Action
     durations : dict of (int, str) to float
         Seconds of each kind of action on each stage; medians.
+    message_nbytes : list of int
+        The run's largest message between each stage and the next; counts only what goes from host
+        to host.
     latency_s : list of float
-        For a message between each stage and the next, as large as the run's largest there.
+        How long a message of that size takes.
     predicted : Simulation
     spans : list of Span
         The run, by the clock of rank 0.
@@ -51,6 +54,7 @@ class PipelinePlan:
 
     schedule: list[list[Action]]
     durations: dict[tuple[int, str], float]
+    message_nbytes: list[int]
     latency_s: list[float]
     predicted: Simulation
     spans: list[Span]
@@ -107,10 +111,11 @@ def make_plan(lists: list[list[Action]], run: Measurements, backend: Backend) ->
         "peak_live": run.peak_live,
     }
     measured = [json.loads(m) for m in all_gather_bytes(json.dumps(own).encode(), backend)]
-    nbytes: dict[int, int] = defaultdict(int)
-    for boundary, count in (pair for of_rank in measured for pair in of_rank["message_nbytes"]):
-        nbytes[boundary] = max(nbytes[boundary], count)
-    latency_s = _latencies(placement_of(lists), nbytes, backend)
+    placement = placement_of(lists)
+    message_nbytes = [0] * (len(placement) - 1)
+    for boundary, nbytes in (pair for of_rank in measured for pair in of_rank["message_nbytes"]):
+        message_nbytes[boundary] = max(message_nbytes[boundary], nbytes)
+    latency_s = _latencies(placement, message_nbytes, backend)
     spans = [
         Span(rank, Action.parse(text), start_s, end_s)
         for rank, of_rank in enumerate(measured)
@@ -120,6 +125,7 @@ def make_plan(lists: list[list[Action]], run: Measurements, backend: Backend) ->
     return PipelinePlan(
         lists,
         durations,
+        message_nbytes,
         latency_s,
         simulate(lists, durations, latency_s),
         spans,
@@ -140,7 +146,7 @@ def _medians(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
 
 
 def _latencies(
-    placement: Sequence[int], nbytes: Mapping[int, int], backend: Backend
+    placement: Sequence[int], message_nbytes: Sequence[int], backend: Backend
 ) -> list[float]:
     """Return how long a message takes between each stage and the next. Called by all ranks.
 
@@ -150,7 +156,7 @@ def _latencies(
     for boundary, (rank, other) in enumerate(itertools.pairwise(placement)):
         if rank == other or backend.rank not in (rank, other):
             continue
-        message = np.zeros(max(nbytes[boundary], 1), np.uint8)
+        message = np.zeros(max(message_nbytes[boundary], 1), np.uint8)
         if backend.rank == other:
             _answer(message, backend, rank)
         else:

@@ -78,7 +78,7 @@ def test_a_measured_run_is_drawn_over_its_ideal(tmp_path: Path) -> None:
 def test_a_plan_is_drawn_in_milliseconds(tmp_path: Path) -> None:
     lists = complete("1f1b", 2, 4)
     predicted = simulate(lists, {"F": 0.01, "B": 0.02})
-    plan = PipelinePlan(lists, {}, [0.0], predicted, predicted.spans, [2, 1], [0.0, 0.0])
+    plan = PipelinePlan(lists, {}, [0], [0.0], predicted, predicted.spans, [2, 1], [0.0, 0.0])
     plan.plot(tmp_path / "plan.svg")
     drawn = texts(tmp_path / "plan.svg")
     assert "time, ms" in drawn
