@@ -25,8 +25,13 @@ class Version(NamedTuple):
         return self._replace(changes=self.changes + 1)
 
     def is_converted(self, now: Version) -> bool:
-        """Whether the gradient has another dtype now, and nothing else was done to it."""
+        """Whether the gradient has another dtype now, and nothing was written to it."""
         return now.dtype != self.dtype and now.changes == self.changes
+
+    def is_added_to(self, now: Version) -> bool:
+        """Whether something was added to the gradient, once, perhaps after a conversion."""
+        after = self.next()
+        return now == after or after.is_converted(now)
 
 
 class Accumulation:
@@ -95,12 +100,8 @@ class Accumulation:
         number = next((n for n, each in enumerate(self.parameters) if each is parameter), None)
         if number is None:
             return False
-        gradient, kept = parameter.grad, self._aside.get(number)
-        if kept is not None:
-            return kept.was_added_to(gradient)
-        return gradient is self._averaged[number] and (
-            version_of(gradient) == self._versions[number].next()
-        )
+        known = self._known_version(number, parameter.grad)
+        return known is not None and known.is_added_to(version_of(parameter.grad))
 
     def begin(self, is_idempotent: bool) -> None:
         """Prepare for a backward, or for an average without one.
@@ -109,6 +110,11 @@ class Accumulation:
         ----------
         is_idempotent : bool
             Whether averaging again changes nothing.
+
+        Raises
+        ------
+        RuntimeError
+            What would be put aside has another dtype or shape now. All gradients are as they were.
         """
         self._is_idempotent = is_idempotent
         # What has been replaced meanwhile must not keep a whole bucket alive.
@@ -116,6 +122,8 @@ class Accumulation:
         if is_idempotent:
             self._aside.clear()  # it is part of the sums that are shown
             return
+        for number, parameter in enumerate(self.parameters):
+            self._refuse_changed(number, parameter)
         for number, parameter in enumerate(self.parameters):
             self._put_aside(number, parameter)
 
@@ -135,6 +143,25 @@ class Accumulation:
             else:
                 kept.show(parameter, own)
 
+    def _known_version(self, number: int, gradient: Tensor) -> Version | None:
+        """Return what is known of a gradient if it was averaged, or is a sum of an average."""
+        kept = self._aside.get(number)
+        if kept is not None:
+            return kept.version if gradient is kept.shown else None
+        return self._versions.get(number) if gradient is self._averaged[number] else None
+
+    def _refuse_changed(self, number: int, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        known = self._known_version(number, gradient)
+        if known is None:
+            return
+        if known.is_converted(version_of(gradient)):
+            raise _converted(parameter)
+        if gradient.shape != parameter.shape:
+            raise _resized(parameter)
+
     def _put_aside(self, number: int, parameter: Tensor) -> None:
         gradient = parameter.grad
         kept = self._aside.pop(number, None)
@@ -143,14 +170,8 @@ class Accumulation:
         if kept is not None and kept.is_shown_by(gradient):
             parameter.grad = kept.own
             self._aside[number] = kept
-        elif kept is not None and kept.is_converted(gradient):
-            raise _converted(parameter)
         elif gradient is self._averaged[number]:
-            version = version_of(gradient)
-            known = self._versions.get(number, version)
-            if known.is_converted(version):
-                raise _converted(parameter)
-            if version == known:
+            if version_of(gradient) == self._versions.get(number, version_of(gradient)):
                 parameter.grad = None
                 # A copy: it lies in the bucket that will be filled.
                 self._aside[number] = _Aside(gradient.clone())
@@ -169,34 +190,24 @@ class _Aside:
         What this rank has added.
     shown : torch.Tensor or None
         The sum of both, which the user sees.
+    version : Version or None
+        Of the sum, as it was made.
     """
 
     averaged: Tensor
     own: Tensor = None
     shown: Tensor = None
-    _version: Version | None = None
+    version: Version | None = None
 
     def show(self, parameter: Tensor, own: Tensor) -> None:
         with torch.no_grad():
             self.own, self.shown = own, add(self.averaged, own)
         parameter.grad = self.shown
-        self._version = version_of(self.shown)
+        self.version = version_of(self.shown)
 
     def is_shown_by(self, gradient: Tensor) -> bool:
         """Whether this is the sum, and nobody has written to it: zeroed it, for instance."""
-        return gradient is self.shown and version_of(gradient) == self._version
-
-    def is_converted(self, gradient: Tensor) -> bool:
-        """Whether this is the sum, in another dtype."""
-        if gradient is not self.shown or self._version is None:
-            return False
-        return self._version.is_converted(version_of(gradient))
-
-    def was_added_to(self, gradient: Tensor) -> bool:
-        """Whether this is the sum, and something was added to it, once."""
-        if gradient is not self.shown or self._version is None:
-            return False
-        return version_of(gradient) == self._version.next()
+        return gradient is self.shown and version_of(gradient) == self.version
 
 
 class _Record(NamedTuple):
@@ -219,6 +230,15 @@ def _converted(parameter: Tensor) -> RuntimeError:
         f"DDP: a parameter of shape {tuple(parameter.shape)} was converted to {parameter.dtype} "
         "together with a gradient that was averaged before, to which this backward would add. Set "
         "gradients to None before you convert a module."
+    )
+
+
+def _resized(parameter: Tensor) -> RuntimeError:
+    # One that can be broadcast to the new shape would be added to all of it.
+    return RuntimeError(
+        f"DDP: a parameter was given shape {tuple(parameter.shape)}, and still has a gradient of "
+        f"shape {tuple(parameter.grad.shape)} that was averaged before, to which this backward "
+        "would add. Set gradients to None before you give parameters another shape."
     )
 
 

@@ -156,6 +156,50 @@ def test_an_average_that_is_converted_counts_once_or_is_refused(
     assert on_ranks(2, body) == [expected if average == "mean" else None] * 2
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_converted_average_is_refused_again_and_kept(on_ranks: OnRanks, is_local: bool) -> None:
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(nn.Sequential(Scale().float(), Scale()), backend, average="sum")
+        ddp(1.0).sum().backward()
+        with ddp.no_sync():
+            if is_local:
+                ddp(10.0).sum().backward()
+            ddp.float()
+            before = [parameter.grad.tolist() for parameter in ddp.parameters()]
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="converted"):
+                    ddp(100.0).sum().backward()
+        return before == [parameter.grad.tolist() for parameter in ddp.parameters()]
+
+    assert on_ranks(2, body) == [True, True]
+
+
+def test_a_converted_average_is_refused_by_a_backward_past_the_wrapper(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend, average="sum")
+        ddp(1.0).sum().backward()
+        ddp.float()
+        with pytest.raises(RuntimeError, match="Set gradients to None"):
+            ddp.module(100.0).sum().backward()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_average_of_another_shape_is_refused(on_ranks: OnRanks, is_local: bool) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend, average="sum")
+        ddp(1.0).sum().backward()
+        if is_local:
+            with ddp.no_sync():
+                ddp(10.0).sum().backward()
+        ddp.weight.data = torch.ones(4, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match=r"shape \(4,\), and still .* shape \(1,\)"):
+            ddp(100.0).sum().backward()
+
+    on_ranks(2, body)
+
+
 def test_what_autograd_has_recorded_of_gradients_does_not_outlast_them(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)
