@@ -38,6 +38,7 @@ cdef class Connection(Member):
 
     def __cinit__(self):
         self._num_forks = -1  # nobody's until it is adopted
+        self.world_size = 1  # arguments are checked, and divided by it, before the call is refused
         views = {}
         Py_INCREF(views)
         self._window_views = <PyObject*> views

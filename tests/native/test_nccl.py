@@ -526,6 +526,11 @@ def call_what_nobody_made(backend: Any) -> None:
     for call in (empty.async_error, empty.finalize, empty.last_error, lambda: empty.split(0, 0)):
         with pytest.raises(TypeError, match=r"Communicator\.init_rank"):
             call()
+    x = ranked(backend.rank, 4)
+    with pytest.raises(TypeError, match=r"Communicator\.init_rank"):
+        empty.reduce_scatter(x, x)
+    with pytest.raises(TypeError, match=r"Communicator\.init_rank"):
+        empty.allreduce_raw(x.address, x.address, 4, fd.dtype_to_nccl("float32"), 0, 0)
     empty.close()
 
 
