@@ -208,24 +208,22 @@ bool TcpStream::has_undelivered() const {
 
 void TcpStream::shut_down() noexcept { shutdown(fd_.get(), SHUT_WR); }
 
-std::size_t TcpStream::discard_unread() noexcept {
+bool TcpStream::discard_unread() noexcept {
   constexpr int kMaxCalls = 64;
   char scratch[16384];
-  std::size_t discarded = 0;
   for (int i = 0; i < kMaxCalls; ++i) {
     const ssize_t nbytes = recv(fd_.get(), scratch, sizeof scratch, MSG_DONTWAIT);
-    if (nbytes <= 0) break;
+    if (nbytes <= 0) return i > 0;
     remember_tail(scratch, static_cast<std::size_t>(nbytes));
-    discarded += static_cast<std::size_t>(nbytes);
   }
-  return discarded;
+  return true;
 }
 
 void TcpStream::discard_rest() noexcept {
   constexpr int kQuietMs = 20;  // the peer's kernel has sent what it had: a few round trips
   constexpr std::chrono::milliseconds kLongest{200};
   const Clock::time_point deadline = Clock::now() + kLongest;
-  while (discard_unread() > 0 && has_undelivered() && Clock::now() < deadline) {
+  while (discard_unread() && has_undelivered() && Clock::now() < deadline) {
     pollfd entry{fd_.get(), POLLIN, 0};
     poll(&entry, 1, kQuietMs);
   }

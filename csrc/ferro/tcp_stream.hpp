@@ -73,8 +73,8 @@ class TcpStream {
   void shut_down() noexcept;
   // Throws away what has arrived, but remembers last words. Closing with unread bytes
   // resets the connection, and a reset may overtake our last words.
-  // Returns how much it was.
-  std::size_t discard_unread() noexcept;
+  // False if there was nothing.
+  bool discard_unread() noexcept;
   // The same for a stream that is shut down, and for what the peer's kernel sends once there is room for it.
   // It would reach a closed socket, which resets the connection, and what has not been delivered is lost with
   // it. Waits for kernels, not for the peer to read, and only if something was unread.
