@@ -244,11 +244,11 @@ void Communicator::launch(const Operation& operation, Patience& patience) {
   turn.settle(issue_now(operation));
 }
 
-ncclResult_t Communicator::issue_on(const Operation& operation, cudaStream_t stream) {
+ncclResult_t Communicator::issue_now(const Operation& operation) {
   // What a single rank computes NCCL launches at once, on whatever device is current.
   std::optional<DeviceGuard> guard;
   if (world_size_ == 1) guard.emplace(cuda_, device_);
-  return issue(operation, stream, handle(), rank_, world_size_);
+  return issue_on(operation, operation.stream);
 }
 
 void launch_group(const std::vector<GroupedOperation>& operations, Patience& patience) {

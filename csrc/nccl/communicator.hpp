@@ -85,8 +85,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void resume(Patience& patience);
   std::uint64_t memory(ncclCommMemStat_t statistic, Patience& patience);
   // For whoever has the turn. Returns what NCCL returns.
-  ncclResult_t issue_now(const Operation& operation) { return issue_on(operation, operation.stream); }
-  ncclResult_t issue_on(const Operation& operation, cudaStream_t stream);
+  ncclResult_t issue_now(const Operation& operation);
+  // The same on a stream, with the device current already where that matters.
+  ncclResult_t issue_on(const Operation& operation, cudaStream_t stream) {
+    return issue(operation, stream, handle(), rank_, world_size_);
+  }
   // What NCCL says of the communicator's state now: ncclSuccess, ncclInProgress or an error.
   ncclResult_t async_error(Patience& patience);
 

@@ -24,11 +24,13 @@ constexpr double kDrainGrace = 0.5;  // seconds
 constexpr double kAnswerGrace = 5;  // seconds
 
 // The default streams are those of the thread's current device, which need not be ours. A lane may
-// work on one, too, that it was lent.
-class DefaultStreamGuard {
+// work on one, too, that it was lent. And what a single rank computes NCCL launches at once, on
+// whatever device is current.
+class CurrentDeviceGuard {
  public:
-  DefaultStreamGuard(const Lane& lane, const cudaStream_t* callers, std::size_t count) {
-    if (is_default(lane.stream()) || std::any_of(callers, callers + count, is_default))
+  CurrentDeviceGuard(const Lane& lane, const cudaStream_t* callers, std::size_t count) {
+    if (lane.communicator()->world_size() == 1 || is_default(lane.stream()) ||
+        std::any_of(callers, callers + count, is_default))
       guard_.emplace(lane.communicator()->cuda(), lane.communicator()->device());
   }
 
@@ -96,7 +98,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
   const Op op = operations[0].op;
   Turn turn(*communicator_, function_of(op), patience);
   communicator_->check_awake(function_of(op));
-  const DefaultStreamGuard guard(*this, callers, num_callers);
+  const CurrentDeviceGuard guard(*this, callers, num_callers);
   const bool is_captured = is_capturing(callers, num_callers);
   const cudaStream_t stream = place_of(callers, num_callers, is_async);
   order_after(stream, callers, num_callers);
@@ -138,7 +140,7 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
     is_crowded = flights_.size() >= retire_at_;
     prepare_event();
   }
-  if (is_crowded) num_done();
+  if (is_crowded) look_for_done();
   return ticket;
 }
 
@@ -197,7 +199,7 @@ bool Lane::is_capturing(const cudaStream_t* callers, std::size_t num_callers) co
 }
 
 bool Lane::is_captured() const {
-  const DefaultStreamGuard guard(*this, nullptr, 0);
+  const CurrentDeviceGuard guard(*this, nullptr, 0);
   return is_capturing(&stream_, 1);
 }
 
@@ -242,7 +244,7 @@ void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::siz
     Lane& lane;
   };
   const Loan loan{*this};
-  const DefaultStreamGuard guard(*this, callers, num_callers);
+  const CurrentDeviceGuard guard(*this, callers, num_callers);
   order_behind(stream_, done, callers, num_callers);
 }
 
@@ -297,14 +299,29 @@ void Lane::retire() {
     else
       not_done = middle;
   }
+  remove(done);
   const std::lock_guard<std::mutex> lock(lock_);
-  for (std::size_t i = 0; i < done; ++i) {
+  asked_s_ = begin_s;
+}
+
+// Either the older half is done, or nothing is taken away: a question costs several times what the rest of
+// a call does.
+void Lane::look_for_done() {
+  const std::unique_lock<std::mutex> lock(retire_lock_, std::try_to_lock);
+  if (!lock.owns_lock()) return;  // somebody else is asking
+  const std::size_t half = (num_flights() + 1) / 2;
+  const bool is_half_done = half != 0 && has_passed(cuda_, event_of(half - 1));
+  remove(is_half_done ? half : 0);
+}
+
+void Lane::remove(std::size_t count) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  for (std::size_t i = 0; i < count; ++i) {
     spare_events_.push_back(flights_.front().done);
     flights_.pop_front();
   }
-  num_done_.fetch_add(done, std::memory_order_release);
+  num_done_.fetch_add(count, std::memory_order_release);
   retire_at_ = std::max(kMinFlights, 2 * flights_.size());
-  asked_s_ = begin_s;
 }
 
 std::size_t Lane::num_flights() {

@@ -51,7 +51,9 @@ class Lane : public std::enable_shared_from_this<Lane> {
   bool is_done(std::uint64_t ticket);
   // The number of calls that are done: those with tickets up to it.
   std::uint64_t num_done();
-  // As it was last seen by anybody, which costs nothing.
+  // Finds out about some of them, with one question to CUDA.
+  void look_for_done();
+  // The number as it was last seen by anybody, which costs nothing.
   std::uint64_t num_seen_done() const noexcept { return num_done_.load(std::memory_order_acquire); }
   std::uint64_t num_launched() const noexcept { return num_launched_.load(std::memory_order_acquire); }
 
@@ -120,7 +122,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
   ncclResult_t issue_all(const Operation* operations, std::size_t count, cudaStream_t stream);
   cudaEvent_t take_event();  // under the device's lock
   void prepare_event();      // under lock_ and the device's
-  void retire();             // under retire_lock_
+  void retire();             // under retire_lock_, as the next
+  void remove(std::size_t count);
   std::size_t num_flights();
   cudaEvent_t event_of(std::size_t flight);
 
@@ -146,7 +149,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
   std::atomic<Op> last_op_{};
   std::atomic<bool> has_left_{false};
   double deserted_since_s_ = 0;  // the watchdog's
-  static constexpr std::size_t kMinFlights = 16;
+  static constexpr std::size_t kMinFlights = 32;
 
   const Connecting* connecting_ = nullptr;      // under lock_
   std::deque<Flight> flights_;                  // under lock_

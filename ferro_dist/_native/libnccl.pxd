@@ -284,6 +284,7 @@ cdef extern from "nccl/lane.hpp" namespace "ferro::nccl" nogil:
         void synchronize(uint64_t ticket, Patience& patience) except +raise_nccl
         cpp_bool is_done(uint64_t ticket) except +raise_nccl
         uint64_t num_done() except +raise_nccl
+        void look_for_done() except +raise_nccl
         uint64_t num_seen_done() noexcept
         uint64_t num_launched() noexcept
         cudaStream_t stream() noexcept

@@ -603,7 +603,7 @@ cdef class NcclGroup:
             if self._unasked_nbytes >= ENOUGH_NBYTES:
                 self._unasked_nbytes = 0
                 with Noting(self._communicator), nogil:
-                    self._lane.get().num_done()
+                    self._lane.get().look_for_done()
         return self._let_go()
 
     cdef int _let_go(self) except -1:
