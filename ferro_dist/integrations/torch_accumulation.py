@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Accumulation", "add", "as_dense", "version_of"]
+__all__ = ["Accumulation", "Trace", "add", "as_dense", "trace_of", "version_of"]
 
 Tensor: TypeAlias = Any
+
+# What a module may have been converted to meanwhile. Wider dtypes round nothing.
+NARROWER = (torch.float32, torch.float16, torch.bfloat16)
+NARROWER_COMPLEX = (torch.complex64,)
 
 
 class Version(NamedTuple):
@@ -20,18 +25,30 @@ class Version(NamedTuple):
     address: int
     dtype: torch.dtype
 
-    def next(self) -> Version:
-        """Return that of the gradient after one addition to it."""
-        return self._replace(changes=self.changes + 1)
+    def is_elsewhere(self, now: Version) -> bool:
+        """Whether the gradient was given other memory or another dtype, and not written to.
 
-    def is_converted(self, now: Version) -> bool:
-        """Whether the gradient has another dtype now, and nothing was written to it."""
-        return now.dtype != self.dtype and now.changes == self.changes
+        Torch may also have swapped it for another tensor, to which nothing was ever written.
+        """
+        return now != self and now.changes <= self.changes
 
     def is_added_to(self, now: Version) -> bool:
-        """Whether something was added to the gradient, once, perhaps after a conversion."""
-        after = self.next()
-        return now == after or after.is_converted(now)
+        """Whether something was added to the gradient, once, wherever it was by then."""
+        return now.changes == self.changes + 1
+
+
+class Trace(NamedTuple):
+    """What an average was when it was handed back.
+
+    Attributes
+    ----------
+    version : Version
+    content : torch.Tensor
+        Another tensor over the same memory: it stays there if ``grad`` is given other memory.
+    """
+
+    version: Version
+    content: Tensor
 
 
 class Accumulation:
@@ -51,28 +68,29 @@ class Accumulation:
 
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []
+        self._names: list[str] = []
         self._is_idempotent = True
         self._averaged: list[Tensor] = []
-        # Of averaged gradients; unknown for those that were left where they are.
-        self._versions: dict[int, Version] = {}
+        # Of averaged gradients; none of those that were left where they are.
+        self._traces: dict[int, Trace] = {}
         self._aside: dict[int, _Aside] = {}
         # Of parameters that are not among these now, and may come back: frozen ones.
         self._left: dict[int, _Record] = {}
 
-    def adopt(self, parameters: Sequence[Tensor]) -> None:
+    def adopt(self, parameters: Mapping[str, Tensor]) -> None:
         """Replace the parameters by these; some may be the same, or have been here before."""
         records = {**self._left, **{id(each.parameter): each for each in self._records()}}
-        self.parameters = list(parameters)
-        own = [records.pop(id(parameter), None) for parameter in parameters]
+        self._names, self.parameters = list(parameters), list(parameters.values())
+        own = [records.pop(id(parameter), None) for parameter in self.parameters]
         self._left = records
         self._averaged = [None if each is None else each.averaged for each in own]
         known = [(number, each) for number, each in enumerate(own) if each is not None]
-        self._versions = {n: each.version for n, each in known if each.version is not None}
+        self._traces = {n: each.trace for n, each in known if each.trace is not None}
         self._aside = {n: each.aside for n, each in known if each.aside is not None}
 
     def forget(self) -> None:
         """Let go of all parameters and gradients."""
-        self.adopt(())
+        self.adopt({})
         self._left.clear()
 
     def _records(self) -> Iterator[_Record]:
@@ -82,13 +100,13 @@ class Accumulation:
         ):
             aside = self._aside.get(number)
             if averaged is not None or aside is not None:
-                yield _Record(parameter, averaged, self._versions.get(number), aside)
+                yield _Record(parameter, averaged, self._traces.get(number), aside)
 
-    def note_versions(self) -> None:
-        """Note the versions, to notice what is written to averaged gradients from now on."""
+    def note_averages(self) -> None:
+        """Note what averaged gradients are, to notice what becomes of them from now on."""
         for number, gradient in enumerate(self._averaged):
             if gradient is not None:
-                self._versions[number] = version_of(gradient)
+                self._traces[number] = trace_of(gradient)
 
     def are_averaged(self) -> list[bool]:
         """Whether each gradient that there is was averaged, and nothing was added to it since."""
@@ -114,13 +132,15 @@ class Accumulation:
         Raises
         ------
         RuntimeError
-            What would be put aside has another dtype or shape now. All gradients are as they were.
+            What would be put aside has another dtype or shape now, or lies elsewhere. All gradients
+            are as they were.
         """
         self._is_idempotent = is_idempotent
         # What has been replaced meanwhile must not keep a whole bucket alive.
         self._left = {key: each for key, each in self._left.items() if each.is_current()}
         if is_idempotent:
             self._aside.clear()  # it is part of the sums that are shown
+            self._traces.clear()
             return
         for number, parameter in enumerate(self.parameters):
             self._refuse_changed(number, parameter)
@@ -138,7 +158,7 @@ class Accumulation:
             own = parameter.grad
             if own is None:
                 parameter.grad = self._averaged[number] = kept.averaged
-                self._versions[number] = version_of(kept.averaged)
+                self._traces[number] = trace_of(kept.averaged)
                 del self._aside[number]
             else:
                 kept.show(parameter, own)
@@ -148,7 +168,13 @@ class Accumulation:
         kept = self._aside.get(number)
         if kept is not None:
             return kept.version if gradient is kept.shown else None
-        return self._versions.get(number) if gradient is self._averaged[number] else None
+        trace = self._traces.get(number) if gradient is self._averaged[number] else None
+        return None if trace is None else trace.version
+
+    def _known_content(self, number: int) -> Tensor:
+        """Return what the gradient was whose version is known."""
+        kept = self._aside.get(number)
+        return self._traces[number].content if kept is None else add(kept.averaged, kept.own)
 
     def _refuse_changed(self, number: int, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -157,10 +183,14 @@ class Accumulation:
         known = self._known_version(number, gradient)
         if known is None:
             return
-        if known.is_converted(version_of(gradient)):
-            raise _converted(parameter)
+        name = self._names[number]
+        if known.is_elsewhere(version_of(gradient)):
+            if gradient.dtype != known.dtype:
+                raise _converted(name, parameter)
+            if _is_rounded(self._known_content(number), gradient):
+                raise _moved(name)
         if gradient.shape != parameter.shape:
-            raise _resized(parameter)
+            raise _resized(name, parameter)
 
     def _put_aside(self, number: int, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -171,7 +201,8 @@ class Accumulation:
             parameter.grad = kept.own
             self._aside[number] = kept
         elif gradient is self._averaged[number]:
-            if version_of(gradient) == self._versions.get(number, version_of(gradient)):
+            trace = self._traces.pop(number, None)
+            if trace is None or trace.version == version_of(gradient):
                 parameter.grad = None
                 # A copy: it lies in the bucket that will be filled.
                 self._aside[number] = _Aside(gradient.clone())
@@ -215,7 +246,7 @@ class _Record(NamedTuple):
 
     parameter: Tensor
     averaged: Tensor
-    version: Version | None
+    trace: Trace | None
     aside: _Aside | None
 
     def is_current(self) -> bool:
@@ -224,19 +255,47 @@ class _Record(NamedTuple):
         return self.parameter.grad is shown
 
 
-def _converted(parameter: Tensor) -> RuntimeError:
+def _is_rounded(average: Tensor, gradient: Tensor) -> bool:
+    """Whether a gradient is an average that was moved, and perhaps rounded on its way.
+
+    A module may have been converted several times. Zeros count as nothing, once or many times.
+    """
+    if average.shape != gradient.shape or not _values_of(gradient).any():
+        return False
+    average, gradient = as_dense(average).to(gradient.device), as_dense(gradient)
+    dtypes = NARROWER_COMPLEX if gradient.is_complex() else NARROWER
+    for length in range(len(dtypes) + 1):
+        for chain in itertools.permutations(dtypes, length):
+            rounded = average
+            for dtype in (*chain, gradient.dtype):
+                rounded = rounded.to(dtype)
+            if torch.allclose(rounded, gradient, rtol=0, atol=0, equal_nan=True):
+                return True
+    return False
+
+
+def _converted(name: str, parameter: Tensor) -> RuntimeError:
     # As a rank's own it would count once for each rank.
     return RuntimeError(
-        f"DDP: a parameter of shape {tuple(parameter.shape)} was converted to {parameter.dtype} "
-        "together with a gradient that was averaged before, to which this backward would add. Set "
-        "gradients to None before you convert a module."
+        f"DDP: parameter {name!r} was converted to {parameter.dtype} together with a gradient "
+        "that was averaged before, to which this backward would add. Set gradients to None before "
+        "you convert a module."
     )
 
 
-def _resized(parameter: Tensor) -> RuntimeError:
+def _moved(name: str) -> RuntimeError:
+    # Were it a rank's own, which by chance equals the average, it would have to be summed.
+    return RuntimeError(
+        f"DDP: the gradient of {name!r}, to which this backward would add, was averaged before, "
+        "and lies in other memory now. Set gradients to None before you move or convert a module, "
+        "or let it share its memory."
+    )
+
+
+def _resized(name: str, parameter: Tensor) -> RuntimeError:
     # One that can be broadcast to the new shape would be added to all of it.
     return RuntimeError(
-        f"DDP: a parameter was given shape {tuple(parameter.shape)}, and still has a gradient of "
+        f"DDP: {name!r} was given shape {tuple(parameter.shape)}, and still has a gradient of "
         f"shape {tuple(parameter.grad.shape)} that was averaged before, to which this backward "
         "would add. Set gradients to None before you give parameters another shape."
     )
@@ -244,8 +303,17 @@ def _resized(parameter: Tensor) -> RuntimeError:
 
 def version_of(gradient: Tensor) -> Version:
     """Return what will differ after a change of the gradient."""
-    is_dense = gradient.layout is torch.strided
-    return Version(gradient._version, gradient.data_ptr() if is_dense else 0, gradient.dtype)
+    return Version(gradient._version, _values_of(gradient).data_ptr(), gradient.dtype)
+
+
+def trace_of(gradient: Tensor) -> Trace:
+    """Return what tells later whether the gradient is what it is now."""
+    return Trace(version_of(gradient), gradient.detach())
+
+
+def _values_of(gradient: Tensor) -> Tensor:
+    is_coo = gradient.layout is torch.sparse_coo
+    return gradient._values() if is_coo else gradient
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:

@@ -159,8 +159,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
 
     def _watch(self) -> None:
         dense, sparse = self._parameters_of_module.dense, self._parameters_of_module.sparse
-        self._gradients.adopt(list(dense.values()))
-        self._sparse.follow(specs_of(sparse), list(sparse.values()))
+        self._gradients.adopt(dense)
+        self._sparse.follow(specs_of(sparse), sparse)
         self._watcher.watch_parameters([*dense.values(), *sparse.values()])
 
     def _check_parameters(self) -> None:
@@ -454,8 +454,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 "none can leave before the others. Let a rank without data give empty batches, or "
                 "put these layers into evaluation mode."
             )
-        self._gradients.note_versions()
-        self._sparse.note_versions()
+        self._gradients.note_averages()
+        self._sparse.note_averages()
         with super().join(*optimizers):
             yield
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ferro_dist._native.host import copy_plain
-from ferro_dist.integrations.torch_accumulation import Accumulation, as_dense, version_of
+from ferro_dist.integrations.torch_accumulation import Accumulation, Trace, as_dense, version_of
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.bucket import (
     STREAMED_NBYTES,
@@ -124,7 +124,10 @@ class TorchGradients(Accumulation, Gradients):
                 parameters[number].grad = averaged[number] = view
             return
         flags = is_contributed or [True] * len(bucket.members)
-        for number, view, is_wanted in zip(bucket.members, bucket.views, flags, strict=True):
+        contents = [] if self._is_idempotent else bucket.own_views
+        for place, (number, view, is_wanted) in enumerate(
+            zip(bucket.members, bucket.views, flags, strict=True)
+        ):
             parameter = parameters[number]
             kept = self._aside.pop(number, None)
             if kept is not None:
@@ -134,7 +137,7 @@ class TorchGradients(Accumulation, Gradients):
                 if parameter.grad is not view:
                     parameter.grad = view
                 if not self._is_idempotent:
-                    self._versions[number] = version_of(view)
+                    self._traces[number] = Trace(version_of(view), contents[place])
 
     def take_back(self) -> None:
         # The places in buckets hold this rank's own gradients again. Those that were averaged

@@ -13,7 +13,7 @@ The cost of a parameter is that of the rows used on all ranks together.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 
 from ferro_dist.collective import all_gather, allreduce
 from ferro_dist.errors import CollectiveMismatch, InvalidArray
-from ferro_dist.integrations.torch_accumulation import Accumulation, add, as_dense, version_of
+from ferro_dist.integrations.torch_accumulation import Accumulation, add, as_dense, trace_of
 from ferro_dist.parallel.exchange import all_gather_rows
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.reducer import Call, tag_of
@@ -73,7 +73,7 @@ class SparseGradients(Accumulation):
         self._tag = 0
         self.is_used = False
 
-    def follow(self, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor]) -> None:
+    def follow(self, specs: Sequence[ParameterSpec], parameters: Mapping[str, Tensor]) -> None:
         """Take these parameters instead of those of before; some may be the same."""
         self.adopt(parameters)
         self.is_used |= bool(parameters)
@@ -117,7 +117,7 @@ class SparseGradients(Accumulation):
                 average = kept.averaged if average is None else add(average, kept.averaged)
             parameter.grad = self._averaged[number] = average
             if average is not None and not self._is_idempotent:
-                self._versions[number] = version_of(average)
+                self._traces[number] = trace_of(average)
 
     def _headers(self, own: Sequence[Tensor]) -> list[list[_Header]]:
         """Return, for each parameter, what each rank has."""

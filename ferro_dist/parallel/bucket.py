@@ -424,6 +424,11 @@ class Bucket:
         return self._as_array(view_of(self.buffer, layout.offsets[place], layout.specs[place]))
 
     @functools.cached_property
+    def own_views(self) -> list[Any]:
+        """The places of all gradients once more, in arrays that no user ever has in hand."""
+        return list(map(self.new_view, range(len(self.members))))
+
+    @functools.cached_property
     def addresses(self) -> list[int]:
         """Where in memory the place of each gradient begins; 0 for one without elements."""
         start, nbytes = self.extent[0], self.layout.dtype.itemsize

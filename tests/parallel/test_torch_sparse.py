@@ -266,3 +266,32 @@ def test_modules_that_differ_in_what_is_sparse_are_refused(on_ranks: OnRanks) ->
         fd.barrier(backend)
 
     on_ranks(2, body)
+
+
+def test_rows_given_other_memory_are_a_ranks_own(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> list[float]:
+        ddp = table(backend, average="sum")
+        look_up(ddp, 1, 2)
+        own = torch.tensor([[1.0 + backend.rank]], dtype=torch.float64)
+        ddp.module.weight.grad.data = sparse([[5]], own, (6, 1)).coalesce()
+        look_up(ddp, 0)
+        return gradient_of(ddp)
+
+    assert on_ranks(2, body) == [[2, 0, 0, 0, 0, 3]] * 2
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_rows_that_were_averaged_and_moved_are_refused(on_ranks: OnRanks, is_local: bool) -> None:
+    def body(backend: Any) -> None:
+        ddp = table(backend, average="sum")
+        look_up(ddp, 1, 2)
+        if is_local:
+            with ddp.no_sync():
+                look_up(ddp, 3)
+        kept = ddp.module.weight.grad.data  # or its memory might be given out again
+        ddp.float().double()
+        assert kept.dtype == torch.float64
+        with pytest.raises(RuntimeError, match=r"'weight', .* other memory now"):
+            look_up(ddp, 0)
+
+    on_ranks(2, body)
