@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Accumulation", "Trace", "add", "as_dense", "trace_of", "version_of"]
+__all__ = ["Accumulation", "Trace", "add", "as_dense", "elements_of", "trace_of", "version_of"]
 
 Tensor: TypeAlias = Any
 
@@ -25,12 +25,18 @@ class Version(NamedTuple):
     address: int
     dtype: torch.dtype
 
-    def is_elsewhere(self, now: Version) -> bool:
-        """Whether the gradient was given other memory or another dtype, and not written to.
+    def is_written_to(self, now: Version) -> bool:
+        """Whether there were changes. A tensor made of ``grad.data`` begins to count anew."""
+        return now.changes > self.changes
 
-        Torch may also have swapped it for another tensor, to which nothing was ever written.
-        """
-        return now != self and now.changes <= self.changes
+    def is_in_place(self, now: Version) -> bool:
+        """Whether the gradient is where it was, perhaps as another tensor, and not written to."""
+        is_there = now.address == self.address and now.dtype == self.dtype
+        return is_there and not self.is_written_to(now)
+
+    def is_elsewhere(self, now: Version) -> bool:
+        """Whether the gradient was given other memory or another dtype, and not written to."""
+        return not self.is_in_place(now) and not self.is_written_to(now)
 
     def is_added_to(self, now: Version) -> bool:
         """Whether something was added to the gradient, once, wherever it was by then."""
@@ -163,13 +169,29 @@ class Accumulation:
             else:
                 kept.show(parameter, own)
 
+    def _is_average(self, number: int, gradient: Tensor) -> bool:
+        """Whether a gradient was averaged, and not written to since."""
+        trace = self._traces.get(number)
+        if trace is None:
+            return gradient is self._averaged[number]
+        is_in_place = trace.version.is_in_place(version_of(gradient))
+        # One that was transposed is refused when it is copied over itself.
+        return is_in_place and elements_of(gradient) == elements_of(trace.content)
+
     def _known_version(self, number: int, gradient: Tensor) -> Version | None:
         """Return what is known of a gradient if it was averaged, or is a sum of an average."""
-        kept = self._aside.get(number)
+        kept, trace = self._aside.get(number), self._traces.get(number)
         if kept is not None:
-            return kept.version if gradient is kept.shown else None
-        trace = self._traces.get(number) if gradient is self._averaged[number] else None
-        return None if trace is None else trace.version
+            known, tensor = kept.version, kept.shown
+        elif trace is not None:
+            known, tensor = trace.version, self._averaged[number]
+        else:
+            return None
+        # Also if it is another tensor over the same memory, such as `grad.detach()`.
+        is_it = known is not None and (
+            gradient is tensor or version_of(gradient).address == known.address
+        )
+        return known if is_it else None
 
     def _known_content(self, number: int) -> Tensor:
         """Return what the gradient was whose version is known."""
@@ -195,19 +217,17 @@ class Accumulation:
     def _put_aside(self, number: int, parameter: Tensor) -> None:
         gradient = parameter.grad
         kept = self._aside.pop(number, None)
-        if gradient is None:
-            return
-        if kept is not None and kept.is_shown_by(gradient):
-            parameter.grad = kept.own
-            self._aside[number] = kept
-        elif gradient is self._averaged[number]:
-            trace = self._traces.pop(number, None)
-            if trace is None or trace.version == version_of(gradient):
-                parameter.grad = None
-                # A copy: it lies in the bucket that will be filled.
-                self._aside[number] = _Aside(gradient.clone())
-            else:
-                self._averaged[number] = None
+        is_average = gradient is not None and self._is_average(number, gradient)
+        self._averaged[number] = None
+        self._traces.pop(number, None)
+        if kept is not None:
+            if gradient is not None and kept.is_shown_by(gradient):
+                parameter.grad = kept.own
+                self._aside[number] = kept
+        elif is_average:
+            parameter.grad = None
+            # A copy: it lies in the bucket that will be filled.
+            self._aside[number] = _Aside(gradient.detach().clone())
 
 
 @dataclass
@@ -238,7 +258,11 @@ class _Aside:
 
     def is_shown_by(self, gradient: Tensor) -> bool:
         """Whether this is the sum, and nobody has written to it: zeroed it, for instance."""
-        return gradient is self.shown and version_of(gradient) == self.version
+        if self.version is None or not self.version.is_in_place(version_of(gradient)):
+            return False
+        # What is written through `grad.data` is not in the version.
+        sum_values, values = _values_of(add(self.averaged, self.own)), _values_of(gradient)
+        return sum_values.shape == values.shape and _are_equal(sum_values, values)
 
 
 class _Record(NamedTuple):
@@ -269,9 +293,13 @@ def _is_rounded(average: Tensor, gradient: Tensor) -> bool:
             rounded = average
             for dtype in (*chain, gradient.dtype):
                 rounded = rounded.to(dtype)
-            if torch.allclose(rounded, gradient, rtol=0, atol=0, equal_nan=True):
+            if _are_equal(rounded, gradient):
                 return True
     return False
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def _converted(name: str, parameter: Tensor) -> RuntimeError:
@@ -312,8 +340,16 @@ def trace_of(gradient: Tensor) -> Trace:
 
 
 def _values_of(gradient: Tensor) -> Tensor:
-    is_coo = gradient.layout is torch.sparse_coo
-    return gradient._values() if is_coo else gradient
+    if gradient.layout is torch.strided:
+        return gradient
+    return gradient._values() if gradient.layout is torch.sparse_coo else gradient.values()
+
+
+def elements_of(gradient: Tensor) -> tuple[int, list[int]]:
+    """Tell apart tensors of one shape that are not the same elements in the same order."""
+    values = _values_of(gradient)
+    lengths = zip(values.shape, values.stride(), strict=True)
+    return values.data_ptr(), [stride for length, stride in lengths if length > 1]
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:

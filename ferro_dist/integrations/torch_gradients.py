@@ -11,7 +11,13 @@ import numpy as np
 import torch
 
 from ferro_dist._native.host import copy_plain
-from ferro_dist.integrations.torch_accumulation import Accumulation, Trace, as_dense, version_of
+from ferro_dist.integrations.torch_accumulation import (
+    Accumulation,
+    Trace,
+    as_dense,
+    elements_of,
+    version_of,
+)
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.bucket import (
     STREAMED_NBYTES,
@@ -234,14 +240,8 @@ def _refuse_misplaced(bucket: Bucket, gradients: Sequence[Tensor], memory: Bucke
     for name, view, gradient in zip(names, bucket.views, gradients, strict=True):
         if gradient is None or gradient is view or _is_sparse(gradient) or not gradient.numel():
             continue
-        if memory.contains(gradient.data_ptr()) and _elements(gradient) != _elements(view):
+        if memory.contains(gradient.data_ptr()) and elements_of(gradient) != elements_of(view):
             raise misplaced(name)
-
-
-def _elements(tensor: Tensor) -> tuple[int, list[int]]:
-    """Tell apart tensors of one shape that are not the same elements in the same order."""
-    lengths = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.data_ptr(), [stride for length, stride in lengths if length > 1]
 
 
 def _copy_plain(

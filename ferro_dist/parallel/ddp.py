@@ -352,8 +352,10 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         the same step.
 
         With torch, and an average other than the mean, gradients that have been averaged already
-        are left as they are, unless they were written to since. A module that still has such
-        gradients when it is moved or converted is refused.
+        are left as they are, unless they were written to since: then they count as this rank's own,
+        also in the next backward. To clip them or the like, wait for the last average of a step.
+        What is written through ``grad.data``, NumPy or DLPack is not noticed. A module that still
+        has such gradients when it is moved or converted is refused.
         """
         _ = self.module  # raises if it was given back
         return self._kind._average(grads, self._checked_weight(weight))

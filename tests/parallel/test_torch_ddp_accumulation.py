@@ -76,6 +76,27 @@ def test_gradients_that_are_zeroed_in_place_start_anew(on_ranks: OnRanks, averag
     assert on_ranks(2, body) == [(1.5 * factor, 1 * factor)] * 2
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_gradients_that_are_zeroed_through_data_start_anew(
+    on_ranks: OnRanks, average: str, is_local: bool
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        for _ in range(3):
+            ddp(7.0).sum().backward()
+            if is_local:
+                with ddp.no_sync():
+                    ddp(7.0).sum().backward()
+            for parameter in ddp.parameters():
+                parameter.grad.data.zero_()
+        ddp(backend.rank + 1.0).sum().backward()
+        return gradients_of(ddp)
+
+    factor = 1 if average == "mean" else 2
+    assert on_ranks(2, body) == [(1.5 * factor, 1 * factor)] * 2
+
+
 @OVERLAP
 @pytest.mark.parametrize("average", ["mean", "sum"])
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -326,6 +347,35 @@ def test_an_average_of_another_shape_is_refused(on_ranks: OnRanks, is_local: boo
             ddp(100.0).sum().backward()
 
     on_ranks(2, body)
+
+
+REPLACED = {
+    "detached": torch.Tensor.detach,
+    "as data": lambda gradient: gradient.data,
+    "expanded": lambda gradient: gradient.expand(1),
+}
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("average", ["mean", "sum"])
+@pytest.mark.parametrize("replaced", REPLACED)
+def test_an_average_may_be_another_tensor_over_its_memory(
+    on_ranks: OnRanks, replaced: str, average: str, is_local: bool
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        ddp(backend.rank + 1.0).sum().backward()
+        if is_local:
+            with ddp.no_sync():
+                ddp(10 * (backend.rank + 1.0)).sum().backward()
+        for parameter in ddp.parameters():
+            parameter.grad = REPLACED[replaced](parameter.grad)
+        ddp(100 * (backend.rank + 1.0)).sum().backward()
+        return gradients_of(ddp)
+
+    factor = 1 if average == "mean" else 2
+    total = (166.5, 3) if is_local else (151.5, 2)
+    assert on_ranks(2, body) == [tuple(factor * each for each in total)] * 2
 
 
 def test_what_autograd_has_recorded_of_gradients_does_not_outlast_them(on_ranks: OnRanks) -> None:
