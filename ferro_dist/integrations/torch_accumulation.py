@@ -169,6 +169,16 @@ class Accumulation:
             else:
                 kept.show(parameter, own)
 
+    def _replace(self, number: int, copy: Tensor) -> None:
+        """Put a copy in place of a gradient, which counts as that did."""
+        parameter = self.parameters[number]
+        is_average = self._is_average(number, parameter.grad)
+        trace = self._traces.pop(number, None)
+        if trace is not None and is_average:
+            self._traces[number] = trace_of(copy)
+        self._averaged[number] = copy if is_average else None
+        parameter.grad = copy
+
     def _is_average(self, number: int, gradient: Tensor) -> bool:
         """Whether a gradient was averaged, and not written to since."""
         trace = self._traces.get(number)

@@ -559,6 +559,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             if weight and given is None:
                 self._refuse_averaged()
             self._ddp_state.given = given
+            if given is not None:
+                self._gradients.make_way_for(given)
             try:
                 self._reducer.begin(given or self._gradients, weight=weight)
                 if given is None:

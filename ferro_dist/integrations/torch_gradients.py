@@ -145,6 +145,19 @@ class TorchGradients(Accumulation, Gradients):
                 if not self._is_idempotent:
                     self._traces[number] = Trace(version_of(view), contents[place])
 
+    def make_way_for(self, given: GivenGradients) -> None:
+        """Move what lies in buckets to memory of its own, save for what is given itself."""
+        numbers = range(len(self.parameters))
+        dense = [g for g in map(given.get, numbers) if g is not None and not _is_sparse(g)]
+        addresses = {gradient.data_ptr() for gradient in dense}
+        for number in numbers:
+            gradient = self.parameters[number].grad
+            if gradient is None or _is_sparse(gradient):
+                continue
+            address = gradient.data_ptr()
+            if self.memory.contains(address) and address not in addresses:
+                self._replace(number, gradient.detach().clone())
+
     def take_back(self) -> None:
         # The places in buckets hold this rank's own gradients again. Those that were averaged
         # before, and are not put aside, are contributed once more, by all ranks, which changes

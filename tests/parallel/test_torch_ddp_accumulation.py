@@ -572,6 +572,34 @@ def test_gradients_set_by_hand_are_averaged(on_ranks: OnRanks) -> None:
     assert on_ranks(3, body) == [(2, None)] * 3
 
 
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_gradients_of_parameters_outlast_those_that_are_handed_over(
+    on_ranks: OnRanks, average: str
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        ddp(backend.rank + 1.0).sum().backward()
+        for _ in range(2):
+            ddp.sync_gradients({"weight": torch.full((1,), 5.0, dtype=torch.float64)})
+        after = gradients_of(ddp)
+        ddp(10 * (backend.rank + 1.0)).sum().backward()
+        return after, gradients_of(ddp)
+
+    factor = 1 if average == "mean" else 2
+    assert on_ranks(2, body) == [((1.5 * factor, factor), (16.5 * factor, 2 * factor))] * 2
+
+
+def test_gradients_of_parameters_may_be_handed_over_themselves(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        ddp(backend.rank + 1.0).sum().backward()
+        ddp.weight.grad.fill_(backend.rank)
+        ddp.sync_gradients({"weight": ddp.weight.grad})
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(0.5, 1)] * 2
+
+
 def test_gradients_handed_over_are_averaged_in_place(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)
