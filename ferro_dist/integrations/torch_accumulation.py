@@ -101,12 +101,9 @@ class Accumulation:
 
     def _records(self) -> Iterator[_Record]:
         """Yield what is known of each parameter whose gradient is averaged, or a sum of one."""
-        for number, (parameter, averaged) in enumerate(
-            zip(self.parameters, self._averaged, strict=True)
-        ):
-            aside = self._aside.get(number)
-            if averaged is not None or aside is not None:
-                yield _Record(parameter, averaged, self._traces.get(number), aside)
+        for record in map(self._record, range(len(self.parameters))):
+            if record.averaged is not None or record.aside is not None:
+                yield record
 
     def note_averages(self) -> None:
         """Note what averaged gradients are, to notice what becomes of them from now on."""
@@ -124,7 +121,7 @@ class Accumulation:
         number = next((n for n, each in enumerate(self.parameters) if each is parameter), None)
         if number is None:
             return False
-        known = self._known_version(number, parameter.grad)
+        known = self._known_version(number)
         return known is not None and known.is_added_to(version_of(parameter.grad))
 
     def begin(self, is_idempotent: bool) -> None:
@@ -188,20 +185,14 @@ class Accumulation:
         # One that was transposed is refused when it is copied over itself.
         return is_in_place and elements_of(gradient) == elements_of(trace.content)
 
-    def _known_version(self, number: int, gradient: Tensor) -> Version | None:
+    def _known_version(self, number: int) -> Version | None:
         """Return what is known of a gradient if it was averaged, or is a sum of an average."""
-        kept, trace = self._aside.get(number), self._traces.get(number)
-        if kept is not None:
-            known, tensor = kept.version, kept.shown
-        elif trace is not None:
-            known, tensor = trace.version, self._averaged[number]
-        else:
-            return None
-        # Also if it is another tensor over the same memory, such as `grad.detach()`.
-        is_it = known is not None and (
-            gradient is tensor or version_of(gradient).address == known.address
-        )
-        return known if is_it else None
+        record = self._record(number)
+        return record.version if record.is_current() else None
+
+    def _record(self, number: int) -> _Record:
+        trace, aside = self._traces.get(number), self._aside.get(number)
+        return _Record(self.parameters[number], self._averaged[number], trace, aside)
 
     def _known_content(self, number: int) -> Tensor:
         """Return what the gradient was whose version is known."""
@@ -212,7 +203,7 @@ class Accumulation:
         gradient = parameter.grad
         if gradient is None:
             return
-        known = self._known_version(number, gradient)
+        known = self._known_version(number)
         if known is None:
             return
         name = self._names[number]
@@ -283,10 +274,23 @@ class _Record(NamedTuple):
     trace: Trace | None
     aside: _Aside | None
 
+    @property
+    def version(self) -> Version | None:
+        """Of the gradient that the user sees."""
+        if self.aside is not None:
+            return self.aside.version
+        return None if self.trace is None else self.trace.version
+
     def is_current(self) -> bool:
         """Whether the parameter still has that gradient."""
+        gradient, version = self.parameter.grad, self.version
+        if gradient is None:
+            return False
         shown = self.averaged if self.aside is None else self.aside.shown
-        return self.parameter.grad is shown
+        if gradient is shown or version is None:
+            return gradient is shown
+        # Perhaps as another tensor over the same memory, such as `grad.detach()`.
+        return version_of(gradient).address == version.address
 
 
 def _is_rounded(average: Tensor, gradient: Tensor) -> bool:

@@ -394,9 +394,10 @@ def test_what_autograd_has_recorded_of_gradients_does_not_outlast_them(on_ranks:
     assert on_ranks(2, body) == [[(3.5, 1)] * 2] * 2
 
 
+@pytest.mark.parametrize("is_detached", [False, True])
 @pytest.mark.parametrize("is_local", [False, True])
 def test_an_average_outlasts_a_backward_in_which_its_parameter_is_frozen(
-    on_ranks: OnRanks, is_local: bool
+    on_ranks: OnRanks, is_local: bool, is_detached: bool
 ) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend, average="sum")
@@ -405,6 +406,8 @@ def test_an_average_outlasts_a_backward_in_which_its_parameter_is_frozen(
             with ddp.no_sync():
                 ddp(100.0).sum().backward()
         ddp.weight.requires_grad_(False)
+        if is_detached:
+            ddp.weight.grad = ddp.weight.grad.detach()
         ddp(1000.0).sum().backward()
         ddp.weight.requires_grad_(True)
         ddp(10.0).sum().backward()
