@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -17,8 +18,8 @@
 namespace ferro {
 namespace {
 
-// All heaps together stay well inside the 128 TiB that a process may address.
-constexpr std::size_t kMaxHeaps = std::size_t{16} << 40;
+// A process may address 128 TiB, and hold many groups.
+constexpr std::size_t kMaxHeaps = std::size_t{2} << 40;
 // With more, a rank's share of a two-shot round would be less than a line pair; and no machine has
 // room for so many.
 constexpr int kMaxRanks = 1024;
@@ -33,20 +34,44 @@ std::size_t power_of_two_at_least(std::size_t n) {
   return power;
 }
 
+// How much address space the heaps of one group may take together. `ulimit -v` may leave little, and
+// the program wants most of it.
+std::size_t most_heaps_nbytes() {
+  const std::size_t most = std::max(kMaxHeaps, power_of_two_at_least(memory_of_machine()));
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return most;
+  return std::min<std::size_t>(most, limit.rlim_cur / 4);
+}
+
 // No rank can fill more than the machine's memory, so no heap need be larger. One huge page is
 // added, so that the distance of two heaps is no power of two: else equal offsets in them collide
 // in the first-level cache of some processors. ALGORITHMS.md says what that cost.
 std::size_t heap_nbytes_for(int size) {
+  const std::size_t most = most_heaps_nbytes();
   std::size_t heap = power_of_two_at_least(memory_of_machine());
-  while (heap * size > kMaxHeaps) heap /= 2;
+  while (heap * size > most && heap > kHugePage) heap /= 2;
   return heap + kHugePage;
+}
+
+// That of each rank in a segment whose size is `total_nbytes`; 0 if it is none for `size` ranks.
+std::size_t heap_nbytes_in(std::size_t total_nbytes, int size) {
+  const std::size_t fixed = SegmentLayout(size, 0).fixed_nbytes;
+  if (total_nbytes < fixed || (total_nbytes - fixed) % size != 0) return 0;
+  return (total_nbytes - fixed) / size;
+}
+
+[[noreturn]] void throw_no_address_space(std::size_t nbytes) {
+  if (errno != ENOMEM) throw_errno("mmap of shared memory");
+  throw Error(ErrorCode::out_of_memory, -1,
+              "no room in the address space for a group's " + std::to_string(nbytes >> 20) +
+                  " MiB: close other groups, or raise the limit (ulimit -v)");
 }
 
 // Without this the kernel of a machine short of memory would kill whoever touches a page first.
 // Populating through a mapping gives huge pages where the system has them for shared memory.
 void back_with_memory(int fd, std::size_t nbytes) {
   void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (base == MAP_FAILED) throw_errno("mmap of shared memory");
+  if (base == MAP_FAILED) throw_no_address_space(nbytes);
   madvise(base, nbytes, MADV_HUGEPAGE);
   madvise(base, nbytes, kPopulateWrite);
   munmap(base, nbytes);
@@ -64,14 +89,15 @@ void check_that_ranks_fit(int size) {
     throw Error(ErrorCode::unsupported, -1,
                 "at most " + std::to_string(kMaxRanks) + " ranks of one host share memory, not " +
                     std::to_string(size));
-  if (SegmentLayout(size).fixed_nbytes <= memory_of_machine() / 2) return;
+  if (SegmentLayout(size, 0).fixed_nbytes <= memory_of_machine() / 2) return;
   throw Error(ErrorCode::out_of_memory, -1,
               std::to_string(size) + " ranks on one host need more shared memory than half of its memory");
 }
 
 }  // namespace
 
-SegmentLayout::SegmentLayout(int num_ranks) : size(num_ranks) {
+SegmentLayout::SegmentLayout(int num_ranks, std::size_t nbytes_of_heap)
+    : size(num_ranks), heap_nbytes(nbytes_of_heap) {
   const auto p = static_cast<std::size_t>(num_ranks);
   // One header must be able to publish an uneven all_to_all's two rows of counts.
   small_nbytes = std::max(p <= 8 ? std::size_t{64} << 10 : std::size_t{16} << 10,
@@ -96,7 +122,6 @@ SegmentLayout::SegmentLayout(int num_ranks) : size(num_ranks) {
   results_offset = place(p * results_nbytes, 4096);
   channels_offset = place(p * (p - 1) * channel_stride(), 4096);
   fixed_nbytes = round_up(end, kHugePage);
-  heap_nbytes = heap_nbytes_for(num_ranks);
 }
 
 std::size_t SegmentLayout::channel_stride() const {
@@ -107,7 +132,7 @@ int Segment::create_file(int size) {
   check_that_ranks_fit(size);
   UniqueFd file(memfd_create("ferro_dist", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.get() < 0) throw_errno("memfd_create");
-  const SegmentLayout layout(size);
+  const SegmentLayout layout(size, heap_nbytes_for(size));
   if (ftruncate(file.get(), static_cast<off_t>(layout.total_nbytes())) != 0)
     throw_errno("ftruncate of shared memory");
   back_with_memory(file.get(), layout.fixed_nbytes);
@@ -116,14 +141,14 @@ int Segment::create_file(int size) {
 }
 
 std::shared_ptr<Segment> Segment::map_file(int fd, int size) {
-  const SegmentLayout layout(size);
   struct stat status;
   if (fstat(fd, &status) != 0) throw_errno("fstat of shared memory");
-  if (static_cast<std::size_t>(status.st_size) != layout.total_nbytes())
+  const SegmentLayout layout(size, heap_nbytes_in(status.st_size, size));
+  if (layout.heap_nbytes == 0)
     throw Error(ErrorCode::io, -1, "the shared segment is not one for " + std::to_string(size) + " ranks");
   void* base =
       mmap(nullptr, layout.total_nbytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (base == MAP_FAILED) throw_errno("mmap of shared memory");
+  if (base == MAP_FAILED) throw_no_address_space(layout.total_nbytes());
   // Best effort: without huge pages the first touch of each small one costs a fault.
   madvise(base, layout.total_nbytes(), MADV_HUGEPAGE);
   return std::shared_ptr<Segment>(new Segment(static_cast<unsigned char*>(base), layout));

@@ -100,9 +100,10 @@ struct ChannelControl {
   std::atomic<std::uint64_t> messages_read;
 };
 
-// Sizes and offsets, the same on every rank: a function of the number of ranks alone.
+// Sizes and offsets, the same on every rank: a function of the number of ranks and of the size of a
+// heap, which whoever makes the segment chooses.
 struct SegmentLayout {
-  explicit SegmentLayout(int num_ranks);
+  SegmentLayout(int num_ranks, std::size_t nbytes_of_heap);
 
   static constexpr int kSmallSlots = 32;  // small payloads of the largest size that fit in the ring
   static constexpr int kRoundSlots = 8;   // two-shot rounds in flight: ranks may be two apart

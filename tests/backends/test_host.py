@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,60 @@ def test_a_rank_that_lacks_descriptors_is_named_to_the_others() -> None:
         assert peer == 1
         assert "rank 1 failed" in message
         assert "oo many open files" in message
+
+
+def limit_address_space(nbytes: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, hard))
+
+
+def address_space_in_use() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def reduce_under_a_limit(rank: int, world_size: int, addr: str) -> list[float]:
+    limit_address_space(address_space_in_use() + (1 << 30))
+    with fd.HostBackend(rank, world_size, addr, timeout=TIMEOUT_S) as backend:
+        x = fd.empty((1000,), "float32", backend)
+        x[:] = 1
+        part = backend.split(range(world_size))
+        assert part is not None
+        with part:
+            return [float(fd.allreduce(x, group)[0]) for group in (backend, part)]
+
+
+def test_symmetric_memory_reserves_no_more_than_a_part_of_a_limited_address_space() -> None:
+    assert run_ranks(2, reduce_under_a_limit, backend="none") == [[2, 2], [2, 2]]
+
+
+def reserved_by_a_group(backend: fd.HostBackend) -> int:
+    before = address_space_in_use()
+    part = backend.split(range(backend.world_size))
+    assert part is not None
+    with part:
+        return address_space_in_use() - before
+
+
+def test_a_group_leaves_address_space_for_others() -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for reserved in run_ranks(4, reserved_by_a_group):
+        assert reserved < max(3 << 40, 3 * memory)
+
+
+def lack_address_space(rank: int, world_size: int, addr: str) -> tuple[str, str]:
+    if rank == 1:
+        limit_address_space(address_space_in_use() + (64 << 20))
+    with pytest.raises((MemoryError, fd.Io)) as raised:
+        fd.HostBackend(rank, world_size, addr, timeout=TIMEOUT_S)
+    return type(raised.value).__name__, str(raised.value)
+
+
+def test_a_rank_that_lacks_address_space_is_named_to_the_others() -> None:
+    first, second = run_ranks(2, lack_address_space, backend="none")
+    assert (first[0], second[0]) == ("Io", "MemoryError")
+    assert "rank 1 failed" in first[1]
+    for _, message in (first, second):
+        assert "ulimit -v" in message
 
 
 def cores_of_a_rank(backend: fd.Backend) -> float:

@@ -643,7 +643,7 @@ void test_close_ends_the_calls_of_all_threads(bool is_over_sockets) {
 
 void test_more_ranks_than_a_round_divides_among_are_refused() {
   CHECK(code_of([] { Segment::create_file(1025); }) == ErrorCode::unsupported);
-  const SegmentLayout layout(1024);
+  const SegmentLayout layout(1024, 0);
   CHECK(layout.window_nbytes / SegmentLayout::kRoundSlots / 1024 >= kLinePair);
 }
 
