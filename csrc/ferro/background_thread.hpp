@@ -5,8 +5,12 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
+
+#include "ferro/error.hpp"
 
 namespace ferro {
 
@@ -28,12 +32,17 @@ class BlockedSignals {
 
 // `name`, at most 15 characters, is what debuggers and top show. Signals belong to the caller's
 // threads, which know what to do with them: the new thread inherits a mask that blocks them all.
+// Throws Error{io} where the system allows no more threads.
 template <class Body>
-std::thread start_thread(const char* name, Body body) {
+std::thread start_thread(const char* name, Body body) try {
   const BlockedSignals blocked;
   std::thread thread(std::move(body));
   pthread_setname_np(thread.native_handle(), name);
   return thread;
+} catch (const std::system_error& error) {
+  throw Error(ErrorCode::io, -1,
+              std::string("starting the thread ") + name + ": " + error.what() +
+                  ": close other groups, or raise the limit (ulimit -u, a cgroup's pids.max)");
 }
 
 }  // namespace ferro

@@ -213,6 +213,21 @@ def test_a_rank_that_lacks_address_space_is_named_to_the_others() -> None:
         assert "ulimit -v" in message
 
 
+def lack_threads(backend: fd.HostBackend) -> str:
+    x = np.ones(1)
+    limit_address_space(address_space_in_use())  # none for another thread's stack
+    with pytest.raises(fd.Io) as raised:
+        fd.allreduce(x, backend, async_op=True)
+    limit_address_space(resource.getrlimit(resource.RLIMIT_AS)[1])
+    assert fd.allreduce(x, backend)[0] == 2
+    return str(raised.value)
+
+
+def test_a_thread_that_cannot_be_started_is_named_and_leaves_the_group_usable() -> None:
+    for message in run_ranks(2, lack_threads):
+        assert "starting the thread ferro-progress" in message
+
+
 def cores_of_a_rank(backend: fd.Backend) -> float:
     return backend.cores_per_rank
 
