@@ -328,7 +328,7 @@ def check_patience(seconds: float) -> float:
     """Return how long to wait for work; raise ValueError if it is no time. 0 only looks."""
     value = _as_float(seconds)
     if not value >= 0:
-        raise ValueError(f"timeout must be a number of seconds, not {seconds!r}.")
+        raise ValueError(f"timeout must be a number of seconds of at least 0, not {seconds!r}.")
     return value
 
 

@@ -103,6 +103,15 @@ def test_a_timeout_that_is_not_positive_is_refused(
                 use()
 
 
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
+def test_work_cannot_be_awaited_for_less_than_no_time(timeout: float) -> None:
+    with world_of_one() as backend:
+        work = fd.allreduce(np.ones(1), backend, async_op=True)
+        with pytest.raises(ValueError, match="seconds of at least 0, not"):
+            work.wait(timeout)
+        work.wait()
+
+
 @CALLS
 @pytest.mark.parametrize("timeout", [1, 0.5, np.float32(1), np.int16(1), float("inf"), Index(1)])
 def test_a_timeout_may_be_any_positive_number(call: Callable[..., None], timeout: float) -> None:
