@@ -4,9 +4,7 @@
 #define FERRO_PYTHON_CALL_HPP
 
 #include <Python.h>
-#include <cxxabi.h>
 #include <pthread.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -17,6 +15,7 @@
 
 #include "abi/alarm.hpp"
 #include "ferro/communicator.hpp"
+#include "interpreter_lock.hpp"
 
 namespace ferro::python {
 
@@ -72,16 +71,9 @@ class PythonCall {
   }
 
  private:
-  // A daemon thread that comes back while the interpreter is going away is made to exit
-  // there and then, by unwinding its stack: through destructors, and over arrays that
-  // others still use. Instead it sleeps until the process ends, as later Pythons do themselves.
   static void take_lock(PyThreadState* state) noexcept {
     if (InterpreterExit::concerns_this_thread()) InterpreterExit::wait();
-    try {
-      PyEval_RestoreThread(state);
-    } catch (abi::__forced_unwind&) {
-      for (;;) pause();
-    }
+    python::take_lock([state] { PyEval_RestoreThread(state); });
   }
   static void begin_blocking(void* self) noexcept {
     static_cast<PythonCall*>(self)->released_ = PyEval_SaveThread();

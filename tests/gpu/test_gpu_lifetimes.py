@@ -407,6 +407,19 @@ graph.launch(stream)
 """
 
 
+# Modules are emptied when threads that want the interpreter are made to exit. This takes so long
+# that the one that waits wants it: it looks for signals every 100 ms.
+THREAD_LEFT_CONNECTING = """
+import time
+unique_id = fd.get_unique_id()
+threading.Thread(target=fd.NcclBackend, args=(0, 2, unique_id), daemon=True).start()
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)
+slow = Slow()
+"""
+
+
 def run(program: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", PREAMBLE + program],
@@ -428,3 +441,7 @@ def test_the_interpreter_exits_though_a_graph_keeps_a_group() -> None:
     code, said = run(GRAPH_HELD)
     assert code == 0
     assert "destroy the graphs first" in said
+
+
+def test_the_interpreter_exits_though_a_thread_waits_for_other_ranks() -> None:
+    assert run(THREAD_LEFT_CONNECTING) == (0, "")
