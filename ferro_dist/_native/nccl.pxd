@@ -30,12 +30,14 @@ cdef class Group:
     cdef vector[GroupedOperation] _operations
     cdef list _kept            # what keeps the operations' arrays alive
     cdef list _communicators   # each at least once
+    cdef list _resources       # reductions and windows that must be open when it is launched
     cdef bint _is_open
     cdef Group _outer          # the open group that this one is part of
     # How much that held when this began.
     cdef size_t _num_operations_before
     cdef Py_ssize_t _num_kept_before
     cdef Py_ssize_t _num_communicators_before
+    cdef Py_ssize_t _num_resources_before
 
     cdef int _begin(self, size_t size) except -1
     cdef int _finish(self) except -1

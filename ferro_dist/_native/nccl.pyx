@@ -508,7 +508,7 @@ cdef class Communicator(Connection):
 
     # ---- One-sided operations (NCCL 2.29.2) -------------------------------------
 
-    def put(self, x, peer, Window window not None, size_t offset=0, *, int signal=0,
+    def put(self, x, peer, Window window not None, offset=0, *, int signal=0,
             int context=0, stream=None):
         """Write `x` into the window of rank `peer`, `offset` bytes from its start, and signal it.
 
@@ -533,10 +533,13 @@ cdef class Communicator(Connection):
         o.peer = self.peer("put", peer)
         o.window = window.open(self)
         check_in_window(self, src)
+        offset = index(offset)
         window.check_room(src, offset)
         o.offset = offset
         self._set_signal(&o, "put", signal, context)
-        return self._issue(&o, src, None, stream)
+        self._issue(&o, src, None, stream)
+        if current_group() != NULL:
+            (<Group> current_group())._resources.append(window)
 
     def signal(self, peer, *, int signal=0, int context=0, stream):
         """Signal rank `peer` once `stream` has come to this point; `signal` and `context` as in `put`."""
@@ -637,7 +640,7 @@ cdef class Communicator(Connection):
         o.reduce_op = (<PreMulSum> reduce_op).open(self, op, view.dtype)
         if current_group() != NULL:
             # It is launched when the block ends, when nobody else may hold it any more.
-            (<Group> current_group())._kept.append(reduce_op)
+            (<Group> current_group())._resources.append(reduce_op)
         return 0
 
 
@@ -691,6 +694,8 @@ cdef class Group:
         Nothing has been launched if that was so before.
     UnsupportedOp
         Some communicators block, others do not.
+    ValueError
+        A reduction or a window was closed in the block that uses it. Nothing has been launched.
     """
 
     def __enter__(self):
@@ -702,6 +707,7 @@ cdef class Group:
             self._num_operations_before = self._outer._operations.size()
             self._num_kept_before = len(self._outer._kept)
             self._num_communicators_before = len(self._outer._communicators)
+            self._num_resources_before = len(self._outer._resources)
             return self
         self._begin(TYPICAL_SIZE)
         (&current_group())[0] = <void*> self
@@ -722,6 +728,7 @@ cdef class Group:
                 outer._operations.resize(self._num_operations_before)
                 del outer._kept[self._num_kept_before:]
                 del outer._communicators[self._num_communicators_before:]
+                del outer._resources[self._num_resources_before:]
             return
         (&current_group())[0] = NULL
         Py_DECREF(self)  # our caller has a reference, too
@@ -732,11 +739,13 @@ cdef class Group:
             self._operations.clear()
             self._kept = None
             self._communicators = None
+            self._resources = None
 
     cdef int _begin(self, size_t size) except -1:
         self._operations.reserve(size)
         self._kept = []
         self._communicators = []
+        self._resources = []
         return 0
 
     cdef int _finish(self) except -1:
@@ -755,6 +764,8 @@ cdef class Group:
             return 0
         cdef Communicator first = self._communicators[0]
         cdef Patience patience = patience_of(first.timeout_s)
+        for resource in self._resources:
+            _check_open(resource)
         cdef Communicator each
         for each in self._communicators:
             if each.is_blocking != first.is_blocking:
@@ -785,6 +796,13 @@ cdef int _add_to_group(
     if count == 0 or group._communicators[count - 1] is not communicator:
         group._communicators.append(communicator)
     return 0
+
+
+# NCCL recovers from no use of what has been given back, and may have given its place to another.
+cdef int _check_open(object resource) except -1:
+    if type(resource) is Window:
+        return (<Window> resource).check_open()
+    return (<PreMulSum> resource).check_open()
 
 
 cdef inline object _keeper_of(BufferView view):

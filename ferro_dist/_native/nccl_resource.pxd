@@ -13,6 +13,7 @@ cdef class PreMulSum:
 
     # NCCL's number of it, if it can be used in such a call.
     cdef ncclRedOp_t open(self, Connection connection, str op, int dtype) except *
+    cdef int check_open(self) except -1
 
 
 cdef class Registration:
@@ -28,7 +29,8 @@ cdef class Window:
     cdef bint _is_closed
 
     cdef ncclWindow_t open(self, Connection connection) except NULL
-    cdef int check_room(self, BufferView src, size_t offset) except -1
+    cdef int check_open(self) except -1
+    cdef int check_room(self, BufferView src, offset) except -1
 
 
 cdef PreMulSum make_premul_sum(Connection connection, scalar, str dtype, timeout)

@@ -46,8 +46,7 @@ cdef class PreMulSum:
             self._connection._native.get().destroy_reduce_op(self._reduce_op, patience)
 
     cdef ncclRedOp_t open(self, Connection connection, str op, int dtype) except *:
-        if self._is_closed:
-            raise ValueError("This PreMulSum is closed.")
+        self.check_open()
         if connection is not self._connection:
             raise UnsupportedOp(f"{op}: this PreMulSum is another communicator's.", op=op)
         if dtype != self._dtype:
@@ -55,6 +54,11 @@ cdef class PreMulSum:
                 f"{op}: x is {DTYPE_NAMES[dtype]}, and this PreMulSum multiplies "
                 f"{DTYPE_NAMES[self._dtype]}.", op=op, rank=connection.rank)
         return self._reduce_op
+
+    cdef int check_open(self) except -1:
+        if self._is_closed:
+            raise ValueError("This PreMulSum is closed.")
+        return 0
 
     def __dealloc__(self):
         if self._is_closed or self._connection is None:
@@ -124,6 +128,7 @@ cdef class Registration:
 
 
 cdef Registration make_registration(Connection connection, BufferView view, timeout):
+    _check_some("register", connection, view)
     cdef Registration made = Registration.__new__(Registration)
     cdef Patience patience = connection.patience(timeout)
     made._connection = connection
@@ -160,8 +165,7 @@ cdef class Window:
         window_views(self._connection).pop(view, None)
 
     cdef ncclWindow_t open(self, Connection connection) except NULL:
-        if self._is_closed:
-            raise ValueError("This Window is closed.")
+        self.check_open()
         if self._window == NULL:
             raise UnsupportedOp(
                 "put: NCCL has made no window of this memory, which happens where the ranks' GPUs do not "
@@ -170,9 +174,14 @@ cdef class Window:
             raise UnsupportedOp("put: this Window is another communicator's.", op="put")
         return self._window
 
-    cdef int check_room(self, BufferView src, size_t offset) except -1:
+    cdef int check_open(self) except -1:
+        if self._is_closed:
+            raise ValueError("This Window is closed.")
+        return 0
+
+    cdef int check_room(self, BufferView src, offset) except -1:
         """Raise where `src` does not fit behind `offset`: NCCL would write over what lies there."""
-        if offset > self._view.nbytes or src.nbytes > self._view.nbytes - offset:
+        if offset < 0 or offset > self._view.nbytes or src.nbytes > self._view.nbytes - offset:
             raise InvalidArray(
                 f"put: {src.nbytes} bytes at offset {offset} do not fit into the window of "
                 f"{self._view.nbytes} bytes.", op="put", rank=self._connection.rank)
@@ -180,6 +189,7 @@ cdef class Window:
 
 
 cdef Window make_window(Connection connection, BufferView view, int flags, timeout):
+    _check_some("register_window", connection, view)
     if <uintptr_t> view.data % NCCL_WIN_REQUIRED_ALIGNMENT != 0:
         raise InvalidArray(
             f"register_window: the memory must begin at a multiple of {NCCL_WIN_REQUIRED_ALIGNMENT} bytes, "
@@ -199,6 +209,13 @@ cdef Window make_window(Connection connection, BufferView view, int flags, timeo
             window_views(connection).pop(view, None)
         raise
     return made
+
+
+cdef int _check_some(str op, Connection connection, BufferView view) except -1:
+    """Raise InvalidArray for an empty array, which has no memory that NCCL could know of."""
+    if view.nbytes == 0:
+        raise InvalidArray(f"{op}: the array is empty.", op=op, rank=connection.rank)
+    return 0
 
 
 cdef int check_in_window(Connection connection, BufferView view) except -1:

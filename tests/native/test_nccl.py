@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -139,6 +140,42 @@ def drop_premul_sum_in_a_group(backend: Any) -> list[Any]:
 
 def test_a_group_keeps_the_reductions_of_its_operations() -> None:
     assert ranks(2, drop_premul_sum_in_a_group) == [[10, 21, 32, 43]] * 2
+
+
+def close_what_a_group_uses(backend: Any) -> list[float]:
+    """NCCL would not recover from it."""
+    from ferro_dist._native.nccl_memory import NcclMemory
+
+    communicator = connect(backend)
+    x, out, memory = ranked(backend.rank, 4), emulated_gpu().empty(4), NcclMemory(4096)
+    reduction = communicator.premul_sum(2.0, "float32")
+    window = communicator.register_window(memory)
+    part = array_over(memory, (4,), np.dtype("float32"))
+
+    def close_within(resource: Any, call: Callable[[], None]) -> None:
+        with load_nccl().Group():
+            communicator.allreduce(x, out)
+            call()
+            resource.close()
+
+    with pytest.raises(ValueError, match="closed"):
+        close_within(reduction, lambda: communicator.allreduce(x, out, reduction))
+    with pytest.raises(ValueError, match="closed"):
+        close_within(window, lambda: communicator.put(part, 1 - backend.rank, window))
+    with load_nccl().Group():
+        with contextlib.suppress(KeyError), load_nccl().Group():
+            inner = communicator.premul_sum(2.0, "float32")
+            communicator.allreduce(x, out, inner)
+            raise KeyError
+        inner.close()  # no longer part of the outer group
+        communicator.allreduce(x, out)
+    result = values(out)
+    communicator.close()
+    return result
+
+
+def test_a_group_is_not_launched_without_what_it_uses() -> None:
+    assert ranks(2, close_what_a_group_uses) == [[1, 3, 5, 7]] * 2
 
 
 def collect_cycles(backend: Any) -> list[Any]:
@@ -1136,9 +1173,9 @@ def put_into_the_next_rank(backend: Any) -> list[list[float]]:
                 communicator.signal(left, stream=stream, **wrong)
             with pytest.raises(ValueError, match=r"2 signals .* 1 contexts"):
                 communicator.wait_signal(left, stream=stream, **wrong)
-        for too_far in ((1 << 16) - 12, 1 << 20):
+        for outside in ((1 << 16) - 12, 1 << 20, 1 << 70, -4):
             with pytest.raises(InvalidArray, match="do not fit into the window of 65536 bytes"):
-                communicator.put(x, right, window, too_far)
+                communicator.put(x, right, window, outside)
         communicator.put(x, right, window, 64)
         communicator.wait_signal(left, stream=stream)
         received = values(array_over(memory, (20,), np.dtype("float32"))[16:])
@@ -1280,6 +1317,9 @@ def refuse_a_window(backend: Any) -> bool:
     for is_symmetric in (True, False):
         with pytest.raises(InvalidArray, match="multiple of 4096"):
             communicator.register_window(array[1:], symmetric=is_symmetric)
+    for register in (communicator.register, communicator.register_window):
+        with pytest.raises(InvalidArray, match="the array is empty"):
+            register(array[:0])
     del array
     gc.collect()
     is_kept = memory() is not None
