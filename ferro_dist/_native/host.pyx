@@ -350,6 +350,10 @@ cdef class Communicator:
 
     # ---- What survivors must know to make a successor -------------------------
 
+    def check_own(self):
+        """Raise LockPoisoned in a process that was forked from the group's."""
+        self._check_own()
+
     def lost_ranks(self):
         """The ranks that are certain to take part no more, ascending."""
         self._check_own()

@@ -113,6 +113,7 @@ class EngineBackend(BoundBackend):
     def _time_to_shrink(self, timeout: float | None) -> float:
         """Return a timeout for `shrink`, if this rank may call it at all."""
         seconds = self._seconds(timeout)
+        self._communicator.check_own()  # else a child alone in its group would end its parent's
         if self.is_closed:
             raise ChannelClosed(
                 "This rank has closed the group. Make a new one.", op="shrink", rank=self.rank

@@ -67,6 +67,7 @@ def use_in_child(backend: fd.Backend) -> None:
         check_refused(work.result)
         check_refused(lambda: fd.empty(3, "float32", backend))
         check_refused(lambda: backend.split([0]))
+        check_refused(backend.shrink)
         assert not work.is_completed()
         assert symmetric.shape == (100,)
         backend.close()
@@ -82,6 +83,16 @@ def use_in_child(backend: fd.Backend) -> None:
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_every_use_in_a_child_is_refused_and_the_parent_goes_on(transport: str) -> None:
     run_ranks(2, use_in_child, backend=transport)
+
+
+def shrink_in_child(backend: fd.Backend) -> None:
+    assert exit_code_of(lambda: check_refused(backend.shrink)) == 0
+    assert fd.allreduce(np.ones(3), backend).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_a_child_does_not_succeed_its_parent_who_is_alone(transport: str) -> None:
+    run_ranks(1, shrink_in_child, backend=transport)
 
 
 def drop_in_child(backend: fd.Backend) -> None:
