@@ -8,6 +8,7 @@ text of an error is only in this file.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -334,10 +335,13 @@ def check_patience(seconds: float) -> float:
 
 def _as_float(seconds: float) -> float:
     if not _is_bool(seconds):
-        with contextlib.suppress(TypeError):
-            return float(seconds + 0.0)  # not just float(seconds), which accepts "5"
-        with contextlib.suppress(TypeError):
-            return float(integer(seconds))
+        try:
+            with contextlib.suppress(TypeError):
+                return float(seconds + 0.0)  # not just float(seconds), which accepts "5"
+            with contextlib.suppress(TypeError):
+                return float(integer(seconds))
+        except OverflowError:  # an integer beyond all floats
+            return math.inf if seconds > 0 else -math.inf
     raise TypeError(f"timeout must be a number of seconds, not {seconds!r}.")
 
 

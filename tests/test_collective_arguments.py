@@ -89,7 +89,9 @@ def test_a_timeout_that_is_no_number_is_refused(call: Callable[..., None], timeo
 
 
 @CALLS
-@pytest.mark.parametrize("timeout", [0, 0.0, -1, -1.0, float("nan")])
+@pytest.mark.parametrize(
+    "timeout", [0, 0.0, -1, -1.0, pytest.param(-(10**400), id="-huge"), float("nan")]
+)
 def test_a_timeout_that_is_not_positive_is_refused(
     call: Callable[..., None], timeout: float
 ) -> None:
@@ -101,6 +103,13 @@ def test_a_timeout_that_is_not_positive_is_refused(
         ):
             with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
                 use()
+
+
+@CALLS
+@pytest.mark.parametrize("timeout", [float("inf"), pytest.param(10**400, id="huge")])
+def test_a_timeout_may_be_endless(call: Callable[..., None], timeout: float) -> None:
+    with world_of_one() as backend:
+        call(backend, timeout=timeout)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan")])

@@ -535,6 +535,10 @@ cdef class Communicator(Connection):
         check_in_window(self, src)
         offset = index(offset)
         window.check_room(src, offset)
+        if offset % src.itemsize != 0:
+            raise InvalidArray(
+                f"put: offset {offset} is no multiple of the {src.itemsize} bytes of an element.",
+                op="put", rank=self.rank)
         o.offset = offset
         self._set_signal(&o, "put", signal, context)
         self._issue(&o, src, None, stream)

@@ -1176,6 +1176,8 @@ def put_into_the_next_rank(backend: Any) -> list[list[float]]:
         for outside in ((1 << 16) - 12, 1 << 20, 1 << 70, -4):
             with pytest.raises(InvalidArray, match="do not fit into the window of 65536 bytes"):
                 communicator.put(x, right, window, outside)
+        with pytest.raises(InvalidArray, match="offset 66 is no multiple of the 4 bytes"):
+            communicator.put(x, right, window, 66)
         communicator.put(x, right, window, 64)
         communicator.wait_signal(left, stream=stream)
         received = values(array_over(memory, (20,), np.dtype("float32"))[16:])
