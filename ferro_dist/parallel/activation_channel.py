@@ -1,9 +1,9 @@
 """Messages between stages: trees of arrays whose shapes the receiver learns on arrival.
 
-A message is a header of fixed size followed by the arrays, each as it lies in memory. GPU arrays go
-separately, from GPU to GPU (`gpu_channels`):
+A message is a header of fixed size (`message_header`) followed by the arrays, each as it lies in
+memory. GPU arrays go separately, from GPU to GPU (`gpu_channels`):
 
-    | run, call, kind, stage, microbatch, rows, length | description ... | rest, if long | arrays |
+    | header | rest of the description, if long | arrays |
 
 The description is the structure of the tree with dtype and shape of each array, so nobody has to
 know beforehand what a stage will return, or run it to find out.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import queue
-import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +30,13 @@ import numpy as np
 from ferro_dist import interop
 from ferro_dist.errors import DistributedError
 from ferro_dist.parallel import pytree
+from ferro_dist.parallel.message_header import (
+    HEADER_NBYTES,
+    ROOM_NBYTES,
+    Header,
+    MessageKind,
+    RunId,
+)
 from ferro_dist.parallel.schedules import Action, ActionKind
 from ferro_dist.point_to_point import P2POp
 
@@ -42,52 +48,31 @@ if TYPE_CHECKING:
 __all__ = [
     "ArraySpec",
     "Forecasts",
+    "Link",
     "Memory",
     "Parcel",
     "PeerAborted",
     "Receiver",
-    "RunId",
     "Sender",
     "meet",
 ]
 
 Array = Any
 
-HEADER_NBYTES = 256
-_FIELDS = struct.Struct("<IBIiiII?I")
-_ROOM_NBYTES = HEADER_NBYTES - _FIELDS.size
-_ABORT = 0
-_CODES = {
-    kind: code
-    for code, kind in enumerate(
-        (ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT), start=_ABORT + 1
-    )
+_KINDS = {
+    ActionKind.RECV_ACTIVATION: MessageKind.ACTIVATION,
+    ActionKind.RECV_GRADIENT: MessageKind.GRADIENT,
 }
 
 
-_MEETING = 1 + len(_CODES)
-CALLS = ("step", "forward", "backward", "eval", "plan")
+class Link(NamedTuple):
+    """How this rank reaches the others in one run, and what all messages of the run share."""
 
-
-class RunId(NamedTuple):
-    """One run of a pipeline: its number, and which of `CALLS` was made."""
-
-    number: int
-    call: str
-
-    def header(self, code: int) -> np.ndarray[Any, Any]:
-        """Return the header of a message that consists of nothing else."""
-        call = CALLS.index(self.call)
-        return _header(_FIELDS.pack(self.number, call, code, 0, 0, 0, 0, False, 0))
-
-    def check(self, number: int, call: int, peer: int) -> None:
-        """Raise RuntimeError if a header tells that its sender makes another call."""
-        if (number, CALLS[call]) != self:
-            raise RuntimeError(
-                f"Pipeline: rank {peer} has called {CALLS[call]}(), its run {number}, and "
-                f"this rank {self.call}(), its run {self.number}. All ranks of a "
-                "pipeline must make the same calls in the same order"
-            )
+    backend: Backend
+    gpu_channels: GpuChannels | None
+    tag: int
+    run_id: RunId
+    timeout: float | None
 
 
 class ArraySpec(NamedTuple):
@@ -148,31 +133,10 @@ class _Arrival(NamedTuple):
 
 
 class Sender:
-    """Starts sends to all peers, and keeps what they send until they have ended.
+    """Starts sends to all peers, and keeps what they send until they have ended."""
 
-    Parameters
-    ----------
-    backend : Backend
-    gpu_channels : GpuChannels or None
-    tag : int
-        Of all messages of this pipeline.
-    run_id : RunId
-    timeout : float or None
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        gpu_channels: GpuChannels | None,
-        tag: int,
-        run_id: RunId,
-        timeout: float | None,
-    ) -> None:
-        self._backend = backend
-        self._gpu_channels = gpu_channels
-        self._tag = tag
-        self._run_id = run_id
-        self._timeout = timeout
+    def __init__(self, link: Link) -> None:
+        self._link = link
         self._under_way: list[Work] = []
 
     def send(self, peer: int, receive: Action, parcel: Parcel, describe: Describe) -> int:
@@ -185,11 +149,9 @@ class Sender:
         """
         specs = tuple(map(describe, parcel.arrays))
         description = _encode(parcel.structure, specs)
-        head, rest = description[:_ROOM_NBYTES], description[_ROOM_NBYTES:]
-        fields = _FIELDS.pack(
-            self._run_id.number,
-            CALLS.index(self._run_id.call),
-            _CODES[receive.kind],
+        header = Header(
+            self._link.run_id,
+            _KINDS[receive.kind],
             receive.stage,
             receive.microbatch,
             parcel.rows,
@@ -197,21 +159,24 @@ class Sender:
             parcel.is_weighted,
             len(description),
         )
-        ops = [P2POp("send", _header(fields + head), peer)]
+        ops = [P2POp("send", header.pack(description), peer)]
+        rest = description[ROOM_NBYTES:]
         if rest:
             ops.append(P2POp("send", np.frombuffer(rest, np.uint8), peer))
         payload = [interop.contiguous(array) for array in parcel.arrays]
-        if self._gpu_channels is not None:
+        channels, timeout = self._link.gpu_channels, self._link.timeout
+        if channels is not None:
             payload, on_gpu = _by_place(payload, specs)
             if on_gpu:
                 # First: if this cannot be started, the header that announces it is not sent.
-                self._under_way.append(self._gpu_channels.send(on_gpu, peer, self._timeout))
+                self._under_way.append(channels.send(on_gpu, peer, timeout))
         self._start(ops + [P2POp("send", array, peer) for array in payload])
         return sum(array.nbytes for array in payload)
 
     def abort(self, peer: int) -> None:
         """Tell a peer that nothing more will come in this step."""
-        self._start([P2POp("send", self._run_id.header(_ABORT), peer)])
+        header = Header(self._link.run_id, MessageKind.ABORT)
+        self._start([P2POp("send", header.pack(), peer)])
 
     def release_sent(self) -> None:
         """Release what has been sent; raise the error of a send that failed."""
@@ -229,7 +194,8 @@ class Sender:
         self._under_way.clear()
 
     def _start(self, ops: list[P2POp]) -> None:
-        self._under_way.append(self._backend.batch(ops, True, self._timeout, self._tag))  # type: ignore[arg-type]
+        link = self._link
+        self._under_way.append(link.backend.batch(ops, True, link.timeout, link.tag))  # type: ignore[arg-type]
 
 
 class Receiver:
@@ -237,10 +203,8 @@ class Receiver:
 
     Parameters
     ----------
-    backend : Backend
+    link : Link
     peer : int
-    gpu_channels, tag, run_id, timeout
-        As in `Sender`.
     expected : sequence of Action
         The receives of the whole step, in the order of this rank's list.
     memory_of : function
@@ -251,22 +215,14 @@ class Receiver:
 
     def __init__(
         self,
-        backend: Backend,
-        gpu_channels: GpuChannels | None,
+        link: Link,
         peer: int,
-        tag: int,
-        run_id: RunId,
-        timeout: float | None,
         expected: Sequence[Action],
         memory_of: Callable[[int], Memory],
         forecasts: Forecasts,
     ) -> None:
-        self._backend = backend
-        self._gpu_channels = gpu_channels
+        self._link = link
         self._peer = peer
-        self._tag = tag
-        self._run_id = run_id
-        self._timeout = timeout
         self._expected = expected
         self._memory_of = memory_of
         self._forecasts = forecasts
@@ -349,75 +305,66 @@ class Receiver:
             self._outcomes.put(error.with_traceback(None))
         except BaseException as error:
             # What the peer has announced will not be received, and the peer must not wait for that.
-            self._backend.interrupt(error)
+            self._link.backend.interrupt(error)
             self._outcomes.put(error.with_traceback(None))
 
     def _receive(self, receive: Action) -> _Arrival:
         self._recv(self._header)
-        head = self._header.tobytes()
-        number, call, code, stage, microbatch, *share, length = _FIELDS.unpack_from(head)
-        if code == _ABORT:
-            raise PeerAborted
-        self._run_id.check(number, call, self._peer)
-        if (code, stage, microbatch) != (
-            _CODES[receive.kind],
-            receive.stage,
-            receive.microbatch,
-        ):
-            raise RuntimeError(
-                f"Pipeline: rank {self._peer} sent stage {stage}, microbatch {microbatch} where "
-                f"{receive} was due."
-            )
-        structure, specs = _decode(self._description(head, length))
+        header, description = Header.unpack(self._header)
+        self._check(header, receive)
+        rest = np.empty(header.description_nbytes - len(description), np.uint8)
+        if rest.size:
+            self._recv(rest)
+        structure, specs = _decode(description + rest.tobytes())
         self._forecasts[receive.kind, receive.stage] = specs
-        room, self._room = self._room, None
         memory = self._memory_of(receive.stage)
         with memory.receiving():
-            if room is not None and room[:2] == (receive.stage, specs):
-                arrays = room[2]
-            else:
-                arrays = self._allocate(receive.stage, specs)
-            on_host = arrays
+            arrays = on_host = self._take_room(receive.stage, specs)
             on_gpu: list[Array] = []
             under_way = None
-            if self._gpu_channels is not None:
+            channels, timeout = self._link.gpu_channels, self._link.timeout
+            if channels is not None:
                 on_host, on_gpu = _by_place(arrays, specs)
                 if on_gpu:
-                    under_way = self._gpu_channels.recv(on_gpu, self._peer, self._timeout)
+                    under_way = channels.recv(on_gpu, self._peer, timeout)
         self._recv(*on_host)
         delivered = list(map(memory.deliver, specs, arrays))
+        share = header.rows, header.total_rows, header.is_weighted
         return _Arrival(receive, Parcel(structure, delivered, *share), on_gpu, under_way)
 
-    def _description(self, head: bytes, length: int) -> bytes:
-        inline = head[_FIELDS.size : _FIELDS.size + length]
-        if length <= _ROOM_NBYTES:
-            return inline
-        rest = np.empty(length - _ROOM_NBYTES, np.uint8)
-        self._recv(rest)
-        return inline + rest.tobytes()
+    def _check(self, header: Header, receive: Action) -> None:
+        if header.kind == MessageKind.ABORT:
+            raise PeerAborted
+        self._link.run_id.check(header.run_id, self._peer)
+        due = _KINDS[receive.kind], receive.stage, receive.microbatch
+        if (header.kind, header.stage, header.microbatch) != due:
+            raise RuntimeError(
+                f"Pipeline: rank {self._peer} sent stage {header.stage}, microbatch "
+                f"{header.microbatch} where {receive} was due."
+            )
+
+    def _take_room(self, stage: int, specs: list[ArraySpec]) -> list[Array]:
+        """Return room for a message: that made in advance, if it is such a message's."""
+        room, self._room = self._room, None
+        if room is not None and room[:2] == (stage, specs):
+            return room[2]
+        return self._allocate(stage, specs)
 
     def _recv(self, *arrays: Array) -> None:
+        link = self._link
         if len(arrays) == 1:
-            self._backend.recv(arrays[0], self._peer, False, self._timeout, self._tag)
+            link.backend.recv(arrays[0], self._peer, False, link.timeout, link.tag)
         elif arrays:
             ops = [P2POp("recv", array, self._peer) for array in arrays]
-            self._backend.batch(ops, False, self._timeout, self._tag)
+            link.backend.batch(ops, False, link.timeout, link.tag)
 
 
-def meet(
-    backend: Backend,
-    tag: int,
-    run_id: RunId,
-    receivers: Iterable[int],
-    senders: Iterable[int],
-    timeout: float | None,
-) -> None:
+def meet(link: Link, receivers: Iterable[int], senders: Iterable[int]) -> None:
     """Make sure that the peers of this rank make the same call, before one that sends no parcels.
 
     Parameters
     ----------
-    backend, tag, run_id, timeout
-        As in `Sender`.
+    link : Link
     receivers, senders : iterable of int
         The peers to which this rank sends parcels in a step, and those from which it gets some.
 
@@ -428,16 +375,16 @@ def meet(
     DistributedError
         The group has ended, perhaps because another rank has found this out.
     """
+    own = Header(link.run_id, MessageKind.MEETING).pack()
     headers = {peer: np.empty(HEADER_NBYTES, np.uint8) for peer in senders}
-    ops = [P2POp("send", run_id.header(_MEETING), peer) for peer in receivers]
+    ops = [P2POp("send", own, peer) for peer in receivers]
     ops += [P2POp("recv", header, peer) for peer, header in headers.items()]
-    backend.batch(ops, False, timeout, tag)
+    link.backend.batch(ops, False, link.timeout, link.tag)
     try:
         for peer, header in headers.items():
-            number, call, *_ = _FIELDS.unpack_from(header.tobytes())
-            run_id.check(number, call, peer)
+            link.run_id.check(Header.unpack(header)[0].run_id, peer)
     except RuntimeError as error:
-        backend.interrupt(error)  # the peer waits for what will not come
+        link.backend.interrupt(error)  # the peer waits for what will not come
         raise
 
 
@@ -448,10 +395,6 @@ def _by_place(
     pairs = list(zip(arrays, specs, strict=True))
     on_host = [array for array, spec in pairs if spec.is_on_host]
     return on_host, [array for array, spec in pairs if not spec.is_on_host]
-
-
-def _header(content: bytes) -> np.ndarray[Any, Any]:
-    return np.frombuffer(content.ljust(HEADER_NBYTES, b"\0"), np.uint8)
 
 
 # A training loop sends the same few kinds of trees again and again.

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferro_dist.parallel import pytree
-from ferro_dist.parallel.activation_channel import Forecasts, Parcel, Receiver, RunId, Sender
+from ferro_dist.parallel.activation_channel import Forecasts, Link, Parcel, Receiver, Sender
 from ferro_dist.parallel.ends import Ends
+from ferro_dist.parallel.message_header import RunId
 from ferro_dist.parallel.schedules import Action, ActionKind, Span, placement_of
 from ferro_dist.parallel.stage import Keyed, Stage, microbatch_seed
 
@@ -80,6 +81,9 @@ class PipelineContext(NamedTuple):
     """The first number of this pipeline, as microbatches are numbered across all replicas."""
     gpu_channels: GpuChannels | None
     forecasts: Forecasts
+
+    def link(self, run_id: RunId) -> Link:
+        return Link(self.backend, self.gpu_channels, self.tag, run_id, self.timeout)
 
 
 class Measurements(NamedTuple):
@@ -143,9 +147,8 @@ class StepRun:
         self._is_training = run_id.call != "eval"
         self._position = 0
         self._num_live = 0
-        self._sender = Sender(
-            context.backend, context.gpu_channels, context.tag, run_id, context.timeout
-        )
+        self._link = context.link(run_id)
+        self._sender = Sender(self._link)
         self._receivers: dict[int, Receiver] = {}
         self._inputs: dict[tuple[int, int], Parcel] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
@@ -324,12 +327,8 @@ class StepRun:
         receiver = self._receivers.get(peer)
         if receiver is None:
             receiver = self._receivers[peer] = Receiver(
-                self._context.backend,
-                self._context.gpu_channels,
+                self._link,
                 peer,
-                self._context.tag,
-                self._run_id,
-                self._context.timeout,
                 self._program.expected[peer],
                 self._context.stages.__getitem__,
                 self._context.forecasts,

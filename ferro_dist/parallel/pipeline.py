@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ferro_dist import arguments
-from ferro_dist.parallel.activation_channel import RunId, meet
+from ferro_dist.parallel.activation_channel import meet
 from ferro_dist.parallel.bucket import bucket_nbytes_of
 from ferro_dist.parallel.ends import (
     BackwardEnds,
@@ -37,6 +37,7 @@ from ferro_dist.parallel.ends import (
 )
 from ferro_dist.parallel.executor import Measurements, Program, StepRun
 from ferro_dist.parallel.interruption import interrupt, telling
+from ferro_dist.parallel.message_header import RunId
 from ferro_dist.parallel.outcome import run_on_all, share_outcome
 from ferro_dist.parallel.pipeline_arguments import (
     check_groups,
@@ -518,8 +519,7 @@ class Pipeline(Generic[ModuleT]):
         context, program = self._connected().context, self._program("step")
         senders = program.expected.keys()
         receivers = {peer for action, peer in program.peer_of.items() if action.kind.is_send}
-        run_id = RunId(self._num_runs, call)
-        meet(context.backend, context.tag, run_id, receivers, senders, context.timeout)
+        meet(context.link(RunId(self._num_runs, call)), receivers, senders)
 
     def _interrupt(self, error: BaseException) -> None:
         for group in (self._backend, self._dp):
