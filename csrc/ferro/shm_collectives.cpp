@@ -69,6 +69,29 @@ class Rounds {
 
 int divisor_of(const Collective& c, int size) { return c.reduce_op == ReduceOp::mean ? size : 1; }
 
+// Where a reduction in two shots keeps a round: in one slot of each rank's window, which has a piece for each
+// rank's share, and one of each rank's results, which has room for the one share that this rank reduces.
+struct TwoShotSlots {
+  static constexpr std::uint64_t kNumber = SegmentLayout::kRoundSlots;
+
+  TwoShotSlots(Segment& segment, int size, std::uint64_t first_round)
+      : segment(segment),
+        first_round(first_round),
+        nbytes(segment.layout().window_nbytes / kNumber),
+        piece_nbytes(nbytes / size / kLinePair * kLinePair) {}
+
+  unsigned char* staged_at(int rank, std::uint64_t round, int share_owner) const {
+    return segment.window(rank) + (first_round + round) % kNumber * nbytes + share_owner * piece_nbytes;
+  }
+  unsigned char* result_at(int rank, std::uint64_t round) const {
+    return segment.results(rank) + (first_round + round) % kNumber * piece_nbytes;
+  }
+
+  Segment& segment;
+  const std::uint64_t first_round;
+  const std::size_t nbytes, piece_nbytes;
+};
+
 }  // namespace
 
 bool ShmTransport::dispatch(Call& call, const Collective& collective) {
@@ -182,6 +205,20 @@ ShmTransport::Slots ShmTransport::slots_for(std::size_t nbytes, int num_pieces) 
   return {piece, piece * pieces, window / (piece * pieces)};
 }
 
+template <class... Phases>
+void ShmTransport::run_phases(Call& call, std::uint64_t num_rounds, Phases... phases) {
+  for (std::uint64_t turn = 0; turn < num_rounds + sizeof...(phases) - 1; ++turn) {
+    if (is_check_due(turn)) check_at_work(call);
+    std::uint64_t behind = 0;
+    const auto run_due = [&](auto& phase) {
+      if (turn >= behind && turn - behind < num_rounds) phase(turn - behind);
+      ++behind;
+    };
+    (run_due(phases), ...);
+  }
+  round_ += num_rounds;
+}
+
 // Consuming is one round behind staging: peers always have something to read.
 //
 //     turn     0  1  2  ...  last
@@ -194,11 +231,13 @@ void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots&
     return segment_->window(rank) + (round_ + round) % slots.number * slots.nbytes;
   };
   const auto stage_round = [&](std::uint64_t round) {
+    if (!roles.is_producer(index_)) return;
     await_free_slot(call, round, slots.number, roles);
     stage(round, slot_of(index_, round));
     advance(&RankControl::staged, count_after(round));
   };
   const auto consume_round = [&](std::uint64_t round) {
+    if (!roles.is_consumer(index_)) return;
     for (int peer = 0; peer < size_; ++peer) {
       if (peer == index_ || !roles.is_producer(peer)) continue;
       await_counter(call, peer, &RankControl::staged, count_after(round));
@@ -207,13 +246,7 @@ void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots&
     consume(round);
     advance(&RankControl::consumed, count_after(round));
   };
-
-  for (std::uint64_t turn = 0; turn < num_rounds + 1; ++turn) {
-    if (is_check_due(turn)) check_at_work(call);
-    if (turn < num_rounds && roles.is_producer(index_)) stage_round(turn);
-    if (turn >= 1 && roles.is_consumer(index_)) consume_round(turn - 1);
-  }
-  round_ += num_rounds;
+  run_phases(call, num_rounds, stage_round, consume_round);
 }
 
 // A slot is free once everybody has consumed the round that was in it. Slots of earlier
@@ -313,39 +346,28 @@ void ShmTransport::allreduce_one_shot(Call& call, const Collective& c) {
 }
 
 // Per round: stage the peers' shares of the input, reduce the own share, collect
-// the peers' results. Three phases, each one round behind the one before it, in
-// kRoundSlots slots: more than the two rounds by which ranks may be apart.
+// the peers' results. Three phases in kRoundSlots slots: more than the two rounds by
+// which ranks may be apart.
 //
 //     turn      0  1  2  3  ...  last
 //     stage     0  1  2  3  ...
 //     reduce       0  1  2  ...
 //     collect         0  1  ...  last - 2
-//
-// A round stays in one slot of each rank's window, which has a piece for each rank's share, and one of
-// each rank's results, which has room for the one share that this rank reduces.
 void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_collector) {
   const std::size_t itemsize = item_size(c.dtype);
-  const std::size_t slot_nbytes = segment_->layout().window_nbytes / SegmentLayout::kRoundSlots;
-  const std::size_t piece_nbytes = slot_nbytes / size_ / kLinePair * kLinePair;
-  const Rounds rounds(c.count, piece_nbytes * size_ / itemsize);
+  const TwoShotSlots slots(*segment_, size_, round_);
+  const Rounds rounds(c.count, slots.piece_nbytes * size_ / itemsize);
   const bool is_collector = sole_collector == Roles::kEverybody || sole_collector == index_;
   const auto share = [&](std::uint64_t round, int rank) {
     return share_of(rounds[round], size_, rank, itemsize);
   };
-  const auto staged_at = [&](int rank, std::uint64_t round, int share_owner) {
-    return segment_->window(rank) + (round_ + round) % SegmentLayout::kRoundSlots * slot_nbytes +
-           share_owner * piece_nbytes;
-  };
-  const auto result_at = [&](int rank, std::uint64_t round) {
-    return segment_->results(rank) + (round_ + round) % SegmentLayout::kRoundSlots * piece_nbytes;
-  };
 
   const auto stage = [&](std::uint64_t round) {
-    await_free_slot(call, round, SegmentLayout::kRoundSlots, {});
+    await_free_slot(call, round, slots.kNumber, {});
     for (int peer = 0; peer < size_; ++peer) {
       const Range range = share(round, peer);
       if (peer != index_)
-        staging_.copy(staged_at(index_, round, peer), bytes(c.in) + range.first * itemsize,
+        staging_.copy(slots.staged_at(index_, round, peer), bytes(c.in) + range.first * itemsize,
                       range.count * itemsize);
     }
     advance(&RankControl::staged, count_after(round));
@@ -354,10 +376,10 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
     const Range own = share(round, index_);
     for (int peer = 0; peer < size_; ++peer) {
       if (peer != index_) await_counter(call, peer, &RankControl::staged, count_after(round));
-      inputs_.at[peer] = staged_at(peer, round, index_);
+      inputs_.at[peer] = slots.staged_at(peer, round, index_);
     }
     inputs_.at[index_] = bytes(c.in) + own.first * itemsize;
-    unsigned char* result = result_at(index_, round);
+    unsigned char* result = slots.result_at(index_, round);
     // A rank that collects needs its own share as well: reduced there, it is copied for the peers.
     unsigned char* reduced = is_collector ? bytes(c.out) + own.first * itemsize : result;
     reduce_inputs(c, reduced, 0, own.count);
@@ -366,24 +388,18 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
     if (!is_collector) advance(&RankControl::consumed, count_after(round));
   };
   const auto collect = [&](std::uint64_t round) {
+    if (!is_collector) return;
     for (int peer = 0; peer < size_; ++peer) {
       if (peer == index_) continue;
       const Range range = share(round, peer);
       await_counter(call, peer, &RankControl::reduced, count_after(round));
-      copy_to_user(bytes(c.out) + range.first * itemsize, result_at(peer, round), range.count * itemsize,
-                   c.count * itemsize);
+      copy_to_user(bytes(c.out) + range.first * itemsize, slots.result_at(peer, round),
+                   range.count * itemsize, c.count * itemsize);
     }
     advance(&RankControl::consumed, count_after(round));
   };
 
-  const std::uint64_t num_rounds = rounds.number();
-  for (std::uint64_t turn = 0; turn < num_rounds + 2; ++turn) {
-    if (is_check_due(turn)) check_at_work(call);
-    if (turn < num_rounds) stage(turn);
-    if (turn >= 1 && turn < num_rounds + 1) reduce_share(turn - 1);
-    if (turn >= 2 && is_collector) collect(turn - 2);
-  }
-  round_ += num_rounds;
+  run_phases(call, rounds.number(), stage, reduce_share, collect);
 }
 
 bool ShmTransport::reduce(Call& call, const Collective& c) {

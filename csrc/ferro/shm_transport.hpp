@@ -150,6 +150,9 @@ class ShmTransport final : public Transport {
   static std::size_t piece_offset(const Slots& slots, int writer, int reader) {
     return static_cast<std::size_t>(reader < writer ? reader : reader - 1) * slots.piece_nbytes;
   }
+  // Runs `num_rounds` rounds of a collective, each phase one round behind the phase before it.
+  template <class... Phases>
+  void run_phases(Call& call, std::uint64_t num_rounds, Phases... phases);
   // Runs `num_rounds` rounds: `stage(round, slot)` fills this rank's slot of the
   // window, `consume(round)` reads the peers', found in inputs_.
   template <class Stage, class Consume>
