@@ -198,15 +198,13 @@ void HostsTransport::all_gather(Call& call, const Collective& collective) {
 // Pieces that go to or come from ranks of other hosts, straight to where they belong.
 void HostsTransport::exchange_remote(Call& call, const Collective& collective, int root) {
   Exchange exchange(*mesh_, call);
-  for (int step = 1; step < world_size_; ++step) {
-    const int peer = (rank_ + step) % world_size_;
-    if (host_of(peer) == host_) continue;
+  for (const int index : reach_->peers()) {
+    const int peer = reach_->member(index);
     const Piece piece = outgoing_piece(collective, rank_, root, peer);
     exchange.send(peer, piece.data, piece.nbytes);
   }
-  for (int step = 1; step < world_size_; ++step) {
-    const int peer = (rank_ + step) % world_size_;
-    if (host_of(peer) == host_) continue;
+  for (const int index : reach_->peers()) {
+    const int peer = reach_->member(index);
     const Piece piece = incoming_piece(collective, rank_, root, peer);
     exchange.receive(peer, piece.data, piece.nbytes);
   }
@@ -214,9 +212,7 @@ void HostsTransport::exchange_remote(Call& call, const Collective& collective, i
 }
 
 void HostsTransport::all_to_all(Call& call, const Collective& collective) {
-  const Piece last = outgoing_piece(collective, rank_, -1, world_size_ - 1);
-  const std::size_t in_nbytes =
-      static_cast<std::size_t>(last.data + last.nbytes - mutable_bytes(collective.in));
+  const std::size_t in_nbytes = input_nbytes(collective, world_size_);
   // What is received may overwrite what has yet to be sent.
   char* const input = packed_.reserve(in_nbytes);
   copy_in_passes(call, input, collective.in, in_nbytes);

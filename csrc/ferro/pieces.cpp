@@ -17,6 +17,10 @@ Piece packed_piece(const void* base, const std::size_t* counts, std::size_t coun
   return {mutable_bytes(base) + begin * item, (counts != nullptr ? counts[i] : count) * item};
 }
 
+std::size_t packed_nbytes(const std::size_t* counts, std::size_t count, int n, std::size_t item) {
+  return (counts != nullptr ? sum_of_first(counts, n) : count * n) * item;
+}
+
 Piece whole(const void* base, std::size_t nbytes) { return {mutable_bytes(base), nbytes}; }
 
 }  // namespace
@@ -76,6 +80,14 @@ Piece incoming_piece(const Collective& collective, int index, int root_index, in
     default:
       return {};
   }
+}
+
+std::size_t input_nbytes(const Collective& all_to_all, int num_members) {
+  return packed_nbytes(all_to_all.send_counts, all_to_all.count, num_members, item_size(all_to_all.dtype));
+}
+
+std::size_t output_nbytes(const Collective& all_to_all, int num_members) {
+  return packed_nbytes(all_to_all.recv_counts, all_to_all.count, num_members, item_size(all_to_all.dtype));
 }
 
 }  // namespace ferro

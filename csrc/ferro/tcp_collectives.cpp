@@ -53,10 +53,8 @@ class TcpCollectives::ReduceRing {
     while (posted_ < nbytes_ &&
            posted_ - reduced_ / segment_nbytes_ * segment_nbytes_ < kReduceSlots * segment_nbytes_) {
       const std::size_t nbytes = std::min(segment_nbytes_, nbytes_ - posted_);
-      for (int step = 1; step < group_.size(); ++step) {
-        const int peer = group_.peer_at(step);
+      for (const int peer : group_.peers())
         exchange_.receive(group_.member(peer), slot(peer, posted_), nbytes);
-      }
       posted_ += nbytes;
     }
   }
@@ -77,11 +75,19 @@ class TcpCollectives::ReduceRing {
   }
   bool reduce_arrived() { return reduce_arrived(nbytes_); }
 
+  // Returns once everything is reduced.
+  void finish() {
+    while (!is_done()) {
+      post();
+      if (!reduce_arrived()) exchange_.wait();
+    }
+  }
+
  private:
   std::size_t arrived() const {
     std::size_t least = nbytes_;
-    for (int step = 1; step < group_.size(); ++step)
-      least = std::min(least, exchange_.num_received(group_.member(group_.peer_at(step))));
+    for (const int peer : group_.peers())
+      least = std::min(least, exchange_.num_received(group_.member(peer)));
     return least;
   }
   char* slot(int peer, std::size_t offset) const {
@@ -103,7 +109,9 @@ class TcpCollectives::ReduceRing {
 };
 
 TcpCollectives::TcpCollectives(TcpMesh& mesh, std::vector<int> members)
-    : mesh_(mesh), members_(std::move(members)), index_(index_of(mesh.own_rank())) {}
+    : mesh_(mesh), members_(std::move(members)), index_(index_of(mesh.own_rank())) {
+  for (int step = 1; step < size(); ++step) peers_.push_back((index_ + step) % size());
+}
 
 int TcpCollectives::index_of(int rank) const {
   const auto found = std::find(members_.begin(), members_.end(), rank);
@@ -176,7 +184,7 @@ void TcpCollectives::allreduce(Call& call, const Collective& collective) {
 void TcpCollectives::allreduce_one_shot(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
   Exchange exchange(mesh_, call);
-  for (int step = 1; step < size(); ++step) exchange.send(member(peer_at(step)), collective.in, nbytes);
+  for (const int peer : peers_) exchange.send(member(peer), collective.in, nbytes);
   reduce_all(exchange, collective);
 }
 
@@ -190,8 +198,8 @@ void TcpCollectives::reduce_all(Exchange& exchange, const Collective& collective
   while (!ring.is_done()) {
     ring.post();
     std::size_t limit = nbytes;
-    for (int step = 1; is_in_place && step < size(); ++step)
-      limit = std::min(limit, exchange.num_sent(member(peer_at(step))));
+    if (is_in_place)
+      for (const int peer : peers_) limit = std::min(limit, exchange.num_sent(member(peer)));
     if (!ring.reduce_arrived(limit)) exchange.wait();
   }
   exchange.finish();
@@ -229,9 +237,9 @@ void TcpCollectives::reduce_two_shot(Call& call, const Collective& collective, i
   char* const reduced =
       collects(index_) ? chunk_of(collective, collective.out, index_).data : reduced_.reserve(own.nbytes);
   Exchange exchange(mesh_, call);
-  for (int step = 1; step < size(); ++step) {
-    const Piece chunk = chunk_of(collective, collective.in, peer_at(step));
-    exchange.send(member(peer_at(step)), chunk.data, chunk.nbytes);
+  for (const int peer : peers_) {
+    const Piece chunk = chunk_of(collective, collective.in, peer);
+    exchange.send(member(peer), chunk.data, chunk.nbytes);
   }
   ReduceRing ring(*this, exchange, own.data, reduced, own.nbytes / item_size(collective.dtype),
                   collective.dtype, collective.reduce_op);
@@ -242,16 +250,15 @@ void TcpCollectives::reduce_two_shot(Call& call, const Collective& collective, i
       is_gathering = true;
       // In place this overwrites a chunk of the input, but its owner sends a
       // segment only after it has received ours.
-      for (int step = 1; step < size(); ++step) {
-        const Piece chunk = chunk_of(collective, collective.out, peer_at(step));
-        exchange.receive(member(peer_at(step)), chunk.data, chunk.nbytes);
+      for (const int peer : peers_) {
+        const Piece chunk = chunk_of(collective, collective.out, peer);
+        exchange.receive(member(peer), chunk.data, chunk.nbytes);
       }
     }
     const std::size_t before = ring.reduced_nbytes();
     if (ring.reduce_arrived()) {
-      for (int step = 1; step < size(); ++step)
-        if (collects(peer_at(step)))
-          exchange.send(member(peer_at(step)), reduced + before, ring.reduced_nbytes() - before);
+      for (const int peer : peers_)
+        if (collects(peer)) exchange.send(member(peer), reduced + before, ring.reduced_nbytes() - before);
     } else if (!exchange.is_done()) {
       exchange.wait();
     }
@@ -324,19 +331,18 @@ void TcpCollectives::broadcast_scatter(Call& call, const Collective& collective)
   const Piece own = chunk_of(collective, is_root ? collective.in : collective.out, index_);
   if (!is_root) {
     exchange.receive(collective.root, own.data, own.nbytes);
-    for (int step = 1; step < size(); ++step) {
-      const Piece chunk = chunk_of(collective, collective.out, peer_at(step));
-      exchange.receive(member(peer_at(step)), chunk.data, chunk.nbytes);
+    for (const int peer : peers_) {
+      const Piece chunk = chunk_of(collective, collective.out, peer);
+      exchange.receive(member(peer), chunk.data, chunk.nbytes);
     }
     while (exchange.num_received(collective.root) < own.nbytes) exchange.wait();
   }
-  for (int step = 1; step < size(); ++step) {
-    const int peer = peer_at(step);
+  for (const int peer : peers_) {
     const Piece chunk = chunk_of(collective, collective.in, peer);
     if (is_root) exchange.send(member(peer), chunk.data, chunk.nbytes);
   }
-  for (int step = 1; step < size(); ++step)
-    if (peer_at(step) != root) exchange.send(member(peer_at(step)), own.data, own.nbytes);
+  for (const int peer : peers_)
+    if (peer != root) exchange.send(member(peer), own.data, own.nbytes);
   exchange.finish();
 }
 
@@ -357,30 +363,23 @@ void TcpCollectives::reduce_direct(Call& call, const Collective& collective) {
   }
   ReduceRing ring(*this, exchange, collective.in, collective.out, collective.count, collective.dtype,
                   collective.reduce_op);
-  while (!ring.is_done()) {
-    ring.post();
-    if (!ring.reduce_arrived()) exchange.wait();
-  }
+  ring.finish();
 }
 
 // The first half of reduce_two_shot, with chunks of equal size.
 void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  const auto chunk_of = [&](int i) { return mutable_bytes(collective.in) + i * nbytes; };
+  const auto chunk_for = [&](int i) { return mutable_bytes(collective.in) + i * nbytes; };
   if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   // A result written over chunks that are still to be sent must wait elsewhere.
-  const bool is_over_input = collective.out != chunk_of(index_) &&
+  const bool is_over_input = collective.out != chunk_for(index_) &&
                              overlap(collective.out, nbytes, collective.in, nbytes * members_.size());
   void* const out = is_over_input ? reduced_.reserve(nbytes) : collective.out;
   Exchange exchange(mesh_, call);
-  for (int step = 1; step < size(); ++step)
-    exchange.send(member(peer_at(step)), chunk_of(peer_at(step)), nbytes);
-  ReduceRing ring(*this, exchange, chunk_of(index_), out, collective.count, collective.dtype,
+  for (const int peer : peers_) exchange.send(member(peer), chunk_for(peer), nbytes);
+  ReduceRing ring(*this, exchange, chunk_for(index_), out, collective.count, collective.dtype,
                   collective.reduce_op);
-  while (!ring.is_done()) {
-    ring.post();
-    if (!ring.reduce_arrived()) exchange.wait();
-  }
+  ring.finish();
   exchange.finish();
   copy_in_passes(call, collective.out, out, nbytes);
 }
@@ -394,11 +393,9 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
   if (size() > 2 && is_all_gather_doubling(size(), static_cast<double>(nbytes)))
     return all_gather_bruck(call, collective);
   Exchange exchange(mesh_, call);
-  for (int step = 1; step < size(); ++step) exchange.send(member(peer_at(step)), own, nbytes);
-  for (int step = 1; step < size(); ++step) {
-    const int peer = peer_at(step);
+  for (const int peer : peers_) exchange.send(member(peer), own, nbytes);
+  for (const int peer : peers_)
     exchange.receive(member(peer), mutable_bytes(collective.out) + peer * nbytes, nbytes);
-  }
   exchange.finish();
 }
 
@@ -416,28 +413,18 @@ void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) 
     exchange.receive(member((index_ + have) % size()), blocks + have * nbytes, moved_nbytes);
     exchange.finish();
   }
-  for (int i = 0; i < size(); ++i)
-    std::memcpy(mutable_bytes(collective.out) + peer_at(i) * nbytes, blocks + i * nbytes, nbytes);
+  for (int i = 0; i < size(); ++i) {
+    const int source = (index_ + i) % size();
+    std::memcpy(mutable_bytes(collective.out) + source * nbytes, blocks + i * nbytes, nbytes);
+  }
 }
 
 // gather, scatter, all_to_all: each pair of ranks has a piece of its own to move, so
 // all pieces travel at once, straight to where they belong.
 void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
+  const int root = has_root(original.op) ? index_of(original.root) : -1;
   Collective collective = original;
-  const int root = has_root(collective.op) ? index_of(collective.root) : -1;
-  if (collective.op == Op::all_to_all) {
-    const Piece end_in = outgoing_piece(collective, index_, root, size() - 1);
-    const Piece end_out = incoming_piece(collective, index_, root, size() - 1);
-    const std::size_t in_nbytes =
-        static_cast<std::size_t>(end_in.data + end_in.nbytes - mutable_bytes(collective.in));
-    const std::size_t out_nbytes =
-        static_cast<std::size_t>(end_out.data + end_out.nbytes - mutable_bytes(collective.out));
-    if (overlap(collective.in, in_nbytes, collective.out, out_nbytes)) {
-      char* const input = scratch_.reserve(in_nbytes);
-      copy_in_passes(call, input, collective.in, in_nbytes);
-      collective.in = input;
-    }
-  }
+  if (collective.op == Op::all_to_all) set_input_aside(call, collective);
   const Piece own_in = outgoing_piece(collective, index_, root, index_);
   const Piece own_out = incoming_piece(collective, index_, root, index_);
   const auto keep_own = [&] {
@@ -447,16 +434,26 @@ void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
   // of a scatter belongs where another's lies until it is sent.
   if (collective.op != Op::scatter) keep_own();
   Exchange exchange(mesh_, call);
-  for (int step = 1; step < size(); ++step) {
-    const Piece piece = outgoing_piece(collective, index_, root, peer_at(step));
-    exchange.send(member(peer_at(step)), piece.data, piece.nbytes);
+  for (const int peer : peers_) {
+    const Piece piece = outgoing_piece(collective, index_, root, peer);
+    exchange.send(member(peer), piece.data, piece.nbytes);
   }
-  for (int step = 1; step < size(); ++step) {
-    const Piece piece = incoming_piece(collective, index_, root, peer_at(step));
-    exchange.receive(member(peer_at(step)), piece.data, piece.nbytes);
+  for (const int peer : peers_) {
+    const Piece piece = incoming_piece(collective, index_, root, peer);
+    exchange.receive(member(peer), piece.data, piece.nbytes);
   }
   exchange.finish();
   if (collective.op == Op::scatter) keep_own();
+}
+
+// What an all_to_all receives may overwrite what has yet to be sent.
+void TcpCollectives::set_input_aside(Call& call, Collective& all_to_all) {
+  const std::size_t in_nbytes = input_nbytes(all_to_all, size()),
+                    out_nbytes = output_nbytes(all_to_all, size());
+  if (!overlap(all_to_all.in, in_nbytes, all_to_all.out, out_nbytes)) return;
+  char* const input = scratch_.reserve(in_nbytes);
+  copy_in_passes(call, input, all_to_all.in, in_nbytes);
+  all_to_all.in = input;
 }
 
 }  // namespace ferro

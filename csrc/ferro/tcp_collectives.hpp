@@ -24,6 +24,9 @@ class TcpCollectives {
   int index() const { return index_; }
   int member(int index) const { return members_[index]; }
   const std::vector<int>& members() const { return members_; }
+  // All other indices, in the order in which this rank addresses them: each rank begins with
+  // its successor, so that not all write to the same one first.
+  const std::vector<int>& peers() const { return peers_; }
   // Throws Error{io} if the rank is not a member.
   int index_of(int rank) const;
 
@@ -56,16 +59,14 @@ class TcpCollectives {
   void all_gather(Call& call, const Collective& collective);
   void all_gather_bruck(Call& call, const Collective& collective);
   void exchange_pieces(Call& call, const Collective& collective);
+  void set_input_aside(Call& call, Collective& all_to_all);
 
   Piece chunk_of(const Collective& collective, const void* base, int i) const;
-
-  // Peers in the order in which this rank addresses them: each rank begins with
-  // its successor, so that not all write to the same one first.
-  int peer_at(int step) const { return (index_ + step) % size(); }
 
   TcpMesh& mesh_;
   std::vector<int> members_;
   int index_;
+  std::vector<int> peers_;
   Scratch scratch_;  // what is received
   Scratch reduced_;  // results that have no place in an output
 };
