@@ -23,49 +23,67 @@ void HostsTransport::reduce_all(Call& call, const Collective& collective) {
 // inside the hosts that need it. `count` is a multiple of `num_parts`.
 void HostsTransport::reduce_parts(Call& call, const Collective& collective, std::size_t begin,
                                   std::size_t count, int num_parts) {
-  const DType dtype = collective.dtype, partial = partial_dtype(collective);
-  const std::size_t item = item_size(dtype), partial_item = item_size(partial);
   const std::size_t part_count = count / num_parts;
-  const ReduceOp op = partial_op(collective.reduce_op);
-  const bool is_everywhere = collective.op == Op::allreduce;
-  const bool is_even = num_parts == num_local();
-  const bool has_part = place_ < num_parts;
+  char* const part = reduce_inside(call, collective, begin, part_count, num_parts);
+  begin_step(call);
+  if (place_ < num_parts) reduce_over_plane(call, collective, part, part_count);
+  const bool has_result = collective.op == Op::allreduce || host_of(collective.root) == host_;
+  if (!has_result) return;
+  begin_step(call);
+  share_parts(call, collective, begin, part, part_count, num_parts);
+}
 
-  char* own = mutable_bytes(collective.in) + begin * item;
+// Returns this rank's part as a partial result, if there is one for its place.
+char* HostsTransport::reduce_inside(Call& call, const Collective& collective, std::size_t begin,
+                                    std::size_t part_count, int num_parts) {
+  const DType dtype = collective.dtype, partial = partial_dtype(collective);
+  const std::size_t count = part_count * num_parts, part_nbytes = part_count * item_size(partial);
+  const ReduceOp op = partial_op(collective.reduce_op);
+  char* own = mutable_bytes(collective.in) + begin * item_size(dtype);
   if (partial != dtype) {
-    char* const wide = own_.reserve(count * partial_item);
+    char* const wide = own_.reserve(num_parts * part_nbytes);
     to_partial(call, wide, partial, own, dtype, count);
     own = wide;
   }
-  char* const part = part_.reserve(part_count * partial_item);
-  if (is_even) run_local(call, Op::reduce_scatter, partial, part_count, own, part, -1, op);
-  for (int i = 0; i < num_parts && !is_even; ++i)
-    run_local(call, Op::reduce, partial, part_count, own + i * part_count * partial_item,
-              place_ == i ? part : nullptr, locals()[i], op);
-
-  begin_step(call);
-  if (has_part) {
-    Collective over_plane;
-    over_plane.op = collective.op;
-    over_plane.reduce_op = op;
-    over_plane.dtype = partial;
-    over_plane.count = part_count;
-    over_plane.in = over_plane.out = part;
-    if (!is_everywhere) over_plane.root = rank_at(host_of(collective.root), place_);
-    plane_->run(call, over_plane);
-    if (collective.reduce_op == ReduceOp::mean)
-      TcpCollectives::divide(call, part, partial, part_count, world_size_);
-    from_partial(call, part, dtype, part, partial, part_count);
+  char* const part = part_.reserve(part_nbytes);
+  if (num_parts == num_local()) {
+    run_local(call, Op::reduce_scatter, partial, part_count, own, part, -1, op);
+    return part;
   }
-  if (!is_everywhere && host_of(collective.root) != host_) return;
-  begin_step(call);
+  for (int i = 0; i < num_parts; ++i)
+    run_local(call, Op::reduce, partial, part_count, own + i * part_nbytes, place_ == i ? part : nullptr,
+              locals()[i], op);
+  return part;
+}
 
-  // On the root's host all ranks take part in the sharing, but only the root has an output.
-  const bool has_output = is_everywhere || rank_ == collective.root;
-  char* const out = has_output ? mutable_bytes(collective.out) + begin * item : packed_.reserve(count * item);
-  if (is_even) return run_local(call, Op::all_gather, dtype, part_count, part, out, -1);
+// In place; the result is of the collective's own type.
+void HostsTransport::reduce_over_plane(Call& call, const Collective& collective, char* part,
+                                       std::size_t part_count) {
+  const DType partial = partial_dtype(collective);
+  Collective over_plane;
+  over_plane.op = collective.op;
+  over_plane.reduce_op = partial_op(collective.reduce_op);
+  over_plane.dtype = partial;
+  over_plane.count = part_count;
+  over_plane.in = over_plane.out = part;
+  if (has_root(collective.op)) over_plane.root = rank_at(host_of(collective.root), place_);
+  plane_->run(call, over_plane);
+  if (collective.reduce_op == ReduceOp::mean)
+    TcpCollectives::divide(call, part, partial, part_count, world_size_);
+  from_partial(call, part, collective.dtype, part, partial, part_count);
+}
+
+// All ranks of the host take part in the sharing, even if only the root has an output.
+void HostsTransport::share_parts(Call& call, const Collective& collective, std::size_t begin,
+                                 const char* part, std::size_t part_count, int num_parts) {
+  const DType dtype = collective.dtype;
+  const std::size_t item = item_size(dtype), part_nbytes = part_count * item;
+  const bool has_output = collective.op == Op::allreduce || rank_ == collective.root;
+  char* const out =
+      has_output ? mutable_bytes(collective.out) + begin * item : packed_.reserve(num_parts * part_nbytes);
+  if (num_parts == num_local()) return run_local(call, Op::all_gather, dtype, part_count, part, out, -1);
   for (int i = 0; i < num_parts; ++i) {
-    char* const place = out + i * part_count * item;
+    char* const place = out + i * part_nbytes;
     run_local(call, Op::broadcast, dtype, part_count, place_ == i ? part : place, place, locals()[i]);
   }
 }

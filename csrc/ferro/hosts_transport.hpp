@@ -70,6 +70,11 @@ class HostsTransport final : public Transport {
   void reduce_all(Call& call, const Collective& collective);
   void reduce_parts(Call& call, const Collective& collective, std::size_t begin, std::size_t count,
                     int num_parts);
+  char* reduce_inside(Call& call, const Collective& collective, std::size_t begin, std::size_t part_count,
+                      int num_parts);
+  void reduce_over_plane(Call& call, const Collective& collective, char* part, std::size_t part_count);
+  void share_parts(Call& call, const Collective& collective, std::size_t begin, const char* part,
+                   std::size_t part_count, int num_parts);
   void broadcast(Call& call, const Collective& collective);
   void all_gather(Call& call, const Collective& collective);
   void reduce_scatter(Call& call, const Collective& collective);
