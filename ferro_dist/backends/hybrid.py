@@ -75,14 +75,9 @@ class HybridBackend(Backend):
         **options: Any,
     ) -> None:
         host = HostBackend(rank, world_size, addr, timeout=timeout, **options)
-        try:
-            nccl = _join_gpus(host, unique_id, device, config or {})
-        except BaseException:
-            host.close()  # so the others, who wait for this rank, hear of it
-            raise
-        self._start(host, nccl)
+        self._start(host, _join_gpus(host, unique_id, device, config))
 
-    def _start(self, host: HostBackend, nccl: NcclBackend) -> HybridBackend:
+    def _start(self, host: HostBackend, nccl: NcclBackend) -> None:
         self._host = host
         self._nccl = nccl
         # Between ranks of one host NCCL does not notice that one has died.
@@ -92,7 +87,12 @@ class HybridBackend(Backend):
         except BaseException:
             self.close()
             raise
-        return self
+
+    def _made_of(self, host: HostBackend, nccl: NcclBackend) -> HybridBackend:
+        """Return another group of this class."""
+        group = type(self).__new__(type(self))
+        group._start(host, nccl)
+        return group
 
     @property
     def tcp(self) -> HostBackend:
@@ -170,7 +170,7 @@ class HybridBackend(Backend):
             raise
         if host is None or nccl is None:
             return None
-        return type(self).__new__(type(self))._start(host, nccl)
+        return self._made_of(host, nccl)
 
     @property
     def survivors(self) -> tuple[int, ...]:
@@ -181,12 +181,7 @@ class HybridBackend(Backend):
         self._nccl.abort()
         device = self._nccl.device
         host = self._host.shrink(timeout)
-        try:
-            nccl = _join_gpus(host, None, device, self._nccl.config)
-        except BaseException:
-            host.close()
-            raise
-        return type(self).__new__(type(self))._start(host, nccl)
+        return self._made_of(host, _join_gpus(host, None, device, self._nccl.config))
 
     # Calls, by where the array lives
 
@@ -332,9 +327,23 @@ def _join_gpus(
     host: HostBackend,
     unique_id: UniqueId | bytes | None,
     device: int | None,
-    config: dict[str, Any],
+    config: dict[str, Any] | None,
 ) -> NcclBackend:
-    """Connect the GPUs of a group's ranks, after making sure that all ranks have one."""
+    """Connect the GPUs of a group's ranks, after making sure that all ranks have one.
+
+    If that fails, `host` is closed: so the others, who wait for this rank, hear of it.
+    """
+    try:
+        _check_all_have_gpus(host, device)
+        if unique_id is None:
+            unique_id = _exchange_unique_id(host)
+        return _connect_gpus(host, unique_id, device, config or {})
+    except BaseException:
+        host.close()
+        raise
+
+
+def _check_all_have_gpus(host: HostBackend, device: int | None) -> None:
     problem = _why_no_gpu(device)
     have_problems = host.all_gather(np.array([bool(problem)]), None, False, None, 0)
     if have_problems.any():
@@ -345,8 +354,11 @@ def _join_gpus(
             op="init",
             rank=host.rank,
         )
-    if unique_id is None:
-        unique_id = _exchange_unique_id(host)
+
+
+def _connect_gpus(
+    host: HostBackend, unique_id: UniqueId | bytes, device: int | None, config: dict[str, Any]
+) -> NcclBackend:
     try:
         return NcclBackend(
             *(host.rank, host.world_size, unique_id),
