@@ -199,11 +199,13 @@ class Coordinator(Exchange):
             sock.close()
             return
         stream = self._stream_of(claim.rank, sock)
-        if claim.world_size != self.world_size or claim.rank == 0 or claim.rank in self._streams:
+        mistake = self._mistake_in(claim, sock)
+        if mistake is None:
+            self._streams[claim.rank] = stream
+        else:
             self._outcasts.append(stream)
-        if not self._is_over:
-            self._check(claim, sock)
-        self._streams.setdefault(claim.rank, stream)
+            if not self._is_over:
+                raise mistake
         stream.start()
         if self._verdict is not None:
             stream.write(encode_frame(FrameKind.FAILURE, encode_error(self._verdict)))
@@ -219,9 +221,10 @@ class Coordinator(Exchange):
         )
         return stream
 
-    def _check(self, claim: Claim, sock: socket.socket) -> None:
+    def _mistake_in(self, claim: Claim, sock: socket.socket) -> DistributedError | None:
+        """Return what is wrong with how a rank was started."""
         if claim.world_size != self.world_size:
-            raise InvalidWorldSize(
+            return InvalidWorldSize(
                 f"rendezvous: rank {claim.rank} ({describe_peer(sock)}) was started with world "
                 f"size {claim.world_size}, rank 0 with {self.world_size}",
                 op="init",
@@ -231,12 +234,13 @@ class Coordinator(Exchange):
         if claim.rank == 0 or claim.rank in self._streams:
             first = self._streams.get(claim.rank)
             who = describe_peer(first.socket) if first else f"process {os.getpid()}"
-            raise InvalidRank(
+            return InvalidRank(
                 f"rendezvous: rank {claim.rank} was started twice: {who} and {describe_peer(sock)}",
                 op="init",
                 rank=0,
                 peer=claim.rank,
             )
+        return None
 
     def _hear(self, rank: int) -> Conversation:
         while True:
