@@ -46,7 +46,8 @@ from ferro_dist.rendezvous.control_plane import (
 )
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import EventLoop, describe_error
-from ferro_dist.rendezvous.wiring import CreateSegment, Group, Member, Place, Wiring, wire
+from ferro_dist.rendezvous.member import Member, Place
+from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring, wire
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "connect", "connect_through", "stand_by"]
 

@@ -11,29 +11,26 @@ These are the steps of a rendezvous that follow once there is an `Exchange`:
 
 from __future__ import annotations
 
-import abc
 import array
 import contextlib
-import json
 import os
 import socket
 import stat
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from ferro_dist.cores import CpuLimit, affinity_mask, count_usable, cpu_limit
 from ferro_dist.errors import CollectiveMismatch, Io
 from ferro_dist.interfaces import is_loopback
-from ferro_dist.rendezvous import machine
 from ferro_dist.rendezvous.address import Target, listen, target_of, wildcard_target
 from ferro_dist.rendezvous.authentication import Claim, Role, group_digest, introduce
 from ferro_dist.rendezvous.control_plane import Exchange
 from ferro_dist.rendezvous.event_loop import READ, Acceptor, Dialler
-from ferro_dist.rendezvous.frame import Conversation, ProtocolError, decode_json
+from ferro_dist.rendezvous.frame import Conversation, ProtocolError
+from ferro_dist.rendezvous.member import Member, Place, count_cores, group_by_host
 
-__all__ = ["CreateSegment", "Group", "Member", "Place", "Wiring", "wire"]
+__all__ = ["CreateSegment", "Group", "Wiring", "wire"]
 
 SEGMENT_MESSAGE = struct.Struct("!QQ")  # device and inode of the segment
 UCRED = struct.Struct("3i")  # process, user and group id
@@ -112,113 +109,6 @@ class Wiring:
         self.sockets, self.segment_fd = {}, None
         for fd in fds:
             os.close(fd)
-
-
-class Place(abc.ABC):
-    """How this rank and the others find each other over the network.
-
-    Attributes
-    ----------
-    own_address : str
-        Where other hosts reach this rank; "" if it only knows that it is on rank 0's
-        machine, because it reached rank 0 without leaving the machine.
-    loopback : str
-        The loopback address of the IP version in use.
-    """
-
-    own_address: str = ""
-    loopback: str = "127.0.0.1"
-
-    @abc.abstractmethod
-    def addresses_of(self, rank: int, members: Sequence[Member]) -> tuple[str, ...]:
-        """Return where this rank reaches each rank's host."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """What a rank tells the others about itself.
-
-    Attributes
-    ----------
-    host, network : str
-        See `machine.host_identity`, `machine.network_identity`.
-    address, loopback : str
-        See `Place`.
-    cores : str
-        Affinity mask, hexadecimal.
-    cgroup, millicores
-        See `ferro_dist.cores.CpuLimit`.
-    socket : str
-        Names the abstract socket at which it would serve its host's ranks.
-    nonce : str
-        Rank 0's identifies this attempt to connect the group.
-    """
-
-    pid: int
-    host: str
-    network: str
-    address: str
-    loopback: str
-    cores: str
-    cgroup: str
-    millicores: int
-    shared_memory: bool
-    socket: str
-    nonce: str
-
-    @classmethod
-    def own(cls, shared_memory: bool, place: Place) -> Member:
-        """Describe this process."""
-        limit = cpu_limit()
-        return cls(
-            pid=os.getpid(),
-            host=machine.host_identity(),
-            network=machine.network_identity(),
-            address=place.own_address,
-            loopback=place.loopback,
-            cores=f"{affinity_mask():x}",
-            cgroup=limit.cgroup[:256],
-            millicores=limit.millicores,
-            shared_memory=bool(shared_memory),
-            socket=os.urandom(16).hex(),
-            nonce=os.urandom(16).hex(),
-        )
-
-    def encode(self) -> bytes:
-        """Return the member for `decode`."""
-        return json.dumps(vars(self)).encode()
-
-    @classmethod
-    def decode(cls, body: bytes) -> Member:
-        """Parse what another rank has sent; raises ProtocolError."""
-        facts = decode_json(body)
-        kinds = {item.name: KINDS[str(item.type)] for item in fields(cls)}
-        if facts.keys() != kinds.keys():
-            raise ProtocolError("a member with other fields")
-        if any(type(facts[name]) is not kind for name, kind in kinds.items()):
-            raise ProtocolError("a member with a field of another type")
-        member = cls(**facts)
-        member._check()
-        return member
-
-    def _check(self) -> None:
-        try:
-            names = bytes.fromhex(self.socket), bytes.fromhex(self.nonce)
-            is_sensible = int(self.cores, 16) > 0 <= self.millicores and all(map(len, names))
-            for host in filter(None, (self.address, self.loopback)):
-                target_of(host, 1)
-        except (ValueError, OSError):
-            is_sensible = False
-        if not is_sensible or not self.loopback:
-            raise ProtocolError("a member that says nothing sensible")
-
-    @property
-    def socket_name(self) -> str:
-        """Name of the abstract socket at which it would serve its host's ranks."""
-        return f"\0ferro-{self.socket}"
-
-
-KINDS: dict[str, type] = {"int": int, "str": str, "bool": bool}
 
 
 def wire(
@@ -316,7 +206,7 @@ class _Wirer:
             self._exchange.world_size,
             self._agree_on_hosts(),
             num_colocated=len(colocated),
-            num_cores=_count_cores(colocated),
+            num_cores=count_cores(colocated),
             addresses=self._place.addresses_of(self._rank, self._members),
             token=self._token,
             identity=self._group,
@@ -327,7 +217,7 @@ class _Wirer:
 
     def _agree_on_hosts(self) -> tuple[tuple[int, ...], ...]:
         """Group the ranks by memory: those that name one host, and can reach its lowest rank."""
-        hosts = _group_by_host(self._members)
+        hosts = group_by_host(self._members)
         if all(len(host) == 1 for host in hosts):
             return hosts
         leader = next(host for host in hosts if self._rank in host)[0]
@@ -498,20 +388,6 @@ class _Mesh:
         for sock in self._sockets.values():
             sock.close()
         self._sockets.clear()
-
-
-def _count_cores(members: Sequence[Member]) -> int:
-    return count_usable(
-        [int(member.cores, 16) for member in members],
-        [CpuLimit(member.cgroup, member.millicores) for member in members],
-    )
-
-
-def _group_by_host(members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:
-    hosts: dict[object, list[int]] = {}
-    for rank, member in enumerate(members):
-        hosts.setdefault(member.host if member.shared_memory else rank, []).append(rank)
-    return tuple(map(tuple, hosts.values()))
 
 
 def _can_reach(leader: Member) -> bool:

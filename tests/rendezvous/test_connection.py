@@ -47,7 +47,7 @@ from ferro_dist.rendezvous import (
 from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr
 from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_digest
 from ferro_dist.rendezvous.deadline import Deadline
-from ferro_dist.rendezvous.wiring import Member
+from ferro_dist.rendezvous.member import Member
 from ferro_dist.testing import run_ranks
 
 TOKEN = b"a secret of these tests"
