@@ -163,6 +163,11 @@ class TorchGradients(Accumulation, Gradients):
         # before, and are not put aside, are contributed once more, by all ranks, which changes
         # nothing.
         self._averaged = [None] * len(self.parameters)
+        for number in self._aside:
+            own = self.parameters[number].grad
+            # It is kept beside the sum that is shown, while other rounds fill the bucket.
+            if own is not None and not _is_sparse(own) and self.memory.contains(own.data_ptr()):
+                self.parameters[number].grad = own.detach().clone()
         self.end_local()
 
     def _mark(

@@ -592,6 +592,24 @@ def test_gradients_of_parameters_outlast_those_that_are_handed_over(
     assert on_ranks(2, body) == [((1.5 * factor, factor), (16.5 * factor, 2 * factor))] * 2
 
 
+def test_what_a_mismatch_leaves_beside_an_average_outlasts_what_is_handed_over(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average="sum")
+        ddp(1.0).sum().backward()
+        ddp.bias.requires_grad_(backend.rank == 0)
+        with pytest.raises(fd.CollectiveMismatch):
+            ddp(10.0).sum().backward()
+        ddp.bias.requires_grad_(True)
+        ddp.sync_gradients({"weight": torch.full((1,), 5.0, dtype=torch.float64)})
+        ddp(100.0).sum().backward()
+        return gradients_of(ddp)
+
+    # Rank 1 has added nothing to the bias, which was frozen there.
+    assert on_ranks(2, body) == [(222, 5)] * 2
+
+
 def test_gradients_of_parameters_may_be_handed_over_themselves(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)
