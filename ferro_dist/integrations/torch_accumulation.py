@@ -124,6 +124,17 @@ class Accumulation:
         known = self._known_version(number)
         return known is not None and known.is_added_to(version_of(parameter.grad))
 
+    def check(self) -> None:
+        """Check that `begin` can put averages aside, which it does if `is_idempotent` is False.
+
+        Raises
+        ------
+        RuntimeError
+            What would be put aside has another dtype or shape now, or lies elsewhere.
+        """
+        for number, parameter in enumerate(self.parameters):
+            self._refuse_changed(number, parameter)
+
     def begin(self, is_idempotent: bool) -> None:
         """Prepare for a backward, or for an average without one.
 
@@ -131,12 +142,6 @@ class Accumulation:
         ----------
         is_idempotent : bool
             Whether averaging again changes nothing.
-
-        Raises
-        ------
-        RuntimeError
-            What would be put aside has another dtype or shape now, or lies elsewhere. All gradients
-            are as they were.
         """
         self._is_idempotent = is_idempotent
         # What has been replaced meanwhile must not keep a whole bucket alive.
@@ -145,8 +150,6 @@ class Accumulation:
             self._aside.clear()  # it is part of the sums that are shown
             self._traces.clear()
             return
-        for number, parameter in enumerate(self.parameters):
-            self._refuse_changed(number, parameter)
         for number, parameter in enumerate(self.parameters):
             self._put_aside(number, parameter)
 

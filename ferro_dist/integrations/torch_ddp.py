@@ -207,6 +207,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
 
     def _begin_accumulation(self) -> None:
         is_idempotent = self._reducer.is_idempotent
+        if not is_idempotent:  # raises while all gradients are as they were
+            self._gradients.check()
+            self._sparse.check()
         self._gradients.begin(is_idempotent)
         self._sparse.begin(is_idempotent)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -295,3 +296,31 @@ def test_rows_that_were_averaged_and_moved_are_refused(on_ranks: OnRanks, is_loc
             look_up(ddp, 0)
 
     on_ranks(2, body)
+
+
+class WeightedTable(nn.Module):
+    """Six rows, and a factor whose gradient is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding.from_pretrained(torch.ones(6, 1), freeze=False, sparse=True)
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Any) -> Any:
+        return self.factor * self.rows(x)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_dense_averages_outlast_a_backward_that_refuses_sparse_ones(
+    on_ranks: OnRanks, is_local: bool
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(WeightedTable(), backend, average="sum")
+        look_up(ddp, 1, 2)
+        ddp.module.rows.double()
+        place = ddp.no_sync() if is_local else contextlib.nullcontext()
+        with place, pytest.raises(RuntimeError, match=r"'rows.weight' was converted"):
+            look_up(ddp, 3)
+        return ddp.module.factor.grad.tolist()
+
+    assert on_ranks(2, body) == [[4]] * 2
