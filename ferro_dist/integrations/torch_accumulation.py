@@ -301,9 +301,16 @@ def _is_rounded(average: Tensor, gradient: Tensor) -> bool:
 
     A module may have been converted several times. Zeros count as nothing, once or many times.
     """
-    if average.shape != gradient.shape or not _values_of(gradient).any():
+    if average.shape != gradient.shape or average.layout is not gradient.layout:
         return False
-    average, gradient = as_dense(average).to(gradient.device), as_dense(gradient)
+    average = average.to(gradient.device)
+    if gradient.layout is torch.sparse_coo:
+        average, gradient = average.coalesce(), gradient.coalesce()
+        if not torch.equal(average.indices(), gradient.indices()):
+            return False
+    average, gradient = _values_of(average), _values_of(gradient)
+    if not gradient.any():
+        return False
     dtypes = NARROWER_COMPLEX if gradient.is_complex() else NARROWER
     for length in range(len(dtypes) + 1):
         for chain in itertools.permutations(dtypes, length):
