@@ -48,7 +48,9 @@ void* Heap::try_allocate(std::size_t nbytes) {
     return base_ + at;
   }
   throw Error(ErrorCode::out_of_memory, -1,
-              "no room for " + std::to_string(nbytes) + " bytes of symmetric memory");
+              "no room for " + std::to_string(nbytes) + " bytes in the " +
+                  std::to_string(segment_->layout().heap_nbytes >> 20) +
+                  " MiB of this rank's symmetric memory");
 }
 
 void Heap::free(void* data) {

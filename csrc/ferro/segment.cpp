@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <fstream>
 #include <string>
 
 #include "ferro/background_thread.hpp"
@@ -34,13 +35,21 @@ std::size_t power_of_two_at_least(std::size_t n) {
   return power;
 }
 
+// 0 where the system does not tell.
+std::size_t address_space_in_use() {
+  std::size_t num_pages = 0;
+  std::ifstream("/proc/self/statm") >> num_pages;
+  return num_pages * sysconf(_SC_PAGESIZE);
+}
+
 // How much address space the heaps of one group may take together. `ulimit -v` may leave little, and
-// the program wants most of it.
+// the program and other groups want most of that.
 std::size_t most_heaps_nbytes() {
   const std::size_t most = std::max(kMaxHeaps, power_of_two_at_least(memory_of_machine()));
   struct rlimit limit;
   if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return most;
-  return std::min<std::size_t>(most, limit.rlim_cur / 4);
+  const std::size_t in_use = address_space_in_use();
+  return limit.rlim_cur <= in_use ? 0 : std::min<std::size_t>(most, (limit.rlim_cur - in_use) / 4);
 }
 
 // No rank can fill more than the machine's memory, so no heap need be larger. One huge page is
