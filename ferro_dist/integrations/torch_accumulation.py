@@ -355,7 +355,9 @@ def _resized(name: str, parameter: Tensor) -> RuntimeError:
 
 def version_of(gradient: Tensor) -> Version:
     """Return what will differ after a change of the gradient."""
-    return Version(gradient._version, _values_of(gradient).data_ptr(), gradient.dtype)
+    # Of tensors that were made in inference mode torch counts no changes. No average is one.
+    changes = 0 if gradient.is_inference() else gradient._version
+    return Version(changes, _values_of(gradient).data_ptr(), gradient.dtype)
 
 
 def trace_of(gradient: Tensor) -> Trace:

@@ -563,7 +563,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 self._refuse_averaged()
             self._ddp_state.given = given
             if given is not None:
-                self._gradients.make_way_for(given)
+                with torch.inference_mode(False):  # what is moved is added to in backward
+                    self._gradients.make_way_for(given)
             try:
                 self._reducer.begin(given or self._gradients, weight=weight)
                 if given is None:

@@ -592,6 +592,26 @@ def test_gradients_of_parameters_outlast_those_that_are_handed_over(
     assert on_ranks(2, body) == [((1.5 * factor, factor), (16.5 * factor, 2 * factor))] * 2
 
 
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_gradients_may_be_handed_over_and_set_in_inference_mode(
+    on_ranks: OnRanks, average: str
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average=average)
+        ddp(backend.rank + 1.0).sum().backward()
+        with torch.inference_mode():
+            ddp.sync_gradients({"bias": torch.ones(1, dtype=torch.float64)})
+        ddp(10 * (backend.rank + 1.0)).sum().backward()
+        after = gradients_of(ddp)
+        with torch.inference_mode():
+            ddp.weight.grad = torch.full((1,), backend.rank + 1.0, dtype=torch.float64)
+        ddp.sync_gradients()
+        return after, gradients_of(ddp)
+
+    factor = 1 if average == "mean" else 2
+    assert on_ranks(2, body) == [((16.5 * factor, 2 * factor), (1.5 * factor, 2 * factor))] * 2
+
+
 def test_what_a_mismatch_leaves_beside_an_average_outlasts_what_is_handed_over(
     on_ranks: OnRanks,
 ) -> None:
