@@ -318,10 +318,15 @@ def test_a_host_that_dies_is_missed_by_the_other(hosts: list[Host], tmp_path: Pa
 
 
 def outlive_host(group: Group, victims: Sequence[int]) -> Told:
-    fd.barrier(group)
-    if group.rank in victims:
-        die()
-    return error_of(lambda: fd.allreduce(np.ones(5), group))
+    """Let the victims die after the barrier, in which the others may still hear of it."""
+
+    def call_on() -> None:
+        fd.barrier(group)
+        if group.rank in victims:
+            die()
+        fd.allreduce(np.ones(5), group)
+
+    return error_of(call_on)
 
 
 # Falling silent
