@@ -245,9 +245,8 @@ void Communicator::launch(const Operation& operation, Patience& patience) {
 }
 
 ncclResult_t Communicator::issue_now(const Operation& operation) {
-  // What a single rank computes NCCL launches at once, on whatever device is current.
   std::optional<DeviceGuard> guard;
-  if (world_size_ == 1) guard.emplace(cuda_, device_);
+  if (needs_current_device()) guard.emplace(cuda_, device_);
   return issue_on(operation, operation.stream);
 }
 

@@ -84,9 +84,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void suspend(Patience& patience);
   void resume(Patience& patience);
   std::uint64_t memory(ncclCommMemStat_t statistic, Patience& patience);
+  // What a single rank computes NCCL launches at once, on whatever device is current.
+  bool needs_current_device() const noexcept { return world_size_ == 1; }
   // For whoever has the turn. Returns what NCCL returns.
   ncclResult_t issue_now(const Operation& operation);
-  // The same on a stream, with the device current already where that matters.
+  // The same on a stream, with the device current already if that is needed.
   ncclResult_t issue_on(const Operation& operation, cudaStream_t stream) {
     return issue(operation, stream, handle(), rank_, world_size_);
   }

@@ -24,12 +24,11 @@ constexpr double kDrainGrace = 0.5;  // seconds
 constexpr double kAnswerGrace = 5;  // seconds
 
 // The default streams are those of the thread's current device, which need not be ours. A lane may
-// work on one, too, that it was lent. And what a single rank computes NCCL launches at once, on
-// whatever device is current.
+// work on one, too, that it was lent.
 class CurrentDeviceGuard {
  public:
   CurrentDeviceGuard(const Lane& lane, const cudaStream_t* callers, std::size_t count) {
-    if (lane.communicator()->world_size() == 1 || is_default(lane.stream()) ||
+    if (lane.communicator()->needs_current_device() || is_default(lane.stream()) ||
         std::any_of(callers, callers + count, is_default))
       guard_.emplace(lane.communicator()->cuda(), lane.communicator()->device());
   }

@@ -263,13 +263,14 @@ def test_an_average_that_is_moved_is_refused_among_ranks_that_leave(on_ranks: On
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("change", ["share_memory", "float"])
 def test_an_average_that_is_moved_is_refused_by_a_backward_past_the_wrapper(
-    on_ranks: OnRanks,
+    on_ranks: OnRanks, change: str
 ) -> None:
     def body(backend: Any) -> None:
         ddp = scale(backend, average="sum")
         ddp(1.0).sum().backward()
-        ddp.share_memory()
+        getattr(ddp, change)()
         with pytest.raises(RuntimeError, match="Set gradients to None"):
             ddp.module(100.0).sum().backward()
 
@@ -321,17 +322,6 @@ def test_a_converted_average_is_refused_again_and_kept(on_ranks: OnRanks, is_loc
         return before == [parameter.grad.tolist() for parameter in ddp.parameters()]
 
     assert on_ranks(2, body) == [True, True]
-
-
-def test_a_converted_average_is_refused_by_a_backward_past_the_wrapper(on_ranks: OnRanks) -> None:
-    def body(backend: Any) -> None:
-        ddp = scale(backend, average="sum")
-        ddp(1.0).sum().backward()
-        ddp.float()
-        with pytest.raises(RuntimeError, match="Set gradients to None"):
-            ddp.module(100.0).sum().backward()
-
-    on_ranks(2, body)
 
 
 @pytest.mark.parametrize("is_local", [False, True])
