@@ -24,9 +24,9 @@ from ferro_dist.parallel.schedules import Action, ActionKind, Span, placement_of
 from ferro_dist.parallel.stage import Keyed, Stage, microbatch_seed
 
 if TYPE_CHECKING:
-    from ferro_dist.backends.base import Backend
     from ferro_dist.parallel.gpu_channels import GpuChannels
     from ferro_dist.parallel.gradient_reduction import GradientReduction
+    from ferro_dist.parallel.pipeline_arguments import PipelineOptions
 
 __all__ = ["Measurements", "PipelineContext", "Program", "StepRun"]
 
@@ -72,18 +72,16 @@ class Program:
 class PipelineContext(NamedTuple):
     """What all steps of a pipeline have in common."""
 
-    backend: Backend
+    options: PipelineOptions
     tag: int
-    timeout: float | None
     stages: Mapping[int, Stage]
     reductions: Mapping[int, GradientReduction]
-    first_microbatch: int
-    """The first number of this pipeline, as microbatches are numbered across all replicas."""
     gpu_channels: GpuChannels | None
     forecasts: Forecasts
 
     def link(self, run_id: RunId) -> Link:
-        return Link(self.backend, self.gpu_channels, self.tag, run_id, self.timeout)
+        options = self.options
+        return Link(options.backend, self.gpu_channels, self.tag, run_id, options.timeout)
 
 
 class Measurements(NamedTuple):
@@ -106,7 +104,6 @@ class StepRun:
     run_id : RunId
         Its number is the same on all ranks, and unique to this run. All runs but eval keep what
         backward needs.
-    seed : int or None
 
     Attributes
     ----------
@@ -131,7 +128,6 @@ class StepRun:
         program: Program,
         ends: Ends,
         run_id: RunId,
-        seed: int | None,
     ) -> None:
         self.spans: list[Span] = []
         self.waited_s = 0.0
@@ -143,7 +139,6 @@ class StepRun:
         self._program = program
         self._ends = ends
         self._run_id = run_id
-        self._seed = seed
         self._is_training = run_id.call != "eval"
         self._position = 0
         self._num_live = 0
@@ -227,11 +222,7 @@ class StepRun:
         number, _, microbatch = action
         stage = self._context.stages[number]
         parcel = self._input_of(number, microbatch)
-        seed = None
-        if self._seed is not None:
-            # Replicas have different data, and must not drop the same parts of it.
-            counted = self._context.first_microbatch + microbatch
-            seed = microbatch_seed(self._seed, self._run_id.number, number, counted)
+        seed = self._seed_of(number, microbatch)
         is_last = number == self._program.num_stages - 1
         self.where = number, microbatch
         started_s = time.perf_counter()
@@ -250,6 +241,14 @@ class StepRun:
             self._inputs[number + 1, microbatch] = output
         else:
             self._to_send[Action(number, ActionKind.SEND_ACTIVATION, microbatch)] = output
+
+    def _seed_of(self, stage: int, microbatch: int) -> int | None:
+        options = self._context.options
+        if options.seed is None:
+            return None
+        # Replicas have different data, and must not drop the same parts of it.
+        counted = options.first_microbatch + microbatch
+        return microbatch_seed(options.seed, self._run_id.number, stage, counted)
 
     def _backward(self, action: Action) -> None:
         number, kind, microbatch = action
@@ -279,7 +278,7 @@ class StepRun:
 
     def _note(self, action: Action, started_s: float) -> None:
         self.where = None
-        rank = self._context.backend.rank
+        rank = self._context.options.backend.rank
         self.spans.append(Span(rank, action, started_s, time.perf_counter()))
 
     def _input_of(self, stage: int, microbatch: int) -> Parcel:

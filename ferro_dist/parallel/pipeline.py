@@ -40,6 +40,7 @@ from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.message_header import RunId
 from ferro_dist.parallel.outcome import run_on_all, share_outcome
 from ferro_dist.parallel.pipeline_arguments import (
+    PipelineOptions,
     check_groups,
     checked_count,
     checked_seed,
@@ -59,7 +60,6 @@ from ferro_dist.parallel.schedules import (
     one_phase,
     placement_of,
 )
-from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -184,22 +184,24 @@ class Pipeline(Generic[ModuleT]):
         timeout: float | None = None,
     ) -> None:
         check_groups(backend, dp)
-        self._num_microbatches = checked_count(num_microbatches)
+        self._options = PipelineOptions(
+            backend=backend,
+            replicas=dp,
+            num_microbatches=checked_count(num_microbatches),
+            op=reduce_op(average),
+            bucket_nbytes=bucket_nbytes_of(bucket_mb, "Pipeline"),
+            timeout=None if timeout is None else arguments.check_timeout(timeout),
+            seed=checked_seed(seed),
+            tied=checked_ties(tied),
+        )
         self._module = module
-        self._backend = backend
-        self._dp = dp
-        self._op = reduce_op(average)
-        self._bucket_nbytes = bucket_nbytes_of(bucket_mb, "Pipeline")
-        self._timeout = None if timeout is None else arguments.check_timeout(timeout)
-        self._seed = checked_seed(seed)
-        self._tied = checked_ties(tied)
         modules = modules_of(module)
         member = built_in(schedule)
         self._name = "written" if member is None else member.name.lower()
         self._lists = complete(
             schedule,
             backend.world_size,
-            self._num_microbatches,
+            self.num_microbatches,
             len(modules) if member is PipelineSchedule.INTERLEAVED_1F1B else None,
             reduces_gradients=dp is not None,
         )
@@ -223,7 +225,7 @@ class Pipeline(Generic[ModuleT]):
     @property
     def num_microbatches(self) -> int:
         """The number of microbatches."""
-        return self._num_microbatches
+        return self._options.num_microbatches
 
     @property
     def module(self) -> ModuleT:
@@ -233,7 +235,7 @@ class Pipeline(Generic[ModuleT]):
     @property
     def backend(self) -> Backend:
         """The pipeline's group."""
-        return self._backend
+        return self._options.backend
 
     @property
     def num_stages(self) -> int:
@@ -419,13 +421,13 @@ class Pipeline(Generic[ModuleT]):
                     for stage in self._stages.values():
                         untouched.enter_context(stage.untouched())
 
-                run_on_all(protect, self._backend, self._dp)
+                run_on_all(protect, self.backend, self._options.replicas)
                 # Whatever takes longer the first time must not be taken for the rule.
                 for _ in range(2):
                     self._train("step", self._training_ends(x, target, loss_fn, None))
             self._num_runs -= 2
         assert self._last_step is not None
-        return make_plan(self._lists, self._last_step, self._backend)
+        return make_plan(self._lists, self._last_step, self.backend)
 
     def close(self) -> None:
         """Leave the groups that were made for tied weights and between GPUs. Idempotent."""
@@ -445,15 +447,15 @@ class Pipeline(Generic[ModuleT]):
     def __repr__(self) -> str:
         stages = ", ".join(map(str, self._stages))
         return (
-            f"<Pipeline rank {self._backend.rank} of {self._backend.world_size}, stages {stages} "
-            f"of {self.num_stages}, {self._num_microbatches} microbatches, {self._name}>"
+            f"<Pipeline rank {self.backend.rank} of {self.backend.world_size}, stages {stages} "
+            f"of {self.num_stages}, {self.num_microbatches} microbatches, {self._name}>"
         )
 
     # Runs
 
     def _training_ends(self, x: Tree, target: Tree, loss_fn: Any, weight: Any) -> TrainingEnds:
-        is_averaged = self._op is ReduceOp.MEAN
-        return TrainingEnds(self._end_stages, x, target, loss_fn, weight, self._dp, is_averaged)
+        replicas, is_averaged = self._options.replicas, self._options.is_averaged
+        return TrainingEnds(self._end_stages, x, target, loss_fn, weight, replicas, is_averaged)
 
     def _train(self, call: str, ends: TrainingEnds | BackwardEnds) -> float:
         """Run something with a backward in it, and reduce what it adds to the gradients."""
@@ -485,7 +487,7 @@ class Pipeline(Generic[ModuleT]):
             self._pending_forward = None
             self._forget()
         context, program = self._connected().context, self._program(call)
-        run = StepRun(context, program, ends, RunId(self._num_runs, call), self._seed)
+        run = StepRun(context, program, ends, RunId(self._num_runs, call))
         self._num_runs += 1
         failure: BaseException | None = None
         loss = 0.0
@@ -498,8 +500,9 @@ class Pipeline(Generic[ModuleT]):
                 failure = error
                 with telling(self._interrupt):
                     run.abandon(error)
+            options = self._options
             loss = share_outcome(
-                self._backend, self._dp, failure, run.where, loss, self._op is ReduceOp.MEAN
+                options.backend, options.replicas, failure, run.where, loss, options.is_averaged
             )
         except BaseException as error:
             if call != "eval":  # what is kept then is that of a forward before it
@@ -522,7 +525,7 @@ class Pipeline(Generic[ModuleT]):
         meet(context.link(RunId(self._num_runs, call)), receivers, senders)
 
     def _interrupt(self, error: BaseException) -> None:
-        for group in (self._backend, self._dp):
+        for group in (self.backend, self._options.replicas):
             if group is not None:
                 interrupt(group, error)
 
@@ -533,44 +536,34 @@ class Pipeline(Generic[ModuleT]):
     @property
     def _end_stages(self) -> EndStages:
         first, last = self._stages.get(0), self._stages.get(self.num_stages - 1)
-        return EndStages(first, last, self._num_microbatches, self._placement[0])
+        return EndStages(first, last, self.num_microbatches, self._placement[0])
 
     def _program(self, call: str) -> Program:
         phase = "forward" if call == "eval" else call
         program = self._programs.get(phase)
         if program is None:
             lists = self._lists if phase == "step" else one_phase(self._lists, phase)
-            if phase == "backward" and self._dp is not None:
+            if phase == "backward" and self._options.replicas is not None:
                 lists = insert_reductions(lists)
-            program = self._programs[phase] = Program(lists, self._backend.rank)
+            program = self._programs[phase] = Program(lists, self.backend.rank)
         return program
 
     # The first run
 
     def _connected(self) -> Connection:
         if self._connection is None:
-            replica = 0 if self._dp is None else self._dp.rank
-            self._connection = connect(
-                self._stages,
-                self._lists,
-                self._backend,
-                self._dp,
-                settings=self._manifest(),
-                tied=self._tied,
-                op=self._op,
-                bucket_nbytes=self._bucket_nbytes,
-                first_microbatch=replica * self._num_microbatches,
-                timeout=self._timeout,
-            )
+            settings = self._manifest()
+            self._connection = connect(self._stages, self._lists, self._options, settings)
         return self._connection
 
     def _manifest(self) -> list[str]:
         digest = hashlib.sha256(format_schedule(self._lists).encode()).hexdigest()[:12]
-        replicas = None if self._dp is None else self._dp.world_size
+        options = self._options
+        replicas = None if options.replicas is None else options.replicas.world_size
         return [
-            f"num_microbatches={self._num_microbatches}",
+            f"num_microbatches={options.num_microbatches}",
             f"schedule={self._name} of {self.num_stages} stages (digest {digest})",
-            f"seed={self._seed}",
-            f"replicas={replicas}, average={self._op.name.lower()}",
-            f"bucket_nbytes={self._bucket_nbytes}",
+            f"seed={options.seed}",
+            f"replicas={replicas}, average={options.op.name.lower()}",
+            f"bucket_nbytes={options.bucket_nbytes}",
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ferro_dist import arguments
 from ferro_dist.backends.base import Backend
@@ -13,6 +13,7 @@ from ferro_dist.parallel.stage import Stage, make_stage
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [
+    "PipelineOptions",
     "check_groups",
     "checked_count",
     "checked_seed",
@@ -24,6 +25,30 @@ __all__ = [
 
 MOST_MICROBATCHES = 1 << 20
 """Each rank keeps the lists of all. With more, it would run out of memory before saying why."""
+
+
+class PipelineOptions(NamedTuple):
+    """What `Pipeline` was asked for, checked."""
+
+    backend: Backend
+    replicas: Backend | None
+    num_microbatches: int
+    op: ReduceOp
+    """How gradients and losses of replicas are combined."""
+    tied: Mapping[str, Any]
+    seed: int | None
+    bucket_nbytes: int
+    timeout: float | None
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether gradients and losses of replicas are averaged, not summed."""
+        return self.op is ReduceOp.MEAN
+
+    @property
+    def first_microbatch(self) -> int:
+        """The first number of this pipeline, as microbatches are numbered across all replicas."""
+        return 0 if self.replicas is None else self.replicas.rank * self.num_microbatches
 
 
 def place(

@@ -33,10 +33,10 @@ from ferro_dist.parallel.tied_weights import (
     split_for_ties,
     tie_weights,
 )
-from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
+    from ferro_dist.parallel.pipeline_arguments import PipelineOptions
 
 __all__ = ["Connection", "connect"]
 
@@ -51,10 +51,9 @@ class Connection:
         Those that this rank takes part in.
     """
 
-    def __init__(self, context: PipelineContext, replicas: Backend | None) -> None:
+    def __init__(self, context: PipelineContext) -> None:
         self.context = context
         self.ties: list[GradientReduction] = []
-        self._replicas = replicas
         self._groups: list[Backend] = []  # made for ties
         self._trained: dict[int, set[tuple[str, ArraySpec]]] = {}
 
@@ -63,22 +62,23 @@ class Connection:
         schedule: Sequence[Sequence[Action]],
         weights: Mapping[str, TiedWeight],
         ties: Mapping[Members, Sequence[str]],
-        op: ReduceOp,
-        bucket_nbytes: int,
     ) -> None:
         """Make weights equal, and what sums their gradients. Called by all ranks together."""
-        backend, stages = self.context.backend, self.context.stages
+        options, stages = self.context.options, self.context.stages
+        backend, bucket_nbytes = options.backend, options.bucket_nbytes
         reductions: dict[int, GradientReduction] = {}
         with telling(self._interrupt):
-            if self._replicas is not None:
+            if options.replicas is not None:
                 actions = schedule[backend.rank]
-                reductions = connect_replicas(stages, actions, self._replicas, op, bucket_nbytes)
+                reductions = connect_replicas(
+                    stages, actions, options.replicas, options.op, bucket_nbytes
+                )
             groups = split_for_ties(ties, backend)
             self._groups = [group for group in groups.values() if group is not backend]
             self.ties = tie_weights(weights, ties, groups, bucket_nbytes)
             for tie in self.ties:
                 tie.equalize()
-            channels = make_gpu_channels(schedule, backend, self.context.timeout)
+            channels = make_gpu_channels(schedule, backend, options.timeout)
         self.context = self.context._replace(reductions=reductions, gpu_channels=channels)
         if self.reductions:
             self._trained = {number: _specs(stage) for number, stage in stages.items()}
@@ -121,23 +121,17 @@ class Connection:
 
     def _interrupt(self, error: BaseException) -> None:
         """Tell the others that this rank will not make the calls for which they wait."""
-        replicas = [] if self._replicas is None else [self._replicas]
-        for group in (*self._groups, self.context.backend, *replicas):
+        options = self.context.options
+        replicas = [] if options.replicas is None else [options.replicas]
+        for group in (*self._groups, options.backend, *replicas):
             interrupt(group, error)
 
 
 def connect(
     stages: Mapping[int, Stage],
     schedule: Sequence[Sequence[Action]],
-    backend: Backend,
-    replicas: Backend | None,
-    *,
+    options: PipelineOptions,
     settings: Sequence[str],
-    tied: Mapping[str, Any],
-    op: ReduceOp,
-    bucket_nbytes: int,
-    first_microbatch: int,
-    timeout: float | None,
 ) -> Connection:
     """Make sure that all ranks agree and start from the same weights.
 
@@ -147,19 +141,9 @@ def connect(
         This rank's.
     schedule : sequence of sequence of Action
         That of a step.
-    backend : Backend
-        The pipeline's group.
-    replicas : Backend, optional
-        The group of this rank's replicas.
+    options : PipelineOptions
     settings : sequence of str
         What must be equal on all ranks.
-    tied : mapping of str to parameter or its name
-        This rank's.
-    op : ReduceOp
-        How replicas' gradients are combined.
-    bucket_nbytes : int
-    first_microbatch : int
-    timeout : float, optional
 
     Raises
     ------
@@ -168,24 +152,23 @@ def connect(
     ValueError, TypeError
         Unsuitable weights; raised on every rank.
     """
+    backend, replicas = options.backend, options.replicas
 
     def on_all(part: Callable[[], Any]) -> Any:
         return run_on_all(part, backend, replicas)
 
-    weights = on_all(lambda: find_tied_weights(tied, stages))
+    weights = on_all(lambda: find_tied_weights(options.tied, stages))
     tag = on_all(lambda: agree_on_manifest(settings, backend, op="Pipeline"))
     if replicas is not None:
         lines = [*settings, *on_all(lambda: describe_state(stages))]
         on_all(lambda: agree_on_manifest(lines, replicas, op="Pipeline", member="replica"))
     ties = on_all(lambda: agree_on_ties(weights, backend))
 
-    context = PipelineContext(
-        backend, tag, timeout, stages, {}, first_microbatch, gpu_channels=None, forecasts={}
-    )
-    connection = Connection(context, replicas)
+    context = PipelineContext(options, tag, stages, {}, gpu_channels=None, forecasts={})
+    connection = Connection(context)
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
-        on_all(lambda: connection.make(schedule, weights, ties, op, bucket_nbytes))
+        on_all(lambda: connection.make(schedule, weights, ties))
         undo.pop_all()
     return connection
 
