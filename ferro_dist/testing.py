@@ -84,6 +84,21 @@ class RankDeath:
     exitcode: int
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What all ranks are told."""
+
+    body: Callable[..., Any]
+    args: Sequence[Any]
+    world_size: int
+    backend: str
+    addr: str
+    token: bytes
+    timeout: float
+    emulates_gpu: bool
+    environ: dict[str, str]
+
+
 @dataclass
 class _Rank:
     number: int
@@ -143,21 +158,23 @@ def run_ranks(
     world_size = arguments.check_world_size(world_size)
     timeout = arguments.check_timeout(timeout)
     _check_body(body)
-    addr = f"unix:@ferro-dist-test-{secrets.token_hex(8)}"
-    token = secrets.token_bytes(16)
+    job = _Job(
+        body,
+        args,
+        world_size,
+        backend,
+        addr=f"unix:@ferro-dist-test-{secrets.token_hex(8)}",
+        token=secrets.token_bytes(16),
+        timeout=timeout,
+        emulates_gpu=emulate_gpu,
+        environ=dict(os.environ),
+    )
     _preload()
     ranks: list[_Rank] = []
     with _killing_survivors(ranks):
         for rank in range(world_size):
             receiving, sending = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_play,
-                args=(
-                    *(sending, dict(os.environ), backend, emulate_gpu, rank, world_size),
-                    *(addr, token, timeout, body, args),
-                ),
-                name=f"rank {rank}",
-            )
+            process = _CONTEXT.Process(target=_play, args=(rank, job, sending), name=f"rank {rank}")
             ranks.append(_Rank(rank, process, receiving))
             os.set_blocking(receiving.fileno(), False)
             with sending:
@@ -197,40 +214,15 @@ def _is_main_a_file() -> bool:
     return main.__spec__ is not None or os.path.isfile(getattr(main, "__file__", ""))
 
 
-def _play(
-    connection: Connection,
-    environment: dict[str, str],
-    backend: str,
-    emulate_gpu: bool,
-    rank: int,
-    world_size: int,
-    addr: str,
-    token: bytes,
-    timeout: float,
-    body: Callable[..., Any],
-    args: Sequence[Any],
-) -> None:
+def _play(rank: int, job: _Job, connection: Connection) -> None:
     """Be one rank: in its own process."""
     try:
         # The server's is what the first run found.
         os.environ.clear()
-        os.environ.update(environment)
-        if emulate_gpu:
+        os.environ.update(job.environ)
+        if job.emulates_gpu:
             emulated_gpu()
-        if backend == "none":
-            os.environ["FERRO_DIST_TOKEN"] = token.hex()
-            outcome = ("result", body(rank, world_size, addr, *args))
-        else:
-            from ferro_dist.backends.host import HostBackend, TcpBackend
-
-            kind = {"host": HostBackend, "tcp": TcpBackend}[backend]
-            with kind(rank, world_size, addr, token=token, timeout=timeout) as group:
-                try:
-                    outcome = ("result", body(group, *args))
-                except BaseException:
-                    # Before the group's end here makes the others fail, too.
-                    _send(connection, _failure("raised"))
-                    raise
+        outcome = ("result", _call_body(rank, job, connection))
     except BaseException:
         outcome = _failure("raised")
     try:
@@ -238,6 +230,22 @@ def _play(
     except Exception:
         _send(connection, _failure("returned what cannot be sent to the caller"))
     connection.close()
+
+
+def _call_body(rank: int, job: _Job, connection: Connection) -> Any:
+    if job.backend == "none":
+        os.environ["FERRO_DIST_TOKEN"] = job.token.hex()
+        return job.body(rank, job.world_size, job.addr, *job.args)
+    from ferro_dist.backends.host import HostBackend, TcpBackend
+
+    kind = {"host": HostBackend, "tcp": TcpBackend}[job.backend]
+    with kind(rank, job.world_size, job.addr, token=job.token, timeout=job.timeout) as group:
+        try:
+            return job.body(group, *job.args)
+        except BaseException:
+            # Before the group's end here makes the others fail, too.
+            _send(connection, _failure("raised"))
+            raise
 
 
 def _send(connection: Connection, outcome: tuple[str, Any]) -> None:
