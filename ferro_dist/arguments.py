@@ -399,32 +399,16 @@ def uneven_counts(
         return None
     if send_counts is None or recv_counts is None:
         given = "recv_counts" if send_counts is None else "send_counts"
-        raise SizeMismatch(
-            f"all_to_all: only {given} was given; pass both, or neither for equal chunks.",
-            op="all_to_all",
-            rank=rank,
-        )
+        raise _uneven(f"only {given} was given; pass both, or neither for equal chunks", rank)
     send = _counts("send_counts", send_counts, rank, world_size)
     recv = _counts("recv_counts", recv_counts, rank, world_size)
     if sum(send) != x_count:
-        raise SizeMismatch(
-            f"all_to_all: send_counts add up to {sum(send)}, but x has {x_count} elements.",
-            op="all_to_all",
-            rank=rank,
-        )
+        raise _uneven(f"send_counts add up to {sum(send)}, but x has {x_count} elements", rank)
     if sum(recv) > MAX_COUNT:
-        raise SizeMismatch(
-            f"all_to_all: recv_counts add up to {sum(recv)}, more than an array can hold.",
-            op="all_to_all",
-            rank=rank,
-        )
+        raise _uneven(f"recv_counts add up to {sum(recv)}, more than an array can hold", rank)
     if send[rank] != recv[rank]:
-        raise SizeMismatch(
-            f"all_to_all: rank {rank} sends itself {send[rank]} elements but expects {recv[rank]}.",
-            op="all_to_all",
-            rank=rank,
-            peer=rank,
-        )
+        what = f"rank {rank} sends itself {send[rank]} elements but expects {recv[rank]}"
+        raise _uneven(what, rank, peer=rank)
     return UnevenCounts(send, recv)
 
 
@@ -432,16 +416,16 @@ def _counts(name: str, counts: Any, rank: int, world_size: int) -> tuple[int, ..
     try:
         values = tuple(map(integer, counts))
     except TypeError:
-        raise SizeMismatch(
-            f"all_to_all: {name} must be integers, one for each rank, not {counts!r}.",
-            op="all_to_all",
-            rank=rank,
-        ) from None
+        what = f"{name} must be integers, one for each rank, not {counts!r}"
+        raise _uneven(what, rank) from None
     if len(values) != world_size or any(value < 0 for value in values):
-        raise SizeMismatch(
-            f"all_to_all: {name} must be {world_size} integers of at least 0, "
-            f"one for each rank, not {list(values)}.",
-            op="all_to_all",
-            rank=rank,
+        raise _uneven(
+            f"{name} must be {world_size} integers of at least 0, one for each rank, "
+            f"not {list(values)}",
+            rank,
         )
     return values
+
+
+def _uneven(what: str, rank: int, peer: int | None = None) -> SizeMismatch:
+    return SizeMismatch(f"all_to_all: {what}.", op="all_to_all", rank=rank, peer=peer)

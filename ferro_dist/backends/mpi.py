@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,9 +149,9 @@ class MpiBackend(MpiGroup):
     ) -> Array | Work:
         source = self._operands.source("reduce_scatter", x)
         chunk = self._operands.chunk("reduce_scatter", "x", source.view.count)
-        made = None if out is not None else allocate_chunk(x, self._world_size)
         own = self._rank * chunk * source.view.itemsize
-        target = self._operands.target("reduce_scatter", x, source, out, chunk, made, in_place=own)
+        make = partial(allocate_chunk, x, self._world_size)
+        target = self._operands.target("reduce_scatter", x, source, out, chunk, make, in_place=own)
         reduction = self._operands.reduction("reduce_scatter", source, op)
         fingerprint = _fingerprint("reduce_scatter", source.view, op=op, tag=tag)
 
@@ -354,8 +355,8 @@ class MpiBackend(MpiGroup):
         tag: int,
     ) -> Any:
         count = sum(counts.recv)
-        made = None if out is not None else allocate_rows(x, count)
-        target = self._operands.target("all_to_all", x, source, out, count, made, in_place=None)
+        make = partial(allocate_rows, x, count)
+        target = self._operands.target("all_to_all", x, source, out, count, make, in_place=None)
         fingerprint = Fingerprint.of_uneven(source.view.dtype, arguments.check_tag(tag))
         itemsize = source.view.itemsize
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ferro_dist import arguments
@@ -61,17 +63,17 @@ class Operands:
         source: Source,
         out: Array | None,
         count: int,
-        made: Array | None = None,
+        make: Callable[[], Array] | None = None,
         *,
         in_place: int | None = 0,
     ) -> Target:
-        """Check `out`, or use what was made for the result (by default an array like `x`).
+        """Check `out`, or make room for the result (by default an array like `x`).
 
         `in_place` is the offset in bytes from the start of `x` at which an `out` that shares its
         memory must begin; None if it may not share it.
         """
         if out is None:
-            made = allocate(x) if made is None else made
+            made = allocate(x) if make is None else make()
             return Target(made, as_output(made), x)
         view = self.output_view(op, out)
         dtypes = dtype_name(source.view.dtype), dtype_name(view.dtype)
@@ -84,9 +86,9 @@ class Operands:
 
     def gathering_target(self, op: str, x: Array, source: Source, out: Array | None) -> Target:
         count = source.view.count * self._world_size
-        made = None if out is not None else allocate_gathered(x, self._world_size)
         own = -self._rank * source.view.nbytes
-        return self.target(op, x, source, out, count, made, in_place=own)
+        make = partial(allocate_gathered, x, self._world_size)
+        return self.target(op, x, source, out, count, make, in_place=own)
 
     def scatter_operands(
         self, x: Array | None, out: Array | None, root: int
@@ -101,9 +103,9 @@ class Operands:
             arguments.raise_missing_array("scatter", "x", why, rank=self._rank)
         source = self.source("scatter", x)
         chunk = self.chunk("scatter", "x", source.view.count)
-        made = None if out is not None else allocate_chunk(x, self._world_size)
         own = self._rank * chunk * source.view.itemsize
-        return source, self.target("scatter", x, source, out, chunk, made, in_place=own)
+        make = partial(allocate_chunk, x, self._world_size)
+        return source, self.target("scatter", x, source, out, chunk, make, in_place=own)
 
     def reduction(self, op: str, source: Source, reduce_op: ReduceOp) -> Reduction:
         name = dtype_name(source.view.dtype)
