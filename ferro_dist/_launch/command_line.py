@@ -76,22 +76,25 @@ class Options:
 
 
 SHORT_NAMES = {"-n": "--nproc", "-m": "--module", "-h": "--help"}
-TAKES_VALUE = {
-    "--nproc": True,
-    "--module": False,
-    "--no-python": False,
-    "--env": True,
-    "--bind-to": True,
-    "--log-dir": True,
-    "--emulate-gpu": False,
-    "--keep-going": False,
-    "--dry-run": False,
-    "--help": False,
-    "--version": False,
-    "--nnodes": True,
-    "--node-rank": True,
-    "--rdzv-endpoint": True,
+# Without a value: the attribute of Options that each sets, and to what.
+FLAGS = {
+    "--module": ("is_module", True),
+    "--no-python": ("is_python", False),
+    "--emulate-gpu": ("emulates_gpu", True),
+    "--keep-going": ("keeps_going", True),
+    "--dry-run": ("is_dry_run", True),
+    "--help": ("wants_help", True),
+    "--version": ("wants_version", True),
 }
+TAKING_VALUES = (
+    "--nproc",
+    "--env",
+    "--bind-to",
+    "--log-dir",
+    "--nnodes",
+    "--node-rank",
+    "--rdzv-endpoint",
+)
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str], cores: Sequence[int]) -> Options:
@@ -116,11 +119,11 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
         if word == "--":
             break
         name, has_value, value = _name_and_value(word)
-        if name not in TAKES_VALUE:
+        if name not in FLAGS and name not in TAKING_VALUES:
             raise LaunchError(f"there is no option {name} (see ferrorun --help)")
-        if has_value and not TAKES_VALUE[name]:
+        if has_value and name in FLAGS:
             raise LaunchError(f"{name} takes no value")
-        if TAKES_VALUE[name] and not has_value:
+        if not has_value and name in TAKING_VALUES:
             if not words:
                 raise LaunchError(f"{name} needs a value (see ferrorun --help)")
             value = words.pop(0)
@@ -136,12 +139,10 @@ def _name_and_value(word: str) -> tuple[str, bool, str]:
 
 
 def _apply(options: Options, name: str, value: str) -> None:
-    if name == "--nproc":
+    if name in FLAGS:
+        setattr(options, *FLAGS[name])
+    elif name == "--nproc":
         options.nproc = _integer(name, value, minimum=1)
-    elif name == "--module":
-        options.is_module = True
-    elif name == "--no-python":
-        options.is_python = False
     elif name == "--env":
         key, variable = _env(value)
         options.env[key] = variable
@@ -151,22 +152,12 @@ def _apply(options: Options, name: str, value: str) -> None:
         options.is_bound_to_core = value == "core"
     elif name == "--log-dir":
         options.log_dir = value
-    elif name == "--emulate-gpu":
-        options.emulates_gpu = True
-    elif name == "--keep-going":
-        options.keeps_going = True
-    elif name == "--dry-run":
-        options.is_dry_run = True
     elif name == "--nnodes":
         options.nnodes = _integer(name, value, minimum=1)
     elif name == "--node-rank":
         options.node_rank = _integer(name, value, minimum=0)
-    elif name == "--rdzv-endpoint":
-        options.endpoint = _endpoint(value)
-    elif name == "--version":
-        options.wants_version = True
     else:
-        options.wants_help = True
+        options.endpoint = _endpoint(value)
 
 
 def _integer(name: str, value: str, minimum: int) -> int:
