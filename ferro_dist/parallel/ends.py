@@ -136,7 +136,8 @@ class TrainingEnds(Ends):
     ) -> None:
         super().__init__(stages)
         self._is_averaged = is_averaged
-        self._arguments = x, target, loss_fn, weight
+        self._given = x, target, weight
+        self._is_weighted = weight is not None
         self._replicas = replicas
         self._loss_fn = loss_fn
         self._target: Microbatches | None = None
@@ -150,8 +151,7 @@ class TrainingEnds(Ends):
             self._tell_replicas(has_failed=True)
 
     def first_input(self, microbatch: int) -> Parcel:
-        weight = self._arguments[3]
-        return super().first_input(microbatch)._replace(is_weighted=weight is not None)
+        return super().first_input(microbatch)._replace(is_weighted=self._is_weighted)
 
     def loss_of(self, microbatch: int, inputs: Parcel) -> LossOf:
         loss_fn, target = self._loss_fn, self._target
@@ -196,7 +196,8 @@ class TrainingEnds(Ends):
         self._count_weights()
 
     def _check_batch(self) -> None:
-        x, target, loss_fn, weight = self._arguments
+        x, target, weight = self._given
+        loss_fn = self._loss_fn
         self._cut_input(x)
         if self._last is None:
             return
