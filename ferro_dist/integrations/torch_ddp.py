@@ -120,19 +120,14 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
 
     def _prepare(self, options: Options, first_tag: int) -> None:
         gradients = TorchGradients()
-        specs = specs_of(self._parameters_of_module.dense)
         has_gpu = options.backend.device is not None
         with torch.inference_mode(False):  # buckets are written to in backward
             gpu_memory = GpuMemory(options.backend, torch.empty(0), gpu_view) if has_gpu else None
             reducer = Reducer(
-                specs,
-                options.backend,
-                options.averaging,
+                specs_of(self._parameters_of_module.dense),
+                options,
                 as_tensor,
                 gpu_memory=gpu_memory,
-                bucket_nbytes=options.bucket_nbytes,
-                compress=options.compress,
-                is_overlapped=options.is_overlapped_with(specs),
                 follows_order=True,
                 first_tag=first_tag,
             )
@@ -559,27 +554,33 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         trained = self._parameters_of_module.trained
         given = None if grads is None else self._given_gradients(grads)
         if not self._no_sync_depth:
-            if weight and given is None:
-                self._refuse_averaged()
-            self._ddp_state.given = given
-            if given is not None:
-                with torch.inference_mode(False):  # what is moved is added to in backward
-                    self._gradients.make_way_for(given)
-            try:
-                self._reducer.begin(given or self._gradients, weight=weight)
-                if given is None:
-                    with torch.inference_mode(False):  # averages are added to in backward
-                        with telling(self._tell_the_others):
-                            self._begin_accumulation()
-                        self._finish_own_round()
-                    self._ddp_state.has_backward_averaged = False
-                else:
-                    self._finish_round()
-            finally:
-                self._ddp_state.given = None
+            if given is None:
+                self._average_own(weight)
+            else:
+                self._average_given(given, weight)
         if given is not None:
             return grads
         return {name: parameter.grad for name, parameter in trained.items()}
+
+    def _average_own(self, weight: float | None) -> None:
+        if weight:
+            self._refuse_averaged()
+        self._reducer.begin(self._gradients, weight=weight)
+        with torch.inference_mode(False):  # averages are added to in backward
+            with telling(self._tell_the_others):
+                self._begin_accumulation()
+            self._finish_own_round()
+        self._ddp_state.has_backward_averaged = False
+
+    def _average_given(self, given: GivenGradients, weight: float | None) -> None:
+        with torch.inference_mode(False):  # what is moved is added to in backward
+            self._gradients.make_way_for(given)
+        self._ddp_state.given = given
+        try:
+            self._reducer.begin(given, weight=weight)
+            self._finish_round()
+        finally:
+            self._ddp_state.given = None
 
     def _given_gradients(self, grads: Any) -> GivenGradients:
         parameters = self._parameters_of_module

@@ -44,13 +44,9 @@ class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
         example = adapter.example_on_gpu
         self._reducer = Reducer(
             tuple(adapter.specs.values()),
-            options.backend,
-            options.averaging,
+            options,
             lambda buffer: buffer,
             gpu_memory=None if example is None else GpuMemory(options.backend, example),
-            bucket_nbytes=options.bucket_nbytes,
-            compress=options.compress,
-            is_overlapped=options.is_overlapped_with(adapter.specs.values()),
             follows_order=False,  # gradient_buffers are always the same arrays
             first_tag=first_tag,
         )

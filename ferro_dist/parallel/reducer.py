@@ -54,7 +54,6 @@ import numpy as np
 from ferro_dist.collective import allreduce
 from ferro_dist.errors import CollectiveMismatch
 from ferro_dist.parallel.agreement import Agreement
-from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import (
     Bucket,
     BucketLayout,
@@ -62,7 +61,7 @@ from ferro_dist.parallel.bucket import (
     ParameterSpec,
     assign_buckets,
 )
-from ferro_dist.parallel.compression import Compression, wire_dtype
+from ferro_dist.parallel.compression import wire_dtype
 from ferro_dist.parallel.exchange import broadcast_row
 from ferro_dist.parallel.gpu_bucket import GpuBucket
 from ferro_dist.parallel.manifest import explain_mismatch
@@ -74,6 +73,7 @@ from ferro_dist.work import Work
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
+    from ferro_dist.parallel.options import Options
 
 __all__ = ["Call", "Gradients", "NoGradients", "Reducer", "tag_of"]
 
@@ -160,16 +160,11 @@ class Reducer:
     ----------
     specs : sequence of ParameterSpec
         The parameters that are trained, in an order that is the same on all ranks.
-    backend : Backend
-    averaging : Averaging
+    options : Options
     as_array : callable
         Makes an array of the module's library from a NumPy array, over the same memory.
     gpu_memory : GpuMemory or None
         For parameters on the GPU; None if there cannot be any.
-    bucket_nbytes : int
-    compress : Compression
-    is_overlapped : bool
-        Whether buckets leave while a round is open. Ranks may differ in this.
     follows_order : bool
         Whether buckets follow the order of the first round; their memory then changes once.
     first_tag : int
@@ -202,29 +197,25 @@ class Reducer:
     def __init__(
         self,
         specs: Sequence[ParameterSpec],
-        backend: Backend,
-        averaging: Averaging,
+        options: Options,
         as_array: Callable[[NumpyArray], Any],
         *,
-        gpu_memory: GpuMemory | None = None,
-        bucket_nbytes: int,
-        compress: Compression,
-        is_overlapped: bool,
+        gpu_memory: GpuMemory | None,
         follows_order: bool,
         first_tag: int,
     ) -> None:
-        self.backend = backend
-        self.averaging = averaging
+        self.backend = backend = options.backend
+        self.averaging = options.averaging
         self._under_way = _under_way.setdefault(backend, weakref.WeakSet())
         self.statistics = Statistics()
         self.is_attended = False
         self._as_array = as_array
         self._gpu_memory = gpu_memory
-        self._bucket_nbytes = bucket_nbytes
-        self._compress = compress
+        self._bucket_nbytes = options.bucket_nbytes
+        self._compress = options.compress
         self._kept: dict[str, Any] = {}
-        # A user's own reduction runs on the user's thread.
-        self._is_overlapped = is_overlapped and not callable(compress)
+        # Ranks may differ in this. A user's own reduction runs on the user's thread.
+        self._is_overlapped = options.is_overlapped_with(specs) and not callable(options.compress)
         self._follows_order = follows_order
         self._agreed_places: dict[str, int] = {}  # of parameters in the order of readiness, by name
         self._first_tag = first_tag
@@ -233,7 +224,7 @@ class Reducer:
         self._agreement = Agreement(backend) if has_both and backend.world_size > 1 else None
         # Gradients on the CPU and on GPUs become ready on different threads.
         self._lock = threading.RLock()
-        self._counter = averaging.counter(backend.rank)
+        self._counter = self.averaging.counter(backend.rank)
         self._gradients = NoGradients()
         self.lay_out(specs)
 
