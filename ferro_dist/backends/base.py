@@ -224,7 +224,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Uninitialized array in the memory that suits this backend best."""
+        """As `ferro_dist.empty`."""
 
     @abc.abstractmethod
     def split(self, members: Sequence[int], timeout: float | None = None) -> Self | None:

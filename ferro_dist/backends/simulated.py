@@ -23,10 +23,10 @@ LOOK_S = 0.01
 class SimulatedBackend(EngineBackend):
     """One rank of a group whose ranks are threads of this process.
 
-    It runs on the engine of `HostBackend`, with the same algorithms, checks and errors, over memory
-    that the threads share anyway. Each rank needs a thread of its own; one thread cannot play two
-    ranks, as each would wait for the other. Ctrl-C interrupts only the main thread, as Python has
-    it: others that wait in vain do so until `timeout`.
+    `create_group` makes all of them. They run on the engine of `HostBackend`, with the same
+    algorithms, checks and errors, over memory that the threads share anyway. Each rank needs a
+    thread of its own: two in one thread would wait for each other. In Python, Ctrl-C interrupts
+    only the main thread: ranks in others that wait in vain do so until `timeout`.
     """
 
     name = "simulated"

@@ -55,6 +55,11 @@ class PowerSGD:
     rank : int, default 4
         Columns of the factors. More columns are more exact, but more to send.
 
+    Raises
+    ------
+    TypeError, ValueError
+        `rank` is not an integer of at least 1.
+
     Notes
     -----
     Gradients of real floats with two or more dimensions are compressed if less than half of the
