@@ -218,7 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _survey(self) -> _Survey:
         """Ask all ranks for their state: what one of them must do, or refuses, all do."""
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in self._parameters()]
         is_reduced = self._reduced is not None
         survey = _Survey(
             reduced=is_reduced,
@@ -253,7 +253,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)
         if scale is None:
             return
-        for p in (p for group in self.param_groups for p in group["params"]):
+        for p in self._parameters():
             if p.grad is not None:
                 p.grad.div_(scale.to(p.grad.device))
 
@@ -325,8 +325,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         states = gather_states(self._own_states(), self._backend, root, self._device(), self._tag)
         self._consolidated = None
         if states is not None:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            joined = join_states(states, parameters)
+            joined = join_states(states, self._parameters())
             self._consolidated = {**super().state_dict(), "state": joined}
 
     def state_dict(self) -> dict[str, Any]:
@@ -411,7 +410,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return shards
 
     def _reduce_gradients(self) -> None:
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in self._parameters()]
         for shard in self._shards:
             if self._op is None:
                 shard.take_gradients()
@@ -420,7 +419,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reduced = [(grad, -1 if grad is None else grad._version) for grad in gradients]
 
     def _are_as_reduced(self) -> bool:
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in self._parameters()]
         assert self._reduced is not None
         return all(
             grad is before and (grad is None or grad._version == version)
@@ -451,9 +450,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if elements in self._inner.state
         }
 
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _parameter_numbers(self) -> dict[int, int]:
-        parameters = (p for group in self.param_groups for p in group["params"])
-        return {id(p): number for number, p in enumerate(parameters)}
+        return {id(p): number for number, p in enumerate(self._parameters())}
 
     def _inner_numbers(self) -> dict[int, int]:
         elements = (e for group in self._inner.param_groups for e in group["params"])
