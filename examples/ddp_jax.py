@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 import ferro_dist as fd
 
-SHARE = 32  # images of each rank in a batch: always as many, so that the step is compiled once
+SHARE = 32  # images of each rank in every batch; one size, so that the step is compiled once
 LEARNING_RATE = 0.2
 TEST_IMAGES = 360
 

@@ -2,8 +2,8 @@
 
     ferrorun -n 2 examples/ddp_torch.py
 
-Needs torch and scikit-learn. Only the three lines with `fd.` in them differ from training in
-one process.
+Needs torch and scikit-learn. The model and its training are those of one process, but for the three
+lines with `fd.` in them; each rank takes its share of the rows, and rank 0 reports.
 """
 
 from __future__ import annotations
