@@ -498,6 +498,10 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         return min(participation.present)
 
 
+# help() shows the arguments of `__new__`, which passes on any.
+DDP.__new__.__wrapped__ = DDP.__init__  # type: ignore[attr-defined]
+
+
 def _kind_of(module: object) -> type[DDP[Any]]:
     """Return the kind for a module, going by the base classes of its type."""
     # Integrations by name: code that knows a framework is a layer above this package, and is

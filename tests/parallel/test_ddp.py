@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from types import MappingProxyType
@@ -361,6 +362,10 @@ def test_an_absent_gradient_without_a_place_for_the_average_is_refused(on_ranks:
 
 
 # Parameters
+
+
+def test_the_signature_names_the_keywords() -> None:
+    assert {"bucket_mb", "average", "compress"} <= inspect.signature(fd.DDP).parameters.keys()
 
 
 @pytest.mark.parametrize("root", [0, 2])
