@@ -489,18 +489,10 @@ class Pipeline(Generic[ModuleT]):
         context, program = self._connected().context, self._program(call)
         run = StepRun(context, program, ends, RunId(self._num_runs, call))
         self._num_runs += 1
+        options = self._options
         failure: BaseException | None = None
-        loss = 0.0
         try:
-            try:
-                prepare()
-                run.execute()
-                loss = ends.finish()
-            except BaseException as error:
-                failure = error
-                with telling(self._interrupt):
-                    run.abandon(error)
-            options = self._options
+            loss, failure = self._attempt(run, ends, prepare)
             loss = share_outcome(
                 options.backend, options.replicas, failure, run.where, loss, options.is_averaged
             )
@@ -516,6 +508,19 @@ class Pipeline(Generic[ModuleT]):
         if call == "step":
             self._last_step = run.measurements
         return loss
+
+    def _attempt(
+        self, run: StepRun, ends: Ends, prepare: Callable[[], None]
+    ) -> tuple[float, BaseException | None]:
+        """Do this rank's part; return its part of the loss, and what went wrong here."""
+        try:
+            prepare()
+            run.execute()
+            return ends.finish(), None
+        except BaseException as error:
+            with telling(self._interrupt):
+                run.abandon(error)
+            return 0.0, error
 
     def _meet(self, call: str) -> None:
         """Raise on all ranks if one that this rank has messages for makes another call."""

@@ -106,13 +106,7 @@ def _problem(
     latency: float | Iterable[float],
     memory: float | Iterable[float] | None,
 ) -> Problem:
-    if not isinstance(placement, Iterable):
-        raise TypeError(
-            f"placement must give the rank of each stage, as [0, 1], not {placement!r}."
-        )
-    ranks = [check_count("a rank of placement", rank, least=0) for rank in placement]
-    if not ranks or set(ranks) != set(range(max(ranks) + 1)):
-        raise ValueError(f"placement must give stages to every rank from 0 up, not {placement!r}.")
+    ranks = _checked_placement(placement)
     num_ranks = max(ranks) + 1
     if memory is None:
         weights = [1 / ranks.count(rank) for rank in ranks]
@@ -135,6 +129,17 @@ def _problem(
         weights=weights,
         capacity=[_capacity(rank, cap, shares[rank]) for rank, cap in enumerate(caps)],
     )
+
+
+def _checked_placement(placement: Sequence[int]) -> list[int]:
+    if not isinstance(placement, Iterable):
+        raise TypeError(
+            f"placement must give the rank of each stage, as [0, 1], not {placement!r}."
+        )
+    ranks = [check_count("a rank of placement", rank, least=0) for rank in placement]
+    if not ranks or set(ranks) != set(range(max(ranks) + 1)):
+        raise ValueError(f"placement must give stages to every rank from 0 up, not {placement!r}.")
+    return ranks
 
 
 def _capacity(rank: int, cap: float, one_microbatch: float) -> float:
