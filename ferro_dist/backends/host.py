@@ -82,14 +82,17 @@ class HostBackend(EngineBackend):
             addr,
             token=token,
             timeout=timeout,
-            shared_memory=self._shares_memory,
-            create_segment=create_segment,
+            create_segment=self._create_segment,
             listener=listener,
             group=group,
             epoch=epoch,
             check=self._read_settings,
             adopt=lambda wiring: self._adopt(wiring, timeout),
         )
+
+    @property
+    def _create_segment(self) -> CreateSegment | None:
+        return create_segment if self._shares_memory else None
 
     def _read_settings(self) -> None:
         self._peer_reads = peer_reads()
@@ -154,8 +157,7 @@ class HostBackend(EngineBackend):
                     len(chosen),
                     token=self._wiring.token,
                     timeout=deadline.remaining_s,
-                    shared_memory=self._shares_memory,
-                    create_segment=create_segment,
+                    create_segment=self._create_segment,
                     addresses=[self._wiring.addresses[member] for member in chosen],
                     adopt=self._adopt_another,
                 )
@@ -174,10 +176,9 @@ class HostBackend(EngineBackend):
         survivors, group = rendezvous.connect_survivors(
             self._communicator,
             self._wiring,
-            create_segment=create_segment,
+            create_segment=self._create_segment,
             adopt=self._adopt_another,
             timeout=seconds,
-            shared_memory=self._shares_memory,
         )
         return self._succeeded_by(group, survivors)
 

@@ -61,11 +61,10 @@ def connect(
     world_size: int,
     addr: str | None,
     *,
-    create_segment: CreateSegment,
+    create_segment: CreateSegment | None,
     adopt: Callable[[Wiring], Group],
     token: bytes | str | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
-    shared_memory: bool = True,
     listener: socket.socket | None = None,
     group: str = "world",
     epoch: str = "",
@@ -80,9 +79,9 @@ def connect(
     addr : str or None
         Where rank 0 listens: ``"host:port"``, ``"unix:@name"`` (one host), or several
         separated by commas. None if there is only one rank.
-    create_segment : callable
-        Makes shared memory for so many ranks and returns its descriptor. Called on
-        the lowest rank of each host that has several.
+    create_segment : callable or None
+        Makes shared memory for so many ranks and returns its descriptor. Called on the lowest rank
+        of each host that has several. None: sockets, even between ranks of one host.
     adopt : callable
         Makes the group from the wiring, as soon as this rank is connected and before it is known
         that all are: from then on the group notices ranks that die. It is closed if an error
@@ -92,8 +91,6 @@ def connect(
         ``FERRO_DIST_TOKEN_FD``, else, on this machine alone, a file of this user.
     timeout : float, optional
         Seconds from here until all ranks are connected.
-    shared_memory : bool, optional
-        False: sockets, even between ranks of one host.
     listener : socket, optional
         On rank 0: a socket that listens at `addr` already. It is closed in every case.
     group, epoch : str, optional
@@ -136,7 +133,7 @@ def connect(
         loop = EventLoop()
         stack.callback(loop.close)
         exchange = entrance.open(loop, claim)
-        return wire(exchange, entrance.token, create_segment, shared_memory, entrance, adopt)
+        return wire(exchange, entrance.token, create_segment, entrance, adopt)
 
 
 def _check_is_socket(listener: object) -> None:
@@ -154,12 +151,11 @@ def connect_through(
     rank: int,
     world_size: int,
     *,
-    create_segment: CreateSegment,
+    create_segment: CreateSegment | None,
     adopt: Callable[[Wiring], Group],
     token: bytes,
     timeout: float,
     addresses: Sequence[str],
-    shared_memory: bool = True,
 ) -> Group:
     """Connect the ranks of a group by means of an existing group.
 
@@ -173,7 +169,7 @@ def connect_through(
         Of the new group.
     token, addresses
         The parent's ``Wiring.token``, and of its ``Wiring.addresses`` those of the new group.
-    create_segment, adopt, timeout, shared_memory
+    create_segment, adopt, timeout
         As for `connect`.
 
     Raises
@@ -185,8 +181,7 @@ def connect_through(
         return adopt(world_of_one())
     with system_errors(rank), contextlib.closing(EventLoop()) as loop:
         exchange = ParentExchange(loop, all_gather, rank, world_size, Deadline(timeout))
-        place = KnownPlace(addresses)
-        return wire(exchange, token, create_segment, shared_memory, place, adopt)
+        return wire(exchange, token, create_segment, KnownPlace(addresses), adopt)
 
 
 @contextlib.contextmanager

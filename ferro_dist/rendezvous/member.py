@@ -83,7 +83,7 @@ class Member:
             cores=f"{affinity_mask():x}",
             cgroup=limit.cgroup[:256],
             millicores=limit.millicores,
-            shared_memory=bool(shared_memory),
+            shared_memory=shared_memory,
             socket=os.urandom(16).hex(),
             nonce=os.urandom(16).hex(),
         )

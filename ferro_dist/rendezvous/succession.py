@@ -111,10 +111,9 @@ def connect_survivors(
     predecessor: Predecessor,
     parent: Wiring,
     *,
-    create_segment: CreateSegment,
+    create_segment: CreateSegment | None,
     adopt: Callable[[Wiring], Group],
     timeout: float,
-    shared_memory: bool = True,
 ) -> tuple[tuple[int, ...], Group]:
     """Connect those ranks of a group that go on; called by each of them.
 
@@ -123,7 +122,7 @@ def connect_survivors(
     predecessor : Predecessor
     parent : Wiring
         The old group's.
-    create_segment, adopt, shared_memory
+    create_segment, adopt
         As for `connect`. `adopt` is called again if members are lost meanwhile.
     timeout : float
         Seconds within which the members are connected; after half, silent ranks are left out.
@@ -148,9 +147,8 @@ def connect_survivors(
         return (0,), adopt(world_of_one())
     try:
         with system_errors(parent.rank):
-            return _Succession(
-                predecessor, parent, create_segment, adopt, shared_memory, check_timeout(timeout)
-            ).run()
+            seconds = check_timeout(timeout)
+            return _Succession(predecessor, parent, create_segment, adopt, seconds).run()
     except DistributedError as error:
         error.op, error.rank = "shrink", parent.rank
         raise
@@ -163,9 +161,8 @@ class _Succession(Generic[Group]):
         self,
         predecessor: Predecessor,
         parent: Wiring,
-        create_segment: CreateSegment,
+        create_segment: CreateSegment | None,
         adopt: Callable[[Wiring], Group],
-        shared_memory: bool,
         timeout: float,
     ) -> None:
         self._predecessor = predecessor
@@ -173,7 +170,6 @@ class _Succession(Generic[Group]):
         self._rank = parent.rank
         self._create_segment = create_segment
         self._adopt = adopt
-        self._shared_memory = shared_memory
         self._deadline = Deadline(timeout)
         self._started_at = time.monotonic()
         self._group = group_digest("succession", parent.identity.hex())
@@ -204,15 +200,8 @@ class _Succession(Generic[Group]):
                     raise self._timeout([members[rank] for rank in error.missing]) from error
 
     def _wire(self, exchange: Exchange, members: tuple[int, ...]) -> Group:
-        addresses = [self._parent.addresses[member] for member in members]
-        return wire(
-            exchange,
-            self._parent.token,
-            self._create_segment,
-            self._shared_memory,
-            KnownPlace(addresses),
-            self._adopt,
-        )
+        place = KnownPlace([self._parent.addresses[member] for member in members])
+        return wire(exchange, self._parent.token, self._create_segment, place, self._adopt)
 
     def _begin_again(self, error: PeerLostError, members: tuple[int, ...]) -> None:
         if error.peer is None or members[error.peer] == self._rank:

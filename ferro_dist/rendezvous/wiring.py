@@ -114,14 +114,13 @@ class Wiring:
 def wire(
     exchange: Exchange,
     token: bytes,
-    create_segment: CreateSegment,
-    shared_memory: bool,
+    create_segment: CreateSegment | None,
     place: Place,
     adopt: Callable[[Wiring], Group],
 ) -> Group:
     """Connect this rank to all others and return what `adopt` makes; on failure, tell them why."""
     try:
-        return _Wirer(exchange, token, create_segment, place).wire(shared_memory, adopt)
+        return _Wirer(exchange, token, create_segment, place).wire(adopt)
     except ProtocolError as error:
         failure = Io(f"rendezvous: another rank sent {error}", op="init", rank=exchange.rank)
         exchange.fail(failure)
@@ -135,7 +134,7 @@ class _Wirer:
     """The steps on one rank."""
 
     def __init__(
-        self, exchange: Exchange, token: bytes, create_segment: CreateSegment, place: Place
+        self, exchange: Exchange, token: bytes, create_segment: CreateSegment | None, place: Place
     ) -> None:
         self._exchange = exchange
         self._loop = exchange.loop
@@ -146,8 +145,8 @@ class _Wirer:
         self._members: list[Member] = []
         self._group = b""
 
-    def wire(self, shared_memory: bool, adopt: Callable[[Wiring], Group]) -> Group:
-        own = Member.own(shared_memory, self._place)
+    def wire(self, adopt: Callable[[Wiring], Group]) -> Group:
+        own = Member.own(self._create_segment is not None, self._place)
         # Listen before anybody can know the name.
         with listen(Target(socket.AF_UNIX, own.socket_name)) as server:
             parts = self._exchange.all_gather(own.encode())
@@ -173,6 +172,7 @@ class _Wirer:
     def _connect(self, wiring: Wiring, server: socket.socket) -> None:
         leader, *others = wiring.local_ranks
         if others and leader == self._rank:
+            assert self._create_segment is not None
             wiring.segment_fd = _checked_fd(self._create_segment(len(wiring.local_ranks)))
         with contextlib.ExitStack() as stack:
             listener = None
@@ -190,8 +190,9 @@ class _Wirer:
         if len(set(wanted)) > 1:
             other = wanted.index(not wanted[0])
             raise CollectiveMismatch(
-                f"rendezvous: rank 0 was started with shared_memory={wanted[0]}, rank {other} "
-                f"with shared_memory={wanted[other]}",
+                f"rendezvous: rank {wanted.index(True)} shares memory with others on its host, "
+                f"rank {wanted.index(False)} does not: make the same kind of "
+                "group on all ranks, HostBackend or TcpBackend",
                 op="init",
                 rank=self._rank,
                 peer=other,

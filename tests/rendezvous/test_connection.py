@@ -199,7 +199,7 @@ def test_ranks_of_a_host_share_one_segment(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_without_shared_memory_every_pair_has_two_sockets(size: int) -> None:
-    wirings = join_all(size, shared_memory=False)
+    wirings = join_all(size, create_segment=None)
     with closing(wirings):
         for wiring in wirings:
             assert wiring.segment_fd is None
@@ -245,17 +245,17 @@ def test_over_ipv6() -> None:
 
     def body(rank: int) -> Wiring:
         own = listener if rank == 0 else None
-        return join(rank, 2, addr, listener=own, shared_memory=False)
+        return join(rank, 2, addr, listener=own, create_segment=None)
 
     with closing(wirings := run_threads(2, body)):
         assert wirings[0].addresses == ("::1", "::1")
         check_sockets(wirings)
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_over_a_unix_socket(shared_memory: bool) -> None:
+@pytest.mark.parametrize("create_segment", [make_segment, None])
+def test_over_a_unix_socket(create_segment: Any) -> None:
     addr = unix_addr()
-    body = lambda rank: join(rank, 3, addr, shared_memory=shared_memory)  # noqa: E731
+    body = lambda rank: join(rank, 3, addr, create_segment=create_segment)  # noqa: E731
     with closing(wirings := run_threads(3, body)):
         check_sockets(wirings)
 
@@ -317,7 +317,7 @@ def test_nothing_listens_afterwards() -> None:
 
     def body(rank: int) -> Wiring:
         own = listener if rank == 0 else None
-        return join(rank, 2, addr, listener=own, shared_memory=False)
+        return join(rank, 2, addr, listener=own, create_segment=None)
 
     with closing(run_threads(2, body)):
         host, _, port = addr.rpartition(":")
@@ -614,9 +614,11 @@ def test_shared_memory_wanted_by_some_only() -> None:
 
     def body(rank: int) -> Wiring:
         own = listener if rank == 0 else None
-        return join(rank, 3, addr, shared_memory=rank != 2, listener=own)
+        create_segment = None if rank == 2 else make_segment
+        return join(rank, 3, addr, create_segment=create_segment, listener=own)
 
-    assert_all(run_threads(3, body), CollectiveMismatch, "rank 2", "shared_memory=False")
+    told = "rank 0 shares memory with others on its host, rank 2 does not"
+    assert_all(run_threads(3, body), CollectiveMismatch, told)
 
 
 def failing_segment(_: int) -> int:
@@ -703,7 +705,7 @@ def test_too_few_descriptors_are_told() -> None:
 
     def body(rank: int) -> Wiring:
         own = listener if rank == 0 else None
-        return join(rank, 4, addr, shared_memory=False, listener=own, timeout=SHORT_S)
+        return join(rank, 4, addr, create_segment=None, listener=own, timeout=SHORT_S)
 
     taken = set(live_fds())
     free = [fd for fd in range(len(taken) + 20) if fd not in taken]
@@ -794,7 +796,7 @@ def test_strangers_disturb_nobody() -> None:
 
     def body(rank: int) -> Wiring:
         own = listener if rank == 0 else None
-        return join(rank, 4, addr, listener=own, shared_memory=False)
+        return join(rank, 4, addr, listener=own, create_segment=None)
 
     try:
         with closing(wirings := run_threads(4, body)):
@@ -1014,9 +1016,9 @@ def split(parent: Parent, rank: int, **options: Any) -> Wiring:
     return wiring
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_group_made_through_another(shared_memory: bool) -> None:
-    with closing(wirings := start_group(3, True, shared_memory=shared_memory)):
+@pytest.mark.parametrize("create_segment", [make_segment, None])
+def test_a_group_made_through_another(create_segment: Any) -> None:
+    with closing(wirings := start_group(3, True, create_segment=create_segment)):
         assert len({wiring.segment_fd is None for wiring in wirings}) == 1
         check_sockets(wirings)
 
@@ -1027,7 +1029,7 @@ def test_a_timeout_through_another_group_names_the_missing() -> None:
     def body(rank: int) -> Wiring:
         # They are both there, but neither lets the other in.
         token = (b"one secret", b"another")[rank]
-        return split(parent, rank, token=token, shared_memory=False, timeout=SHORT_S)
+        return split(parent, rank, token=token, create_segment=None, timeout=SHORT_S)
 
     outcomes = run_threads(2, body)
     assert_all(outcomes, Timeout, "did not come within")
