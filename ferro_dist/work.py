@@ -40,7 +40,13 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def is_completed(self) -> bool:
-        """Whether the call has ended, with success or an error. Never blocks."""
+        """Whether the call has ended, with success or an error. Never blocks.
+
+        Raises
+        ------
+        LockPoisoned
+            Asked in a forked child about a call that had not ended before the fork.
+        """
 
     @abc.abstractmethod
     def result(self, timeout: float | None = None) -> Any:

@@ -223,8 +223,7 @@ cdef class HostWork:
 
     def wait(self, timeout=None):
         cdef double seconds = UNLIMITED if timeout is None else arguments.check_patience(timeout)
-        if self._communicator._num_forks != num_forks:
-            self._communicator._refuse()
+        self._communicator._check_own()
         ferro.wait(self._communicator._engine, self._task, seconds)
         self._views = None
         self._communicator._in_flight.discard(self)
@@ -235,7 +234,10 @@ cdef class HostWork:
             raise
 
     def is_completed(self):
-        return self._task.get().is_done()
+        if self._task.get().is_done():
+            return True
+        self._communicator._check_own()  # a forked child would ask for ever
+        return False
 
     def result(self, timeout=None):
         self.wait(timeout)

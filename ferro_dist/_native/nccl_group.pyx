@@ -88,6 +88,7 @@ cdef class NcclWork:
         cdef bint done = False
         if self._group._communicator._first_error is not None:
             return True
+        check_usable(self._group._communicator)  # a forked child cannot ask CUDA
         with Noting(self._group._communicator), nogil:
             done = self._group._lane.get().is_done(self._ticket)
         return done

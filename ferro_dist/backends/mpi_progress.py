@@ -162,13 +162,7 @@ class Progress:
 
     def check_usable(self, op: str) -> None:
         """Raise what every call on an unusable group raises."""
-        if os.getpid() != self._pid:
-            raise LockPoisoned(
-                "This group belongs to the parent process: a forked child cannot use it. "
-                "Start the child with the spawn method, and make a group there.",
-                op=op,
-                rank=self.rank,
-            )
+        self.check_own(op)
         if self.first_error is not None:
             raise LockPoisoned(
                 f"{op}: the group ended with an earlier error: {self.first_error} "
@@ -176,6 +170,16 @@ class Progress:
                 op=op,
                 rank=self.rank,
             ) from self.first_error
+
+    def check_own(self, op: str) -> None:
+        """Refuse to touch MPI in a forked child."""
+        if os.getpid() != self._pid:
+            raise LockPoisoned(
+                "This group belongs to the parent process: a forked child cannot use it. "
+                "Start the child with the spawn method, and make a group there.",
+                op=op,
+                rank=self.rank,
+            )
 
     def advance(self) -> None:
         """Do one step of every lane's first call."""
@@ -274,12 +278,14 @@ class MpiWork(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         patience = None if timeout is None else check_patience(timeout)
+        self._progress.check_own(self.op)
         if not self._progress.wait(self._lane, self._call, patience):
             raise _still_running(self._call, self._progress.rank, patience or 0.0)
         self._call.value()
 
     def is_completed(self) -> bool:
         if not self._call.is_done:
+            self._progress.check_own(self.op)
             self._progress.advance()
         return self._call.is_done
 

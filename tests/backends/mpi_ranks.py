@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,16 +152,25 @@ def ranks_share_the_cores_of_their_own_host(group: Group) -> None:
 
 
 def a_forked_child_is_refused(group: Group) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
-            fd.allreduce(np.ones(1), group)
-        except LockPoisoned as error:
-            os._exit(0 if "forked" in str(error) else 2)
-        except BaseException:
-            os._exit(1)
-        os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    work = fd.allreduce(np.ones(1), group, async_op=True)
+    calls = [lambda: fd.allreduce(np.ones(1), group), work.wait, work.is_completed]
+    # Work that is done before the fork may be queried; a group of one is done at once.
+    for call in calls[: 2 if work.is_completed() else 3]:
+        child = os.fork()
+        if child == 0:
+            os._exit(exit_code_of_refused(call))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert work.result() == group.world_size
+
+
+def exit_code_of_refused(call: Callable[[], Any]) -> int:
+    try:
+        call()
+    except LockPoisoned as error:
+        return 0 if "forked" in str(error) else 2
+    except BaseException:
+        return 1
+    return 3
 
 
 def groups_that_were_left_are_freed(group: Group) -> None:

@@ -55,6 +55,8 @@ def check_refused(call: Callable[[], Any]) -> None:
 
 def use_in_child(backend: fd.Backend) -> None:
     work = fd.recv(np.empty(3), backend, 1 - backend.rank, async_op=True)
+    done = fd.barrier(backend, async_op=True)
+    done.wait()
     symmetric = fd.empty(100, "float64", backend)
 
     def child() -> None:
@@ -68,7 +70,8 @@ def use_in_child(backend: fd.Backend) -> None:
         check_refused(lambda: fd.empty(3, "float32", backend))
         check_refused(lambda: backend.split([0]))
         check_refused(backend.shrink)
-        assert not work.is_completed()
+        check_refused(work.is_completed)
+        assert done.is_completed()
         assert symmetric.shape == (100,)
         backend.close()
         backend.close()

@@ -267,13 +267,16 @@ def fork_and_call(rank: int, world_size: int, addr: str, kind: str) -> int:
     gpu = emulated_gpu()
     with connect(kind, rank, world_size, addr) as group:
         x = gpu.array(np.ones(4))
-        fd.allreduce(x, group)
+        work = fd.allreduce(x, group, async_op=True)
         getattr(group, "nccl", group).synchronize()
+        # A result's memory would be refused by CUDA first.
+        calls = (lambda: fd.allreduce(x, group, out=x), work.wait, work.is_completed)
         child = os.fork()
         if child == 0:
             try:
-                fd.allreduce(x, group, out=x)  # a result's memory would be refused by CUDA first
-            except LockPoisoned:
+                for call in calls:
+                    with pytest.raises(LockPoisoned):
+                        call()
                 group.close()  # as the end of a ``with`` block would
                 os._exit(7)
             finally:
