@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "ferro/error.hpp"
 #include "ferro/types.hpp"
@@ -51,9 +53,19 @@ class Channel {
   // group's memory. Nothing but the destructor is called afterwards.
   virtual void close() noexcept {}
 
+  // After close(): throws away what has arrived. True if there was something, and something sent to the
+  // peer has yet to be delivered.
+  virtual bool discard_unread() noexcept { return false; }
+
   // A descriptor to poll when nothing moves, or -1 for shared memory.
   virtual int poll_fd() const noexcept { return -1; }
 };
+
+// For channels that are closed and about to be destroyed: throws away what has arrived, and what the peers'
+// kernels send once there is room for it. It would reach a closed socket, which resets the connection, and
+// what has not been delivered is lost with it. Waits for kernels, not for peers to read, and only if
+// something was unread; for all channels together.
+void discard_rest(const std::vector<std::unique_ptr<Channel>>& channels) noexcept;
 
 }  // namespace ferro
 

@@ -41,6 +41,11 @@ Messenger::Messenger(std::shared_ptr<Transport> transport, std::vector<std::uniq
   if (event_fd_.get() < 0) throw_errno("eventfd");
 }
 
+Messenger::~Messenger() {
+  close();
+  discard_rest(channels_);
+}
+
 void Messenger::post(Batch& batch) {
   try {
     for (Message& message : batch.messages_) {

@@ -55,6 +55,8 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   // one of this host, null where no peer shares it.
   Messenger(std::shared_ptr<Transport> transport, std::vector<std::unique_ptr<Channel>> channels,
             std::shared_ptr<Segment> segment, int index, SpinPolicy spin);
+  // Closes the channels if that has not been done.
+  ~Messenger();
 
   // Held by whoever calls what follows, except for news() and notify(). Whoever waits for it need not
   // keep the messenger.

@@ -38,8 +38,10 @@ TcpChannel::TcpChannel(int peer, int fd, std::shared_ptr<TcpMesh> mesh)
 
 TcpChannel::~TcpChannel() {
   close();
-  stream_.discard_rest();
+  stream_.discard_unread();
 }
+
+bool TcpChannel::discard_unread() noexcept { return stream_.discard_unread() && stream_.has_undelivered(); }
 
 void TcpChannel::close() noexcept {
   if (has_said_goodbye_) return;

@@ -28,6 +28,7 @@ class TcpChannel final : public Channel {
   bool try_recv(Message& message) override;
   // Says goodbye. Idempotent.
   void close() noexcept override;
+  bool discard_unread() noexcept override;
   int poll_fd() const noexcept override { return stream_.fd(); }
 
  private:

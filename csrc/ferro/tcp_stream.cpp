@@ -9,13 +9,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <iterator>
 #include <string>
 #include <vector>
-
-#include "ferro/clock.hpp"
 
 namespace ferro {
 namespace {
@@ -217,16 +214,6 @@ bool TcpStream::discard_unread() noexcept {
     remember_tail(scratch, static_cast<std::size_t>(nbytes));
   }
   return true;
-}
-
-void TcpStream::discard_rest() noexcept {
-  constexpr int kQuietMs = 20;  // the peer's kernel has sent what it had: a few round trips
-  constexpr std::chrono::milliseconds kLongest{200};
-  const Clock::time_point deadline = Clock::now() + kLongest;
-  while (discard_unread() && has_undelivered() && Clock::now() < deadline) {
-    pollfd entry{fd_.get(), POLLIN, 0};
-    poll(&entry, 1, kQuietMs);
-  }
 }
 
 }  // namespace ferro

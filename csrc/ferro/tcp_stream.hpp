@@ -75,10 +75,6 @@ class TcpStream {
   // resets the connection, and a reset may overtake our last words.
   // False if there was nothing.
   bool discard_unread() noexcept;
-  // The same for a stream that is shut down, and for what the peer's kernel sends once there is room for it.
-  // It would reach a closed socket, which resets the connection, and what has not been delivered is lost with
-  // it. Waits for kernels, not for the peer to read, and only if something was unread.
-  void discard_rest() noexcept;
 
  private:
   Moved receive_directly(void* data, std::size_t nbytes);

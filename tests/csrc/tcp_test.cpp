@@ -709,17 +709,25 @@ void messages_arrive_in_order() {
   sender.join();
 }
 
-// Both ends have sent more than the other's kernel takes while it reads nothing. One leaves.
+// All ends have sent more than the other's kernel takes while it reads nothing. One rank leaves.
 void what_was_sent_outlives_a_sender_that_has_not_read() {
-  const auto [first, second] = connected_sockets();
-  auto leaves = std::make_unique<TcpChannel>(1, first);
-  TcpChannel stays(0, second);
+  std::vector<std::unique_ptr<Channel>> leaves(1), stay;  // the first place is the rank's own
   Values unread = values(2, 500000), sent = values(3, 250000), got(sent.size());
-  complete(stays, message_of(true, unread));
-  complete(*leaves, message_of(true, sent));
-  leaves.reset();
-  complete(stays, message_of(false, got));
-  expect(got == sent, "what was sent before the sender left");
+  for (int peer = 1; peer <= 8; ++peer) {
+    const auto [first, second] = connected_sockets();
+    leaves.push_back(std::make_unique<TcpChannel>(peer, first));
+    stay.push_back(std::make_unique<TcpChannel>(0, second));
+    complete(*stay.back(), message_of(true, unread));
+    complete(*leaves.back(), message_of(true, sent));
+  }
+  for (const auto& channel : leaves)
+    if (channel != nullptr) channel->close();
+  discard_rest(leaves);
+  leaves.clear();
+  for (const auto& channel : stay) {
+    complete(*channel, message_of(false, got));
+    expect(got == sent, "what was sent before the sender left");
+  }
 }
 
 void messages_that_do_not_fit_are_dropped_whole() {
