@@ -53,8 +53,9 @@ FAREWELL_S = 0.3
 LATECOMERS_S = 0.4
 # A rank whose time is up waits this long for rank 0 to say who was missing.
 VERDICT_S = 0.5
-# How often ranks that wait for sockets hear from each other through the parent group.
-ROUND_S = 0.05
+# How often ranks that wait for sockets hear from each other through the parent group: that is
+# also how they learn that one has died.
+ROUND_S = 0.015
 # What remains of the timeout for telling the others that it is over.
 VERDICT_FRACTION = 0.1
 # A restarted rank 0 may find its predecessor's listener, with another token, for a moment.
