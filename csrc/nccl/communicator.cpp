@@ -220,6 +220,8 @@ void Communicator::complete(ncclResult_t result, const char* function, Patience&
   if (handle() == nullptr) throw error_of(function, result, nullptr);  // refused before it began
   try {
     Turn turn(*this, function, patience);
+    // The exit ends it from here on. No sooner: the watchdog would find the error that this call is to tell.
+    Watchdog::instance().watch(shared_from_this());
     turn.settle(begun(result));
     turn.settle(ncclCommUserRank(handle(), &rank_));
     turn.settle(ncclCommCount(handle(), &world_size_));
@@ -228,7 +230,6 @@ void Communicator::complete(ncclResult_t result, const char* function, Patience&
     Reaper::instance().end(shared_from_this());
     throw;
   }
-  Watchdog::instance().watch(shared_from_this());
 }
 
 void Communicator::adopt_newborn() noexcept {

@@ -16,6 +16,7 @@ from ferro_dist._native.libnccl cimport (
     Native, ncclCommMemStat_t, ncclResult_t, ncclStatGpuMemPersist, ncclStatGpuMemSuspend,
     ncclStatGpuMemSuspended, ncclStatGpuMemTotal, ncclSuccess, Patience,
 )
+from ferro_dist._native.nccl_error cimport begin_exit
 from ferro_dist._native.nccl_library cimport result_name
 from ferro_dist._native.nccl_operation cimport Member
 from ferro_dist._native.nccl_patience cimport patience_of
@@ -268,6 +269,7 @@ cdef class Noting:
 
 def _shut_down():
     """End what is left, while the interpreter and CUDA are still whole."""
+    begin_exit()
     with nogil:
         libnccl.shut_down(EXIT_GRACE)
 

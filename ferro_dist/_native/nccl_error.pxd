@@ -1,3 +1,6 @@
 # For `except +raise_nccl`: turns the error of csrc/nccl into Python's.
 
 cdef int raise_nccl() except -1
+
+# From here on, errors of threads that the interpreter does not wait for are held back: nobody reads them.
+cdef void begin_exit() noexcept

@@ -34,8 +34,17 @@ cdef dict OPS = {
 cdef extern from "Python.h":
     void* PyErr_Occurred() noexcept
 
+cdef extern from "interpreter_lock.hpp" namespace "ferro::python":
+    void begin_interpreter_exit "ferro::python::InterpreterExit::begin"() noexcept
+    void wait_at_exit() noexcept
+
+
+cdef void begin_exit() noexcept:
+    begin_interpreter_exit()
+
 
 cdef int raise_nccl() except -1:
+    wait_at_exit()
     if PyErr_Occurred() != NULL:
         return -1  # raised by a signal handler while the call waited
     cdef Error error = current_error()

@@ -4,12 +4,8 @@
 #define FERRO_PYTHON_CALL_HPP
 
 #include <Python.h>
-#include <pthread.h>
 
-#include <atomic>
-#include <chrono>
 #include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -18,29 +14,6 @@
 #include "interpreter_lock.hpp"
 
 namespace ferro::python {
-
-// The end of the interpreter. Daemon threads that wait in the engine are woken by then,
-// since their groups are closed. But a thread that then returns to Python is ended by it:
-// before Python 3.14 by unwinding its stack, and frames of other libraries (torch's) that
-// forbid unwinding end the whole process. So such threads wait for the process to end first.
-// Not for ever: an exit handler may be waiting for them in turn.
-class InterpreterExit {
- public:
-  // Called by the thread that runs the exit handlers.
-  static void begin() noexcept {
-    thread = pthread_self();
-    is_near.store(true, std::memory_order_release);
-  }
-  static bool concerns_this_thread() noexcept {
-    return is_near.load(std::memory_order_acquire) && pthread_equal(thread, pthread_self()) == 0;
-  }
-  static void wait() noexcept { std::this_thread::sleep_for(kPatience); }
-
- private:
-  static constexpr std::chrono::seconds kPatience{5};
-  static inline std::atomic<bool> is_near{false};
-  static inline pthread_t thread;  // written before is_near
-};
 
 // Letting go of the lock and taking it back costs as much as a small collective,
 // so it is left to the engine to ask for it. The destructor takes the lock back,

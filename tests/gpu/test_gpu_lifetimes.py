@@ -377,14 +377,15 @@ STAGES = {
     "fd.allreduce(x, group)",
     "another_thread_waits": "gpu.set_faults('point=allreduce,act=hang'); group = connect(); "
     "fd.allreduce(x, group); "
-    "threading.Thread(target=wait_for, args=(group,), daemon=True).start()",
+    "threading.Thread(target=group.synchronize, daemon=True).start()",
     "registrations_dropped": "group = connect(); "
     "[group.comm.register(gpu.empty(4)) for _ in range(100)]",
     "exception": "group = connect(); fd.allreduce(x, group); raise SystemExit(0)",
 }
 
 PREAMBLE = """
-import contextlib
+import atexit
+import sys
 import threading
 import numpy as np
 import ferro_dist as fd
@@ -392,9 +393,6 @@ from ferro_dist.testing import emulated_gpu
 gpu = emulated_gpu(delay_us=500)
 def connect():
     return fd.NcclBackend(0, 1, fd.get_unique_id(), timeout=30)
-def wait_for(group):
-    with contextlib.suppress(fd.DistributedError):
-        group.synchronize()
 x = gpu.array(np.ones(4))
 """
 
@@ -410,12 +408,40 @@ graph.launch(stream)
 """
 
 
+# Exit handlers that are registered before the libraries are loaded run after that which ends the
+# communicators.
+
+# Two of the threads that are waited for are the watchdog's: they begin once it knows the
+# communicator.
+THREAD_CONNECTS = """
+import os
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+def connect_in_vain():
+    try:
+        fd.NcclBackend(0, 2, unique_id)
+    except fd.ChannelClosed as error:
+        print(error, file=sys.stderr)
+thread = threading.Thread(target=connect_in_vain, daemon=True)
+atexit.register(thread.join)
+unique_id = fd.get_unique_id()
+before = num_threads()
+thread.start()
+while num_threads() < before + 4:
+    os.sched_yield()
+"""
+
 # Modules are emptied when threads that want the interpreter are made to exit. This takes so long
 # that the one that waits wants it: it looks for signals every 100 ms.
-THREAD_LEFT_CONNECTING = """
+THREAD_CONNECTS_LATE = """
 import time
+is_ending = threading.Event()
+atexit.register(is_ending.set)
 unique_id = fd.get_unique_id()
-threading.Thread(target=fd.NcclBackend, args=(0, 2, unique_id), daemon=True).start()
+def connect_late():
+    is_ending.wait()
+    fd.NcclBackend(0, 2, unique_id)
+threading.Thread(target=connect_late, daemon=True).start()
 class Slow:
     def __del__(self, sleep=time.sleep):
         sleep(0.3)
@@ -446,5 +472,9 @@ def test_the_interpreter_exits_though_a_graph_keeps_a_group() -> None:
     assert "destroy the graphs first" in said
 
 
+def test_a_communicator_in_the_making_is_ended_at_the_exit() -> None:
+    assert run(THREAD_CONNECTS) == (0, "This rank has closed the communicator.\n")
+
+
 def test_the_interpreter_exits_though_a_thread_waits_for_other_ranks() -> None:
-    assert run(THREAD_LEFT_CONNECTING) == (0, "")
+    assert run(THREAD_CONNECTS_LATE) == (0, "")
