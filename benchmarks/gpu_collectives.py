@@ -240,7 +240,9 @@ def ferro_dist(
     stack.enter_context(backend)
     names = {"allreduce": fd.allreduce, "backend": backend}
     # NCCL starts a thread for each call of the others; no timeout holds in the calls of this one.
-    blocking = fd.NcclBackend(host.rank, host.world_size, new_unique_id(host), blocking=True)
+    blocking = fd.NcclBackend(
+        host.rank, host.world_size, new_unique_id(host), config={"blocking": True}
+    )
     stack.enter_context(blocking)
     into_out = "allreduce(x, backend, out=out)"
     return {

@@ -337,7 +337,7 @@ def _join_gpus(
         _check_all_have_gpus(host, device)
         if unique_id is None:
             unique_id = _exchange_unique_id(host)
-        return _connect_gpus(host, unique_id, device, config or {})
+        return _connect_gpus(host, unique_id, device, config)
     except BaseException:
         host.close()
         raise
@@ -357,15 +357,18 @@ def _check_all_have_gpus(host: HostBackend, device: int | None) -> None:
 
 
 def _connect_gpus(
-    host: HostBackend, unique_id: UniqueId | bytes, device: int | None, config: dict[str, Any]
+    host: HostBackend,
+    unique_id: UniqueId | bytes,
+    device: int | None,
+    config: dict[str, Any] | None,
 ) -> NcclBackend:
     try:
         return NcclBackend(
             *(host.rank, host.world_size, unique_id),
             device=device,
             timeout=host.timeout,
+            config=config,
             alarm=host.alarm(),
-            **config,
         )
     except BaseException as error:
         host.interrupt(error)  # the others wait for this rank in NCCL, and heed the alarm

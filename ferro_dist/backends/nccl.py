@@ -117,7 +117,8 @@ class NcclBackend(BoundBackend):
     mode, the default: NCCL frees memory then, in threads of its own. No timeout holds for what a
     graph replays: if a rank does not replay it, the others' GPUs wait until the group is aborted.
     A barrier is refused where it would become part of a graph: behind an asynchronous call in a
-    capture, and while the group's own stream is captured.
+    capture, and while the group's own stream is captured. Raw calls there become part of it, too:
+    where the caller captures another stream, that must wait for the group's own behind the last.
 
     Arrays in host memory are refused: `HybridBackend` takes both kinds.
 
@@ -131,13 +132,13 @@ class NcclBackend(BoundBackend):
     timeout : float
         Seconds after which making the group gives up, and after which a call that is
         still under way ends the group.
+    config : dict, optional
+        Options of NCCL by the names that ``Communicator.init_rank`` takes: ``"min_ctas"``,
+        ``"max_ctas"``, ``"cga_cluster_size"``, ``"net_name"``, ``"traffic_class"`` and others. With
+        ``{"blocking": True}`` NCCL does not start a thread for each call of more than one rank, but
+        no timeout applies while it connects ranks.
     alarm : object, optional
         What `heed` takes, for the making of the group.
-    **config
-        Options of NCCL by the names that ``Communicator.init_rank`` takes: ``min_ctas``,
-        ``max_ctas``, ``cga_cluster_size``, ``net_name``, ``traffic_class`` and others. With
-        ``blocking=True`` NCCL does not start a thread for each call of more than one rank, but no
-        timeout applies while it connects ranks.
 
     Raises
     ------
@@ -175,11 +176,12 @@ class NcclBackend(BoundBackend):
         *,
         device: int | None = None,
         timeout: float = 300.0,
+        config: dict[str, Any] | None = None,
         alarm: object = None,
-        **config: Any,
     ) -> None:
-        communicator = _connect(rank, world_size, unique_id, device, timeout, config, alarm)
-        self._adopt(communicator, None, config)
+        options = dict(config or {})
+        communicator = _connect(rank, world_size, unique_id, device, timeout, options, alarm)
+        self._adopt(communicator, None, options)
 
     @classmethod
     def with_stream(
@@ -191,7 +193,7 @@ class NcclBackend(BoundBackend):
         *,
         device: int | None = None,
         timeout: float = 300.0,
-        **config: Any,
+        config: dict[str, Any] | None = None,
     ) -> NcclBackend:
         """Make a group that works on the caller's stream, in order with what else is on it.
 
@@ -213,8 +215,9 @@ class NcclBackend(BoundBackend):
             It is ``cudaStreamPerThread``, which is a different stream in each thread.
         """
         lent = _lend(stream, device)  # an unsuitable stream is refused before the ranks connect
-        communicator = _connect(rank, world_size, unique_id, device, timeout, config)
-        return cls.__new__(cls)._adopt(communicator, lent, config)
+        options = dict(config or {})
+        communicator = _connect(rank, world_size, unique_id, device, timeout, options)
+        return cls.__new__(cls)._adopt(communicator, lent, options)
 
     def _adopt(
         self, communicator: Communicator, stream: Any, config: dict[str, Any]

@@ -72,7 +72,10 @@ def work_on_own_stream(rank: int, world_size: int, addr: str) -> list[float]:
     gpu = emulated_gpu(delay_us=2_000)
     stream = gpu.stream()
     unique_id = fd.get_unique_id()
-    group = fd.NcclBackend.with_stream(0, 1, unique_id, stream, timeout=20)
+    group = fd.NcclBackend.with_stream(
+        *(0, 1, unique_id, stream), timeout=20, config={"max_ctas": 4}
+    )
+    assert group.config == {"max_ctas": 4}
     assert group.stream.handle == stream.handle
     with group, stream:
         x = gpu.array(np.ones(4))
@@ -184,6 +187,27 @@ def test_raw_pointers_are_reduced_on_the_groups_stream() -> None:
         assert many == [0, 1, 2, 3, 1, 2, 3, 4]
         assert x == [1, 3, 5, 7]
         assert part == [[2, 6], [10, 14]][rank]
+
+
+def capture_raw_calls(rank: int, world_size: int, addr: str) -> list[float]:
+    gpu = emulated_gpu()
+    x, stream = gpu.array(np.ones(2, "float32")), gpu.stream()
+    with connect("nccl", rank, world_size, addr) as group:
+        fd.allreduce(x, group)  # connects the ranks
+        group.synchronize()
+        with gpu.capture(stream) as graph:
+            fd.allreduce(x, group, out=x, async_op=True).wait()
+            group.allreduce_raw(x.address, x.address, 2, fd.dtype_to_nccl("float32"), 0)
+            gpu.order(group.stream, stream)
+        graph.launch(stream)
+        stream.synchronize()
+        graph.close()
+    result: list[float] = gpu.copy_out(x).tolist()
+    return result
+
+
+def test_raw_calls_behind_an_asynchronous_one_become_part_of_its_graph() -> None:
+    assert ranks(2, capture_raw_calls) == [[4.0, 4.0]] * 2
 
 
 def refuse_raw_arguments(rank: int, world_size: int, addr: str) -> None:
