@@ -33,11 +33,6 @@ cdef class Group:
     cdef list _resources       # reductions and windows that must be open when it is launched
     cdef bint _is_open
     cdef Group _outer          # the open group that this one is part of
-    # How much that held when this began.
-    cdef size_t _num_operations_before
-    cdef Py_ssize_t _num_kept_before
-    cdef Py_ssize_t _num_communicators_before
-    cdef Py_ssize_t _num_resources_before
 
     cdef int _begin(self, size_t size) except -1
     cdef int _finish(self) except -1

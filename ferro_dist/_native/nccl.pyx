@@ -32,7 +32,7 @@ from ferro_dist._native.nccl_library cimport config_of
 from ferro_dist._native.nccl_operation cimport Member
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 from ferro_dist._native.nccl_resource cimport (
-    check_in_window, make_premul_sum, make_registration, make_window, PreMulSum, Window,
+    check_in_window, make_premul_sum, make_registration, make_window, PreMulSum, Resource, Window,
 )
 
 from ferro_dist import arguments
@@ -706,13 +706,7 @@ cdef class Group:
         if self._is_open:
             raise RuntimeError("This group is open already.")
         self._is_open = True
-        if current_group() != NULL:
-            self._outer = <Group> current_group()
-            self._num_operations_before = self._outer._operations.size()
-            self._num_kept_before = len(self._outer._kept)
-            self._num_communicators_before = len(self._outer._communicators)
-            self._num_resources_before = len(self._outer._resources)
-            return self
+        self._outer = None if current_group() == NULL else <Group> current_group()
         self._begin(TYPICAL_SIZE)
         (&current_group())[0] = <void*> self
         Py_INCREF(self)  # the thread's
@@ -721,26 +715,17 @@ cdef class Group:
     def __exit__(self, exc_type, exc, traceback):
         if not self._is_open:
             raise RuntimeError("This group is not open.")
-        cdef Group outer = self._outer
-        if current_group() != <void*> (self if outer is None else outer):
-            raise RuntimeError("A group must end in the thread in which it began.")
+        if current_group() != <void*> self:
+            raise RuntimeError("A group must end in the thread in which it began, after those within it.")
         self._is_open = False
-        if outer is not None:
-            self._outer = None
-            if exc_type is not None:
-                # The block of the outer one may go on, without what this one has added.
-                outer._operations.resize(self._num_operations_before)
-                del outer._kept[self._num_kept_before:]
-                del outer._communicators[self._num_communicators_before:]
-                del outer._resources[self._num_resources_before:]
-            return
-        (&current_group())[0] = NULL
+        (&current_group())[0] = NULL if self._outer is None else <void*> self._outer
         Py_DECREF(self)  # our caller has a reference, too
         try:
             if exc_type is None:
-                self._launch()
+                self._finish()
         finally:
             self._operations.clear()
+            self._outer = None
             self._kept = None
             self._communicators = None
             self._resources = None
@@ -761,6 +746,7 @@ cdef class Group:
             outer._operations.end(), self._operations.begin(), self._operations.end())
         outer._kept += self._kept
         outer._communicators += self._communicators
+        outer._resources += self._resources
         return 0
 
     cdef int _launch(self) except -1:
@@ -768,8 +754,10 @@ cdef class Group:
             return 0
         cdef Communicator first = self._communicators[0]
         cdef Patience patience = patience_of(first.timeout_s)
+        # NCCL recovers from no use of what has been given back, and may have given its place to another.
+        cdef Resource resource
         for resource in self._resources:
-            _check_open(resource)
+            resource.check_open()
         cdef Communicator each
         for each in self._communicators:
             if each.is_blocking != first.is_blocking:
@@ -800,13 +788,6 @@ cdef int _add_to_group(
     if count == 0 or group._communicators[count - 1] is not communicator:
         group._communicators.append(communicator)
     return 0
-
-
-# NCCL recovers from no use of what has been given back, and may have given its place to another.
-cdef int _check_open(object resource) except -1:
-    if type(resource) is Window:
-        return (<Window> resource).check_open()
-    return (<PreMulSum> resource).check_open()
 
 
 cdef inline object _keeper_of(BufferView view):

@@ -5,15 +5,21 @@ from ferro_dist._native.libnccl cimport ncclRedOp_t, ncclWindow_t
 from ferro_dist._native.nccl_connection cimport Connection
 
 
-cdef class PreMulSum:
+# What a group must find open when it is launched. Holds no object: the collector must not clear what
+# __dealloc__ needs, and a base class that it can clear would have it do so.
+cdef class Resource:
+    cdef bint _is_closed
+
+    cdef int check_open(self) except -1
+
+
+cdef class PreMulSum(Resource):
     cdef Connection _connection
     cdef ncclRedOp_t _reduce_op
     cdef int _dtype
-    cdef bint _is_closed
 
     # NCCL's number of it, if it can be used in such a call.
     cdef ncclRedOp_t open(self, Connection connection, str op, int dtype) except *
-    cdef int check_open(self) except -1
 
 
 cdef class Registration:
@@ -22,14 +28,12 @@ cdef class Registration:
     cdef void* _registration
 
 
-cdef class Window:
+cdef class Window(Resource):
     cdef Connection _connection
     cdef BufferView _view
     cdef ncclWindow_t _window  # also null where NCCL makes none
-    cdef bint _is_closed
 
     cdef ncclWindow_t open(self, Connection connection) except NULL
-    cdef int check_open(self) except -1
     cdef int check_room(self, BufferView src, offset) except -1
 
 

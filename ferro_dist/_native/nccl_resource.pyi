@@ -1,9 +1,11 @@
 from typing import Any, final
 
-__all__ = ["PreMulSum", "Registration", "Window"]
+__all__ = ["PreMulSum", "Registration", "Resource", "Window"]
+
+class Resource: ...
 
 @final
-class PreMulSum:
+class PreMulSum(Resource):
     def __init__(self, /, *args: Any, **kwargs: Any) -> None: ...
     @property
     def value(self) -> int: ...
@@ -15,6 +17,6 @@ class Registration:
     def close(self, *, timeout: float | None = None) -> None: ...
 
 @final
-class Window:
+class Window(Resource):
     def __init__(self, /, *args: Any, **kwargs: Any) -> None: ...
     def close(self, *, timeout: float | None = None) -> None: ...

@@ -17,12 +17,21 @@ import numpy
 from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import InvalidArray, UnsupportedOp
 
-__all__ = ["PreMulSum", "Registration", "Window"]
+__all__ = ["PreMulSum", "Registration", "Resource", "Window"]
+
+
+cdef class Resource:
+    """What a communicator's operations may use until it is closed."""
+
+    cdef int check_open(self) except -1:
+        if self._is_closed:
+            raise ValueError(f"This {type(self).__name__} is closed.")
+        return 0
 
 
 @cython.final
 @cython.no_gc_clear  # __dealloc__ needs the communicator
-cdef class PreMulSum:
+cdef class PreMulSum(Resource):
     """A reduction that multiplies each rank's input by a number of its own, then sums.
 
     Made by `Communicator.premul_sum`, for that communicator and one dtype.
@@ -54,11 +63,6 @@ cdef class PreMulSum:
                 f"{op}: x is {DTYPE_NAMES[dtype]}, and this PreMulSum multiplies "
                 f"{DTYPE_NAMES[self._dtype]}.", op=op, rank=connection.rank)
         return self._reduce_op
-
-    cdef int check_open(self) except -1:
-        if self._is_closed:
-            raise ValueError("This PreMulSum is closed.")
-        return 0
 
     def __dealloc__(self):
         if self._is_closed or self._connection is None:
@@ -140,7 +144,7 @@ cdef Registration make_registration(Connection connection, BufferView view, time
 
 
 @cython.final
-cdef class Window:
+cdef class Window(Resource):
     """Memory that all ranks of a communicator reach; made by `Communicator.register_window`.
 
     Stays until it is closed, or its communicator is, and keeps the memory alive until then:
@@ -173,11 +177,6 @@ cdef class Window:
         if connection is not self._connection:
             raise UnsupportedOp("put: this Window is another communicator's.", op="put")
         return self._window
-
-    cdef int check_open(self) except -1:
-        if self._is_closed:
-            raise ValueError("This Window is closed.")
-        return 0
 
     cdef int check_room(self, BufferView src, offset) except -1:
         """Raise where `src` does not fit behind `offset`: NCCL would write over what lies there."""

@@ -416,7 +416,7 @@ def end_a_group_elsewhere(backend: Any) -> list[Any]:
 
 def test_a_group_ends_in_its_own_thread() -> None:
     assert ranks(1, end_a_group_elsewhere) == [
-        ["A group must end in the thread in which it began.", 1.0]
+        ["A group must end in the thread in which it began, after those within it.", 1.0]
     ]
 
 
@@ -901,6 +901,25 @@ def end_twice(backend: Any) -> None:
 
 def test_a_group_is_open_once() -> None:
     ranks(1, end_twice)
+
+
+def end_the_outer_group_first(backend: Any) -> list[float]:
+    communicator = connect(backend)
+    x = ranked(backend.rank)
+    outer, inner = load_nccl().Group(), load_nccl().Group()
+    with outer:
+        inner.__enter__()
+        communicator.allreduce(x, x)
+        with pytest.raises(RuntimeError, match="after those within it"):
+            outer.__exit__(None, None, None)
+        inner.__exit__(None, None, None)
+    result = values(x)
+    communicator.close()
+    return result
+
+
+def test_a_group_ends_after_the_groups_within_it() -> None:
+    assert ranks(2, end_the_outer_group_first) == [[1, 3, 5, 7, 9, 11, 13, 15]] * 2
 
 
 def ask_while_locked(backend: Any) -> str:
