@@ -230,9 +230,10 @@ def nccl_ferro_dist(arrays: dict[str, Any], stack: contextlib.ExitStack) -> list
     _, communicator = instant_communicator(stack)
     from ferro_dist import interop
     from ferro_dist._native.nccl_group import NcclGroup
+    from ferro_dist.reduce_op import ReduceOp
 
     group = NcclGroup(communicator, interop)
-    names = {**arrays, "SUM": 0, "raw": communicator.allreduce_raw}
+    names = {**arrays, "SUM": ReduceOp.SUM, "raw": communicator.allreduce_raw}
     names |= {"on_stream": communicator.allreduce, "allreduce": group.allreduce}
     return [
         contestant("NCCL: ferro_dist, raw pointers", "raw(4096, 8192, 16, 7, 0, 0)", names),

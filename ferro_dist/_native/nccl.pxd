@@ -21,7 +21,8 @@ cdef class Communicator(Connection):
     cdef int _raw_peer(self, str op, peer) except -1
     cdef int _launch_on(self, Operation* o, stream) except -1
     cdef int _issue(self, Operation* o, BufferView first, BufferView second, stream) except -1
-    cdef int _set_signal(self, Operation* o, str op, int signal, int context) except -1
+    cdef int _signal_peer(self, str op, peer) except -1
+    cdef int _set_signal(self, Operation* o, str op, signal, context) except -1
     cdef int _refuse_streams(self) except -1
     cdef int _refuse_stream_of_thread(self) except -1
 

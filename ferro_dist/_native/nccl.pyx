@@ -14,6 +14,7 @@ from operator import index
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.limits cimport INT_MAX, INT_MIN
 from libc.stdint cimport uintptr_t
 from libcpp.vector cimport vector
 
@@ -39,7 +40,7 @@ from ferro_dist import arguments
 from ferro_dist._native.cuda_runtime import device_number
 from ferro_dist._native.nccl_library import get_last_error, get_unique_id, get_version, UniqueId
 from ferro_dist._native.nccl_operation import dtype_to_nccl, reduce_op_to_nccl
-from ferro_dist.errors import InvalidArray, InvalidRank, UnsupportedOp
+from ferro_dist.errors import InvalidArray, InvalidRank, InvalidWorldSize, SelfSend, UnsupportedOp
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [
@@ -166,10 +167,8 @@ cdef class Communicator(Connection):
             As `init_rank` takes them; what is not given takes NCCL's default, not the value that it has
             here.
         """
-        cdef int native_color = NCCL_SPLIT_NOCOLOR if color is None else index(color)
-        cdef int native_key = index(key)
-        if color is not None and native_color < 0:
-            raise ValueError(f"color must not be negative, and is {color}.")
+        cdef int native_color = NCCL_SPLIT_NOCOLOR if color is None else _number("split", "color", color, 0)
+        cdef int native_key = _number("split", "key", key, INT_MIN)
         cdef ncclConfig_t native_config = config_of(config)
         cdef Patience patience = self.patience(timeout)
         cdef Communicator made = Communicator.__new__(Communicator)
@@ -206,21 +205,26 @@ cdef class Communicator(Connection):
             made._native = self._native.get().shrink(ranks, flags, native_config, patience)
         return made.adopted(self.timeout_s, native_config)
 
-    def grow(self, int world_size, nccl_library.UniqueId unique_id=None, *, timeout=None, **config):
+    def grow(self, world_size, nccl_library.UniqueId unique_id=None, *, timeout=None, **config):
         """Make a communicator of `world_size` ranks, of which those from `self.world_size` on are new.
 
         Called by all ranks while the new ones call `join` (NCCL 2.29.2). One rank passes the
         `unique_id` that its `unique_id()` made and that the new ranks use. `timeout` and
-        `config` are as `split` takes them.
+        `config` are as `split` takes them. Raises InvalidWorldSize unless there are new ranks.
         """
+        cdef int num_ranks = arguments.check_world_size(world_size)
         cdef const ncclUniqueId* native_id = NULL
+        if num_ranks <= self.world_size:
+            raise InvalidWorldSize(
+                f"grow: world_size must be more than the {self.world_size} of this communicator, and is "
+                f"{num_ranks}.", op="grow", rank=self.rank)
         if unique_id is not None:
             native_id = &unique_id._id
         cdef ncclConfig_t native_config = config_of(config)
         cdef Patience patience = self.patience(timeout)
         cdef Communicator made = Communicator.__new__(Communicator)
         with Noting(self), nogil:
-            made._native = self._native.get().grow(world_size, native_id, native_config, patience)
+            made._native = self._native.get().grow(num_ranks, native_id, native_config, patience)
         return made.adopted(self.timeout_s, native_config)
 
     def unique_id(self, *, timeout=None):
@@ -354,7 +358,7 @@ cdef class Communicator(Connection):
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
         self.describe_allreduce(&o, src, dst, op)
-        return self._issue(&o, src, dst, stream)
+        self._issue(&o, src, dst, stream)
 
     def broadcast(self, x, out, root, *, stream=None):
         """Copy `x` of `root` into `out` of every rank, which may be `x`; all have as many elements."""
@@ -362,7 +366,7 @@ cdef class Communicator(Connection):
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
         self.describe_broadcast(&o, src, dst, root)
-        return self._issue(&o, src, dst, stream)
+        self._issue(&o, src, dst, stream)
 
     def reduce(self, x, out, root, op=ReduceOp.SUM, *, stream=None):
         """Reduce `x` over all ranks into `out` of `root`, which has as many elements; None elsewhere.
@@ -373,7 +377,7 @@ cdef class Communicator(Connection):
         cdef BufferView dst = None if out is None else output_of(out, x, src)
         cdef Operation o
         self.describe_reduce(&o, src, dst, root, op)
-        return self._issue(&o, src, dst, stream)
+        self._issue(&o, src, dst, stream)
 
     def all_gather(self, x, out, *, stream=None):
         """Copy every rank's `x` into `out` of all, in rank order: ``world_size`` times as many elements."""
@@ -381,7 +385,7 @@ cdef class Communicator(Connection):
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
         self.describe_all_gather(&o, src, dst)
-        return self._issue(&o, src, dst, stream)
+        self._issue(&o, src, dst, stream)
 
     def reduce_scatter(self, x, out, op=ReduceOp.SUM, *, stream=None):
         """Reduce `x` over all ranks; each keeps the part of its rank in `out`, a ``world_size``-th.
@@ -392,7 +396,7 @@ cdef class Communicator(Connection):
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
         self.describe_reduce_scatter(&o, src, dst, op)
-        return self._issue(&o, src, dst, stream)
+        self._issue(&o, src, dst, stream)
 
     def all_to_all(self, x, out, *, stream=None):
         """Send the i-th of ``world_size`` parts of `x` to rank i, and receive one from each into `out`.
@@ -403,7 +407,7 @@ cdef class Communicator(Connection):
         cdef BufferView dst = output_of(out, x, src)
         cdef Operation o
         self.describe_all_to_all(&o, src, dst)
-        return self._issue(&o, src, dst, stream)
+        self._issue(&o, src, dst, stream)
 
     def gather(self, x, out, root, *, stream=None):
         """Copy every rank's `x` into `out` of `root`, ``world_size`` times as many; None elsewhere."""
@@ -411,7 +415,7 @@ cdef class Communicator(Connection):
         cdef BufferView dst = None if out is None else output_of(out, x, src)
         cdef Operation o
         self.describe_gather(&o, src, dst, root)
-        return self._issue(&o, src, dst, stream)
+        self._issue(&o, src, dst, stream)
 
     def scatter(self, x, out, root, *, stream=None):
         """Copy the i-th of ``world_size`` parts of the root's `x` into `out` of rank i.
@@ -422,7 +426,7 @@ cdef class Communicator(Connection):
         cdef BufferView dst = self.output(out, "scatter")
         cdef Operation o
         self.describe_scatter(&o, src, dst, root)
-        return self._issue(&o, dst if src is None else src, dst, stream)
+        self._issue(&o, dst if src is None else src, dst, stream)
 
     def send(self, x, peer, *, stream=None):
         """Send `x` to rank `peer`, which receives as many elements of the same dtype.
@@ -432,14 +436,14 @@ cdef class Communicator(Connection):
         cdef BufferView src = self.input(x, "send")
         cdef Operation o
         self.describe_send(&o, src, peer)
-        return self._issue(&o, src, None, stream)
+        self._issue(&o, src, None, stream)
 
     def recv(self, out, peer, *, stream=None):
         """Receive into `out` what rank `peer` sends: as many elements of the same dtype."""
         cdef BufferView dst = self.output(out, "recv")
         cdef Operation o
         self.describe_recv(&o, dst, peer)
-        return self._issue(&o, dst, None, stream)
+        self._issue(&o, dst, None, stream)
 
     def allreduce_coalesced(self, xs, outs, op=ReduceOp.SUM, *, stream=None):
         """Reduce each of `xs` into the array at its place in `outs`, all as one group.
@@ -508,8 +512,7 @@ cdef class Communicator(Connection):
 
     # ---- One-sided operations (NCCL 2.29.2) -------------------------------------
 
-    def put(self, x, peer, Window window not None, offset=0, *, int signal=0,
-            int context=0, stream=None):
+    def put(self, x, peer, Window window not None, offset=0, *, signal=0, context=0, stream=None):
         """Write `x` into the window of rank `peer`, `offset` bytes from its start, and signal it.
 
         Parameters
@@ -545,27 +548,33 @@ cdef class Communicator(Connection):
         if current_group() != NULL:
             (<Group> current_group())._resources.append(window)
 
-    def signal(self, peer, *, int signal=0, int context=0, stream):
+    def signal(self, peer, *, signal=0, context=0, stream):
         """Signal rank `peer` once `stream` has come to this point; `signal` and `context` as in `put`."""
         cdef Operation o
         o.op = Op.signal
-        o.peer = self.peer("signal", peer)
+        o.peer = self._signal_peer("signal", peer)
         self._set_signal(&o, "signal", signal, context)
         self._launch_on(&o, stream)
 
-    def wait_signal(self, peer, int count=1, *, int signal=0, int context=0, stream):
+    def wait_signal(self, peer, count=1, *, signal=0, context=0, stream):
         """Make `stream` wait for `count` signals from rank `peer`; `signal` and `context` as in `put`."""
         cdef Operation o
-        if count < 1:
-            raise ValueError(f"wait_signal: count must be at least 1, and is {count}.")
         o.op = Op.wait_signal
-        o.peer = self.peer("wait_signal", peer)
-        o.signal_count = count
+        o.peer = self._signal_peer("wait_signal", peer)
+        o.signal_count = _number("wait_signal", "count", count, 1)
         self._set_signal(&o, "wait_signal", signal, context)
         self._launch_on(&o, stream)
 
+    cdef int _signal_peer(self, str op, peer) except -1:
+        if peer == self.rank:
+            raise SelfSend(
+                f"{op}: rank {self.rank} named itself as the peer. Put its streams in order with an event of "
+                "CUDA instead.", op=op, rank=self.rank, peer=self.rank)
+        return self.peer(op, peer)
+
     # NCCL refuses what it does not have, from which a non-blocking communicator does not recover.
-    cdef int _set_signal(self, Operation* o, str op, int signal, int context) except -1:
+    cdef int _set_signal(self, Operation* o, str op, signal, context) except -1:
+        signal, context = index(signal), index(context)
         if (signal or context) and get_version() < (2, 31):
             raise UnsupportedOp(
                 f"{op}: NCCL has no signal and no context but 0 before 2.31.", op=op, rank=self.rank)
@@ -813,6 +822,14 @@ cdef bint _is_in_force(int blocking):
     """Tell whether a communicator blocks: the environment overrides the option."""
     forced = os.environ.get("NCCL_COMM_BLOCKING")
     return forced == "1" if forced in ("0", "1") else blocking == 1
+
+
+cdef int _number(str op, str name, value, int least) except? -1:
+    """Return an argument that is an int of C in NCCL."""
+    number = index(value)
+    if not least <= number <= INT_MAX:
+        raise ValueError(f"{op}: {name} must be from {least} to {INT_MAX}, and is {number}.")
+    return number
 
 
 cdef int _or_one(int configured):

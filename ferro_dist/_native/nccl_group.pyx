@@ -26,6 +26,7 @@ from ferro_dist import arguments
 from ferro_dist._native.cuda_memory import DeviceMemory
 from ferro_dist._native.cuda_stream import Stream
 from ferro_dist.errors import ChannelClosed, DistributedError, InvalidArray, Timeout, UnsupportedOp
+from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["NcclGroup", "NcclWork", "attendance_nbytes"]
 
@@ -342,13 +343,13 @@ cdef class NcclGroup:
 
         Raises UnsupportedOp while a CUDA graph is captured on the group's own stream.
         """
-        self._check_call(timeout, tag)
+        check_usable(self._communicator)
         self._refuse_captured_barrier()
         if self._scratch is None:
             self._scratch = DeviceMemory(1, self._communicator.device)
         cdef BufferView view = view_of(self._scratch)
         cdef Operation o
-        self._communicator.describe_allreduce(&o, view, view, 0)
+        self._communicator.describe_allreduce(&o, view, view, ReduceOp.SUM)
         cdef NcclWork work = self._launch_alone(&o, view, timeout, tag)
         work._patience = self._communicator.seconds(timeout) + WATCHDOG_GRACE
         if async_op:

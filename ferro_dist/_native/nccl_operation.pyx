@@ -23,7 +23,7 @@ from ferro_dist.reduce_op import ReduceOp
 __all__ = ["Member", "dtype_to_nccl", "reduce_op_to_nccl"]
 
 cdef int HOPPER = 90  # the compute capability, ten times
-cdef size_t MAX_COUNT = 1 << 60  # for more elements of 8 bytes there are no addresses
+cdef size_t MAX_COUNT = arguments.MAX_COUNT
 
 
 # ---- Dtypes and reductions -----------------------------------------------------------
@@ -276,7 +276,8 @@ cdef class Member:
     cdef int set_reduction(self, Operation* o, str op, BufferView view, reduce_op) except -1:
         cdef int reduction
         self.set_summands(o, op, view)
-        if not isinstance(reduce_op, int):  # as a ReduceOp is
+        # Not the int that a ReduceOp is: NCCL numbers its reductions otherwise, and would do another one.
+        if type(reduce_op) is not ReduceOp:
             return self.set_own_reduction(o, op, view, reduce_op)
         reduction = reduce_op
         if not _is_reducible(view.dtype, reduction):
@@ -314,11 +315,9 @@ cdef class Member:
 
     cdef int _refuse_reduction(self, str op, int dtype, reduce_op) except -1:
         cdef str name = DTYPE_NAMES[dtype]
-        if not isinstance(reduce_op, ReduceOp):
-            arguments.reduce_op_of(reduce_op)
         if arguments.is_reducible(name, reduce_op):
             raise UnsupportedOp(
-                f"{op}: NCCL has no {ReduceOp(reduce_op).name} of {name}. Convert the array, or reduce it "
+                f"{op}: NCCL has no {reduce_op.name} of {name}. Convert the array, or reduce it "
                 "on the host.", op=op, rank=self.rank)
         arguments.check_reduction(op, name, reduce_op, rank=self.rank)
         return 0
@@ -345,8 +344,6 @@ cdef class Member:
 
 
 cdef inline bint _is_reducible(int dtype, int reduction) noexcept:
-    if not SUM <= reduction <= MAX:
-        return False
     if dtype >= E4M3:
         # ncclAvg multiplies by 1/n in the dtype itself, whose steps are too coarse for that.
         return reduction != MEAN

@@ -12,9 +12,10 @@ from nccl_ranks import TIMEOUT_S, connect, ranked
 
 from ferro_dist import interop
 from ferro_dist.errors import DistributedError, LockPoisoned
+from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.testing import emulated_gpu, run_ranks
 
-SUM = 0
+SUM = ReduceOp.SUM
 
 
 def ranks(world_size: int, body: Any, *args: Any) -> list[Any]:

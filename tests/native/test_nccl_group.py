@@ -16,9 +16,10 @@ from nccl_ranks import connect, hold, ranked, values
 from ferro_dist import interop
 from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.errors import DistributedError, InvalidArray, Io, LockPoisoned, Timeout
+from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.testing import emulated_gpu, run_ranks
 
-SUM = 0
+SUM = ReduceOp.SUM
 DELAY_US = 2_000  # of every operation in a stream: far more than a call takes
 
 

@@ -84,7 +84,7 @@ def ask_for_what_is_newer(backend: Any, path: str) -> None:
         ("ncclCommShrink", "2.27", lambda: communicator.shrink([1 - backend.rank])),
         ("ncclCommWindowRegister", "2.27", lambda: communicator.register_window(memory)),
         ("ncclCommRevoke", "2.28.7", communicator.revoke),
-        ("ncclCommGrow", "2.29.2", lambda: communicator.grow(2)),
+        ("ncclCommGrow", "2.29.2", lambda: communicator.grow(3)),
         ("ncclCommGrow", "2.29.2", lambda: nccl.Communicator.join(2, ids[0], 1)),
         ("ncclCommGetUniqueId", "2.29.2", communicator.unique_id),
         ("ncclSignal", "2.29.2", lambda: communicator.signal(1, stream=0)),
