@@ -1,7 +1,10 @@
 from typing import Any, final
 
+from typing_extensions import disjoint_base
+
 __all__ = ["PreMulSum", "Registration", "Resource", "Window"]
 
+@disjoint_base
 class Resource: ...
 
 @final
