@@ -30,7 +30,7 @@ class Seeded:
         self._generators = generators
         self._seed = seed
         self._before: list[Any] = []
-        self._is_holder = False
+        self._held: list[bool] = []  # one entry while this context has the generators
 
     def __enter__(self) -> None:
         self._take()
@@ -56,8 +56,9 @@ class Seeded:
             self._set(own)
 
     def _take(self) -> None:
-        self._is_holder = _lock.acquire()
         try:
+            # Taken and noted in one call: Ctrl-C between two would leave the lock taken for ever.
+            self._held.extend(map(_lock.acquire, (True,)))
             self._before = [generator.get_state() for generator in self._generators]
         except BaseException:
             self._release()
@@ -65,7 +66,7 @@ class Seeded:
         _of_thread.seeded = self
 
     def _give_back(self) -> None:
-        if not self._is_holder:  # Ctrl-C came in `let_go`, while another rank held them
+        if not self._held:  # Ctrl-C came in `let_go`, while another rank held them
             return
         _of_thread.seeded = None
         try:
@@ -74,8 +75,9 @@ class Seeded:
             self._release()
 
     def _release(self) -> None:
-        self._is_holder = False
-        _lock.release()
+        held, self._held = self._held, []
+        if held:
+            _lock.release()
 
     def _set(self, states: Sequence[Any]) -> None:
         for generator, state in zip(self._generators, states, strict=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -554,11 +556,11 @@ class InterruptedLock:
         self.lock = threading.Lock()
         self.times = 0
 
-    def acquire(self) -> bool:
+    def acquire(self, blocking: bool = True) -> bool:
         self.times += 1
         if self.times == 2:
             raise KeyboardInterrupt
-        return self.lock.acquire()
+        return self.lock.acquire(blocking)
 
     def release(self) -> None:
         self.lock.release()  # raises unless it is held
@@ -577,3 +579,34 @@ def test_an_interrupt_while_others_draw_takes_nothing_from_them(
     ):
         lock.lock.acquire()  # another thread's turn
     assert lock.lock.locked()
+
+
+def test_an_interrupt_after_a_call_of_an_entering_rank_leaves_the_generators_to_others() -> None:
+    def interrupt(after: int) -> bool:
+        """Enter and leave; press Ctrl-C after so many calls of C, and tell whether it came."""
+        seeded = torch_random.Seeded([torch.Generator()], 2)
+        calls_left = after
+
+        def count(frame: Any, event: str, _: Any) -> None:
+            nonlocal calls_left
+            if event == "c_return" and frame.f_code.co_filename == torch_random.__file__:
+                calls_left -= 1
+                if calls_left == 0:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(count)
+        try:
+            seeded.__enter__()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        seeded.__exit__(None, None, None)
+        return False
+
+    for after in itertools.count(1):
+        came = interrupt(after)
+        assert not torch_random._lock.locked(), f"interrupted after call {after}"
+        if not came:
+            break
+    assert after > 3
