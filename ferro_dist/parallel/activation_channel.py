@@ -238,7 +238,14 @@ class Receiver:
         self._thread = threading.Thread(
             target=self._receive_posted, name=f"pipeline-receiver-{peer}", daemon=True
         )
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread. If this raises, as for Ctrl-C, none is left that could receive."""
+        try:
+            self._thread.start()
+        except BaseException:
+            self.end()
+            raise
 
     def post(self, receive: Action) -> None:
         """Post the next receive."""

@@ -325,13 +325,15 @@ class StepRun:
     def _receiver(self, peer: int) -> Receiver:
         receiver = self._receivers.get(peer)
         if receiver is None:
-            receiver = self._receivers[peer] = Receiver(
+            receiver = Receiver(
                 self._link,
                 peer,
                 self._program.expected[peer],
                 self._context.stages.__getitem__,
                 self._context.forecasts,
             )
+            receiver.start()
+            self._receivers[peer] = receiver
         return receiver
 
 

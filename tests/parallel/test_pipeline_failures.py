@@ -598,6 +598,35 @@ def test_second_ctrl_c_keeps_none_waiting_and_leaves_no_thread(
     assert not [t for t in threading.enumerate() if t.name.startswith("pipeline-receiver")]
 
 
+def test_ctrl_c_while_a_thread_starts_leaves_none(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    interrupted: list[threading.Thread] = []
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "pipeline-receiver-2" and not interrupted:  # rank 1 alone has one
+            interrupted.append(thread)
+            raise KeyboardInterrupt
+
+    def body(backend: Any) -> tuple[str, float]:
+        pipe = fd.Pipeline(HandwrittenStage(Doubling()), backend, 4)
+
+        def step() -> float:
+            return pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones)
+
+        return type(raised_by(step)).__name__, step()
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    errors, losses = zip(*on_ranks(3, body), strict=True)
+    assert errors == ("StageFailed", "KeyboardInterrupt", "StageFailed")
+    assert set(losses) == {24.0}
+    (thread,) = interrupted
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
 # What is made before the first step, and for a plan
 
 
