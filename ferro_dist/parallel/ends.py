@@ -8,6 +8,7 @@ use them.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -246,6 +247,8 @@ class TrainingEnds(Ends):
     def _divide_weights(self, total: float) -> None:
         if not total > 0:
             raise ValueError("Pipeline: all weights are 0")
+        if total == math.inf:
+            raise ValueError("Pipeline: weights are too large, their sum is not finite")
         self._weights = [weight / total for weight in self._weights or []]
 
 

@@ -78,6 +78,8 @@ def shares_of_weight(
         raise TypeError(
             "Pipeline: weight must be a sequence of numbers, one for each microbatch or row"
         ) from None
+    except OverflowError:  # an integer that no float can hold
+        raise ValueError(_NOT_FINITE) from None
     if target is not None and len(weights) == target.total_rows != num_microbatches:
         starts = target.starts
         weights = [sum(weights[a:b]) for a, b in itertools.pairwise(starts)]
@@ -88,7 +90,7 @@ def shares_of_weight(
             f"{num_microbatches} microbatches{rows}"
         )
     if not all(0 <= value < float("inf") for value in weights):
-        raise ValueError("Pipeline: a weight is a number of at least 0, and finite")
+        raise ValueError(_NOT_FINITE)
     return weights
 
 
@@ -118,6 +120,7 @@ def concatenate(outputs: Sequence[Parcel]) -> Tree:
     return pytree.unflatten(outputs[0].structure, arrays)
 
 
+_NOT_FINITE = "Pipeline: a weight is a number of at least 0, and finite"
 _REMEDY = "Let the last stage return arrays of one shape per row, or use forward()"
 
 
