@@ -74,7 +74,11 @@ def agree_on_ties(weights: Mapping[str, TiedWeight], backend: Backend) -> dict[M
     for key in sorted({key for specs in of_ranks for key in specs}):
         members = tuple(rank for rank, specs in enumerate(of_ranks) if key in specs)
         if len(members) < 2:
-            raise ValueError(f"Pipeline: only rank {members[0]} has a tied weight {key!r}")
+            raise ValueError(
+                f"Pipeline: only rank {members[0]} has a tied weight {key!r}. Give it on each rank "
+                "that has it; stages of one rank, as the first and the last under zb_v, share a "
+                "weight without being told, if they hold one parameter"
+            )
         if len({of_ranks[rank][key] for rank in members}) > 1:
             specs = ", ".join(f"{of_ranks[rank][key]} on rank {rank}" for rank in members)
             raise ValueError(f"Pipeline: tied weight {key!r} is not the same: {specs}")

@@ -353,6 +353,23 @@ def test_tied_weights_have_the_sum_of_their_gradients(
         torch.testing.assert_close(table.grad, model[0].table.grad)
 
 
+def test_first_and_last_stage_of_a_rank_share_a_weight_without_a_tie(on_ranks: OnRanks) -> None:
+    model, (x, y) = chain(4), batch(5)
+    model[3].up.weight = model[0].up.weight  # both on rank 0 under zb_v
+    expected = run_whole(copy.deepcopy(model), x, y)
+
+    def body(backend: Any) -> Any:
+        own = copy.deepcopy(model)
+        tied = {} if backend.rank else {"w": own[0].up.weight}
+        with pytest.raises(ValueError, match=r"only rank 0 .* under zb_v, share a weight"):
+            make_pipeline(own, Case("zb_v", 2, 2), backend, 3, tied=tied).step(x, y, mean_square)
+        make_pipeline(own, Case("zb_v", 2, 2), backend, 3).step(x, y, mean_square)
+        return own[0].up.weight.grad
+
+    gradient, _ = on_ranks(2, body)
+    assert_equal_gradients(gradient, expected.gradients["0.up.weight"], "shared")
+
+
 def test_tie_that_does_not_fit_is_told_on_every_rank(on_ranks: OnRanks) -> None:
     def body(backend: Any, ties: list[dict[str, Any]]) -> str:
         pipe = fd.Pipeline(nn.Linear(2, 2 + backend.rank), backend, 1, tied=ties[backend.rank])
