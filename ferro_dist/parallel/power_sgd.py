@@ -115,6 +115,10 @@ class PowerSGD:
             if spec.is_on_gpu:
                 raise _out_of_reach(f"parameter {spec.name!r} is")
 
+    def __reduce__(self) -> Any:
+        # What is kept belongs to buckets, which stay in their process.
+        return type(self), (self.rank,)
+
     def __repr__(self) -> str:
         return f"PowerSGD({self.rank})"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -218,6 +220,19 @@ def test_one_rank_alone_leaves_nothing_out(on_ranks: OnRanks) -> None:
         return reduced(PowerSGD(1), gradients_of(0, 0), backend)[0]
 
     assert_array_equal(on_ranks(1, body)[0], gradients_of(0, 0)[0])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_begins_anew(on_ranks: OnRanks, copied: Any) -> None:
+    def body(backend: Any) -> None:
+        used = PowerSGD(2)
+        gradients = gradients_of(backend.rank, 0)
+        first = reduced(used, gradients, backend)
+        again = reduced(copied(used), gradients, backend)
+        for a, b in zip(again, first, strict=True):
+            assert_array_equal(a, b)
+
+    on_ranks(2, body)
 
 
 def test_parameters_on_a_gpu_are_refused() -> None:
