@@ -73,11 +73,15 @@ class ModuleAdapter:
                 raise ValueError(f"DDP: the module no longer has the parameter {name!r}")
         return views
 
-    def gradients(self, grads: Any = None) -> ArrayGradients:
-        """Return views of the gradients given, or of the module's own."""
+    def gradients(self, grads: Any = None, *, are_final: bool = True) -> ArrayGradients:
+        """Return views of the gradients given, or of the module's own.
+
+        If they are final, those that are absent must have a place for the ones of other ranks.
+        """
         holder = cast(Any, self.module).grads() if grads is None else grads
         views = self._views("gradient", holder)
-        if len(views) < len(self.specs) and not self._keeps(holder, is_own=grads is None):
+        is_short = are_final and len(views) < len(self.specs)
+        if is_short and not self._keeps(holder, is_own=grads is None):
             absent = next(name for name in self.specs if name not in views)
             raise ValueError(
                 f"DDP: there is no gradient of {absent!r} here, and no place to put the one that "

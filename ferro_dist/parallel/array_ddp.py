@@ -107,7 +107,8 @@ class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
             raise ValueError(f"DDP.ready: there is no parameter {name!r}, nor any of such a layer")
         if self._no_sync_depth:
             return
-        gradients = adapter.gradients(self._buffers_in_use() if adapter.is_collection else None)
+        grads = self._buffers_in_use() if adapter.is_collection else None
+        gradients = adapter.gradients(grads, are_final=False)  # others may come until the end
         if self._given is None:
             self._given = ArrayGradients({}, gradients.holder)
             self._reducer.begin(self._given)

@@ -95,6 +95,29 @@ def test_ranks_may_differ_in_what_is_ready_and_when(on_ranks: OnRanks, overlap: 
     assert on_ranks(3, body) == [expected(1)] * 3
 
 
+@OVERLAP
+def test_layers_may_be_ready_before_others_have_gradients(on_ranks: OnRanks, overlap: Any) -> None:
+    class Growing(Layers):
+        def grads(self) -> dict[str, Array]:
+            return dict(self.gradients)
+
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(Growing(), backend, bucket_mb=1e-4, overlap=overlap)
+        complete, ddp.module.gradients = ddp.module.gradients, {}
+        for layer in "cba":
+            ddp.gradients.update((n, g) for n, g in complete.items() if n.startswith(layer))
+            complete[f"{layer}.bias"][:] = backend.rank
+            ddp.ready(layer)
+        ddp.sync_gradients()
+        assert as_lists(ddp.gradients) == {n: [float(n.endswith("bias"))] * 4 for n in complete}
+        del ddp.gradients["a.bias"]
+        ddp.ready("c")
+        with pytest.raises(ValueError, match=r"no gradient of 'a\.bias'"):
+            ddp.sync_gradients()
+
+    on_ranks(3, body)
+
+
 def test_what_is_wrong_with_ready_is_said(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         ddp = fd.DDP(Layers(), backend)
