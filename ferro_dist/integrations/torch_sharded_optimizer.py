@@ -353,19 +353,40 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_dict : dict
             Of a `ShardedOptimizer` over any number of ranks, or of `optimizer_class` alone.
         """
-        super().load_state_dict({**state_dict, "state": {}})
-        numbers = self._parameter_numbers()
+        state = self._load_options(state_dict)
         inner = self._inner.state_dict()
         own = self._inner_numbers()
         inner["state"] = {
-            own[id(elements)]: cut_state(state_dict["state"][numbers[id(p)]], p, fragment)
+            own[id(elements)]: cut_state(state[id(p)], p, fragment)
             for shard in self._shards
             for p, fragment, elements in shard.owned
-            if numbers[id(p)] in state_dict["state"]
+            if id(p) in state
         }
         self._inner.load_state_dict(inner)
         self._consolidated = None
         self._drop_reduced()
+
+    def _load_options(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
+        """Load all but the state of parameters; return that, by their ids."""
+        saved: dict[str, Any] = {}
+
+        def put_aside(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            saved.update(given)
+            return {**given, "state": {}}
+
+        # After the user's own hooks, which may rename what was saved.
+        hook = self.register_load_state_dict_pre_hook(put_aside)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            hook.remove()
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return {
+            id(p): saved["state"][number]
+            for p, number in zip(parameters, numbers, strict=True)
+            if number in saved["state"]
+        }
 
     def __reduce__(self) -> Any:
         raise TypeError(

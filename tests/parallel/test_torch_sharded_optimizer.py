@@ -297,6 +297,26 @@ def test_state_is_brought_together_on_demand_alone(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
 
 
+def test_a_state_is_loaded_by_its_own_numbers_as_hooks_leave_it(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        a, b = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(5))
+        optimizer = fd.ShardedOptimizer([a, b], torch.optim.SGD, backend, lr=1, momentum=0.5)
+
+        def halve(_: Any, given: Any) -> Any:
+            buffers = {n: each["momentum_buffer"] / 2 for n, each in given["state"].items()}
+            return {**given, "state": {n: {"momentum_buffer": b} for n, b in buffers.items()}}
+
+        optimizer.register_load_state_dict_pre_hook(halve)
+        (group,) = torch.optim.SGD([a, b], lr=1, momentum=0.5).state_dict()["param_groups"]
+        state = {n: {"momentum_buffer": torch.full((n,), 4.0)} for n in (3, 5)}
+        optimizer.load_state_dict({"state": state, "param_groups": [{**group, "params": [3, 5]}]})
+        optimizer.consolidate_state_dict(root=None)
+        state = optimizer.state_dict()["state"]
+        return [state[number]["momentum_buffer"].tolist() for number in (0, 1)]
+
+    assert on_ranks(2, body) == [[[2.0] * 3, [2.0] * 5]] * 2
+
+
 def test_a_schedule_and_groups_act_on_the_shares(on_ranks: OnRanks) -> None:
     def train(net: Any, make_optimizer: Callable[[Any], Any], rows: slice) -> Any:
         first, second = net[0].parameters(), net[2].parameters()
