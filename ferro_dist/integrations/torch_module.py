@@ -38,6 +38,12 @@ Tensor: TypeAlias = Any
 _END = object()
 _KNOWS_GPUS = torch.backends.cuda.is_built()
 
+_SHORTENED = (
+    "DDP: parameter {name!r} is the table of an embedding with max_norm, which in forward shortens "
+    "the rows that this rank looks up, and no others: replicas would drift apart. Shorten all rows "
+    "after each step instead, under torch.no_grad(): weight.renorm_(2, 0, max_norm)."
+)
+
 ALIGNMENT_NBYTES = 64  # a cache line, and more than any dtype needs
 
 
@@ -59,18 +65,16 @@ class ModuleParameters:
     def __init__(self, module: Any, backend: Backend) -> None:
         self.named: dict[str, Tensor] = dict(module.named_parameters())
         self._backend = backend
-        for name, parameter in self.named.items():
-            _check(name, parameter, backend)
         self._module = module
         self._modules = list(module.modules())
         self._tables = [
             table for part in self._modules for table in (part._parameters, part._modules)
         ]
-        self._sparse_ids = {
-            id(part.weight)
-            for part in self._modules
-            if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse
-        }
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        embeddings = [part for part in self._modules if isinstance(part, kinds)]
+        self._sparse_ids = {id(part.weight) for part in embeddings if part.sparse}
+        self._shortened_ids = {id(part.weight) for part in embeddings if part.max_norm is not None}
+        self._check()
         self._members = list(self._current_members())
         self._all = list(self.named.values())
         self._states = self._current_states()
@@ -113,13 +117,20 @@ class ModuleParameters:
             self._refuse_others()
         if self._current_states() == self._states:
             return False
-        for name, parameter in self.named.items():
-            _check(name, parameter, self._backend)
+        self._check()
         return True
 
     def accept_changes(self) -> None:
         """Accept what is trained now."""
         self._states = self._current_states()
+
+    def _check(self) -> None:
+        for name, parameter in self.named.items():
+            _check_place("parameter", name, parameter, self._backend)
+            if parameter.requires_grad:
+                _trainable_spec(name, parameter)
+                if id(parameter) in self._shortened_ids and self._backend.world_size > 1:
+                    raise ValueError(_SHORTENED.format(name=name))
 
     def _has_its_members(self) -> bool:
         # A twentieth of the time of `module.parameters()`: this is asked at every forward.
@@ -301,12 +312,6 @@ def content_of(tensor: Tensor) -> bytes:
 def specs_of(named: dict[str, Tensor]) -> tuple[ParameterSpec, ...]:
     """Describe parameters that are trained."""
     return tuple(_trainable_spec(name, p) for name, p in named.items())
-
-
-def _check(name: str, parameter: Tensor, backend: Backend) -> None:
-    _check_place("parameter", name, parameter, backend)
-    if parameter.requires_grad:
-        _trainable_spec(name, parameter)
 
 
 def _check_place(kind: str, name: str, tensor: Tensor, backend: Backend) -> None:

@@ -269,6 +269,22 @@ def test_a_graph_outlives_its_wrapper(on_ranks: OnRanks) -> None:
     assert on_ranks(2, body) == [(2, 2), (4, 2)]
 
 
+def test_rows_that_forward_shortens_are_trained_by_one_rank_alone(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        net = nn.Sequential(nn.Embedding(3, 2, max_norm=1), nn.Linear(2, 1))
+        net[0].weight.requires_grad_(False)
+        ddp = fd.DDP(net, backend)
+        net[0].weight.requires_grad_(True)
+        if backend.world_size == 1:
+            ddp(torch.tensor([0])).sum().backward()
+        else:
+            with pytest.raises(ValueError, match=r"'0\.weight' is the table"):
+                ddp(torch.tensor([0]))
+
+    on_ranks(1, body)
+    on_ranks(2, body)
+
+
 def test_a_change_is_seen_until_it_is_accepted(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         module = Scale()
@@ -381,8 +397,12 @@ def with_buffer(buffer: Any) -> Any:
             "buffer 'extra'.* its dtype is torch.float8_e5m2fnuz",
         ),
         (nn.ReLU, ValueError, "ReLU has no parameters"),
+        (lambda: nn.Embedding(3, 2, max_norm=1), ValueError, "'weight' is the table .* max_norm"),
     ],
-    ids=["lazy", "lazy buffer", "meta", "conjugated", "expanded", "float8", "nothing to train"],
+    ids=[
+        *("lazy", "lazy buffer", "meta", "conjugated", "expanded", "float8", "nothing to train"),
+        "shortened rows",
+    ],
 )
 def test_modules_that_cannot_be_wrapped(
     on_ranks: OnRanks, make: Callable[[], Any], error: type[Exception], message: str
