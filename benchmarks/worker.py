@@ -208,6 +208,22 @@ def numpy_dtype(name: str) -> Any:
     return np.dtype(name)
 
 
+def page_aligned(count: int, dtype: Any) -> Any:
+    """A NumPy array that begins on a page, as in the benchmarks of OSU.
+
+    Where sender's and receiver's arrays begin at unlike places of a cache line, the kernel copies
+    up to 18 % more slowly, and with malloc's settings for MPI it is chance where they begin.
+    """
+    import mmap
+
+    import numpy as np
+
+    nbytes = count * dtype.itemsize
+    room = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
+    start = -room.ctypes.data % mmap.PAGESIZE
+    return room[start : start + nbytes].view(dtype)
+
+
 class FerroDist(CollectiveAdapter):
     barrier = "barrier(backend)"
 
@@ -243,8 +259,6 @@ class FerroDist(CollectiveAdapter):
         return statements[case.collective]
 
     def array(self, case: Any, count: int) -> Any:
-        import numpy as np
-
         dtype = numpy_dtype(case.dtype)
         if case.memory == "symmetric":
             return self._fd.empty(count, dtype, self._backend)
@@ -252,7 +266,7 @@ class FerroDist(CollectiveAdapter):
             import torch
 
             return torch.empty(count, dtype=getattr(torch, case.dtype))
-        return np.empty(count, dtype)
+        return page_aligned(count, dtype)
 
     def fill(self, array: Any, values: Any) -> None:
         if hasattr(array, "copy_"):
@@ -306,9 +320,7 @@ class Mpi(CollectiveAdapter):
         return statements[case.collective]
 
     def array(self, case: Any, count: int) -> Any:
-        import numpy as np
-
-        return np.empty(count, numpy_dtype(case.dtype))
+        return page_aligned(count, numpy_dtype(case.dtype))
 
     def describe_arrays(self, case: Any, x: Any, y: Any) -> dict[str, Any]:
         # Buffer, count and type spelled out save mpi4py the reading of the array's format.
