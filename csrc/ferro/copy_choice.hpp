@@ -20,6 +20,12 @@ enum class PeerReads : std::uint8_t { automatic, always, never };
 
 class CopyChoice {
  public:
+  static std::size_t log2_of(std::size_t nbytes) {
+    std::size_t log2 = 0;
+    while (nbytes >>= 1) ++log2;
+    return log2;
+  }
+
   // For the next copy of about `nbytes`: whether readers should pull it from where it lies,
   // instead of having it staged for them.
   bool pulls(std::size_t nbytes) const {
@@ -28,7 +34,9 @@ class CopyChoice {
     if (record.number < kTrials + 2 * kRingNbytes / nbytes) return record.number % 2 == 1;
     const double ratio =
         is_pull_faster ? record.seconds[0] / record.seconds[1] : record.seconds[1] / record.seconds[0];
-    const bool is_trial = record.number % (ratio < kCloseRatio ? kCloseInterval : kClearInterval) == 0;
+    const double interval =
+        std::min(kLongestInterval, std::max(kShortestInterval, (ratio - 1) / kTrialShare));
+    const bool is_trial = record.number % static_cast<std::uint32_t>(interval) == 0;
     return is_pull_faster != is_trial;
   }
 
@@ -51,15 +59,10 @@ class CopyChoice {
   // while staging goes once round its ring.
   static constexpr std::size_t kTrials = 6;
   static constexpr std::size_t kRingNbytes = std::size_t{2} << 20;
-  static constexpr std::uint32_t kCloseInterval = 16, kClearInterval = 64;
-  static constexpr double kCloseRatio = 1.5;
+  // Later ones go the slower way as often as costs this share of the time, within bounds.
+  static constexpr double kTrialShare = 0.01;
+  static constexpr double kShortestInterval = 16, kLongestInterval = 512;
   static constexpr double kForgetting = 1.125;
-
-  static std::size_t log2_of(std::size_t nbytes) {
-    std::size_t log2 = 0;
-    while (nbytes >>= 1) ++log2;
-    return log2;
-  }
 
   std::array<Record, 64> records_{};  // one for each power of two
 };

@@ -167,8 +167,10 @@ void ShmTransport::reduce_foreign(const Collective& c, void* dst, Range range) {
   }
 }
 
-void ShmTransport::pull(int peer, void* dst, const void* src, std::size_t nbytes) const {
-  if (const int error = peer_memory_->read(peer, dst, src, nbytes)) throw_unreadable(peer, error);
+void ShmTransport::pull(int peer, void* dst, const void* src, std::size_t nbytes) {
+  const int error = peer_memory_->read(peer, dst, src, nbytes);
+  if (error != 0 && !inputs_.are_kept) throw_unreadable(peer, error);
+  inputs_.were_read &= error == 0;
 }
 
 void ShmTransport::copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const {
@@ -180,7 +182,7 @@ void ShmTransport::copy_block(Call& call, void* dst, const void* src, std::size_
 }
 
 void ShmTransport::copy_from(Call& call, int peer, bool is_foreign, void* dst, const void* src,
-                             std::size_t nbytes) const {
+                             std::size_t nbytes) {
   if (!is_foreign) return copy_block(call, dst, src, nbytes);
   in_passes(
       nbytes, 2, [&] { check_at_work(call); },

@@ -24,12 +24,14 @@ constexpr bool is_worth_preparing(std::size_t nbytes) {
 // of the fence that must follow.
 constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 
-// From here on what one rank copies from another may be pulled out of that one's memory. It costs
-// two system calls to lend the array, one for each reader, and the fence: smaller copies would not
-// repay that anywhere.
-constexpr std::size_t kPullNbytes = std::size_t{128} << 10;
+// From here on what one rank copies from another may be pulled out of that one's memory. It costs a system
+// call for each reader, and the fence: smaller copies would not repay that anywhere.
+constexpr std::size_t kPullNbytes = std::size_t{16} << 10;
 
-// The same for a broadcast whose root has nothing to copy for itself, and can return once it has staged.
+// The same for a reduce_scatter, which lends nothing unseen; and for a broadcast, whose root could return
+// once it has staged, above all if it has nothing to copy for itself.
+constexpr std::size_t kPullReducedNbytes = std::size_t{128} << 10;
+constexpr std::size_t kPullBroadcastNbytes = std::size_t{128} << 10;
 constexpr std::size_t kPullNoCopyNbytes = std::size_t{2} << 20;
 
 // The same for the input of an allreduce. Each rank reduces a share and takes the other results: shorter
@@ -44,7 +46,7 @@ constexpr bool pulling_whole_wins(std::size_t nbytes, int num_ranks) {
 // Messages from here on are lent to their receivers. A system call must repay itself; symmetric memory is
 // read without, and shorter messages from there reach a receiver that lags behind in less time through the
 // ring.
-constexpr std::size_t kLentNbytes = std::size_t{64} << 10;
+constexpr std::size_t kLentNbytes = std::size_t{16} << 10;
 constexpr std::size_t kLentSymmetricNbytes = std::size_t{4} << 10;
 
 // Per byte and rank, one-shot costs w + (p - 1) r, two-shot w + 2 (p - 1) / p r

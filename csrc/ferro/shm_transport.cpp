@@ -19,11 +19,12 @@ namespace ferro {
 struct Places {
   std::uint64_t in;           // in the symmetric heaps, plus one; 0 if it is not there
   std::uint64_t out;          // likewise
-  std::uint64_t staged_at;    // in the rank's ring of small payloads, if that is where it is
+  std::uint64_t staged_at;    // in the rank's ring of small payloads
   std::uint64_t address;      // in this rank's own memory
   std::uint64_t out_address;  // the output's, of an allreduce
+  bool is_staged;             // there
   bool may_be_pulled;         // it can read its peers, and lets them read its arrays
-  bool shall_be_pulled;       // the choice, in the header of the rank that chooses for all
+  bool shall_be_pulled_next;  // the next time, if this is the rank that chooses for all
 };
 static_assert(sizeof(Places) <= HeaderSlot::kInlineNbytes, "must travel in a header");
 
@@ -39,6 +40,11 @@ constexpr std::uint64_t flag_of(std::uint32_t sequence, std::uint32_t hash) {
   return static_cast<std::uint64_t>(sequence) << 32 | hash;
 }
 constexpr std::uint32_t sequence_of(std::uint64_t flag) { return static_cast<std::uint32_t>(flag >> 32); }
+
+// Whether it leaves the inputs as they are, whatever becomes of it. A reduction in place does not.
+bool keeps_inputs(const Collective& collective) {
+  return collective.op != Op::allreduce && collective.op != Op::reduce_scatter;
+}
 
 // What a rank gives for others to read.
 std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is_root) {
@@ -204,8 +210,18 @@ bool ShmTransport::advance_succession(std::uint32_t from, std::uint32_t to) noex
 }
 
 void ShmTransport::run(Call& call, const Collective& collective) {
-  check_group();
   if (collective.count * item_size(collective.dtype) > shm_cost::kBriefNbytes) call.begin_blocking();
+  if (attempt(call, collective)) return;
+  // A rank could not read where it stands what another had lent. The inputs are still as they were.
+  looks_before_lending_ = true;
+  lends_ = false;
+  attempt(call, collective);
+  lends_ = true;
+}
+
+// False, on all ranks, if some rank could not read what it should have pulled.
+bool ShmTransport::attempt(Call& call, const Collective& collective) {
+  check_group();
   publish_header(collective);
   prepare_next_small();
   await_headers(call);
@@ -213,7 +229,7 @@ void ShmTransport::run(Call& call, const Collective& collective) {
   // input, peers wait for the store to it, and their caches still hold the line.
   if (is_inline_) prepare_to_write(&segment_->header(index_, (sequence_ + 1) & 1));
   find_inputs(collective);
-  const bool is_timed = index_ == chooser_of(collective) && is_pullable(collective);
+  const bool is_timed = chooses(collective);
   const auto start = is_timed ? Clock::now() : Clock::time_point{};
   const bool has_borrowed = dispatch(call, collective);
   if (has_borrowed) {
@@ -221,9 +237,12 @@ void ShmTransport::run(Call& call, const Collective& collective) {
     // A rank that gave up in the fence may have changed its array while it was still being read, but has
     // ended the group before that.
     check_group();
+    if (inputs_.are_pulled && !have_all_read()) return false;
   }
   // Symmetric arrays were neither pulled nor staged.
-  if (is_timed && (inputs_.are_pulled || !has_borrowed)) note_copy_time(collective, Clock::now() - start);
+  if (is_timed && (inputs_.are_pulled || !has_borrowed))
+    note_copy_time(collective, Clock::now() - start + staging_time_);
+  return true;
 }
 
 // ---- Headers ---------------------------------------------------------------
@@ -288,6 +307,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
     return;
   }
+  staging_time_ = {};
   Places places{};
   // An all_to_all in place overwrites what peers would still be reading.
   const bool is_readable_in_place = collective.op != Op::all_to_all || collective.in != collective.out;
@@ -295,27 +315,43 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     places.in = segment_->symmetric_offset(collective.in, nbytes);
     places.out = segment_->symmetric_offset(collective.out, nbytes);
   }
-  if (places.in == 0 && nbytes != 0 && nbytes <= segment_->layout().small_nbytes && size_ > 1) {
-    places.staged_at = next_small(nbytes);
-    small_nbytes_ = nbytes;
-    unsigned char* const staged = segment_->small_ring(index_) + places.staged_at;
-    staging_.copy(staged, collective.in, nbytes);
-    if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
+  if (is_pullable(collective)) {
+    if (lends_ && shall_be_pulled(collective) && peer_memory_->can_read_all())
+      offer_to_lend(collective, nbytes, places);
+    places.shall_be_pulled_next = chooses(collective) && chooses_to_pull(collective);
   }
-  if (is_pullable(collective) && peer_memory_->can_read_all()) offer_to_lend(collective, nbytes, places);
+  if (places.in == 0 && !places.may_be_pulled && nbytes != 0 && nbytes <= segment_->layout().small_nbytes &&
+      size_ > 1)
+    stage_small(collective, nbytes, places);
   std::memcpy(slot.payload, &places, sizeof places);
 }
 
-// Says where peers may read this rank's arrays in its own memory, and whether they shall, if it is the one to
-// choose.
+void ShmTransport::stage_small(const Collective& collective, std::size_t nbytes, Places& places) {
+  const bool is_timed = chooses(collective);
+  const auto start = is_timed ? Clock::now() : Clock::time_point{};
+  places.staged_at = next_small(nbytes);
+  places.is_staged = true;
+  small_nbytes_ = nbytes;
+  unsigned char* const staged = segment_->small_ring(index_) + places.staged_at;
+  staging_.copy(staged, collective.in, nbytes);
+  if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
+  if (is_timed) staging_time_ = Clock::now() - start;
+}
+
+// Says where peers may read this rank's arrays in its own memory.
 void ShmTransport::offer_to_lend(const Collective& collective, std::size_t nbytes, Places& places) {
   places.address = reinterpret_cast<std::uintptr_t>(collective.in);
   places.out_address = reinterpret_cast<std::uintptr_t>(collective.out);
-  places.may_be_pulled = nbytes == 0 || places.in != 0 || peer_memory_->can_lend(collective.in, nbytes);
+  places.may_be_pulled = nbytes == 0 || places.in != 0 || may_lend(collective, collective.in, nbytes);
   const bool is_output_read = collective.op == Op::allreduce && !shm_cost::pulling_whole_wins(nbytes, size_);
   if (is_output_read && collective.in != collective.out && places.out == 0)
-    places.may_be_pulled = places.may_be_pulled && peer_memory_->can_lend(collective.out, nbytes);
-  places.shall_be_pulled = index_ == chooser_of(collective) && chooses_to_pull(collective);
+    places.may_be_pulled = places.may_be_pulled && may_lend(collective, collective.out, nbytes);
+}
+
+// Looking costs a microsecond or two, as the pages that are looked at are what peers read next.
+bool ShmTransport::may_lend(const Collective& collective, const void* data, std::size_t nbytes) const {
+  const bool must_look = looks_before_lending_ || !keeps_inputs(collective);
+  return !must_look || peer_memory_->can_lend(data, nbytes);
 }
 
 void ShmTransport::await_headers(Call& call) {
@@ -374,6 +410,7 @@ void ShmTransport::check_counts() const {
 
 void ShmTransport::find_inputs(const Collective& collective) {
   inputs_.reset();
+  inputs_.are_kept = keeps_inputs(collective);
   inputs_.are_symmetric = size_ > 1;  // a rank that is alone reads nobody's
   if (is_uneven(collective)) return check_counts();
 
@@ -395,7 +432,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
       input = segment_->symmetric_pointer(places.in);
       find_output(peer, places.out, places.out_address);
       inputs_.are_borrowed = size_ > 1;
-    } else if (nbytes <= segment_->layout().small_nbytes) {
+    } else if (places.is_staged) {
       input = segment_->small_ring(peer) + places.staged_at;
     } else if (is_pulled) {
       input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(places.address));
@@ -426,12 +463,13 @@ bool ShmTransport::is_pullable(const Collective& collective) const {
   const bool is_in_place = collective.in == collective.out;
   switch (collective.op) {
     case Op::broadcast:
-      return nbytes >=
-             (is_root(collective) && is_in_place ? shm_cost::kPullNoCopyNbytes : shm_cost::kPullNbytes);
+      return nbytes >= (is_root(collective) && is_in_place ? shm_cost::kPullNoCopyNbytes
+                                                           : shm_cost::kPullBroadcastNbytes);
     case Op::scatter:
     case Op::all_gather:
-    case Op::reduce_scatter:
       return nbytes >= shm_cost::kPullNbytes;
+    case Op::reduce_scatter:
+      return nbytes >= shm_cost::kPullReducedNbytes;
     case Op::all_to_all:
       return nbytes >= shm_cost::kPullNbytes && !is_in_place;
     case Op::allreduce:
@@ -454,6 +492,11 @@ int ShmTransport::chooser_of(const Collective& collective) const {
   }
 }
 
+// Whether this is that rank, and there is something to choose.
+bool ShmTransport::chooses(const Collective& collective) const {
+  return index_ == chooser_of(collective) && is_pullable(collective);
+}
+
 bool ShmTransport::chooses_to_pull(const Collective& collective) {
   return peer_memory_->setting() == PeerReads::always ||
          copy_choice_of(collective).pulls(collective.count * item_size(collective.dtype));
@@ -469,6 +512,13 @@ CopyChoice& ShmTransport::copy_choice_of(const Collective& collective) {
   return copy_choices_[static_cast<std::size_t>(collective.op)];
 }
 
+// What the rank that chooses said the last time. It could not tell the others any later, since they prepare
+// their inputs before they hear of it.
+std::bitset<64>::reference ShmTransport::shall_be_pulled(const Collective& collective) {
+  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  return shall_be_pulled_[static_cast<std::size_t>(collective.op)][CopyChoice::log2_of(nbytes)];
+}
+
 // Every rank comes to the same answer, from the headers. A rank offers nothing before it has tried
 // to read every other, which it does here, where all are known to be there.
 bool ShmTransport::agree_to_pull(const Collective& collective) {
@@ -476,16 +526,26 @@ bool ShmTransport::agree_to_pull(const Collective& collective) {
   for (int peer = 0; peer < size_; ++peer)
     if (peer != index_) peer_memory_->can_read(peer);
   const unsigned parity = sequence_ & 1;
+  shall_be_pulled(collective) =
+      places_of(segment_->header(chooser_of(collective), parity)).shall_be_pulled_next;
   for (int peer = 0; peer < size_; ++peer)
     if (!places_of(segment_->header(peer, parity)).may_be_pulled) return false;
-  return places_of(segment_->header(chooser_of(collective), parity)).shall_be_pulled;
+  return true;
 }
 
 void ShmTransport::fence(Call& call, std::size_t nbytes) {
   read_nbytes_ = nbytes;
+  segment_->header(index_, (sequence_ + 1) & 1).payload[0] = inputs_.were_read;
   publish_header(Collective{});
   await_headers(call);
   read_nbytes_ = 0;
+}
+
+// What the ranks have said in the fence.
+bool ShmTransport::have_all_read() const {
+  for (int peer = 0; peer < size_; ++peer)
+    if (segment_->header(peer, sequence_ & 1).payload[0] == 0) return false;
+  return true;
 }
 
 // ---- Waiting ---------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bitset>
 #include <memory>
 #include <vector>
 
@@ -51,11 +52,15 @@ class ShmTransport final : public Transport {
   void close() noexcept override;
 
  private:
+  bool attempt(Call& call, const Collective& collective);
+
   // ---- Headers (shm_transport.cpp) ----
   void publish_header(const Collective& collective);
   void publish_counts(const Collective& collective, HeaderSlot& slot);
   void publish_input(const Collective& collective, HeaderSlot& slot);
+  void stage_small(const Collective& collective, std::size_t nbytes, Places& places);
   void offer_to_lend(const Collective& collective, std::size_t nbytes, Places& places);
+  bool may_lend(const Collective& collective, const void* data, std::size_t nbytes) const;
   void await_headers(Call& call);
   void check_fingerprints() const;
   void check_counts() const;
@@ -68,12 +73,15 @@ class ShmTransport final : public Transport {
   bool is_pullable(const Collective& collective) const;
   int chooser_of(const Collective& collective) const;
   CopyChoice& copy_choice_of(const Collective& collective);
+  bool chooses(const Collective& collective) const;
   bool chooses_to_pull(const Collective& collective);
+  std::bitset<64>::reference shall_be_pulled(const Collective& collective);
   void note_copy_time(const Collective& collective, Clock::duration time);
   bool agree_to_pull(const Collective& collective);
-  // A second exchange of headers, without a payload: no rank leaves it before all have entered. Until then
-  // each may read `nbytes` of another's.
+  // A second exchange of headers: no rank leaves it before all have entered. Until then each may read
+  // `nbytes` of another's. They say whether their ranks could read all they wanted.
   void fence(Call& call, std::size_t nbytes);
+  bool have_all_read() const;
 
   // ---- Waiting (shm_transport.cpp) ----
   template <class Ready>
@@ -123,9 +131,9 @@ class ShmTransport final : public Transport {
   // dst = the elements of `range` of every rank's input, reduced; read in place.
   void reduce_in_passes(Call& call, const Collective& collective, void* dst, Range range);
   void reduce_foreign(const Collective& collective, void* dst, Range range);
-  void pull(int peer, void* dst, const void* src, std::size_t nbytes) const;
+  void pull(int peer, void* dst, const void* src, std::size_t nbytes);
   // Copies an array of `peer`. If it is foreign, `src` is an address in the peer's own memory.
-  void copy_from(Call& call, int peer, bool is_foreign, void* dst, const void* src, std::size_t nbytes) const;
+  void copy_from(Call& call, int peer, bool is_foreign, void* dst, const void* src, std::size_t nbytes);
   [[noreturn]] void throw_unreadable(int peer, int error) const;
   void copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const;
 
@@ -173,10 +181,12 @@ class ShmTransport final : public Transport {
     bool are_borrowed = false;                        // some are the peers' own arrays
     bool are_pulled = false;    // those that are not symmetric are read out of their ranks' memory
     bool are_symmetric = true;  // all are, and so are all outputs
+    bool are_kept = true;       // whatever becomes of the collective: it can be repeated
+    bool were_read = true;      // by this rank, as far as they were pulled
 
     void reset() {
       std::fill(is_foreign.begin(), is_foreign.end(), false);
-      are_complete = are_symmetric = true;
+      are_complete = are_symmetric = were_read = true;
       are_borrowed = are_pulled = false;
     }
   };
@@ -192,8 +202,12 @@ class ShmTransport final : public Transport {
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
   // Set by publish_header() for the rest of run().
-  bool is_inline_ = false;        // this rank's header carries its whole input
-  std::size_t small_nbytes_ = 0;  // of the payload that it staged in its ring
+  bool is_inline_ = false;          // this rank's header carries its whole input
+  std::size_t small_nbytes_ = 0;    // of the payload that it staged in its ring
+  Clock::duration staging_time_{};  // of that payload, if this rank chooses how to copy
+  // False while a collective is repeated whose arrays could not be read where they stand.
+  bool lends_ = true;
+  bool looks_before_lending_ = false;  // ever after
   // Set by fence() for the wait in it: what peers may be reading meanwhile.
   std::size_t read_nbytes_ = 0;
   // In the slow part of a wait: the peer waited for, and in which sequence, as flag_of(sequence,
@@ -204,7 +218,10 @@ class ShmTransport final : public Transport {
   Inputs inputs_;
   StagingWriter staging_;
   const std::shared_ptr<PeerMemory> peer_memory_;
-  std::array<CopyChoice, static_cast<std::size_t>(Op::barrier)> copy_choices_;  // of the operations before it
+  // Of the operations before the barrier: how long they took, and by log2 of their bytes what was chosen.
+  static constexpr auto kCopying = static_cast<std::size_t>(Op::barrier);
+  std::array<CopyChoice, kCopying> copy_choices_;
+  std::array<std::bitset<64>, kCopying> shall_be_pulled_;
   Scratch fetched_;                           // the block of foreign inputs that is being reduced
   mutable std::vector<const void*> sources_;  // scratch of reductions
   std::vector<void*> outputs_;                // the same

@@ -201,12 +201,36 @@ def call_after_a_late_refusal(
 
 
 @needs_seccomp
-@pytest.mark.parametrize("collective", PULLED)
-def test_a_read_that_fails_ends_the_group_on_all_ranks(collective: str) -> None:
+@pytest.mark.parametrize("collective", ["allreduce", "reduce_scatter"])
+def test_a_reduction_whose_inputs_cannot_be_read_ends_the_group(collective: str) -> None:
     body = partial(call_after_a_late_refusal, collective=collective, is_lender_private=False)
     lender, reader = run_ranks(2, body, backend="none")
     assert "cannot read the array of rank 0: Operation not permitted" in reader
     assert "Reported by rank 1" in lender
+
+
+def move_after_a_late_refusal(rank: int, world_size: int, addr: str) -> None:
+    with join(rank, world_size, addr, "always") as backend:
+        x = values(rank, COUNT * world_size)
+        everybodys = np.stack([values(peer, x.size) for peer in range(world_size)])
+        for turn in range(6):
+            if turn == 3 and rank == world_size - 1:
+                refuse_reads()
+            np.testing.assert_array_equal(fd.all_gather(x, backend), everybodys.ravel())
+            own = everybodys.reshape(world_size, world_size, COUNT)[:, rank]
+            np.testing.assert_array_equal(fd.all_to_all(x, backend), own.ravel())
+            for root in range(world_size):
+                np.testing.assert_array_equal(fd.broadcast(x, backend, root), everybodys[root])
+                part = fd.scatter(
+                    x if rank == root else None, backend, root, out=np.empty(COUNT, np.int64)
+                )
+                np.testing.assert_array_equal(part, everybodys[root, rank * COUNT :][:COUNT])
+
+
+@needs_seccomp
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_cannot_be_read_is_staged_instead(world_size: int) -> None:
+    run_ranks(world_size, move_after_a_late_refusal, backend="none")
 
 
 @needs_seccomp

@@ -723,6 +723,27 @@ void test_calls_that_need_no_copy_leave_the_choice_open() {
   CHECK(choice.pulls(n) == false);
 }
 
+// The slower way takes twice as long, or a tenth longer.
+void test_trials_of_the_slower_way_cost_little() {
+  constexpr std::size_t n = std::size_t{256} << 10;
+  for (const double slower : {2.0, 1.1}) {
+    CopyChoice choice;
+    const auto run = [&](int number) {
+      double seconds = 0;
+      for (int i = 0; i < number; ++i) {
+        const bool is_pulled = choice.pulls(n);
+        const double taken = is_pulled ? 1.0 : slower;
+        choice.note(n, is_pulled, taken);
+        seconds += taken;
+      }
+      return seconds / number;
+    };
+    run(100);
+    const double mean = run(10000);
+    CHECK(mean > 1.0 && mean < 1.011);
+  }
+}
+
 void test_a_signal_ends_the_backing_of_symmetric_memory() {
   const Group group = Communicator::create_group(2, 2);
   Call call(kTimeout, {[](void*) noexcept { std::this_thread::sleep_for(std::chrono::milliseconds(60)); },
@@ -1083,6 +1104,7 @@ int main() {
   test_a_signal_ends_a_long_reduction_of_symmetric_arrays();
   test_a_symmetric_array_that_its_owner_changes_too_early_is_not_given_out();
   test_calls_that_need_no_copy_leave_the_choice_open();
+  test_trials_of_the_slower_way_cost_little();
   test_a_signal_ends_the_backing_of_symmetric_memory();
   test_a_task_that_cannot_start_ends_the_group();
   test_a_queued_call_that_ends_too_late_says_which_it_was();
