@@ -209,7 +209,7 @@ def numpy_dtype(name: str) -> Any:
 
 
 def page_aligned(count: int, dtype: Any) -> Any:
-    """A NumPy array that begins on a page, as in the benchmarks of OSU.
+    """Make a NumPy array that begins on a page, as in the benchmarks of OSU.
 
     Where sender's and receiver's arrays begin at unlike places of a cache line, the kernel copies
     up to 18 % more slowly, and with malloc's settings for MPI it is chance where they begin.
