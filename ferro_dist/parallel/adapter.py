@@ -73,16 +73,19 @@ class ModuleAdapter:
                 raise ValueError(f"DDP: the module no longer has the parameter {name!r}")
         return views
 
-    def gradients(self, grads: Any = None, *, are_final: bool = True) -> ArrayGradients:
+    def gradients(self, grads: Any = None, of: Iterable[str] | None = None) -> ArrayGradients:
         """Return views of the gradients given, or of the module's own.
 
-        If they are final, those that are absent must have a place for the ones of other ranks.
+        Those of the parameters `of` (None: of all) that are absent must have a place for the ones
+        of other ranks.
         """
         holder = cast(Any, self.module).grads() if grads is None else grads
         views = self._views("gradient", holder)
-        is_short = are_final and len(views) < len(self.specs)
-        if is_short and not self._keeps(holder, is_own=grads is None):
-            absent = next(name for name in self.specs if name not in views)
+        absent = None
+        if len(views) < len(self.specs):
+            names = self.specs if of is None else of
+            absent = next((name for name in names if name not in views), None)
+        if absent is not None and not self._keeps(holder, is_own=grads is None):
             raise ValueError(
                 f"DDP: there is no gradient of {absent!r} here, and no place to put the one that "
                 "another rank may have. Fill it with zeros, or let grads() return the same dict "

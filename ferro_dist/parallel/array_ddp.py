@@ -98,27 +98,26 @@ class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
         """
         adapter = self._checked_adapter()
         name = str(layer)
-        numbers = [
-            number
+        own = {
+            number: known
             for number, known in enumerate(adapter.specs)
             if known == name or known.startswith(f"{name}.")
-        ]
-        if not numbers:
+        }
+        if not own:
             raise ValueError(f"DDP.ready: there is no parameter {name!r}, nor any of such a layer")
         if self._no_sync_depth:
             return
         grads = self._buffers_in_use() if adapter.is_collection else None
-        gradients = adapter.gradients(grads, are_final=False)  # others may come until the end
+        gradients = adapter.gradients(grads, of=own.values())  # others may come until the end
         if self._given is None:
             self._given = ArrayGradients({}, gradients.holder)
             self._reducer.begin(self._given)
-        for number in numbers:
+        for number, known in own.items():
             if self._reducer.is_ready(number):
-                known = self._reducer.specs[number].name
                 raise ValueError(f"DDP.ready: the gradient of {known!r} was ready before")
         self._given.views.update(gradients.views)
         with telling(self._tell_the_others):
-            for number in numbers:
+            for number in own:
                 self._reducer.mark_ready(number)
 
     def _average(self, grads: Any, weight: float | None) -> Any:

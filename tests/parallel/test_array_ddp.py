@@ -104,6 +104,8 @@ def test_layers_may_be_ready_before_others_have_gradients(on_ranks: OnRanks, ove
     def body(backend: Any) -> Any:
         ddp = fd.DDP(Growing(), backend, bucket_mb=1e-4, overlap=overlap)
         complete, ddp.module.gradients = ddp.module.gradients, {}
+        with pytest.raises(ValueError, match=r"no gradient of 'c\.weight'"):
+            ddp.ready("c")
         for layer in "cba":
             ddp.gradients.update((n, g) for n, g in complete.items() if n.startswith(layer))
             complete[f"{layer}.bias"][:] = backend.rank
