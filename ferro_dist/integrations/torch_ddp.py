@@ -442,6 +442,14 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         else:
             setattr(self.module, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if isinstance(getattr(type(self), name, None), property):
+            object.__delattr__(self, name)
+        elif hasattr(type(self), name) or name in self.__dict__:
+            torch.nn.Module.__delattr__(self, name)
+        else:
+            delattr(self.module, name)
+
     # The interface of DDP
 
     @contextlib.contextmanager

@@ -157,6 +157,12 @@ class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
         else:
             setattr(self.module, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if hasattr(type(self), name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self.module, name)
+
     def __repr__(self) -> str:
         if self._adapter is None:
             return "<DDP, module given back>"

@@ -408,6 +408,8 @@ def test_the_module_is_reached_through_the_wrapper(on_ranks: OnRanks) -> None:
         assert model.is_training
         x, _ = data(rows=2)
         assert_array_equal(ddp(x), model(x))
+        del ddp.is_training
+        assert "is_training" not in vars(model)
         assert not hasattr(ddp, "no_such_attribute")
         assert "Linear, rank 0 of 1, 2 parameters, 1 buckets" in repr(ddp)
 
@@ -419,6 +421,8 @@ def test_the_wrapper_has_attributes_that_cannot_be_replaced(on_ranks: OnRanks) -
         ddp: Any = fd.DDP(Linear(), backend)
         with pytest.raises(AttributeError):
             ddp.module = Linear()
+        with pytest.raises(AttributeError):
+            del ddp.module
 
     on_ranks(1, body)
 

@@ -125,6 +125,8 @@ def test_the_wrapper_is_a_module(on_ranks: OnRanks) -> None:
         assert ddp.learning_rate == 0.1
         ddp.learning_rate = 0.2
         assert ddp.module.learning_rate == 0.2
+        del ddp.learning_rate
+        assert not hasattr(ddp.module, "learning_rate")
         assert ddp.weight is ddp.module.weight
         ddp.register_buffer("mean", torch.zeros(1))
         assert list(ddp.state_dict()) == ["weight", "bias", "mean"]
@@ -134,6 +136,10 @@ def test_the_wrapper_is_a_module(on_ranks: OnRanks) -> None:
         assert not hasattr(ddp, "no_such_attribute")
         with pytest.raises(AttributeError):
             ddp.module = Scale()
+        with pytest.raises(AttributeError):
+            del ddp.module
+        with pytest.raises(AttributeError, match="'Scale' object has no attribute"):
+            del ddp.no_such_attribute
         assert "Scale" in repr(ddp)
 
     on_ranks(1, body)
