@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -60,13 +61,14 @@ class RankGrid:
         world = range(backend.world_size)
         rows = [list(world[first : first + size]) for first in world[::size]]
         columns = [list(world[column::size]) for column in range(size)]
-        self.pipeline = _own(backend, rows)
-        self.data = _own(backend, columns)
+        with contextlib.ExitStack() as groups:
+            self.pipeline = _own(backend, rows, groups)
+            self.data = _own(backend, columns, groups)
+            self._groups = groups.pop_all()
 
     def close(self) -> None:
         """Leave both groups. Idempotent."""
-        self.pipeline.close()
-        self.data.close()
+        self._groups.close()
 
     def __enter__(self) -> RankGrid:
         return self
@@ -80,7 +82,11 @@ class RankGrid:
         self.close()
 
 
-def _own(backend: Backend, groups: list[list[int]]) -> Backend:
+def _own(backend: Backend, divided: list[list[int]], groups: contextlib.ExitStack) -> Backend:
     """Split off all groups, as every rank must; return the one that this rank is in."""
-    (own,) = [group for members in groups if (group := backend.split(members)) is not None]
+    for members in divided:
+        group = backend.split(members)
+        if group is not None:
+            own = group
+            groups.callback(group.close)
     return own

@@ -302,6 +302,51 @@ def test_handwritten_stages_of_torch_are_averaged(on_ranks: OnRanks) -> None:
         assert whole is None or whole.tolist() == [[4.0 * (rank // 2 + 1)] * WIDTH] * 4
 
 
+def test_grid_that_cannot_be_made_leaves_no_group_open(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(backend: Any) -> None:
+        made: list[Any] = []
+        split = type(backend).split
+
+        def split_once(parent: Any, members: Any) -> Any:
+            if made:
+                raise MemoryError
+            made.append(split(parent, members))
+            return made[0]
+
+        monkeypatch.setattr(type(backend), "split", split_once)
+        with pytest.raises(MemoryError):
+            fd.RankGrid(backend, pipeline=1)
+        with pytest.raises(fd.ChannelClosed):
+            fd.barrier(made[0])
+
+    on_ranks(1, body)
+
+
+def test_grid_leaves_one_group_even_if_leaving_the_other_fails(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(backend: Any) -> None:
+        left: list[Any] = []
+        close = type(backend).close
+
+        def close_and_be_interrupted(group: Any) -> None:
+            close(group)
+            left.append(group)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(backend), "close", close_and_be_interrupted)
+            grid = fd.RankGrid(backend, pipeline=1)
+            with pytest.raises(KeyboardInterrupt):
+                grid.close()
+        assert {id(group) for group in left} == {id(grid.pipeline), id(grid.data)}
+        grid.close()
+
+    on_ranks(1, body)
+
+
 def test_replicas_drop_different_numbers(on_ranks: OnRanks) -> None:
     def on_rank(backend: Any) -> Any:
         with fd.RankGrid(backend, pipeline=2) as grid:
