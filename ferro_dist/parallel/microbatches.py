@@ -80,6 +80,8 @@ def shares_of_weight(
         ) from None
     except OverflowError:  # an integer that no float can hold
         raise ValueError(_NOT_FINITE) from None
+    if not all(0 <= value < float("inf") for value in weights):
+        raise ValueError(_NOT_FINITE)
     if target is not None and len(weights) == target.total_rows != num_microbatches:
         starts = target.starts
         weights = [sum(weights[a:b]) for a, b in itertools.pairwise(starts)]
@@ -89,8 +91,6 @@ def shares_of_weight(
             f"Pipeline: weight has {len(weights)} numbers; give one for each of "
             f"{num_microbatches} microbatches{rows}"
         )
-    if not all(0 <= value < float("inf") for value in weights):
-        raise ValueError(_NOT_FINITE)
     return weights
 
 

@@ -124,6 +124,7 @@ def test_constructor_wants_groups() -> None:
         (batch(4)[0], batch(4)[1], mean_square, [1.0], ValueError, "weight has 1 numbers"),
         (batch(4)[0], batch(4)[1], mean_square, [0.0, 0.0], ValueError, "all weights are 0"),
         (batch(4)[0], batch(4)[1], mean_square, [-1.0, 2.0], ValueError, "at least 0"),
+        (batch(4)[0], batch(4)[1], mean_square, [-1.0, 2.0, 1.0, 1.0], ValueError, "at least 0"),
         (batch(4)[0], batch(4)[1], mean_square, [10**400, 1], ValueError, "and finite"),
         (batch(4)[0], batch(4)[1], mean_square, [1e308, 1e308], ValueError, "sum is not finite"),
         (batch(4)[0], (batch(6)[1],), lambda o, _: o.sum(), None, ValueError, "target has 6 rows"),
