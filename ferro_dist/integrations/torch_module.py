@@ -40,8 +40,9 @@ _KNOWS_GPUS = torch.backends.cuda.is_built()
 
 _SHORTENED = (
     "DDP: parameter {name!r} is the table of an embedding with max_norm, which in forward shortens "
-    "the rows that this rank looks up, and no others: replicas would drift apart. Shorten all rows "
-    "after each step instead, under torch.no_grad(): weight.renorm_(2, 0, max_norm)."
+    "the rows that this rank looks up, and no others: replicas would drift apart. Build it without "
+    "max_norm, and shorten all rows after each step, under torch.no_grad(): "
+    "weight.renorm_(norm_type, 0, max_norm)."
 )
 
 ALIGNMENT_NBYTES = 64  # a cache line, and more than any dtype needs
