@@ -77,8 +77,11 @@ bool PeerMemory::can_lend(const void* data, std::size_t nbytes) const {
   return process_vm_readv(own_pid_, &local, 1, ends, 2, 0) == sizeof bytes;
 }
 
-int PeerMemory::read(int peer, void* dst, const void* src, std::size_t nbytes) const noexcept {
-  return read_process(peers_[peer].pid.load(std::memory_order_relaxed), dst, src, nbytes);
+int PeerMemory::read(int peer, void* dst, const void* src, std::size_t nbytes) noexcept {
+  auto& [access, pid] = peers_[peer];
+  const int error = read_process(pid.load(std::memory_order_relaxed), dst, src, nbytes);
+  if (error != 0 && error != EFAULT) access.store(Access::refused, std::memory_order_release);
+  return error;
 }
 
 }  // namespace ferro

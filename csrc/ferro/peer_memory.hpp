@@ -29,17 +29,17 @@ class PeerMemory {
 
   // What the program asks for.
   PeerReads setting() const { return setting_; }
-  // Whether this process may read the memory of `peer`. Tried once, when the peer has published
-  // its number.
+  // Whether this process may read the memory of `peer`. Tried when the peer has published its
+  // number, and true until read() is refused.
   bool can_read(int peer);
-  // True only after can_read() has been true of every peer.
+  // Whether can_read() has been true of every peer, and is still.
   bool can_read_all() const;
   // Whether peers that can read this process can read [data, data + nbytes) as well. They cannot
   // where a driver mapped it, nor once this process has changed its privileges.
   bool can_lend(const void* data, std::size_t nbytes) const;
   // Reads from `src` in the memory of `peer`, of which can_read() was true. Returns 0 or the error
-  // number.
-  [[nodiscard]] int read(int peer, void* dst, const void* src, std::size_t nbytes) const noexcept;
+  // number; any but EFAULT, which is the array's, counts for all of the peer's memory.
+  [[nodiscard]] int read(int peer, void* dst, const void* src, std::size_t nbytes) noexcept;
 
  private:
   enum class Access : unsigned char { unknown, refused, granted };
