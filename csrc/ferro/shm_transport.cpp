@@ -22,6 +22,7 @@ struct Places {
   std::uint64_t staged_at;    // in the rank's ring of small payloads
   std::uint64_t address;      // in this rank's own memory
   std::uint64_t out_address;  // the output's, of an allreduce
+  std::uint32_t staging_ns;   // how long that took, if it might have been pulled instead
   bool is_staged;             // there
   bool may_be_pulled;         // it can read its peers, and lets them read its arrays
   bool shall_be_pulled_next;  // the next time, if this is the rank that chooses for all
@@ -241,7 +242,7 @@ bool ShmTransport::attempt(Call& call, const Collective& collective) {
   }
   // Symmetric arrays were neither pulled nor staged.
   if (is_timed && (inputs_.are_pulled || !has_borrowed))
-    note_copy_time(collective, Clock::now() - start + staging_time_);
+    note_copy_time(collective, Clock::now() - start + std::chrono::nanoseconds(inputs_.staging_ns));
   return true;
 }
 
@@ -307,7 +308,6 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
     return;
   }
-  staging_time_ = {};
   Places places{};
   // An all_to_all in place overwrites what peers would still be reading.
   const bool is_readable_in_place = collective.op != Op::all_to_all || collective.in != collective.out;
@@ -327,15 +327,15 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
 }
 
 void ShmTransport::stage_small(const Collective& collective, std::size_t nbytes, Places& places) {
-  const bool is_timed = chooses(collective);
-  const auto start = is_timed ? Clock::now() : Clock::time_point{};
+  const std::int64_t start_ns = is_pullable(collective) ? now_ns() : 0;
   places.staged_at = next_small(nbytes);
   places.is_staged = true;
   small_nbytes_ = nbytes;
   unsigned char* const staged = segment_->small_ring(index_) + places.staged_at;
   staging_.copy(staged, collective.in, nbytes);
   if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
-  if (is_timed) staging_time_ = Clock::now() - start;
+  if (start_ns != 0)
+    places.staging_ns = static_cast<std::uint32_t>(std::min<std::int64_t>(now_ns() - start_ns, UINT32_MAX));
 }
 
 // Says where peers may read this rank's arrays in its own memory.
@@ -434,6 +434,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
       inputs_.are_borrowed = size_ > 1;
     } else if (places.is_staged) {
       input = segment_->small_ring(peer) + places.staged_at;
+      inputs_.staging_ns = std::max(inputs_.staging_ns, places.staging_ns);
     } else if (is_pulled) {
       input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(places.address));
       inputs_.is_foreign[peer] = peer != index_;

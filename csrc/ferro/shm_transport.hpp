@@ -179,15 +179,17 @@ class ShmTransport final : public Transport {
     std::vector<bool> is_foreign, is_output_foreign;  // an address in that rank's own process
     bool are_complete = true;                         // none is null: no rounds are needed
     bool are_borrowed = false;                        // some are the peers' own arrays
-    bool are_pulled = false;    // those that are not symmetric are read out of their ranks' memory
-    bool are_symmetric = true;  // all are, and so are all outputs
-    bool are_kept = true;       // whatever becomes of the collective: it can be repeated
-    bool were_read = true;      // by this rank, as far as they were pulled
+    bool are_pulled = false;       // those that are not symmetric are read out of their ranks' memory
+    bool are_symmetric = true;     // all are, and so are all outputs
+    bool are_kept = true;          // whatever becomes of the collective: it can be repeated
+    std::uint32_t staging_ns = 0;  // of the small ones, the longest
+    bool were_read = true;         // by this rank, as far as they were pulled
 
     void reset() {
       std::fill(is_foreign.begin(), is_foreign.end(), false);
       are_complete = are_symmetric = were_read = true;
       are_borrowed = are_pulled = false;
+      staging_ns = 0;
     }
   };
 
@@ -202,9 +204,8 @@ class ShmTransport final : public Transport {
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
   // Set by publish_header() for the rest of run().
-  bool is_inline_ = false;          // this rank's header carries its whole input
-  std::size_t small_nbytes_ = 0;    // of the payload that it staged in its ring
-  Clock::duration staging_time_{};  // of that payload, if this rank chooses how to copy
+  bool is_inline_ = false;        // this rank's header carries its whole input
+  std::size_t small_nbytes_ = 0;  // of the payload that it staged in its ring
   // False while a collective is repeated whose arrays could not be read where they stand.
   bool lends_ = true;
   bool looks_before_lending_ = false;  // ever after
