@@ -24,8 +24,8 @@ constexpr bool is_worth_preparing(std::size_t nbytes) {
 // of the fence that must follow.
 constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 
-// The same for a broadcast. Its input is what the root has just written, or taken from an earlier broadcast: then
-// both ranks hold lines that the other wants, and staging, past the caches, is faster for longer.
+// The same for a broadcast. Its input is what the root has just written, or taken from an earlier broadcast:
+// then both ranks hold lines that the other wants, and staging, past the caches, is faster for longer.
 constexpr std::size_t kSymmetricBroadcastNbytes = std::size_t{128} << 10;
 
 // From here on what one rank copies from another may be pulled out of that one's memory. It costs a system
