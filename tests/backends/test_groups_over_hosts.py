@@ -212,6 +212,7 @@ def close_and_keep(group: Group) -> None:
         part = group.split(range(group.world_size))
         assert part is not None
         fd.barrier(part, async_op=True).wait()
+        fd.barrier(group)  # rank 0 ends `part` for all as soon as it misses rank 1
         waiting = threading.Thread(target=error_of, args=[lambda: fd.recv(np.empty(3), part, 1)])
         if part.rank == 0:
             waiting.start()
