@@ -381,10 +381,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             hook.remove()
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
         return {
             id(p): saved["state"][number]
-            for p, number in zip(parameters, numbers, strict=True)
+            for p, number in zip(self._parameters(), numbers, strict=True)
             if number in saved["state"]
         }
 
