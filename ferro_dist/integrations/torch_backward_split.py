@@ -16,7 +16,9 @@ spine from which a weight is reached without going along the spine: both addmm. 
 3. Weight part, any time later: for each junction, backward from it with what was kept, with only
    its weights as goals. The spine below is not run again, as it leads to none of them.
 
-Each product is computed once, and weights accumulate through autograd, so their hooks fire.
+Each product is computed once, and weights accumulate through autograd, so their hooks fire. Hooks
+of the tensor that a junction has made fire in both parts. In the second they get zeros, and what
+was kept takes the place of what they return: ``retain_grad`` adds up what it is given.
 
 Some weights cannot wait, and are goals of the input part already:
 
@@ -129,7 +131,7 @@ class _Junction:
         present = [i for i, gradient in enumerate(kept) if gradient is not None]
         torch.autograd.backward(
             [GradientEdge(self._node, i) for i in present],
-            [kept[i] for i in present],
+            [torch.zeros_like(kept[i]) for i in present],
             inputs=self._weights,
         )
         self._hook.remove()
@@ -140,7 +142,6 @@ class _Junction:
         if self._kept is None:
             self._kept = gradients
             return None
-        # The user's hooks on this tensor have run once more, on what they had changed already.
         return self._kept
 
 

@@ -526,6 +526,33 @@ def test_compiled_modules_are_told_and_run_whole(on_ranks: OnRanks) -> None:
             assert_equal_gradients(gradient, expected.gradients[f"{rank}.{name}"], name)
 
 
+def test_gradients_that_tensors_retain_count_once(on_ranks: OnRanks) -> None:
+    def in_place(gradient: Any) -> None:
+        gradient *= 3
+
+    class Retains(Block):
+        def forward(self, x: Any) -> Any:
+            self.h = self.up(x)
+            self.h.retain_grad()
+            self.h.register_hook(in_place)
+            return self.down(torch.tanh(self.h))
+
+    model = chain(2, lambda _: Retains())
+    x, y = batch(4)
+
+    def body(backend: Any) -> Any:
+        stage = copy.deepcopy(model)[backend.rank]
+        pipe = fd.Pipeline(stage, backend, 1, "zb_h1")
+        pipe.step(x.clone().requires_grad_(), y, mean_square)
+        return stage
+
+    whole = copy.deepcopy(model)
+    run_whole(whole, x, y)
+    for ours, theirs in zip(on_ranks(2, body), whole, strict=True):
+        torch.testing.assert_close(ours.h.grad, theirs.h.grad)
+        torch.testing.assert_close(ours.up.weight.grad, theirs.up.weight.grad)
+
+
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
 def test_hooks_of_parameters_and_tensors_count_once(
     on_ranks: OnRanks, case: tuple[str, int, int]
