@@ -23,7 +23,12 @@ from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_p
 from ferro_dist.integrations.torch_gradients import copy_or_clear, zeros_in_group
 from ferro_dist.integrations.torch_module import check_shareable
 from ferro_dist.integrations.torch_random import Seeded, draw_seed
-from ferro_dist.integrations.torch_surroundings import Buffers, Surroundings, version
+from ferro_dist.integrations.torch_surroundings import (
+    Buffers,
+    Surroundings,
+    uncached_casts,
+    version,
+)
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
@@ -283,7 +288,8 @@ class TorchStage(Stage):
     def _run_replayable(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Checkpoint]:
         versions = [version(x) for x in keyed.parcel.arrays]
         checkpoint = _Checkpoint(keyed, loss_of, versions, Surroundings(self.module))
-        output = self._run_unsaved(keyed, loss_of, will_replay=True)
+        with uncached_casts():
+            output = self._run_unsaved(keyed, loss_of, will_replay=True)
         self._check_unchanged(checkpoint)
         checkpoint.surroundings.keep_changed()
         return output, checkpoint

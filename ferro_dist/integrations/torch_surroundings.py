@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Buffers", "Surroundings", "version"]
+__all__ = ["Buffers", "Surroundings", "uncached_casts", "version"]
 
 Module = Any
 Tensor = Any
@@ -91,6 +91,21 @@ class Surroundings:
                 yield
         finally:
             now.restore()
+
+
+@contextlib.contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Let autocast keep no weight that it casts.
+
+    Until 2.10, torch takes a weight that was cast without a graph for later forwards with a graph,
+    too, which then lead to no gradient of it.
+    """
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
 
 
 def version(tensor: Any) -> int | None:
