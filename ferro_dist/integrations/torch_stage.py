@@ -161,12 +161,11 @@ class TorchStage(Stage):
     def evaluation(self) -> Iterator[None]:
         # Each module's own mode: some may be in evaluation mode for good.
         modes = [(module, module.training) for module in self.module.modules()]
-        self.module.eval()
         try:
+            self.module.eval()
             yield
         finally:
-            for module, mode in modes:
-                module.training = mode
+            _set_modes(modes)
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
@@ -370,6 +369,16 @@ class TorchStage(Stage):
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _set_modes(modes: Sequence[tuple[Any, bool]]) -> None:
+    # By their methods, as some do more than note the mode: a layer may merge weights to evaluate,
+    # and must divide them again. Outer modules come first, since theirs call those of inner ones.
+    for module, mode in modes:
+        if module.training != mode:
+            module.train(mode)
+    for module, mode in modes:
+        module.training = mode
 
 
 @contextlib.contextmanager

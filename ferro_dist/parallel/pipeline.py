@@ -383,9 +383,12 @@ class Pipeline(Generic[ModuleT]):
         """
         ends = EvaluationEnds(self._end_stages, x, self.num_stages - 1)
         with contextlib.ExitStack() as modes:
-            for stage in self._stages.values():
-                modes.enter_context(stage.evaluation())
-            self._run("eval", ends)
+
+            def prepare() -> None:
+                for stage in self._stages.values():
+                    modes.enter_context(stage.evaluation())
+
+            self._run("eval", ends, prepare)
         return ends.whole_output
 
     def plan(

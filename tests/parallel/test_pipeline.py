@@ -113,6 +113,41 @@ def test_eval_gives_the_model_output_and_changes_nothing(
             torch.testing.assert_close(output, model_output)
 
 
+class Merging(nn.Module):
+    """Adds one weight to another for evaluation, and takes it away again for training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.ones(5, 5), requires_grad=False)
+        self.change = nn.Parameter(torch.full((5, 5), 0.5))
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> Any:
+        if self.is_merged == mode:
+            self.base.data += -self.change.data if mode else self.change.data
+            self.is_merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Any) -> Any:
+        return x @ (self.base if self.is_merged else self.base + self.change)
+
+
+def test_eval_returns_to_training_as_modules_do_it(on_ranks: OnRanks) -> None:
+    x, y = batch(4)
+
+    def body(backend: Any) -> Any:
+        stage = nn.Sequential(Merging(), nn.Sequential(Merging()).eval()).double()
+        pipe = fd.Pipeline(stage, backend, 2, "1f1b")
+        pipe.eval(x)
+        assert [module.training for module in stage.modules()] == [True, True, False, False]
+        assert [stage[0].is_merged, stage[1][0].is_merged] == [False, True]
+        pipe.step(x, y, mean_square)
+        return stage[0].change.grad
+
+    for gradient in on_ranks(2, body):
+        assert gradient is not None
+
+
 def test_backwards_of_scalar_outputs_need_no_gradients(on_ranks: OnRanks) -> None:
     model = chain(2)
     x, _ = batch(4)

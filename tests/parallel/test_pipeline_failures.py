@@ -238,6 +238,23 @@ def test_outputs_that_cannot_be_joined_are_told_on_every_rank(
     assert on_ranks(2, body) == [2, 2]
 
 
+def test_module_that_refuses_evaluation_is_told_on_every_rank(on_ranks: OnRanks) -> None:
+    class Refuses(nn.Linear):
+        def train(self, mode: bool = True) -> Any:
+            if not mode:
+                raise NotImplementedError("this module has no mode")
+            return super().train(mode)
+
+    def body(backend: Any) -> None:
+        stage = nn.Sequential(nn.Dropout(), Refuses(2, 2)) if backend.rank else nn.Linear(2, 2)
+        pipe = fd.Pipeline(stage, backend, 1, "1f1b")
+        with pytest.raises(fd.StageFailed, match="this module has no mode"):
+            pipe.eval(torch.ones(1, 2))
+        assert all(module.training for module in stage.modules())
+
+    on_ranks(2, body)
+
+
 def test_backward_without_forward_is_told(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         pipe = fd.Pipeline(nn.Linear(WIDTH, WIDTH).double(), backend, 2, "gpipe")
