@@ -81,6 +81,11 @@ class TorchStage(Stage):
                 f"Pipeline: {name} holds a {type(array).__module__}.{type(array).__qualname__}, "
                 "and the stage is a torch module: give tensors, see torch.as_tensor"
             )
+        if array.is_nested:
+            raise TypeError(
+                f"Pipeline: {name} holds a nested tensor, which cannot be cut into microbatches: "
+                "give to_padded_tensor()"
+            )
         if array.layout is not torch.strided:
             raise TypeError(
                 f"Pipeline: {name} holds a tensor of layout {array.layout}, which cannot be cut "

@@ -35,7 +35,7 @@ _SEQUENCES = {"tuple": tuple, "list": list}
 
 def is_array(value: object) -> bool:
     """Whether this is a leaf that holds data: an array of any library."""
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+    return _has(value, "shape") and _has(value, "dtype")
 
 
 def flatten(tree: Tree) -> tuple[Structure, list[Array]]:
@@ -143,6 +143,11 @@ def from_lists(lists: list[Any]) -> Structure:
     """Return a structure that has been written as JSON, which has no tuples, and read again."""
     structure: Structure = _tupled(lists)
     return ARRAY if structure == ARRAY else structure
+
+
+def _has(value: object, name: str) -> bool:
+    # By the type first: torch's nested tensors have a shape that raises when it is asked for.
+    return hasattr(type(value), name) or hasattr(value, name)
 
 
 def _flatten(tree: Tree, arrays: list[Array]) -> Structure:
