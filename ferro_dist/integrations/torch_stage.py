@@ -227,10 +227,12 @@ class TorchStage(Stage):
                 parameter.grad += gradient
 
     def new_bucket(self, group: Backend, like: Tensor, count: int) -> Tensor:
-        return zeros_in_group(count, like, group)
+        with torch.inference_mode(False):  # an evaluation may come first; steps write to it
+            return zeros_in_group(count, like, group)
 
     def place(self, bucket: Tensor, offset: int, like: Tensor) -> Tensor:
-        return bucket[offset : offset + like.numel()].view(like.shape)
+        with torch.inference_mode(False):
+            return bucket[offset : offset + like.numel()].view(like.shape)
 
     def write(self, places: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         with torch.no_grad():

@@ -216,6 +216,27 @@ def test_weight_of_two_stages_is_averaged_after_both_whatever_a_schedule_reduces
             assert_equal_gradients(gradients[name], expected, name)
 
 
+def test_evaluation_in_inference_mode_may_come_first(on_ranks: OnRanks) -> None:
+    """It is then that replicas and tied weights get the memory in which gradients are summed."""
+    x, y = batch(4)
+
+    def body(backend: Any) -> list[Any]:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+            tied = {"weight": stage.weight}
+            with fd.Pipeline(stage, grid.pipeline, 2, "1f1b", dp=grid.data, tied=tied) as pipe:
+                with torch.inference_mode():
+                    pipe.eval(x)
+                first = pipe.step(x, y, mean_square)
+                torch.optim.SGD(stage.parameters(), 0.1).step()
+                assert pipe.step(x, y, mean_square) < first
+        return [stage.weight, stage.weight.grad]
+
+    for equal in zip(*on_ranks(4, body), strict=True):
+        for other in equal[1:]:
+            assert torch.equal(equal[0], other)
+
+
 def test_parameter_without_a_gradient_stays_without(on_ranks: OnRanks) -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:
