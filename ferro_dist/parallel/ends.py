@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -281,6 +282,11 @@ class ForwardEnds(Ends):
         """The output of stage `kept` for each microbatch."""
         return [pytree.unflatten(p.structure, p.arrays) for p in self._kept_parcels()]
 
+    def are_outputs(self, given: Sequence[Tree]) -> bool:
+        """Whether these are the outputs, in their order, not merely equal."""
+        pairs = zip(self._kept_parcels(), given, strict=True)
+        return all(_are_same(kept.arrays, pytree.flatten(tree)[1]) for kept, tree in pairs)
+
     def _kept_parcels(self) -> list[Parcel]:
         return [self._parcels[microbatch] for microbatch in sorted(self._parcels)]
 
@@ -315,6 +321,7 @@ class BackwardEnds(Ends):
     ) -> None:
         super().__init__(forward._stages)
         self._x = forward._x
+        self._forward = forward
         self._outputs = outputs
         self._given = gradients
         self._gradients: list[Gradients] = []
@@ -329,6 +336,11 @@ class BackwardEnds(Ends):
     def _checked_gradients(self) -> list[Gradients]:
         count = self._num_microbatches
         outputs = _listed(self._outputs, f"the {count} outputs of forward", count)
+        if not self._forward.are_outputs(outputs):
+            raise ValueError(
+                "Pipeline: backward wants the outputs of the last forward, as it has returned "
+                "them. What an earlier one has kept is dropped when another begins"
+            )
         if self._given is None:
             return [self._unit_gradient(output) for output in outputs]
         gradients = _listed(self._given, f"{count} grad_outputs", count)
@@ -370,6 +382,10 @@ def _wants_target(loss_fn: LossFn) -> bool:
     except TypeError:
         return True
     return False
+
+
+def _are_same(arrays: Sequence[Array], others: Sequence[Array]) -> bool:
+    return len(arrays) == len(others) and all(map(operator.is_, arrays, others))
 
 
 def _listed(values: Any, wanted: str, count: int) -> list[Any]:

@@ -342,7 +342,7 @@ class Pipeline(Generic[ModuleT]):
         Parameters
         ----------
         outputs : sequence of tree
-            What `forward` has returned.
+            What the last `forward` has returned, as it is.
         grad_outputs : sequence of tree, on the rank of the last stage
             The gradient of each output; nothing is scaled. May be omitted if outputs are scalars.
 

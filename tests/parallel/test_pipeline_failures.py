@@ -266,6 +266,16 @@ def test_module_that_refuses_evaluation_is_told_on_every_rank(on_ranks: OnRanks)
     on_ranks(2, body)
 
 
+def test_backward_of_an_earlier_forward_is_told(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        pipe = fd.Pipeline(nn.Linear(WIDTH, WIDTH).double(), backend, 2, "1f1b")
+        earlier, later = pipe.forward(batch(4)[0]), pipe.forward(batch(4)[0])
+        with pytest.raises(ValueError, match="the outputs of the last forward"):
+            pipe.backward(earlier, [torch.ones_like(output) for output in later])
+
+    on_ranks(2, body)
+
+
 def test_backward_without_forward_is_told(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         pipe = fd.Pipeline(nn.Linear(WIDTH, WIDTH).double(), backend, 2, "gpipe")
