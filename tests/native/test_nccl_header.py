@@ -21,7 +21,7 @@ CUDA_HEADERS = {
         "typedef struct CUstream_st* cudaStream_t;\ntypedef struct CUevent_st* cudaEvent_t;\n"
     ),
     "cuda_fp16.h": "",
-    "cuda_bf16.h": "",
+    "cuda_bf16.h": "#define __CUDA_BF16_TYPES_EXIST__\n",  # up to NCCL 2.23
     "cuda_fp8.h": "",
 }
 STRUCTS = ("ncclUniqueId", "ncclConfig_t", "ncclWaitSignalDesc_t")
