@@ -270,7 +270,8 @@ class HybridBackend(Backend):
         timeout: float | None,
         tag: int,
     ) -> Array | Work:
-        known = out if x is None else x
+        # x is read on the root only.
+        known = x if out is None or (x is not None and root == self.rank) else out
         side = self._host if known is None else self._side(known)
         return side.scatter(x, out, root, async_op, timeout, tag)
 

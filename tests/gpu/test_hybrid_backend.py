@@ -40,6 +40,20 @@ def test_arrays_go_by_where_they_live() -> None:
     assert ranks(3, reduce_both_kinds) == [outcome] * 3
 
 
+def scatter_beside_what_is_not_read(rank: int, world_size: int, addr: str) -> list[float]:
+    gpu = emulated_gpu()
+    with connect("hybrid", rank, world_size, addr) as group:
+        x = gpu.array(np.arange(4.0)) if rank == 0 else np.zeros(4)
+        out = gpu.empty(2, "float64")
+        fd.scatter(x, group, out=out)
+        numbers: list[float] = out.numpy().tolist()
+        return numbers
+
+
+def test_scatter_goes_by_what_is_read_and_written() -> None:
+    assert ranks(2, scatter_beside_what_is_not_read) == [[0.0, 1.0], [2.0, 3.0]]
+
+
 def batch_both_kinds(rank: int, world_size: int, addr: str) -> None:
     gpu = emulated_gpu(delay_us=300)
     other = 1 - rank
