@@ -467,7 +467,8 @@ class _Emulated(_Library):
             before = current_stream()
             set_current_stream(stream)
             try:
-                yield
+                with x.memory.gpu.device(x.device):
+                    yield
             finally:
                 set_current_stream(before)
 

@@ -303,6 +303,8 @@ class Receiver:
 
     def _receive_posted(self) -> None:
         try:
+            if self._link.gpu_channels is not None:
+                self._link.gpu_channels.adopt_thread()
             while (receive := self._posted.get()) is not None:
                 arrival = self._receive(receive)
                 if not self._is_draining:

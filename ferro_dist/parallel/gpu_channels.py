@@ -38,13 +38,28 @@ class GpuChannels:
     Parameters
     ----------
     rank : int
+    device : int
+        This rank's GPU.
     channels : mapping of (int, int) to NcclBackend
         By sender and receiver; one of them is this rank.
     """
 
-    def __init__(self, rank: int, channels: Mapping[tuple[int, int], NcclBackend]) -> None:
+    def __init__(
+        self, rank: int, device: int, channels: Mapping[tuple[int, int], NcclBackend]
+    ) -> None:
         self._rank = rank
+        self._device = device
         self._channels = channels
+
+    def adopt_thread(self) -> None:
+        """Make this rank's GPU the current one of a new thread, for good.
+
+        It begins on the first GPU. An array library that goes back there makes a context on it,
+        which takes hundreds of megabytes from the rank whose GPU that is.
+        """
+        from ferro_dist._native.cuda_runtime import set_device
+
+        set_device(self._device)
 
     def send(self, arrays: Sequence[Array], peer: int, timeout: float | None) -> Work:
         """Start to send arrays of this rank's GPU. Blocks neither the host nor its streams."""
@@ -108,7 +123,7 @@ def make_gpu_channels(
             _open(channel, backend, timeout)
             channels[direction] = channel
         made.pop_all()
-    return GpuChannels(backend.rank, channels)
+    return GpuChannels(backend.rank, backend.device, channels)
 
 
 def _directions(schedule: Iterable[Sequence[Action]]) -> list[tuple[int, int]]:

@@ -212,6 +212,21 @@ def test_large_messages_that_pass_each_other_do_not_wait_for_each_other() -> Non
     assert gradient == pytest.approx(16 / 6)
 
 
+def train_beside_other_gpus(rank: int, world_size: int, addr: str) -> list[bool]:
+    gpu = emulated_gpu(devices=world_size + 1)
+    own = rank + 1
+    with connect("hybrid", rank, world_size, addr, device=own) as group:
+        train(group, "1f1b", 1, 6)
+    return [gpu.has_context(number) for number in range(world_size + 1)]
+
+
+def test_threads_that_receive_put_nothing_on_gpus_of_other_ranks() -> None:
+    assert run_ranks(2, train_beside_other_gpus, backend="none") == [
+        [False, True, False],
+        [False, False, True],
+    ]
+
+
 # Failures
 
 
