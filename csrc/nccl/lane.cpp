@@ -75,6 +75,23 @@ Lane::Lane(std::shared_ptr<Communicator> communicator, cudaStream_t stream)
   last_stream_ = stream_;
 }
 
+// Whoever drops the last reference, a collector in any thread or the watchdog, may be on another device. To
+// destroy an event there, or to go back there afterwards, makes a context on that one.
+void Lane::destroy(Lane* lane) noexcept {
+  int current = -1;
+  const bool is_own = lane->num_forks_ == num_forks();
+  if (!is_own ||
+      (lane->cuda_.cudaGetDevice(&current) == cudaSuccess && current == lane->communicator_->device())) {
+    delete lane;
+    return;
+  }
+  Reaper::instance().run([lane] {
+    stay_on_device(lane->cuda_, lane->communicator_->device());
+    delete lane;
+    return true;
+  });
+}
+
 // Events and streams may be destroyed with work under way: CUDA frees them when it is done.
 Lane::~Lane() {
   if (num_forks_ != num_forks()) return;  // the parent's
@@ -86,7 +103,7 @@ Lane::~Lane() {
 }
 
 std::shared_ptr<Lane> Lane::open(std::shared_ptr<Communicator> communicator, cudaStream_t stream) {
-  auto lane = std::make_shared<Lane>(std::move(communicator), stream);
+  const std::shared_ptr<Lane> lane(new Lane(std::move(communicator), stream), destroy);
   Watchdog::instance().watch(lane);
   return lane;
 }

@@ -98,6 +98,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
     const Attendance::Entry& entry;
   };
 
+  static void destroy(Lane* lane) noexcept;
   // Throws what has ended the communicator, unless the call was done before an orderly end.
   void check_good(std::uint64_t ticket) const;
   // Throws what keeps calls from being made or done.

@@ -97,6 +97,30 @@ def test_nothing_is_put_on_gpus_that_are_not_used() -> None:
     assert run_ranks(1, work_on_the_second_gpu, backend="none") == [[False, True]]
 
 
+def drop_a_group_elsewhere(rank: int, world_size: int, addr: str) -> list[bool]:
+    """A thread begins on the first GPU, and the collector may run in any."""
+    gpu = emulated_gpu(devices=2)
+    from ferro_dist._native.cuda_runtime import set_device
+
+    set_device(1)
+    x = gpu.array(np.ones(4))
+    held = [connect("nccl", rank, world_size, addr)]
+    fd.allreduce(x, held[0])
+    held[0].synchronize()
+    dropped, num_streams = weakref.ref(held[0]), gpu.stream_count
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert dropped() is None
+    assert settled(lambda: gpu.stream_count < num_streams, True)
+    return [gpu.has_context(number) for number in range(2)]
+
+
+def test_a_group_that_is_dropped_by_any_thread_puts_nothing_on_other_gpus() -> None:
+    assert run_ranks(1, drop_a_group_elsewhere, backend="none") == [[False, True]]
+
+
 # Ends that nobody ordered
 
 

@@ -162,6 +162,7 @@ EMULATION_API cudaError_t cudaMallocAsync(void** data, std::size_t nbytes, cudaS
 EMULATION_API cudaError_t cudaFree(void* data) {
   return guarded([&] {
     refuse_locked();
+    make_context();
     release(data, true);
   });
 }
@@ -183,6 +184,7 @@ EMULATION_API cudaError_t cudaFreeAsync(void* data, cudaStream_t handle) {
 EMULATION_API cudaError_t cudaMallocHost(void** data, std::size_t nbytes) {
   return guarded([&] {
     refuse_locked();
+    make_context();
     allocate(data, MemoryKind::pinned, nbytes);
   });
 }
@@ -194,6 +196,7 @@ EMULATION_API cudaError_t cudaHostAlloc(void** data, std::size_t nbytes, unsigne
 EMULATION_API cudaError_t cudaFreeHost(void* data) {
   return guarded([&] {
     refuse_locked();
+    make_context();
     release(data, false);
   });
 }

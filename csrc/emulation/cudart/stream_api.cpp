@@ -175,6 +175,7 @@ EMULATION_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, uns
 
 EMULATION_API cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   return guarded([&] {
+    make_context();
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     const StreamPtr stream = runtime().streams.get(handle);
     require_not_captured(stream);
@@ -271,6 +272,7 @@ EMULATION_API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEvent
 
 EMULATION_API cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return guarded([&] {
+    make_context();
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     runtime().events.take(event);
   });
