@@ -261,6 +261,7 @@ void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::siz
   };
   const Loan loan{*this};
   const CurrentDeviceGuard guard(*this, callers, num_callers);
+  is_capturing(callers, num_callers);  // for its refusal
   order_behind(stream_, done, callers, num_callers);
 }
 

@@ -222,6 +222,37 @@ def test_a_call_that_would_spoil_a_capture_is_refused() -> None:
     assert ranks(2, call_on_the_default_stream_beside_a_capture) == [[2.0, 1.0]] * 2
 
 
+def wait_on_the_default_stream_beside_a_capture(backend: Any) -> list[float]:
+    gpu = emulated_gpu()
+    group = make_group(backend)
+    x = ranked(1, 4)
+    with gpu.stream():
+        go_on = hold(gpu)
+        work = group.allreduce(x, x, SUM, True, None, 0)
+    refusals = []
+
+    def wait() -> None:
+        with pytest.raises(Io, match="The default stream cannot be used") as raised:
+            work.wait()
+        refusals.append(raised)
+
+    with gpu.stream(is_blocking=True) as stream, gpu.capture(stream) as graph:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    graph.close()
+    assert len(refusals) == 1
+    go_on()
+    work.wait()
+    result = values(x)
+    group.close()
+    return result
+
+
+def test_a_wait_that_would_spoil_a_capture_is_refused() -> None:
+    assert ranks(1, wait_on_the_default_stream_beside_a_capture) == [[1.0, 2.0, 3.0, 4.0]]
+
+
 def is_loaded(backend: Any) -> tuple[int, ...]:
     emulated_gpu()
     version: tuple[int, ...] = load_nccl().get_version()
