@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +51,15 @@ def hold(gpu: Any) -> Callable[[], None]:
         may_go_on.set()
 
     return go_on
+
+
+def wait_until_asleep(thread: threading.Thread) -> None:
+    """Return once a thread is kept in a call, with nobody else wanting the interpreter."""
+    num_asleep = 0
+    while num_asleep < 20:
+        time.sleep(0.001)
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+        num_asleep = num_asleep + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
 
 
 def wait_until_stuck(gpu: Any, count: int) -> None:

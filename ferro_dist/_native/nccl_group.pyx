@@ -155,6 +155,10 @@ cdef class NcclGroup:
         check_usable(communicator)
         self._lane = Lane.open(communicator._native, handle)
 
+    def __dealloc__(self):
+        with nogil:  # CUDA keeps whoever destroys an event waiting while another thread waits for room
+            self._lane.reset()
+
     @property
     def communicator(self):
         return self._communicator

@@ -48,5 +48,9 @@ cdef class NcclMemory(GpuBytes):
         # Not __dealloc__, which must not call Python: only the libraries know their streams.
         if self._data == NULL or not self.is_own() or sys.is_finalizing():
             return
-        libnccl.free_later(cudart()[0], self.device, self._data, streams_of_thread(self.device))
+        cdef void* data = self._data
+        cdef const Cudart* cuda = cudart()
+        cdef vector[cudaStream_t] users = streams_of_thread(self.device)
         self._data = NULL
+        with nogil:  # a stream that is full keeps whoever marks it waiting
+            libnccl.free_later(cuda[0], self.device, data, users)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from nccl_ranks import hold
+from nccl_ranks import hold, wait_until_asleep
 
 from ferro_dist._native.buffer_view import as_view
 from ferro_dist.errors import BackendUnavailable, InvalidArray, LockPoisoned
@@ -330,13 +328,33 @@ def ask_while_a_stream_is_full(_: Any) -> None:
         full.synchronize()
 
 
-def wait_until_asleep(thread: threading.Thread) -> None:
-    """Return once a thread is kept in a call, with nobody else wanting the interpreter."""
-    num_asleep = 0
-    while num_asleep < 20:
-        time.sleep(0.001)
-        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
-        num_asleep = num_asleep + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+def drop_memory_while_a_stream_is_full(_: Any) -> None:
+    os.environ["FERRO_EMULATION_STREAM_DEPTH"] = "4"
+    gpu = emulated_gpu()
+    from ferro_dist._native.cuda_memory import DeviceMemory, fill_async
+    from ferro_dist._native.nccl_memory import NcclMemory
+
+    memory, dropped = DeviceMemory(1), [NcclMemory(1)]
+    is_full = threading.Event()
+
+    def make_room() -> None:
+        is_full.wait()
+        go_on()
+
+    thread = threading.Thread(target=make_room)
+    thread.start()
+    with gpu.stream():
+        go_on = hold(gpu)
+        for _ in range(4):
+            fill_async(memory.address, 0, 1, gpu.current_stream)
+        is_full.set()
+        dropped.clear()  # marks the stream
+        gpu.synchronize()
+    thread.join()
+
+
+def test_memory_may_be_dropped_while_cuda_keeps_a_stream_waiting() -> None:
+    alone(drop_memory_while_a_stream_is_full)
 
 
 def test_other_threads_go_on_while_cuda_keeps_one_waiting() -> None:
