@@ -5,7 +5,7 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uintptr_t
 
 from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
-from ferro_dist._native.cuda_stream cimport held_stream, StreamHandle
+from ferro_dist._native.cuda_stream cimport held_stream, on_device_of, StreamHandle
 from ferro_dist._native.dlpack cimport CUDA
 from ferro_dist._native.libcudart cimport (
     Cudart, cudaError_t, cudaHostAllocDefault, cudaMemcpyDefault, cudaMemoryTypeDevice,
@@ -136,7 +136,7 @@ def copy_async(uintptr_t target, uintptr_t source, size_t nbytes, stream):
     cdef StreamHandle held = held_stream(stream)
     cdef const Cudart* cuda = cudart()
     cdef cudaError_t status
-    with nogil:
+    with on_device_of(held), nogil:
         status = cuda.cudaMemcpyAsync(
             <void*> target, <const void*> source, nbytes, cudaMemcpyDefault, held.stream)
     CHECK_CUDA(status, "cudaMemcpyAsync")
@@ -147,7 +147,7 @@ def fill_async(uintptr_t target, unsigned char value, size_t nbytes, stream):
     cdef StreamHandle held = held_stream(stream)
     cdef const Cudart* cuda = cudart()
     cdef cudaError_t status
-    with nogil:
+    with on_device_of(held), nogil:
         status = cuda.cudaMemsetAsync(<void*> target, value, nbytes, held.stream)
     CHECK_CUDA(status, "cudaMemsetAsync")
 

@@ -9,6 +9,7 @@ from ferro_dist._native.libcudart cimport cudaError_t, cudaEvent_t, cudaStream_t
 
 cdef class StreamHandle:
     cdef cudaStream_t stream
+    cdef int device           # -1 if the lender did not say
     cdef object _lender       # keeps a borrowed stream alive; None if it is our own
     cdef bint is_own
     cdef int _num_forks
@@ -34,6 +35,10 @@ cdef cudaStream_t stream_handle(object stream) except? NULL
 
 # The same, held for as long as the result lives, even if the stream is one of ours and closed meanwhile.
 cdef StreamHandle held_stream(object stream)
+
+# The context in which to use a stream. Each device has its own default streams, of which the current
+# device's would be used.
+cdef object on_device_of(StreamHandle handle)
 
 # The stream on which the owner of `view` works now.
 cdef cudaStream_t current_stream(BufferView view) except? NULL

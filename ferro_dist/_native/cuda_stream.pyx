@@ -4,6 +4,7 @@ All calls of CUDA's let go of the interpreter: while a stream is full, CUDA keep
 waiting until there is room, for which another thread may have to do something.
 """
 
+import contextlib
 import sys
 
 cimport cython
@@ -16,13 +17,15 @@ from ferro_dist._native.buffer_view cimport BufferView, current_stream_of, is_of
 from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
 from ferro_dist._native.libcudart cimport (
     Capture, capture_of, cudaErrorNotReady, cudaError_t, cudaEvent_t, cudaEventDisableTiming, cudaStream_t,
-    cudaStreamLegacy, cudaStreamNonBlocking, cudaSuccess, Cudart, relaxed,
+    cudaStreamLegacy, cudaStreamNonBlocking, cudaStreamPerThread, cudaSuccess, Cudart, relaxed,
 )
 
 from ferro_dist._native.buffer_view import as_view
 from ferro_dist._native.cuda_runtime import DeviceGuard, device_number
 
 __all__ = ["Event", "Stream", "current_stream_of_array"]
+
+cdef object NO_GUARD = contextlib.nullcontext()
 
 
 @cython.final
@@ -95,6 +98,8 @@ cdef class Stream:
         """
         cdef Stream borrowed = Stream.__new__(Stream)
         borrowed._handle = held_stream(stream)
+        if borrowed._handle.device < 0:
+            borrowed._handle.device = device
         borrowed.device = device
         return borrowed
 
@@ -115,7 +120,7 @@ cdef class Stream:
         cdef StreamHandle handle = self.open()
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
-        with nogil:
+        with on_device_of(handle), nogil:
             status = relaxed(cuda[0], cuda.cudaStreamSynchronize, handle.stream)
         CHECK_CUDA(status, "cudaStreamSynchronize")
 
@@ -124,7 +129,7 @@ cdef class Stream:
         cdef StreamHandle handle = self.open()
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
-        with nogil:
+        with on_device_of(handle), nogil:
             status = relaxed(cuda[0], cuda.cudaStreamQuery, handle.stream)
         return _is_ready(status, "cudaStreamQuery")
 
@@ -138,7 +143,7 @@ cdef class Stream:
         cdef const Cudart* cuda = cudart()
         cdef Capture capture = Capture.none
         cdef cudaError_t status
-        with nogil:
+        with on_device_of(handle), nogil:
             status = capture_of(cuda[0], handle.stream, &capture)
         CHECK_CUDA(status, "cudaStreamIsCapturing")
         return capture != Capture.none
@@ -148,7 +153,7 @@ cdef class Stream:
         cdef StreamHandle handle = self.open()
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
-        with nogil:
+        with on_device_of(handle), nogil:
             status = cuda.cudaStreamWaitEvent(handle.stream, event._handle, 0)
         CHECK_CUDA(status, "cudaStreamWaitEvent")
 
@@ -160,7 +165,7 @@ cdef class Stream:
         cdef StreamHandle handle = self.open()
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
-        with nogil:
+        with on_device_of(handle), nogil:
             status = cuda.cudaEventRecord(event._handle, handle.stream)
         CHECK_CUDA(status, "cudaEventRecord")
         return event
@@ -282,8 +287,15 @@ cdef StreamHandle held_stream(object stream):
         return (<Stream> stream).open()
     held = StreamHandle.__new__(StreamHandle)
     held.stream = stream_handle(stream)
+    held.device = -1
     held._lender = stream
     return held
+
+
+cdef object on_device_of(StreamHandle handle):
+    cdef cudaStream_t stream = handle.stream
+    is_default = stream == NULL or stream == cudaStreamLegacy or stream == cudaStreamPerThread
+    return DeviceGuard(handle.device) if is_default and handle.device >= 0 else NO_GUARD
 
 
 cdef cudaStream_t current_stream(BufferView view) except? NULL:

@@ -357,6 +357,34 @@ def test_memory_may_be_dropped_while_cuda_keeps_a_stream_waiting() -> None:
     alone(drop_memory_while_a_stream_is_full)
 
 
+def use_the_default_stream_of_another_device(_: Any) -> list[int]:
+    gpu = emulated_gpu(devices=2)
+    from ferro_dist._native.cuda_memory import PinnedMemory, copy_async, fill_async
+    from ferro_dist._native.cuda_stream import Stream
+
+    pinned, default, other = PinnedMemory(1), Stream.borrow(0, 1), Stream(1)
+    with gpu.device(1):
+        array = gpu.empty(1, "uint8")
+        go_on = hold(gpu)
+    fill_async(array.address, 7, 1, default)
+    event = default.record()
+    other.wait(event)
+    copy_async(pinned.address, array.address, 1, other)
+    copied = other.record()
+    is_done = [default.is_done(), copied.is_done()]
+    go_on()
+    default.synchronize()
+    assert event.is_done()
+    default.wait(copied)
+    copy_async(pinned.address, array.address, 1, default)
+    default.synchronize()
+    return [*is_done, memoryview(pinned)[0]]  # type: ignore[arg-type]
+
+
+def test_the_default_stream_is_that_of_the_streams_device() -> None:
+    assert run_ranks(1, use_the_default_stream_of_another_device) == [[False, False, 7]]
+
+
 def test_other_threads_go_on_while_cuda_keeps_one_waiting() -> None:
     alone(ask_while_a_stream_is_full)
 
