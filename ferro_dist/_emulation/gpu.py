@@ -303,7 +303,8 @@ class _Memory:
             gpu.check(gpu.cudart.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(nbytes)))
         self.address = address.value or 0
         # Not at exit: streams may still be working, as they may be on a GPU.
-        weakref.finalize(self, _free, gpu, self.address, stream).atexit = False
+        device = gpu.current_device
+        weakref.finalize(self, _free, gpu, self.address, stream, device).atexit = False
 
 
 def array_over(memory: Any, shape: tuple[int, ...], dtype: Any) -> EmulatedArray:
@@ -444,12 +445,15 @@ def _relaxed_capture(gpu: EmulatedGpu) -> Iterator[None]:
         gpu.cudart.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-def _free(gpu: EmulatedGpu, address: int, stream: Any) -> None:
+def _free(gpu: EmulatedGpu, address: int, stream: Any, device: int) -> None:
     pointer = ctypes.c_void_p(address)
-    if gpu.cudart.cudaFreeAsync(pointer, _handle(stream)) != 0:  # stream gone, or captured
-        gpu.cudart.cudaGetLastError()
-        with _relaxed_capture(gpu):
-            gpu.cudart.cudaFree(pointer)
+    # Each device has its own default stream.
+    on_device = contextlib.nullcontext() if gpu.current_device == device else gpu.device(device)
+    with on_device:
+        if gpu.cudart.cudaFreeAsync(pointer, _handle(stream)) != 0:  # stream gone, or captured
+            gpu.cudart.cudaGetLastError()
+            with _relaxed_capture(gpu):
+                gpu.cudart.cudaFree(pointer)
 
 
 def _destroy_stream(gpu: EmulatedGpu, handle: int) -> None:

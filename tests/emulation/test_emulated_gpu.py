@@ -46,6 +46,21 @@ def test_dtypes_of_ml_dtypes_have_names() -> None:
     assert names == sorted(2 * ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 
 
+def drop_an_array_on_another_device(rank: int, world_size: int, addr: str) -> float:
+    gpu = emulated_gpu(devices=2, delay_us=10_000)
+    with gpu.device(1):
+        x, y = gpu.array(np.ones(4)), gpu.empty(4, "float64")
+        gpu.check(
+            gpu.cudart.cudaMemcpyAsync(*map(ctypes.c_void_p, (y.address, x.address, 32)), 3, 0)
+        )
+    del x
+    return float(y.numpy().sum())
+
+
+def test_an_array_is_freed_in_order_with_its_own_devices_default_stream() -> None:
+    assert run_ranks(1, drop_an_array_on_another_device, backend="none") == [4.0]
+
+
 def copy_arrays_with_gaps(rank: int, world_size: int, addr: str) -> bool:
     gpu = emulated_gpu()
     table = np.arange(90_000).reshape(300, 300)
