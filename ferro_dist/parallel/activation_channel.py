@@ -17,6 +17,7 @@ not.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -327,11 +328,12 @@ class Receiver:
         structure, specs = _decode(description + rest.tobytes())
         self._forecasts[receive.kind, receive.stage] = specs
         memory = self._memory_of(receive.stage)
-        with memory.receiving():
+        channels, timeout = self._link.gpu_channels, self._link.timeout
+        # Without channels all arrays are in host memory, and this thread uses no GPU.
+        with contextlib.nullcontext() if channels is None else memory.receiving():
             arrays = on_host = self._take_room(receive.stage, specs)
             on_gpu: list[Array] = []
             under_way = None
-            channels, timeout = self._link.gpu_channels, self._link.timeout
             if channels is not None:
                 on_host, on_gpu = _by_place(arrays, specs)
                 if on_gpu:

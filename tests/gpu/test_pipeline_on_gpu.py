@@ -227,6 +227,30 @@ def test_threads_that_receive_put_nothing_on_gpus_of_other_ranks() -> None:
     ]
 
 
+class Homecoming(GpuLayer):
+    """Works on the GPU; what it gives others is in host memory."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage, is_last=True)
+
+    def backward_input(self, saved: Any, gradient: Any) -> Any:
+        return {"h": super().backward_input(saved, gradient)["h"].numpy()}
+
+
+def pass_host_arrays_beside_other_gpus(rank: int, world_size: int, addr: str) -> list[bool]:
+    gpu = emulated_gpu(devices=2)
+    x, y = batch(6)
+    gpu.check(gpu.cudart.cudaSetDevice(1))
+    with fd.HostBackend(rank, world_size, addr) as group:
+        fd.Pipeline(Homecoming(rank), group, 3, "1f1b").step(x, y, square)
+    return [gpu.has_context(number) for number in range(2)]
+
+
+def test_threads_that_receive_host_arrays_use_no_gpu() -> None:
+    outcomes = run_ranks(2, pass_host_arrays_beside_other_gpus, backend="none")
+    assert outcomes == [[False, True]] * 2
+
+
 # Failures
 
 
