@@ -118,8 +118,8 @@ typedef struct ncclConfig_v23100 {
   int launchOrderImplicit;
   int numRmaSig;
   int rmaEagerInit;
-  int hostCftMode;
-  int nvlsHostMode;  // to here since 2.31
+  int hostCftMode;   // to here since 2.31
+  int nvlsHostMode;  // since 2.32
 } ncclConfig_t;
 
 typedef struct {

@@ -119,7 +119,7 @@ cdef dict _config_fields():
         "num_rma_sig": (<char*> &c.numRmaSig - start, (2, 31)),
         "rma_eager_init": (<char*> &c.rmaEagerInit - start, (2, 31)),
         "host_cft_mode": (<char*> &c.hostCftMode - start, (2, 31)),
-        "nvls_host_mode": (<char*> &c.nvlsHostMode - start, (2, 31)),
+        "nvls_host_mode": (<char*> &c.nvlsHostMode - start, (2, 32)),
     }
 
 cdef dict CONFIG_FIELDS = _config_fields()
