@@ -256,12 +256,15 @@ class _Succession(Generic[Group]):
 
     def _timeout(self, missing: Collection[int], why: str = "") -> Timeout:
         names = describe_ranks(sorted(missing))
+        # Not the whole timeout, where no majority has come by half of it.
+        waited_s = time.monotonic() - self._started_at
         return Timeout(
-            f"shrink: {names} did not come {self._deadline}.{why}\nCheck that every survivor "
-            "calls shrink(); pass a larger timeout if some are only slow, or make a new group.",
+            f"shrink: {names} did not come within {waited_s:.1f} s.{why}\nCheck that every "
+            "survivor calls shrink(); pass a larger timeout if some are only slow, or make a new "
+            "group.",
             peer=min(missing) if len(missing) == 1 else None,
             missing=sorted(missing),
-            seconds=self._deadline.seconds,
+            seconds=waited_s,
         )
 
     # The coordinator

@@ -23,6 +23,7 @@ TRANSPORTS = ("host", "tcp")
 # Half of it is what a silent rank is waited for, and a quarter what is left for the others then.
 # A busy machine may keep an honest rank from running that long.
 SILENCE_S = 8.0
+SHORT_S = 2.0
 # Nothing that is known to be dead is waited for, for half of this.
 SHRINK_S = 60.0
 PORT = 29556
@@ -250,6 +251,21 @@ def test_of_two_ranks_without_shared_memory_the_lower_goes_on(victim: int) -> No
     else:
         assert outcomes[0] == ((0,), 0, [1.0, 0.0])
         assert late.kind == "Timeout", late
+
+
+def shrink_alone(backend: fd.Backend) -> None:
+    if backend.rank == 0:
+        start_s = time.monotonic()
+        with pytest.raises(fd.Timeout, match="no majority") as error:
+            backend.shrink(SHORT_S)
+        assert error.value.missing == (1, 2)
+        # It gives up after half of the time.
+        assert SHORT_S / 2 <= error.value.seconds <= time.monotonic() - start_s
+    fd.barrier(backend)
+
+
+def test_a_rank_that_finds_no_majority_tells_how_long_it_waited() -> None:
+    run_ranks(3, shrink_alone, backend="tcp")
 
 
 def leave_one_behind(backend: fd.Backend) -> Any:
