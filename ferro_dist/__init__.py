@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from ferro_dist.reduce_op import ReduceOp as ReduceOp
     from ferro_dist.work import Work as Work
 
+    __version__: str
+
 # Names are loaded when they are first used: `ferrorun`, which uses none of them, starts in a third
 # of the time.
 _MODULES = {
@@ -140,21 +142,23 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = sorted(n for n, module in _MODULE_OF.items() if not module.startswith("integrations."))
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib import metadata
+if not TYPE_CHECKING:  # else type checkers would take any name for one of this module's
 
-        try:
-            value: Any = metadata.version("ferro_dist")
-        except metadata.PackageNotFoundError:
-            value = "(used from a source tree, not installed)"
-    elif name in _MODULE_OF:
-        module = importlib.import_module(f"ferro_dist.{_MODULE_OF[name]}")
-        value = getattr(module, name)
-    else:
-        raise AttributeError(f"module 'ferro_dist' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib import metadata
+
+            try:
+                value: Any = metadata.version("ferro_dist")
+            except metadata.PackageNotFoundError:
+                value = "(used from a source tree, not installed)"
+        elif name in _MODULE_OF:
+            module = importlib.import_module(f"ferro_dist.{_MODULE_OF[name]}")
+            value = getattr(module, name)
+        else:
+            raise AttributeError(f"module 'ferro_dist' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
