@@ -93,7 +93,9 @@ class EventLoop:
 
     def is_watched(self, sock: socket.socket) -> bool:
         """Whether the loop calls back with a socket's events."""
-        return sock.fileno() >= 0 and sock in (self._selector.get_map() or {})
+        fileno = sock.fileno()
+        # By number: for a socket it does not know, the mapping would put its repr into a KeyError.
+        return fileno >= 0 and fileno in (self._selector.get_map() or {})
 
     def discard(self, sock: socket.socket) -> None:
         """Unwatch a socket and close it."""

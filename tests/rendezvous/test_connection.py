@@ -12,6 +12,8 @@ import resource
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -258,6 +260,25 @@ def test_over_a_unix_socket(create_segment: Any) -> None:
     body = lambda rank: join(rank, 3, addr, create_segment=create_segment)  # noqa: E731
     with closing(wirings := run_threads(3, body)):
         check_sockets(wirings)
+
+
+STRICT = """
+from concurrent.futures import ThreadPoolExecutor
+from ferro_dist import HostBackend
+
+def join(rank):
+    HostBackend(rank, 2, {addr!r}, token="t").close()
+
+with ThreadPoolExecutor(2) as threads:
+    list(threads.map(join, range(2)))
+"""
+
+
+def test_warnings_may_be_errors() -> None:
+    # A socket at an abstract address has a repr that warns under -b.
+    program = STRICT.format(addr=unix_addr())
+    strict = [sys.executable, "-bb", "-W", "error", "-X", "dev", "-c", program]
+    subprocess.run(strict, check=True)
 
 
 def test_rank_0_may_come_last() -> None:
