@@ -13,6 +13,7 @@ import numpy as np
 from ferro_dist.errors import UnsupportedOp
 from ferro_dist.integrations.jax_gradients import (
     PytreeReducer,
+    await_callbacks,
     describe_leaves,
     float_positions,
     is_array,
@@ -192,7 +193,7 @@ class JaxDDP(DDP[Any], Kind):
         self.broadcast_parameters(root)
 
     def _fingerprints(self) -> Iterable[tuple[str, bytes]]:
-        jax.effects_barrier()  # callbacks of a step that is still running use the group, too
+        await_callbacks()
         for path, leaf in jax.tree_util.tree_leaves_with_path(self._tree):
             if is_array(leaf):
                 yield f"leaf {jax.tree_util.keystr(path)!r}", _content_of(leaf)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
     from ferro_dist.work import Work
 
-__all__ = ["PytreeReducer", "describe_leaves", "float_positions", "is_array"]
+__all__ = ["PytreeReducer", "await_callbacks", "describe_leaves", "float_positions", "is_array"]
 
 NumpyArray = np.ndarray[Any, Any]
 Pytree = Any
@@ -140,11 +140,11 @@ class PytreeReducer:
     def no_sync(self) -> Iterator[None]:
         """Do not average gradients inside the block, even in programs compiled outside."""
         # Programs run asynchronously: those from before, and those of the block, must have ended.
-        jax.effects_barrier()
+        await_callbacks()
         before, self._terms.is_local = self._terms.is_local, True
         try:
             yield
-            jax.effects_barrier()
+            await_callbacks()
         finally:
             self._terms.is_local = before
 
@@ -158,7 +158,7 @@ class PytreeReducer:
         CollectiveMismatch
             The ranks' trees or roots differ. Raised on all of them; the group stays usable.
         """
-        jax.effects_barrier()  # callbacks of a step that is still running use the group, too
+        await_callbacks()
         lines = [f"root {root}", *describe_leaves(params)]
         agree_on_manifest(lines, self._terms.backend, op="broadcast_parameters")
         return jax.tree.map(
@@ -181,7 +181,8 @@ class PytreeReducer:
         Raises
         ------
         TypeError
-            A leaf is an integer, a bool or a random key, or is traced. Nothing was sent.
+            A leaf is an integer, a bool, a random key or a masked array, or is traced. Nothing was
+            sent.
         CollectiveMismatch
             The trees of the ranks differ, or only some gave a weight. Raised on all of them; the
             group and this reducer stay usable.
@@ -199,7 +200,7 @@ class PytreeReducer:
         _refuse_others(grads, floats)
         if not floats or self._terms.is_local:
             return grads
-        jax.effects_barrier()
+        await_callbacks()
         # Read all of them first: an error must come before the others wait for this rank.
         own = [np.asarray(leaves[position]) for position in floats]
         reduction = self._reduction(grads, floats)
@@ -244,8 +245,7 @@ class PytreeReducer:
         specs = _specs(tree, floats)
         reduction = self._reductions.get(specs)
         if reduction is None:
-            # Callbacks of a step that is still running use the group, too.
-            jax.effects_barrier()
+            await_callbacks()
             terms = self._terms
             settings = (
                 f"{terms.reduce_op.name}, buckets of {terms.bucket_nbytes} bytes, "
@@ -471,6 +471,16 @@ class _Bucket:
         self.buffer.fill(0)
 
 
+def await_callbacks() -> None:
+    """Wait for the callbacks of programs that are still running: they use groups, too.
+
+    If an earlier program has failed, JAX says so here, again and again: what needs its results
+    raises anyway, and all else, such as a DDP over the group of the survivors, can do without them.
+    """
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
+
+
 def is_array(leaf: object) -> bool:
     """Whether a leaf is an array or a number; trees of layers also hold functions."""
     return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
@@ -496,9 +506,15 @@ def float_positions(leaves: Sequence[Any]) -> list[int]:
 
 
 def _refuse_others(grads: Pytree, floats: Sequence[int]) -> None:
-    """Refuse leaves that look like gradients, but would not be averaged."""
+    """Refuse leaves that look like gradients, but would not be averaged, or not as they are."""
     averaged = set(floats)
     for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(grads)):
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise InvalidArray(
+                f"DDP: leaf {jax.tree_util.keystr(path)!r} of the gradients is masked, and would "
+                "lose its mask",
+                op="DDP",
+            )
         if position in averaged or not is_array(leaf):
             continue
         dtype = jnp.result_type(leaf)

@@ -178,6 +178,37 @@ def test_parameters_may_be_spread_over_devices() -> None:
     run_ranks(2, move_what_is_spread, timeout=DEADLINE_S)
 
 
+def go_on_after_a_failed_step(backend: Any) -> None:
+    """JAX never forgets the failure of a program on several devices."""
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    mesh = jax.sharding.Mesh(jax.devices(), "i")
+    on_all, spread = (
+        jax.NamedSharding(mesh, jax.sharding.PartitionSpec(axis)) for axis in (None, "i")
+    )
+    params = jax.device_put({"w": jax.numpy.ones(3)}, on_all)
+    x = jax.device_put(jax.numpy.ones((2, 3)), spread)
+    group = backend.split([0, 1])
+    ddp = fd.DDP(params, group)
+    step = jax.jit(jax.grad(lambda p, x: (ddp.tap(p)["w"] * x).sum()))
+    jax.block_until_ready(step(params, x))
+    if backend.rank == 0:
+        with pytest.raises(Exception, match="rank 1 left the group"):
+            jax.block_until_ready(step(params, x))
+        with pytest.raises(RuntimeError, match="an earlier step has failed"):
+            ddp.sync_gradients(params)
+        with group.shrink() as survivors:
+            survivor = fd.DDP(params, survivors)
+            assert_array_equal(survivor.sync_gradients(params)["w"], [1] * 3)
+            survivor.verify()
+    else:
+        group.close()
+    fd.barrier(backend)
+
+
+def test_survivors_go_on_after_a_failed_step_on_several_devices() -> None:
+    run_ranks(2, go_on_after_a_failed_step, timeout=DEADLINE_S)
+
+
 def test_parameters_and_gradients_keep_64_bits_also_where_x64_is_off() -> None:
     with jax_full_width():
         params = {"w": jax.numpy.full(2, 2.0**40 + 1, "float64")}

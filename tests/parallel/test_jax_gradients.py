@@ -185,6 +185,8 @@ def test_leaves_that_have_no_average_are_named() -> None:
         for leaf, kind in (ones.astype("int32"), "int32"), (True, "bool"), (key, "key<fry>"):
             with pytest.raises(TypeError, match=rf"\['n'\].* is {kind}, which has no average"):
                 reduce.sync_gradients({"a": ones, "n": leaf})
+        with pytest.raises(fd.InvalidArray, match=r"\['n'\].* is masked"):
+            reduce.sync_gradients({"a": ones, "n": np.ma.masked_less(np.arange(3.0), 1)})
 
 
 def trace_anew_on_one_rank(backend: Any) -> list[float]:
