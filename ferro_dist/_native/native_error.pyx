@@ -74,11 +74,13 @@ cdef int raise_native() except -1:
 cdef object _exception_of(const Error& error):
     if error.code == ErrorCode.out_of_memory and error.peer in (-1, error.rank):
         return MemoryError(_text(error.detail))
+    # Without a rank it was no call that failed, or one that had not begun: `op` means nothing.
+    cdef bint is_of_call = error.rank >= 0
     cdef dict facts = {
-        "op": (<bytes> name_of(<Op> error.op)).decode(),
-        "rank": error.rank if error.rank >= 0 else None,
+        "op": (<bytes> name_of(<Op> error.op)).decode() if is_of_call else None,
+        "rank": error.rank if is_of_call else None,
         "peer": error.peer if error.peer >= 0 else None,
-        "sequence": error.sequence if error.rank >= 0 and error.sequence != NO_SEQUENCE else None,
+        "sequence": error.sequence if is_of_call and error.sequence != NO_SEQUENCE else None,
     }
     if error.code == ErrorCode.under_way:
         return _under_way(error, facts)

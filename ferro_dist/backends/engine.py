@@ -142,7 +142,7 @@ class EngineBackend(BoundBackend):
         try:
             yield
         except DistributedError as error:
-            error.op = "split"
+            error.op, error.rank = "split", self.rank
             raise
         except BaseException as error:
             if isinstance(error, MemoryError) or not isinstance(error, Exception):

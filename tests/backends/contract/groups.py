@@ -179,7 +179,11 @@ def a_closed_group_refuses_every_call(group: Group) -> None:
     assert "closed" in repr(other)
     assert (other.rank, other.world_size) == (group.rank, group.world_size)
     for call in _every_call(other):
-        assert "closed" in str(raised(ChannelClosed, call))
+        error = raised(ChannelClosed, call)
+        assert "closed" in str(error)
+        assert error.rank == group.rank
+    refused = raised(ChannelClosed, fd.allreduce, np.ones(1), other)
+    assert refused.op == "allreduce"
     raised(ChannelClosed, fd.empty, 3, "int8", other)
 
 
