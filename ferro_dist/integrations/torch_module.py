@@ -172,7 +172,9 @@ class BufferShare:
     """A module's buffers: those of each memory in one array that the group moves without a copy.
 
     They are written behind autograd's back, which would otherwise consider graphs that it still has
-    invalid: a BatchNorm saves its running means, but does not use them in training.
+    invalid: a BatchNorm saves its running means, but does not use them in training. Only where
+    autograd has seen the module itself change a buffer, it is shown this change, too: a graph that
+    uses the buffer would otherwise go on with that of another rank.
 
     Parameters
     ----------
@@ -183,26 +185,44 @@ class BufferShare:
 
     def __init__(self, module: Any, backend: Backend) -> None:
         self._backend = backend
+        self._module = module
+        self._collect()
+        for name, buffer in self.named():
+            _check_place("buffer", name, buffer, backend)
+        current = [buffer for _, buffer in self.named()]
+        self._kinds = list(map(_kind, current))
+        self._parts: list[_BufferPart] = []
+        self._note(current)
+
+    def _collect(self) -> None:
+        """Note where the buffers are."""
         self._places: list[tuple[str, dict[str, Tensor], str]] = []
+        self._children: list[dict[str, Any]] = []
         seen = set()
-        for prefix, part in module.named_modules():
+        for prefix, part in self._module.named_modules():
+            self._children.append(part._modules)
             for key, buffer in part._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     name = f"{prefix}.{key}" if prefix else key
-                    _check_place("buffer", name, buffer, backend)
                     self._places.append((name, part._buffers, key))
-        self._kinds = [_kind(buffer) for _, buffer in self.named()]
-        self._parts: list[_BufferPart] = []
+        self._members = list(self._current_members())
+
+    def _current_members(self) -> Iterator[object]:
+        """Yield all parts, then a mark, as their number may have changed."""
+        values = map(operator.methodcaller("values"), self._children)
+        return itertools.chain(itertools.chain.from_iterable(values), (_END,))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers as they are now.
+        """Yield the buffers as they are now, also those of parts that were put in since.
 
         Raises
         ------
         ValueError
-            One is gone.
+            A part has lost one.
         """
+        if not all(map(operator.is_, self._current_members(), self._members)):
+            self._collect()
         for name, table, key in self._places:
             buffer = table.get(key)
             if buffer is None:
@@ -222,23 +242,39 @@ class BufferShare:
         Raises
         ------
         CollectiveMismatch
-            Buffers have been converted, resized or moved, but not alike on all ranks; names the
-            first that differs. The group stays usable.
+            Buffers have been converted, resized or moved, or parts replaced, but not alike on all
+            ranks; names the first that differs. The group stays usable.
         """
-        if not self._places:
-            return
-        buffers = [buffer.data for _, buffer in self.named()]
+        current = [buffer for _, buffer in self.named()]
+        buffers = [buffer.data for buffer in current]
         kinds = list(map(_kind, buffers))
         try:
             if kinds != self._kinds:
                 self._follow(kinds)
-            if not self._parts:
+                self._note(current)
+            if buffers and not self._parts:
                 with torch.inference_mode(False):  # they are written to in backward
                     self._parts = self._laid_out(buffers)
             for part in self._parts:
                 part.broadcast(buffers, self._backend, root, tag)
         except CollectiveMismatch as error:
             raise explain_mismatch(error, self.lines(), self._backend, "DDP", 0) from error
+        if self._backend.world_size > 1:
+            self._show_changes(current)
+
+    def _show_changes(self, buffers: Sequence[Tensor]) -> None:
+        """Show autograd, on all ranks, that buffers were written to which the module changes."""
+        before = zip(self._noted, self._versions, strict=True)
+        for buffer, (noted, version) in zip(buffers, before, strict=True):
+            is_changed = _version(buffer) != version or buffer.data_ptr() != noted.data_ptr()
+            if is_changed and not buffer.is_inference():
+                torch.autograd.graph.increment_version(buffer)
+        self._note(buffers)
+
+    def _note(self, buffers: Sequence[Tensor]) -> None:
+        # Their memory is kept until then: it cannot become that of a new buffer.
+        self._noted = [buffer.data for buffer in buffers]
+        self._versions = list(map(_version, buffers))
 
     def _follow(self, kinds: list[Any]) -> None:
         """Accept buffers of other kinds, if all ranks have the same."""
@@ -256,6 +292,11 @@ class BufferShare:
 
 def _kind(buffer: Tensor) -> tuple[Any, ...]:
     return buffer.shape, buffer.dtype, buffer.is_cuda
+
+
+def _version(buffer: Tensor) -> int:
+    # Of tensors that were made in inference mode torch counts no changes; no graph has saved them.
+    return -1 if buffer.is_inference() else int(buffer._version)
 
 
 class _BufferPart:

@@ -113,6 +113,93 @@ def test_a_graph_that_is_kept_survives_the_exchange_of_buffers(on_ranks: OnRanks
     on_ranks(2, body)
 
 
+def without_weights(size: int) -> nn.Module:
+    return nn.BatchNorm1d(size, affine=False)
+
+
+def test_buffers_of_a_part_that_was_replaced_are_those_of_root(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        net = nn.Sequential(nn.Linear(2, 2), without_weights(2))
+        ddp = fd.DDP(net, backend)
+        outcome = []
+        for part in (without_weights(2), nn.Sequential(nn.Softmax(-1), without_weights(2))):
+            net[1] = part
+            torch.manual_seed(backend.rank)
+            ddp(torch.randn(4, 2)).sum().backward()
+            ddp.verify()
+            outcome.append(next(iter(part.buffers())).tolist())
+        net[1] = nn.Identity()
+        ddp(torch.randn(4, 2)).sum().backward()
+        return outcome
+
+    first, second = on_ranks(2, body)
+    assert first == second
+    assert any(first[1])
+
+
+def test_a_rank_that_replaces_a_part_alone_is_named(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        net = nn.Sequential(nn.Linear(2, 2), without_weights(2))
+        ddp = fd.DDP(net, backend)
+        if backend.rank == 1:
+            net[1] = nn.Identity()
+        with pytest.raises(fd.CollectiveMismatch, match=r"'1\.running_mean'.*rank 1"):
+            ddp(torch.randn(4, 2)).sum().backward()
+        net[1] = nn.Identity()
+        ddp(torch.randn(4, 2)).sum().backward()
+
+    on_ranks(2, body)
+
+
+class Scaled(nn.Module):
+    """Divides by a running scale, which has a part in the gradients."""
+
+    def __init__(self, update: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("scale", torch.ones(2))
+        self.update = update
+
+    def forward(self, x: Any) -> Any:
+        y = x * self.weight
+        with torch.no_grad():
+            self.update(self, y.std(0))
+        return y / self.scale
+
+
+def replace_scale(layer: Any, scale: Any) -> None:
+    layer.scale = 0.5 * layer.scale + 0.5 * scale
+
+
+@pytest.mark.parametrize(
+    "update", [replace_scale, lambda layer, scale: layer.scale.lerp_(scale, 0.5)]
+)
+def test_a_graph_does_not_go_on_with_the_buffer_of_another_rank(
+    on_ranks: OnRanks, update: Callable[[Any, Any], None]
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(Scaled(update), backend)
+        torch.manual_seed(backend.rank)
+        for _ in range(2):
+            y = ddp(torch.randn(4, 2))
+            y.sum().backward(retain_graph=True)
+            with ddp.no_sync(), pytest.raises(RuntimeError, match="modified by an inplace"):
+                y.sum().backward()
+
+    on_ranks(2, body)
+
+
+def test_a_graph_goes_on_with_a_buffer_that_stays_as_it_is(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(Scaled(lambda layer, scale: None), backend)
+        for _ in range(2):
+            y = ddp(torch.randn(4, 2))
+            y.sum().backward(retain_graph=True)
+            y.sum().backward()
+
+    on_ranks(2, body)
+
+
 # As the module behaves
 
 
