@@ -224,7 +224,8 @@ class BufferShare:
         if not all(map(operator.is_, self._current_members(), self._members)):
             self._collect()
         for name, table, key in self._places:
-            buffer = table.get(key)
+            # The tables of a scripted module have no `get`.
+            buffer = table[key] if key in table else None  # noqa: SIM401
             if buffer is None:
                 raise ValueError(f"DDP: buffer {name!r} was removed after the module was wrapped")
             yield name, buffer

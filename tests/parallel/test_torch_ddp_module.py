@@ -113,6 +113,20 @@ def test_a_graph_that_is_kept_survives_the_exchange_of_buffers(on_ranks: OnRanks
     on_ranks(2, body)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of torch's own
+def test_buffers_of_a_scripted_module_are_those_of_root(on_ranks: OnRanks) -> None:
+    def body(backend: Any, norm: Any) -> Any:
+        ddp = fd.DDP(norm, backend)
+        for _ in range(2):
+            ddp(torch.full((4, 2), 1.0 + backend.rank)).sum().backward()
+            ddp.verify()
+        return norm.running_mean.tolist(), norm.bias.grad.tolist()
+
+    norms = [torch.jit.script(nn.BatchNorm1d(2)) for _ in range(2)]
+    results = on_ranks(2, lambda backend: body(backend, norms[backend.rank]))
+    assert results == [(pytest.approx([0.19, 0.19]), [8, 8])] * 2
+
+
 def without_weights(size: int) -> nn.Module:
     return nn.BatchNorm1d(size, affine=False)
 
