@@ -24,6 +24,7 @@ from ferro_dist.integrations.torch_module import (
     ModuleParameters,
     broadcast_tensor,
     content_of,
+    show_changes,
     specs_of,
 )
 from ferro_dist.integrations.torch_saved import broadcast_saved, load_exactly, loaded, saved
@@ -599,6 +600,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     def _broadcast(self, root: int) -> None:
         for _, tensor in self._tensors():
             broadcast_tensor(tensor, self._backend, root)
+        show_changes(self._parameters_of_module.named.values())
 
     def _fingerprints(self) -> Iterable[tuple[str, bytes]]:
         for name, tensor in self._tensors():

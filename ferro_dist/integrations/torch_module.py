@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "broadcast_tensor",
     "check_shareable",
     "content_of",
+    "show_changes",
     "specs_of",
 ]
 
@@ -261,15 +262,14 @@ class BufferShare:
         except CollectiveMismatch as error:
             raise explain_mismatch(error, self.lines(), self._backend, "DDP", 0) from error
         if self._backend.world_size > 1:
-            self._show_changes(current)
+            self._show_changes_of_module(current)
 
-    def _show_changes(self, buffers: Sequence[Tensor]) -> None:
+    def _show_changes_of_module(self, buffers: Sequence[Tensor]) -> None:
         """Show autograd, on all ranks, that buffers were written to which the module changes."""
         before = zip(self._noted, self._versions, strict=True)
         for buffer, (noted, version) in zip(buffers, before, strict=True):
-            is_changed = _version(buffer) != version or buffer.data_ptr() != noted.data_ptr()
-            if is_changed and not buffer.is_inference():
-                torch.autograd.graph.increment_version(buffer)
+            if _version(buffer) != version or buffer.data_ptr() != noted.data_ptr():
+                show_changes([buffer])
         self._note(buffers)
 
     def _note(self, buffers: Sequence[Tensor]) -> None:
@@ -345,6 +345,13 @@ def broadcast_tensor(tensor: Tensor, backend: Backend, root: int) -> None:
         broadcast(data, backend, root, out=data)
     else:
         data.copy_(broadcast(data.contiguous(), backend, root))
+
+
+def show_changes(tensors: Iterable[Tensor]) -> None:
+    """Let autograd refuse graphs that have saved any of these tensors."""
+    for tensor in tensors:
+        if not tensor.is_inference():  # no graph has saved it
+            torch.autograd.graph.increment_version(tensor)
 
 
 def content_of(tensor: Tensor) -> bytes:

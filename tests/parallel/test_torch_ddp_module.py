@@ -214,6 +214,18 @@ def test_a_graph_goes_on_with_a_buffer_that_stays_as_it_is(on_ranks: OnRanks) ->
     on_ranks(2, body)
 
 
+def test_a_graph_does_not_go_on_with_parameters_of_another_rank(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        layer = nn.Linear(2, 1, bias=False)
+        ddp = fd.DDP(layer, backend)
+        loss = ddp(torch.ones(1, 2).requires_grad_()).sum()
+        ddp.broadcast_parameters()
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            loss.backward()
+
+    on_ranks(1, body)
+
+
 # As the module behaves
 
 
