@@ -44,6 +44,10 @@ Tensor = Any
 # The dtype in which statistics travel: exact for any count, and they are small anyway.
 _WIRE_DTYPE = torch.float64
 
+# What a BatchNorm does and has.
+_FORWARDS = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
+_OWN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
 
 def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
     """Let every BatchNorm in a torch module normalize over the batches of all ranks.
@@ -54,8 +58,8 @@ def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
     ----------
     module : torch.nn.Module
         Changed in place: each BatchNorm, including torch's SyncBatchNorm, is replaced by a
-        `SyncBatchNorm` with the same parameters and buffers. Modules that were converted before get
-        the new group.
+        `SyncBatchNorm` with the same parameters, buffers and hooks. Modules that were converted
+        before get the new group.
     backend : Backend
         The group of the ranks; closing it is left to the caller. The modules get a group of their
         own, of the same ranks, which ends with the last module, so that their collectives and those
@@ -69,7 +73,8 @@ def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
     Raises
     ------
     TypeError, ValueError
-        `module` is no torch module, or a BatchNorm in it is still lazy. Nothing was sent.
+        `module` is no torch module; or a BatchNorm in it is still lazy, has a forward of its own,
+        or was pruned, parametrized or otherwise extended. Nothing was sent.
     CollectiveMismatch
         The ranks have different BatchNorms.
 
@@ -95,6 +100,7 @@ def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
     found = dict(_batch_norms(module))
     for name, norm in found.items():
         _check_is_initialized(name, norm)
+        _check_is_plain(name, norm)
     lines = [f"{type(n).__name__} {name!r} of {n.num_features}" for name, n in found.items()]
     agree_on_manifest(lines, backend, op="convert_sync_batchnorm")
     if not found:
@@ -302,6 +308,24 @@ def _check_is_initialized(name: str, norm: Any) -> None:
         )
 
 
+def _check_is_plain(name: str, norm: Any) -> None:
+    """Refuse what does something that its replacement would not do."""
+    if isinstance(norm, SyncBatchNorm):
+        return  # it stays
+    if "forward" in vars(norm) or type(norm).forward not in _FORWARDS:
+        raise ValueError(
+            f"convert_sync_batchnorm: the {type(norm).__name__} {name!r} has a forward of its "
+            "own, which a SyncBatchNorm in its place would not run. Let it hold a BatchNorm of "
+            "torch instead of being one, or replace it before."
+        )
+    extra = [key for key in (*norm._parameters, *norm._buffers, *norm._modules) if key not in _OWN]
+    if extra:
+        raise ValueError(
+            f"convert_sync_batchnorm: {name!r} has {', '.join(map(repr, extra))}, which a "
+            "SyncBatchNorm in its place would lack. Prune, parametrize and extend it afterwards."
+        )
+
+
 def _replacement(norm: Any, group: _Group, tag: int) -> SyncBatchNorm:
     if isinstance(norm, SyncBatchNorm):
         sync = norm
@@ -319,6 +343,8 @@ def _replacement(norm: Any, group: _Group, tag: int) -> SyncBatchNorm:
         sync.running_mean, sync.running_var = norm.running_mean, norm.running_var
         sync.num_batches_tracked = norm.num_batches_tracked
         sync.train(norm.training)
+        # The same again: the handles that remove hooks know their tables.
+        sync.__dict__.update((key, value) for key, value in vars(norm).items() if "hook" in key)
     sync._group, sync._tag = group, tag
     return sync
 

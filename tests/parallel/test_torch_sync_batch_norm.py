@@ -14,6 +14,9 @@ from ferro_dist.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch import nn  # noqa: E402 - needs torch
+from torch.nn.utils import parametrize, prune  # noqa: E402
+
 OnRanks = Callable[..., list[Any]]
 DEADLINE_S = 300.0  # a busy machine takes long to import torch alone
 
@@ -243,6 +246,67 @@ def test_conversion_replaces_every_place_and_keeps_parameters(on_ranks: OnRanks)
             torch.nn.BatchNorm1d(3), torch.nn.Sequential(), torch.nn.BatchNorm1d(3)
         )
         plain.load_state_dict(model.state_dict(), strict=False)
+
+    on_ranks(2, body)
+
+
+def test_hooks_stay_and_can_be_removed_after_conversion(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        norm, seen = layer(), []
+        handles = [
+            norm.register_forward_hook(lambda *_: seen.append("forward")),
+            norm.register_full_backward_hook(lambda *_: seen.append("backward")),
+        ]
+        sync = fd.convert_sync_batchnorm(norm, backend)
+        x = batch(4, 3, 2, 2).requires_grad_()
+        sync(x).sum().backward()
+        assert seen == ["forward", "backward"]
+        for handle in handles:
+            handle.remove()
+        sync(x).sum().backward()
+        assert len(seen) == 2
+
+    on_ranks(2, body)
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x).relu()
+
+
+def forward_replaced() -> Any:
+    norm = layer()
+    norm.forward = torch.relu
+    return norm
+
+
+def pruned() -> Any:
+    return prune.identity(layer(), "weight")
+
+
+def parametrized() -> Any:
+    norm = layer()
+    parametrize.register_parametrization(norm, "weight", torch.nn.Softplus())
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Activated(3), "Activated '1' has a forward of its own"),
+        (forward_replaced, "BatchNorm2d '1' has a forward of its own"),
+        (pruned, "'1' has 'weight_orig', 'weight_mask'"),
+        (parametrized, "'1' has 'parametrizations'"),
+    ],
+)
+def test_what_a_replacement_would_lack_is_refused(
+    on_ranks: OnRanks, make: Callable[[], Any], message: str
+) -> None:
+    def body(backend: Any) -> None:
+        model = torch.nn.Sequential(layer(), make())
+        with pytest.raises(ValueError, match=message):
+            fd.convert_sync_batchnorm(model, backend)
+        assert type(model[0]) is torch.nn.BatchNorm2d
 
     on_ranks(2, body)
 
