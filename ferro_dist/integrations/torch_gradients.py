@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -60,6 +69,8 @@ def _copies_plainly() -> bool:
 
 
 _COPIES_PLAINLY = _copies_plainly()
+# How many there are of each element of a list, as `map` passes it.
+_REFERENCES = next(map(sys.getrefcount, [object()]))
 _NOTHING_TO_DO = contextlib.nullcontext()
 
 
@@ -77,9 +88,10 @@ class TorchGradients(Accumulation, Gradients):
         self.is_ready: Callable[[int], bool] = lambda number: False
 
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
-        _renew_places(bucket)
         parameters = [self.parameters[number] for number in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
+        _leave_kept(bucket, gradients, self._averaged, self._aside)
+        _renew_places(bucket)
         marks = self._mark(bucket, counter, gradients)
         left = _copy_plain(bucket, bucket.views, gradients, self.memory)
         if left:
@@ -96,10 +108,12 @@ class TorchGradients(Accumulation, Gradients):
                 parameter.grad = averaged[number] = view
 
     def pack_one(self, bucket: Bucket, place: int) -> None:
-        _renew_place(bucket, place)
-        number, view = bucket.members[place], bucket.views[place]
+        number = bucket.members[place]
         parameter = self.parameters[number]
         gradient = parameter.grad
+        _leave_kept(bucket, [gradient], self._averaged, self._aside, place)
+        _renew_place(bucket, place)
+        view = bucket.views[place]
         if gradient is None or gradient is view:
             return
         with torch.no_grad(), contextlib.suppress(TypeError, RuntimeError):
@@ -221,6 +235,47 @@ class TorchGradients(Accumulation, Gradients):
             )
 
 
+def _leave_kept(
+    bucket: Bucket,
+    gradients: Sequence[Tensor | None],
+    averaged: Sequence[Tensor | None] = (),
+    in_use: Container[int] = (),
+    first: int = 0,
+) -> None:
+    """Leave views to a user who keeps them, in memory of their own, before theirs is filled again.
+
+    Whoever keeps a list of gradients and sets ``grad`` to None expects them to stay as they are.
+    What else there is over the same memory, such as ``grad.detach()``, is not noticed.
+
+    Parameters
+    ----------
+    bucket : Bucket
+    gradients : sequence of torch.Tensor or None
+        Those to be copied to places of the bucket, from `first` on.
+    averaged : sequence of torch.Tensor or None
+        By number, where there may be another reference to each view.
+    in_use : container of int
+        The numbers of gradients that this will be added to, where they are.
+    first : int
+    """
+    counts = map(sys.getrefcount, itertools.islice(bucket.views, first, None))
+    for place, (gradient, count) in enumerate(zip(gradients, counts, strict=False), first):
+        # By index, as a loop over views would be one more reference to each.
+        number = bucket.members[place]
+        is_averaged = bool(averaged) and averaged[number] is bucket.views[place]
+        if count <= _REFERENCES + is_averaged or number in in_use:
+            continue
+        address, view = bucket.addresses[place], bucket.views[place]
+        if any(view is each for each in gradients):
+            continue  # in its own place, or in another's, which is refused
+        if _is_at(address, view) and not _is_at(address, gradient):
+            view.data = view.detach().clone()
+
+
+def _is_at(address: int, gradient: Tensor | None) -> bool:
+    return gradient is not None and not _is_sparse(gradient) and gradient.data_ptr() == address
+
+
 def _renew_places(bucket: Bucket) -> None:
     """Replace views that the user, whose ``grad`` they are, has made something else of.
 
@@ -325,8 +380,9 @@ class GivenGradients(Gradients):
             _check_fits(name, grads.get(key) if is_named else grads[key], parameter)
 
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
-        _renew_places(bucket)
         gradients = [self.get(number) for number in bucket.members]
+        _leave_kept(bucket, gradients)
+        _renew_places(bucket)
         _refuse_misplaced(bucket, gradients, self.memory)
         for gradient, view in zip(gradients, bucket.views, strict=True):
             if gradient is None:

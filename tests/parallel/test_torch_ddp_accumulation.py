@@ -646,6 +646,18 @@ def test_gradients_handed_over_are_averaged_in_place(on_ranks: OnRanks) -> None:
     assert on_ranks(2, body) == [{"weight": 1}] * 2
 
 
+def test_gradients_handed_over_do_not_change_with_the_next(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        outcomes = [
+            ddp.sync_gradients([torch.full_like(p, x + backend.rank) for p in ddp.parameters()])
+            for x in (1.0, 2.0, 3.0)
+        ]
+        return [[gradient.item() for gradient in outcome] for outcome in outcomes]
+
+    assert on_ranks(2, body) == [[[1.5, 1.5], [2.5, 2.5], [3.5, 3.5]]] * 2
+
+
 def test_an_optimizer_steps_where_gradients_are_averaged_alone(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> list[float]:
         ddp = scale(backend)
