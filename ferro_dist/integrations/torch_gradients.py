@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import sys
 from collections.abc import (
     Callable,
@@ -90,7 +91,8 @@ class TorchGradients(Accumulation, Gradients):
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         parameters = [self.parameters[number] for number in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
-        _leave_kept(bucket, gradients, self._averaged, self._aside)
+        if _may_be_kept(bucket.views, [self._averaged[number] for number in bucket.members]):
+            _leave_kept(bucket, gradients, self._averaged, self._aside)
         _renew_places(bucket)
         marks = self._mark(bucket, counter, gradients)
         left = _copy_plain(bucket, bucket.views, gradients, self.memory)
@@ -233,6 +235,12 @@ class TorchGradients(Accumulation, Gradients):
                 "averaged, perhaps by a hook that steps an optimizer. Use "
                 "ddp.step_in_backward(optimizer), which steps with averages."
             )
+
+
+def _may_be_kept(views: list[Tensor], averaged: list[Tensor]) -> bool:
+    """Whether a view may have a reference besides the bucket's own and the one in `averaged`."""
+    are_averaged = all(map(operator.is_, views, averaged))
+    return not are_averaged or max(map(sys.getrefcount, views)) > _REFERENCES + 1
 
 
 def _leave_kept(
