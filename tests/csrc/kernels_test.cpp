@@ -35,11 +35,11 @@ const char* const kOpNames[kReduceOpCount] = {"sum", "mean", "prod", "min", "max
 
 struct Half {
   std::uint16_t bits;
-  static constexpr int kMantissaBits = 10, kMinExponent = -14, kMaxExponent = 15;
+  static constexpr int kMantissaBits = 10, kMinExponent = -14;
 };
 struct Brain {
   std::uint16_t bits;
-  static constexpr int kMantissaBits = 7, kMinExponent = -126, kMaxExponent = 127;
+  static constexpr int kMantissaBits = 7, kMinExponent = -126;
 };
 
 template <class F>
