@@ -172,8 +172,7 @@ class _Wirer:
     def _connect(self, wiring: Wiring, server: socket.socket) -> None:
         leader, *others = wiring.local_ranks
         if others and leader == self._rank:
-            assert self._create_segment is not None
-            wiring.segment_fd = _checked_fd(self._create_segment(len(wiring.local_ranks)))
+            wiring.segment_fd = self._make_segment(len(wiring.local_ranks))
         with contextlib.ExitStack() as stack:
             listener = None
             if len(wiring.hosts) > 1:
@@ -238,6 +237,20 @@ class _Wirer:
             self._serve_segment(wiring.segment_fd, others, server)
         else:
             wiring.segment_fd = self._receive_segment(leader)
+
+    def _make_segment(self, num_ranks: int) -> int:
+        assert self._create_segment is not None
+        try:
+            fd = self._create_segment(num_ranks)
+        except Io as error:
+            raise Io(
+                f"{error}\nRank {self._rank} makes the shared memory of its host's ranks. A "
+                "security module, or the limit of file sizes ('ulimit -f'), may forbid it; "
+                "TcpBackend needs none",
+                op="init",
+                rank=self._rank,
+            ) from error
+        return _checked_fd(fd)
 
     def _serve_segment(self, fd: int, ranks: Sequence[int], server: socket.socket) -> None:
         status = os.fstat(fd)

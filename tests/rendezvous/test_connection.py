@@ -654,6 +654,15 @@ def test_a_segment_that_cannot_be_made_ends_all_ranks(through_parent: bool) -> N
     assert all(outcome.peer == 0 for outcome in outcomes[1:])
 
 
+def forbidden_segment(_: int) -> int:
+    raise Io("The group: memfd_create: Operation not permitted.")
+
+
+def test_forbidden_shared_memory_is_told_with_what_needs_none() -> None:
+    outcomes = start_group(2, through_parent=False, create_segment=forbidden_segment)
+    assert_all(outcomes, Io, "memfd_create: Operation not permitted", "TcpBackend needs none")
+
+
 def start_group(size: int, through_parent: bool, **options: Any) -> list[Any]:
     if through_parent:
         parent = Parent(size)
