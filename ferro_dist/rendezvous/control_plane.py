@@ -58,6 +58,9 @@ VERDICT_S = 0.5
 ROUND_S = 0.015
 # What remains of the timeout for telling the others that it is over.
 VERDICT_FRACTION = 0.1
+# A rank that knows why it does not reach another gives up this much before its time is up, or
+# VERDICT_FRACTION of it. The others, who may have begun earlier, only know who is missing.
+FIRST_HAND_S = 10.0
 # A restarted rank 0 may find its predecessor's listener, with another token, for a moment.
 AUTHENTICATION_GRACE_S = 3.0
 
@@ -70,6 +73,7 @@ class Exchange(abc.ABC):
         self.rank = rank
         self.world_size = world_size
         self.deadline = deadline
+        self.have_all_come = False
 
     @abc.abstractmethod
     def all_gather(self, part: bytes) -> list[bytes]:
@@ -90,15 +94,27 @@ class Exchange(abc.ABC):
         hint: Callable[[], str] = str,
     ) -> None:
         """Serve the loop until `is_done`; a Timeout names the ranks that are `missing`."""
-        if not self.loop.run_until(is_done, self.deadline.at):
-            raise self.timeout(missing(), hint())
+        lead = min(FIRST_HAND_S, VERDICT_FRACTION * self.deadline.seconds)
+        if self.loop.run_until(is_done, self.deadline.at - lead):
+            return
+        reason = hint()
+        if reason or not self.loop.run_until(is_done, self.deadline.at):
+            raise self.timeout(missing(), reason)
 
     def timeout(self, missing: Sequence[int], hint: str = "") -> Timeout:
-        """Return the error of ranks that did not come in time."""
+        """Return the error of ranks that did not come in time, or came and got no further."""
+        if self.have_all_come:
+            what = "came, but without a connection to every other"
+            remedy = (
+                "Check that they still run, and that their hosts reach each other at any port: a "
+                "firewall may leave only that of rank 0 open"
+            )
+        else:
+            what = "did not come"
+            remedy = "Check that they were started, with the same address and token"
         return Timeout(
-            f"rendezvous: {describe_ranks(missing)} of {self.world_size} did not come "
-            f"{self.deadline}.{hint} Check that they were started, with the same address and "
-            "token; pass a larger timeout if they are only slow.",
+            f"rendezvous: {describe_ranks(missing)} of {self.world_size} {what} "
+            f"{self.deadline}.{hint} {remedy}; pass a larger timeout if they are only slow.",
             op="init",
             rank=self.rank,
             peer=missing[0] if len(missing) == 1 else None,
@@ -160,6 +176,7 @@ class Coordinator(Exchange):
     def _gather(self, part: bytes) -> list[bytes]:
         self._parts[0].append(part)
         self.wait(lambda: all(self._parts.values()), self._missing)
+        self.have_all_come = True
         return [parts.popleft() for parts in self._parts.values()]
 
     def _send_to_all(self, parts: Sequence[bytes]) -> None:
@@ -336,6 +353,7 @@ class Participant(Exchange):
         self._stream.write(encode_frame(FrameKind.CONTRIBUTION, part))
         if not self.loop.run_until(lambda: bool(self._parts), self.deadline.at):
             self._ask_who_is_missing()
+        self.have_all_come = True
         return self._parts.popleft()
 
     def fail(self, error: BaseException) -> None:
@@ -484,6 +502,7 @@ class ParentExchange(Exchange):
             if theirs[:1] == self.FAILED:
                 raise decode_error(theirs[1:], self.rank)
         self._is_agreed = False
+        self.have_all_come = True
         return [theirs[1:] for theirs in parts]
 
     def wait(

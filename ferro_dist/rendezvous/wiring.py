@@ -388,8 +388,15 @@ class _Mesh:
 
     def describe_failures(self) -> str:
         """Say why the connections that this rank has begun are missing."""
-        failed = [self.diallers[peer] for peer in self.missing() if peer in self.diallers]
-        return "".join(f" {d.target}: {d.describe_failure()}." for d in failed[:3])
+        failed = [peer for peer in self.missing() if peer in self.diallers]
+        return "".join(self._describe_failure(peer) for peer in failed[:3])
+
+    def _describe_failure(self, peer: int) -> str:
+        dialler = self.diallers[peer]
+        return (
+            f" Rank {self._wiring.rank} could not reach rank {peer} at {dialler.target}: "
+            f"{dialler.describe_failure()}."
+        )
 
     def hand_over(self) -> None:
         """Give the descriptors to the wiring."""

@@ -49,6 +49,7 @@ from ferro_dist.rendezvous import (
 from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr
 from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_digest
 from ferro_dist.rendezvous.deadline import Deadline
+from ferro_dist.rendezvous.event_loop import EventLoop
 from ferro_dist.rendezvous.member import Member
 from ferro_dist.testing import run_ranks
 
@@ -472,6 +473,17 @@ def test_a_rank_whose_time_is_up_first_learns_who_is_missing() -> None:
     outcomes = run_threads(2, body)
     assert_all(outcomes, Timeout, "rank 2 of 3", "Rank 1 waits no longer")
     assert all(outcome.missing == (2,) for outcome in outcomes)
+
+
+def test_a_rank_that_knows_why_it_waits_gives_up_before_the_others() -> None:
+    deadline = Deadline(100.0)
+    deadline.at = time.monotonic() + control_plane.FIRST_HAND_S  # the rest has passed
+    with contextlib.closing(EventLoop()) as loop:
+        claim = Claim(Role.CONTROL, 0, 2, bytes(16))
+        exchange = control_plane.Coordinator(loop, None, b"a secret", claim, deadline)
+        with pytest.raises(Timeout, match="Rank 1 is not reached"):
+            exchange.wait(lambda: False, lambda: [1], lambda: " Rank 1 is not reached.")
+    assert time.monotonic() < deadline.at
 
 
 def test_an_absent_rank_0_is_named_with_its_address() -> None:
@@ -1062,7 +1074,7 @@ def test_a_timeout_through_another_group_names_the_missing() -> None:
         return split(parent, rank, token=token, create_segment=None, timeout=SHORT_S)
 
     outcomes = run_threads(2, body)
-    assert_all(outcomes, Timeout, "did not come within")
+    assert_all(outcomes, Timeout, "came, but without a connection to every other within")
     assert {outcome.missing for outcome in outcomes} <= {(0,), (1,)}
 
 

@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import Host, cabled_hosts
+from namespaces import Host, cabled_hosts, ip
+
+from ferro_dist.errors import Timeout
+from ferro_dist.rendezvous import connect
 
 PORT = 29555  # the namespaces are this test's own: nobody else can be there
 PATIENCE_S = 60.0
@@ -140,3 +144,30 @@ def test_rank_0_is_reached_by_a_name_that_means_something_else_to_itself(
         )
     outputs = [rank.communicate(timeout=2 * PATIENCE_S)[0] for rank in ranks]
     assert all("connected" in output for output in outputs), outputs
+
+
+def join_in_vain(host: Host, rank: int, addr: str, timeout: float) -> Timeout:
+    host.enter()
+    with pytest.raises(Timeout) as raised:
+        connect(
+            rank,
+            3,
+            addr,
+            token=b"a secret",
+            timeout=timeout,
+            create_segment=lambda num_ranks: os.memfd_create("segment"),
+            adopt=lambda wiring: wiring,
+        )
+    return raised.value
+
+
+def test_a_rank_that_cannot_be_reached_is_not_said_to_be_absent() -> None:
+    with cabled_hosts(3) as hosts, ThreadPoolExecutor(3) as pool:
+        ip("-n", hosts[2].name, "route", "add", "unreachable", hosts[1].address)
+        addr = f"{hosts[0].address}:{PORT}"
+        timeouts = [PATIENCE_S, PATIENCE_S, 4.0]
+        joining = [pool.submit(join_in_vain, hosts[r], r, addr, timeouts[r]) for r in range(3)]
+        for error in [each.result() for each in joining]:
+            assert error.missing == (1,)
+            assert "rank 1 of 3 came, but" in str(error)
+            assert f"Rank 2 could not reach rank 1 at {hosts[1].address}:" in str(error)
