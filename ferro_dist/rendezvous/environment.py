@@ -154,11 +154,17 @@ def _check_unread(addr: str | None, environ: Environ) -> None:
             f"FERRO_ADDR={environ['FERRO_ADDR']!r} is set, but nothing says which rank this is, of "
             "how many: start the job with a launcher, give rank and world_size, or unset it"
         )
-    if "PMIX_RANK" in environ:
+    if "PMIX_RANK" in environ and not _is_counted_by_slurm(environ):
         raise InvalidWorldSize(
             "PMIX_RANK is set, but nothing says how many ranks there are: start the job with "
             "Open MPI's mpiexec (or prterun --personality ompi), or give rank and world_size."
         )
+
+
+def _is_counted_by_slurm(environ: Environ) -> bool:
+    # Where its default is PMIx, Slurm gives a number to a step's only task and to a shell, too.
+    is_slurms = environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix.")
+    return is_slurms and number_of(environ, "SLURM_STEP_NUM_TASKS") is not None
 
 
 def _from_arguments(rank: int, world_size: int) -> Source:

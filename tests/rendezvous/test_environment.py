@@ -180,8 +180,9 @@ def test_slurm_steps_have_different_addresses() -> None:
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"},
         slurm(0, 4) | {"SLURM_PTY_PORT": "40000"},
         slurm(0, 4) | {"SLURM_STEP_NUM_TASKS": "1"},
+        slurm(0, 1) | {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.4242.0"},
     ],
-    ids=["batch script", "interactive", "one task"],
+    ids=["batch script", "interactive", "one task", "one task with PMIx"],
 )
 def test_slurm_outside_a_step_is_a_world_of_one(environ: Environ) -> None:
     assert placement(environ=environ).world_size == 1
@@ -397,9 +398,10 @@ def test_mpich_ranks_find_each_other(launcher: str) -> None:
     assert addrs[0].startswith("unix:@")
 
 
-def test_a_launcher_that_hides_the_world_size_is_refused() -> None:
+@pytest.mark.parametrize("allocation", [{}, slurm(0, 1)], ids=["alone", "within Slurm"])
+def test_a_launcher_that_hides_the_world_size_is_refused(allocation: Environ) -> None:
     with pytest.raises(InvalidWorldSize, match="PMIX_RANK"):
-        placement(environ={"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1"})
+        placement(environ={**allocation, "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1"})
 
 
 def test_an_address_alone_does_not_make_a_world_of_one() -> None:
