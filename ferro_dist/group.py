@@ -147,7 +147,7 @@ def _kind_of(backend: str) -> type[HostBackend | HybridBackend]:
 
         return HybridBackend
     kinds = {"host": HostBackend, "tcp": TcpBackend}
-    if backend not in kinds:
+    if not isinstance(backend, str) or backend not in kinds:
         raise ValueError(f'backend must be "host", "tcp" or "hybrid", not {backend!r}')
     return kinds[backend]
 

@@ -208,9 +208,11 @@ cdef str _first_line(object cause):
 
 
 cdef object _unsupported_dtype(object array, object dtype):
+    remedy = "Convert the array."
+    if not getattr(dtype, "hasobject", False):  # references mean nothing to another process
+        remedy = "Convert the array, or view its bytes as uint8."
     return InvalidArray(
-        f"cannot move this {_name(array)}: its dtype is {dtype}; ferro_dist moves {SUPPORTED}. "
-        "Convert the array, or view its bytes as uint8."
+        f"cannot move this {_name(array)}: its dtype is {dtype}; ferro_dist moves {SUPPORTED}. {remedy}"
     )
 
 
@@ -615,7 +617,7 @@ cdef str _why_no_view(object array):
         )
     return (
         f"cannot move this {_name(array)}: it has neither the buffer protocol, nor DLPack, nor "
-        "__cuda_array_interface__. Pass an array of it: numpy.asarray(x)."
+        "__cuda_array_interface__. Pass an array; numpy.asarray(x) makes one of a list or a number."
     )
 
 

@@ -246,3 +246,9 @@ def test_ranks_of_one_machine_compete_for_its_cores_also_over_tcp() -> None:
 def test_init_takes_a_backend_that_is_named_at_run_time(name: str) -> None:
     with fd.init(0, 1, backend=name) as backend:  # mypy would refuse a str that is not declared
         assert backend.name == name
+
+
+@pytest.mark.parametrize("name", ["mpi", ["host"], None])
+def test_init_names_the_backends_that_there_are(name: Any) -> None:
+    with pytest.raises(ValueError, match='"host", "tcp" or "hybrid"'):
+        fd.init(0, 1, backend=name)
