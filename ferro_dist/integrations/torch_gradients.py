@@ -91,7 +91,7 @@ class TorchGradients(Accumulation, Gradients):
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         parameters = [self.parameters[number] for number in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
-        if _may_be_kept(bucket.views, [self._averaged[number] for number in bucket.members]):
+        if _may_be_kept(bucket, gradients, self._averaged):
             _leave_kept(bucket, gradients, self._averaged, self._aside)
         _renew_places(bucket)
         marks = self._mark(bucket, counter, gradients)
@@ -237,10 +237,16 @@ class TorchGradients(Accumulation, Gradients):
             )
 
 
-def _may_be_kept(views: list[Tensor], averaged: list[Tensor]) -> bool:
-    """Whether a view may have a reference besides the bucket's own and the one in `averaged`."""
-    are_averaged = all(map(operator.is_, views, averaged))
-    return not are_averaged or max(map(sys.getrefcount, views)) > _REFERENCES + 1
+def _may_be_kept(
+    bucket: Bucket, gradients: Sequence[Tensor | None], averaged: Sequence[Tensor | None]
+) -> bool:
+    """Whether a view that is to be filled may have references of others."""
+    views = bucket.views
+    if all(map(operator.is_, views, gradients)):
+        return False  # all are in place
+    # Without a list of them, which would be one more reference to each.
+    are_averaged = all(map(operator.is_, views, map(averaged.__getitem__, bucket.members)))
+    return max(map(sys.getrefcount, views)) > _REFERENCES + are_averaged
 
 
 def _leave_kept(
@@ -253,7 +259,8 @@ def _leave_kept(
     """Leave views to a user who keeps them, in memory of their own, before theirs is filled again.
 
     Whoever keeps a list of gradients and sets ``grad`` to None expects them to stay as they are.
-    What else there is over the same memory, such as ``grad.detach()``, is not noticed.
+    What else there is over the same memory, such as ``grad.detach()``, is not noticed, and changes;
+    graphs that have saved it are refused.
 
     Parameters
     ----------
@@ -266,6 +273,7 @@ def _leave_kept(
         The numbers of gradients that this will be added to, where they are.
     first : int
     """
+    given = set(map(id, gradients))
     counts = map(sys.getrefcount, itertools.islice(bucket.views, first, None))
     for place, (gradient, count) in enumerate(zip(gradients, counts, strict=False), first):
         # By index, as a loop over views would be one more reference to each.
@@ -274,9 +282,11 @@ def _leave_kept(
         if count <= _REFERENCES + is_averaged or number in in_use:
             continue
         address, view = bucket.addresses[place], bucket.views[place]
-        if any(view is each for each in gradients):
+        if id(view) in given:
             continue  # in its own place, or in another's, which is refused
         if _is_at(address, view) and not _is_at(address, gradient):
+            # What stays behind counts changes with it, and no longer with what fills the place.
+            torch.autograd.graph.increment_version(view)
             view.data = view.detach().clone()
 
 

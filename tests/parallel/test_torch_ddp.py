@@ -17,6 +17,7 @@ from parallel.torch_scale import OVERLAP, Scale, gradients_of, scale  # noqa: E4
 from torch import nn  # noqa: E402 - needs torch
 
 import ferro_dist as fd  # noqa: E402
+from ferro_dist.integrations import torch_gradients  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
@@ -206,6 +207,54 @@ def test_averages_that_are_kept_do_not_change(
             assert p.grad.data_ptr() == gradient.data_ptr()
 
     on_ranks(2, body)
+
+
+@OVERLAP
+@pytest.mark.parametrize(
+    "other", [torch.Tensor.detach, torch.Tensor.t, torch.Tensor.flatten, torch.Tensor.view_as]
+)
+def test_views_of_averages_that_a_graph_has_saved_do_not_change_unnoticed(
+    on_ranks: OnRanks, overlap: Any, other: Callable[..., Any]
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(nn.Linear(4, 2, bias=False), backend, overlap=overlap)
+        ddp(torch.ones(4)).sum().backward()
+        average = ddp.get_parameter("weight").grad
+        view = other(average, average) if other is torch.Tensor.view_as else other(average)
+        factor = torch.ones((), requires_grad=True)
+        of_view = (factor * view).sum()
+        ddp.zero_grad()
+        ddp(2 * torch.ones(4)).sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            of_view.backward()
+        assert torch.equal(average, torch.ones(2, 4))
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("average", ["mean", "sum"])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_averages_are_looked_at_one_by_one_only_where_some_may_be_kept(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, average: str, set_to_none: bool
+) -> None:
+    looks = []
+
+    def look(*args: Any) -> None:
+        looks.append(args)
+
+    def body(backend: Any) -> None:
+        ddp = scale(backend, average=average)
+        for step in range(5):
+            ddp(1.0).sum().backward()
+            ddp.zero_grad(set_to_none=set_to_none)
+            if step == 2:  # buckets stay where they are after the first
+                fd.barrier(backend)
+                looks.clear()
+                fd.barrier(backend)
+
+    monkeypatch.setattr(torch_gradients, "_leave_kept", look)
+    on_ranks(2, body)
+    assert not looks
 
 
 def test_averages_that_are_not_kept_are_not_copied(
