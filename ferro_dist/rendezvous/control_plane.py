@@ -59,7 +59,8 @@ ROUND_S = 0.015
 # What remains of the timeout for telling the others that it is over.
 VERDICT_FRACTION = 0.1
 # A rank that knows why it does not reach another gives up this much before its time is up, or
-# VERDICT_FRACTION of it. The others, who may have begun earlier, only know who is missing.
+# VERDICT_FRACTION of what remains: if the last rank came late, its answers are to come, too. The
+# others, who may have begun earlier, only know who is missing.
 FIRST_HAND_S = 10.0
 # A restarted rank 0 may find its predecessor's listener, with another token, for a moment.
 AUTHENTICATION_GRACE_S = 3.0
@@ -94,7 +95,7 @@ class Exchange(abc.ABC):
         hint: Callable[[], str] = str,
     ) -> None:
         """Serve the loop until `is_done`; a Timeout names the ranks that are `missing`."""
-        lead = min(FIRST_HAND_S, VERDICT_FRACTION * self.deadline.seconds)
+        lead = min(FIRST_HAND_S, VERDICT_FRACTION * self.deadline.remaining_s)
         if self.loop.run_until(is_done, self.deadline.at - lead):
             return
         reason = hint()

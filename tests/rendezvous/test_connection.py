@@ -475,15 +475,33 @@ def test_a_rank_whose_time_is_up_first_learns_who_is_missing() -> None:
     assert all(outcome.missing == (2,) for outcome in outcomes)
 
 
-def test_a_rank_that_knows_why_it_waits_gives_up_before_the_others() -> None:
-    deadline = Deadline(100.0)
-    deadline.at = time.monotonic() + control_plane.FIRST_HAND_S  # the rest has passed
+def coordinator(loop: EventLoop, deadline: Deadline) -> control_plane.Coordinator:
+    claim = Claim(Role.CONTROL, 0, 2, bytes(16))
+    return control_plane.Coordinator(loop, None, b"a secret", claim, deadline)
+
+
+def test_a_rank_that_knows_why_it_waits_gives_up_before_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_plane, "FIRST_HAND_S", PATIENCE_S)
+    monkeypatch.setattr(control_plane, "VERDICT_FRACTION", 0.999)
+    deadline = Deadline(PATIENCE_S)
     with contextlib.closing(EventLoop()) as loop:
-        claim = Claim(Role.CONTROL, 0, 2, bytes(16))
-        exchange = control_plane.Coordinator(loop, None, b"a secret", claim, deadline)
+        exchange = coordinator(loop, deadline)
         with pytest.raises(Timeout, match="Rank 1 is not reached"):
             exchange.wait(lambda: False, lambda: [1], lambda: " Rank 1 is not reached.")
     assert time.monotonic() < deadline.at
+
+
+def test_a_rank_that_knows_why_it_waits_does_so_when_all_have_come_late() -> None:
+    deadline = Deadline(100 * control_plane.FIRST_HAND_S)
+    deadline.at = time.monotonic() + control_plane.FIRST_HAND_S  # the rest has passed
+    answers: list[bool] = []
+    with contextlib.closing(EventLoop()) as loop:
+        loop.call_at(time.monotonic(), lambda: answers.append(True))
+        exchange = coordinator(loop, deadline)
+        exchange.wait(lambda: bool(answers), lambda: [1], lambda: " Rank 1: no answer.")
+    assert answers
 
 
 def test_an_absent_rank_0_is_named_with_its_address() -> None:
