@@ -168,6 +168,8 @@ class TorchGradients(Accumulation, Gradients):
         addresses = {gradient.data_ptr() for gradient in dense}
         for number in numbers:
             gradient = self.parameters[number].grad
+            if gradient is None:
+                self._averaged[number] = None  # or it would pass for one that the user keeps
             if gradient is None or _is_sparse(gradient):
                 continue
             address = gradient.data_ptr()

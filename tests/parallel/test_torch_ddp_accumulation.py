@@ -658,6 +658,27 @@ def test_gradients_handed_over_do_not_change_with_the_next(on_ranks: OnRanks) ->
     assert on_ranks(2, body) == [[[1.5, 1.5], [2.5, 2.5], [3.5, 3.5]]] * 2
 
 
+def test_averages_that_are_not_kept_are_not_copied_for_gradients_handed_over(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = []
+
+    def clone(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        copies.append(tensor)
+        return torch.clone(tensor, *args, **kwargs)
+
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        for _ in range(3):
+            ddp(1.0).sum().backward()
+            ddp.zero_grad()
+            ddp.sync_gradients([torch.ones_like(p) for p in ddp.parameters()])
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    on_ranks(2, body)
+    assert not copies
+
+
 def test_an_optimizer_steps_where_gradients_are_averaged_alone(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> list[float]:
         ddp = scale(backend)
