@@ -168,9 +168,9 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     that does not fit, check it beforehand, or give all ranks another. The group's ``shrink`` makes
     a new group. A group of one rank goes on.
 
-    Gradients are views of buckets, which the next average fills again. A torch gradient that you
-    still hold by then moves to memory of its own. What shares its memory, such as its ``detach()``,
-    and gradients of other libraries change: copy those that you want to keep.
+    Gradients are views of buckets: the next average overwrites what this one left. Copy what you
+    want to keep. For torch, a former ``grad`` that somebody still holds is copied first; what else
+    there is over its memory, such as ``grad.detach()``, changes.
 
     On a GPU only streams wait: a call returns when the work is queued, and raises errors that are
     known by then. A host waits for the reduction only if its rank lacks a gradient that another
