@@ -289,7 +289,8 @@ def _leave_kept(
         if _is_at(address, view) and not _is_at(address, gradient):
             # What stays behind counts changes with it, and no longer with what fills the place.
             torch.autograd.graph.increment_version(view)
-            view.data = view.detach().clone()
+            with torch.inference_mode(False):  # it stays a tensor that autograd takes
+                view.data = view.detach().clone()
 
 
 def _is_at(address: int, gradient: Tensor | None) -> bool:

@@ -658,6 +658,22 @@ def test_gradients_handed_over_do_not_change_with_the_next(on_ranks: OnRanks) ->
     assert on_ranks(2, body) == [[[1.5, 1.5], [2.5, 2.5], [3.5, 3.5]]] * 2
 
 
+def test_averages_that_are_kept_can_be_used_after_an_average_in_inference_mode(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        ddp(1.0).sum().backward()
+        kept = [p.grad for p in ddp.parameters()]
+        ddp.zero_grad()
+        with torch.inference_mode():
+            ddp.sync_gradients([torch.ones_like(p) for p in ddp.parameters()])
+        for gradient in kept:
+            gradient.requires_grad_().square().sum().backward()
+
+    on_ranks(2, body)
+
+
 def test_averages_that_are_not_kept_are_not_copied_for_gradients_handed_over(
     on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
