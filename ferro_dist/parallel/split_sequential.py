@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ferro_dist import arguments
+from ferro_dist.parallel.schedules.arguments import as_float
 
 __all__ = ["split_sequential"]
 
@@ -36,13 +37,13 @@ def split_sequential(
     TypeError
         `module` has no slices, `num_stages` is no integer, or `weights` holds no numbers.
     ValueError
-        There are fewer layers than stages, or a weight too many or too few, or one that is negative
-        or not finite.
+        There are fewer layers than stages, or a weight too many or too few, or one that is
+        negative, or their sum is not finite.
 
     Notes
     -----
-    Dynamic programming over the place of the last cut, in num_stages * layers**2 steps. Among
-    equally good cuts, the one with the most even stages is taken.
+    Dynamic programming over the place of the last cut, in num_stages * layers**2 steps: once for
+    the cost of the most expensive stage, and once more for the most even stages within it.
 
     Examples
     --------
@@ -58,36 +59,50 @@ def split_sequential(
         raise ValueError(
             f"split_sequential: there are {len(costs)} weights for {num_layers} layers"
         )
-    if not all(0 <= cost < math.inf for cost in costs):
-        raise ValueError("split_sequential: a weight is a number of at least 0, and finite")
+    if not (all(cost >= 0 for cost in costs) and sum(costs) < math.inf):
+        raise ValueError("split_sequential: weights are at least 0, and their sum finite")
     cuts = _cut(costs, count)
     return [module[first:end] for first, end in itertools.pairwise(cuts)]
 
 
 def _cut(costs: Sequence[float], num_stages: int) -> list[int]:
     """Return where stages begin, and the end."""
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    num_layers = len(costs)
-    # best[end]: for the layers before `end`, cut into the stages considered so far, the highest
-    # cost of a stage, then the sum of squares, and the cuts.
-    best = {0: (0.0, 0.0, [0])}
+    total = list(itertools.accumulate(costs, initial=0.0))
+    highest, _ = _best_cut(total, num_stages, max)
+    _, cuts = _best_cut(total, num_stages, _with_square, highest)
+    return cuts
+
+
+def _best_cut(
+    total: Sequence[float],
+    num_stages: int,
+    rate: Callable[[float, float], float],
+    limit: float = math.inf,
+) -> tuple[float, list[int]]:
+    """Return the cuts rated lowest, and the rating, if no stage may cost more than a limit.
+
+    `total` is what the layers before each place cost together. `rate` takes the rating of some
+    stages and the cost of one more.
+    """
+    num_layers = len(total) - 1
+    # By end: the best for the layers before it, cut into the stages considered so far.
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     for stage in range(1, num_stages + 1):
-        ends = range(stage, num_layers - (num_stages - stage) + 1)
-        best = {
-            end: min(
-                (
-                    max(highest, total[end] - total[begin]),
-                    squares + (total[end] - total[begin]) ** 2,
-                    [*cuts, end],
-                )
-                for begin, (highest, squares, cuts) in best.items()
-                if begin < end
-            )
-            for end in ends
-        }
-    return best[num_layers][2]
+        found: dict[int, tuple[float, list[int]]] = {}
+        for end in range(stage, num_layers - (num_stages - stage) + 1):
+            rated = [
+                (rate(rating, total[end] - total[begin]), [*cuts, end])
+                for begin, (rating, cuts) in best.items()
+                if begin < end and total[end] - total[begin] <= limit
+            ]
+            if rated:
+                found[end] = min(rated)
+        best = found
+    return best[num_layers]
+
+
+def _with_square(squares: float, cost: float) -> float:
+    return squares + cost * cost
 
 
 def _num_layers(module: Any) -> int:
@@ -107,7 +122,7 @@ def _num_layers(module: Any) -> int:
 
 def _costs(weights: Sequence[float]) -> list[float]:
     try:
-        return [float(cost) for cost in weights]
+        return [as_float(cost) for cost in weights]
     except (TypeError, ValueError):
         raise TypeError(
             "split_sequential: weights must be a sequence of numbers, one for each layer"

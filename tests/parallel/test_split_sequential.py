@@ -17,16 +17,32 @@ import ferro_dist as fd
         lambda costs: st.tuples(st.just(costs), st.integers(1, len(costs)))
     )
 )
-def test_no_other_cut_has_a_cheaper_worst_stage(case: tuple[list[int], int]) -> None:
+def test_no_other_cut_is_cheaper_at_worst_or_more_even(
+    case: tuple[list[int], int],
+) -> None:
     costs, num_stages = case
     stages = fd.split_sequential(costs, num_stages, weights=costs)
     assert [cost for stage in stages for cost in stage] == costs
     assert all(stages)
     cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
     best = min(
-        max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *cut, len(costs)])) for cut in cuts
+        _unevenness([costs[a:b] for a, b in itertools.pairwise([0, *cut, len(costs)])])
+        for cut in cuts
     )
-    assert max(map(sum, stages)) == best
+    assert _unevenness(stages) == best
+
+
+def _unevenness(stages: list[list[int]]) -> tuple[int, int]:
+    return max(map(sum, stages)), sum(sum(stage) ** 2 for stage in stages)
+
+
+def test_the_most_even_cut_need_not_begin_with_the_cheapest_stages() -> None:
+    costs = [1, 5, 3, 2, 6]
+    assert fd.split_sequential(costs, 4, weights=costs) == [[1, 5], [3], [2], [6]]
+
+
+def test_weights_may_be_so_large_that_their_squares_are_infinite() -> None:
+    assert fd.split_sequential([1, 2, 3, 4], 2, weights=[1e200] * 4) == [[1, 2], [3, 4]]
 
 
 def test_parameters_are_counted_by_default() -> None:
@@ -47,6 +63,8 @@ def test_parameters_are_counted_by_default() -> None:
         (2, [1, 2], "2 weights for 3 layers"),
         (2, [1, -2, 3], "at least 0"),
         (2, [1, float("nan"), 3], "at least 0"),
+        (2, [1, 10**400, 3], "their sum finite"),
+        (2, [1e308, 1e308, 1], "their sum finite"),
     ],
 )
 def test_cuts_that_cannot_be_are_told(num_stages: int, weights: Any, words: str) -> None:

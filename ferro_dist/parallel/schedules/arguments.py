@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from ferro_dist.arguments import integer
 
-__all__ = ["check_count", "one_per"]
+__all__ = ["as_float", "check_count", "one_per"]
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
@@ -21,6 +22,14 @@ def check_count(name: str, value: object, least: int = 1) -> int:
     return count
 
 
+def as_float(value: Any) -> float:
+    """Return a number as a float; raise TypeError or ValueError for anything that is none."""
+    try:
+        return float(value)
+    except OverflowError:  # an int or a fraction
+        return math.inf
+
+
 def one_per(name: str, value: float | Iterable[float], count: int) -> list[float]:
     """Return `count` numbers: those given, or the single one given for all.
 
@@ -31,9 +40,9 @@ def one_per(name: str, value: float | Iterable[float], count: int) -> list[float
         if isinstance(value, (str, bytes)):
             raise TypeError  # a str of digits is no sequence of numbers
         if isinstance(value, Iterable):
-            numbers = [float(number) for number in value]
+            numbers = [as_float(number) for number in value]
         else:
-            numbers = [float(value)] * count
+            numbers = [as_float(value)] * count
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be one number, or {count}, not {value!r}.") from None
     if len(numbers) != count:
