@@ -36,6 +36,11 @@ def test_actions_print_as_in_the_literature() -> None:
     assert str(Action(2, ActionKind.REDUCE)) == "2REDUCE"
 
 
+def test_an_action_with_a_kind_of_str_can_be_printed_too() -> None:
+    kind: Any = "F"
+    assert str(Action(2, kind, 0)) == "2F0"
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "F", "F0", "2F", "2 F0", "-1F0", "2F-1", "2X0", "2f0", "2F0 2F1", "2REDUCE0", "2SEND0",

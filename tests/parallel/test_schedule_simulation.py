@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,11 @@ def test_the_time_of_a_stage_goes_before_the_time_of_all() -> None:
     ]  # fmt: skip
 
 
+def test_a_stage_may_be_an_integer_of_numpy() -> None:
+    times: dict[Any, Any] = {"F": 1, "B": 2, (np.int64(1), "F"): Fraction(7, 2)}
+    assert simulate(["0F0 0B0", "1F0 1B0"], times).makespan_s == 1 + 3.5 + 2 + 2
+
+
 def test_the_slowest_stage_holds_up_the_others() -> None:
     times = {"F": 1, "B": 2, (1, "F"): 4, (1, "B"): 8}
     assert simulate(one_f_one_b(3, 8), times).makespan_s == 1 + 8 * 12 + 2
@@ -104,13 +110,16 @@ BAD_DURATIONS: list[tuple[Any, type[Exception], str]] = [
     ({"F": -1, "B": 1}, ValueError, "must be finite and not negative"),
     ({"F": math.nan, "B": 1}, ValueError, "must be finite"),
     ({"F": math.inf, "B": 1}, ValueError, "must be finite"),
+    ({"F": 10**400, "B": 1}, ValueError, "must be finite"),
     ({"F": "1", "B": 1}, TypeError, "must be a number"),
+    ({"F": np.ones(2), "B": 1}, TypeError, "must be a number"),
     ({"F": True, "B": 1}, TypeError, "must be a number"),
     ({"X": 1}, ValueError, "cannot have an entry for 'X'"),
     ({"SEND_F": 1}, ValueError, "cannot have an entry for 'SEND_F'"),
     ({("F", 0): 1}, ValueError, "cannot have an entry for"),
     ({(-1, "F"): 1}, ValueError, "cannot have an entry for"),
     ({0: 1}, ValueError, "cannot have an entry for 0"),
+    ({(True, "F"): 1}, ValueError, "cannot have an entry for"),
     ([1, 2], TypeError, "must map kinds to times"),
 ]
 

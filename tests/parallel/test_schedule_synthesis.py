@@ -191,6 +191,7 @@ def test_the_same_arguments_make_the_same_schedule() -> None:
         ({"num_microbatches": 0}, "num_microbatches must be"),
         ({"memory_cap": [1, 2, 3]}, "memory_cap must be one number, or 2"),
         ({"memory_cap": -1}, "memory_cap must be finite and not negative"),
+        ({"memory_cap": 10**400}, "memory_cap must be finite"),
         ({"memory": [1]}, "memory must be one number, or 2"),
         ({"latency": [1, 2]}, "latency must be one number, or 1"),
         ({"durations": {"F": 1}}, "lack I on stage 0"),

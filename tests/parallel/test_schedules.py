@@ -220,6 +220,17 @@ def test_sizes_must_be_positive_integers(bad: Any) -> None:
         interleaved_1f1b(2, 2, bad)
 
 
+@pytest.mark.parametrize("bad", [0, -1, 1.0, "2", True])
+def test_placements_need_positive_integers(bad: Any) -> None:
+    for name in NAMES:
+        with pytest.raises(ValueError, match="num_ranks must be an integer of at least 1"):
+            placement_for(name, bad)
+        with pytest.raises(ValueError, match="stages_per_rank must be an integer of at least 1"):
+            placement_for(name, 2, bad)
+    with pytest.raises(ValueError, match="stages_per_rank must be an integer of at least 1"):
+        loop_placement(2, bad)
+
+
 def test_a_written_schedule_is_checked_against_the_pipeline() -> None:
     written = ["0F0 0B0", "1F0 1B0"]
     assert format_schedule(generate(written, 2, 1)) == "0F0 0B0\n1F0 1B0"
@@ -331,6 +342,13 @@ def test_either_phase_of_a_schedule_is_sound_alone(name: str, p: int, m: int) ->
         validate(alone, num_ranks=p, num_microbatches=m, phase=phase)
         kinds = {a.kind.value for actions in alone for a in actions}
         assert kinds <= KINDS[phase]
+
+
+def test_the_passes_take_schedules_as_text() -> None:
+    text = ["0F0 0B0", "1F0 1B0"]
+    assert insert_messages(text) == complete(text, 2, 1)
+    assert texts(insert_reductions(text))[1] == ["1F0", "1B0", "1REDUCE"]
+    assert texts(one_phase(text, "forward"))[0] == ["0F0", "0SEND_F0"]
 
 
 def test_there_are_two_phases() -> None:

@@ -173,7 +173,8 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch == NO_MICROBATCH else self.microbatch
-        return f"{self.stage}{self.kind.value}{microbatch}"
+        kind = getattr(self.kind, "value", self.kind)  # errors show actions with a kind of str, too
+        return f"{self.stage}{kind}{microbatch}"
 
     def __repr__(self) -> str:
         return str(self)  # so that a list of actions prints as it is written

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.arguments import as_float, check_count
 
 __all__ = ["UNIT_DURATIONS", "Durations", "DurationsLike"]
 
@@ -69,19 +70,25 @@ class Durations:
 
 def _checked_key(key: object) -> tuple[int | None, str]:
     stage, kind = key if isinstance(key, tuple) and len(key) == 2 else (None, key)
-    is_stage = stage is None or (isinstance(stage, int) and stage >= 0)
-    if not is_stage or kind not in _TIMED:
+    try:
+        number = None if stage is None else check_count("a stage", stage, least=0)
+        if kind not in _TIMED:
+            raise ValueError
+    except ValueError:
         raise ValueError(
             f"durations cannot have an entry for {key!r}: a key is one of {', '.join(_TIMED)}, or "
             "a stage and one of them."
-        )
-    return stage, str(kind.value if isinstance(kind, ActionKind) else kind)
+        ) from None
+    return number, str(kind.value if isinstance(kind, ActionKind) else kind)
 
 
 def _checked_time(key: object, time: object) -> float:
-    if isinstance(time, bool) or not hasattr(time, "__float__"):
-        raise TypeError(f"the duration of {key!r} must be a number, not {time!r}.")
-    value = float(time)
+    try:
+        if isinstance(time, (bool, str, bytes)):
+            raise TypeError
+        value = as_float(time)
+    except (TypeError, ValueError):
+        raise TypeError(f"the duration of {key!r} must be a number, not {time!r}.") from None
     if not 0 <= value < math.inf:
         raise ValueError(f"the duration of {key!r} must be finite and not negative, not {time!r}.")
     return value

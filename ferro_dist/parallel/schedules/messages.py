@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ferro_dist.parallel.schedules.action import Action, ActionKind
 from ferro_dist.parallel.schedules.arguments import check_count
 from ferro_dist.parallel.schedules.dependencies import Dependencies, Key, OrderedRun
-from ferro_dist.parallel.schedules.notation import Schedule
+from ferro_dist.parallel.schedules.notation import WrittenSchedule, parse_schedule
 from ferro_dist.parallel.schedules.validation import validate
 
 __all__ = ["insert_messages"]
@@ -19,7 +19,7 @@ Queue = tuple[int, int]
 
 
 def insert_messages(
-    schedule: Schedule, *, prefetch: int = 1, phase: str = "step"
+    schedule: WrittenSchedule, *, prefetch: int = 1, phase: str = "step"
 ) -> list[list[Action]]:
     """Add messages to lists of actions, replacing those that they have.
 
@@ -36,7 +36,7 @@ def insert_messages(
 
     Parameters
     ----------
-    schedule : sequence of sequence of Action
+    schedule : lists of Action or of text
     prefetch : int, default 1
         At least 0. Each further action ahead costs a receive buffer, and helps where a message
         takes longer than an action.
@@ -53,7 +53,7 @@ def insert_messages(
         The schedule is not sound.
     """
     check_count("prefetch", prefetch, least=0)
-    lists = [[a for a in actions if not _is_message(a)] for actions in schedule]
+    lists = [[a for a in actions if not _is_message(a)] for actions in parse_schedule(schedule)]
     validate(lists, phase=phase)
     return _MessagePass(lists, prefetch).lists()
 

@@ -6,9 +6,10 @@ import enum
 
 from ferro_dist.parallel.schedules import builtin
 from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.arguments import check_count
 from ferro_dist.parallel.schedules.invalid_schedule import InvalidSchedule
 from ferro_dist.parallel.schedules.messages import insert_messages
-from ferro_dist.parallel.schedules.notation import Schedule, WrittenSchedule, parse_schedule
+from ferro_dist.parallel.schedules.notation import WrittenSchedule, parse_schedule
 from ferro_dist.parallel.schedules.placement import loop_placement, v_placement
 from ferro_dist.parallel.schedules.reductions import insert_reductions
 from ferro_dist.parallel.schedules.validation import validate
@@ -168,7 +169,7 @@ def complete(
     return lists
 
 
-def one_phase(schedule: Schedule, phase: str, *, prefetch: int = 1) -> list[list[Action]]:
+def one_phase(schedule: WrittenSchedule, phase: str, *, prefetch: int = 1) -> list[list[Action]]:
     """Return the forwards or the backwards of a schedule alone, with their messages.
 
     Either half of a sound schedule is sound: neither forwards nor their messages wait for anything
@@ -176,7 +177,7 @@ def one_phase(schedule: Schedule, phase: str, *, prefetch: int = 1) -> list[list
 
     Parameters
     ----------
-    schedule : sequence of sequence of Action
+    schedule : lists of Action or of text
         A sound one. Its messages and reductions are left out.
     phase : {"forward", "backward"}
     prefetch : int, default 1
@@ -186,7 +187,7 @@ def one_phase(schedule: Schedule, phase: str, *, prefetch: int = 1) -> list[list
         raise ValueError(f"phase must be 'forward' or 'backward', not {phase!r}.")
     lists = [
         [a for a in actions if a.kind.is_compute and (a.kind is _F) == (phase == "forward")]
-        for actions in schedule
+        for actions in parse_schedule(schedule)
     ]
     return insert_messages(lists, prefetch=prefetch, phase=phase)
 
@@ -196,11 +197,12 @@ _F = ActionKind.FORWARD
 
 def _stages_per_rank(schedule: PipelineSchedule, count: int | None) -> int:
     usual = 2 if schedule in (PipelineSchedule.INTERLEAVED_1F1B, PipelineSchedule.ZB_V) else 1
-    if count is None or count == usual:
+    if count is None:
         return usual
-    if schedule is PipelineSchedule.INTERLEAVED_1F1B:
+    count = check_count("stages_per_rank", count)
+    if count == usual or schedule is PipelineSchedule.INTERLEAVED_1F1B:
         return count
     raise InvalidSchedule(
         f"{schedule.name.lower()} runs {usual} stage{'s' if usual > 1 else ''} on each rank, not "
-        f"{count!r}. interleaved_1f1b runs any number of them."
+        f"{count}. interleaved_1f1b runs any number of them."
     )

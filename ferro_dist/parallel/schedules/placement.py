@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ferro_dist.parallel.schedules.action import Action
+from ferro_dist.parallel.schedules.arguments import check_count
 
 __all__ = ["loop_placement", "placement_of", "stages_of_v", "v_placement"]
 
 
 def loop_placement(num_ranks: int, stages_per_rank: int = 1) -> list[int]:
     """Deal the stages out to the ranks, round after round: 0 1 2 0 1 2."""
-    return list(range(num_ranks)) * stages_per_rank
+    count = check_count("stages_per_rank", stages_per_rank)
+    return list(range(check_count("num_ranks", num_ranks))) * count
 
 
 def v_placement(num_ranks: int) -> list[int]:
     """Give the stages to the ranks down and up again: 0 1 2 2 1 0."""
-    return [*range(num_ranks), *reversed(range(num_ranks))]
+    ranks = range(check_count("num_ranks", num_ranks))
+    return [*ranks, *reversed(ranks)]
 
 
 def stages_of_v(rank: int, num_ranks: int) -> tuple[int, int]:

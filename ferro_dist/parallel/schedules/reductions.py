@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ferro_dist.parallel.schedules.action import Action, ActionKind
-from ferro_dist.parallel.schedules.notation import Schedule
+from ferro_dist.parallel.schedules.notation import WrittenSchedule, parse_schedule
 
 __all__ = ["insert_reductions"]
 
@@ -17,7 +17,7 @@ _LAST_TOUCH = (
 )
 
 
-def insert_reductions(schedule: Schedule) -> list[list[Action]]:
+def insert_reductions(schedule: WrittenSchedule) -> list[list[Action]]:
     """Reduce each stage's gradients over its replicas as soon as they are complete.
 
     The reduction of a stage follows its last weight gradient, and so overlaps with what
@@ -26,14 +26,14 @@ def insert_reductions(schedule: Schedule) -> list[list[Action]]:
 
     Parameters
     ----------
-    schedule : sequence of sequence of Action
+    schedule : lists of Action or of text
         With or without messages, without reductions.
 
     Returns
     -------
     list of list of Action
     """
-    return [_with_reductions(actions) for actions in schedule]
+    return [_with_reductions(actions) for actions in parse_schedule(schedule)]
 
 
 def _with_reductions(actions: Sequence[Action]) -> list[Action]:
