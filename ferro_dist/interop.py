@@ -54,6 +54,7 @@ __all__ = [
     "is_on_gpu",
     "jax_full_width",
     "jax_place",
+    "lasting",
     "numpy_dtype",
     "same_stream",
     "shape_of",
@@ -178,6 +179,14 @@ def allocate(x: Array, shape: Sequence[int] | None = None) -> Array:
         `x` is on a device and this module does not know its library.
     """
     return _library_of(x).allocate(x, shape)
+
+
+def lasting(x: Array) -> AbstractContextManager[Any]:
+    """Return a context that makes arrays like `x` which can be written to at any time later.
+
+    Those that torch makes in inference mode can be written to in that mode alone.
+    """
+    return _library_of(x).lasting()
 
 
 def empty_beside(x: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
@@ -309,6 +318,9 @@ class _Library:
     def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
         return np.empty(x.shape if shape is None else shape, x.dtype)
 
+    def lasting(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
     def deliver(self, x: Array, written: Array) -> Array:
         return written
 
@@ -353,6 +365,10 @@ class _Torch(_Library):
                 return torch.empty_like(x)
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+    def lasting(self) -> AbstractContextManager[Any]:
+        mode: AbstractContextManager[Any] = sys.modules["torch"].inference_mode(False)
+        return mode
 
     def empty_beside(self, x: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         torch = sys.modules["torch"]

@@ -162,14 +162,17 @@ class HandwrittenStage(Stage):
             here += gradient
 
     def new_bucket(self, group: Backend, like: Array, count: int) -> Array:
-        bucket = (
-            group.empty(count, like.dtype) if _is_numpy(like) else interop.allocate(like, (count,))
-        )
+        if _is_numpy(like):
+            bucket = group.empty(count, like.dtype)
+        else:
+            with interop.lasting(like):  # an evaluation may come first; steps write to it
+                bucket = interop.allocate(like, (count,))
         bucket[...] = 0
         return bucket
 
     def place(self, bucket: Array, offset: int, like: Array) -> Array:
-        return bucket[offset : offset + math.prod(like.shape)].reshape(like.shape)
+        with interop.lasting(bucket):
+            return bucket[offset : offset + math.prod(like.shape)].reshape(like.shape)
 
     def write(self, places: Sequence[Array], gradients: Sequence[Array | None]) -> None:
         for place, gradient in zip(places, gradients, strict=True):

@@ -237,6 +237,47 @@ def test_evaluation_in_inference_mode_may_come_first(on_ranks: OnRanks) -> None:
             assert torch.equal(equal[0], other)
 
 
+class HandwrittenScale:
+    """x * scale, in torch but without autograd."""
+
+    def __init__(self) -> None:
+        self.scale = {"scale": torch.ones(WIDTH, dtype=torch.float64)}
+        self.gradient = {"scale": torch.zeros(WIDTH, dtype=torch.float64)}
+
+    def parameters(self) -> dict[str, Any]:
+        return self.scale
+
+    def grads(self) -> dict[str, Any]:
+        return self.gradient
+
+    def forward(self, x: Any) -> Any:
+        x = torch.as_tensor(x)
+        return x * self.scale["scale"], x
+
+    def backward(self, x: Any, gradient: Any) -> Any:
+        gradient = torch.as_tensor(gradient)
+        self.gradient["scale"] += (gradient * x).sum(0)
+        return gradient * self.scale["scale"]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_evaluation_in_inference_mode_may_come_first_in_handwritten_stages(
+    on_ranks: OnRanks, is_tied: bool
+) -> None:
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage, tied = HandwrittenScale(), {"scale": "scale"} if is_tied else None
+            with fd.Pipeline(stage, grid.pipeline, 2, dp=grid.data, tied=tied) as pipe:
+                x = torch.full((4, WIDTH), grid.data.rank + 1.0, dtype=torch.float64)
+                with torch.inference_mode():
+                    pipe.eval(x)
+                pipe.step(x, loss_fn=lambda output: (output.sum() / 2, torch.ones_like(output) / 2))
+            return stage.gradient["scale"]
+
+    for gradient in on_ranks(4, body):
+        assert torch.equal(gradient, torch.full_like(gradient, 3.0 if is_tied else 1.5))
+
+
 def test_parameter_without_a_gradient_stays_without(on_ranks: OnRanks) -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:
