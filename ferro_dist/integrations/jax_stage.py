@@ -250,12 +250,17 @@ class PipelinedJaxStage(Stage):
     # Forward and backward
 
     def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Saved]:
+        return self._run_with(self.module.params, keyed, loss_of)
+
+    def _run_with(
+        self, params: Tree, keyed: Keyed, loss_of: LossOf | None
+    ) -> tuple[Parcel, _Saved]:
         parcel = keyed.parcel
         is_input_differentiable = [_is_differentiable(x) for x in parcel.arrays]
         inputs, others = _divided(parcel.arrays, is_input_differentiable)
         forward = self.module._forward_of(parcel.structure, tuple(is_input_differentiable))
         (outputs, other_outputs, structure), vjp = forward(
-            self.module.params, inputs, others, self._key(keyed.seed)
+            params, inputs, others, self._key(keyed.seed)
         )
         flags, out_structure = structure.structure
         shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs]
@@ -284,6 +289,13 @@ class PipelinedJaxStage(Stage):
 
     def _run_unsaved(self, keyed: Keyed, loss_of: LossOf | None, will_replay: bool) -> Parcel:
         return self._run_forward(keyed, loss_of)[0]
+
+    def _run_replayable(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, Any]:
+        params = self.module.params  # by backward, the caller may have replaced them
+        return self._run_with(params, keyed, loss_of)[0], (params, keyed, loss_of)
+
+    def _replay(self, kept: Any) -> _Saved:
+        return self._run_with(*kept)[1]
 
     def _run_backward(self, saved: _Saved, gradients: Sequence[Any]) -> list[Array | None]:
         of_params, of_inputs = _pull_back(saved.vjp, _cotangents(saved, gradients))

@@ -290,6 +290,22 @@ def test_parameters_may_be_replaced_by_those_of_another_tree(on_ranks: OnRanks) 
     assert on_ranks(4, body) == [[[1, 3], [1, 3]]] * 4
 
 
+def test_checkpointed_stages_run_again_with_the_parameters_of_their_forward(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any, checkpoint: bool) -> Any:
+        stage = JaxStage(apply, make_params(backend.rank))
+        pipe = fd.Pipeline(stage, backend, 2, checkpoint=checkpoint)
+        outputs = pipe.forward(batch(4)[0])
+        stage.params = make_params(7)
+        pipe.backward(outputs, [{"h": jnp.ones((2, WIDTH))} for _ in outputs])
+        return stage.grads
+
+    for ours, kept in zip(on_ranks(2, body, True), on_ranks(2, body, False), strict=True):
+        for name, gradient in kept.items():
+            assert_allclose(ours[name], gradient, rtol=1e-5, atol=1e-6)
+
+
 def test_replicas_and_ties_reduce_gradients(on_ranks: OnRanks) -> None:
     params = make_params(0)
     x, y = batch(8)
