@@ -179,7 +179,8 @@ class TorchStage(Stage):
             parameter.grad = None
         buffers = Buffers(self.module)
         try:
-            yield
+            with _without_gradient_hooks(self.module):
+                yield
         finally:
             buffers.restore()
             for parameter, gradient in gradients:
@@ -386,6 +387,21 @@ def _set_modes(modes: Sequence[tuple[Any, bool]]) -> None:
             module.train(mode)
     for module, mode in modes:
         module.training = mode
+
+
+@contextlib.contextmanager
+def _without_gradient_hooks(module: Any) -> Iterator[None]:
+    """Call no hook that a user has on an added gradient: it may let an optimizer step."""
+    hooks = [p._post_accumulate_grad_hooks for p in module.parameters()]
+    # The dicts stay the same: torch holds on to them, and so do the handles that remove hooks.
+    kept = [(of_weight, dict(of_weight)) for of_weight in hooks if of_weight]
+    for of_weight, _ in kept:
+        of_weight.clear()
+    try:
+        yield
+    finally:
+        for of_weight, before in kept:
+            of_weight.update(before)
 
 
 @contextlib.contextmanager

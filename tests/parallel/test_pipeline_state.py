@@ -179,6 +179,31 @@ def test_plan_before_the_first_step_leaves_no_trace(on_ranks: OnRanks) -> None:
                 assert value is ours[name] or torch.equal(ours[name], value), name
 
 
+def test_plan_before_the_first_step_calls_no_hook_on_an_added_gradient(on_ranks: OnRanks) -> None:
+    """An optimizer may step in it."""
+
+    def body(backend: Any) -> None:
+        stage = Block().double()
+        optimizer = torch.optim.SGD(stage.parameters(), 0.1)
+        called: list[Any] = []
+
+        def step(weight: Any) -> None:
+            called.append(weight)
+            optimizer.step()
+
+        handles = [p.register_post_accumulate_grad_hook(step) for p in stage.parameters()]
+        before = copy.deepcopy(stage.state_dict())
+        pipe = fd.Pipeline(stage, backend, 1)
+        pipe.plan(*batch(4), mean_square)
+        assert not called
+        assert all(torch.equal(before[name], value) for name, value in stage.state_dict().items())
+        handles[0].remove()
+        pipe.step(*batch(4), mean_square)
+        assert len(called) == len(handles) - 1
+
+    on_ranks(2, body)
+
+
 def test_plan_is_the_same_on_all_ranks_and_shows_the_run(on_ranks: OnRanks) -> None:
     model = chain(2)
     x, y = batch(8)
