@@ -282,10 +282,11 @@ def test_input_that_changes_before_a_checkpoint_is_run_again_is_told(on_ranks: O
 
 def test_checkpointed_stages_run_again_in_the_precision_of_their_forward(on_ranks: OnRanks) -> None:
     """torch recommends to leave autocast before backward."""
+    model = chain(2).float()
     x, _ = batch(4)
 
     def body(backend: Any, checkpoint: bool) -> Any:
-        stage = chain(2)[backend.rank].float()
+        stage = copy.deepcopy(model)[backend.rank]
         pipe = fd.Pipeline(stage, backend, 2, "1f1b", checkpoint=checkpoint)
         with torch.autocast("cpu", torch.bfloat16):
             outputs = pipe.forward(x.float())
