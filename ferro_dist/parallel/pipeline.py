@@ -283,8 +283,8 @@ class Pipeline(Generic[ModuleT]):
             stage it returns the loss and its gradient. Weights of its own are not averaged over
             replicas: keep those in the last stage.
         weight : sequence of numbers, on the rank of the last stage
-            How much each microbatch, or each row, counts; for instance its number of tokens. The
-            loss of a microbatch of weight 0 may be 0 / 0.
+            How much each microbatch, or each row, counts, among those of all replicas; for instance
+            its number of tokens. The loss of a microbatch of weight 0 may be 0 / 0.
             By default microbatches count by their rows, so that the loss is the mean over the
             batch, however unevenly it is cut.
 
