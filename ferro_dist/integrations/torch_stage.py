@@ -25,6 +25,7 @@ from ferro_dist.integrations.torch_module import check_shareable
 from ferro_dist.integrations.torch_random import Seeded, draw_seed
 from ferro_dist.integrations.torch_surroundings import (
     Buffers,
+    Modes,
     Surroundings,
     uncached_casts,
     version,
@@ -164,13 +165,12 @@ class TorchStage(Stage):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        # Each module's own mode: some may be in evaluation mode for good.
-        modes = [(module, module.training) for module in self.module.modules()]
+        modes = Modes(self.module)
         try:
             self.module.eval()
             yield
         finally:
-            _set_modes(modes)
+            modes.restore()
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
@@ -303,6 +303,14 @@ class TorchStage(Stage):
 
     def _replay(self, kept: _Checkpoint) -> _Saved:
         self._check_unchanged(kept)
+        changed = kept.surroundings.changed_weight()
+        if changed is not None:
+            raise ValueError(
+                f"Pipeline: stage {self.number} is checkpointed, so its forward runs twice, and "
+                f"its weight {changed!r} has been written to or replaced since the first time. Let "
+                "the optimizer step once backward is through, not between forward and backward or "
+                "in a hook."
+            )
         with kept.surroundings.again():
             return self._run_forward(kept.keyed, kept.loss_of)[1]
 
@@ -377,16 +385,6 @@ class TorchStage(Stage):
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _set_modes(modes: Sequence[tuple[Any, bool]]) -> None:
-    # By their methods, as some do more than note the mode: a layer may merge weights to evaluate,
-    # and must divide them again. Outer modules come first, since theirs call those of inner ones.
-    for module, mode in modes:
-        if module.training != mode:
-            module.train(mode)
-    for module, mode in modes:
-        module.training = mode
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Buffers", "Surroundings", "uncached_casts", "version"]
+__all__ = ["Buffers", "Modes", "Surroundings", "uncached_casts", "version"]
 
 Module = Any
 Tensor = Any
@@ -25,6 +25,18 @@ class _Buffer(NamedTuple):
     def is_as_it_was(self) -> bool:
         """Whether nobody has written to the tensor or put another one in its place."""
         is_here = getattr(self.owner, self.name, None) is self.tensor
+        return is_here and version(self.tensor) == self.version
+
+
+class _Weight(NamedTuple):
+    owner: Module
+    name: str
+    tensor: Tensor
+    version: int | None
+
+    @property
+    def is_as_it_was(self) -> bool:
+        is_here = self.owner._parameters.get(self.name) is self.tensor
         return is_here and version(self.tensor) == self.version
 
 
@@ -61,29 +73,74 @@ class Buffers:
                 _distinct(target).copy_(value)
 
 
-class Surroundings:
-    """The precision and the buffers with which a forward begins, for a second run of it.
+class Modes:
+    """Which of the modules in a module are in training mode now: some may never be."""
 
-    By then the caller may have left autocast, and the forwards of later microbatches have written
-    to buffers. Of these, only those that the forward itself writes are kept: see `keep_changed`.
-    Writes through ``tensor.data`` are not noticed: those buffers are read as they are by then.
+    def __init__(self, module: Module) -> None:
+        self._all = [(part, part.training) for part in module.modules()]
+
+    def restore(self) -> None:
+        """Return to these modes."""
+        # By their methods, as some do more than note the mode: a layer may merge weights to
+        # evaluate, and must divide them again. Outer modules come first, since theirs call those of
+        # inner ones.
+        for module, mode in self._all:
+            if module.training != mode:
+                module.train(mode)
+        for module, mode in self._all:
+            if module.training != mode:
+                module.training = mode
+
+
+class Surroundings:
+    """The precision, modes and buffers with which a forward begins, for a second run of it.
+
+    By then the caller may have left autocast or changed modes, and the forwards of later
+    microbatches have written to buffers. Of these, only those that the forward itself writes are
+    kept: see `keep_changed`. Writes through ``tensor.data`` are not noticed: those buffers are read
+    as they are by then.
+
+    Weights are too large to keep; see `changed_weight`.
     """
 
     def __init__(self, module: Module) -> None:
         kinds = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
         self._autocasts = [_autocast_as_now(kind) for kind in kinds]
         self._module = module
+        self._modes = Modes(module)
+        # Past named_parameters(), which takes several times as long.
+        self._weights = [
+            _Weight(owner, name, weight, version(weight))
+            for owner in module.modules()
+            for name, weight in owner._parameters.items()
+            if weight is not None and weight.requires_grad
+        ]
         self._buffers = Buffers(module)
 
     def keep_changed(self) -> None:
-        """Release copies of buffers that the forward has left alone. Called after it."""
+        """Release copies of buffers that the forward has left alone. Called after it.
+
+        Weights that it has written, as Embedding(max_norm) does, are no longer looked after:
+        forwards of later microbatches write to them, too.
+        """
+        self._weights = [weight for weight in self._weights if weight.is_as_it_was]
         self._buffers.keep_changed()
+
+    def changed_weight(self) -> str | None:
+        """Return the name of a weight that somebody has written to or replaced since, if any."""
+        changed = next((weight for weight in self._weights if not weight.is_as_it_was), None)
+        if changed is None:
+            return None
+        prefixes = {owner: name for name, owner in self._module.named_modules()}
+        prefix = prefixes.get(changed.owner)
+        return f"{prefix}.{changed.name}" if prefix else changed.name
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Return to them for a while. Buffers stay as they are now: they count a forward once."""
-        now = Buffers(self._module)
+        now, modes = Buffers(self._module), Modes(self._module)
         try:
+            self._modes.restore()
             self._buffers.restore()
             with contextlib.ExitStack() as stack:
                 for autocast in self._autocasts:
@@ -91,6 +148,7 @@ class Surroundings:
                 yield
         finally:
             now.restore()
+            modes.restore()
 
 
 @contextlib.contextmanager

@@ -99,8 +99,9 @@ class Pipeline(Generic[ModuleT]):
         as itself, or by the name that its stage has for it.
     checkpoint : bool or sequence of int, default False
         Whether all stages, or which of them, keep only their input, and run forward again
-        before backward. Where a schedule divides backwards, as zero bubble does, this runs it once,
-        but torch.utils.checkpoint inside a stage runs its part again for each layer in it.
+        before backward; until then their weights must stay as they are. Where a schedule divides
+        backwards, as zero bubble does, this runs it once, but torch.utils.checkpoint inside a stage
+        runs its part again for each layer in it.
     seed : int or None, default 0
         The random numbers of each forward depend on this, the step, the stage and the microbatch,
         numbered across all replicas (`microbatch_seed`). torch has one generator per process, so

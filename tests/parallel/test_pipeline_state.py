@@ -280,6 +280,64 @@ def test_input_that_changes_before_a_checkpoint_is_run_again_is_told(on_ranks: O
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda stage: torch.optim.SGD(stage.parameters(), 0.1).step(),
+        lambda stage: setattr(stage.up, "weight", nn.Parameter(stage.up.weight + 1)),
+    ],
+    ids=["written", "replaced"],
+)
+def test_weight_that_changes_before_a_checkpoint_is_run_again_is_told(
+    on_ranks: OnRanks, change: Callable[[Any], object]
+) -> None:
+    """Its gradient would be that of another model; without a checkpoint, autograd tells."""
+
+    def body(backend: Any) -> None:
+        stage = Block().double()
+        pipe = fd.Pipeline(stage, backend, 2, "1f1b", checkpoint=True)
+        pipe.step(*batch(4), mean_square)
+        outputs = pipe.forward(batch(4)[0])
+        change(stage)
+        with pytest.raises(fd.StageFailed, match=r"its weight 'up\.weight' has been written to or"):
+            pipe.backward(outputs, [torch.ones_like(output) for output in outputs])
+        pipe.step(*batch(4), mean_square)
+
+    on_ranks(2, body)
+
+
+def test_checkpointed_forward_may_write_its_weights(on_ranks: OnRanks) -> None:
+    model = nn.Sequential(nn.Embedding(9, WIDTH, max_norm=0.5), Block()).double()
+
+    def body(backend: Any, checkpoint: bool) -> Any:
+        stage = copy.deepcopy(model)[backend.rank]
+        pipe = fd.Pipeline(stage, backend, 3, "gpipe", checkpoint=checkpoint)
+        pipe.step(torch.arange(9), batch(9)[1], mean_square)
+        return next(stage.parameters()).grad
+
+    assert torch.equal(on_ranks(2, body, True)[0], on_ranks(2, body, False)[0])
+
+
+def test_checkpointed_stages_run_again_in_the_modes_of_their_forward(on_ranks: OnRanks) -> None:
+    model = chain(2, lambda _: nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)))
+    x, _ = batch(8)
+
+    def body(backend: Any, checkpoint: bool) -> Any:
+        stage = copy.deepcopy(model)[backend.rank]
+        stage[1].eval()
+        pipe = fd.Pipeline(stage, backend, 2, "1f1b", checkpoint=checkpoint)
+        outputs = pipe.forward(x)
+        stage.eval()
+        stage[1].train()
+        pipe.backward(outputs, [torch.ones_like(output) for output in outputs])
+        assert [part.training for part in stage] == [False, True, False]
+        return gradients_of(stage)
+
+    for checkpointed, kept in zip(on_ranks(2, body, True), on_ranks(2, body, False), strict=True):
+        for name, gradient in kept.items():
+            assert torch.equal(checkpointed[name], gradient), name
+
+
 def test_checkpointed_stages_run_again_in_the_precision_of_their_forward(on_ranks: OnRanks) -> None:
     """torch recommends to leave autocast before backward."""
     model = chain(2).float()
