@@ -18,7 +18,7 @@ from ferro_dist.errors import DistributedError, Timeout
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring
 
-__all__ = ["HostBackend", "TcpBackend"]
+__all__ = ["HostBackend", "TcpBackend", "put_in_numbers_of_parent"]
 
 
 class HostBackend(EngineBackend):
@@ -245,16 +245,18 @@ def _in_numbers_of_parent(members: Sequence[int], rank: int) -> Iterator[None]:
     try:
         yield
     except DistributedError as error:
-        if error.op != "init":  # from a collective of that group
-            raise
-        error.args = (
-            f"{error}\nRanks 0, 1, ... of the new group are {list(members)} of this one.",
-        )
-        error.rank = rank
-        error.peer = None if error.peer is None else members[error.peer]
-        if isinstance(error, Timeout):
-            error.missing = tuple(members[missing] for missing in error.missing)
+        if error.op == "init":  # else from a collective of that group
+            put_in_numbers_of_parent(error, members, rank)
         raise
+
+
+def put_in_numbers_of_parent(error: DistributedError, members: Sequence[int], rank: int) -> None:
+    """Let an error among `members` name ranks of the group they are from, where this is `rank`."""
+    error.args = (f"{error}\nRanks 0, 1, ... of the new group are {list(members)} of this one.",)
+    error.rank = rank
+    error.peer = None if error.peer is None else members[error.peer]
+    if isinstance(error, Timeout):
+        error.missing = tuple(members[missing] for missing in error.missing)
 
 
 class TcpBackend(HostBackend):

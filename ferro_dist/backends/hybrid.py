@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,15 @@ import numpy as np
 from ferro_dist import arguments, interop
 from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.backends.base import Array, Backend, P2POp
-from ferro_dist.backends.host import HostBackend
+from ferro_dist.backends.host import HostBackend, put_in_numbers_of_parent
 from ferro_dist.backends.nccl import END_GRACE_S, NcclBackend, get_unique_id
 from ferro_dist.backends.nccl_attendance import share_attendance
-from ferro_dist.errors import BackendUnavailable, DistributedError
+from ferro_dist.errors import (
+    BackendUnavailable,
+    ChannelClosed,
+    DistributedError,
+    PeerLostError,
+)
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import JointWork, Work
@@ -75,17 +81,26 @@ class HybridBackend(Backend):
         **options: Any,
     ) -> None:
         host = HostBackend(rank, world_size, addr, timeout=timeout, **options)
-        self._start(host, _join_gpus(host, unique_id, device, config))
+        try:
+            self._start(host, _join_gpus(host, unique_id, device, config))
+        except BaseException:
+            host.close()  # so the others, who wait for this rank, hear of it
+            raise
 
     def _start(self, host: HostBackend, nccl: NcclBackend) -> None:
         self._host = host
         self._nccl = nccl
+        self._survivors = host.survivors
+        # The survivors' host side, and their ranks here, while `shrink` has not connected their
+        # GPUs.
+        self._next: HostBackend | None = None
+        self._members = tuple(range(host.world_size))
         # Between ranks of one host NCCL does not notice that one has died.
         nccl.heed(host.alarm())
         try:
             share_attendance(host, nccl)
         except BaseException:
-            self.close()
+            nccl.abort()
             raise
 
     def _made_of(self, host: HostBackend, nccl: NcclBackend) -> HybridBackend:
@@ -127,7 +142,7 @@ class HybridBackend(Backend):
 
     @property
     def is_closed(self) -> bool:
-        return self._host.is_closed
+        return self._host.is_closed and self._next is None
 
     @property
     def device(self) -> int:
@@ -149,6 +164,9 @@ class HybridBackend(Backend):
                 # The host side closes first: ranks that wait for this one there hear of it at once,
                 # while NCCL ends with all ranks together.
                 self._host.close()
+                if self._next is not None:
+                    self._next.close()
+                    self._next = None
             finally:
                 self._nccl.close(min(self.timeout, END_GRACE_S))
 
@@ -164,24 +182,58 @@ class HybridBackend(Backend):
         host = self._host.split(members, deadline.remaining_s)
         try:
             nccl = self._nccl.split(members, deadline.remaining_s)
+            if host is None or nccl is None:
+                return None
+            return self._made_of(host, nccl)
         except BaseException:
             if host is not None:
                 host.close()
             raise
-        if host is None or nccl is None:
-            return None
-        return self._made_of(host, nccl)
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        return self._host.survivors
+        return self._survivors
 
     def shrink(self, timeout: float | None = None) -> HybridBackend:
         # GPU work under way may be waiting for a rank that is gone, so it ends first.
         self._nccl.abort()
-        device = self._nccl.device
-        host = self._host.shrink(timeout)
-        return self._made_of(host, _join_gpus(host, None, device, self._nccl.config))
+        deadline = Deadline(self._seconds(timeout))
+        try:
+            while True:
+                self._shrink_host(deadline)
+                try:
+                    return self._successor(deadline)
+                except (PeerLostError, ChannelClosed):
+                    # A member was lost while the GPUs connected: the others begin again.
+                    if time.monotonic() >= deadline.at:
+                        raise
+        except DistributedError as error:
+            if self._next is not None:
+                put_in_numbers_of_parent(error, self._members, self.rank)
+            error.op = "shrink"
+            raise
+
+    def _shrink_host(self, deadline: Deadline) -> None:
+        """Make `_next` the host side of those that are left."""
+        host = (self._next or self._host).shrink(deadline.remaining_s)
+        self._members = tuple(self._members[member] for member in host.survivors)
+        self._next = host
+
+    def _successor(self, deadline: Deadline) -> HybridBackend:
+        """Connect the GPUs of `_next`, and make a group of both."""
+        host, nccl = self._next, self._nccl
+        assert host is not None
+        host.timeout = deadline.remaining_s
+        try:
+            group = self._made_of(host, _join_gpus(host, None, nccl.device, nccl.config))
+        except BackendUnavailable:  # on all ranks
+            raise
+        except BaseException as error:
+            host.interrupt(error)  # the others may be waiting for this rank
+            raise
+        group.timeout = self.timeout
+        group._survivors, self._next = self._members, None
+        return group
 
     # Calls, by where the array lives
 
@@ -330,18 +382,11 @@ def _join_gpus(
     device: int | None,
     config: dict[str, Any] | None,
 ) -> NcclBackend:
-    """Connect the GPUs of a group's ranks, after making sure that all ranks have one.
-
-    If that fails, `host` is closed: so the others, who wait for this rank, hear of it.
-    """
-    try:
-        _check_all_have_gpus(host, device)
-        if unique_id is None:
-            unique_id = _exchange_unique_id(host)
-        return _connect_gpus(host, unique_id, device, config)
-    except BaseException:
-        host.close()
-        raise
+    """Connect the GPUs of a group's ranks, after making sure that all ranks have one."""
+    _check_all_have_gpus(host, device)
+    if unique_id is None:
+        unique_id = _exchange_unique_id(host)
+    return _connect_gpus(host, unique_id, device, config)
 
 
 def _check_all_have_gpus(host: HostBackend, device: int | None) -> None:

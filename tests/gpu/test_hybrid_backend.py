@@ -12,10 +12,13 @@ import pytest
 from gpu.gpu_ranks import connect
 
 import ferro_dist as fd
+from ferro_dist.backends import hybrid
 from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray
 from ferro_dist.testing import RankDeath, emulated_gpu, run_ranks
 
 DEADLINE_S = 60.0
+# Half of it is how long ranks that a busy machine keeps from running are waited for.
+SILENCE_S = 8.0
 
 
 def ranks(world_size: int, body: Any, *args: Any, **options: Any) -> list[Any]:
@@ -315,3 +318,70 @@ def shrink_after_a_death(rank: int, world_size: int, addr: str) -> Any:
 def test_survivors_go_on_with_both_kinds() -> None:
     outcomes = ranks(3, shrink_after_a_death, may_die=[1])
     assert outcomes[0] == outcomes[2] == ([2, 2], (0, 2))
+
+
+def strike_while_gpus_connect(
+    rank: int, world_size: int, addr: str, step: str, how: str, seconds: float
+) -> Any:
+    """Lose rank 1, then let rank 2 fail in a step of the successor's making."""
+    gpu = emulated_gpu()
+    group = connect("hybrid", rank, world_size, addr, timeout=DEADLINE_S)
+    pids = fd.all_gather(np.array([os.getpid()]), group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(DistributedError):
+        fd.barrier(group)
+    errors: list[Any] = []
+    with contextlib.ExitStack() as patches:
+        if rank == 2:
+            patch = patches.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(hybrid, step, lambda *_: _strike(how))
+        try:
+            smaller = group.shrink(seconds)
+        except (DistributedError, _Refused) as error:
+            errors.append((type(error).__name__, vars(error).get("op"), vars(error).get("peer")))
+            assert not group.is_closed
+    if errors:
+        if how == "stop":
+            os.kill(pids[2], signal.SIGKILL)
+        smaller = group.shrink()
+    with smaller:
+        assert smaller.timeout == DEADLINE_S
+        numbers = fd.allreduce(gpu.array([1.0, rank]), smaller).numpy().tolist()
+        assert group.is_closed
+        return errors, smaller.survivors, numbers
+
+
+class _Refused(Exception):
+    pass
+
+
+def _strike(how: str) -> None:
+    if how == "raise":
+        raise _Refused
+    os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
+
+
+each_step = pytest.mark.parametrize(
+    "step", ["_check_all_have_gpus", "_exchange_unique_id", "_connect_gpus", "share_attendance"]
+)
+
+
+@each_step
+def test_survivors_go_on_after_a_death_while_their_gpus_connect(step: str) -> None:
+    outcomes = ranks(4, strike_while_gpus_connect, step, "die", DEADLINE_S, may_die=[1, 2])
+    assert outcomes[0] == outcomes[3] == ([], (0, 3), [2.0, 3.0])
+
+
+@each_step
+def test_a_rank_whose_shrink_failed_can_shrink_again(step: str) -> None:
+    outcomes = ranks(4, strike_while_gpus_connect, step, "raise", DEADLINE_S, may_die=[1])
+    expected = (0, 2, 3), [3.0, 5.0]
+    assert outcomes[0] == outcomes[3] == ([], *expected)
+    assert outcomes[2] == ([("_Refused", None, None)], *expected)
+
+
+def test_shrink_waits_no_longer_for_gpus_than_it_may() -> None:
+    step, may_die = "_check_all_have_gpus", [1, 2]
+    outcomes = ranks(4, strike_while_gpus_connect, step, "stop", SILENCE_S, may_die=may_die)
+    assert outcomes[0] == outcomes[3] == ([("Timeout", "shrink", 2)], (0, 3), [2.0, 3.0])
