@@ -31,6 +31,7 @@ from ferro_dist.errors import (
     UnsupportedOp,
 )
 from ferro_dist.parallel.activation_channel import PeerAborted
+from ferro_dist.parallel.interruption import interrupt
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -198,8 +199,14 @@ def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend 
     except (TypeError, ValueError) as error:
         failure = BadArgument()
         failure.__cause__ = error
-    except BaseException as error:
+    except Exception as error:
         failure = error
+    except BaseException as error:
+        # Ctrl-C strikes on this rank alone: the others may be inside a collective of `part`.
+        for group in (backend, replicas):
+            if group is not None:
+                interrupt(group, error)
+        raise
     share_outcome(backend, replicas, failure)
     (result,) = results
     return result

@@ -28,6 +28,7 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
+from ferro_dist.parallel import pipeline_connection  # noqa: E402
 from ferro_dist.parallel.handwritten_stage import HandwrittenStage  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
@@ -668,6 +669,33 @@ def test_ctrl_c_while_a_thread_starts_leaves_none(
     (thread,) = interrupted
     thread.join(timeout=60)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("part", ["find_tied_weights", "agree_on_ties"])
+def test_ctrl_c_between_the_calls_that_connect_a_pipeline_is_told(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    original = getattr(pipeline_connection, part)
+    met = threading.Barrier(3)
+    own = threading.local()
+
+    def interrupted(*args: Any) -> Any:
+        if own.rank == 1:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    def body(backend: Any) -> str:
+        own.rank = backend.rank
+        pipe = fd.Pipeline(HandwrittenStage(Doubling()), backend, 4)
+        error = raised_by(lambda: pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones))
+        met.wait()  # no error of another rank is due to this one's leaving
+        return f"{type(error).__name__}: {error}"
+
+    monkeypatch.setattr(pipeline_connection, part, interrupted)
+    errors = on_ranks(3, body)
+    assert errors.pop(1) == "KeyboardInterrupt: "
+    for error in errors:
+        assert "rank 1 was interrupted" in error
 
 
 # What is made before the first step, and for a plan
