@@ -96,37 +96,49 @@ bool takes_second(T a, T b, ReduceOp op) {
   return op == ReduceOp::min ? b < a : b > a;
 }
 
+bool is_order(ReduceOp op) { return op == ReduceOp::min || op == ReduceOp::max; }
+
 template <class T>
-T reduce_floats(const std::vector<T>& values, ReduceOp op, int divisor) {
-  T result = values[0];
-  for (std::size_t s = 1; s < values.size(); ++s) {
-    if (op == ReduceOp::prod)
-      result = result * values[s];
-    else if (op == ReduceOp::min || op == ReduceOp::max)
-      result = takes_second(result, values[s], op) ? values[s] : result;
-    else
-      result = result + values[s];
-  }
-  return op == ReduceOp::mean ? result / static_cast<T>(divisor) : result;
+T choose(const std::vector<T>& values, ReduceOp op) {
+  const T* chosen = &values[0];
+  for (const T& value : values)
+    if (takes_second(*chosen, value, op)) chosen = &value;
+  return *chosen;
 }
 
 template <class T>
-struct Reference {  // integers, and floats
+T calculate(const std::vector<T>& values, ReduceOp op, int divisor) {
+  T result = values[0];
+  for (std::size_t s = 1; s < values.size(); ++s)
+    result = op == ReduceOp::prod ? result * values[s] : result + values[s];
+  return op == ReduceOp::mean ? result / static_cast<T>(divisor) : result;
+}
+
+// No arithmetic touches what is chosen, not even a division that only MEAN needs: Clang makes
+// `is_mean ? x / n : x` a division by n or 1, which quiets a signaling NaN.
+template <class T>
+T reduce_floats(const std::vector<T>& values, ReduceOp op, int divisor) {
+  return is_order(op) ? choose(values, op) : canonical(calculate(values, op, divisor));
+}
+
+template <class T>
+T reduce_integers(const std::vector<T>& values, ReduceOp op) {
+  if (is_order(op)) return choose(values, op);
+  auto result = static_cast<std::uint64_t>(values[0]);
+  for (std::size_t s = 1; s < values.size(); ++s) {
+    const auto value = static_cast<std::uint64_t>(values[s]);
+    result = op == ReduceOp::prod ? result * value : result + value;
+  }
+  return static_cast<T>(result);
+}
+
+template <class T>
+struct Reference {
   static T reduce(const std::vector<T>& values, ReduceOp op, int divisor) {
-    if constexpr (std::is_floating_point_v<T>) {
-      const T result = reduce_floats(values, op, divisor);
-      return op == ReduceOp::min || op == ReduceOp::max ? result : canonical(result);
-    } else {
-      T result = values[0];
-      for (std::size_t s = 1; s < values.size(); ++s) {
-        const auto a = static_cast<std::uint64_t>(result), b = static_cast<std::uint64_t>(values[s]);
-        if (op == ReduceOp::sum) result = static_cast<T>(a + b);
-        if (op == ReduceOp::prod) result = static_cast<T>(a * b);
-        if (op == ReduceOp::min || op == ReduceOp::max)
-          result = takes_second(result, values[s], op) ? values[s] : result;
-      }
-      return result;
-    }
+    if constexpr (std::is_floating_point_v<T>)
+      return reduce_floats(values, op, divisor);
+    else
+      return reduce_integers(values, op);
   }
 };
 
@@ -214,9 +226,8 @@ bool is_complex(DType dtype) { return dtype == DType::complex64 || dtype == DTyp
 bool is_float(DType dtype) { return dtype >= DType::float16 && dtype <= DType::float64; }
 
 bool is_defined(DType dtype, ReduceOp op) {
-  const bool is_order = op == ReduceOp::min || op == ReduceOp::max;
-  if (dtype == DType::boolean) return is_order;
-  if (is_complex(dtype)) return !is_order;
+  if (dtype == DType::boolean) return is_order(op);
+  if (is_complex(dtype)) return !is_order(op);
   if (is_float(dtype)) return true;
   return dtype <= DType::uint64 && op != ReduceOp::mean;
 }
