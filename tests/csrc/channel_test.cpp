@@ -44,6 +44,13 @@ Values counted(std::size_t count, int first) {
   return x;
 }
 
+// Not where a sandbox, or an emulator, refuses process_vm_readv.
+bool can_read_other_ranks() {
+  const std::shared_ptr<Segment> segment = Segment::create(2);
+  const PeerMemory peer(segment, 1);
+  return PeerMemory(segment, 0).can_read(1);
+}
+
 // As far as it gets alone. True if it is complete.
 bool send_on(ShmChannel& sender, Message& message) {
   for (std::size_t before = ~std::size_t{0}; before != message.done;) {
@@ -62,8 +69,9 @@ bool recv_on(ShmChannel& receiver, Message& message) {
 
 void test_a_message_moves_in_turns() {
   Pair pair;
-  const Values x = counted(kLong, 1);
-  Message sent = send_of(x.data(), kLong);
+  auto* const x = reinterpret_cast<std::int32_t*>(pair.segment->heap(0));
+  count_up(x, kLong, 1);
+  Message sent = send_of(x, kLong);
   CHECK(!pair.sender.try_send(sent) && sent.done == kTurnNbytes);
   CHECK(!send_on(pair.sender, sent) && sent.done == pair.segment->layout().channel_nbytes);
   Values y(kLong);
@@ -71,7 +79,7 @@ void test_a_message_moves_in_turns() {
   CHECK(!pair.receiver.try_recv(received) && received.done == kTurnNbytes);
   CHECK(recv_on(pair.receiver, received));
   CHECK(pair.sender.try_send(sent));
-  CHECK(y == x);
+  CHECK(y == counted(kLong, 1));
 }
 
 void test_a_send_without_receiver_completes() {
@@ -228,12 +236,17 @@ void test_messages_arrive_whole(PeerReads setting, bool is_symmetric) {
 int main() {
   test_a_message_moves_in_turns();
   test_a_send_without_receiver_completes();
-  for (const bool is_symmetric : {false, true}) test_the_receiver_fetches_what_is_lent(is_symmetric);
+  test_the_receiver_fetches_what_is_lent(true);
+  if (can_read_other_ranks()) {
+    test_the_receiver_fetches_what_is_lent(false);
+    test_what_cannot_be_read_is_given_back();
+  } else {
+    std::puts("channel_test: no reads of private memory, since process_vm_readv is refused");
+  }
   test_what_may_not_be_read_comes_through_the_ring();
-  test_what_cannot_be_read_is_given_back();
   test_a_message_that_does_not_fit_is_discarded();
   test_nothing_is_delivered_of_a_sender_that_has_given_up();
   for (const PeerReads setting : {PeerReads::automatic, PeerReads::always, PeerReads::never})
     for (const bool is_symmetric : {false, true}) test_messages_arrive_whole(setting, is_symmetric);
-  std::puts("channel_test: 8 tests passed");
+  std::puts("channel_test: passed");
 }
