@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 __all__ = ["Buffers", "Modes", "Surroundings", "uncached_casts", "version"]
 
@@ -14,11 +15,12 @@ Module = Any
 Tensor = Any
 
 
-class _Buffer(NamedTuple):
+class _Held(NamedTuple):
+    """A tensor that a module has under a name."""
+
     owner: Module
     name: str
     tensor: Tensor | None
-    value: Tensor | None
     version: int | None
 
     @property
@@ -28,29 +30,14 @@ class _Buffer(NamedTuple):
         return is_here and version(self.tensor) == self.version
 
 
-class _Weight(NamedTuple):
-    owner: Module
-    name: str
-    tensor: Tensor
-    version: int | None
-
-    @property
-    def is_as_it_was(self) -> bool:
-        is_here = self.owner._parameters.get(self.name) is self.tensor
-        return is_here and version(self.tensor) == self.version
-
-
 class Buffers:
     """The values that the buffers of a module have now."""
 
     def __init__(self, module: Module) -> None:
         self._all = [
-            _Buffer(
-                owner,
-                name,
-                tensor,
+            (
+                _Held(owner, name, tensor, version(tensor)),
                 None if tensor is None else _distinct(tensor.detach()).clone(),
-                version(tensor),
             )
             for owner in module.modules()
             for name, tensor in owner._buffers.items()
@@ -58,11 +45,11 @@ class Buffers:
 
     def keep_changed(self) -> None:
         """Keep only what has been changed since."""
-        self._all = [buffer for buffer in self._all if not buffer.is_as_it_was]
+        self._all = [each for each in self._all if not each[0].is_as_it_was]
 
     def restore(self) -> None:
         """Give the module the tensors that it had, with their values."""
-        for owner, name, tensor, value, before in self._all:
+        for (owner, name, tensor, before), value in self._all:
             if getattr(owner, name, None) is not tensor:
                 setattr(owner, name, tensor)
             if tensor is None:
@@ -110,7 +97,7 @@ class Surroundings:
         self._modes = Modes(module)
         # Past named_parameters(), which takes several times as long.
         self._weights = [
-            _Weight(owner, name, weight, version(weight))
+            _Held(owner, name, weight, version(weight))
             for owner in module.modules()
             for name, weight in owner._parameters.items()
             if weight is not None and weight.requires_grad
@@ -147,8 +134,9 @@ class Surroundings:
                     stack.enter_context(autocast)
                 yield
         finally:
-            now.restore()
+            # Modes first, as before: a module may write to buffers when its mode changes.
             modes.restore()
+            now.restore()
 
 
 @contextlib.contextmanager
@@ -168,7 +156,7 @@ def uncached_casts() -> Iterator[None]:
 
 def version(tensor: Any) -> int | None:
     """Return the counter of writes to a tensor, if it has one."""
-    if not isinstance(tensor, torch.Tensor) or tensor.is_inference():
+    if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or tensor.is_inference():
         return None
     return int(tensor._version)
 

@@ -338,6 +338,66 @@ def test_checkpointed_stages_run_again_in_the_modes_of_their_forward(on_ranks: O
             assert torch.equal(checkpointed[name], gradient), name
 
 
+class Merging(nn.Module):
+    """Adds a buffer to another while it is evaluated, as layers of low rank do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("merged", torch.zeros(WIDTH))
+
+    def forward(self, x: Any) -> Any:
+        return self.up(x) * (1 + self.merged)
+
+    def train(self, mode: bool = True) -> Any:
+        if mode != self.training:
+            self.merged.add_(-1 if mode else 1)
+        return super().train(mode)
+
+
+def test_buffers_that_follow_modes_are_right_after_a_checkpoint_is_run_again(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> None:
+        stage = Merging().double()
+        pipe = fd.Pipeline(stage, backend, 2, "1f1b", checkpoint=True)
+        outputs = pipe.forward(batch(4)[0])
+        stage.eval()
+        pipe.backward(outputs, [torch.ones_like(output) for output in outputs])
+        assert stage.merged.tolist() == [1.0] * WIDTH
+
+    on_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))),
+        lambda: nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh()),
+    ],
+    ids=["scripted", "lazy"],
+)
+def test_checkpointed_stages_may_be_scripted_or_lazy(
+    on_ranks: OnRanks, make: Callable[[], Any]
+) -> None:
+    def body(backend: Any, stages: list[Any], checkpoint: bool) -> Any:
+        stage = stages[backend.rank]
+        pipe = fd.Pipeline(stage, backend, 3, "1f1b", checkpoint=checkpoint)
+        pipe.step(*batch(9), mean_square)  # a lazy stage makes its weights in it
+        for weight in stage.parameters():
+            nn.init.constant_(weight, 0.1)
+            weight.grad = None
+        pipe.step(*batch(9), mean_square)
+        return [weight.grad for weight in stage.parameters()]
+
+    def run(checkpoint: bool) -> list[Any]:
+        stages = [make().double() for _ in range(2)]
+        return list(itertools.chain(*on_ranks(2, body, stages, checkpoint)))
+
+    assert all(map(torch.equal, run(True), run(False)))
+
+
 def test_checkpointed_stages_run_again_in_the_precision_of_their_forward(on_ranks: OnRanks) -> None:
     """torch recommends to leave autocast before backward."""
     model = chain(2).float()
