@@ -174,11 +174,11 @@ class TorchStage(Stage):
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        gradients = [(p, p.grad) for p in self.module.parameters()]
-        for parameter, _ in gradients:
-            parameter.grad = None
         buffers = Buffers(self.module)
+        gradients = [(p, p.grad) for p in self.module.parameters()]
         try:
+            for parameter, _ in gradients:
+                parameter.grad = None
             with _without_gradient_hooks(self.module):
                 yield
         finally:
@@ -393,13 +393,17 @@ def _without_gradient_hooks(module: Any) -> Iterator[None]:
     hooks = [p._post_accumulate_grad_hooks for p in module.parameters()]
     # The dicts stay the same: torch holds on to them, and so do the handles that remove hooks.
     kept = [(of_weight, dict(of_weight)) for of_weight in hooks if of_weight]
-    for of_weight, _ in kept:
-        of_weight.clear()
+    for of_weight, before in kept:
+        of_weight.update(dict.fromkeys(before, _do_nothing))
     try:
         yield
     finally:
         for of_weight, before in kept:
-            of_weight.update(before)
+            of_weight.update((key, before[key]) for key in before.keys() & of_weight.keys())
+
+
+def _do_nothing(_weight: Tensor) -> None:
+    return
 
 
 @contextlib.contextmanager

@@ -204,6 +204,33 @@ def test_plan_before_the_first_step_calls_no_hook_on_an_added_gradient(on_ranks:
     on_ranks(2, body)
 
 
+def test_plan_that_fails_at_once_leaves_gradients(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyBatchNorm1d()).double()
+        pipe = fd.Pipeline(stage, backend, 1)
+        gradient = stage[0].weight.grad = torch.ones_like(stage[0].weight)
+        with pytest.raises((ValueError, fd.StageFailed), match="uninitialized"):  # a buffer
+            pipe.plan(*batch(4), mean_square)
+        assert stage[0].weight.grad is gradient
+
+    on_ranks(2, body)
+
+
+def test_hook_that_is_removed_in_a_plan_stays_away(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        stage = Block().double()
+        called: list[Any] = []
+        hook = stage.up.weight.register_post_accumulate_grad_hook(called.append)
+        removal = stage.register_forward_pre_hook(lambda *_: hook.remove())
+        pipe = fd.Pipeline(stage, backend, 1)
+        pipe.plan(*batch(4), mean_square)
+        removal.remove()
+        pipe.step(*batch(4), mean_square)
+        assert not called
+
+    on_ranks(2, body)
+
+
 def test_plan_is_the_same_on_all_ranks_and_shows_the_run(on_ranks: OnRanks) -> None:
     model = chain(2)
     x, y = batch(8)
