@@ -191,6 +191,9 @@ def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend 
         It has raised something else on some rank.
     DistributedError
         The pipeline's group has ended. The replicas have been told.
+    BaseException
+        `part` has raised what is no Exception, such as KeyboardInterrupt, on this rank. Both groups
+        have ended.
     """
     results: list[ResultT] = []
     failure: BaseException | None = None
