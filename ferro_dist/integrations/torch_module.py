@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -15,6 +15,7 @@ from ferro_dist import interop
 from ferro_dist.collective import broadcast
 from ferro_dist.errors import CollectiveMismatch, InvalidArray
 from ferro_dist.integrations.torch_gradients import dtype_of_gradient, spec_of
+from ferro_dist.integrations.torch_surroundings import version
 from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.bucket import ParameterSpec
 from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
@@ -49,6 +50,28 @@ _SHORTENED = (
 ALIGNMENT_NBYTES = 64  # a cache line, and more than any dtype needs
 
 
+class _Members:
+    """What is in some tables of modules: notices what is put in, taken out or replaced."""
+
+    def __init__(self, tables: Iterable[Mapping[str, object]]) -> None:
+        self._tables = list(tables)
+        self._noted = list(self._current())
+
+    def have_changed(self) -> bool:
+        # A twentieth of the time of `module.parameters()`: this is asked at every forward.
+        return not all(map(operator.is_, self._current(), self._noted))
+
+    def _current(self) -> Iterator[object]:
+        """Yield all of them, then a mark, as their number may have changed."""
+        values = map(operator.methodcaller("values"), self._tables)
+        return itertools.chain(itertools.chain.from_iterable(values), (_END,))
+
+
+def _members_of(modules: Iterable[Any]) -> _Members:
+    """Return their parameters and the modules in them."""
+    return _Members(table for part in modules for table in (part._parameters, part._modules))
+
+
 class ModuleParameters:
     """A module's parameters, and what about them may change after it was wrapped.
 
@@ -69,15 +92,12 @@ class ModuleParameters:
         self._backend = backend
         self._module = module
         self._modules = list(module.modules())
-        self._tables = [
-            table for part in self._modules for table in (part._parameters, part._modules)
-        ]
+        self._members = _members_of(self._modules)
         kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         embeddings = [part for part in self._modules if isinstance(part, kinds)]
         self._sparse_ids = {id(part.weight) for part in embeddings if part.sparse}
         self._shortened_ids = {id(part.weight) for part in embeddings if part.max_norm is not None}
         self._check()
-        self._members = list(self._current_members())
         self._all = list(self.named.values())
         self._states = self._current_states()
 
@@ -115,7 +135,7 @@ class ModuleParameters:
         InvalidArray
             They were moved or converted in a way that prevents averaging.
         """
-        if not self._has_its_members():
+        if self._members.have_changed():
             self._refuse_others()
         if self._current_states() == self._states:
             return False
@@ -133,15 +153,6 @@ class ModuleParameters:
                 _trainable_spec(name, parameter)
                 if id(parameter) in self._shortened_ids and self._backend.world_size > 1:
                     raise ValueError(_SHORTENED.format(name=name))
-
-    def _has_its_members(self) -> bool:
-        # A twentieth of the time of `module.parameters()`: this is asked at every forward.
-        return all(map(operator.is_, self._current_members(), self._members))
-
-    def _current_members(self) -> Iterator[object]:
-        """Yield all parameters and modules, then a mark, as their number may have changed."""
-        values = map(operator.methodcaller("values"), self._tables)
-        return itertools.chain(itertools.chain.from_iterable(values), (_END,))
 
     def _current_states(self) -> list[Any]:
         parameters = self._all
@@ -163,10 +174,7 @@ class ModuleParameters:
                 )
         # A module of the same parameters in another place.
         self._modules = list(self._module.modules())
-        self._tables = [
-            table for part in self._modules for table in (part._parameters, part._modules)
-        ]
-        self._members = list(self._current_members())
+        self._members = _members_of(self._modules)
 
 
 class BufferShare:
@@ -198,21 +206,16 @@ class BufferShare:
     def _collect(self) -> None:
         """Note where the buffers are."""
         self._places: list[tuple[str, dict[str, Tensor], str]] = []
-        self._children: list[dict[str, Any]] = []
+        children = []
         seen = set()
         for prefix, part in self._module.named_modules():
-            self._children.append(part._modules)
+            children.append(part._modules)
             for key, buffer in part._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     name = f"{prefix}.{key}" if prefix else key
                     self._places.append((name, part._buffers, key))
-        self._members = list(self._current_members())
-
-    def _current_members(self) -> Iterator[object]:
-        """Yield all parts, then a mark, as their number may have changed."""
-        values = map(operator.methodcaller("values"), self._children)
-        return itertools.chain(itertools.chain.from_iterable(values), (_END,))
+        self._members = _Members(children)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers as they are now, also those of parts that were put in since.
@@ -222,7 +225,7 @@ class BufferShare:
         ValueError
             A part has lost one.
         """
-        if not all(map(operator.is_, self._current_members(), self._members)):
+        if self._members.have_changed():
             self._collect()
         for name, table, key in self._places:
             # The tables of a scripted module have no `get`.
@@ -267,15 +270,15 @@ class BufferShare:
     def _show_changes_of_module(self, buffers: Sequence[Tensor]) -> None:
         """Show autograd, on all ranks, that buffers were written to which the module changes."""
         before = zip(self._noted, self._versions, strict=True)
-        for buffer, (noted, version) in zip(buffers, before, strict=True):
-            if _version(buffer) != version or buffer.data_ptr() != noted.data_ptr():
+        for buffer, (noted, known) in zip(buffers, before, strict=True):
+            if version(buffer) != known or buffer.data_ptr() != noted.data_ptr():
                 show_changes([buffer])
         self._note(buffers)
 
     def _note(self, buffers: Sequence[Tensor]) -> None:
         # Their memory is kept until then: it cannot become that of a new buffer.
         self._noted = [buffer.data for buffer in buffers]
-        self._versions = list(map(_version, buffers))
+        self._versions = list(map(version, buffers))
 
     def _follow(self, kinds: list[Any]) -> None:
         """Accept buffers of other kinds, if all ranks have the same."""
@@ -293,11 +296,6 @@ class BufferShare:
 
 def _kind(buffer: Tensor) -> tuple[Any, ...]:
     return buffer.shape, buffer.dtype, buffer.is_cuda
-
-
-def _version(buffer: Tensor) -> int:
-    # Of tensors that were made in inference mode torch counts no changes; no graph has saved them.
-    return -1 if buffer.is_inference() else int(buffer._version)
 
 
 class _BufferPart:
