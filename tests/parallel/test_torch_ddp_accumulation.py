@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from parallel.torch_scale import OVERLAP, Scale, gradients_of, scale  # noqa: E402
+from parallel.torch_scale import OVERLAP, Scale, gradients_of, note_copies, scale  # noqa: E402
 from torch import nn  # noqa: E402 - needs torch
 
 import ferro_dist as fd  # noqa: E402
@@ -677,12 +677,6 @@ def test_averages_that_are_kept_can_be_used_after_an_average_in_inference_mode(
 def test_averages_that_are_not_kept_are_not_copied_for_gradients_handed_over(
     on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = []
-
-    def clone(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        copies.append(tensor)
-        return torch.clone(tensor, *args, **kwargs)
-
     def body(backend: Any) -> None:
         ddp = scale(backend)
         for _ in range(3):
@@ -690,7 +684,7 @@ def test_averages_that_are_not_kept_are_not_copied_for_gradients_handed_over(
             ddp.zero_grad()
             ddp.sync_gradients([torch.ones_like(p) for p in ddp.parameters()])
 
-    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    copies = note_copies(monkeypatch)
     on_ranks(2, body)
     assert not copies
 

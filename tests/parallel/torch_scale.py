@@ -35,3 +35,15 @@ def scale(backend: Any, **options: Any) -> Any:
 
 def gradients_of(module: Any) -> tuple[float | None, ...]:
     return tuple(None if p.grad is None else p.grad.item() for p in module.parameters())
+
+
+def note_copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list to which every tensor is added that is copied from now on."""
+    copies = []
+
+    def clone(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        copies.append(tensor)
+        return torch.clone(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    return copies
