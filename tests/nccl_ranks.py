@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 20.0
 # What comes well before any of these tests has taken too long.
 PATIENCE_S = 60.0
+# Of the streams that `shallow_gpu` has: how many operations they take.
+STREAM_DEPTH = 4
 
 
 def connect(backend: Any, **config: Any) -> Communicator:
@@ -51,6 +54,47 @@ def hold(gpu: Any) -> Callable[[], None]:
         may_go_on.set()
 
     return go_on
+
+
+def shallow_gpu() -> Any:
+    """Load the emulated libraries, with streams that are soon full."""
+    os.environ["FERRO_EMULATION_STREAM_DEPTH"] = str(STREAM_DEPTH)
+    return emulated_gpu()
+
+
+@contextlib.contextmanager
+def full(stream: Any) -> Iterator[None]:
+    """Keep a thread waiting until there is room in a stream of `shallow_gpu`.
+
+    CUDA then keeps others waiting, too. The block begins with no room; another thread makes some
+    soon after, as the block may have to wait for it.
+    """
+    from ferro_dist._native.cuda_memory import DeviceMemory, fill_async
+
+    memory = DeviceMemory(1)
+    with stream:
+        go_on = hold(emulated_gpu())
+    has_begun = threading.Event()
+
+    def fill() -> None:
+        for _ in range(STREAM_DEPTH + 1):
+            fill_async(memory.address, 0, 1, stream)
+
+    def make_room() -> None:
+        has_begun.wait()
+        go_on()
+
+    threads = [threading.Thread(target=each) for each in (fill, make_room)]
+    for thread in threads:
+        thread.start()
+    wait_until_asleep(threads[0])
+    has_begun.set()
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.join()
+        stream.synchronize()
 
 
 def wait_until_asleep(thread: threading.Thread) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nccl_ranks import hold, wait_until_asleep
+from nccl_ranks import full, hold, shallow_gpu, wait_until_asleep
 
 from ferro_dist._native.buffer_view import as_view
 from ferro_dist.errors import BackendUnavailable, InvalidArray, LockPoisoned
@@ -294,63 +294,26 @@ def test_a_stream_that_is_closed_in_use_lives_to_the_end_of_the_call() -> None:
 
 def ask_while_a_stream_is_full(_: Any) -> None:
     """CUDA then keeps whoever asks waiting, until another thread has done something."""
-    depth = 4
-    os.environ["FERRO_EMULATION_STREAM_DEPTH"] = str(depth)
-    gpu = emulated_gpu()
-    from ferro_dist._native.cuda_memory import DeviceMemory, fill_async
+    gpu = shallow_gpu()
     from ferro_dist._native.cuda_stream import Stream
 
-    full, memory = gpu.stream(), DeviceMemory(1)
+    other = gpu.stream()
     stream = Stream()
     event = stream.record()
     calls = (event.is_done, stream.is_done, stream.is_capturing, stream.record)
     for call in (*calls, partial(stream.wait, event)):
-        with full:
-            go_on = hold(gpu)
-        is_asking = threading.Event()
-
-        def fill() -> None:
-            for _ in range(depth + 1):
-                fill_async(memory.address, 0, 1, full)
-
-        def make_room(go_on: Any = go_on, is_asking: threading.Event = is_asking) -> None:
-            is_asking.wait()
-            go_on()
-
-        threads = [threading.Thread(target=each) for each in (fill, make_room)]
-        for thread in threads:
-            thread.start()
-        wait_until_asleep(threads[0])
-        is_asking.set()
-        call()
-        for thread in threads:
-            thread.join()
-        full.synchronize()
+        with full(other):
+            call()
 
 
 def drop_memory_while_a_stream_is_full(_: Any) -> None:
-    os.environ["FERRO_EMULATION_STREAM_DEPTH"] = "4"
-    gpu = emulated_gpu()
-    from ferro_dist._native.cuda_memory import DeviceMemory, fill_async
+    gpu = shallow_gpu()
     from ferro_dist._native.nccl_memory import NcclMemory
 
-    memory, dropped = DeviceMemory(1), [NcclMemory(1)]
-    is_full = threading.Event()
-
-    def make_room() -> None:
-        is_full.wait()
-        go_on()
-
-    thread = threading.Thread(target=make_room)
-    thread.start()
-    with gpu.stream():
-        go_on = hold(gpu)
-        for _ in range(4):
-            fill_async(memory.address, 0, 1, gpu.current_stream)
-        is_full.set()
+    dropped = [NcclMemory(1)]
+    stream = gpu.stream()
+    with full(stream), stream:
         dropped.clear()  # marks the stream
-        gpu.synchronize()
-    thread.join()
 
 
 def test_memory_may_be_dropped_while_cuda_keeps_a_stream_waiting() -> None:

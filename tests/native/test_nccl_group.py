@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nccl_ranks import connect, hold, ranked, values, wait_until_asleep
+from nccl_ranks import connect, full, hold, ranked, shallow_gpu, values
 
 from ferro_dist import interop
 from ferro_dist._native.cuda_libraries import load_nccl
@@ -285,35 +285,13 @@ def test_group_that_is_dropped_keeps_its_arrays_until_the_gpu_is_done() -> None:
 
 
 def drop_a_group_while_a_stream_is_full(backend: Any) -> None:
-    depth = 4
-    os.environ["FERRO_EMULATION_STREAM_DEPTH"] = str(depth)
-    gpu = emulated_gpu()
-    from ferro_dist._native.cuda_memory import DeviceMemory, fill_async
-
-    full, memory, x = gpu.stream(), DeviceMemory(1), ranked(0)
+    gpu = shallow_gpu()
+    stream, x = gpu.stream(), ranked(0)
     group = make_group(backend)
     group.allreduce(x, x, SUM, True, None, 0)
     group.synchronize()
-    with full:
-        go_on = hold(gpu)
-    is_dropping = threading.Event()
-
-    def fill() -> None:
-        for _ in range(depth + 1):
-            fill_async(memory.address, 0, 1, full)
-
-    def make_room() -> None:
-        is_dropping.wait()
-        go_on()
-
-    threads = [threading.Thread(target=each) for each in (fill, make_room)]
-    for thread in threads:
-        thread.start()
-    wait_until_asleep(threads[0])
-    is_dropping.set()
-    del group
-    for thread in threads:
-        thread.join()
+    with full(stream):
+        del group
 
 
 def test_a_group_may_be_dropped_while_cuda_keeps_another_thread_waiting() -> None:
