@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ferro_dist import interop
+
 __all__ = ["SMALLEST_NBYTES", "ReceivePool"]
 
 NumpyArray = np.ndarray[Any, Any]
 
 SMALLEST_NBYTES = 1 << 15
 """Below this size, malloc gives memory that has been touched already."""
-_ALIGNMENT_NBYTES = 64
 
 
 class _Lease(NamedTuple):
@@ -50,7 +51,7 @@ class ReceivePool:
         try:
             block = blocks.pop()  # the last one: it may still be in a cache
         except IndexError:
-            block = _aligned(nbytes)
+            block = interop.empty_for_jax((nbytes,), np.dtype(np.uint8))  # a stage may be JAX's
         # Views of a view refer directly to the array that owns the memory. A memoryview in between
         # prevents that: all of them keep `array`, which is gone only when they are.
         buffer: Any = block  # has the buffer protocol, which mypy knows from Python 3.12 on
@@ -69,10 +70,3 @@ class ReceivePool:
         for nbytes in self._free.keys() - self._taken_since_trim:
             del self._free[nbytes]
         self._taken_since_trim.clear()
-
-
-def _aligned(nbytes: int) -> NumpyArray:
-    """JAX takes over aligned memory without a copy."""
-    block = np.empty(nbytes + _ALIGNMENT_NBYTES, np.uint8)
-    start = -block.ctypes.data % _ALIGNMENT_NBYTES
-    return block[start : start + nbytes]
