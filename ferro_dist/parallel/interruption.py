@@ -33,9 +33,9 @@ class telling:  # noqa: N801 - reads as contextlib's do; a generator costs thric
             self._tell(error)
 
 
-def interrupt(backend: Backend, error: BaseException) -> None:
-    """End a group on all ranks; where there are no others, nobody waits."""
-    if backend.world_size > 1:
+def interrupt(backend: Backend | None, error: BaseException) -> None:
+    """End a group, if there is one, on all ranks; where there are no others, nobody waits."""
+    if backend is not None and backend.world_size > 1:
         backend.interrupt(error)
 
 

@@ -207,8 +207,7 @@ def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend 
     except BaseException as error:
         # Ctrl-C strikes on this rank alone: the others may be inside a collective of `part`.
         for group in (backend, replicas):
-            if group is not None:
-                interrupt(group, error)
+            interrupt(group, error)
         raise
     share_outcome(backend, replicas, failure)
     (result,) = results

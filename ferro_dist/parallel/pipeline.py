@@ -535,8 +535,7 @@ class Pipeline(Generic[ModuleT]):
 
     def _interrupt(self, error: BaseException) -> None:
         for group in (self.backend, self._options.replicas):
-            if group is not None:
-                interrupt(group, error)
+            interrupt(group, error)
 
     def _forget(self) -> None:
         for stage in self._stages.values():

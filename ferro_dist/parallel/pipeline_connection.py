@@ -122,8 +122,7 @@ class Connection:
     def _interrupt(self, error: BaseException) -> None:
         """Tell the others that this rank will not make the calls for which they wait."""
         options = self.context.options
-        replicas = [] if options.replicas is None else [options.replicas]
-        for group in (*self._groups, options.backend, *replicas):
+        for group in (*self._groups, options.backend, options.replicas):
             interrupt(group, error)
 
 
