@@ -51,6 +51,8 @@ class Program:
         The receives from each peer, in order.
     num_stages : int
         Of the whole pipeline.
+    is_local : dict of int to bool
+        Whether each stage is on this rank.
     """
 
     def __init__(self, schedule: Sequence[Sequence[Action]], rank: int) -> None:

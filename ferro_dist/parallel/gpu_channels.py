@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ferro_dist.backends.nccl import END_GRACE_S
 from ferro_dist.parallel.schedules import Action, placement_of
+from ferro_dist.point_to_point import P2POp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -90,8 +91,6 @@ class GpuChannels:
         peer: int,
         timeout: float | None,
     ) -> Work:
-        from ferro_dist.point_to_point import P2POp
-
         ops = [P2POp(op, array, peer) for array in arrays]
         work: Work = channel.batch(ops, True, timeout, 0)
         return work

@@ -44,10 +44,6 @@ class Microbatches:
         share, rest = divmod(self.total_rows, num_microbatches)
         self.starts = [m * share + min(m, rest) for m in range(num_microbatches + 1)]
 
-    def rows(self, microbatch: int) -> int:
-        """Return the size of one part."""
-        return self.starts[microbatch + 1] - self.starts[microbatch]
-
     def parts_of(self, array: Array) -> list[Array]:
         """Return the parts of one array of the batch."""
         return [array[first:end] for first, end in itertools.pairwise(self.starts)]

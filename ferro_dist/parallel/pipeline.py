@@ -331,8 +331,7 @@ class Pipeline(Generic[ModuleT]):
         self._pending_forward = None  # this drops what it had kept
         kept = max(self._stages)
         ends = ForwardEnds(self._end_stages, input, kept)
-        for stage in self._stages.values():
-            stage.forget()
+        self._forget()
         self._run("forward", ends)
         self._pending_forward = ends
         return ends.outputs
