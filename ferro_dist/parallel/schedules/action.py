@@ -51,7 +51,7 @@ import enum
 import re
 from typing import NamedTuple
 
-__all__ = ["NO_MICROBATCH", "Action", "ActionKind"]
+__all__ = ["NO_MICROBATCH", "Action", "ActionKind", "B", "F", "I", "W"]
 
 NO_MICROBATCH = -1
 """The microbatch of an action that concerns all microbatches, such as a reduction."""
@@ -86,14 +86,13 @@ class ActionKind(str, enum.Enum):
         return self in _RECVS
 
 
-_COMPUTE = frozenset(
-    {
-        ActionKind.FORWARD,
-        ActionKind.BACKWARD,
-        ActionKind.BACKWARD_INPUT,
-        ActionKind.BACKWARD_WEIGHT,
-    }
-)
+# The letters of the papers.
+F = ActionKind.FORWARD
+B = ActionKind.BACKWARD
+I = ActionKind.BACKWARD_INPUT  # noqa: E741 - hard to tell from 1 and l, but theirs
+W = ActionKind.BACKWARD_WEIGHT
+
+_COMPUTE = frozenset({F, B, I, W})
 _SENDS = frozenset({ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT})
 _RECVS = frozenset({ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT})
 

@@ -33,16 +33,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.action import Action, ActionKind, B, F, I, W
 from ferro_dist.parallel.schedules.arguments import check_count
 from ferro_dist.parallel.schedules.placement import stages_of_v
 
 __all__ = ["gpipe", "interleaved_1f1b", "one_f_one_b", "zb_h1", "zb_v"]
-
-F = ActionKind.FORWARD
-B = ActionKind.BACKWARD
-I = ActionKind.BACKWARD_INPUT  # noqa: E741 - the letter of the literature
-W = ActionKind.BACKWARD_WEIGHT
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> list[list[Action]]:

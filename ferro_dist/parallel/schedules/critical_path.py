@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.action import Action, W
 from ferro_dist.parallel.schedules.dependencies import Dependencies, Key
 from ferro_dist.parallel.schedules.simulation import Simulation
 
 __all__ = ["critical_moves"]
-
-W = ActionKind.BACKWARD_WEIGHT
 
 Lists = list[list[Action]]
 

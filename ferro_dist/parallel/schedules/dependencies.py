@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.action import Action, ActionKind, B, F, I, W
 from ferro_dist.parallel.schedules.notation import Schedule
 from ferro_dist.parallel.schedules.placement import placement_of
 
@@ -14,10 +14,6 @@ __all__ = ["Dependencies", "Key", "OrderedRun"]
 Key = tuple[int, ActionKind, int]
 """An action, or a plain tuple equal to it, which takes a fraction of the time to make."""
 
-F = ActionKind.FORWARD
-B = ActionKind.BACKWARD
-I = ActionKind.BACKWARD_INPUT  # noqa: E741 - the letter of the literature
-W = ActionKind.BACKWARD_WEIGHT
 SEND_F = ActionKind.SEND_ACTIVATION
 RECV_F = ActionKind.RECV_ACTIVATION
 SEND_B = ActionKind.SEND_GRADIENT

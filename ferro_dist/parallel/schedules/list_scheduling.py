@@ -21,15 +21,10 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.action import Action, ActionKind, B, F, I, W
 from ferro_dist.parallel.schedules.durations import Durations
 
 __all__ = ["Policy", "Problem", "schedule_greedily"]
-
-F = ActionKind.FORWARD
-B = ActionKind.BACKWARD
-I = ActionKind.BACKWARD_INPUT  # noqa: E741 - the letter of the literature
-W = ActionKind.BACKWARD_WEIGHT
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from ferro_dist.parallel.schedules import builtin
-from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.action import Action, ActionKind, F
 from ferro_dist.parallel.schedules.arguments import check_count
 from ferro_dist.parallel.schedules.invalid_schedule import InvalidSchedule
 from ferro_dist.parallel.schedules.messages import insert_messages
@@ -186,13 +186,10 @@ def one_phase(schedule: WrittenSchedule, phase: str, *, prefetch: int = 1) -> li
     if phase not in ("forward", "backward"):
         raise ValueError(f"phase must be 'forward' or 'backward', not {phase!r}.")
     lists = [
-        [a for a in actions if a.kind.is_compute and (a.kind is _F) == (phase == "forward")]
+        [a for a in actions if a.kind.is_compute and (a.kind is F) == (phase == "forward")]
         for actions in parse_schedule(schedule)
     ]
     return insert_messages(lists, prefetch=prefetch, phase=phase)
-
-
-_F = ActionKind.FORWARD
 
 
 def _stages_per_rank(schedule: PipelineSchedule, count: int | None) -> int:

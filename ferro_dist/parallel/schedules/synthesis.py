@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ferro_dist.parallel.schedules import builtin
-from ferro_dist.parallel.schedules.action import Action, ActionKind
+from ferro_dist.parallel.schedules.action import Action, ActionKind, B, F, I, W
 from ferro_dist.parallel.schedules.arguments import check_count, one_per
 from ferro_dist.parallel.schedules.critical_path import critical_moves
 from ferro_dist.parallel.schedules.dependencies import Dependencies
@@ -36,11 +36,6 @@ from ferro_dist.parallel.schedules.placement import loop_placement, v_placement
 from ferro_dist.parallel.schedules.simulation import Simulation, simulate_checked
 
 __all__ = ["synthesize"]
-
-F = ActionKind.FORWARD
-B = ActionKind.BACKWARD
-I = ActionKind.BACKWARD_INPUT  # noqa: E741 - the letter of the literature
-W = ActionKind.BACKWARD_WEIGHT
 
 Lists = list[list[Action]]
 

@@ -16,18 +16,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ferro_dist.parallel.schedules.action import NO_MICROBATCH, Action, ActionKind
+from ferro_dist.parallel.schedules.action import NO_MICROBATCH, Action, ActionKind, B, F, I, W
 from ferro_dist.parallel.schedules.arguments import check_count
 from ferro_dist.parallel.schedules.dependencies import Dependencies, OrderedRun
 from ferro_dist.parallel.schedules.invalid_schedule import InvalidSchedule
 from ferro_dist.parallel.schedules.notation import Schedule, WrittenSchedule, parse_schedule
 
 __all__ = ["PHASES", "check_content", "stuck_error", "validate"]
-
-F = ActionKind.FORWARD
-B = ActionKind.BACKWARD
-I = ActionKind.BACKWARD_INPUT  # noqa: E741 - the letter of the literature
-W = ActionKind.BACKWARD_WEIGHT
 
 PHASES = ("step", "forward", "backward")
 """What a schedule may hold: both forwards and backwards, or one of them alone."""
