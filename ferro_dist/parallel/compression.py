@@ -14,7 +14,7 @@ from ferro_dist.reduce_op import ReduceOp
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["Compression", "compression_of", "wire_dtype"]
+__all__ = ["Compression", "check_compression", "wire_dtype"]
 
 Compression: TypeAlias = "str | Callable[[Bucket, Backend, ReduceOp], object] | None"
 
@@ -22,23 +22,17 @@ _WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 _WIDE = ("float32", "float64")
 
 
-def compression_of(compress: Compression) -> Compression:
-    """Return the argument if there is such a compression.
-
-    Raises
-    ------
-    ValueError, TypeError
-        There is no such compression.
-    """
+def check_compression(compress: object) -> None:
+    """Raise ValueError or TypeError if there is no such compression."""
     if isinstance(compress, type):
         raise TypeError(
             f"compress takes an instance or a function, not the class {compress.__name__}: "
             f"{compress.__name__}()"
         )
     if compress is None or callable(compress):
-        return compress
+        return
     if isinstance(compress, str) and compress in _WIRE_DTYPES:
-        return compress
+        return
     message = f"compress must be None, 'fp16', 'bf16' or callable, not {compress!r}"
     raise ValueError(message) if isinstance(compress, str) else TypeError(message)
 
