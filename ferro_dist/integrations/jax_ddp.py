@@ -143,12 +143,8 @@ class JaxDDP(DDP[Any], Kind):
             Names the first that differs, and which ranks have which value. Raised on all ranks; the
             group stays usable.
         """
-        before = self.module
-        self._tree = before if params is None else params
-        try:
-            super().verify()
-        finally:
-            self._tree = before
+        _ = self.module  # raises if it was given back
+        self._compare_fingerprints(self._fingerprints(params))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -192,9 +188,10 @@ class JaxDDP(DDP[Any], Kind):
     def _broadcast(self, root: int) -> None:
         self.broadcast_parameters(root)
 
-    def _fingerprints(self) -> Iterable[tuple[str, bytes]]:
+    def _fingerprints(self, params: Pytree = None) -> Iterable[tuple[str, bytes]]:
         await_callbacks()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(self._tree):
+        tree = self._tree if params is None else params
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if is_array(leaf):
                 yield f"leaf {jax.tree_util.keystr(path)!r}", _content_of(leaf)
 

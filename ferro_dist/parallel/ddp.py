@@ -441,7 +441,9 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         """
         _refuse_params("verify", params)
         _ = self.module  # raises if it was given back
-        fingerprints = self._kind._fingerprints()
+        self._compare_fingerprints(self._kind._fingerprints())
+
+    def _compare_fingerprints(self, fingerprints: Iterable[tuple[str, bytes]]) -> None:
         lines = [f"{name}, bits {_digest(content)}" for name, content in fingerprints]
         remedy = "broadcast_parameters() gives all ranks those of one."
         agree_on_manifest(lines, self._backend, op="DDP.verify", remedy=remedy)
