@@ -30,6 +30,7 @@ DOCUMENTS = [
     "benchmarks/README.md",
     "csrc/ferro/ALGORITHMS.md",
     "docs/emulation.md",
+    "docs/gpus.md",
     "docs/performance.md",
 ]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
