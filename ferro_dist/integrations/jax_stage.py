@@ -174,20 +174,22 @@ class PipelinedJaxStage(Stage):
         return _named(self.module.params)
 
     def parameter(self, name: str) -> Array:
-        return self._leaf(self.module.params, name)
+        leaves, _, positions = self._flattened(self.module.params)
+        return leaves[positions[name]]
 
     def gradient_owner(self, name: str) -> object:
         # Each has its own, also of weights that begin as one array.
         return self.module._owners.setdefault(name, object())
 
     def load(self, name: str, value: Array) -> None:
-        self.module.params = self._replaced(self.module.params, name, value)
+        leaves, structure, positions = self._flattened(self.module.params)
+        leaves[positions[name]] = value
+        self.module.params = jax.tree.unflatten(structure, leaves)
 
     def gradients(self, names: Sequence[str]) -> list[Array | None]:
         if self.module.grads is None:
             return [None] * len(names)
-        leaves, structure = jax.tree.flatten(self.module.grads)
-        positions = self._positions_in(self.module.grads, structure)
+        leaves, _, positions = self._flattened(self.module.grads)
         return [leaves[positions[name]] for name in names]
 
     def set_gradients(self, names: Sequence[str], gradients: Sequence[Array]) -> None:
@@ -196,8 +198,8 @@ class PipelinedJaxStage(Stage):
             return
         is_new = self.module.grads is None
         tree = self.module.params if is_new else self.module.grads
-        leaves, structure = jax.tree.flatten(tree)
-        for number, name in enumerate(self._positions_in(tree, structure)):
+        leaves, structure, positions = self._flattened(tree)
+        for number, name in enumerate(positions):
             if name in given:
                 leaves[number] = given[name]
             elif is_new:
@@ -326,20 +328,14 @@ class PipelinedJaxStage(Stage):
         assert seed is not None
         return jax.random.key(seed & 0xFFFFFFFF)
 
-    def _leaf(self, tree: Tree, name: str) -> Array:
+    def _flattened(self, tree: Tree) -> tuple[list[Array], Any, dict[str, int]]:
+        """Return the leaves of a tree, its structure, and the position of each weight's leaf."""
         leaves, structure = jax.tree.flatten(tree)
-        return leaves[self._positions_in(tree, structure)[name]]
-
-    def _replaced(self, tree: Tree, name: str, value: Array) -> Tree:
-        leaves, structure = jax.tree.flatten(tree)
-        leaves[self._positions_in(tree, structure)[name]] = value
-        return jax.tree.unflatten(structure, leaves)
-
-    def _positions_in(self, tree: Tree, structure: Any) -> dict[str, int]:
-        if structure not in self._positions:
-            names = _named(tree)
-            self._positions[structure] = {name: position for position, name in enumerate(names)}
-        return self._positions[structure]
+        positions = self._positions.get(structure)
+        if positions is None:
+            positions = {name: position for position, name in enumerate(_named(tree))}
+            self._positions[structure] = positions
+        return leaves, structure, positions
 
 
 def _named(tree: Tree) -> dict[str, Array]:
