@@ -15,16 +15,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ferro_dist import interop
+from ferro_dist._native.cuda_memory import copy_async, fill_async
+from ferro_dist._native.cuda_runtime import DeviceGuard
+from ferro_dist._native.cuda_stream import Stream, current_stream_of_array
 from ferro_dist.parallel.bucket import Bucket, BucketLayout
 from ferro_dist.parallel.nccl_memory import GpuMemory, release_what_has_ended
-
-if TYPE_CHECKING:
-    from ferro_dist._native.cuda_stream import Stream
 
 __all__ = ["GpuBucket"]
 
@@ -62,12 +62,7 @@ class GpuBucket(Bucket):
         wire_dtype: np.dtype[Any] | None = None,
         kept: dict[str, Any] | None = None,
     ) -> None:
-        from ferro_dist._native.cuda_memory import copy_async
-        from ferro_dist._native.cuda_runtime import DeviceGuard
-        from ferro_dist._native.cuda_stream import current_stream_of_array
-
         self._set_place(index, members, layout, kept)
-        self._stream_of, self._copy_async = current_stream_of_array, copy_async
         self._on_device = functools.partial(DeviceGuard, memory.device)
         self._memory = memory
         whole = memory.empty(layout.count + self._tail_count, layout.dtype)
@@ -94,17 +89,12 @@ class GpuBucket(Bucket):
     # Lanes. They and the controls behind them are the bucket's tail.
 
     def clear(self) -> None:
-        from ferro_dist._native.cuda_memory import fill_async
-
         with self._working_stream() as stream:
             fill_async(self._address, 0, self.layout.nbytes, stream)
         self.is_full = False
 
     def _clear_at_once(self) -> None:
         """Clear new memory at once: what comes may be written on any stream, without a wait."""
-        from ferro_dist._native.cuda_memory import fill_async
-        from ferro_dist._native.cuda_stream import Stream
-
         with self._on_device():
             stream = Stream()  # which has nothing else to do first
             fill_async(self._address, 0, self.layout.nbytes, stream)
@@ -167,7 +157,7 @@ class GpuBucket(Bucket):
                 self.work.wait(self._memory.patience_s)  # has a deadline, and sees the group end
             tail: NumpyArray = np.empty(self._tail_count, self.layout.dtype)
             with self._working_stream() as stream:
-                self._copy_async(tail.ctypes.data, self._tail_address, tail.nbytes, stream)
+                copy_async(tail.ctypes.data, self._tail_address, tail.nbytes, stream)
                 stream.synchronize()
             self._reduced_tail = tail
         return self._reduced_tail
@@ -179,14 +169,12 @@ class GpuBucket(Bucket):
         return self._memory.view(self.buffer, layout.offsets[place], layout.specs[place])
 
     def put_in(self, place: int, gradient: Array | None) -> None:
-        from ferro_dist._native.cuda_memory import fill_async
-
-        view = self.views[place]
         if gradient is not None:
-            self._assign(view, gradient)
+            self._assign(self.views[place], gradient)
             return
+        view = interop.as_view(self.views[place])
         with self._working_stream() as stream:
-            fill_async(interop.as_view(view).address, 0, interop.as_view(view).nbytes, stream)
+            fill_async(view.address, 0, view.nbytes, stream)
 
     def take_out(self, place: int, gradient: Array) -> None:
         self._assign(gradient, self.views[place])
@@ -200,18 +188,18 @@ class GpuBucket(Bucket):
             target[...] = source
         elif to.address != of.address:
             with self._on_device():
-                self._copy_async(to.address, of.address, of.nbytes, self._current_stream())
+                copy_async(to.address, of.address, of.nbytes, self._current_stream())
 
     def _upload(self, host: NumpyArray, address: int) -> None:
         with self._working_stream() as stream:
-            self._copy_async(address, host.ctypes.data, host.nbytes, stream)
+            copy_async(address, host.ctypes.data, host.nbytes, stream)
         # A GPU that reaches all of the host's memory (Grace) reads it only when the copy runs.
         self._memory.keep(host)
 
     # Streams
 
     def note_stream(self) -> None:
-        self._streams.add(self._stream_of(self._view))  # for every gradient
+        self._streams.add(current_stream_of_array(self._view))  # for every gradient
 
     def join_streams(self) -> None:
         # If the user's forward used several streams, so does backward.
@@ -226,11 +214,9 @@ class GpuBucket(Bucket):
             self._order(self._current_stream(), stream)
 
     def _current_stream(self) -> int:
-        return self._stream_of(self._view)
+        return current_stream_of_array(self._view)
 
     def _order(self, earlier: int, later: int) -> None:
-        from ferro_dist._native.cuda_stream import Stream
-
         device = self._memory.device
         with self._on_device():
             event = Stream.borrow(earlier, device).record()
@@ -239,7 +225,5 @@ class GpuBucket(Bucket):
     @contextlib.contextmanager
     def _working_stream(self) -> Iterator[Stream]:
         """Make the GPU current, as its default stream may be meant; yield the stream to work on."""
-        from ferro_dist._native.cuda_stream import Stream
-
         with self._on_device():
             yield Stream.borrow(self._current_stream(), self._memory.device)

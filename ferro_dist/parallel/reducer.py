@@ -63,7 +63,6 @@ from ferro_dist.parallel.bucket import (
 )
 from ferro_dist.parallel.compression import wire_dtype
 from ferro_dist.parallel.exchange import broadcast_row
-from ferro_dist.parallel.gpu_bucket import GpuBucket
 from ferro_dist.parallel.manifest import explain_mismatch
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.participation import Participation, RollCall
@@ -271,6 +270,8 @@ class Reducer:
         layout = BucketLayout(specs, self.averaging.num_counters, NUM_CONTROLS)
         wire = wire_dtype(self._compress, layout.dtype)
         if specs[0].is_on_gpu:
+            from ferro_dist.parallel.gpu_bucket import GpuBucket
+
             assert self._gpu_memory is not None, "no module has parameters out of reach"
             return GpuBucket(index, members, layout, self._gpu_memory, wire, self._kept)
         if wire is None:
