@@ -380,8 +380,9 @@ class TorchStage(Stage):
         self._functions_told.add(function)
         warnings.warn(
             f"Pipeline stage {self.number}: the backward of {function} computes the gradients of "
-            "input and weights together, and would run twice if it were divided. The weights it "
-            "has are computed with the input's gradient: right, but not put off.",
+            "input and weights together, and would run twice if it were divided. It is run whole, "
+            "with the input's gradient: results are right, but these weights' gradients are not "
+            "deferred.",
             RuntimeWarning,
             stacklevel=2,
         )

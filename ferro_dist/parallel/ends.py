@@ -160,8 +160,8 @@ class TrainingEnds(Ends):
         loss_fn, target = self._loss_fn, self._target
         if inputs.is_weighted and self._weights is None:
             raise BadArgument from ValueError(
-                "Pipeline: the rank of the first stage was given a weight, and that of the last, "
-                "which counts by it, was not. Give it there"
+                "Pipeline: only the rank of the first stage was given a weight, but it is the rank "
+                "of the last stage that needs it. Give it there"
             )
         # Before the loss, which would broadcast, or raise a different error.
         if target is not None and target.total_rows != inputs.total_rows:

@@ -301,8 +301,8 @@ def _checked_loss(loss: Any) -> Any:
     else:
         what = f"a {type(loss).__qualname__}"
     raise ValueError(
-        f"Pipeline: loss_fn must return (loss, gradient), and the loss be one number, not {what}: "
-        "the mean over the microbatch"
+        "Pipeline: loss_fn must return (loss, gradient), and the loss must be one number, not "
+        f"{what}: the mean over the microbatch"
     )
 
 

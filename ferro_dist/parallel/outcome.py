@@ -340,4 +340,4 @@ def _words(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as another:
-        return f"its words cannot be told ({type(another).__name__} in its __str__)"
+        return f"its message cannot be shown ({type(another).__name__} in its __str__)"

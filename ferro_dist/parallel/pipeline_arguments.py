@@ -142,16 +142,9 @@ def checked_ties(tied: Any) -> dict[str, Any]:
 
 def check_groups(backend: Any, replicas: Any) -> None:
     """Raise unless these are a pipeline's group and, if there are any, that of its replicas."""
-    for name, group in {
-        "backend": backend,
-        "dp": backend if replicas is None else replicas,
-    }.items():
-        if not isinstance(group, Backend):
-            raise TypeError(
-                f"Pipeline: {name} must be a group, such as fd.init() makes, not "
-                f"{type(group).__qualname__}; the order is Pipeline(module, backend, "
-                "num_microbatches, schedule)"
-            )
+    _check_is_group("backend", backend)
+    if replicas is not None:
+        _check_is_group("dp", replicas)
     if replicas is backend:
         raise ValueError(
             "Pipeline: dp must be the group of this rank's replicas in other pipelines, not the "
@@ -159,7 +152,7 @@ def check_groups(backend: Any, replicas: Any) -> None:
         )
     if not backend.moves_host_arrays:
         raise UnsupportedOp(
-            "Pipeline: a header in host memory, which describes it, precedes each activation, but "
+            "Pipeline: each activation comes with a header in host memory that describes it, but "
             f"{type(backend).__name__} moves only GPU arrays. Use HybridBackend: activations "
             "still go from GPU to GPU",
             op="Pipeline",
@@ -170,6 +163,15 @@ def check_groups(backend: Any, replicas: Any) -> None:
             f"Pipeline: world_size must be >= 2 for pipeline parallelism, got {backend.world_size}",
             op="Pipeline",
             rank=backend.rank,
+        )
+
+
+def _check_is_group(name: str, group: Any) -> None:
+    if not isinstance(group, Backend):
+        raise TypeError(
+            f"Pipeline: {name} must be a group, such as fd.init() makes, not "
+            f"{type(group).__qualname__}; the order is Pipeline(module, backend, "
+            "num_microbatches, schedule)"
         )
 
 
