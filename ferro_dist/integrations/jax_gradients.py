@@ -22,7 +22,7 @@ from ferro_dist.integrations.jax_tap import tap_leaves
 from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.averaging import REDUCE_OPS
 from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets, bucket_nbytes_of
-from ferro_dist.parallel.compression import Compression, check_compression, wire_dtype
+from ferro_dist.parallel.compression import Compression, check_compress, wire_dtype
 from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
 from ferro_dist.parallel.participation import RollCall, check_weight
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
@@ -110,7 +110,7 @@ class PytreeReducer:
     ) -> None:
         if average not in REDUCE_OPS:
             raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
-        check_compression(compress)
+        check_compress(compress)
         if callable(compress):
             raise TypeError(
                 "compress must be None, 'fp16' or 'bf16' for JAX: a function would have to "

@@ -14,7 +14,7 @@ from ferro_dist.reduce_op import ReduceOp
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["Compression", "check_compression", "wire_dtype"]
+__all__ = ["Compression", "check_compress", "wire_dtype"]
 
 Compression: TypeAlias = "str | Callable[[Bucket, Backend, ReduceOp], object] | None"
 
@@ -22,7 +22,7 @@ _WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 _WIDE = ("float32", "float64")
 
 
-def check_compression(compress: object) -> None:
+def check_compress(compress: object) -> None:
     """Raise ValueError or TypeError if there is no such compression."""
     if isinstance(compress, type):
         raise TypeError(

@@ -12,7 +12,7 @@ from ferro_dist.backends.base import Backend
 from ferro_dist.errors import ChannelClosed
 from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import ParameterSpec, bucket_nbytes_of
-from ferro_dist.parallel.compression import Compression, check_compression
+from ferro_dist.parallel.compression import Compression, check_compress
 from ferro_dist.parallel.power_sgd import PowerSGD
 
 __all__ = ["Options", "check_group"]
@@ -47,7 +47,7 @@ class Options:
             raise ValueError(f"DDP: overlap must be True, False or 'always', not {self.overlap!r}")
         if not _is_flag(self.sync_buffers):
             raise ValueError(f"DDP: sync_buffers must be True or False, not {self.sync_buffers!r}")
-        check_compression(self.compress)
+        check_compress(self.compress)
         _ = self.averaging
         backend = self.backend
         check_root("DDP", self.root, rank=backend.rank, world_size=backend.world_size)
