@@ -3,11 +3,13 @@
 `Stage` keeps what each microbatch needs from its forward to its backward. What depends on the array
 library is in its subclasses, among which `make_stage` chooses by the module:
 
-=========================================  ===============================================
-torch.nn.Module                            `ferro_dist.integrations.torch_stage.TorchStage`
-ferro_dist.integrations.jax_stage.JaxStage  ``PipelinedJaxStage`` in the same module
-an object with ``forward`` and ``backward``  `ferro_dist.parallel.handwritten_stage`
-=========================================  ===============================================
+============================================  ====================================================
+module                                        stage
+============================================  ====================================================
+``torch.nn.Module``                           `ferro_dist.integrations.torch_stage.TorchStage`
+`ferro_dist.integrations.jax_stage.JaxStage`  ``PipelinedJaxStage`` in the same module
+with ``forward()`` and ``backward()``         `ferro_dist.parallel.handwritten_stage`
+============================================  ====================================================
 """
 
 from __future__ import annotations
@@ -138,9 +140,9 @@ class Stage(abc.ABC):
         """Return a context in which the module is in evaluation mode."""
         return contextlib.nullcontext()
 
+    @abc.abstractmethod
     def untouched(self) -> contextlib.AbstractContextManager[None]:
         """Return a context after which gradients and state are what they were before."""
-        raise NotImplementedError
 
     # Arrays between stages
 
