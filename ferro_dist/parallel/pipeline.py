@@ -104,14 +104,10 @@ class Pipeline(Generic[ModuleT]):
         runs its part again for each layer in it.
     seed : int or None, default 0
         The random numbers of each forward depend on this, the step, the stage and the microbatch,
-        numbered across all replicas (`microbatch_seed`). torch has one generator per process, so
-        ranks that are threads run forward one at a time; modules of your own that wait for other
-        ranks need None there, but `SyncBatchNorm` does not. They do not run backward one at a time:
-        there, dropout inside torch.utils.checkpoint, which draws again in backward, gets other
-        numbers; `checkpoint` draws the same. With None torch modules draw what they would without
-        a pipeline, except for checkpointed ones, where each forward draws a seed; a stage that
-        takes an `rng` gets an unpredictable one. A new pipeline counts steps from 0: after a
-        checkpoint give it another seed, or it draws the same numbers again.
+        numbered across all replicas (`microbatch_seed`). With None torch modules draw what they
+        would without a pipeline, except for checkpointed ones, where each forward draws a seed; a
+        stage that takes an `rng` gets an unpredictable one. A new pipeline counts steps from 0:
+        after a checkpoint give it another seed, or it draws the same numbers again.
     bucket_mb : float, default 25
         Largest bucket of gradients, in MiB.
     timeout : float, optional
@@ -146,6 +142,11 @@ class Pipeline(Generic[ModuleT]):
 
     An array that a stage returns belongs to the pipeline: the stage must not write to it later. A
     stage must not write into its input.
+
+    torch has one generator per process, so with a `seed`, ranks that are threads run forward one at
+    a time. Modules of your own that wait for other ranks need None there; `SyncBatchNorm` does not.
+    Backward is not run one at a time: there, dropout inside torch.utils.checkpoint, which draws
+    again in backward, gets other numbers; `checkpoint` draws the same.
 
     Each rank has the gradients of its own stages, and no ``clip_grad_norm_`` sees any others. To
     clip by the norm of the whole model, `allreduce` the sums of squares over `backend`, with tied
