@@ -143,7 +143,7 @@ def _parts(weights: Iterable[Weight], bucket_nbytes: int) -> list[list[Weight]]:
     open_parts: dict[tuple[str, bool], tuple[list[Weight], int]] = {}
     for weight in weights:
         spec = weight.stage.describe(weight.value)
-        nbytes = _count(weight.value) * _itemsize(weight.value)
+        nbytes = _count(weight.value) * weight.value.dtype.itemsize
         kind = spec.dtype, spec.is_on_host
         part, size = open_parts.get(kind, ([], 0))
         if not part or size + nbytes > bucket_nbytes:
@@ -156,7 +156,3 @@ def _parts(weights: Iterable[Weight], bucket_nbytes: int) -> list[list[Weight]]:
 
 def _count(array: Array) -> int:
     return math.prod(array.shape)
-
-
-def _itemsize(array: Array) -> int:
-    return int(getattr(array, "itemsize", array.dtype.itemsize))
