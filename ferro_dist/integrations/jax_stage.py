@@ -158,6 +158,13 @@ class PipelinedJaxStage(Stage):
         with interop.jax_full_width() if self._is_full_width else contextlib.nullcontext():
             return jax.device_put(received)
 
+    def converted(self, gradients: Sequence[Array | None]) -> list[Array | None]:
+        # JAX has the conjugate.
+        return [
+            gradient.conj() if gradient is not None and _is_complex(gradient) else gradient
+            for gradient in gradients
+        ]
+
     def item(self, loss: Array) -> float:
         return float(loss)
 
@@ -373,6 +380,10 @@ def _check_params(params: Tree) -> None:
 
 def _is_differentiable(array: Array) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
+
+
+def _is_complex(array: Array) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.complexfloating))
 
 
 def _divided(values: Sequence[Any], flags: Sequence[bool]) -> tuple[list[Any], list[Any]]:

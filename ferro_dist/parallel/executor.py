@@ -266,7 +266,9 @@ class StepRun:
         self._note(action, started_s)
         if number == 0:
             self._ends.put_input_gradient(microbatch, of_input)
-        elif self._program.is_local[number - 1]:
+            return
+        of_input = stage.converted(of_input)
+        if self._program.is_local[number - 1]:
             self._gradients[number - 1, microbatch] = of_input
         else:
             self._to_send[Action(number, ActionKind.SEND_GRADIENT, microbatch)] = _packed(of_input)
@@ -294,8 +296,10 @@ class StepRun:
         if stage == self._program.num_stages - 1:
             return self._ends.last_gradient(microbatch)
         if self._program.is_local[stage + 1]:
-            return self._gradients.pop((stage, microbatch))
-        return _unpacked(self._take(Action(stage, ActionKind.RECV_GRADIENT, microbatch)))
+            gradients = self._gradients.pop((stage, microbatch))
+        else:
+            gradients = _unpacked(self._take(Action(stage, ActionKind.RECV_GRADIENT, microbatch)))
+        return self._context.stages[stage].converted(gradients)
 
     # Messages
 

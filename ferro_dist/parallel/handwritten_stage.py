@@ -19,9 +19,10 @@ and if its backward can be divided for zero-bubble schedules,
 
 ``backward_input(saved, gradient) -> gradient of x``, ``backward_weight(saved, gradient)``
 
-Gradients are trees like the values, with None for no gradient. A forward that has a parameter named
-`rng` is given a ``numpy.random.Generator`` of its own for each microbatch. The loss function
-returns the loss and its gradient.
+Gradients are trees like the values, with None for no gradient. Those of complex arrays are, between
+all kinds of stages, as torch defines them: the conjugates of what ``jax.grad`` returns. A forward
+that has a parameter named `rng` is given a ``numpy.random.Generator`` of its own for each
+microbatch. The loss function returns the loss and its gradient.
 """
 
 from __future__ import annotations

@@ -186,6 +186,13 @@ class Stage(abc.ABC):
         """Give the user the gradients of the first stage's input, where there is a place for it."""
         return
 
+    def converted(self, gradients: Sequence[Array | None]) -> list[Array | None]:
+        """Turn gradients from the form that stages exchange into this stage's own, or back.
+
+        Libraries differ in what they call the gradient of a complex array. Stages exchange torch's.
+        """
+        return list(gradients)
+
     @abc.abstractmethod
     def item(self, loss: Array) -> float:
         """Return the value of a loss."""

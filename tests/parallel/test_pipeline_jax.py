@@ -91,6 +91,63 @@ def test_step_equals_jax_grad(
 
 
 @pytest.mark.parametrize(
+    ("schedule", "libraries"), [("1f1b", "jax torch jax"), ("zb_v", "torch jax jax torch")]
+)
+def test_complex_gradients_pass_between_jax_and_torch(
+    on_ranks: OnRanks, schedule: str, libraries: str
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    rng = np.random.default_rng(3)
+    weights = 0.3 * (rng.normal(size=(4, WIDTH, WIDTH)) + 1j * rng.normal(size=(4, WIDTH, WIDTH)))
+    x = (rng.normal(size=(6, WIDTH)) + 1j * rng.normal(size=(6, WIDTH))).astype(np.complex64)
+
+    class Sine(torch.nn.Module):  # type: ignore[name-defined]
+        def __init__(self, weight: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor(weight, dtype=torch.complex64))
+
+        def forward(self, x: Any) -> Any:
+            return torch.sin(x @ self.weight) / 4
+
+    def sine(weight: Any, x: Any) -> Any:
+        return jnp.sin(x @ weight) / 4
+
+    def loss_fn(output: Any) -> Any:
+        return (output.real**2).mean() + 2 * output.imag.mean()
+
+    def part(stage: int, library: str) -> Any:
+        weight = weights[stage].astype(np.complex64)
+        return Sine(weight) if library == "torch" else JaxStage(sine, jnp.asarray(weight))
+
+    of_stage = libraries.split()
+    num_ranks = 2 if schedule == "zb_v" else 3
+    placement = placement_for(schedule, num_ranks)
+
+    def body(backend: Any) -> Any:
+        own = {s: part(s, of_stage[s]) for s, rank in enumerate(placement) if rank == backend.rank}
+        pipe = fd.Pipeline(list(own.values()), backend, 2, schedule)
+        pipe.step(torch.tensor(x) if of_stage[0] == "torch" else x, loss_fn=loss_fn)
+        gradients = {
+            s: stage.grads if isinstance(stage, JaxStage) else stage.weight.grad.numpy().conj()
+            for s, stage in own.items()
+        }
+        return gradients, pipe.input_grad
+
+    def whole(weights: Any, x: Any) -> Any:
+        for weight in weights[: len(of_stage)]:
+            x = sine(weight, x)
+        return loss_fn(x)
+
+    expected, of_input = jax.grad(whole, argnums=(0, 1))(jnp.asarray(weights, jnp.complex64), x)
+    outcomes = on_ranks(num_ranks, body)
+    for gradients, _ in outcomes:
+        for stage, gradient in gradients.items():
+            assert_allclose(gradient, expected[stage], rtol=1e-3, atol=1e-6)
+    if of_stage[0] == "jax":  # torch gives no gradient of tensors that ask for none
+        assert_allclose(outcomes[0][1], of_input, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
     ("x", "loss_fn", "words"),
     [
         ([[1.0]], loss_fn, "input holds no array"),
