@@ -295,8 +295,12 @@ class TorchStage(Stage):
     def _run_replayable(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Checkpoint]:
         versions = [version(x) for x in keyed.parcel.arrays]
         checkpoint = _Checkpoint(keyed, loss_of, versions, Surroundings(self.module))
+        # Not the inputs themselves: a hook that the module registers on one would fire in backward,
+        # beside that of the second run.
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in keyed.parcel.arrays]
+        first = keyed._replace(parcel=keyed.parcel._replace(arrays=inputs))
         with uncached_casts():
-            output = self._run_unsaved(keyed, loss_of, will_replay=True)
+            output = self._run_unsaved(first, loss_of, will_replay=True)
         self._check_unchanged(checkpoint)
         checkpoint.surroundings.keep_changed()
         return output, checkpoint

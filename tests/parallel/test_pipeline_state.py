@@ -488,6 +488,18 @@ def test_checkpointed_stage_keeps_no_graph(on_ranks: OnRanks) -> None:
     assert had_graph == [False] * 4 + [True] * 4
 
 
+def test_hooks_that_a_checkpointed_stage_has_on_its_input_count_once(on_ranks: OnRanks) -> None:
+    class Scaled(Block):
+        def forward(self, h: Any) -> Any:
+            h.register_hook(lambda gradient: gradient * 3)
+            return super().forward(h)
+
+    model = chain(2, lambda _: Scaled())
+    x, y = batch(6)
+    pipelined = run_pipelined(on_ranks, Case("1f1b", 2, 1), model, x, y, 2, checkpoint=True)
+    assert_same(pipelined, run_whole(model, x, y))
+
+
 # Tied weights
 
 
