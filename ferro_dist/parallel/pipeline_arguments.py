@@ -137,6 +137,9 @@ def checked_ties(tied: Any) -> dict[str, Any]:
         raise TypeError(
             f"Pipeline: tied must be a dict of a name to a parameter, not {type(tied).__qualname__}"
         )
+    for name in tied:
+        if not isinstance(name, str):
+            raise TypeError(f"Pipeline: the name of a tied weight must be a str, not {name!r}")
     return dict(tied)
 
 

@@ -88,6 +88,7 @@ def test_constructor_wants_two_ranks() -> None:
         (nn.Identity(), {"checkpoint": 1}, TypeError, "checkpoint must be True, False or"),
         (nn.Identity(), {"checkpoint": [0, 2]}, ValueError, r"names stages \[2\]"),
         (nn.Identity(), {"tied": ["w"]}, TypeError, "tied must be a dict"),
+        (nn.Identity(), {"tied": {1: "w"}}, TypeError, "tied weight must be a str, not 1"),
         (nn.Identity(), {"dp": 2}, TypeError, "dp must be a group"),
     ],
 )
