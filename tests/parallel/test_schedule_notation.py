@@ -16,6 +16,7 @@ from ferro_dist.parallel.schedules import (
     format_schedule,
     one_f_one_b,
     parse_schedule,
+    placement_of,
 )
 
 numbers = st.integers(0, 10**6)
@@ -85,6 +86,12 @@ WRITTEN: list[Any] = [
 @pytest.mark.parametrize("written", WRITTEN, ids=["text", "rows", "strings", "mixed"])
 def test_a_schedule_may_be_written_in_several_ways(written: Any) -> None:
     assert format_schedule(parse_schedule(written)) == "0F0 0B0\n1F0 1B0"
+
+
+def test_a_schedule_is_formatted_and_placed_as_it_is_written() -> None:
+    for written in ("0F0 0B0\n1F0, 1B0\n", ["0F0 0B0", "1F0,1B0"]):
+        assert format_schedule(written) == "0F0 0B0\n1F0 1B0"
+        assert placement_of(written) == [0, 1]
 
 
 def test_the_error_of_an_entry_says_where_it_is() -> None:

@@ -130,6 +130,12 @@ def test_durations_are_checked(durations: Any, error: type[Exception], message: 
         simulate(["0F0 0B0", "1F0 1B0"], durations)
 
 
+def test_times_whose_sum_is_not_finite_are_refused() -> None:
+    for durations, latency in (({"F": 1e308, "B": 1e308}, 0), ({"F": 1, "B": 1}, 1e308)):
+        with pytest.raises(ValueError, match="their sum is not finite"):
+            simulate(one_f_one_b(4, 8), durations, latency)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     times = {"F": np.float32(1), "B": np.int64(2)}
     run = simulate(["0F0 0B0", "1F0 1B0"], times, np.float64(1), np.array([3, 4]))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ferro_dist.parallel.schedules.action import Action, ActionKind, B, F, I, W
 from ferro_dist.parallel.schedules.notation import Schedule
-from ferro_dist.parallel.schedules.placement import placement_of
+from ferro_dist.parallel.schedules.placement import placement_in
 
 __all__ = ["Dependencies", "Key", "OrderedRun"]
 
@@ -39,7 +39,7 @@ class Dependencies:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.placement = placement_of(schedule)
+        self.placement = placement_in(schedule)
         self._actions: set[Key] = {action for actions in schedule for action in actions}
         self.has_messages = any(kind in _OF_MESSAGES for _, kind, _ in self._actions)
         self._weight_gradients: dict[int, list[Key]] = defaultdict(list)

@@ -45,9 +45,9 @@ def parse_schedule(schedule: WrittenSchedule) -> list[list[Action]]:
     return lists
 
 
-def format_schedule(schedule: Schedule) -> str:
+def format_schedule(schedule: WrittenSchedule) -> str:
     """Return the text of a schedule, a line for each rank."""
-    return "\n".join(" ".join(map(str, actions)) for actions in schedule)
+    return "\n".join(" ".join(map(str, actions)) for actions in parse_schedule(schedule))
 
 
 def _parse_row(rank: int, row: object) -> list[Action]:

@@ -5,12 +5,10 @@ A placement is a list with the rank of each stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ferro_dist.parallel.schedules.action import Action
 from ferro_dist.parallel.schedules.arguments import check_count
+from ferro_dist.parallel.schedules.notation import Schedule, WrittenSchedule, parse_schedule
 
-__all__ = ["loop_placement", "placement_of", "stages_of_v", "v_placement"]
+__all__ = ["loop_placement", "placement_in", "placement_of", "stages_of_v", "v_placement"]
 
 
 def loop_placement(num_ranks: int, stages_per_rank: int = 1) -> list[int]:
@@ -30,7 +28,12 @@ def stages_of_v(rank: int, num_ranks: int) -> tuple[int, int]:
     return rank, 2 * num_ranks - 1 - rank
 
 
-def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
+def placement_of(schedule: WrittenSchedule) -> list[int]:
+    """Return the rank of each stage of a sound schedule."""
+    return placement_in(parse_schedule(schedule))
+
+
+def placement_in(lists: Schedule) -> list[int]:
     """Return the rank of each stage, read off the lists of a sound schedule."""
-    ranks = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
+    ranks = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
     return [ranks[stage] for stage in range(len(ranks))]

@@ -92,7 +92,8 @@ def simulate(
     InvalidSchedule
         See `validate`.
     ValueError
-        Durations, latencies or memory lack a stage, or are negative.
+        Durations, latencies or memory lack a stage, are negative, or so large that their sum is not
+        finite.
 
     Examples
     --------
@@ -117,10 +118,14 @@ def simulate_checked(
     num_stages = len(run.placement)
     peak_nbytes = None if memory is None else residents.peaks(one_per("memory", memory, num_stages))
     peak_live = [round(peak) for peak in residents.peaks([1.0] * num_stages)]
+    makespan_s = max((span.end_s for span in run.spans), default=0.0)
+    # No rank is busy for longer, so all sums of times are finite, too.
+    if makespan_s * len(schedule) == math.inf:
+        raise ValueError("durations and latencies are too large: their sum is not finite.")
     return Simulation(
         spans=run.spans,
         num_ranks=len(schedule),
-        makespan_s=max((span.end_s for span in run.spans), default=0.0),
+        makespan_s=makespan_s,
         busy_s=busy_times(run.spans, len(schedule)),
         peak_live=peak_live,
         peak_microbatches=[peak / run.placement.count(rank) for rank, peak in enumerate(peak_live)],
