@@ -97,10 +97,7 @@ class Ends:
             return
         if x is None:
             raise ValueError(f"Pipeline: rank {self._first_rank} must provide input")
-        _, arrays = pytree.flatten(x)
-        for array in arrays:
-            self._first.check_given(array, "input")
-        self._x = Microbatches(x, self._num_microbatches, "input")
+        self._x = Microbatches(x, self._num_microbatches, "input", self._first.check_given)
 
     def deliver_input_gradient(self) -> Tree:
         """Return the gradient of the input, and put it where the user expects it."""

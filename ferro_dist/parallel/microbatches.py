@@ -27,14 +27,24 @@ class Microbatches:
     num_microbatches : int
     name : str
         The caller's name for it.
+    check : function, optional
+        Called with each array and the name; raises TypeError for an array that cannot be cut.
 
     Attributes
     ----------
     total_rows : int
     """
 
-    def __init__(self, batch: Tree, num_microbatches: int, name: str) -> None:
+    def __init__(
+        self,
+        batch: Tree,
+        num_microbatches: int,
+        name: str,
+        check: Callable[[Array, str], None] = lambda *_: None,
+    ) -> None:
         self.structure, self.arrays = pytree.flatten(batch)
+        for array in self.arrays:
+            check(array, name)
         self.total_rows = _total_rows(self.arrays, name)
         if self.total_rows < num_microbatches:
             raise ValueError(
