@@ -333,7 +333,8 @@ class PipelinedJaxStage(Stage):
         if not self.module._takes_rng:
             return None
         assert seed is not None
-        return jax.random.key(seed & 0xFFFFFFFF)
+        # Without jax_enable_x64 a key is made of 32 bits, so that a seed takes two steps.
+        return jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), seed >> 32)
 
     def _flattened(self, tree: Tree) -> tuple[list[Array], Any, dict[str, int]]:
         """Return the leaves of a tree, its structure, and the position of each weight's leaf."""

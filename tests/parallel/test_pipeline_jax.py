@@ -17,6 +17,7 @@ import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations.jax_stage import JaxStage  # noqa: E402
 from ferro_dist.interop import jax_full_width  # noqa: E402
 from ferro_dist.parallel.schedules import placement_for  # noqa: E402
+from ferro_dist.parallel.stage import make_stage  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 WIDTH = 4
@@ -314,6 +315,13 @@ def test_without_a_seed_each_forward_has_a_key_of_its_own(
 
     masks = np.concatenate(on_ranks(2, body)[0]) != 0
     assert len({mask.tobytes() for mask in masks}) == 4
+
+
+def test_keys_have_all_bits_of_a_seed() -> None:
+    stage: Any = make_stage(JaxStage(lambda params, x, rng: x, {}))
+    seeds = [7, 7 + (1 << 32), 7 + (1 << 62), (1 << 63) - 1]
+    keys = [jax.random.key_data(stage._key(seed)).tobytes() for seed in seeds]
+    assert len(set(keys)) == len(seeds)
 
 
 def test_weights_that_begin_as_one_array_are_reduced_each(on_ranks: OnRanks) -> None:
