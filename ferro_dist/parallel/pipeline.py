@@ -101,7 +101,8 @@ class Pipeline(Generic[ModuleT]):
         Whether all stages, or which of them, keep only their input, and run forward again
         before backward; until then their weights must stay as they are. Where a schedule divides
         backwards, as zero bubble does, this runs it once, but torch.utils.checkpoint inside a stage
-        runs its part again for each layer in it.
+        runs its part again for each layer in it, and its selective contexts, which allow a single
+        backward, raise.
     seed : int or None, default 0
         The random numbers of each forward depend on this, the step, the stage and the microbatch,
         numbered across all replicas (`microbatch_seed`). With None torch modules draw what they
@@ -147,6 +148,10 @@ class Pipeline(Generic[ModuleT]):
     a time. Modules of your own that wait for other ranks need None there; `SyncBatchNorm` does not.
     Backward is not run one at a time: there, dropout inside torch.utils.checkpoint, which draws
     again in backward, gets other numbers; `checkpoint` draws the same.
+
+    Where a schedule divides backwards, as zero bubble does, hooks of tensors inside a torch stage
+    (``tensor.register_hook``) may be called twice: with the gradient, and later with zeros, when
+    what they return is not used. Full hooks of modules and hooks of parameters are called once.
 
     Each rank has the gradients of its own stages, and no ``clip_grad_norm_`` sees any others. To
     clip by the norm of the whole model, `allreduce` the sums of squares over `backend`, with tied
@@ -343,7 +348,7 @@ class Pipeline(Generic[ModuleT]):
         Parameters
         ----------
         outputs : sequence of tree
-            What the last `forward` has returned, as it is.
+            What the last `forward` has returned, as it is. Good for one call, even if that raises.
         grad_outputs : sequence of tree, on the rank of the last stage
             The gradient of each output; nothing is scaled. May be omitted if outputs are scalars.
 
