@@ -64,7 +64,8 @@ class JaxStage:
     ----------
     apply : function
         ``apply(params, x) -> y``; with a parameter named `rng`, it is given a key of its own for
-        each microbatch.
+        each microbatch. It is compiled, as by `jax.jit`: what it closes over, flags for training
+        included, stays as it was then. What may change goes into `params` or travels in `x`.
     params : tree of floating-point arrays, of any kind that JAX knows
 
     Attributes

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ferro_dist import arguments
 from ferro_dist.errors import InvalidWorldSize
+from ferro_dist.parallel.options import check_group
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -40,7 +41,7 @@ class RankGrid:
     InvalidWorldSize
         The ranks cannot be divided like this. Nothing was sent.
     TypeError
-        `pipeline` is no integer. Nothing was sent.
+        `backend` is no group, or `pipeline` no integer. Nothing was sent.
     CollectiveMismatch, Timeout, PeerLostError, ChannelClosed, Io, NoConnection
         As for `Backend.split`, which makes the groups.
 
@@ -51,7 +52,11 @@ class RankGrid:
     """
 
     def __init__(self, backend: Backend, pipeline: int) -> None:
-        size = arguments.integer(pipeline)
+        check_group("RankGrid", backend)
+        try:
+            size = arguments.integer(pipeline)
+        except TypeError:
+            raise TypeError(f"RankGrid: pipeline must be an integer, not {pipeline!r}") from None
         if size < 1 or backend.world_size % size:
             raise InvalidWorldSize(
                 f"RankGrid: {backend.world_size} ranks cannot be divided into pipelines of {size}",

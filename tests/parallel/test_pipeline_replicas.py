@@ -700,3 +700,11 @@ def test_grid_that_does_not_fit_is_refused(size: int) -> None:
     for backend in group:
         with backend, pytest.raises(fd.InvalidWorldSize, match="cannot be divided"):
             fd.RankGrid(backend, pipeline=size)
+
+
+def test_grid_names_the_argument_that_is_wrong() -> None:
+    with fd.SimulatedBackend.create_group(1)[0] as backend:
+        with pytest.raises(TypeError, match="RankGrid: pipeline must be an integer, not '2'"):
+            fd.RankGrid(backend, "2")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"RankGrid: backend must be a group, .* not int"):
+            fd.RankGrid(2, backend)  # type: ignore[arg-type]

@@ -78,6 +78,11 @@ def test_what_has_no_layers_is_told(module: Any) -> None:
         fd.split_sequential(module, 2)
 
 
+def test_number_of_stages_that_is_none_is_told() -> None:
+    with pytest.raises(TypeError, match=r"num_stages must be an integer, not 2\.0"):
+        fd.split_sequential([1, 2, 3], 2.0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("weights", [3, ["a", "b", "c"], [None] * 3])
 def test_weights_that_are_no_numbers_are_told(weights: Any) -> None:
     with pytest.raises(TypeError, match="weights must be a sequence of numbers"):
