@@ -92,6 +92,8 @@ def test_a_schedule_is_formatted_and_placed_as_it_is_written() -> None:
     for written in ("0F0 0B0\n1F0, 1B0\n", ["0F0 0B0", "1F0,1B0"]):
         assert format_schedule(written) == "0F0 0B0\n1F0 1B0"
         assert placement_of(written) == [0, 1]
+    with pytest.raises(InvalidSchedule, match="but no stage 1"):
+        placement_of("0F0 0B0\n2F0 2B0")
 
 
 def test_the_error_of_an_entry_says_where_it_is() -> None:

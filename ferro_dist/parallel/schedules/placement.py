@@ -6,6 +6,7 @@ A placement is a list with the rank of each stage.
 from __future__ import annotations
 
 from ferro_dist.parallel.schedules.arguments import check_count
+from ferro_dist.parallel.schedules.invalid_schedule import InvalidSchedule
 from ferro_dist.parallel.schedules.notation import Schedule, WrittenSchedule, parse_schedule
 
 __all__ = ["loop_placement", "placement_in", "placement_of", "stages_of_v", "v_placement"]
@@ -30,7 +31,11 @@ def stages_of_v(rank: int, num_ranks: int) -> tuple[int, int]:
 
 def placement_of(schedule: WrittenSchedule) -> list[int]:
     """Return the rank of each stage of a sound schedule."""
-    return placement_in(parse_schedule(schedule))
+    lists = parse_schedule(schedule)
+    try:
+        return placement_in(lists)
+    except KeyError as stage:
+        raise InvalidSchedule(f"The schedule has later stages, but no stage {stage}.") from None
 
 
 def placement_in(lists: Schedule) -> list[int]:
