@@ -18,7 +18,7 @@ from ferro_dist.integrations.jax_gradients import (
     float_positions,
     is_array,
 )
-from ferro_dist.parallel.ddp import DDP, Kind
+from ferro_dist.parallel.ddp import DDP, Kind, compare
 
 if TYPE_CHECKING:
     from ferro_dist.parallel.options import Options
@@ -144,7 +144,7 @@ class JaxDDP(DDP[Any], Kind):
             group stays usable.
         """
         _ = self.module  # raises if it was given back
-        self._compare_fingerprints(self._fingerprints(params))
+        compare(self._fingerprints(params), self._backend, "DDP.verify")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

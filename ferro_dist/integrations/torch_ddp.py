@@ -32,7 +32,8 @@ from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer
 from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.integrations.torch_uncompiled import uncompiled
-from ferro_dist.parallel.ddp import DDP, Kind
+from ferro_dist.integrations.torch_writes import ParameterWrites
+from ferro_dist.parallel.ddp import DDP, Kind, compare
 from ferro_dist.parallel.interruption import KnownToAll, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.nccl_memory import GpuMemory
@@ -47,6 +48,11 @@ PREFIX = "module."
 # The user's hooks of the wrapper; those of its state are the module's.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward", "_is_full_backward_hook")
 STATE, REFUSAL = "state", "refusal"  # what a message of `join` about an optimizer holds
+DRIFTED = (
+    "They were equal once: some ranks have taken or skipped a step alone, or forward writes what "
+    "depends on a rank's own batch, as F.embedding(max_norm=...) does. Whatever decides on a step, "
+    "such as the loss that LBFGS is given, must be the same on all ranks. "
+)
 
 
 class _State:
@@ -146,6 +152,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             _watcher=watcher,
             _stop_watching=weakref.finalize(self, watcher.stop),
             _first_tag=first_tag,
+            _writes=ParameterWrites(self._parameters_of_module.named.values(), options.backend),
         )
         self._stop_watching.atexit = False
         self._reducer = reducer
@@ -197,9 +204,15 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 self._refuse_added(first)
             if not self._ddp_state.is_local:
                 self._refuse_differentiable()
-                self._reducer.begin(self._gradients, is_held=self._watcher.is_followed())
+                self._reducer.begin(
+                    self._gradients, is_held=self._watcher.is_followed(), compares=self._compares()
+                )
             self._begin_accumulation()
             return self._note()
+
+    def _compares(self) -> bool:
+        # Ranks that have run out of data take no steps.
+        return not self._reducer.is_attended and self._writes.are_unexpected()
 
     def _begin_accumulation(self) -> None:
         is_idempotent = self._reducer.is_idempotent
@@ -317,7 +330,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
                 # The user's own hooks must see this rank's gradients, and may change them.
                 self._watcher.come_last()
                 self._ddp_state.is_checked = True
-            outputs = module(*args, **kwargs)
+            with self._writes.of_forward():
+                outputs = module(*args, **kwargs)
         self._watcher.watch_outputs(outputs)
         return outputs
 
@@ -574,7 +588,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     def _average_own(self, weight: float | None) -> None:
         if weight:
             self._refuse_averaged()
-        self._reducer.begin(self._gradients, weight=weight)
+        self._reducer.begin(self._gradients, weight=weight, compares=self._compares())
         with torch.inference_mode(False):  # averages are added to in backward
             with telling(self._tell_the_others):
                 self._begin_accumulation()
@@ -586,7 +600,7 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             self._gradients.make_way_for(given)
         self._ddp_state.given = given
         try:
-            self._reducer.begin(given, weight=weight)
+            self._reducer.begin(given, weight=weight, compares=self._compares())
             self._finish_round()
         finally:
             self._ddp_state.given = None
@@ -601,10 +615,15 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         for _, tensor in self._tensors():
             broadcast_tensor(tensor, self._backend, root)
         show_changes(self._parameters_of_module.named.values())
+        self._writes.start_anew()
 
     def _fingerprints(self) -> Iterable[tuple[str, bytes]]:
         for name, tensor in self._tensors():
             yield name, content_of(tensor)
+
+    def _fingerprints_of_parameters(self) -> Iterable[tuple[str, bytes]]:
+        for name, parameter in self._parameters_of_module.named.items():
+            yield f"parameter {name!r}", content_of(parameter)
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self._parameters_of_module.named.items():
@@ -619,6 +638,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             is_mean = self._options.averaging.reduce_op is ReduceOp.MEAN
             factor = None if participation is None else participation.factor(is_mean)
             self._average_sparse(factor, is_present)
+        if self._reducer.is_comparing and not self._writes.are_alike():
+            compare(self._fingerprints_of_parameters(), self._backend, "DDP", DRIFTED)
+            self._writes.accept()
         if self._ddp_state.optimizer is not None and is_present and self._ddp_state.given is None:
             self._ddp_state.optimizer.step()
             self._ddp_state.optimizer.zero_grad()

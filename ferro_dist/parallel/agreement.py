@@ -31,13 +31,13 @@ class Agreement:
 
     def __init__(self, backend: Backend) -> None:
         self._answers = Rows((1,), np.uint8, backend)
-        self._is_asked = False
+        self._is_asked = self._is_any_set = False
         self._mismatch: CollectiveMismatch | None = None
 
-    def ask(self, tag: int) -> None:
-        """Ask all ranks; all of them must do so, with this tag if they agree."""
-        self._mismatch = None
-        self._answers.start(np.zeros(1, np.uint8), tag)
+    def ask(self, tag: int, flag: bool = False) -> None:
+        """Ask all ranks; all of them must do so, with this tag if they agree, and any flag."""
+        self._mismatch, self._is_any_set = None, False
+        self._answers.start(np.array([flag], np.uint8), tag)
         self._is_asked = True
 
     def is_reached(self) -> bool:
@@ -45,13 +45,20 @@ class Agreement:
         if self._is_asked:
             self._is_asked = False
             try:
-                self._answers.wait()
+                self._is_any_set = bool(self._answers.wait().any())
             except CollectiveMismatch as error:
                 self._mismatch = error
         return self._mismatch is None
 
-    def require(self) -> None:
-        """Wait for the answer; raise CollectiveMismatch, on all ranks, if they do not agree."""
+    def require(self) -> bool:
+        """Wait for the answer; return whether any rank has set its flag.
+
+        Raises
+        ------
+        CollectiveMismatch
+            The ranks do not agree. Raised on all of them.
+        """
         if not self.is_reached():
             assert self._mismatch is not None
             raise self._mismatch
+        return self._is_any_set

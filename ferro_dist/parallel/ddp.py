@@ -37,7 +37,7 @@ from ferro_dist.parallel.participation import Participation, check_weight
 from ferro_dist.parallel.reducer import NoGradients, Reducer
 from ferro_dist.parallel.statistics import Statistics
 
-__all__ = ["DDP", "Kind"]
+__all__ = ["DDP", "Kind", "compare"]
 
 ModuleT = TypeVar("ModuleT")
 if TYPE_CHECKING:
@@ -156,6 +156,12 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     -----
     Attributes that the wrapper does not have are those of the module, to read, to set and to call:
     ``ddp(inputs)``, ``ddp.learning_rate = 0.1``.
+
+    For torch, replicas that drift apart are noticed by how often each rank has written to its
+    parameters: if some ranks alone take or skip a step, or forward writes to a parameter what
+    depends on the batch, a later backward raises `CollectiveMismatch` on all ranks. What is written
+    through ``parameter.data`` is not noticed, nor anything over an `NcclBackend`; `verify` finds
+    out.
 
     A gradient that no rank has stays None. One that only some ranks have is averaged with zeros for
     the others.
@@ -441,12 +447,7 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         """
         _refuse_params("verify", params)
         _ = self.module  # raises if it was given back
-        self._compare_fingerprints(self._kind._fingerprints())
-
-    def _compare_fingerprints(self, fingerprints: Iterable[tuple[str, bytes]]) -> None:
-        lines = [f"{name}, bits {_digest(content)}" for name, content in fingerprints]
-        remedy = "broadcast_parameters() gives all ranks those of one."
-        agree_on_manifest(lines, self._backend, op="DDP.verify", remedy=remedy)
+        compare(self._kind._fingerprints(), self._backend, "DDP.verify")
 
     def statistics(self) -> Statistics:
         """When each bucket of the last average was ready, sent and reduced, on this rank."""
@@ -541,6 +542,15 @@ def _refuse_params(method: str, params: object) -> None:
             f"DDP.{method} takes parameters only for JAX; this module holds its own. Name a rank "
             "by root=."
         )
+
+
+def compare(
+    fingerprints: Iterable[tuple[str, bytes]], backend: Backend, op: str, cause: str = ""
+) -> None:
+    """Raise CollectiveMismatch, on all ranks, for the first name whose content differs."""
+    lines = [f"{name}, bits {_digest(content)}" for name, content in fingerprints]
+    remedy = f"{cause}broadcast_parameters() gives all ranks those of one."
+    agree_on_manifest(lines, backend, op, remedy=remedy)
 
 
 def _digest(content: bytes) -> str:

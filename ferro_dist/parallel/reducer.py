@@ -27,8 +27,12 @@ layer that two re-entrant checkpoints share. If the bucket has not left yet, it 
 otherwise the late part waits separately. The last bucket never leaves before backward has ended, so
 that a control lane in it can say whether any rank has a late part. If so, all ranks reduce the late
 parts in a second pass, add them, and never overlap again. If the last bucket is on a GPU, the
-control lane is read in the first round only, since the host would have to wait for the GPU: a late
-gradient in any other round raises.
+control lanes are read in the first round only, since the host would have to wait for the GPU: a
+late gradient in any other round raises.
+
+Another control lane says whether any rank wants the parameters of all ranks to be compared after
+the round. Where the host does not read it, a group that can compares calls in host memory, and the
+wish goes with them (`ferro_dist.parallel.agreement`).
 
 References
 ----------
@@ -79,8 +83,8 @@ __all__ = ["Call", "Gradients", "NoGradients", "Reducer", "tag_of"]
 NumpyArray = np.ndarray[Any, Any]
 
 # Control lanes of the last bucket.
-LATE = 0
-NUM_CONTROLS = 1
+LATE, COMPARE = range(2)
+NUM_CONTROLS = 2
 
 LATE_ON_GPU = (
     "DDP: the gradient of {name!r} came once more after its bucket had left, as none did in "
@@ -179,6 +183,8 @@ class Reducer:
         Whether a round is open.
     is_attended : bool
         Whether every round begins with a roll call.
+    is_comparing : bool
+        Whether any rank has asked, in the last round, that the parameters of all be compared.
     statistics : Statistics
         Of the last round.
     """
@@ -192,6 +198,7 @@ class Reducer:
     _next_full: int
     _roll_call: RollCall | None
     _sends_early: bool
+    _compares: bool
 
     def __init__(
         self,
@@ -207,7 +214,7 @@ class Reducer:
         self.averaging = options.averaging
         self._under_way = _under_way.setdefault(backend, weakref.WeakSet())
         self.statistics = Statistics()
-        self.is_attended = False
+        self.is_attended = self.is_comparing = False
         self._as_array = as_array
         self._gpu_memory = gpu_memory
         self._bucket_nbytes = options.bucket_nbytes
@@ -295,20 +302,22 @@ class Reducer:
         weight: float | None = None,
         is_present: bool = True,
         is_held: bool = False,
+        compares: bool = False,
     ) -> None:
         """Open a round. All ranks do so, and finish it, with gradients or without.
 
-        If it is held, this rank's gradients stay as and where they are until `finish`.
+        If it is held, this rank's gradients stay as and where they are until `finish`. For
+        `compares` see `is_comparing`.
         """
         self._reset()
-        self._is_held = is_held
+        self._is_held, self._compares, self.is_comparing = is_held, compares, False
         self.is_open = True
         self._sends_early = self._is_overlapped and not self._under_way
         self._under_way.add(self)
         self._gradients = gradients
         gradients.memory = self._memory
         if self._agreement is not None and self._is_on_gpu:
-            self._agreement.ask(tag_of(self._tag, Call.AGREEMENT))
+            self._agreement.ask(tag_of(self._tag, Call.AGREEMENT), compares)
         if self.is_attended or weight is not None:
             self._question = self._question or RollCall(self.backend)
             self._roll_call = self._question.ask(
@@ -373,7 +382,7 @@ class Reducer:
 
     def _note_late(self, bucket: Bucket, number: int) -> None:
         self._has_late |= bucket.is_leaving
-        if self._has_late and not self._tells_late:
+        if self._has_late and not self._reads_controls:
             raise RuntimeError(LATE_ON_GPU.format(name=self.specs[number].name))
 
     def _pack_one(self, number: int) -> None:
@@ -414,8 +423,8 @@ class Reducer:
             Whatever ended the group. Gradients are then undefined.
         """
         try:
-            if self._agreement is not None:
-                self._agreement.require()
+            if self._agreement is not None and self._is_on_gpu:
+                self.is_comparing = self._agreement.require()
             participation = self._roll_call.result() if self._roll_call else None
             if participation is None or participation.present:
                 self._reduce_all(participation)
@@ -482,13 +491,16 @@ class Reducer:
             return
         op = self.averaging.reduce_op if factor is None else self._weigh(factor)
         self.buckets[-1].set_control(LATE, self._has_late)
+        self.buckets[-1].set_control(COMPARE, self._compares and self._reads_controls)
         for bucket in self.buckets[self._num_sent :]:
             # On a GPU the host does not wait, and the call's state can be queried later.
             self._send(bucket, op, async_op=bucket.is_on_gpu)
         for bucket in self.buckets:
             self._await(bucket)
-        if self._tells_late and self.buckets[-1].has_control(LATE):
-            self._reduce_late()
+        if self._reads_controls:
+            self.is_comparing |= self.buckets[-1].has_control(COMPARE)
+            if self.buckets[-1].has_control(LATE):
+                self._reduce_late()
         for bucket in self.buckets:
             self.averaging.complete(bucket)
             self._gradients.put(bucket, bucket.contributed())
@@ -496,8 +508,8 @@ class Reducer:
             self._agree_on_order()
 
     @property
-    def _tells_late(self) -> bool:
-        """Whether all ranks read the control lane of the last bucket in this round."""
+    def _reads_controls(self) -> bool:
+        """Whether all ranks read the control lanes of the last bucket in this round."""
         return not self.buckets[-1].is_on_gpu or not self._has_order
 
     def _factor(self, participation: Participation | None) -> float | None:

@@ -17,6 +17,8 @@ from torch import nn  # noqa: E402 - needs torch
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations import torch_gradients  # noqa: E402
+from ferro_dist.integrations.torch_writes import ParameterWrites  # noqa: E402
+from ferro_dist.parallel.agreement import Agreement  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
@@ -692,6 +694,125 @@ def test_parameters_that_differ_are_found(on_ranks: OnRanks) -> None:
         assert "broadcast_parameters()" in message
 
 
+def step_alone(backend: Any, loss: Callable[[Any], Any]) -> None:
+    """Take steps, of which rank 0 leaves out the third."""
+    ddp = scale(backend)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for number in range(5):
+        loss(ddp).backward()
+        if number != 2 or backend.rank:
+            optimizer.step()
+
+
+def optimize_by_own_loss(backend: Any, loss: Callable[[Any], Any]) -> None:
+    """Let each rank decide by its own loss how far to go."""
+    ddp = scale(backend)
+    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.5)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        own = (loss(ddp) - backend.rank).square()
+        own.backward()
+        return own
+
+    for _ in range(5):
+        optimizer.step(closure)
+
+
+def shorten_own_rows(backend: Any, _: object) -> None:
+    """Write in forward to what the batch tells."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 2))
+
+        def forward(self, rows: Any) -> Any:
+            return nn.functional.embedding(rows, self.weight, max_norm=1.0)
+
+    ddp = fd.DDP(Rows(), backend)
+    ddp(torch.tensor([backend.rank])).sum().backward()
+
+
+def write_by_hand(backend: Any, loss: Callable[[Any], Any]) -> None:
+    ddp = scale(backend)
+    if backend.rank:
+        with torch.no_grad():
+            ddp.weight.add_(1)
+    loss(ddp).backward()
+
+
+@OVERLAP
+@pytest.mark.parametrize(
+    "train", [step_alone, optimize_by_own_loss, shorten_own_rows, write_by_hand]
+)
+def test_replicas_that_drift_apart_are_noticed(
+    on_ranks: OnRanks, train: Callable[..., None], overlap: Any
+) -> None:
+    def body(backend: Any) -> None:
+        with pytest.raises(fd.CollectiveMismatch, match=r"parameter 'weight', bits .* on rank 0;"):
+            train(backend, lambda ddp: ddp(backend.rank + 1.0).sum())
+        fd.barrier(backend)  # the group is usable
+
+    on_ranks(2, body)
+
+
+def test_a_rank_may_write_other_weights_and_take_them_back(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        for number in range(4):
+            if backend.rank == 0 and number:
+                with torch.no_grad():
+                    ddp.weight.mul_(2).div_(2)
+            ddp.zero_grad()
+            ddp(backend.rank + 1.0).sum().backward()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(1.5, 1)] * 2
+
+
+def test_parameters_that_were_made_equal_are_not_compared(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        if backend.rank == 0:
+            with torch.no_grad():
+                ddp.weight.add_(1)
+        ddp.broadcast_parameters()
+        ddp(1.0).sum().backward()
+        return ddp._reducer.is_comparing
+
+    assert on_ranks(2, body) == [False] * 2
+
+
+def test_ranks_ask_each_other_only_if_writes_are_not_as_before(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> list[int]:
+        weight = nn.Parameter(torch.ones(1))
+        writes = ParameterWrites([weight], backend)
+        asked = []
+        for number in range(30):
+            if writes.are_unexpected():
+                asked.append(number)
+            if number % 4 == 3 and number != 27:
+                with torch.no_grad():
+                    weight.add_(1)
+        return asked
+
+    # The first step, what follows it, and how many rounds do; then the step that was left out.
+    assert on_ranks(2, body) == [[4, 5, 8, 28, 29]] * 2
+
+
+def test_one_rank_sets_a_flag_for_all(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> list[bool]:
+        agreement = Agreement(backend)
+        heard = []
+        for flag in (backend.rank == 1, False):
+            agreement.ask(tag=3, flag=flag)
+            heard.append(agreement.require())
+        return heard
+
+    assert on_ranks(2, body) == [[True, False]] * 2
+
+
 @OVERLAP
 def test_statistics_tell_the_times_of_each_bucket(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> None:
@@ -853,7 +974,7 @@ def test_memory_is_that_of_gradients_and_one_bucket(on_ranks: OnRanks, overlap: 
             hook.remove()  # it holds the wrapper, in a cycle that Python cannot see
         assert len(in_no_bucket) == 2 * 8
         assert max(in_no_bucket) <= 2 * layer_nbytes
-        lanes_nbytes = 8 * (8 + 4)  # of each gradient, and one control lane for each bucket
+        lanes_nbytes = 8 * (8 + 2 * 4)  # of each gradient, and two control lanes for each bucket
         assert sum(bucket.buffer.nbytes for bucket in ddp._reducer.buckets) <= (
             8 * layer_nbytes + lanes_nbytes
         )
