@@ -201,7 +201,7 @@ class BufferShare:
         current = [buffer for _, buffer in self.named()]
         self._kinds = list(map(_kind, current))
         self._parts: list[_BufferPart] = []
-        self._note(current)
+        self._note(current, [buffer.data for buffer in current])
 
     def _collect(self) -> None:
         """Note where the buffers are."""
@@ -256,7 +256,7 @@ class BufferShare:
         try:
             if kinds != self._kinds:
                 self._follow(kinds)
-                self._note(current)
+                self._note(current, buffers)
             if buffers and not self._parts:
                 with torch.inference_mode(False):  # they are written to in backward
                     self._parts = self._laid_out(buffers)
@@ -265,19 +265,19 @@ class BufferShare:
         except CollectiveMismatch as error:
             raise explain_mismatch(error, self.lines(), self._backend, "DDP", 0) from error
         if self._backend.world_size > 1:
-            self._show_changes_of_module(current)
+            self._show_changes_of_module(current, buffers)
 
-    def _show_changes_of_module(self, buffers: Sequence[Tensor]) -> None:
+    def _show_changes_of_module(self, buffers: Sequence[Tensor], memory: list[Tensor]) -> None:
         """Show autograd, on all ranks, that buffers were written to which the module changes."""
         before = zip(self._noted, self._versions, strict=True)
-        for buffer, (noted, known) in zip(buffers, before, strict=True):
-            if version(buffer) != known or buffer.data_ptr() != noted.data_ptr():
+        for buffer, now, (noted, known) in zip(buffers, memory, before, strict=True):
+            if version(buffer) != known or now.data_ptr() != noted.data_ptr():
                 show_changes([buffer])
-        self._note(buffers)
+        self._note(buffers, memory)
 
-    def _note(self, buffers: Sequence[Tensor]) -> None:
+    def _note(self, buffers: Sequence[Tensor], memory: list[Tensor]) -> None:
         # Their memory is kept until then: it cannot become that of a new buffer.
-        self._noted = [buffer.data for buffer in buffers]
+        self._noted = memory
         self._versions = list(map(version, buffers))
 
     def _follow(self, kinds: list[Any]) -> None:
