@@ -23,6 +23,7 @@ from ferro_dist.parallel import nccl_memory
 from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec
 from ferro_dist.parallel.gpu_bucket import GpuBucket
 from ferro_dist.parallel.nccl_memory import GpuMemory
+from ferro_dist.parallel.reducer import NoGradients
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 GPU_BACKENDS = pytest.mark.parametrize("kind", ["nccl", "hybrid"])
@@ -389,6 +390,25 @@ def synchronize_in_another_order(rank: int, world_size: int, addr: str, overlap:
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "afterwards"])
 def test_ranks_that_disagree_are_told_before_the_gpu_works(overlap: bool) -> None:
     on_gpus(2, synchronize_in_another_order, overlap)
+
+
+def ask_for_a_comparison(rank: int, world_size: int, addr: str, memory: str) -> None:
+    emulated_gpu()
+    with connect("hybrid", rank, world_size, addr, timeout=TIMEOUT_S) as backend:
+        # The last bucket, with the control lanes, is that of the first parameter.
+        parameters = {"w": zeros(memory.split()[0], 2), "v": zeros(memory.split()[-1], 2)}
+        reducer = fd.DDP(parameters, backend, bucket_mb=1e-5)._reducer
+        heard = []
+        for compares in (False, rank == 1, False):
+            reducer.begin(NoGradients(), compares=compares)
+            reducer.finish()
+            heard.append(reducer.is_comparing)
+        assert heard == [False, True, False]
+
+
+@pytest.mark.parametrize("memory", ["gpu", "host", "gpu and host", "host and gpu"])
+def test_a_rank_that_asks_for_a_comparison_is_heard_by_all(memory: str) -> None:
+    on_gpus(2, ask_for_a_comparison, memory)
 
 
 def fail_between_calls(rank: int, world_size: int, addr: str) -> None:
