@@ -303,8 +303,8 @@ class _Memory:
             gpu.check(gpu.cudart.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(nbytes)))
         self.address = address.value or 0
         # Not at exit: streams may still be working, as they may be on a GPU.
-        device = gpu.current_device
-        weakref.finalize(self, _free, gpu, self.address, stream, device).atexit = False
+        made_by = gpu.current_device, os.getpid()
+        weakref.finalize(self, _free, gpu, self.address, stream, *made_by).atexit = False
 
 
 def array_over(memory: Any, shape: tuple[int, ...], dtype: Any) -> EmulatedArray:
@@ -445,7 +445,9 @@ def _relaxed_capture(gpu: EmulatedGpu) -> Iterator[None]:
         gpu.cudart.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-def _free(gpu: EmulatedGpu, address: int, stream: Any, device: int) -> None:
+def _free(gpu: EmulatedGpu, address: int, stream: Any, device: int, process: int) -> None:
+    if process != os.getpid():
+        return  # a forked child lets go of its parent's array, and has no GPU
     pointer = ctypes.c_void_p(address)
     # Each device has its own default stream.
     on_device = contextlib.nullcontext() if gpu.current_device == device else gpu.device(device)
