@@ -396,7 +396,7 @@ def test_buffers_that_follow_modes_are_right_after_a_checkpoint_is_run_again(
     on_ranks(2, body)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of torch's own
 @pytest.mark.parametrize(
     "make",
     [

@@ -113,7 +113,7 @@ def test_a_graph_that_is_kept_survives_the_exchange_of_buffers(on_ranks: OnRanks
     on_ranks(2, body)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of torch's own
 def test_buffers_of_a_scripted_module_are_those_of_root(on_ranks: OnRanks) -> None:
     def body(backend: Any, norm: Any) -> Any:
         ddp = fd.DDP(norm, backend)
@@ -613,7 +613,7 @@ def test_compiled_modules_are_averaged(on_ranks: OnRanks, outside: bool) -> None
     not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
     reason="this version of torch cannot mark code as not to be compiled",
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of torch's own
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_compiled_step_compiles_no_reduction(on_ranks: OnRanks, sharded: bool) -> None:
     from torch._dynamo.convert_frame import register_bytecode_hook
