@@ -9,10 +9,11 @@ from ferro_dist._native.cuda_stream cimport held_stream, on_device_of, StreamHan
 from ferro_dist._native.dlpack cimport CUDA
 from ferro_dist._native.libcudart cimport (
     Cudart, cudaError_t, cudaHostAllocDefault, cudaMemcpyDefault, cudaMemoryTypeDevice,
-    cudaMemoryTypeHost, cudaMemoryTypeManaged, cudaPointerAttributes, relaxed,
+    cudaMemoryTypeHost, cudaMemoryTypeManaged, cudaPointerAttributes,
+    on_own_device, relaxed,
 )
 
-from ferro_dist._native.cuda_runtime import DeviceGuard, device_number
+from ferro_dist._native.cuda_runtime import current_device, DeviceGuard, device_number
 
 __all__ = [
     "DeviceMemory", "GpuBytes", "PinnedMemory", "copy_async", "fill_async", "location_of",
@@ -78,7 +79,7 @@ cdef class DeviceMemory(GpuBytes):
         if data == NULL or not self.is_own():
             return
         with nogil:
-            status = relaxed(cuda[0], cuda.cudaFree, data)
+            status = on_own_device(cuda[0], self.device, cuda.cudaFree, data)
         CHECK_CUDA(status, "cudaFree")
 
     def __dealloc__(self):
@@ -86,7 +87,7 @@ cdef class DeviceMemory(GpuBytes):
         if self._data != NULL and self.is_own():
             cuda = cudart()
             with nogil:
-                relaxed(cuda[0], cuda.cudaFree, self._data)
+                on_own_device(cuda[0], self.device, cuda.cudaFree, self._data)
 
 
 @cython.final
@@ -98,12 +99,14 @@ cdef class PinnedMemory:
 
     cdef void* _data
     cdef readonly size_t nbytes
+    cdef int _device     # that was current
     cdef int _num_forks
 
     def __init__(self, size_t nbytes):
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
         self.nbytes = nbytes
+        self._device = current_device()
         self._num_forks = num_forks()
         with nogil:
             status = relaxed(cuda[0], cuda.cudaHostAlloc, &self._data, nbytes, cudaHostAllocDefault)
@@ -124,7 +127,7 @@ cdef class PinnedMemory:
         if self._data != NULL and self._num_forks == num_forks():
             cuda = cudart()
             with nogil:
-                relaxed(cuda[0], cuda.cudaFreeHost, self._data)
+                on_own_device(cuda[0], self._device, cuda.cudaFreeHost, self._data)
 
 
 def copy_async(uintptr_t target, uintptr_t source, size_t nbytes, stream):

@@ -26,6 +26,7 @@ cdef class Stream:
 
 cdef class Event:
     cdef cudaEvent_t _handle
+    cdef int _device
     cdef int _num_forks
 
 

@@ -17,11 +17,11 @@ from ferro_dist._native.buffer_view cimport BufferView, current_stream_of, is_of
 from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
 from ferro_dist._native.libcudart cimport (
     Capture, capture_of, cudaErrorNotReady, cudaError_t, cudaEvent_t, cudaEventDisableTiming, cudaStream_t,
-    cudaStreamLegacy, cudaStreamNonBlocking, cudaStreamPerThread, cudaSuccess, Cudart, relaxed,
+    cudaStreamLegacy, cudaStreamNonBlocking, cudaStreamPerThread, cudaSuccess, Cudart, on_own_device, relaxed,
 )
 
 from ferro_dist._native.buffer_view import as_view
-from ferro_dist._native.cuda_runtime import DeviceGuard, device_number
+from ferro_dist._native.cuda_runtime import current_device, DeviceGuard, device_number
 
 __all__ = ["Event", "Stream", "current_stream_of_array"]
 
@@ -51,7 +51,7 @@ cdef class StreamHandle:
         self.is_own = False
         cuda = cudart()
         with nogil:
-            status = cuda.cudaStreamDestroy(self.stream)
+            status = on_own_device(cuda[0], self.device, cuda.cudaStreamDestroy, self.stream)
         return status
 
 
@@ -81,6 +81,7 @@ cdef class Stream:
                 status = cuda.cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, priority)
             CHECK_CUDA(status, "cudaStreamCreateWithPriority")
             made.is_own = True
+            made.device = self.device
             made._num_forks = num_forks()
         self._handle = made
 
@@ -204,11 +205,13 @@ cdef class Event:
         cdef cudaEvent_t handle = NULL
         cdef const Cudart* cuda = cudart()
         cdef unsigned int flags = 0 if timing else cudaEventDisableTiming
+        cdef int device = current_device()
         cdef cudaError_t status
         with nogil:
             status = cuda.cudaEventCreateWithFlags(&handle, flags)
         CHECK_CUDA(status, "cudaEventCreateWithFlags")
         self._handle = handle
+        self._device = device
         self._num_forks = num_forks()
 
     @property
@@ -248,7 +251,7 @@ cdef class Event:
         if self._handle != NULL and self._num_forks == num_forks():
             cuda = cudart()
             with nogil:
-                cuda.cudaEventDestroy(self._handle)
+                on_own_device(cuda[0], self._device, cuda.cudaEventDestroy, self._handle)
 
 
 cdef bint _is_ready(cudaError_t status, str function) except -1:

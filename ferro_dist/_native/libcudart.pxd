@@ -96,3 +96,8 @@ cdef extern from "abi/stream_capture.hpp" namespace "ferro" nogil:
     cudaError_t capture_of(const Cudart& cuda, cudaStream_t stream, Capture* capture) noexcept
     # relaxed(cuda, cuda.cudaFree, data); it is C++ that checks the arguments.
     cudaError_t relaxed(const Cudart& cuda, ...) noexcept
+
+
+cdef extern from "abi/own_device.hpp" namespace "ferro" nogil:
+    # on_own_device(cuda, device, cuda.cudaFree, data)
+    cudaError_t on_own_device(const Cudart& cuda, int device, ...) noexcept

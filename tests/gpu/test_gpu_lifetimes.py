@@ -121,6 +121,36 @@ def test_a_group_that_is_dropped_by_any_thread_puts_nothing_on_other_gpus() -> N
     assert run_ranks(1, drop_a_group_elsewhere, backend="none") == [[False, True]]
 
 
+def drop_small_things_elsewhere(rank: int, world_size: int, addr: str) -> list[bool]:
+    gpu = emulated_gpu(devices=2)
+    from ferro_dist._native.cuda_memory import DeviceMemory, PinnedMemory, location_of
+    from ferro_dist._native.cuda_runtime import set_device
+    from ferro_dist._native.cuda_stream import Event, Stream
+
+    set_device(1)
+    num_streams = gpu.stream_count
+    memory, stream, closed = DeviceMemory(4), Stream(), (DeviceMemory(4), Stream())
+    addresses = [memory.address, closed[0].address]
+    held = [memory, PinnedMemory(4), stream, Event(), stream.record()]
+    del memory, stream
+
+    def let_go() -> None:
+        held.clear()
+        for each in closed:
+            each.close()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    thread.join()
+    assert gpu.stream_count == num_streams
+    assert [location_of(address)[0] for address in addresses] == ["unregistered"] * 2
+    return [gpu.has_context(number) for number in range(2)]
+
+
+def test_what_any_thread_drops_puts_nothing_on_other_gpus() -> None:
+    assert run_ranks(1, drop_small_things_elsewhere, backend="none") == [[False, True]]
+
+
 # Ends that nobody ordered
 
 
