@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <optional>
 
+#include "abi/stream_capture.hpp"
 #include "nccl/device_guard.hpp"
 #include "nccl/device_lock.hpp"
 #include "nccl/fork.hpp"
@@ -270,6 +271,7 @@ void launch_group(const std::vector<GroupedOperation>& operations, Patience& pat
 void* Communicator::register_buffer(void* data, std::size_t nbytes, Patience& patience) {
   void* registration = nullptr;
   const ContextGuard guard(cuda_, device_);
+  const RelaxedCapture relaxed(cuda_);
   Turn turn(*this, "ncclCommRegister", patience);
   turn.settle(ncclCommRegister(handle(), data, nbytes, &registration));
   return registration;
@@ -277,6 +279,7 @@ void* Communicator::register_buffer(void* data, std::size_t nbytes, Patience& pa
 
 void Communicator::deregister_buffer(void* registration, Patience& patience) {
   const DeviceGuard guard(cuda_, device_);  // it may leave another device current
+  const RelaxedCapture relaxed(cuda_);      // and takes back memory that it has mapped
   Turn turn(*this, "ncclCommDeregister", patience);
   turn.settle(ncclCommDeregister(handle(), registration));
 }
@@ -298,6 +301,7 @@ ncclWindow_t Communicator::register_window(void* data, std::size_t nbytes, int f
 void Communicator::deregister_window(ncclWindow_t window, Patience& patience) {
   require(ncclCommWindowDeregister, "ncclCommWindowDeregister", "2.27");
   const DeviceGuard guard(cuda_, device_);
+  const RelaxedCapture relaxed(cuda_);
   Turn turn(*this, "ncclCommWindowDeregister", patience);
   turn.settle(ncclCommWindowDeregister(handle(), window));
 }

@@ -1273,6 +1273,35 @@ def test_memory_is_registered_by_threads_that_have_not_used_the_gpu() -> None:
     assert ranks(1, register_in_a_new_thread) == [True]
 
 
+def forget_beside_a_capture(backend: Any) -> list[float]:
+    """What NCCL frees for it would end the capture of another thread."""
+    gpu = emulated_gpu()
+    communicator, arrays = connect(backend), [memory_of_nccl(1 << 10) for _ in range(2)]
+    window, registration = communicator.register_window(arrays[0]), communicator.register(arrays[1])
+    stream, x = gpu.stream(), ranked(0)
+    communicator.allreduce(x, x)
+    gpu.synchronize()
+
+    def forget() -> None:
+        window.close()
+        registration.close()
+        communicator.register(arrays[1]).close()
+
+    with gpu.capture(stream) as graph, ThreadPoolExecutor(1) as thread:
+        thread.submit(forget).result()
+        communicator.allreduce(x, x)
+    graph.launch(stream)
+    stream.synchronize()
+    result = values(x)
+    graph.close()
+    communicator.close()
+    return result
+
+
+def test_memory_is_forgotten_beside_a_capture() -> None:
+    assert ranks(1, forget_beside_a_capture) == [list(range(8))]
+
+
 def drop_what_is_registered(backend: Any) -> list[bool]:
     """NCCL knows of memory until it has been told to forget it."""
     gpu = emulated_gpu()

@@ -40,6 +40,13 @@ void require_device_range(const char* function, const void* data, std::size_t nb
           " bytes at ", data, " reach past the end of the allocation");
 }
 
+// What registered memory takes on the device. There is none here, but what may not be done in a capture
+// may not be done for it either.
+void give_back_mappings(int device) {
+  check(cudart().set_device(device));  // and left so, as the real one may
+  check(cudart().free(nullptr));
+}
+
 struct WindowOffer {
   std::uint64_t nbytes;
   std::int64_t flags;
@@ -194,7 +201,7 @@ EMULATION_API ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handl
     use->require_ready("ncclCommDeregister");
     fault_plan().next("deregister", use->rank);
     require(use->registrations.erase(handle) == 1, ncclInvalidArgument, "ncclCommDeregister: no such handle");
-    check(cudart().set_device(use->device));  // and left so, as the real one may
+    give_back_mappings(use->device);
     return ncclSuccess;
   });
 }
@@ -240,7 +247,7 @@ EMULATION_API ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_
     require(found != use->windows.end(), ncclInvalidArgument, "ncclCommWindowDeregister: no such window");
     use->window_service().remove(found->second->number);
     use->windows.erase(found);
-    check(cudart().set_device(use->device));  // and left so, as the real one may
+    give_back_mappings(use->device);
     return ncclSuccess;
   });
 }
