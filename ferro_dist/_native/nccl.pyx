@@ -643,7 +643,7 @@ cdef class Communicator(Connection):
             with nogil:
                 self._native.get().launch(operation, patience)
         except BaseException as error:
-            self.note(error)
+            self.note_of_call(error, (first, second))
             raise
         return 0
 
@@ -776,7 +776,7 @@ cdef class Group:
                 launch_group(self._operations, patience)
         except BaseException as error:
             for each in self._communicators:
-                each.note(error)
+                each.note_of_call(error, self._kept)
             raise
         return 0
 

@@ -28,6 +28,9 @@ cdef class Connection(Member):
     cdef int refuse(self) except -1
     # Names this rank in an error, and remembers the one that ended the communicator.
     cdef int note(self, object error) except -1
+    # The same for a call on arrays, which `used` keeps alive. One that was given up, say because it took too
+    # long, may still begin in NCCL's own thread until the communicator has ended: they are kept that long.
+    cdef int note_of_call(self, object error, object used) except -1
 
     # A call's timeout; None stands for the connection's own.
     cdef double seconds(self, timeout) except? -1

@@ -230,6 +230,14 @@ cdef class Connection(Member):
             self._first_error = copy.copy(error)
         return 0
 
+    cdef int note_of_call(self, object error, object used) except -1:
+        self.note(error)
+        if not self._native.get().has_failed() or self._native.get().is_ended():
+            return 0
+        Py_INCREF(used)  # the reaper's
+        self._native.get().let_go_once_ended(let_go, <void*> used)
+        return 0
+
     cdef Patience patience(self, timeout) except *:
         check_usable(self)
         return patience_of(self.seconds(timeout))

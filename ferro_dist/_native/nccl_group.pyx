@@ -545,7 +545,11 @@ cdef class NcclGroup:
         cdef double seconds = self._check_call(timeout, tag)
         cdef uint64_t ticket = 0
         if count != 0:
-            ticket = self._call(operations, count, callers, num_callers, async_op, seconds)
+            try:
+                ticket = self._call(operations, count, callers, num_callers, async_op, seconds)
+            except BaseException as error:  # not Noting: it takes longer than the call
+                self._communicator.note_of_call(error, (first, second, others))
+                raise
         if not async_op:
             if ticket != 0:
                 self._keep(ticket, first, others if second is None else second)
@@ -576,13 +580,9 @@ cdef class NcclGroup:
     ) except? 0:
         """Launch, and return the call's ticket; 0 where it became part of a CUDA graph."""
         cdef Patience patience = Patience(seconds, is_interrupted, NULL)
-        try:  # not Noting: it takes longer than the call
-            with nogil:
-                return self._lane.get().launch(
-                    operations, count, callers, num_callers, async_op, seconds, patience)
-        except BaseException as error:
-            self._communicator.note(error)
-            raise
+        with nogil:
+            return self._lane.get().launch(
+                operations, count, callers, num_callers, async_op, seconds, patience)
 
     # Dropping an array may run code of its library, or let other threads run, which make calls and
     # drop arrays themselves. So the list is put right first, and arrays are dropped after that.

@@ -1302,6 +1302,32 @@ def test_memory_is_forgotten_beside_a_capture() -> None:
     assert ranks(1, forget_beside_a_capture) == [list(range(8))]
 
 
+def drop_arrays_of_a_call_that_was_given_up(backend: Any, is_grouped: bool) -> list[bool]:
+    communicator = connect(backend)
+    ended: list[bool] = []
+    if backend.rank == 0:
+        communicator.timeout = 0.2
+        x = ranked(0)
+        looked = weakref.ref(x.memory, lambda _: ended.append(communicator.is_closed))
+        group = load_nccl().Group() if is_grouped else contextlib.nullcontext()
+        with pytest.raises(Timeout), group:
+            communicator.allreduce(x, x)
+        del x
+        gc.collect()
+        while looked() is not None:  # the main thread lets go of it, within this test's time
+            os.sched_yield()
+    backend.barrier(False, None, 0)
+    communicator.abort()
+    return ended
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_arrays_of_a_call_that_was_given_up_are_kept_to_the_communicators_end(
+    is_grouped: bool,
+) -> None:
+    assert ranks(2, drop_arrays_of_a_call_that_was_given_up, is_grouped) == [[True], []]
+
+
 def drop_what_is_registered(backend: Any) -> list[bool]:
     """NCCL knows of memory until it has been told to forget it."""
     gpu = emulated_gpu()

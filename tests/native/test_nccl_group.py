@@ -119,6 +119,28 @@ def test_call_that_the_others_do_not_make_times_out_and_ends_the_group() -> None
     assert "ncclAllReduce" in ranks(2, miss_a_call)[0]
 
 
+def drop_arrays_of_a_call_that_was_given_up(backend: Any) -> list[bool]:
+    group = make_group(backend)
+    ended = []
+    if backend.rank == 0:
+        x = ranked(0)
+        looked = weakref.ref(x.memory, lambda _: ended.append(group.communicator.is_closed))
+        with pytest.raises(Timeout):
+            group.allreduce(x, x, SUM, False, 0.2, 0)
+        del x
+        gc.collect()
+        while looked() is not None:  # the main thread lets go of it, within this test's time
+            os.sched_yield()
+    backend.barrier(False, None, 0)
+    group.abort()
+    return ended
+
+
+def test_arrays_of_a_call_that_was_given_up_are_kept_to_the_groups_end() -> None:
+    """NCCL's own thread may still begin the call."""
+    assert ranks(2, drop_arrays_of_a_call_that_was_given_up) == [[True], []]
+
+
 def exchange_in_a_ring(backend: Any) -> list[list[float]]:
     gpu = emulated_gpu()
     group = make_group(backend)
