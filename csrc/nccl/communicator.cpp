@@ -518,16 +518,24 @@ bool Communicator::advance_end(Patience::Clock::time_point deadline) noexcept {
     return true;
   }
   if (handle() == nullptr) return is_ended_ = true;
-  // Whoever waits for NCCL in a call on this one leaves now; for another one of the family, it goes first.
-  if (is_busy() && Patience::Clock::now() < deadline) return false;
-  if (!finalize_quietly(handle(), deadline)) return false;
-  if (!is_finalized_) {
+  if (is_busy()) {
+    // Whoever waits for NCCL in a call on this one leaves now; for another one of the family, it goes first.
+    if (Patience::Clock::now() < deadline) return false;
     lock.unlock();
     abort_now();
     return true;
   }
-  const ncclComm_t finalized = handle_.exchange(nullptr);
+  // The family waits, and other communicators go on: one that blocks waits in NCCL for the other ranks.
+  family_->is_busy.store(true, std::memory_order_release);
   lock.unlock();
+  const bool is_over = finalize_quietly(handle(), deadline);
+  family_->is_busy.store(false, std::memory_order_release);
+  if (!is_over) return false;
+  if (!is_finalized_) {
+    abort_now();
+    return true;
+  }
+  const ncclComm_t finalized = handle_.exchange(nullptr);
   if (finalized != nullptr) ncclCommDestroy(finalized);
   return is_ended_ = true;
 }

@@ -17,7 +17,8 @@
 //   that error is the first: see try_fail().
 // - Ending it is left to the reaper's threads, which are in no group of NCCL's. What ends it
 //   is called without the lock: NCCL waits there for graphs that hold the communicator,
-//   perhaps for ever, and other communicators of the device go on meanwhile.
+//   perhaps for ever, or, where communicators block, for other ranks, and other communicators
+//   of the device go on meanwhile.
 #ifndef FERRO_NCCL_COMMUNICATOR_HPP
 #define FERRO_NCCL_COMMUNICATOR_HPP
 
@@ -210,7 +211,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<bool> is_aborting_{false};
   std::atomic<bool> is_closing_{false};
   std::atomic<bool> is_ended_{false};
-  bool is_revoked_ = false;  // under lock_, as the next three
+  bool is_revoked_ = false;  // under lock_ or is_busy, as the next three
   bool is_suspended_ = false;
   bool is_finalizing_ = false;
   bool is_finalized_ = false;

@@ -873,6 +873,29 @@ def test_a_communicator_that_hangs_in_its_end_holds_up_no_other() -> None:
     assert ranks(1, hang_in_the_end) == [(True, False)]
 
 
+def drop_one_that_blocks(backend: Any) -> list[float]:
+    """NCCL waits in its end for the other rank, which waits for this one in another call."""
+    gone, kept = [connect(backend, blocking=True) for _ in range(2)]
+    x = ranked(backend.rank)
+    for communicator in (gone, kept):
+        communicator.allreduce(x, x)
+    emulated_gpu().synchronize()
+    backend.barrier(False, None, 0)
+    is_closed = gone if backend.rank == 1 else None
+    del gone, communicator
+    gc.collect()
+    kept.allreduce(x, x)
+    result = values(x)[:2]
+    if is_closed is not None:
+        is_closed.close()
+    kept.close()
+    return result
+
+
+def test_one_that_blocks_in_its_end_holds_up_no_other() -> None:
+    assert ranks(2, drop_one_that_blocks) == [[4, 12]] * 2
+
+
 def forget_a_group(backend: Any) -> None:
     communicator = connect(backend)
     x = ranked(0)
