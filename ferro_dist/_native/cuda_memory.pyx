@@ -2,7 +2,7 @@
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport SIZE_MAX, uintptr_t
 
 from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
 from ferro_dist._native.cuda_stream cimport held_stream, on_device_of, StreamHandle
@@ -30,7 +30,9 @@ cdef class GpuBytes:
         The current device if not given.
     """
 
-    def __init__(self, size_t nbytes, device=None):
+    def __init__(self, nbytes, device=None):
+        if nbytes > SIZE_MAX:
+            raise MemoryError(f"No GPU has room for {nbytes} bytes.")
         self.nbytes = nbytes
         self.device = device_number(device)
         self._num_forks = num_forks()

@@ -10,7 +10,7 @@ import sys
 cimport cython
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_REFCNT
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport SIZE_MAX, uintptr_t
 from libcpp.vector cimport vector
 
 from ferro_dist._native.buffer_view cimport BufferView, current_stream_of, is_of_jax
@@ -266,7 +266,7 @@ cdef cudaStream_t stream_handle(object stream) except? NULL:
     cdef object cls = type(stream)
     if cls is Stream:
         return (<Stream> stream).open().stream
-    if isinstance(stream, int) and not isinstance(stream, bool):
+    if isinstance(stream, int) and not isinstance(stream, bool) and 0 <= stream <= SIZE_MAX:
         return <cudaStream_t> <uintptr_t> stream
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:

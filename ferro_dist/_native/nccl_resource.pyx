@@ -80,9 +80,7 @@ cdef PreMulSum make_premul_sum(Connection connection, scalar, str dtype, timeout
             raise UnsupportedOp(
                 f"premul_sum: NCCL does not multiply {dtype} where there is one rank alone.", op="premul_sum",
                 rank=connection.rank)
-    if isinstance(scalar, str):
-        raise TypeError(f"premul_sum: scalar must be a number, not {scalar!r:.50}.")
-    cdef bytes value = numpy.array(float(scalar), _numpy_dtype(dtype)).tobytes()
+    cdef bytes value = numpy.array(_float(scalar), _numpy_dtype(dtype)).tobytes()
     cdef char* data = value
     cdef ncclDataType_t native_dtype = nccl_dtype(code)
     cdef Patience patience = connection.patience(timeout)
@@ -92,6 +90,15 @@ cdef PreMulSum make_premul_sum(Connection connection, scalar, str dtype, timeout
     made._connection = connection
     made._dtype = code
     return made
+
+
+def _float(scalar):
+    try:
+        if not isinstance(scalar, str):
+            return float(scalar)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"premul_sum: scalar must be a number, not {scalar!r:.50}.")
 
 
 def _numpy_dtype(str dtype):

@@ -256,6 +256,8 @@ def make_empty(rank: int, world_size: int, addr: str) -> None:
     with connect("nccl", rank, world_size, addr) as group:
         x = group.empty((3, 2), "float16")
         assert (x.shape, str(x.dtype)) == ((3, 2), "float16")
+        with pytest.raises(MemoryError, match="No GPU has room for"):
+            group.empty(1 << 62, "float32")
         window = group.comm.register_window(x)
         fd.allreduce(x, group, out=x)
         fd.barrier(group)

@@ -492,12 +492,18 @@ def refuse_bad_arguments(backend: Any) -> None:
         communicator.shrink([])
     with pytest.raises(InvalidArray, match="not C-contiguous"):
         communicator.register_window(strided)
-    for color, key in ((0.5, 0), (0, None)):
-        with pytest.raises(TypeError):
+    for excluded in (None, 1):
+        with pytest.raises(TypeError, match="excluded must be the ranks to leave out"):
+            communicator.shrink(excluded)
+    for color, key in ((0.5, 0), (0, None), (True, 0)):
+        with pytest.raises(TypeError, match=r"split: (color|key) must be an integer, not"):
             communicator.split(color, key)
     for scalar in (None, "2", [1, 2]):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="premul_sum: scalar must be a number, not"):
             communicator.premul_sum(scalar, "float32")
+    for stream in ("0", True, -1, 1 << 64):
+        with pytest.raises(TypeError, match="or the address of a CUDA stream, not"):
+            communicator.allreduce(x, x, stream=stream)
     weighted = communicator.premul_sum(2, "float64")
     with pytest.raises(InvalidArray, match="x is float32, and this PreMulSum multiplies float64"):
         communicator.allreduce(x, x, weighted)
