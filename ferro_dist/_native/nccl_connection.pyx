@@ -232,7 +232,7 @@ cdef class Connection(Member):
 
     cdef int note_of_call(self, object error, object used) except -1:
         self.note(error)
-        if not self._native.get().has_failed() or self._native.get().is_ended():
+        if not is_own(self) or not self._native.get().has_failed() or self._native.get().is_ended():
             return 0
         Py_INCREF(used)  # the reaper's
         self._native.get().let_go_once_ended(let_go, <void*> used)

@@ -338,7 +338,9 @@ cdef class NcclGroup:
         elif out is None:
             arguments.raise_missing_array(
                 "scatter", "out", "only the root knows the shape otherwise", rank=self.rank)
-        cdef BufferView dst = self._communicator.output(out, "scatter")
+        cdef BufferView dst = output_view_of(out)
+        if src is None:  # else it is compared with x
+            self._communicator.check_device(dst, "scatter")
         self._communicator.describe_scatter(&o, src, dst, root)
         return self._launch(&o, dst, src, x, out, is_new, async_op, timeout, tag)
 

@@ -315,6 +315,10 @@ cdef class Member:
 
     cdef int _refuse_reduction(self, str op, int dtype, reduce_op) except -1:
         cdef str name = DTYPE_NAMES[dtype]
+        if dtype >= E4M3:
+            raise UnsupportedOp(
+                f"{op}: there is no {reduce_op.name} of {name}, whose steps are too coarse for NCCL's. "
+                "Use SUM and divide, or convert to float16 or wider.", op=op, rank=self.rank)
         if arguments.is_reducible(name, reduce_op):
             raise UnsupportedOp(
                 f"{op}: NCCL has no {reduce_op.name} of {name}. Convert the array, or reduce it "

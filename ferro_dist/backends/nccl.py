@@ -128,7 +128,9 @@ class NcclBackend(BoundBackend):
     unique_id : UniqueId or bytes
         From `get_unique_id` on one rank; the same on all.
     device : int, optional
-        The GPU of this rank; by default this thread's current one.
+        The GPU of this rank; by default this thread's current one. Make it the current one of each
+        thread that calls: CUDA may otherwise put a context, of hundreds of megabytes, on that
+        thread's own, which for a new thread is GPU 0.
     timeout : float
         Seconds after which making the group gives up, and after which a call that is
         still under way ends the group.

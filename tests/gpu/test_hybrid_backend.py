@@ -116,6 +116,8 @@ def mix_in_one_call(rank: int, world_size: int, addr: str) -> None:
                 fd.allreduce(x, group, out=out)
             with pytest.raises(InvalidArray, match="different devices"):
                 fd.sendrecv(x, out, group, 1 - rank, 1 - rank)
+            with pytest.raises(InvalidArray, match="different devices"):
+                fd.scatter(x, group, rank, out=out[:2])
         assert fd.allreduce(host, group)[0] == 2
         assert fd.allreduce(device, group).numpy()[0] == 2
 

@@ -227,6 +227,9 @@ def multiply_float8_alone(backend: Any) -> list[Any]:
     communicator = connect(backend)
     with pytest.raises(UnsupportedOp, match="one rank alone"):
         communicator.premul_sum(2.0, "float8_e5m2")
+    x = emulated_gpu().empty(4, ml_dtypes.float8_e5m2)
+    with pytest.raises(UnsupportedOp, match=r"no MEAN of float8_e5m2.*Use SUM and divide"):
+        communicator.allreduce(x, x, ReduceOp.MEAN)
     x = ranked(1, 4)
     communicator.allreduce(x, x, communicator.premul_sum(2.0, "float32"))
     result = values(x)
