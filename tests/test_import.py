@@ -92,3 +92,20 @@ names = [name for name, _ in inspect.getmembers(ferro_dist)]
 print(*(name for name in ("DDP", "ShardedOptimizer", "TYPE_CHECKING") if name in names))
 """
     assert run(program) == ["DDP"]
+
+
+def test_subinterpreter_is_refused() -> None:
+    # By itself NumPy, too, refuses to be loaded twice, but not to be loaded in another interpreter.
+    is_old = sys.version_info < (3, 13)
+    program = f"""
+import {"_xxsubinterpreters" if is_old else "_interpreters"} as interpreters
+other = interpreters.create({"isolated=False" if is_old else "'legacy'"})
+interpreters.run_string(other, '''
+try:
+    import ferro_dist._native
+except ImportError as error:
+    print(error)
+''')
+{FIRST_USE}
+"""
+    assert " ".join(run(program)).startswith("ferro_dist works in the main interpreter only")
