@@ -531,6 +531,14 @@ def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
     assert done.stdout == b"[0] __main__ ['-n', '5']\n"
 
 
+def test_a_script_may_be_called_like_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("-x.py").write_text("import sys; print(*sys.argv)\n")
+    assert ferrorun("-n1", "--", "-x.py", "-y") == (0, "[0] -x.py -y\n", "")
+
+
 def test_no_python_runs_any_command() -> None:
     assert ferrorun("-n1", "--no-python", "--", "echo", "$HOME") == (0, "[0] $HOME\n", "")
 

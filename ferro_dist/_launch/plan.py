@@ -73,7 +73,11 @@ class RankCommand:
 def plan(options: Options, rendezvous: Rendezvous, environ: Mapping[str, str]) -> list[RankCommand]:
     """Return the commands of this host's ranks, in order of rank."""
     python = [sys.executable] if options.is_python else []
-    argv = [*python, *(["-m"] if options.is_module else []), *options.command]
+    if options.is_module:
+        python.append("-m")
+    elif options.is_python and options.command[0].startswith("-"):
+        python.append("--")  # else Python would take the script for an option of its own
+    argv = [*python, *options.command]
     unset = sorted(key for key in environ if _is_foreign(key))
     return [
         RankCommand(
