@@ -360,11 +360,16 @@ def check_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     return lengths
 
 
+def elements(count: int) -> str:
+    """Return "1 element", "2 elements" and so on."""
+    return "1 element" if count == 1 else f"{count} elements"
+
+
 def check_size(op: str, name: str, count: int, expected: int, *, rank: int) -> None:
     """Raise SizeMismatch unless the array called `name` has the expected number of elements."""
     if count != expected:
         raise SizeMismatch(
-            f"{op}: {name} has {count} elements where {expected} are needed.", op=op, rank=rank
+            f"{op}: {name} has {elements(count)} instead of {expected}.", op=op, rank=rank
         )
 
 
@@ -372,7 +377,8 @@ def per_rank_count(op: str, name: str, count: int, *, rank: int, world_size: int
     """Return the size of one rank's chunk; raise SizeMismatch if chunks would be unequal."""
     if count % world_size:
         raise SizeMismatch(
-            f"{op}: the {count} elements of {name} cannot be split evenly over {world_size} ranks.",
+            f"{op}: {name} has {elements(count)}, which cannot be split evenly over {world_size} "
+            "ranks.",
             op=op,
             rank=rank,
         )
@@ -403,11 +409,11 @@ def uneven_counts(
     send = _counts("send_counts", send_counts, rank, world_size)
     recv = _counts("recv_counts", recv_counts, rank, world_size)
     if sum(send) != x_count:
-        raise _uneven(f"send_counts add up to {sum(send)}, but x has {x_count} elements", rank)
+        raise _uneven(f"send_counts add up to {sum(send)}, but x has {elements(x_count)}", rank)
     if sum(recv) > MAX_COUNT:
         raise _uneven(f"recv_counts add up to {sum(recv)}, more than an array can hold", rank)
     if send[rank] != recv[rank]:
-        what = f"rank {rank} sends itself {send[rank]} elements but expects {recv[rank]}"
+        what = f"rank {rank} sends itself {elements(send[rank])} but expects {recv[rank]}"
         raise _uneven(what, rank, peer=rank)
     return UnevenCounts(send, recv)
 

@@ -262,3 +262,11 @@ def test_what_is_no_group_is_named(backend: Any) -> None:
     for op, call in calls.items():
         with pytest.raises(TypeError, match=f"{op}: backend must be a group"):
             call()
+
+
+def test_one_element_is_not_several() -> None:
+    with world_of_one() as backend:
+        with pytest.raises(SizeMismatch, match="out has 1 element instead of 3"):
+            fd.allreduce(np.ones(3), backend, out=np.empty(1))
+        with pytest.raises(SizeMismatch, match="out has 2 elements instead of 1"):
+            fd.allreduce(np.ones(1), backend, out=np.empty(2))

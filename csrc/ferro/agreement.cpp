@@ -55,9 +55,9 @@ void Agreement::check(int own_rank) const {
   if (state == State::unpaired) {
     const std::string all_to_all = std::string("all_to_all(") + name_of(first.dtype) + ")";
     error.detail = "rank " + std::to_string(first_rank) + " called " + all_to_all + " with " +
-                   std::to_string(first.count) + " elements for rank " + std::to_string(second_rank) +
-                   ", rank " + std::to_string(second_rank) + " called " + all_to_all + " with " +
-                   std::to_string(second.count) + " elements from rank " + std::to_string(first_rank);
+                   elements(first.count) + " for rank " + std::to_string(second_rank) + ", rank " +
+                   std::to_string(second_rank) + " called " + all_to_all + " with " + elements(second.count) +
+                   " from rank " + std::to_string(first_rank);
   }
   throw error;
 }

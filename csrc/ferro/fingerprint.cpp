@@ -53,6 +53,10 @@ std::string describe_mismatch(int first_rank, const Fingerprint& first, int seco
 
 }  // namespace
 
+std::string elements(std::uint64_t count) {
+  return std::to_string(count) + (count == 1 ? " element" : " elements");
+}
+
 Error mismatch_error(int own_rank, int first_rank, const Fingerprint& first, int second_rank,
                      const Fingerprint& second) {
   return Error(ErrorCode::mismatch, own_rank == second_rank ? first_rank : second_rank,

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "ferro/clock.hpp"
+#include "ferro/fingerprint.hpp"
 #include "ferro/kernels.hpp"
 #include "ferro/pages.hpp"
 #include "ferro/shm_cost.hpp"
@@ -403,9 +404,8 @@ void ShmTransport::check_counts() const {
       const std::uint64_t* received = counts_of(dst) + size_;
       if (sent[dst] == received[src]) continue;
       throw Error(ErrorCode::mismatch, members_[index_ == src ? dst : src],
-                  "rank " + std::to_string(members_[src]) + " sends " + std::to_string(sent[dst]) +
-                      " elements to rank " + std::to_string(members_[dst]) + ", which expects " +
-                      std::to_string(received[src]));
+                  "rank " + std::to_string(members_[src]) + " sends " + elements(sent[dst]) + " to rank " +
+                      std::to_string(members_[dst]) + ", which expects " + std::to_string(received[src]));
     }
   }
 }

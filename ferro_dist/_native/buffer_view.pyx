@@ -70,7 +70,7 @@ cdef class BufferView:
 
     def __repr__(self):
         return (
-            f"<BufferView of {self.count} elements, dtype {self.dtype}, at {self.address:#x}, "
+            f"<BufferView, count {self.count}, dtype {self.dtype}, at {self.address:#x}, "
             f"device ({self.device_type}, {self.device_id})>"
         )
 

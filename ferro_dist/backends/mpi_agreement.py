@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ferro_dist.arguments import UnevenCounts
+from ferro_dist.arguments import UnevenCounts, elements
 from ferro_dist.backends.mpi_progress import Requests
 from ferro_dist.errors import ChannelClosed, CollectiveMismatch
 from ferro_dist.interop import dtype_name
@@ -284,7 +284,7 @@ class Agreement:
             if sender == _NONE:
                 continue
             difference = (
-                f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected}"
+                f"rank {sender} sends {elements(sent)} to rank {receiver}, which expects {expected}"
             )
             raise self._mismatch("all_to_all", sequence, difference, sender, receiver)
 
