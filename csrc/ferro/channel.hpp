@@ -49,9 +49,13 @@ class Channel {
   virtual bool try_send(Message& message) = 0;
   virtual bool try_recv(Message& message) = 0;
 
-  // Tells the peer that this rank has left, where it does not learn that from the
-  // group's memory. Nothing but the destructor is called afterwards.
-  virtual void close() noexcept {}
+  // Ends this side of the channel and, unless this rank goes on in a successor of the group, tells the
+  // peer that it has left. Does nothing where the peer learns that from the group's memory. Nothing but
+  // the destructor is called afterwards.
+  virtual void close(bool is_superseded) noexcept { static_cast<void>(is_superseded); }
+
+  // Whether the peer has said here that it has left, whatever ended the group before.
+  virtual bool has_peer_left() { return false; }
 
   // After close(): throws away what has arrived. True if there was something, and something sent to the
   // peer has yet to be delivered.

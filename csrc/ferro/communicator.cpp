@@ -149,13 +149,17 @@ void Communicator::notify() noexcept {
   if (const auto messenger = share(parts_.messenger)) messenger->notify();
 }
 
-std::vector<int> Communicator::lost_ranks() const {
+std::vector<int> Communicator::lost_ranks() {
   const std::shared_ptr<Transport> transport = open_transport();
   RankSet ranks;
   transport->add_lost(ranks);
   const AbortReason reason = transport->aborted();
   const bool has_left = reason.code == ErrorCode::peer_lost || reason.code == ErrorCode::channel_closed;
   if (has_left && reason.culprit >= 0) ranks.set(reason.culprit);
+  if (message_gate_->try_enter()) {  // else at the next look: calls of a group that has ended leave soon
+    const Gate::Pass pass(*message_gate_, std::adopt_lock);
+    if (!is_closed()) parts_.messenger->add_lost(ranks);
+  }
   ranks.reset(rank_);
   return ranks_of(ranks);
 }
@@ -196,7 +200,7 @@ bool Communicator::close() noexcept {
   parts.messenger->end(Error(ErrorCode::closed));
   // In this order: a peer whose message never comes asks the transport for the reason.
   parts.transport->close();
-  parts.messenger->close();
+  parts.messenger->close(is_superseded_.load(std::memory_order_relaxed));
   return true;
 }
 

@@ -78,14 +78,17 @@ class Communicator {
   // For survivors that form a successor of this group: what this rank knows of the others.
   // lost_ranks(), ascending, are certain to be lost; see Transport for the other two. Throw
   // Error{closed} once this rank has left.
-  std::vector<int> lost_ranks() const;
+  std::vector<int> lost_ranks();
   std::uint32_t succession() const { return open_transport()->succession(); }
   bool advance_succession(std::uint32_t from, std::uint32_t to) {
     return open_transport()->advance_succession(from, to);
   }
   // Ends the group for the ranks that are still in it, since this one goes on in a successor.
   // May be called from any thread, even while another is inside a call.
-  void supersede() noexcept { end(ErrorCode::superseded, rank_); }
+  void supersede() noexcept {
+    is_superseded_.store(true, std::memory_order_relaxed);  // for this thread: it closes the group next
+    end(ErrorCode::superseded, rank_);
+  }
   // The same, where this rank was interrupted between calls that belong together.
   void interrupt() noexcept { end(ErrorCode::interrupted, rank_); }
 
@@ -153,7 +156,8 @@ class Communicator {
   std::atomic<pthread_t> caller_{};  // the first
   std::atomic<bool> has_several_callers_{false};
   std::atomic<bool> is_closed_{false};  // no call may start
-  std::atomic<bool> has_left_{false};   // close() has begun to wait for calls under way
+  std::atomic<bool> is_superseded_{false};
+  std::atomic<bool> has_left_{false};  // close() has begun to wait for calls under way
 };
 
 }  // namespace ferro

@@ -42,7 +42,7 @@ Messenger::Messenger(std::shared_ptr<Transport> transport, std::vector<std::uniq
 }
 
 Messenger::~Messenger() {
-  close();
+  close(false);
   discard_rest(channels_);
 }
 
@@ -129,9 +129,14 @@ void Messenger::end(const Error& why) noexcept {
   tell_others();
 }
 
-void Messenger::close() noexcept {
+void Messenger::close(bool is_superseded) noexcept {
   for (const std::unique_ptr<Channel>& channel : channels_)
-    if (channel != nullptr) channel->close();
+    if (channel != nullptr) channel->close(is_superseded);
+}
+
+void Messenger::add_lost(RankSet& ranks) const {
+  for (std::size_t peer = 0; peer < channels_.size(); ++peer)
+    if (channels_[peer] != nullptr && channels_[peer]->has_peer_left()) ranks.set(peer);
 }
 
 void Messenger::check_group() const {

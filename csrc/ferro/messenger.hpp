@@ -89,8 +89,11 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   // For a thread that leaves for good: unless there is a watch, one of the sleepers must become it.
   void relieve();
 
-  // Tells all peers that this rank has left. Nothing is posted afterwards.
-  void close() noexcept;
+  // Tells all peers that this rank has left, unless it goes on in a successor. Nothing is posted afterwards.
+  void close(bool is_superseded) noexcept;
+
+  // Adds the peers that have left after the group had ended: the transport knows of no end but the first.
+  void add_lost(RankSet& ranks) const;
 
   // The peers to or from which some of the batch is still due: all of its peers if it has not
   // been posted.

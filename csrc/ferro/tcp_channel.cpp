@@ -37,15 +37,20 @@ TcpChannel::TcpChannel(int peer, int fd, std::shared_ptr<TcpMesh> mesh)
     : stream_(peer, UniqueFd(fd)), mesh_(std::move(mesh)) {}
 
 TcpChannel::~TcpChannel() {
-  close();
+  close(false);
   stream_.discard_unread();
 }
 
 bool TcpChannel::discard_unread() noexcept { return stream_.discard_unread() && stream_.has_undelivered(); }
 
-void TcpChannel::close() noexcept {
-  if (has_said_goodbye_) return;
-  has_said_goodbye_ = true;
+void TcpChannel::close(bool is_superseded) noexcept {
+  if (is_closed_) return;
+  is_closed_ = true;
+  if (!is_superseded) say_goodbye();
+  stream_.shut_down();
+}
+
+void TcpChannel::say_goodbye() noexcept {
   Frame words = farewell(FrameKind::goodbye);
   const iovec piece{&words, sizeof words};
   try {
@@ -55,8 +60,9 @@ void TcpChannel::close() noexcept {
   } catch (const Error&) {
     // The socket is unusable: the peer will notice, too.
   }
-  stream_.shut_down();
 }
+
+bool TcpChannel::has_peer_left() { return stream_.has_hung_up() && stream_.last_words().has_value(); }
 
 bool TcpChannel::try_send(Message& message) {
   if (!message.is_started) {

@@ -26,19 +26,21 @@ class TcpChannel final : public Channel {
 
   bool try_send(Message& message) override;
   bool try_recv(Message& message) override;
-  // Says goodbye. Idempotent.
-  void close() noexcept override;
+  // Idempotent.
+  void close(bool is_superseded) noexcept override;
+  bool has_peer_left() override;
   bool discard_unread() noexcept override;
   int poll_fd() const noexcept override { return stream_.fd(); }
 
  private:
+  void say_goodbye() noexcept;
   bool try_recv_header(Message& message);
   void begin_payload(Message& message, const Frame& header);
   void throw_if_certain();
   bool may_mesh_tell_more();
 
   TcpStream stream_;
-  bool has_said_goodbye_ = false;
+  bool is_closed_ = false;
   std::optional<Clock::time_point> ended_at_;  // when the end was first seen
   std::shared_ptr<TcpMesh> mesh_;
   Frame outgoing_;                   // header of the message that is being sent

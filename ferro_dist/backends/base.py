@@ -300,8 +300,7 @@ class Backend(abc.ABC):
             Seconds until the new group must be ready; None for the backend's own. Ranks that died
             or closed the group are left out at once. Ranks that are silent, for instance because
             they are stopped, are left out after half of this time. So are, where ranks share no
-            memory, those that left after the group had ended, be it by their own `interrupt`: they
-            look like ranks that have gone on in a successor.
+            memory, those that were killed after they had ended the group.
 
         Returns
         -------

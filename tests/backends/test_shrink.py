@@ -312,6 +312,28 @@ def test_a_rank_that_closed_is_not_waited_for(transport: str) -> None:
     check_survivors(outcomes, (1,))
 
 
+def shrink_after_an_interrupt(backend: fd.Backend) -> Any:
+    rank, world_size = backend.rank, backend.world_size
+    if rank == 1:
+        fd.allreduce(np.ones(1000), backend)
+        backend.interrupt(KeyError("no such batch"))
+        backend.close()
+        return error_of(backend.shrink)
+    assert call_until_it_fails(backend).kind == "ChannelClosed"
+    start_s = time.monotonic()
+    with backend.shrink(SHRINK_S) as group:
+        assert time.monotonic() - start_s < SOON_S
+        return group.survivors, group.rank, one_hot_sum(group, world_size, rank)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_ended_the_group_and_left_is_not_waited_for(transport: str) -> None:
+    outcomes = run_ranks(3, shrink_after_an_interrupt, backend=transport)
+    assert outcomes[1].kind == "ChannelClosed"
+    outcomes[1] = RankDeath(-signal.SIGKILL)
+    check_survivors(outcomes, (1,))
+
+
 def shrink_with_work_under_way(backend: fd.Backend) -> Any:
     rank, world_size = backend.rank, backend.world_size
     if rank == 0:

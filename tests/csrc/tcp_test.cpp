@@ -721,7 +721,7 @@ void what_was_sent_outlives_a_sender_that_has_not_read() {
     complete(*leaves.back(), message_of(true, sent));
   }
   for (const auto& channel : leaves)
-    if (channel != nullptr) channel->close();
+    if (channel != nullptr) channel->close(false);
   discard_rest(leaves);
   leaves.clear();
   for (const auto& channel : stay) {
@@ -804,7 +804,7 @@ void a_goodbye_is_not_taken_for_a_payload() {
     expect(write(second, &header, sizeof header) == sizeof header, "write");
     const auto sent = static_cast<ssize_t>((got.size() - missing) * sizeof got[0]);
     expect(write(second, got.data(), sent) == sent, "write");
-    TcpChannel(0, second).close();
+    TcpChannel(0, second).close(false);
     expect(error_of([&] { complete(channel, message_of(false, got)); }).code == ErrorCode::channel_closed,
            "a goodbye in place of " + std::to_string(missing) + " elements");
   }
@@ -817,7 +817,7 @@ void a_goodbye_ends_a_header() {
     Values got(100);
     const Frame header = header_of(got);
     expect(write(second, &header, begun) == static_cast<ssize_t>(begun), "write");
-    TcpChannel(0, second).close();
+    TcpChannel(0, second).close(false);
     const Error error = error_of([&] { complete(channel, message_of(false, got)); });
     expect(error.code == ErrorCode::channel_closed, "a goodbye after " + std::to_string(begun) +
                                                         " bytes of a header, code " +
