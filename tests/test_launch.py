@@ -477,6 +477,18 @@ def test_a_name_that_no_host_can_have_is_an_error() -> None:
     assert err.count("\n") == 1
 
 
+def test_ranks_that_cannot_reach_each_other_are_not_started() -> None:
+    isolated = ["unshare", "--user", "--map-root-user", "--net"]
+    try:
+        subprocess.run([*isolated, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    job = [*isolated, *FERRORUN, "-n2", "--no-python", "true"]
+    done = subprocess.run(job, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 1
+    assert "the ranks cannot reach 127.0.0.1: Network is unreachable" in done.stderr
+
+
 def test_two_hosts_meet_at_the_endpoint(launch: Launch) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -39,6 +39,8 @@ def listen(options: Options) -> tuple[Rendezvous, list[int]]:
     token = options.token or os.urandom(32).hex()
     if options.endpoint is None:
         listener, master = _bind(LOOPBACK, 0), _bind(LOOPBACK, 0)
+        if options.nproc > 1:
+            _check_route(*listener.getsockname())
         addr = interfaces.format_host_port(LOOPBACK, listener.getsockname()[1])
         master_port = str(master.getsockname()[1])
         listening = _listen(listener)
@@ -50,6 +52,21 @@ def listen(options: Options) -> tuple[Rendezvous, list[int]]:
         return Rendezvous(addr, host, master_port, token, None), []
     listening = _listen(_bind(host, port))
     return Rendezvous(addr, host, master_port, token, str(listening)), [listening]
+
+
+def _check_route(host: str, port: int) -> None:
+    """Raise LaunchError where no rank could reach another, and all would wait for their timeout."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        sock.connect((host, port))  # sends nothing
+    except OSError as error:
+        raise LaunchError(
+            f"the ranks cannot reach {host}: {error.strerror}. The loopback interface is down, as "
+            "in a new network namespace; try: ip link set lo up",
+            EXIT_CANNOT_LISTEN,
+        ) from None
+    finally:
+        sock.close()
 
 
 def _listen(bound: socket.socket) -> int:
