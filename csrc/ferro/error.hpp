@@ -19,7 +19,7 @@ namespace ferro {
 enum class ErrorCode : std::uint8_t {
   none,
   timeout,         // `missing` did not arrive in time
-  peer_lost,       // the process or host of `peer` died
+  peer_lost,       // the process of `peer` died
   channel_closed,  // `peer` closed its side
   mismatch,        // ranks called different collectives; the group stays usable
   size_mismatch,   // a message does not fit its receive; the group stays usable
@@ -28,8 +28,9 @@ enum class ErrorCode : std::uint8_t {
   unsupported,     // no such reduction for this dtype; nothing was sent
   closed,          // this rank closed the group
   out_of_memory,
-  superseded,  // `peer` went on in a successor of this group
-  under_way,   // the caller gave up waiting for a call; the call itself goes on
+  superseded,   // `peer` went on in a successor of this group
+  under_way,    // the caller gave up waiting for a call; the call itself goes on
+  unreachable,  // the host of `peer` does not answer: it died, or is cut off and goes on elsewhere
 };
 
 // The sequence of a call that has not begun.

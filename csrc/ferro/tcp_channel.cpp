@@ -139,7 +139,8 @@ void TcpChannel::throw_if_certain() {
   }
   const bool has_left = stream_.last_words() || (mesh_ != nullptr && mesh_->has_said_goodbye(stream_.peer()));
   if (has_left) throw Error(ErrorCode::channel_closed, stream_.peer());
-  if (!may_mesh_tell_more()) throw Error(ErrorCode::peer_lost, stream_.peer());
+  if (!may_mesh_tell_more())
+    throw Error(stream_.is_cut() ? ErrorCode::unreachable : ErrorCode::peer_lost, stream_.peer());
 }
 
 // Both sockets of a peer end together, whether it left or died, but the news of one may

@@ -97,7 +97,8 @@ void TcpMesh::add_lost(RankSet& ranks) noexcept {
     for (const Lane& lane : lanes_) {
       if (!lane.stream.has_hung_up()) continue;
       const std::optional<TcpStream::LastWords> words = lane.stream.last_words();
-      if (!words || words->frame.kind == FrameKind::goodbye) ranks.set(lane.stream.peer());
+      const bool is_certain = words ? words->frame.kind == FrameKind::goodbye : !lane.stream.is_cut();
+      if (is_certain) ranks.set(lane.stream.peer());
     }
   } catch (const std::exception&) {
     // Out of memory while reading last words: the next look may have it.
@@ -140,7 +141,7 @@ void TcpMesh::throw_if_aborted() const {
 }
 
 void TcpMesh::examine_hangups() {
-  int lowest_silent = -1;
+  const Lane* lowest_silent = nullptr;
   for (Lane& lane : lanes_) {
     if (lane.said_goodbye || !lane.stream.has_hung_up()) continue;
     const std::optional<TcpStream::LastWords> words = lane.stream.last_words();
@@ -148,20 +149,23 @@ void TcpMesh::examine_hangups() {
       return adopt(AbortReason::unpack(words->frame.first.count));
     if (words) {
       lane.said_goodbye = true;
-    } else if (lowest_silent < 0 || lane.stream.peer() < lowest_silent) {
-      lowest_silent = lane.stream.peer();
+    } else if (lowest_silent == nullptr || lane.stream.peer() < lowest_silent->stream.peer()) {
+      lowest_silent = &lane;
     }
   }
   // Of several that died together blame the lowest, as others will.
-  if (lowest_silent >= 0) adopt({ErrorCode::peer_lost, lowest_silent, own_rank_, sequence()});
+  if (lowest_silent != nullptr) adopt(end_of(*lowest_silent));
+}
+
+AbortReason TcpMesh::end_of(const Lane& lane) const {
+  ErrorCode code = lane.stream.is_cut() ? ErrorCode::unreachable : ErrorCode::peer_lost;
+  if (lane.said_goodbye) code = ErrorCode::channel_closed;
+  return {code, lane.stream.peer(), own_rank_, sequence()};
 }
 
 Error TcpMesh::verdict_on(Lane& suspect) {
   examine_hangups();
-  const int peer = suspect.stream.peer();
-  if (reason().code == ErrorCode::none)
-    adopt({suspect.said_goodbye ? ErrorCode::channel_closed : ErrorCode::peer_lost, peer, own_rank_,
-           sequence()});
+  if (reason().code == ErrorCode::none) adopt(end_of(suspect));
   return error_of(reason());
 }
 

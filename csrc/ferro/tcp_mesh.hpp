@@ -163,6 +163,7 @@ class TcpMesh {
   void throw_if_aborted() const;
   // Finds out why streams ended. Needs streams_mutex_.
   void examine_hangups();
+  AbortReason end_of(const Lane& lane) const;
   void try_examine_hangups() noexcept;
   // The error that the end of this stream means. Needs streams_mutex_.
   Error verdict_on(Lane& suspect);

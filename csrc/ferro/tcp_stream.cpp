@@ -17,25 +17,6 @@
 namespace ferro {
 namespace {
 
-TcpStream::Moved moved_or_ended(ssize_t result, int peer, const char* call) {
-  if (result > 0) return {static_cast<std::size_t>(result), false};
-  if (result == 0) return {0, true};
-  switch (errno) {
-    case EAGAIN:
-    case EINTR:
-    case ENOBUFS:
-    case ENOMEM:
-      return {};
-    case EBADF:
-    case EFAULT:
-    case EINVAL:
-    case ENOTSOCK:
-      throw_errno(call, peer);
-    default:  // reset, broken pipe, host or route gone
-      return {0, true};
-  }
-}
-
 void set_option(int fd, int level, int option, int value) {
   // Fails on sockets that are not TCP, which have no need of it.
   setsockopt(fd, level, option, &value, sizeof value);
@@ -107,6 +88,33 @@ TcpStream::TcpStream(int peer, UniqueFd fd, std::size_t testimony_nbytes)
   set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPCNT, 5);
 }
 
+TcpStream::Moved TcpStream::moved_or_ended(ssize_t result, const char* call) {
+  if (result > 0) return {static_cast<std::size_t>(result), false};
+  if (result == 0) return {0, true};
+  switch (errno) {
+    case EAGAIN:
+    case EINTR:
+    case ENOBUFS:
+    case ENOMEM:
+      return {};
+    case EBADF:
+    case EFAULT:
+    case EINVAL:
+    case ENOTSOCK:
+      throw_errno(call, peer_);
+    default:  // reset, broken pipe, host or route gone
+      note_end(errno);
+      return {0, true};
+  }
+}
+
+// The kernel tells it once, to whichever call comes first.
+void TcpStream::note_end(int error) const {
+  const bool is_cut =
+      error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH || error == ENETDOWN;
+  if (is_cut) is_cut_.store(true, std::memory_order_relaxed);
+}
+
 void TcpStream::enlarge_local_buffers() {
   static const bool is_granted = may_enlarge_buffers();
   if (!is_granted || !is_on_this_host(fd_.get())) return;
@@ -117,7 +125,7 @@ TcpStream::Moved TcpStream::send(const iovec* pieces, int num_pieces) {
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces);
   message.msg_iovlen = static_cast<std::size_t>(num_pieces);
-  return moved_or_ended(sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT), peer_, "sendmsg");
+  return moved_or_ended(sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT), "sendmsg");
 }
 
 TcpStream::Moved TcpStream::receive(void* data, std::size_t nbytes) {
@@ -141,7 +149,7 @@ TcpStream::Moved TcpStream::fill(std::size_t nbytes) {
 }
 
 TcpStream::Moved TcpStream::receive_directly(void* data, std::size_t nbytes) {
-  const Moved moved = moved_or_ended(recv(fd_.get(), data, nbytes, MSG_DONTWAIT), peer_, "recv");
+  const Moved moved = moved_or_ended(recv(fd_.get(), data, nbytes, MSG_DONTWAIT), "recv");
   if (moved.nbytes > 0) remember_tail(static_cast<const char*>(data), moved.nbytes);
   return moved;
 }
@@ -158,6 +166,10 @@ bool TcpStream::has_hung_up() const {
   // Even without a time limit a signal may come first, and whoever asks would blame the wrong rank.
   do num_ready = poll(&entry, 1, 0);
   while (num_ready < 0 && errno == EINTR);
+  int error = 0;
+  socklen_t size = sizeof error;
+  if ((entry.revents & POLLERR) != 0 && getsockopt(fd_.get(), SOL_SOCKET, SO_ERROR, &error, &size) == 0)
+    note_end(error);
   return num_ready > 0;
 }
 
@@ -210,6 +222,7 @@ bool TcpStream::discard_unread() noexcept {
   char scratch[16384];
   for (int i = 0; i < kMaxCalls; ++i) {
     const ssize_t nbytes = recv(fd_.get(), scratch, sizeof scratch, MSG_DONTWAIT);
+    if (nbytes < 0) note_end(errno);
     if (nbytes <= 0) return i > 0;
     remember_tail(scratch, static_cast<std::size_t>(nbytes));
   }

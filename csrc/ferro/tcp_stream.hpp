@@ -4,6 +4,7 @@
 
 #include <sys/uio.h>
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -58,6 +59,9 @@ class TcpStream {
 
   // Whether the peer's side is shut, even if there are unread bytes before its end.
   bool has_hung_up() const;
+  // Whether it ended because nobody answered, and not by the doing of the peer's host. Known once a call
+  // has told of the end.
+  bool is_cut() const { return is_cut_.load(std::memory_order_relaxed); }
   // The peer's last words, once it has hung up; nothing if it died without any.
   std::optional<LastWords> last_words() const;
   // The farewell that begins among the bytes handed out, of which `ahead` are still buffered: it filled up
@@ -77,11 +81,14 @@ class TcpStream {
   bool discard_unread() noexcept;
 
  private:
+  Moved moved_or_ended(ssize_t result, const char* call);
+  void note_end(int error) const;
   Moved receive_directly(void* data, std::size_t nbytes);
   void remember_tail(const char* data, std::size_t nbytes);
 
   int peer_;
   UniqueFd fd_;
+  mutable std::atomic<bool> is_cut_{false};
   std::unique_ptr<char[]> buffer_;  // of kMaxFrameNbytes; allocated when first needed
   std::size_t begin_ = 0;
   std::size_t end_ = 0;

@@ -36,6 +36,7 @@ cdef extern from "ferro/error.hpp" namespace "ferro" nogil:
         out_of_memory
         superseded
         under_way
+        unreachable
 
     cdef cppclass Error:
         ErrorCode code
@@ -89,6 +90,9 @@ cdef object _exception_of(const Error& error):
         return _timeout(error, where, facts)
     if error.code == ErrorCode.peer_lost:
         return PeerLostError(f"{where}: rank {error.peer} died.\n{GO_ON_WITHOUT_IT}", **facts)
+    if error.code == ErrorCode.unreachable:
+        return PeerLostError(
+            f"{where}: the host of rank {error.peer} does not answer.\n{GO_ON_WITHOUT_IT}", **facts)
     if error.code == ErrorCode.channel_closed:
         return ChannelClosed(
             f"{where}: rank {error.peer} left the group.{_reported_by(error)}\n{GO_ON_WITHOUT_IT}", **facts)

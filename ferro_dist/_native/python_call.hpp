@@ -111,7 +111,8 @@ inline Alarm alarm_of(const std::shared_ptr<Communicator>& communicator) {
     if (group == nullptr) return Loss{};
     const AbortReason reason = group->aborted();
     if (reason.code == ErrorCode::none) return Loss{};
-    return Loss{reason.culprit < 0 ? reason.reporter : reason.culprit, reason.code == ErrorCode::peer_lost};
+    const bool is_lost = reason.code == ErrorCode::peer_lost || reason.code == ErrorCode::unreachable;
+    return Loss{reason.culprit < 0 ? reason.reporter : reason.culprit, is_lost};
   };
 }
 

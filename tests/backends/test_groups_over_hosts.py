@@ -50,6 +50,7 @@ PORT = 29555  # the namespaces are this test's own: nobody else can be there
 TIMEOUT_S = 60.0
 # What must pass, but not before ranks that a busy machine keeps from running have come.
 SHORT_S = 2.0
+SHRINK_S = 10.0  # half of it is for ranks that may still come
 
 # float32, about the sizes at which a group over hosts takes another way: what travels with
 # the headers, what is worth cutting into one part for each plane, what outgrows every
@@ -412,3 +413,24 @@ def lose_the_cable(group: Group, host: Host, ranks: Sequence[int]) -> tuple[Told
     failed = time.monotonic()
     group.close()
     return error, failed - started, time.monotonic() - failed
+
+
+def test_of_hosts_cut_off_from_each_other_one_goes_on(hosts: list[Host]) -> None:
+    layout = ((0, 1), (2, 3))
+    outcomes = run_on(hosts, layout, go_on_without_the_cable, hosts[1], layout[1])
+    assert outcomes == [(0, 1), (0, 1), "Timeout", "Timeout"]
+
+
+def go_on_without_the_cable(group: Group, host: Host, ranks: Sequence[int]) -> Any:
+    fd.barrier(group)
+    # Until all is acknowledged: the kernel asks for signs of life when nothing is on its way.
+    time.sleep(1)
+    if group.rank == ranks[0]:
+        host.cut_cable()
+    error = error_of(lambda: fd.recv(np.empty(1), group, (group.rank + 2) % 4))
+    assert error.kind == "PeerLostError", error
+    assert "does not answer" in error.message
+    if group.rank in ranks:
+        return error_of(lambda: group.shrink(SHRINK_S)).kind
+    with group.shrink(SHRINK_S) as rest:
+        return rest.survivors
