@@ -222,6 +222,7 @@ void Exchange::sleep() {
   const int num_ready = poll(entries.data(), entries.size(), static_cast<int>(timeout_s * 1e3) + 1);
   if (num_ready <= 0) {
     testify();
+    mesh_.look();  // a host that does not answer ends no stream
     return check_caller(num_ready < 0 && errno == EINTR);
   }
   const bool has_hangup = std::any_of(entries.begin(), entries.end(), [](const pollfd& entry) {

@@ -50,6 +50,11 @@ void do_not_pace(int fd) {
       return;
 }
 
+// A host that lost power or its cable sends no end of stream. The kernel asks for signs of life after so long
+// a silence, once a second, and gives the host up if so many are not answered.
+constexpr int kIdleSeconds = 5;
+constexpr int kNumUnanswered = 5;
+
 // A send or receive buffer; the kernel grants twice as much, for its bookkeeping.
 struct Buffer {
   int option;
@@ -80,12 +85,10 @@ TcpStream::TcpStream(int peer, UniqueFd fd, std::size_t testimony_nbytes)
   if (flags < 0 || fcntl(fd_.get(), F_SETFL, flags | O_NONBLOCK) < 0) throw_errno("fcntl", peer);
   set_option(fd_.get(), IPPROTO_TCP, TCP_NODELAY, 1);
   if (is_on_this_host(fd_.get())) do_not_pace(fd_.get());
-  // A host that lost power or its cable sends no end of stream: ask for signs of
-  // life after 5 s of silence, give it up after 5 more.
   set_option(fd_.get(), SOL_SOCKET, SO_KEEPALIVE, 1);
-  set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPIDLE, 5);
+  set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPIDLE, kIdleSeconds);
   set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPINTVL, 1);
-  set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPCNT, 5);
+  set_option(fd_.get(), IPPROTO_TCP, TCP_KEEPCNT, kNumUnanswered);
 }
 
 TcpStream::Moved TcpStream::moved_or_ended(ssize_t result, const char* call) {
@@ -170,7 +173,19 @@ bool TcpStream::has_hung_up() const {
   socklen_t size = sizeof error;
   if ((entry.revents & POLLERR) != 0 && getsockopt(fd_.get(), SOL_SOCKET, SO_ERROR, &error, &size) == 0)
     note_end(error);
-  return num_ready > 0;
+  if (num_ready > 0) return true;
+  if (!is_unanswered()) return false;
+  note_end(ETIMEDOUT);
+  shutdown(fd_.get(), SHUT_RDWR);
+  return true;
+}
+
+bool TcpStream::is_unanswered() const {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (getsockopt(fd_.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  return info.tcpi_retransmits + info.tcpi_probes >= kNumUnanswered &&
+         info.tcpi_last_ack_recv >= (kIdleSeconds + kNumUnanswered) * 1000;
 }
 
 // Reads without consuming: once the end of the stream is known to have arrived,

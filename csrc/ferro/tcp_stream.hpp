@@ -82,6 +82,10 @@ class TcpStream {
 
  private:
   Moved moved_or_ended(ssize_t result, const char* call);
+  // Whether the peer's host has acknowledged nothing of what is on its way for as long as the kernel would
+  // wait for a sign of life. It asks for none then, and sends again for a quarter of an hour; with its
+  // TCP_USER_TIMEOUT it would also give up a host whose process does not read.
+  bool is_unanswered() const;
   void note_end(int error) const;
   Moved receive_directly(void* data, std::size_t nbytes);
   void remember_tail(const char* data, std::size_t nbytes);
