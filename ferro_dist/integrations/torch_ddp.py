@@ -51,7 +51,8 @@ STATE, REFUSAL = "state", "refusal"  # what a message of `join` about an optimiz
 DRIFTED = (
     "They were equal once: some ranks have taken or skipped a step alone, or forward writes what "
     "depends on a rank's own batch, as F.embedding(max_norm=...) does. Whatever decides on a step, "
-    "such as the loss that LBFGS is given, must be the same on all ranks. "
+    "such as the loss that LBFGS is given, must be the same on all ranks. What is to differ for a "
+    "while, such as noise of a rank's own, is written through parameter.data. "
 )
 
 
@@ -202,7 +203,9 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             self._ddp_state.is_checked = False
             if first is not None and not self._reducer.is_idempotent:
                 self._refuse_added(first)
-            if not self._ddp_state.is_local:
+            if self._ddp_state.is_local:
+                self._writes.begin_local()
+            else:
                 self._refuse_differentiable()
                 self._reducer.begin(
                     self._gradients, is_held=self._watcher.is_followed(), compares=self._compares()
@@ -638,6 +641,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             is_mean = self._options.averaging.reduce_op is ReduceOp.MEAN
             factor = None if participation is None else participation.factor(is_mean)
             self._average_sparse(factor, is_present)
+        if not self._reducer.is_attended:
+            self._writes.end_round()
         if self._reducer.is_comparing and not self._writes.are_alike():
             compare(self._fingerprints_of_parameters(), self._backend, "DDP", DRIFTED)
             self._writes.accept()

@@ -10,6 +10,10 @@ they may still be equal: one rank may have put other weights in their place for 
 Equal counts prove nothing if forward itself writes, to what its batch tells. Whether it does is
 looked at in every round whose number is a power of two, and then parameters are compared.
 
+A rank that steps on the gradients of a backward inside `no_sync` means to be apart from the others
+for a while, as in first-order MAML, or in SAM, which looks at the loss elsewhere. Nothing is
+compared in the round that follows.
+
 What is written through ``parameter.data`` is not counted.
 """
 
@@ -50,9 +54,12 @@ class ParameterWrites:
         self._parameters = counted if backend.world_size > 1 else []
         self._backend = backend
         self._before = self._now()
-        self._count = self._num_alike = self._num_rounds = 0
+        self._count = self._last = self._num_alike = self._num_rounds = 0
         # What came last time after a count that had come so many times, if it was another.
         self._next: dict[tuple[int, int], int] = {}
+        # Where the count was at the first backward inside `no_sync` since the last round.
+        self._before_local: int | None = None
+        self._is_apart = False
         self._is_written_by_forward = False
         # The counts of all ranks with which parameters were equal nevertheless, as bytes.
         self._accepted: set[bytes] = set()
@@ -69,27 +76,38 @@ class ParameterWrites:
         yield
         self._is_written_by_forward |= self._now() != before
 
+    def begin_local(self) -> None:
+        """Note that a backward inside `no_sync` begins."""
+        if self._before_local is None:
+            self._before_local = self._now()
+
     def are_unexpected(self) -> bool:
         """Whether parameters should be compared in the round that begins."""
-        before, self._before = self._before, self._now()
-        last, self._count = self._count, self._before - before
-        row = last, self._num_alike
-        expected = self._next.pop(row, last)
-        if self._count != last:
+        now = self._now()
+        self._count = now - self._before
+        self._is_apart = self._before_local not in (None, now)
+        expected = self._next.get((self._last, self._num_alike), self._last)
+        return not self._is_apart and (self._count != expected or self._is_written_by_forward)
+
+    def end_round(self) -> None:
+        """Expect the same again. Not called if all ranks gave the round up: its count goes on."""
+        row = self._last, self._num_alike
+        self._next.pop(row, None)
+        if self._count != self._last:
             self._next[row] = self._count
-        self._num_alike = self._num_alike + 1 if self._count == last else 1
+        self._num_alike = self._num_alike + 1 if self._count == self._last else 1
+        self._before += self._count
+        self._last, self._before_local = self._count, None
         self._num_rounds += 1
-        return self._count != expected or self._is_written_by_forward
 
     def are_alike(self) -> bool:
         """Whether parameters need not be compared. Called by all ranks."""
-        own = np.array([self._count, self._is_written_by_forward], np.int64)
+        own = np.array([self._count, self._is_written_by_forward, self._is_apart], np.int64)
         self._is_written_by_forward = False
-        of_ranks = all_gather_rows(own, self._backend)
-        counts, by_forward = of_ranks.T
+        counts, by_forward, are_apart = all_gather_rows(own, self._backend).T
         self._of_ranks = counts.tobytes()
         is_known = self._of_ranks in self._accepted or bool((counts == counts[0]).all())
-        return is_known and not by_forward.any()
+        return bool(are_apart.any()) or (is_known and not by_forward.any())
 
     def accept(self) -> None:
         """Accept the counts of all ranks, also from now on: parameters are equal."""
@@ -97,7 +115,7 @@ class ParameterWrites:
 
     def start_anew(self) -> None:
         """Count from now on: parameters have just been made equal."""
-        self._before = self._now()
+        self._before, self._before_local = self._now(), None
 
     def _now(self) -> int:
         return sum(map(_VERSION, self._parameters))

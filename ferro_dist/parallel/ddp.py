@@ -160,8 +160,10 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     For torch, replicas that drift apart are noticed by how often each rank has written to its
     parameters: if some ranks alone take or skip a step, or forward writes to a parameter what
     depends on the batch, a later backward raises `CollectiveMismatch` on all ranks. What is written
-    through ``parameter.data`` is not noticed, nor anything over an `NcclBackend` or if all
-    gradients are sparse; `verify` finds out.
+    through ``parameter.data`` is not noticed, nor what is written after a backward inside `no_sync`
+    and before the next average (as in SAM or MAML, where replicas are meant to differ then), nor
+    anything inside `join`, over an `NcclBackend` or if all gradients are sparse; `verify` finds
+    out.
 
     A gradient that no rank has stays None. One that only some ranks have is averaged with zeros for
     the others.

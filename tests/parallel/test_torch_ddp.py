@@ -771,6 +771,49 @@ def test_a_rank_may_write_other_weights_and_take_them_back(on_ranks: OnRanks) ->
     assert on_ranks(2, body) == [(1.5, 1)] * 2
 
 
+def test_ranks_may_step_apart_inside_no_sync(on_ranks: OnRanks) -> None:
+    """Each starts from its own loss, as in MAML, and one alone takes more steps than the other."""
+
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(4):
+            before = copy.deepcopy(ddp.state_dict())
+            for _ in range(1 + backend.rank * number):
+                with ddp.no_sync():
+                    ddp(backend.rank + 1.0).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ddp(backend.rank + 1.0).square().sum().backward()
+            ddp.load_state_dict(before)
+            optimizer.step()
+            optimizer.zero_grad()
+        ddp.verify()
+
+    on_ranks(2, body)
+
+
+def test_a_step_that_one_rank_leaves_out_is_noticed_after_a_round_that_failed(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(3):
+            ddp(backend.rank + 1.0).sum().backward()
+            if number != 2 or backend.rank:
+                optimizer.step()
+        ddp.weight.requires_grad_(backend.rank == 0)
+        with pytest.raises(fd.CollectiveMismatch, match="trained parameter"):
+            ddp(1.0).sum().backward()
+        ddp.weight.requires_grad_(True)
+        optimizer.step()
+        with pytest.raises(fd.CollectiveMismatch, match="They were equal once"):
+            ddp(1.0).sum().backward()
+
+    on_ranks(2, body)
+
+
 def test_parameters_that_were_made_equal_are_not_compared(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend)
@@ -792,6 +835,7 @@ def test_ranks_ask_each_other_only_if_writes_are_not_as_before(on_ranks: OnRanks
         for number in range(30):
             if writes.are_unexpected():
                 asked.append(number)
+            writes.end_round()
             if number % 4 == 3 and number != 27:
                 with torch.no_grad():
                     weight.add_(1)
