@@ -119,7 +119,7 @@ class _Bucket:
         are_there: list[bool] = []
         for stage, places in self._places:
             gradients = stage.gradients([name for name, _ in places])
-            stage.write([place for _, place in places], gradients)
+            stage.write([place for _, place in places], stage.converted(gradients))
             are_there += [gradient is not None for gradient in gradients]
         self._stage.mark(self.array, self._first_lane, are_there)
 
@@ -127,7 +127,7 @@ class _Bucket:
         are_there = iter(self._stage.are_marked(self.array, self._first_lane))
         for stage, places in self._places:
             found = [each for each in places if next(are_there)]
-            copies = stage.read([place for _, place in found])
+            copies = stage.converted(stage.read([place for _, place in found]))
             stage.set_gradients([name for name, _ in found], copies)
 
 

@@ -148,6 +148,37 @@ def test_complex_gradients_pass_between_jax_and_torch(
         assert_allclose(outcomes[0][1], of_input, rtol=1e-3, atol=1e-6)
 
 
+def test_a_complex_weight_is_tied_between_jax_and_torch(on_ranks: OnRanks) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    start = np.array([0.5 + 0.3j, 0.2 - 0.7j], np.complex64)
+    x = np.array([[1 + 2j, 0.4 - 1j], [0.3j, 1 - 1j]], np.complex64)
+
+    def scale(weight: Any, x: Any) -> Any:
+        return x * weight
+
+    def loss_fn(output: Any) -> Any:
+        return (output.real**2).mean() + 2 * output.imag.mean()
+
+    class Scale(torch.nn.Module):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor(start))
+
+        def forward(self, x: Any) -> Any:
+            return x * self.weight
+
+    def body(backend: Any) -> Any:
+        stage: Any = Scale() if backend.rank else JaxStage(scale, jnp.asarray(start))
+        weight = stage.weight if backend.rank else stage.params
+        with fd.Pipeline([stage], backend, 2, "1f1b", tied={"weight": weight}) as pipe:
+            pipe.step(x, loss_fn=loss_fn)
+        return stage.weight.grad.numpy().conj() if backend.rank else stage.grads
+
+    expected = jax.grad(lambda weight: loss_fn(scale(weight, scale(weight, x))))(jnp.asarray(start))
+    for gradient in on_ranks(2, body):
+        assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("x", "loss_fn", "words"),
     [
