@@ -1,13 +1,14 @@
-"""Whether the ranks write to their parameters alike: if not, replicas have drifted apart.
+"""Whether the ranks write to their parameters alike: if not, replicas may have drifted apart.
 
 torch counts the writes to each tensor, whoever makes them, and a step makes as many on every rank.
 So each rank counts what was written since the last round, and expects the same count again, or what
-came last time after a row of so many: steps may be taken after every fourth round. A rank that has
-skipped a step alone, or takes another number of them, is surprised, and so asks all ranks for their
-counts, by a lane of a bucket. Only if these differ are the parameters themselves compared, since
-they may still be equal: one rank may have put other weights in their place for a while.
+came last time after as many such counts in a row: steps may be taken after every fourth round. A
+rank that has skipped a step alone, or takes another number of them, is surprised, and so asks all
+ranks for their counts, by a lane of a bucket. Only if these differ are the parameters themselves
+compared, since they may still be equal: one rank may have put other weights in their place for a
+while.
 
-Equal counts prove nothing if forward itself writes, to what its batch tells. Whether it does is
+Equal counts prove nothing if forward itself writes what depends on its batch. Whether it writes is
 looked at in every round whose number is a power of two, and then parameters are compared.
 
 A rank that steps on the gradients of a backward inside `no_sync` means to be apart from the others

@@ -720,7 +720,7 @@ def optimize_by_own_loss(backend: Any, loss: Callable[[Any], Any]) -> None:
 
 
 def shorten_own_rows(backend: Any, _: object) -> None:
-    """Write in forward to what the batch tells."""
+    """Write in forward to rows that depend on the batch."""
 
     class Rows(nn.Module):
         def __init__(self) -> None:
