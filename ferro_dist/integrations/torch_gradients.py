@@ -64,7 +64,7 @@ def _copies_plainly() -> bool:
     """Whether this torch gives out addresses quickly, and can be told what was written there."""
     try:
         torch.autograd.graph.increment_version(())
-    except (TypeError, AttributeError):  # an older torch, which takes only one tensor
+    except (AttributeError, RuntimeError, TypeError):  # an older torch, which takes only one tensor
         return False
     return hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
