@@ -92,15 +92,15 @@ class Options:
         )
 
 
-def check_group(op: str, backend: object) -> None:
-    """Raise TypeError or ChannelClosed unless this is a group that can be called."""
-    if not isinstance(backend, Backend):
+def check_group(op: str, group: object, name: str = "backend") -> None:
+    """Raise TypeError or ChannelClosed unless this argument is a group that can be called."""
+    if not isinstance(group, Backend):
         raise TypeError(
-            f"{op}: backend must be a group, such as fd.init() or fd.HostBackend(...) makes, not "
-            f"{'None' if backend is None else type(backend).__name__}"
+            f"{op}: {name} must be a group, such as fd.init() or fd.HostBackend(...) makes, not "
+            f"{'None' if group is None else type(group).__name__}"
         )
-    if backend.is_closed:
-        raise ChannelClosed(f"{op}: the group is closed. Make a new one.", op=op)
+    if group.is_closed:
+        raise ChannelClosed(f"{op}: the group given as {name} is closed. Make a new one.", op=op)
 
 
 def _is_flag(value: object) -> bool:

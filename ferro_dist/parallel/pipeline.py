@@ -124,6 +124,8 @@ class Pipeline(Generic[ModuleT]):
     ------
     ValueError, TypeError
         Bad arguments. Nothing was sent.
+    ChannelClosed
+        A group is closed.
     InvalidWorldSize
         The group has one rank.
     UnsupportedOp

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferro_dist import arguments
-from ferro_dist.backends.base import Backend
 from ferro_dist.errors import InvalidWorldSize, UnsupportedOp
 from ferro_dist.parallel.averaging import REDUCE_OPS
+from ferro_dist.parallel.options import check_group
 from ferro_dist.parallel.stage import Stage, make_stage
 from ferro_dist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
 
 __all__ = [
     "PipelineOptions",
@@ -145,9 +148,9 @@ def checked_ties(tied: Any) -> dict[str, Any]:
 
 def check_groups(backend: Any, replicas: Any) -> None:
     """Raise unless these are a pipeline's group and, if there are any, that of its replicas."""
-    _check_is_group("backend", backend)
+    check_group("Pipeline", backend)
     if replicas is not None:
-        _check_is_group("dp", replicas)
+        check_group("Pipeline", replicas, name="dp")
     if replicas is backend:
         raise ValueError(
             "Pipeline: dp must be the group of this rank's replicas in other pipelines, not the "
@@ -166,15 +169,6 @@ def check_groups(backend: Any, replicas: Any) -> None:
             f"Pipeline: world_size must be >= 2 for pipeline parallelism, got {backend.world_size}",
             op="Pipeline",
             rank=backend.rank,
-        )
-
-
-def _check_is_group(name: str, group: Any) -> None:
-    if not isinstance(group, Backend):
-        raise TypeError(
-            f"Pipeline: {name} must be a group, such as fd.init() makes, not "
-            f"{type(group).__qualname__}; the order is Pipeline(module, backend, "
-            "num_microbatches, schedule)"
         )
 
 

@@ -599,7 +599,7 @@ def test_what_is_no_group_is_refused() -> None:
     for backend, error, message in [
         (None, TypeError, "must be a group, .* not None"),
         ("host", TypeError, "not str"),
-        (closed, fd.ChannelClosed, "the group is closed"),
+        (closed, fd.ChannelClosed, "the group given as backend is closed"),
     ]:
         with pytest.raises(error, match=message):
             fd.DDP(Linear(), backend)

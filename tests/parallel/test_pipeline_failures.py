@@ -110,6 +110,17 @@ def test_constructor_wants_groups() -> None:
             fd.Pipeline(nn.Identity(), group[0], 2, dp=group[0])
 
 
+def test_constructor_refuses_closed_groups() -> None:
+    with contextlib.ExitStack() as stack:
+        closed = [stack.enter_context(b) for b in fd.SimulatedBackend.create_group(2)]
+    with contextlib.ExitStack() as stack:
+        group = [stack.enter_context(b) for b in fd.SimulatedBackend.create_group(2)]
+        with pytest.raises(fd.ChannelClosed, match="the group given as backend is closed"):
+            fd.Pipeline(nn.Identity(), closed[0], 2)
+        with pytest.raises(fd.ChannelClosed, match="the group given as dp is closed"):
+            fd.Pipeline(nn.Identity(), group[0], 2, dp=closed[0])
+
+
 # Arguments of a step
 
 
