@@ -70,19 +70,8 @@ class JaxDDP(DDP[Any], Kind):
             raise TypeError("DDP: these parameters are traced. Wrap them outside jit and grad.")
         if not float_positions(jax.tree.leaves(module)):
             raise ValueError("DDP: the pytree has no parameters: none of its leaves are floats")
-        if options.average == "contributors":
-            raise ValueError(
-                "DDP: average must be 'mean' or 'sum' for JAX, where all ranks contribute to "
-                "every gradient, if only zeros"
-            )
         self._tree = module
-        self._pytrees = PytreeReducer(
-            options.backend,
-            average=options.average,
-            bucket_mb=options.bucket_mb,
-            compress=options.compress,
-            is_overlapped=options.is_overlapped,
-        )
+        self._pytrees = PytreeReducer(options)
         self._pytrees.check(module)
         return [f"leaf {number} {line}" for number, line in enumerate(describe_leaves(module))]
 

@@ -21,8 +21,8 @@ from ferro_dist.errors import CollectiveMismatch, InvalidArray, UnsupportedOp
 from ferro_dist.integrations.jax_tap import tap_leaves
 from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.averaging import REDUCE_OPS
-from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets, bucket_nbytes_of
-from ferro_dist.parallel.compression import Compression, check_compress, wire_dtype
+from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets
+from ferro_dist.parallel.compression import Compression, wire_dtype
 from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
 from ferro_dist.parallel.participation import RollCall, check_weight
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
@@ -30,6 +30,7 @@ from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
+    from ferro_dist.parallel.options import Options
     from ferro_dist.work import Work
 
 __all__ = ["PytreeReducer", "await_callbacks", "describe_leaves", "float_positions", "is_array"]
@@ -66,17 +67,13 @@ class PytreeReducer:
 
     Parameters
     ----------
-    backend : Backend
-        The group, on which all ranks make the same calls, with trees of the same structure. Closing
-        it is left to the caller.
-    average : {"mean", "sum"}, default "mean"
-        How the gradients of the ranks are combined.
-    bucket_mb : float, default 25
-        Largest bucket, in MiB.
-    compress : {None, "fp16", "bf16"}, optional
-        How real gradients of 32 and 64 bits travel.
-    is_overlapped : bool, default True
-        Whether buckets are reduced while the rest of a tapped backward runs.
+    options : Options
+        All ranks of its group make the same calls, with trees of the same structure.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedOp
+        JAX arrays cannot be averaged so.
 
     Notes
     -----
@@ -87,7 +84,7 @@ class PytreeReducer:
 
     Examples
     --------
-    >>> reducer = PytreeReducer(backend)
+    >>> reducer = PytreeReducer(options)
     >>> params = reducer.broadcast_parameters(params)
     >>> @jax.jit
     ... def step(params, batch):
@@ -99,18 +96,13 @@ class PytreeReducer:
     >>> gradients = reducer.sync_gradients(jax.jit(jax.grad(loss))(params, batch))
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        average: str = "mean",
-        bucket_mb: float = 25,
-        compress: Compression = None,
-        is_overlapped: bool = True,
-    ) -> None:
-        if average not in REDUCE_OPS:
-            raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
-        check_compress(compress)
+    def __init__(self, options: Options) -> None:
+        backend, compress = options.backend, options.compress
+        if options.average not in REDUCE_OPS:
+            raise ValueError(
+                "DDP: average must be 'mean' or 'sum' for JAX, where all ranks contribute to "
+                "every gradient, if only zeros"
+            )
         if callable(compress):
             raise TypeError(
                 "compress must be None, 'fp16' or 'bf16' for JAX: a function would have to "
@@ -123,8 +115,10 @@ class PytreeReducer:
                 op="DDP",
                 rank=backend.rank,
             )
-        bucket_nbytes = bucket_nbytes_of(bucket_mb, "DDP")
-        self._terms = _Terms(backend, REDUCE_OPS[average], bucket_nbytes, compress, is_overlapped)
+        reduce_op = REDUCE_OPS[options.average]
+        self._terms = _Terms(
+            backend, reduce_op, options.bucket_nbytes, compress, options.is_overlapped
+        )
         # By structure of the tree: if a program is traced again on one rank alone, for another
         # batch size, the ranks must not have to agree again.
         self._reductions: dict[Hashable, _Reduction] = {}
