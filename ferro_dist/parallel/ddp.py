@@ -22,7 +22,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import hashlib
-import importlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from ferro_dist.arguments import check_root
 from ferro_dist.backends.base import Backend
 from ferro_dist.parallel.compression import Compression
+from ferro_dist.parallel.integration import TORCH_MODULE, has_base, integration
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.options import Options, check_group
@@ -510,21 +510,14 @@ DDP.__new__.__wrapped__ = DDP.__init__  # type: ignore[attr-defined]
 
 
 def _kind_of(module: object) -> type[DDP[Any]]:
-    """Return the kind for a module, going by the base classes of its type."""
-    # Integrations by name: code that knows a framework is a layer above this package, and is
-    # imported only when the user passes in such a module.
-    for base in type(module).__mro__:
-        if base.__module__.partition(".")[0] == "torch" and base.__name__ == "Module":
-            return cast("type[DDP[Any]]", _integration("torch_ddp").TorchDDP)
-    if "jax" in sys.modules and _integration("jax_ddp").has_jax_arrays(module):
-        return cast("type[DDP[Any]]", _integration("jax_ddp").JaxDDP)
+    """Return the kind for a module."""
+    if has_base(module, TORCH_MODULE):
+        return cast("type[DDP[Any]]", integration("torch_ddp").TorchDDP)
+    if "jax" in sys.modules and integration("jax_ddp").has_jax_arrays(module):
+        return cast("type[DDP[Any]]", integration("jax_ddp").JaxDDP)
     from ferro_dist.parallel.array_ddp import ArrayDDP
 
     return ArrayDDP
-
-
-def _integration(name: str) -> Any:
-    return importlib.import_module(f"ferro_dist.integrations.{name}")
 
 
 def _check_arguments(module: object, backend: object) -> None:

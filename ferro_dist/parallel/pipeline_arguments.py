@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ferro_dist import arguments
 from ferro_dist.errors import InvalidWorldSize, UnsupportedOp
 from ferro_dist.parallel.averaging import REDUCE_OPS
+from ferro_dist.parallel.integration import TORCH_MODULE_LIST, has_base
 from ferro_dist.parallel.options import check_group
 from ferro_dist.parallel.stage import Stage, make_stage
 from ferro_dist.reduce_op import ReduceOp
@@ -95,10 +96,7 @@ def _checkpointed(checkpoint: bool | Sequence[int], num_stages: int) -> list[boo
 
 def modules_of(module: Any) -> list[Any]:
     """Return the modules of a rank: those in a list or ModuleList, or the single one given."""
-    is_list = isinstance(module, (list, tuple)) or any(
-        (base.__module__, base.__name__) == ("torch.nn.modules.container", "ModuleList")
-        for base in type(module).__mro__
-    )
+    is_list = isinstance(module, (list, tuple)) or has_base(module, TORCH_MODULE_LIST)
     if is_list and not len(module):
         raise ValueError("Pipeline: module is empty; every rank has a stage, or several in a list")
     return list(module) if is_list else [module]

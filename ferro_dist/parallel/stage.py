@@ -17,13 +17,13 @@ from __future__ import annotations
 import abc
 import contextlib
 import hashlib
-import importlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ferro_dist import interop
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
+from ferro_dist.parallel.integration import JAX_STAGE, TORCH_MODULE, has_base, integration
 from ferro_dist.parallel.receive_pool import ReceivePool
 
 if TYPE_CHECKING:
@@ -319,15 +319,6 @@ class Stage(abc.ABC):
         return self._replay(saved) if self.is_checkpointed else saved
 
 
-_INTEGRATIONS = {
-    ("torch.nn.modules.module", "Module"): ("ferro_dist.integrations.torch_stage", "TorchStage"),
-    ("ferro_dist.integrations.jax_stage", "JaxStage"): (
-        "ferro_dist.integrations.jax_stage",
-        "PipelinedJaxStage",
-    ),
-}
-
-
 def make_stage(module: Any) -> Stage:
     """Return the stage that runs a module.
 
@@ -338,13 +329,10 @@ def make_stage(module: Any) -> Stage:
     """
     if isinstance(module, Stage):
         return module
-    for base in type(module).__mro__:
-        integration = _INTEGRATIONS.get((base.__module__, base.__name__))
-        if integration is not None:
-            # By name: the library is there, since the module is, but nothing here may need it.
-            home, kind = integration
-            stage: Stage = getattr(importlib.import_module(home), kind)(module)
-            return stage
+    if has_base(module, TORCH_MODULE):
+        return cast(Stage, integration("torch_stage").TorchStage(module))
+    if has_base(module, JAX_STAGE):
+        return cast(Stage, integration("jax_stage").PipelinedJaxStage(module))
     if callable(getattr(module, "forward", None)) and callable(getattr(module, "backward", None)):
         from ferro_dist.parallel.handwritten_stage import HandwrittenStage
 
