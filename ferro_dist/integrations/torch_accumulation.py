@@ -380,6 +380,7 @@ def elements_of(gradient: Tensor) -> tuple[int, list[int]]:
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """Return the sum of two gradients, of which any may be sparse."""
+    # torch adds a sparse tensor to a dense one, but not the other way round.
     return b + a if a.layout is not torch.strided else a + b
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ferro_dist.integrations.torch_accumulation import add
 from ferro_dist.integrations.torch_backward import find_tensors
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
 from ferro_dist.integrations.torch_gradients import copy_or_clear, zeros_in_group
@@ -221,11 +222,10 @@ class TorchStage(Stage):
             parameter = _find(self.module, name)
             if parameter.grad is None:
                 parameter.grad = gradient
-            elif parameter.grad.is_sparse and not gradient.is_sparse:
-                # torch supports the sum only in this order
-                parameter.grad = gradient + parameter.grad
-            else:
+            elif parameter.grad.layout is torch.strided:
                 parameter.grad += gradient
+            else:
+                parameter.grad = add(parameter.grad, gradient)
 
     def new_bucket(self, group: Backend, like: Tensor, count: int) -> Tensor:
         with torch.inference_mode(False):  # an evaluation may come first; steps write to it
