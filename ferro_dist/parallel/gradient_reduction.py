@@ -1,9 +1,8 @@
 """Sums of gradients over ranks that hold the same weights: replicas, or ends of a tie.
 
-Gradients lie side by side in buckets, followed by one lane for each gradient, which says whether
-this rank had one:
-
-    | gradient | gradient | ... | lane | lane | ... |
+Gradients lie in buckets laid out as those of DDP (`ferro_dist.parallel.bucket`), with a lane for
+each that says whether this rank had one. The arrays are of the stages' own libraries, which copy
+gradients in and out.
 
 Only what a step adds is summed. What was there before the step has been summed already, and would
 otherwise count once for each rank; it is set aside, and added again afterwards.
@@ -12,11 +11,12 @@ otherwise count once for each rank; it is set aside, and added again afterwards.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferro_dist.collective import allreduce, broadcast
+from ferro_dist.interop import dtype_code, numpy_dtype
+from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets
 from ferro_dist.parallel.stage import Stage
 from ferro_dist.reduce_op import ReduceOp
 
@@ -61,7 +61,12 @@ class GradientReduction:
         self._weights = weights
         self._group = group
         self._op = op
-        self._buckets = [_Bucket(part, group) for part in _parts(weights, bucket_nbytes)]
+        weight_of = {_spec(str(number), weight): weight for number, weight in enumerate(weights)}
+        # All leave at once, so that none need be small to leave early.
+        parts = assign_buckets(weight_of, bucket_nbytes, first_bucket_nbytes=bucket_nbytes)
+        self._buckets = [
+            _Bucket(BucketLayout(part), [weight_of[spec] for spec in part], group) for part in parts
+        ]
         self._before: list[tuple[Stage, list[str], list[Array | None]]] = []
         self._under_way: list[tuple[_Bucket, Work]] = []
 
@@ -104,14 +109,13 @@ class GradientReduction:
 class _Bucket:
     """Some gradients of one dtype and memory, in one array."""
 
-    def __init__(self, weights: Sequence[Weight], group: Backend) -> None:
-        ends = list(itertools.accumulate(_count(weight.value) for weight in weights))
-        self._first_lane = ends[-1]
+    def __init__(self, layout: BucketLayout, weights: Sequence[Weight], group: Backend) -> None:
+        self._first_lane = layout.lanes_offset
         self._stage = weights[0].stage
-        self.array = self._stage.new_bucket(group, weights[0].value, ends[-1] + len(weights))
-        starts = iter([0, *ends])
+        self.array = self._stage.new_bucket(group, weights[0].value, layout.count)
+        offsets = iter(layout.offsets)
         self._places = [
-            (stage, [(w.name, stage.place(self.array, next(starts), w.value)) for w in of_stage])
+            (stage, [(w.name, stage.place(self.array, next(offsets), w.value)) for w in of_stage])
             for stage, of_stage in _by_stage(weights)
         ]
 
@@ -137,22 +141,7 @@ def _by_stage(weights: Iterable[Weight]) -> list[tuple[Stage, list[Weight]]]:
     return [(stage, list(of_stage)) for stage, of_stage in groups]
 
 
-def _parts(weights: Iterable[Weight], bucket_nbytes: int) -> list[list[Weight]]:
-    """Divide weights into buckets: of one dtype and memory each, and of bounded size."""
-    parts: list[list[Weight]] = []
-    open_parts: dict[tuple[str, bool], tuple[list[Weight], int]] = {}
-    for weight in weights:
-        spec = weight.stage.describe(weight.value)
-        nbytes = _count(weight.value) * weight.value.dtype.itemsize
-        kind = spec.dtype, spec.is_on_host
-        part, size = open_parts.get(kind, ([], 0))
-        if not part or size + nbytes > bucket_nbytes:
-            part, size = [], 0
-            parts.append(part)
-        part.append(weight)
-        open_parts[kind] = part, size + nbytes
-    return parts
-
-
-def _count(array: Array) -> int:
-    return math.prod(array.shape)
+def _spec(name: str, weight: Weight) -> ParameterSpec:
+    spec = weight.stage.describe(weight.value)
+    dtype = numpy_dtype(dtype_code(spec.dtype))
+    return ParameterSpec(name, spec.shape, dtype, is_on_gpu=not spec.is_on_host)

@@ -307,6 +307,42 @@ def test_parameter_without_a_gradient_stays_without(on_ranks: OnRanks) -> None:
     assert gradients[0] is not None
 
 
+class Mixed(nn.Module):
+    """Weights of two dtypes in turns, of odd sizes; one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
+        self.factors = nn.Parameter(torch.linspace(0.5, 1.5, 3))
+        self.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, h: Any) -> Any:
+        return h * self.scales * self.factors.prod().double() * self.scale + self.shift.double()
+
+
+@pytest.mark.parametrize("bucket_mb", [25, 1e-4, 1e-5])
+def test_gradients_of_several_dtypes_and_buckets_are_averaged(
+    on_ranks: OnRanks, bucket_mb: float
+) -> None:
+    model = nn.Sequential(Mixed(), Mixed())
+    x, y = batch(12)
+
+    def body(pipe: Any, own: Any, replica: int) -> Any:
+        share = slice(6 * replica, 6 * replica + 6)
+        pipe.step(x[share], y[share], mean_square)
+        return {s: own[s] for s in pipe.stage_numbers}
+
+    expected = run_whole(model, x, y).gradients
+    for stages in run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body, bucket_mb=bucket_mb):
+        for number, stage in stages.items():
+            assert stage.unused.grad is None
+            for name in ("scales", "factors", "scale", "shift"):
+                ours, theirs = stage.get_parameter(name).grad, expected[f"{number}.{name}"]
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_sparse_gradients_are_averaged(on_ranks: OnRanks) -> None:
     model = nn.Sequential(nn.Embedding(5, WIDTH, sparse=True), Block()).double()
     tokens, (_, y) = torch.arange(12) % 5, batch(12)
