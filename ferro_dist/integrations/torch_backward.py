@@ -28,7 +28,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ferro_dist.integrations.torch_uncompiled import uncompiled
 
-__all__ = ["BackwardWatcher", "find_tensors", "is_watched"]
+__all__ = [
+    "BackwardWatcher",
+    "find_tensors",
+    "refuse_compiled",
+    "refuse_differentiable",
+    "refuse_watched",
+]
 
 Tensor: TypeAlias = Any
 
@@ -239,10 +245,36 @@ def _is_plain_backward(frame: FrameType | None) -> bool:
     return not frame.f_locals.get("inputs")
 
 
-def is_watched(parameter: Tensor) -> bool:
-    """Whether a `BackwardWatcher` has its hook on a parameter."""
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    return any(hasattr(hook, "is_of_ferro_dist") for hook in hooks.values())
+def refuse_watched(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse parameters of which a `BackwardWatcher` tells another DDP."""
+    for name, parameter in parameters.items():
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        if any(hasattr(hook, "is_of_ferro_dist") for hook in hooks.values()):
+            raise ValueError(
+                f"DDP: parameter {name!r} is wrapped by another DDP already, and would be "
+                "averaged twice. Call its into_inner() first."
+            )
+
+
+def refuse_compiled() -> None:
+    """Refuse a backward that was compiled, in a hook of it."""
+    # A graph that was compiled from autograd's calls the hooks of nodes, but consists of none.
+    if torch._C._current_autograd_node() is None:
+        raise RuntimeError(
+            "DDP: this backward runs under torch's compiled autograd, which does not tell when it "
+            "has ended. Leave torch._dynamo.config.compiled_autograd False, or call backward() "
+            "outside what enables it; the module itself may stay compiled."
+        )
+
+
+def refuse_differentiable() -> None:
+    """Refuse a backward whose gradients can be differentiated again, in a hook of it."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "DDP: create_graph=True is for gradients that are differentiated again, but averages "
+            "cannot be. Compute what enters the loss with torch.autograd.grad(..., "
+            "create_graph=True), or call backward inside no_sync() and sync_gradients() last."
+        )
 
 
 def find_tensors(outputs: object) -> Iterator[Tensor]:

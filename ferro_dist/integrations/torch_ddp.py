@@ -6,13 +6,17 @@ import contextlib
 import copy
 import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
-from ferro_dist.integrations.torch_backward import BackwardWatcher, is_watched
+from ferro_dist.integrations.torch_backward import (
+    BackwardWatcher,
+    refuse_compiled,
+    refuse_differentiable,
+    refuse_watched,
+)
 from ferro_dist.integrations.torch_gradients import (
     GivenGradients,
     TorchGradients,
@@ -23,18 +27,19 @@ from ferro_dist.integrations.torch_module import (
     BufferShare,
     ModuleParameters,
     broadcast_tensor,
-    content_of,
+    fingerprints,
     show_changes,
     specs_of,
 )
-from ferro_dist.integrations.torch_saved import broadcast_saved, load_exactly, loaded, saved
+from ferro_dist.integrations.torch_saved import broadcast_optimizer
 from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer
 from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.integrations.torch_uncompiled import uncompiled
+from ferro_dist.integrations.torch_wrapper import ModuleWrapper
 from ferro_dist.integrations.torch_writes import ParameterWrites
 from ferro_dist.parallel.ddp import DDP, Kind, compare
-from ferro_dist.parallel.interruption import KnownToAll, telling
+from ferro_dist.parallel.interruption import telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.options import Options
@@ -44,10 +49,6 @@ from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["TorchDDP"]
 
-PREFIX = "module."
-# The user's hooks of the wrapper; those of its state are the module's.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward", "_is_full_backward_hook")
-STATE, REFUSAL = "state", "refusal"  # what a message of `join` about an optimizer holds
 DRIFTED = (
     "They were equal once: some ranks have taken or skipped a step alone, or forward writes what "
     "depends on a rank's own batch, as F.embedding(max_norm=...) does. Whatever decides on a step, "
@@ -57,7 +58,7 @@ DRIFTED = (
 
 
 class _State:
-    """What changes in a wrapper, apart from it: to assign its attributes may set the module's.
+    """What changes in a wrapper, beside it: to set an attribute of it may set one of the module.
 
     Attributes
     ----------
@@ -91,7 +92,7 @@ class _State:
         self.num_copies = 0
 
 
-class TorchDDP(DDP[Any], Kind, torch.nn.Module):
+class TorchDDP(DDP[Any], ModuleWrapper, Kind):
     """DDP of a ``torch.nn.Module``.
 
     Every backward that reaches parameters, and is not inside `no_sync`, ends with averaged
@@ -105,219 +106,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
     """
 
     def __init__(self, module: Any, backend: Any, **options: Any) -> None:
-        torch.nn.Module.__init__(self)
+        ModuleWrapper.__init__(self)
         DDP.__init__(self, module, backend, **options)
-
-    def _adopt(self, module: Any, options: Options) -> list[str]:
-        parameters = ModuleParameters(module, options.backend)
-        if not parameters.named:
-            raise ValueError(
-                f"DDP: {type(module).__name__} has no parameters: there is nothing to be averaged"
-            )
-        _refuse_watched(parameters.named)
-        options.check_compression(specs_of(parameters.dense))
-        buffers = BufferShare(module, options.backend) if options.sync_buffers else None
-        # Not by `setattr`, which sets attributes of the module.
-        self._modules["module"] = module
-        self.__dict__.update(
-            _parameters_of_module=parameters, _buffer_share=buffers, _ddp_state=_State()
-        )
-        self.training = module.training
-        torch.nn.Module.register_load_state_dict_pre_hook(self, _add_prefix)
-        return [*parameters.lines(), *(buffers.lines() if buffers else [])]
-
-    def _prepare(self, options: Options, first_tag: int) -> None:
-        gradients = TorchGradients()
-        has_gpu = options.backend.device is not None
-        with torch.inference_mode(False):  # buckets are written to in backward
-            gpu_memory = GpuMemory(options.backend, torch.empty(0), gpu_view) if has_gpu else None
-            reducer = Reducer(
-                specs_of(self._parameters_of_module.dense),
-                options,
-                as_tensor,
-                gpu_memory=gpu_memory,
-                follows_order=True,
-                first_tag=first_tag,
-            )
-        gradients.is_ready = reducer.is_ready
-        # Hooks of parameters must not keep the wrapper alive; they end with it.
-        this = weakref.ref(self)
-        watcher = BackwardWatcher(
-            on_begin=lambda first: _alive(this)._begin(first),
-            on_end=lambda: _alive(this)._end(),
-            on_failure=lambda: _alive(this)._fail(),
-        )
-        self.__dict__.update(
-            _gradients=gradients,
-            _sparse=SparseGradients(options.averaging, options.backend, first_tag),
-            _watcher=watcher,
-            _stop_watching=weakref.finalize(self, watcher.stop),
-            _first_tag=first_tag,
-            _writes=ParameterWrites(self._parameters_of_module.named.values(), options.backend),
-        )
-        self._stop_watching.atexit = False
-        self._reducer = reducer
-        self._watch()
-
-    # A backward, as the watcher reports it
-
-    def _watch(self) -> None:
-        dense, sparse = self._parameters_of_module.dense, self._parameters_of_module.sparse
-        self._gradients.adopt(dense)
-        self._sparse.follow(specs_of(sparse), sparse)
-        self._watcher.watch_parameters([*dense.values(), *sparse.values()])
-
-    def _check_parameters(self) -> None:
-        """Follow what was frozen, unfrozen, converted or resized since the last time."""
-        parameters = self._parameters_of_module
-        if not parameters.have_changed():
-            return
-        specs = specs_of(parameters.dense)
-        if not self._backend.moves_host_arrays:
-            # NCCL alone does not compare the ranks' calls: they must agree before they make them.
-            lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(specs)]
-            lines += lines_of(specs_of(parameters.sparse))
-            agree_on_manifest(lines, self._backend, op="DDP")
-        # One that was frozen when both were made. If it is frozen again, all goes on as before.
-        own = self._watcher.watched()
-        _refuse_watched({n: p for n, p in parameters.trained.items() if id(p) not in own})
-        with torch.inference_mode(False):  # buckets are written to in backward
-            self._reducer.lay_out(specs)
-        self._watch()
-        parameters.accept_changes()
-
-    def _begin(self, first: Any) -> Callable[[int], object]:
-        """Prepare for a backward; return the function to which its gradients are reported.
-
-        Parameters
-        ----------
-        first : torch.nn.Parameter or None
-            The one that has its gradient already.
-        """
-        self._ddp_state.is_local = self._no_sync_depth > 0
-        with telling(self._tell_layers if self._ddp_state.is_local else self._tell_the_others):
-            self._refuse_compiled()
-            # A backward that has passed no output may be of a forward past the wrapper, since then.
-            if first is not None or not self._ddp_state.is_checked:
-                self._check_parameters()
-            self._ddp_state.is_checked = False
-            if first is not None and not self._reducer.is_idempotent:
-                self._refuse_added(first)
-            if self._ddp_state.is_local:
-                self._writes.begin_local()
-            else:
-                self._refuse_differentiable()
-                self._reducer.begin(
-                    self._gradients, is_held=self._watcher.is_followed(), compares=self._compares()
-                )
-            self._begin_accumulation()
-            return self._note()
-
-    def _compares(self) -> bool:
-        # Ranks that have run out of data take no steps.
-        return not self._reducer.is_attended and self._writes.are_unexpected()
-
-    def _begin_accumulation(self) -> None:
-        is_idempotent = self._reducer.is_idempotent
-        if not is_idempotent:  # raises while all gradients are as they were
-            self._gradients.check()
-            self._sparse.check()
-        self._gradients.begin(is_idempotent)
-        self._sparse.begin(is_idempotent)
-
-    def _end_local(self) -> None:
-        self._gradients.end_local()
-        self._sparse.end_local()
-
-    def _note(self) -> Callable[[int], object]:
-        """Return the function to which gradients are reported by number; dense ones come first."""
-        of_dense = (
-            self._gradients.note_local if self._ddp_state.is_local else self._reducer.mark_ready
-        )
-        if not self._sparse.parameters:
-            return cast("Callable[[int], object]", of_dense)
-        num_dense, sparse = len(self._gradients.parameters), self._sparse
-
-        def note(number: int) -> None:
-            if number < num_dense:
-                of_dense(number)
-            else:
-                sparse.note_local(number - num_dense)
-
-        return note
-
-    def _end(self) -> None:
-        if self._ddp_state.is_local:
-            self._end_local()
-            return
-        self._finish_own_round()
-        self._ddp_state.has_backward_averaged = True
-
-    def _finish_own_round(self) -> None:
-        """Finish a round to which this rank contributes the gradients of its parameters."""
-        try:
-            self._finish_round()
-        except BaseException:
-            self._sparse.end_local()  # brings back those put aside; dense ones are back already
-            raise
-
-    def _fail(self) -> None:
-        # The others would wait in vain, for buckets or for what a layer sends.
-        error = RuntimeError("backward raised")
-        if self._ddp_state.is_local:
-            self._end_local()
-            self._tell_layers(error)
-            return
-        self._reducer.abandon()
-        self._sparse.end_local()
-        self._tell_the_others(error)
-
-    def _tell_the_others(self, error: BaseException) -> None:
-        self._tell_layers(error)
-        super()._tell_the_others(error)
-
-    def _tell_layers(self, error: BaseException) -> None:
-        """End the groups in which layers of other ranks may wait."""
-        for group in groups_in_use(self.module):
-            group.interrupt(error)
-
-    def _refuse_added(self, first: Any) -> None:
-        if self._gradients.was_added_to(first) or self._sparse.was_added_to(first):
-            raise RuntimeError(
-                "DDP: this backward has passed no known output of forward, and has added to an "
-                "average that had to be put aside first. Set gradients to None before it. Or let "
-                "it pass outputs: call the module through the wrapper, not compiled together with "
-                "it; return outputs in lists, dicts or attributes; add a penalty on gradients to "
-                "the loss of the outputs, in one backward."
-            )
-
-    def _refuse_compiled(self) -> None:
-        # A graph that was compiled from autograd's calls the hooks of nodes, but consists of none.
-        if torch._C._current_autograd_node() is None:
-            raise RuntimeError(
-                "DDP: this backward runs under torch's compiled autograd, which does not tell when "
-                "it has ended. Leave torch._dynamo.config.compiled_autograd False, or call "
-                "backward() outside what enables it; the module itself may stay compiled."
-            )
-
-    def _refuse_differentiable(self) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "DDP: create_graph=True is for gradients that are differentiated again, but "
-                "averages cannot be. Compute what enters the loss with torch.autograd.grad(..., "
-                "create_graph=True), or call backward inside no_sync() and sync_gradients() last."
-            )
-
-    def _refuse_averaged(self) -> None:
-        if not self._ddp_state.has_backward_averaged:
-            return  # the user may have written new ones where the last averages were
-        are_averaged = [*self._gradients.are_averaged(), *self._sparse.are_averaged()]
-        if are_averaged and all(are_averaged):
-            # On all ranks: others may have gradients to be weighted, and wait for this one.
-            self._reducer.begin(NoGradients(), weight=REFUSED)
-            self._finish_round()
-
-    # The interface of a module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and watch for a backward of what it returns."""
@@ -344,131 +134,6 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             return contextlib.nullcontext()
         is_averaged = torch.is_grad_enabled() and self.training and not self._no_sync_depth
         return telling(self._tell_the_others if is_averaged else self._tell_layers)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, *args: Any, **kwargs: Any
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield the parameters by the names that they have in the module.
-
-        Without `recurse` there are none: the wrapper's own are the module's, which `modules` yields
-        next. Whoever asks each of these for its own parameters must get every one once.
-        """
-        return self.module.named_parameters(prefix, True, *args, **kwargs) if recurse else iter(())
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, *args: Any, **kwargs: Any
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield the buffers by the names that they have in the module, as `named_parameters`."""
-        return self.module.named_buffers(prefix, True, *args, **kwargs) if recurse else iter(())
-
-    def named_modules(
-        self, memo: set[Any] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield this wrapper, then the module and its parts by the names that they have in it.
-
-        So the names of an enclosing module's parameters are those of its ``state_dict``, too.
-        """
-        seen = set() if memo is None else memo
-        if remove_duplicate and self in seen:
-            return
-        seen.add(self)
-        yield prefix, self
-        if self._held is not None:
-            yield from self._held.named_modules(seen, prefix, remove_duplicate)
-
-    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
-        """Add a buffer to the module."""
-        self.module.register_buffer(*args, **kwargs)
-
-    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
-        """Add a parameter to the module, which must then be wrapped again."""
-        self.module.register_parameter(*args, **kwargs)
-
-    def add_module(self, *args: Any, **kwargs: Any) -> None:
-        """Add a module to the module, which must then be wrapped again."""
-        self.module.add_module(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the module."""
-        state = self.module.state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix") or "".join(args[1:2])
-        if prefix:
-            _add_versions(state, prefix)
-        return state
-
-    def register_state_dict_pre_hook(self, hook: Any) -> Any:
-        """Call something before the state of the module is taken."""
-        return self.module.register_state_dict_pre_hook(hook)
-
-    def register_state_dict_post_hook(self, hook: Any) -> Any:
-        """Call something once the state of the module was taken."""
-        return self.module.register_state_dict_post_hook(hook)
-
-    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
-        """Call something before the module loads a state."""
-        return self.module.register_load_state_dict_pre_hook(hook)
-
-    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
-        """Call something once the module has loaded a state."""
-        return self.module.register_load_state_dict_post_hook(hook)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a state of the module, also one whose names begin with ``module.``."""
-        module = self.module
-        if isinstance(state_dict, Mapping) and _is_of_wrapper(state_dict, module):
-            state_dict = _without_prefix(state_dict)
-        return module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TorchDDP:
-        """Wrap a copy of the module, for the same group.
-
-        Not a collective call: a copy that is to be trained must be made on all ranks.
-        """
-        self._ddp_state.num_copies += 1
-        twin = cast(TorchDDP, type(self).__new__(type(self), self.module))
-        memo[id(self)] = twin
-        torch.nn.Module.__init__(twin)
-        twin.__dict__.update(
-            (name, copy.deepcopy(hooks, memo))
-            for name, hooks in self.__dict__.items()
-            if name.startswith(HOOKS)
-        )
-        twin._adopt(copy.deepcopy(self.module, memo), self._options)
-        # Far from all other tags, also from those of copies of copies.
-        lineage = f"{self._first_tag} {self._ddp_state.num_copies}"
-        twin._start(self._options, zlib.crc32(lineage.encode()))
-        twin.training = self.training
-        return twin
-
-    def __getattr__(self, name: str) -> Any:
-        # Called for attributes that the wrapper lacks.
-        try:
-            return torch.nn.Module.__getattr__(self, name)
-        except AttributeError:
-            if name.startswith("__") or "_modules" not in self.__dict__:
-                raise
-        return getattr(self.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Attributes that are read through the wrapper are also written through it.
-        if isinstance(getattr(type(self), name, None), property):
-            object.__setattr__(self, name, value)
-        elif hasattr(type(self), name) or name in self.__dict__ or "_watcher" not in self.__dict__:
-            torch.nn.Module.__setattr__(self, name, value)
-        else:
-            setattr(self.module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if isinstance(getattr(type(self), name, None), property):
-            object.__delattr__(self, name)
-        elif hasattr(type(self), name) or name in self.__dict__:
-            torch.nn.Module.__delattr__(self, name)
-        else:
-            delattr(self.module, name)
-
-    # The interface of DDP
 
     @contextlib.contextmanager
     def join(self, *optimizers: Any) -> Iterator[None]:
@@ -520,54 +185,74 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         agree_on_manifest(lines, self._backend, op="DDP.step_in_backward")
         self._ddp_state.optimizer = optimizer
 
-    def _lines_of_optimizers(self, optimizers: Sequence[Any]) -> list[str]:
-        for optimizer in (*optimizers, self._ddp_state.optimizer):
-            if isinstance(optimizer, ShardedOptimizer):
-                raise ValueError(
-                    "DDP.join: the steps of a ShardedOptimizer are taken by all ranks together; "
-                    "none can leave before the others"
-                )
-        return [line for optimizer in optimizers for line in self._lines_of("join", optimizer)]
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchDDP:
+        """Wrap a copy of the module, for the same group.
 
-    def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
-        stepped = [] if self._ddp_state.optimizer is None else [self._ddp_state.optimizer]
-        device = next(iter(self._parameters_of_module.named.values())).device
-        with telling(self._tell_the_others):
-            for optimizer in {id(each): each for each in (*optimizers, *stepped)}.values():
-                is_root = self._backend.rank == root
-                own = _message_of(optimizer) if is_root else b""
-                message = loaded(broadcast_saved(own, self._backend, root, device))
-                if REFUSAL in message:
-                    raise KnownToAll(
-                        f"DDP.join: the state of {type(optimizer).__name__} cannot be given to "
-                        "other ranks: it may hold tensors, numbers, strings, dicts, lists and "
-                        f"tuples. {message[REFUSAL]}"
-                    )
-                if not is_root:
-                    load_exactly(optimizer, message[STATE])
+        Not a collective call: a copy that is to be trained must be made on all ranks.
+        """
+        module = self.module
+        self._ddp_state.num_copies += 1
+        twin = self._copy_without_module(memo)
+        twin._adopt(copy.deepcopy(module, memo), self._options)
+        # Far from all other tags, also from those of copies of copies.
+        lineage = f"{self._first_tag} {self._ddp_state.num_copies}"
+        twin._start(self._options, zlib.crc32(lineage.encode()))
+        twin.training = self.training
+        return twin
 
-    def _lines_of(self, method: str, optimizer: Any) -> list[str]:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"DDP.{method} takes an optimizer, not {type(optimizer).__name__}")
-        names = {id(p): name for name, p in self._parameters_of_module.named.items()}
-        lines = [type(optimizer).__qualname__]
-        for number, group in enumerate(optimizer.param_groups):
-            for p in group["params"]:
-                if id(p) not in names:
-                    raise ValueError(
-                        f"DDP.{method}: a parameter of shape {tuple(p.shape)} in group "
-                        f"{number} of the optimizer is none of the module's"
-                    )
-                lines.append(f"{names[id(p)]!r} in group {number}")
-        return lines
+    # What `DDP` asks of a kind
 
-    @property
-    def _held(self) -> Any:
-        return self._modules.get("module")
+    def _adopt(self, module: Any, options: Options) -> list[str]:
+        parameters = ModuleParameters(module, options.backend)
+        if not parameters.named:
+            raise ValueError(
+                f"DDP: {type(module).__name__} has no parameters: there is nothing to be averaged"
+            )
+        refuse_watched(parameters.named)
+        options.check_compression(specs_of(parameters.dense))
+        buffers = BufferShare(module, options.backend) if options.sync_buffers else None
+        self._hold(module)
+        self.__dict__.update(
+            _parameters_of_module=parameters, _buffer_share=buffers, _ddp_state=_State()
+        )
+        return [*parameters.lines(), *(buffers.lines() if buffers else [])]
+
+    def _prepare(self, options: Options, first_tag: int) -> None:
+        gradients = TorchGradients()
+        has_gpu = options.backend.device is not None
+        with torch.inference_mode(False):  # buckets are written to in backward
+            gpu_memory = GpuMemory(options.backend, torch.empty(0), gpu_view) if has_gpu else None
+            reducer = Reducer(
+                specs_of(self._parameters_of_module.dense),
+                options,
+                as_tensor,
+                gpu_memory=gpu_memory,
+                follows_order=True,
+                first_tag=first_tag,
+            )
+        gradients.is_ready = reducer.is_ready
+        # Hooks of parameters must not keep the wrapper alive; they end with it.
+        this = weakref.ref(self)
+        watcher = BackwardWatcher(
+            on_begin=lambda first: _alive(this)._begin(first),
+            on_end=lambda: _alive(this)._end(),
+            on_failure=lambda: _alive(this)._fail(),
+        )
+        self.__dict__.update(
+            _gradients=gradients,
+            _sparse=SparseGradients(options.averaging, options.backend, first_tag),
+            _watcher=watcher,
+            _stop_watching=weakref.finalize(self, watcher.stop),
+            _first_tag=first_tag,
+            _writes=ParameterWrites(self._parameters_of_module.named.values(), options.backend),
+        )
+        self._stop_watching.atexit = False
+        self._reducer = reducer
+        self._watch()
 
     def _release(self) -> None:
         self._stop_watching()
-        self._modules["module"] = None
+        self._let_go()
         self._reducer.lay_out(())
         self._gradients.forget()
         self._sparse.forget()
@@ -621,19 +306,148 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         self._writes.start_anew()
 
     def _fingerprints(self) -> Iterable[tuple[str, bytes]]:
-        for name, tensor in self._tensors():
-            yield name, content_of(tensor)
-
-    def _fingerprints_of_parameters(self) -> Iterable[tuple[str, bytes]]:
-        for name, parameter in self._parameters_of_module.named.items():
-            yield f"parameter {name!r}", content_of(parameter)
+        return fingerprints(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
-        for name, parameter in self._parameters_of_module.named.items():
-            yield f"parameter {name!r}", parameter
+        yield from self._parameters_of_module.labelled()
         if self._buffer_share is not None:
-            for name, buffer in self._buffer_share.named():
-                yield f"buffer {name!r}", buffer
+            yield from self._buffer_share.labelled()
+
+    # What is trained
+
+    def _watch(self) -> None:
+        dense, sparse = self._parameters_of_module.dense, self._parameters_of_module.sparse
+        self._gradients.adopt(dense)
+        self._sparse.follow(specs_of(sparse), sparse)
+        self._watcher.watch_parameters([*dense.values(), *sparse.values()])
+
+    def _check_parameters(self) -> None:
+        """Follow what was frozen, unfrozen, converted or resized since the last time."""
+        parameters = self._parameters_of_module
+        if not parameters.have_changed():
+            return
+        specs = specs_of(parameters.dense)
+        if not self._backend.moves_host_arrays:
+            # NCCL alone does not compare the ranks' calls: they must agree before they make them.
+            lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(specs)]
+            lines += lines_of(specs_of(parameters.sparse))
+            agree_on_manifest(lines, self._backend, op="DDP")
+        # One that was frozen when both were made. If it is frozen again, all goes on as before.
+        own = self._watcher.watched()
+        refuse_watched({n: p for n, p in parameters.trained.items() if id(p) not in own})
+        with torch.inference_mode(False):  # buckets are written to in backward
+            self._reducer.lay_out(specs)
+        self._watch()
+        parameters.accept_changes()
+
+    # A backward, as the watcher reports it
+
+    def _begin(self, first: Any) -> Callable[[int], object]:
+        """Prepare for a backward; return the function to which its gradients are reported.
+
+        Parameters
+        ----------
+        first : torch.nn.Parameter or None
+            The one that has its gradient already.
+        """
+        state = self._ddp_state
+        state.is_local = self._no_sync_depth > 0
+        with telling(self._tell_layers if state.is_local else self._tell_the_others):
+            refuse_compiled()
+            # A backward that has passed no output may be of a forward past the wrapper, since then.
+            if first is not None or not state.is_checked:
+                self._check_parameters()
+            state.is_checked = False
+            if first is not None and not self._reducer.is_idempotent:
+                self._refuse_added(first)
+            if state.is_local:
+                self._writes.begin_local()
+            else:
+                refuse_differentiable()
+                self._reducer.begin(
+                    self._gradients, is_held=self._watcher.is_followed(), compares=self._compares()
+                )
+            self._begin_accumulation()
+            return self._note()
+
+    def _note(self) -> Callable[[int], object]:
+        """Return the function to which gradients are reported by number; dense ones come first."""
+        is_local = self._ddp_state.is_local
+        of_dense = self._gradients.note_local if is_local else self._reducer.mark_ready
+        if not self._sparse.parameters:
+            return cast("Callable[[int], object]", of_dense)
+        num_dense, sparse = len(self._gradients.parameters), self._sparse
+
+        def note(number: int) -> None:
+            if number < num_dense:
+                of_dense(number)
+            else:
+                sparse.note_local(number - num_dense)
+
+        return note
+
+    def _compares(self) -> bool:
+        # Ranks that have run out of data take no steps.
+        return not self._reducer.is_attended and self._writes.are_unexpected()
+
+    def _begin_accumulation(self) -> None:
+        is_idempotent = self._reducer.is_idempotent
+        if not is_idempotent:  # raises while all gradients are as they were
+            self._gradients.check()
+            self._sparse.check()
+        self._gradients.begin(is_idempotent)
+        self._sparse.begin(is_idempotent)
+
+    def _refuse_added(self, first: Any) -> None:
+        if self._gradients.was_added_to(first) or self._sparse.was_added_to(first):
+            raise RuntimeError(
+                "DDP: this backward has passed no known output of forward, and has added to an "
+                "average that had to be put aside first. Set gradients to None before it. Or let "
+                "it pass outputs: call the module through the wrapper, not compiled together with "
+                "it; return outputs in lists, dicts or attributes; add a penalty on gradients to "
+                "the loss of the outputs, in one backward."
+            )
+
+    def _end(self) -> None:
+        if self._ddp_state.is_local:
+            self._end_local()
+            return
+        self._finish_own_round()
+        self._ddp_state.has_backward_averaged = True
+
+    def _fail(self) -> None:
+        # The others would wait in vain, for buckets or for what a layer sends.
+        error = RuntimeError("backward raised")
+        if self._ddp_state.is_local:
+            self._end_local()
+            self._tell_layers(error)
+            return
+        self._reducer.abandon()
+        self._sparse.end_local()
+        self._tell_the_others(error)
+
+    def _end_local(self) -> None:
+        self._gradients.end_local()
+        self._sparse.end_local()
+
+    # A round
+
+    def _finish_own_round(self) -> None:
+        """Finish a round to which this rank contributes the gradients of its parameters."""
+        try:
+            self._finish_round()
+        except BaseException:
+            self._sparse.end_local()  # brings back those put aside; dense ones are back already
+            raise
+
+    def _refuse_averaged(self) -> None:
+        if not self._ddp_state.has_backward_averaged:
+            return  # the user may have written new ones where the last averages were
+        are_averaged = [*self._gradients.are_averaged(), *self._sparse.are_averaged()]
+        if are_averaged and all(are_averaged):
+            # On all ranks: others may have gradients to be weighted, and wait for this one.
+            self._reducer.begin(NoGradients(), weight=REFUSED)
+            self._finish_round()
 
     def _after_round(self, root: int, participation: Participation | None) -> None:
         is_present = participation is None or self._backend.rank in participation.present
@@ -644,7 +458,8 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
         if not self._reducer.is_attended:
             self._writes.end_round()
         if self._reducer.is_comparing and not self._writes.are_alike():
-            compare(self._fingerprints_of_parameters(), self._backend, "DDP", DRIFTED)
+            own = fingerprints(self._parameters_of_module.labelled())
+            compare(own, self._backend, "DDP", DRIFTED)
             self._writes.accept()
         if self._ddp_state.optimizer is not None and is_present and self._ddp_state.given is None:
             self._ddp_state.optimizer.step()
@@ -653,82 +468,60 @@ class TorchDDP(DDP[Any], Kind, torch.nn.Module):
             self._buffer_share.broadcast(root, tag_of(self._first_tag, Call.BUFFERS))
 
     def _average_sparse(self, factor: float | None, is_present: bool) -> None:
-        given, first = self._ddp_state.given, len(self._gradients.parameters)
-        numbers = range(first, first + len(self._sparse.parameters))
-        own = self._sparse.own() if given is None else [given.get(number) for number in numbers]
-        averages = self._sparse.average(own if is_present else None, factor)
-        if given is None and is_present:
-            self._sparse.put(averages)
-        for number, average in zip(numbers, averages if given else (), strict=False):
+        sparse, given = self._sparse, self._ddp_state.given
+        if given is None:
+            averages = sparse.average(sparse.own() if is_present else None, factor)
+            if is_present:
+                sparse.put(averages)
+            return
+        first = len(self._gradients.parameters)  # their numbers follow those of dense ones
+        numbers = range(first, first + len(sparse.parameters))
+        averages = sparse.average([given.get(number) for number in numbers], factor)
+        for number, average in zip(numbers, averages, strict=True):
             if average is not None:
                 given.replace(number, average)
 
+    def _tell_the_others(self, error: BaseException) -> None:
+        self._tell_layers(error)
+        super()._tell_the_others(error)
 
-def _refuse_watched(parameters: Mapping[str, Any]) -> None:
-    for name, parameter in parameters.items():
-        if is_watched(parameter):
-            raise ValueError(
-                f"DDP: parameter {name!r} is wrapped by another DDP already, and would be "
-                "averaged twice. Call its into_inner() first."
-            )
+    def _tell_layers(self, error: BaseException) -> None:
+        """End the groups in which layers of other ranks may wait."""
+        for group in groups_in_use(self.module):
+            group.interrupt(error)
 
+    # Optimizers
 
-def _message_of(optimizer: Any) -> bytes:
-    """Return what others can load: a dict of the state, or of the reason why it is not sent."""
-    try:
-        data = saved({STATE: optimizer.state_dict()})
-        loaded(data)
-    except Exception as error:
-        # Torch surrounds its message with advice that is meant for files.
-        return saved({REFUSAL: str(error.__context__ or error)})
-    return data
+    def _lines_of_optimizers(self, optimizers: Sequence[Any]) -> list[str]:
+        for optimizer in (*optimizers, self._ddp_state.optimizer):
+            if isinstance(optimizer, ShardedOptimizer):
+                raise ValueError(
+                    "DDP.join: the steps of a ShardedOptimizer are taken by all ranks together; "
+                    "none can leave before the others"
+                )
+        return [line for optimizer in optimizers for line in self._lines_of("join", optimizer)]
 
+    def _lines_of(self, method: str, optimizer: Any) -> list[str]:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"DDP.{method} takes an optimizer, not {type(optimizer).__name__}")
+        names = {id(p): name for name, p in self._parameters_of_module.named.items()}
+        lines = [type(optimizer).__qualname__]
+        for number, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                if id(p) not in names:
+                    raise ValueError(
+                        f"DDP.{method}: a parameter of shape {tuple(p.shape)} in group "
+                        f"{number} of the optimizer is none of the module's"
+                    )
+                lines.append(f"{names[id(p)]!r} in group {number}")
+        return lines
 
-def _is_of_wrapper(state: Iterable[str], module: Any) -> bool:
-    """Whether ``module.`` before names of a state stands for a wrapper, not for a child."""
-    own = module.state_dict().keys()
-    if not any(name.startswith(PREFIX) for name in own):
-        return True
-    bare = {name.removeprefix(PREFIX) for name in state}
-    return len(own & bare) > len(own & set(state))
-
-
-def _without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state of the module, from one that may be that of a wrapper."""
-    bare = OrderedDict((name.removeprefix(PREFIX), value) for name, value in state.items())
-    # The versions of the module's parts, by which they know what an earlier version has saved.
-    versions = getattr(state, "_metadata", None)
-    if versions is not None:
-        if bare.keys() != state.keys():
-            root = PREFIX.removesuffix(".")
-            versions = {
-                name.removeprefix(root).removeprefix("."): version
-                for name, version in versions.items()
-                if f"{name}.".startswith(PREFIX)
-            }
-        bare._metadata = versions  # type: ignore[attr-defined]
-    return bare
-
-
-def _add_versions(state: Any, prefix: str) -> None:
-    """Add the versions of a module's parts by the names under which an enclosing one loads them."""
-    versions = getattr(state, "_metadata", {})
-    for name in [name for name in versions if f"{name}.".startswith(prefix)]:
-        inner = f"{prefix}{PREFIX}{name.removeprefix(prefix[:-1]).removeprefix('.')}"
-        versions.setdefault(inner.removesuffix("."), versions[name])
-
-
-def _add_prefix(ddp: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename what an enclosing module loads into the wrapper, to where its module is."""
-    inner = {
-        name.removeprefix(prefix): state.pop(name)
-        for name in list(state)
-        if name.startswith(prefix)
-    }
-    is_of_wrapper = _is_of_wrapper(inner, ddp.module)
-    for name, value in inner.items():
-        bare = name.removeprefix(PREFIX) if is_of_wrapper else name
-        state[prefix + PREFIX + bare] = value
+    def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
+        stepped = [] if self._ddp_state.optimizer is None else [self._ddp_state.optimizer]
+        device = next(iter(self._parameters_of_module.named.values())).device
+        with telling(self._tell_the_others):
+            for optimizer in {id(each): each for each in (*optimizers, *stepped)}.values():
+                broadcast_optimizer("DDP.join", optimizer, self._backend, root, device)
 
 
 def _alive(reference: weakref.ref[TorchDDP]) -> TorchDDP:

@@ -30,7 +30,7 @@ __all__ = [
     "ModuleParameters",
     "broadcast_tensor",
     "check_shareable",
-    "content_of",
+    "fingerprints",
     "show_changes",
     "specs_of",
 ]
@@ -116,6 +116,11 @@ class ModuleParameters:
         """The trained parameters of layers that were made with ``sparse=True``."""
         return {name: p for name, p in self.trained.items() if id(p) in self._sparse_ids}
 
+    def labelled(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each with what errors call it."""
+        for name, parameter in self.named.items():
+            yield f"parameter {name!r}", parameter
+
     def lines(self) -> list[str]:
         """Return a line for each parameter, of what ranks must agree on."""
         return [
@@ -148,7 +153,7 @@ class ModuleParameters:
 
     def _check(self) -> None:
         for name, parameter in self.named.items():
-            _check_place("parameter", name, parameter, self._backend)
+            _check_place(f"parameter {name!r}", parameter, self._backend)
             if parameter.requires_grad:
                 _trainable_spec(name, parameter)
                 if id(parameter) in self._shortened_ids and self._backend.world_size > 1:
@@ -196,8 +201,8 @@ class BufferShare:
         self._backend = backend
         self._module = module
         self._collect()
-        for name, buffer in self.named():
-            _check_place("buffer", name, buffer, backend)
+        for label, buffer in self.labelled():
+            _check_place(label, buffer, backend)
         current = [buffer for _, buffer in self.named()]
         self._kinds = list(map(_kind, current))
         self._parts: list[_BufferPart] = []
@@ -233,6 +238,11 @@ class BufferShare:
             if buffer is None:
                 raise ValueError(f"DDP: buffer {name!r} was removed after the module was wrapped")
             yield name, buffer
+
+    def labelled(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each with what errors call it."""
+        for name, buffer in self.named():
+            yield f"buffer {name!r}", buffer
 
     def lines(self) -> list[str]:
         """Return a line for each buffer, of what ranks must agree on."""
@@ -282,8 +292,8 @@ class BufferShare:
 
     def _follow(self, kinds: list[Any]) -> None:
         """Accept buffers of other kinds, if all ranks have the same."""
-        for name, buffer in self.named():
-            _check_place("buffer", name, buffer, self._backend)
+        for label, buffer in self.labelled():
+            _check_place(label, buffer, self._backend)
         agree_on_manifest(self.lines(), self._backend, "DDP")
         self._kinds, self._parts = kinds, []
 
@@ -352,9 +362,10 @@ def show_changes(tensors: Iterable[Tensor]) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-def content_of(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor's elements in C order."""
-    return interop.content_of(tensor.detach())
+def fingerprints(labelled: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, bytes]]:
+    """Yield each label with the bytes of its tensor's elements in C order."""
+    for label, tensor in labelled:
+        yield label, interop.content_of(tensor.detach())
 
 
 def specs_of(named: dict[str, Tensor]) -> tuple[ParameterSpec, ...]:
@@ -362,8 +373,7 @@ def specs_of(named: dict[str, Tensor]) -> tuple[ParameterSpec, ...]:
     return tuple(_trainable_spec(name, p) for name, p in named.items())
 
 
-def _check_place(kind: str, name: str, tensor: Tensor, backend: Backend) -> None:
-    what = f"{kind} {name!r}"
+def _check_place(what: str, tensor: Tensor, backend: Backend) -> None:
     check_shareable("DDP", what, tensor)
     check_reach(what, tensor.device.index if tensor.is_cuda else None, backend)
 

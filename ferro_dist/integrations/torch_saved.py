@@ -13,11 +13,14 @@ import numpy as np
 import torch
 
 from ferro_dist.collective import broadcast
+from ferro_dist.parallel.interruption import KnownToAll
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["broadcast_saved", "load_exactly", "loaded", "saved"]
+__all__ = ["broadcast_optimizer", "broadcast_saved", "loaded", "saved"]
+
+STATE, REFUSAL = "state", "refusal"  # what a message about an optimizer holds
 
 
 def saved(content: Any) -> bytes:
@@ -46,7 +49,38 @@ def broadcast_saved(data: bytes, backend: Backend, root: int, device: Any, tag: 
     return received
 
 
-def load_exactly(optimizer: Any, state: Any) -> None:
+def broadcast_optimizer(op: str, optimizer: Any, backend: Backend, root: int, device: Any) -> None:
+    """Give the optimizer of every rank the state and options of the root's.
+
+    Raises
+    ------
+    KnownToAll
+        The state holds something that cannot be sent. Raised on all ranks, on behalf of `op`.
+    """
+    is_root = backend.rank == root
+    own = _message_of(optimizer) if is_root else b""
+    message = loaded(broadcast_saved(own, backend, root, device))
+    if REFUSAL in message:
+        raise KnownToAll(
+            f"{op}: the state of {type(optimizer).__name__} cannot be given to other ranks: it may "
+            f"hold tensors, numbers, strings, dicts, lists and tuples. {message[REFUSAL]}"
+        )
+    if not is_root:
+        _load_exactly(optimizer, message[STATE])
+
+
+def _message_of(optimizer: Any) -> bytes:
+    """Return what others can load: a dict of the state, or of the reason why it is not sent."""
+    try:
+        data = saved({STATE: optimizer.state_dict()})
+        loaded(data)
+    except Exception as error:
+        # Torch surrounds its message with advice that is meant for files.
+        return saved({REFUSAL: str(error.__context__ or error)})
+    return data
+
+
+def _load_exactly(optimizer: Any, state: Any) -> None:
     """Load a state that was saved into an optimizer, with the bits that it had.
 
     ``load_state_dict`` alone converts all state of a parameter, except ``step``, to the parameter's
