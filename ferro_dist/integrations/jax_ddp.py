@@ -11,13 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferro_dist.errors import UnsupportedOp
-from ferro_dist.integrations.jax_gradients import (
-    PytreeReducer,
-    await_callbacks,
-    describe_leaves,
-    float_positions,
-    is_array,
-)
+from ferro_dist.integrations.jax_gradients import PytreeReducer, await_callbacks
+from ferro_dist.integrations.jax_leaves import describe_leaves, float_positions, is_array
 from ferro_dist.parallel.ddp import DDP, Kind, compare
 
 if TYPE_CHECKING:

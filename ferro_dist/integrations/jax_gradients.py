@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ferro_dist import interop
 from ferro_dist.collective import allreduce, broadcast
-from ferro_dist.errors import CollectiveMismatch, InvalidArray, UnsupportedOp
+from ferro_dist.errors import CollectiveMismatch, UnsupportedOp
+from ferro_dist.integrations.jax_leaves import (
+    broadcast_leaf,
+    delivered,
+    describe_leaves,
+    float_positions,
+    refuse_unaveraged,
+    specs_of,
+)
 from ferro_dist.integrations.jax_tap import tap_leaves
-from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.averaging import REDUCE_OPS
 from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets
 from ferro_dist.parallel.compression import Compression, wire_dtype
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from ferro_dist.parallel.options import Options
     from ferro_dist.work import Work
 
-__all__ = ["PytreeReducer", "await_callbacks", "describe_leaves", "float_positions", "is_array"]
+__all__ = ["PytreeReducer", "await_callbacks"]
 
 NumpyArray = np.ndarray[Any, Any]
 Pytree = Any
@@ -125,7 +129,7 @@ class PytreeReducer:
 
     def check(self, tree: Pytree) -> None:
         """Raise InvalidArray if there is a float whose gradient cannot be averaged."""
-        _specs(tree, float_positions(jax.tree.leaves(tree)))
+        specs_of(tree, float_positions(jax.tree.leaves(tree)))
 
     def statistics(self) -> Statistics:
         """When each bucket of the last average was ready, sent and reduced, on this rank."""
@@ -156,10 +160,7 @@ class PytreeReducer:
         await_callbacks()
         lines = [f"root {root}", *describe_leaves(params)]
         agree_on_manifest(lines, self._terms.backend, op="broadcast_parameters")
-        return jax.tree.map(
-            lambda leaf: _broadcast(leaf, self._terms.backend, root) if is_array(leaf) else leaf,
-            params,
-        )
+        return jax.tree.map(lambda leaf: broadcast_leaf(leaf, self._terms.backend, root), params)
 
     def sync_gradients(self, grads: Pytree, *, weight: float | None = None) -> Pytree:
         """Return the averages of a tree of gradients. Called outside compiled programs.
@@ -192,7 +193,7 @@ class PytreeReducer:
             )
         leaves, tree = jax.tree.flatten(grads)
         floats = float_positions(leaves)
-        _refuse_others(grads, floats)
+        refuse_unaveraged(grads, floats)
         if not floats or self._terms.is_local:
             return grads
         await_callbacks()
@@ -201,10 +202,10 @@ class PytreeReducer:
         reduction = self._reduction(grads, floats)
         if weight is not None:
             reduction.weigh(weight)
-        turn = object()
+        step = object()
         for number, group in enumerate(reduction.groups):
-            reduction.ready(turn, number, [own[i] for i in group])
-        averages = _delivered([leaves[i] for i in floats], reduction.finish(turn))
+            reduction.ready(step, number, [own[i] for i in group])
+        averages = delivered([leaves[i] for i in floats], reduction.finish(step))
         for position, average in zip(floats, averages, strict=True):
             leaves[position] = average
         return tree.unflatten(leaves)
@@ -225,19 +226,19 @@ class PytreeReducer:
         if not floats:
             return params
         reduction = self._reduction(params, floats)
-        turn = object()  # tells one call of tap from another
+        step = object()  # tells one call of tap from another
         tapped = tap_leaves(
             [leaves[position] for position in floats],
             reduction.groups,
-            lambda number, gradients: reduction.ready(turn, number, gradients),
-            lambda: reduction.finish(turn),
+            lambda number, gradients: reduction.ready(step, number, gradients),
+            lambda: reduction.finish(step),
         )
         for position, leaf in zip(floats, tapped, strict=True):
             leaves[position] = leaf
         return tree.unflatten(leaves)
 
     def _reduction(self, tree: Pytree, floats: Sequence[int]) -> _Reduction:
-        specs = _specs(tree, floats)
+        specs = specs_of(tree, floats)
         reduction = self._reductions.get(specs)
         if reduction is None:
             await_callbacks()
@@ -286,23 +287,23 @@ class _Reduction:
         self._reset()
 
     def _reset(self) -> None:
-        self._turn: object = None
+        self._step: object = None
         self._ready: list[int] = []
         self._works: list[Work] = []
         self._own: dict[int, list[NumpyArray]] = {}
         self._factor: float | None = None
 
     def weigh(self, weight: float) -> None:
-        """Give this rank's gradients a weight in the next turn."""
+        """Give this rank's gradients a weight in the next step."""
         with self._lock, self._failing_for_good():
             participation = self._roll_call.ask(True, weight, self._tag + 1).result()
         is_mean = self._terms.reduce_op is ReduceOp.MEAN
         self._factor = participation.factor(is_mean)
 
-    def ready(self, turn: object, number: int, gradients: Sequence[NumpyArray]) -> None:
+    def ready(self, step: object, number: int, gradients: Sequence[NumpyArray]) -> None:
         """Take the gradients of a bucket, and start all buckets whose turn has come."""
         with self._lock, self._failing_for_good():
-            self._enter(turn)
+            self._enter(step)
             if number in self._ready:
                 raise RuntimeError(
                     "tap: a gradient came twice in one step. Call tap() once, outside of vmap."
@@ -316,10 +317,10 @@ class _Reduction:
             if self._terms.is_overlapped:
                 self._start()
 
-    def finish(self, turn: object) -> list[NumpyArray]:
+    def finish(self, step: object) -> list[NumpyArray]:
         """Return the averages of all leaves: they may be views that the next step overwrites."""
         with self._lock, self._failing_for_good():
-            self._enter(turn)
+            self._enter(step)
             if self._terms.is_local:
                 return self._end_local()
             self._terms.statistics.backward_end_s = perf_counter()
@@ -339,7 +340,7 @@ class _Reduction:
             return averages
 
     def _end_local(self) -> list[NumpyArray]:
-        """Return the gradients of a turn as they came, zeros for those that did not."""
+        """Return the gradients of a step as they came, zeros for those that did not."""
         own = self._own
         self._reset()
         zeros = [np.zeros(spec.shape, spec.dtype) for spec in self._specs]
@@ -373,7 +374,7 @@ class _Reduction:
             raise
 
     def _given_up(self, error: CollectiveMismatch) -> CollectiveMismatch:
-        """End the turn on all ranks; return what to say of it."""
+        """End the step on all ranks; return what to say of it."""
         for work in self._works:
             with contextlib.suppress(CollectiveMismatch):
                 work.wait()
@@ -387,12 +388,12 @@ class _Reduction:
                 "Make a new one, over a healthy group."
             ) from self._failure
 
-    def _enter(self, turn: object) -> None:
-        if self._turn is None:
-            self._turn = turn
+    def _enter(self, step: object) -> None:
+        if self._step is None:
+            self._step = step
             if not self._terms.is_local:
                 self._begin_statistics()
-        elif self._turn is not turn:
+        elif self._step is not step:
             raise RuntimeError(
                 "tap: these parameters are tapped a second time before the first is done. Call "
                 "tap() once in a step, and use what it returns in all places."
@@ -476,98 +477,8 @@ def await_callbacks() -> None:
         jax.effects_barrier()
 
 
-def is_array(leaf: object) -> bool:
-    """Whether a leaf is an array or a number; trees of layers also hold functions."""
-    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
-
-
-def describe_leaves(tree: Pytree) -> list[str]:
-    """Return a line for each leaf: its name, dtype and shape."""
-    lines = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path)
-        what = f"{jnp.result_type(leaf)} {jnp.shape(leaf)}" if is_array(leaf) else type(leaf)
-        lines.append(f"{name!r} {what}")
-    return lines
-
-
-def float_positions(leaves: Sequence[Any]) -> list[int]:
-    """Return which of the leaves have gradients."""
-    return [
-        position
-        for position, leaf in enumerate(leaves)
-        if is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    ]
-
-
-def _refuse_others(grads: Pytree, floats: Sequence[int]) -> None:
-    """Refuse leaves that look like gradients, but would not be averaged, or not as they are."""
-    averaged = set(floats)
-    for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(grads)):
-        if isinstance(leaf, np.ma.MaskedArray):
-            raise InvalidArray(
-                f"DDP: leaf {jax.tree_util.keystr(path)!r} of the gradients is masked, and would "
-                "lose its mask",
-                op="DDP",
-            )
-        if position in averaged or not is_array(leaf):
-            continue
-        dtype = jnp.result_type(leaf)
-        if dtype != jax.dtypes.float0:
-            raise TypeError(
-                f"DDP: leaf {jax.tree_util.keystr(path)!r} of the gradients is {dtype}, which has "
-                "no average. Replace it by None, or add up counts with allreduce()."
-            )
-
-
-def _specs(tree: Pytree, positions: Sequence[int]) -> tuple[ParameterSpec, ...]:
-    paths = jax.tree_util.tree_leaves_with_path(tree)
-    return tuple(
-        _spec(jax.tree_util.keystr(path), leaf)
-        for path, leaf in (paths[position] for position in positions)
-    )
-
-
-def _spec(name: str, leaf: Any) -> ParameterSpec:
-    dtype = np.dtype(jnp.result_type(leaf))
-    if dtype.name not in GRADIENT_DTYPES:
-        raise InvalidArray(
-            f"DDP: leaf {name!r} is {dtype}; gradients are averaged in "
-            f"{', '.join(GRADIENT_DTYPES)}.",
-            op="DDP",
-        )
-    return ParameterSpec(name, jnp.shape(leaf), dtype)
-
-
 def _natural(name: str) -> list[tuple[int, str]]:
     """Split a name so that numbers in it compare as numbers."""
     return [
         (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
     ]
-
-
-def _broadcast(leaf: Any, backend: Backend, root: int) -> Any:
-    array = jnp.asarray(leaf)
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        state = _broadcast(jax.random.key_data(array), backend, root)
-        return jax.random.wrap_key_data(state, impl=jax.random.key_impl(array))
-    # In host memory, as averages are: many a group reaches no GPU, and a leaf may lie on several.
-    written = interop.empty_for_jax(array.shape, array.dtype)
-    return interop.deliver(array, broadcast(np.asarray(array), backend, root, out=written))
-
-
-def _delivered(likes: Sequence[Any], averages: Sequence[NumpyArray]) -> list[Any]:
-    """Return copies of the averages as JAX arrays, each where the leaf that it replaces is."""
-    copies, positions_at = [], defaultdict(list)
-    for position, (like, average) in enumerate(zip(likes, averages, strict=True)):
-        # In host memory, where the average is, whatever device the leaf is on.
-        copies.append(interop.empty_for_jax(average.shape, average.dtype))
-        np.copyto(copies[-1], average)
-        positions_at[interop.jax_place(like)].append(position)
-    delivered: list[Any] = [None] * len(copies)
-    for place, positions in positions_at.items():  # one call each: JAX takes long for a call
-        with interop.jax_full_width():
-            arrays = jax.device_put([copies[position] for position in positions], place)
-        for position, array in zip(positions, arrays, strict=True):
-            delivered[position] = array
-    return delivered

@@ -1,0 +1,127 @@
+"""Leaves of JAX pytrees: which have gradients, what ranks must agree on, where averages go."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ferro_dist import interop
+from ferro_dist.collective import broadcast
+from ferro_dist.errors import InvalidArray
+from ferro_dist.parallel.adapter import GRADIENT_DTYPES
+from ferro_dist.parallel.bucket import ParameterSpec
+
+if TYPE_CHECKING:
+    from ferro_dist.backends.base import Backend
+
+__all__ = [
+    "broadcast_leaf",
+    "delivered",
+    "describe_leaves",
+    "float_positions",
+    "is_array",
+    "refuse_unaveraged",
+    "specs_of",
+]
+
+NumpyArray = np.ndarray[Any, Any]
+Pytree = Any
+
+
+def is_array(leaf: object) -> bool:
+    """Whether a leaf is an array or a number; trees of layers also hold functions."""
+    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+
+
+def describe_leaves(tree: Pytree) -> list[str]:
+    """Return a line for each leaf: its name, dtype and shape."""
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        what = f"{jnp.result_type(leaf)} {jnp.shape(leaf)}" if is_array(leaf) else type(leaf)
+        lines.append(f"{name!r} {what}")
+    return lines
+
+
+def float_positions(leaves: Sequence[Any]) -> list[int]:
+    """Return which of the leaves have gradients."""
+    return [
+        position
+        for position, leaf in enumerate(leaves)
+        if is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    ]
+
+
+def refuse_unaveraged(grads: Pytree, floats: Sequence[int]) -> None:
+    """Refuse leaves that look like gradients, but would not be averaged, or not as they are."""
+    averaged = set(floats)
+    for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(grads)):
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise InvalidArray(
+                f"DDP: leaf {jax.tree_util.keystr(path)!r} of the gradients is masked, and would "
+                "lose its mask",
+                op="DDP",
+            )
+        if position in averaged or not is_array(leaf):
+            continue
+        dtype = jnp.result_type(leaf)
+        if dtype != jax.dtypes.float0:
+            raise TypeError(
+                f"DDP: leaf {jax.tree_util.keystr(path)!r} of the gradients is {dtype}, which has "
+                "no average. Replace it by None, or add up counts with allreduce()."
+            )
+
+
+def specs_of(tree: Pytree, positions: Sequence[int]) -> tuple[ParameterSpec, ...]:
+    """Describe the leaves at these positions, whose gradients are averaged."""
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return tuple(
+        _spec(jax.tree_util.keystr(path), leaf)
+        for path, leaf in (paths[position] for position in positions)
+    )
+
+
+def _spec(name: str, leaf: Any) -> ParameterSpec:
+    dtype = np.dtype(jnp.result_type(leaf))
+    if dtype.name not in GRADIENT_DTYPES:
+        raise InvalidArray(
+            f"DDP: leaf {name!r} is {dtype}; gradients are averaged in "
+            f"{', '.join(GRADIENT_DTYPES)}.",
+            op="DDP",
+        )
+    return ParameterSpec(name, jnp.shape(leaf), dtype)
+
+
+def broadcast_leaf(leaf: Any, backend: Backend, root: int) -> Any:
+    """Return that of one rank, as a JAX array; what is no array as it is here."""
+    if not is_array(leaf):
+        return leaf
+    array = jnp.asarray(leaf)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        state = broadcast_leaf(jax.random.key_data(array), backend, root)
+        return jax.random.wrap_key_data(state, impl=jax.random.key_impl(array))
+    # In host memory, as averages are: many a group reaches no GPU, and a leaf may lie on several.
+    written = interop.empty_for_jax(array.shape, array.dtype)
+    return interop.deliver(array, broadcast(np.asarray(array), backend, root, out=written))
+
+
+def delivered(likes: Sequence[Any], averages: Sequence[NumpyArray]) -> list[Any]:
+    """Return copies of the averages as JAX arrays, each where the leaf that it replaces is."""
+    copies, positions_at = [], defaultdict(list)
+    for position, (like, average) in enumerate(zip(likes, averages, strict=True)):
+        # In host memory, where the average is, whatever device the leaf is on.
+        copies.append(interop.empty_for_jax(average.shape, average.dtype))
+        np.copyto(copies[-1], average)
+        positions_at[interop.jax_place(like)].append(position)
+    arrived: list[Any] = [None] * len(copies)
+    for place, positions in positions_at.items():  # one call each: JAX takes long for a call
+        with interop.jax_full_width():
+            arrays = jax.device_put([copies[position] for position in positions], place)
+        for position, array in zip(positions, arrays, strict=True):
+            arrived[position] = array
+    return arrived
