@@ -18,7 +18,8 @@ Models", SC 2020: stage 1.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
+    from ferro_dist.parallel.shard_layout import Fragment
 
 __all__ = ["ShardedOptimizer"]
 
@@ -154,8 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {})
         # Its own errors, for instance about options, come before anything is sent.
         resolved = optimizer_class(_one_element_each(self.param_groups), **options)
-        for group, other in zip(self.param_groups, resolved.param_groups, strict=True):
-            group.update(_options(other))
+        _pass_options(resolved.param_groups, self.param_groups)
         self.defaults = dict(resolved.defaults)
         # By the options as given: the defaults may name some that are not its arguments.
         self._new_inner = functools.partial(optimizer_class, **options)
@@ -188,74 +189,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._step()
         return loss
-
-    def _step(self) -> None:
-        where = self._survey()
-        if where.overflowed:
-            self._drop_reduced()
-            return
-        if where.reduced:
-            self._check_is_clipped_last(where)
-        with telling(self._tell_the_others):
-            if not where.reduced:
-                self._unscale()
-                self._reduce_gradients()
-            self._step_shares()
-        self._drop_reduced()
-
-    def _step_shares(self) -> None:
-        self._consolidated = None
-        self._pass_options(self.param_groups, self._inner.param_groups)
-        for shard in self._shards:
-            shard.look_again()
-        self._inner.step()
-        self._pass_options(self._inner.param_groups, self.param_groups)
-        for shard in self._shards:
-            shard.share_parameters()
-
-    def _tell_the_others(self, error: BaseException) -> None:
-        interrupt(self._backend, error)
-
-    def _survey(self) -> _Survey:
-        """Ask all ranks for their state: what one of them must do, or refuses, all do."""
-        gradients = [p.grad for p in self._parameters()]
-        is_reduced = self._reduced is not None
-        survey = _Survey(
-            reduced=is_reduced,
-            changed=is_reduced and not self._are_as_reduced(),
-            overflowed=bool(getattr(self, "found_inf", False)),
-            sparse=any(grad is not None and grad.layout is not torch.strided for grad in gradients),
-        )
-        flags = torch.tensor(survey, dtype=torch.float32, device=self._device())
-        counts = allreduce(flags, self._backend, tag=self._tag).tolist()
-        survey = _Survey(*map(int, counts))
-        if survey.sparse:
-            raise TypeError(
-                f"ShardedOptimizer: on {survey.sparse} ranks a gradient is sparse. Make it dense: "
-                "Embedding(sparse=False)."
-            )
-        return survey
-
-    def _check_is_clipped_last(self, where: _Survey) -> None:
-        if where.changed or where.reduced < self._backend.world_size:
-            raise RuntimeError(
-                "ShardedOptimizer: there was another backward, or another change of gradients, "
-                "between clip_grad_norm_() and step(), on this rank or another. Clip last."
-            )
-        if getattr(self, "grad_scale", None) is not None:
-            raise RuntimeError(
-                "ShardedOptimizer: gradients were clipped while scaled. Call "
-                "scaler.unscale_(optimizer) before clip_grad_norm_()."
-            )
-
-    def _unscale(self) -> None:
-        """Divide this rank's gradients by the factor that GradScaler has put on its loss."""
-        scale = getattr(self, "grad_scale", None)
-        if scale is None:
-            return
-        for p in self._parameters():
-            if p.grad is not None:
-                p.grad.div_(scale.to(p.grad.device))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, including those that `clip_grad_norm_` has averaged."""
@@ -293,10 +226,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"norm_type must be positive, not {norm_type!r}")
         # A step that was skipped, for instance because of its norm, has left the gradients of
         # another batch; perhaps not on all ranks, as some may have had no batch.
-        where = self._survey()
-        if where.changed or where.reduced < self._backend.world_size:
+        survey = self._survey()
+        if survey.changed or survey.reduced < self._backend.world_size:
             self._reduce_gradients()
-        gradients = [e.grad for s in self._shards for _, _, e in s.owned if e.grad is not None]
+        gradients = [own.grad for _, _, own in self._owned() if own.grad is not None]
         norm = self._global_norm(gradients, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"ShardedOptimizer: the norm of the gradients is {float(norm)}")
@@ -358,40 +291,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = self._inner_numbers()
         inner["state"] = {
             own[id(elements)]: cut_state(state[id(p)], p, fragment)
-            for shard in self._shards
-            for p, fragment, elements in shard.owned
+            for p, fragment, elements in self._owned()
             if id(p) in state
         }
         self._inner.load_state_dict(inner)
         self._consolidated = None
         self._drop_reduced()
 
-    def _load_options(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-        """Load all but the state of parameters; return that, by their ids."""
-        saved: dict[str, Any] = {}
-
-        def put_aside(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-            saved.update(given)
-            return {**given, "state": {}}
-
-        # After the user's own hooks, which may rename what was saved.
-        hook = self.register_load_state_dict_pre_hook(put_aside)
-        try:
-            super().load_state_dict(dict(state_dict))
-        finally:
-            hook.remove()
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        return {
-            id(p): saved["state"][number]
-            for p, number in zip(self._parameters(), numbers, strict=True)
-            if number in saved["state"]
-        }
-
     def __reduce__(self) -> Any:
         raise TypeError(
             "A ShardedOptimizer cannot be pickled or copied: it is a share of a group. Use "
             "consolidate_state_dict() and state_dict()."
         )
+
+    # Parameters and their shards
 
     def _shard(self, groups: list[dict[str, Any]]) -> None:
         """Divide the parameters of some groups, and give the wrapped optimizer its share."""
@@ -429,6 +342,73 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.broadcast_parameters()
         return shards
 
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _owned(self) -> Iterator[tuple[Tensor, Fragment, Tensor]]:
+        """Yield what this rank steps, as `Shard.owned`."""
+        return itertools.chain.from_iterable(shard.owned for shard in self._shards)
+
+    def _device(self) -> Any:
+        return self._shards[0].parameters[0].device
+
+    # A step
+
+    def _step(self) -> None:
+        survey = self._survey()
+        if survey.overflowed:
+            self._drop_reduced()
+            return
+        if survey.reduced:
+            self._check_is_clipped_last(survey)
+        with telling(self._tell_the_others):
+            if not survey.reduced:
+                self._unscale()
+                self._reduce_gradients()
+            self._step_shares()
+        self._drop_reduced()
+
+    def _survey(self) -> _Survey:
+        """Count the ranks in each state: what one of them must do, or refuses, all do."""
+        gradients = [p.grad for p in self._parameters()]
+        is_reduced = self._reduced is not None
+        own = _Survey(
+            reduced=is_reduced,
+            changed=is_reduced and not self._are_as_reduced(),
+            overflowed=bool(getattr(self, "found_inf", False)),
+            sparse=any(grad is not None and grad.layout is not torch.strided for grad in gradients),
+        )
+        flags = torch.tensor(own, dtype=torch.float32, device=self._device())
+        counts = allreduce(flags, self._backend, tag=self._tag).tolist()
+        survey = _Survey(*map(int, counts))
+        if survey.sparse:
+            raise TypeError(
+                f"ShardedOptimizer: on {survey.sparse} ranks a gradient is sparse. Make it dense: "
+                "Embedding(sparse=False)."
+            )
+        return survey
+
+    def _check_is_clipped_last(self, survey: _Survey) -> None:
+        if survey.changed or survey.reduced < self._backend.world_size:
+            raise RuntimeError(
+                "ShardedOptimizer: there was another backward, or another change of gradients, "
+                "between clip_grad_norm_() and step(), on this rank or another. Clip last."
+            )
+        if getattr(self, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "ShardedOptimizer: gradients were clipped while scaled. Call "
+                "scaler.unscale_(optimizer) before clip_grad_norm_()."
+            )
+
+    def _unscale(self) -> None:
+        """Divide this rank's gradients by the factor that GradScaler has put on its loss."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        for p in self._parameters():
+            if p.grad is not None:
+                p.grad.div_(scale.to(p.grad.device))
+
     def _reduce_gradients(self) -> None:
         gradients = [p.grad for p in self._parameters()]
         for shard in self._shards:
@@ -451,6 +431,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for shard in self._shards:
             shard.drop_gradients()
 
+    def _step_shares(self) -> None:
+        self._consolidated = None
+        _pass_options(self.param_groups, self._inner.param_groups)
+        for shard in self._shards:
+            shard.look_again()
+        self._inner.step()
+        _pass_options(self._inner.param_groups, self.param_groups)
+        for shard in self._shards:
+            shard.share_parameters()
+
     def _global_norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
         device = self._device()
         norms = [torch.linalg.vector_norm(g, norm_type).to(device).double() for g in gradients]
@@ -460,18 +450,40 @@ class ShardedOptimizer(torch.optim.Optimizer):
         total = allreduce(own.pow(norm_type).sum(), self._backend, tag=self._tag)
         return total.pow(1.0 / norm_type)
 
+    def _tell_the_others(self, error: BaseException) -> None:
+        interrupt(self._backend, error)
+
+    # The state
+
     def _own_states(self) -> dict[tuple[int, int, int], dict[str, Any]]:
         """Return this rank's states, by number of the parameter and range of elements."""
         numbers = self._parameter_numbers()
         return {
             (numbers[id(p)], fragment.start, fragment.stop): self._inner.state[elements]
-            for shard in self._shards
-            for p, fragment, elements in shard.owned
+            for p, fragment, elements in self._owned()
             if elements in self._inner.state
         }
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+    def _load_options(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
+        """Load all but the state of parameters; return that, by their ids."""
+        saved: dict[str, Any] = {}
+
+        def put_aside(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            saved.update(given)
+            return {**given, "state": {}}
+
+        # After the user's own hooks, which may rename what was saved.
+        hook = self.register_load_state_dict_pre_hook(put_aside)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            hook.remove()
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        return {
+            id(p): saved["state"][number]
+            for p, number in zip(self._parameters(), numbers, strict=True)
+            if number in saved["state"]
+        }
 
     def _parameter_numbers(self) -> dict[int, int]:
         return {id(p): number for number, p in enumerate(self._parameters())}
@@ -479,14 +491,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _inner_numbers(self) -> dict[int, int]:
         elements = (e for group in self._inner.param_groups for e in group["params"])
         return {id(each): number for number, each in enumerate(elements)}
-
-    def _device(self) -> Any:
-        return self._shards[0].parameters[0].device
-
-    @staticmethod
-    def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        for given, taking in zip(source, target, strict=True):
-            taking.update(_options(given))
 
 
 class _Survey(NamedTuple):
@@ -521,6 +525,11 @@ def _reduce_op(average: str | None) -> ReduceOp | None:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for given, taking in zip(source, target, strict=True):
+        taking.update(_options(given))
 
 
 def _one_element_each(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
