@@ -46,6 +46,7 @@ import abc
 import bisect
 import contextlib
 import enum
+import functools
 import hashlib
 import threading
 import weakref
@@ -196,7 +197,7 @@ class Reducer:
     _ready_order: list[int]
     _num_settled: int
     _next_full: int
-    _roll_call: RollCall | None
+    _has_roll_call: bool
     _sends_early: bool
     _compares: bool
 
@@ -225,7 +226,6 @@ class Reducer:
         self._follows_order = follows_order
         self._agreed_places: dict[str, int] = {}  # of parameters in the order of readiness, by name
         self._first_tag = first_tag
-        self._question: RollCall | None = None
         has_both = backend.device is not None and backend.moves_host_arrays
         self._agreement = Agreement(backend) if has_both and backend.world_size > 1 else None
         # Gradients on the CPU and on GPUs become ready on different threads.
@@ -241,36 +241,29 @@ class Reducer:
 
         Gradients that lie in earlier buckets keep them alive.
         """
+        self.specs = tuple(specs)
         # A rank that alone freezes parameters, and unfreezes them before the others notice, must
         # return to the order of all ranks: so no layout forgets that order.
         places = self._agreed_places
         self._has_order = not self._follows_order or all(spec.name in places for spec in specs)
-        # Backward finishes the last layers first, so their bucket fills first.
-        order = list(range(len(specs) - 1, -1, -1))
-        if self._follows_order and self._has_order:
-            order.sort(key=lambda number: places[specs[number].name])
-        self._order = tuple(order)
-        self.specs = tuple(specs)
+        self._order = self._expected_order()
         numbers = {spec.name: number for number, spec in enumerate(specs)}
-        groups = assign_buckets([specs[number] for number in order], self._bucket_nbytes)
+        groups = assign_buckets([specs[number] for number in self._order], self._bucket_nbytes)
         self.buckets = [
             self._make_bucket(index, [numbers[spec.name] for spec in group], group)
             for index, group in enumerate(groups)
         ]
-        self._memory = BucketMemory(self.buckets)
-        self._is_on_gpu = any(bucket.is_on_gpu for bucket in self.buckets)
-        by_number = {number: bucket for bucket in self.buckets for number in bucket.members}
-        self.bucket_of = [by_number[number] for number in range(len(specs))]
-        self._streamed = {
-            bucket.members[place]: place
-            for bucket in self.buckets
-            for place in bucket.layout.streamed
-        }
-        place_of = {number: place for place, number in enumerate(order)}
-        # How many gradients have come by the time each bucket is full, if they come in this order.
-        self._full_at = [1 + max(map(place_of.__getitem__, b.members)) for b in self.buckets]
-        self._tag = self._first_tag + _digest(specs, order)
+        self._index_buckets()
+        self._tag = self._first_tag + _digest(specs, self._order)
         self._reset()
+
+    def _expected_order(self) -> tuple[int, ...]:
+        """Return the numbers of parameters as their gradients are expected to become ready."""
+        # Backward finishes the last layers first, so their bucket fills first.
+        order = list(range(len(self.specs) - 1, -1, -1))
+        if self._follows_order and self._has_order:
+            order.sort(key=lambda number: self._agreed_places[self.specs[number].name])
+        return tuple(order)
 
     def _make_bucket(self, index: int, members: list[int], specs: list[ParameterSpec]) -> Bucket:
         # Every bucket has control lanes, so that its layout does not depend on its place.
@@ -287,6 +280,20 @@ class Reducer:
         buffer = np.empty(layout.count, layout.dtype)
         sent = self.backend.empty(layout.count, wire)
         return Bucket(index, members, layout, buffer, self._as_array, sent)
+
+    def _index_buckets(self) -> None:
+        """Note about the buckets what would take long to find out in a round."""
+        buckets = self.buckets
+        self._memory = BucketMemory(buckets)
+        self._is_on_gpu = any(bucket.is_on_gpu for bucket in buckets)
+        by_number = {number: bucket for bucket in buckets for number in bucket.members}
+        self.bucket_of = [by_number[number] for number in range(len(self.specs))]
+        self._streamed = {
+            bucket.members[place]: place for bucket in buckets for place in bucket.layout.streamed
+        }
+        place_of = {number: place for place, number in enumerate(self._order)}
+        # How many gradients have come by the time each bucket is full, if they come in this order.
+        self._full_at = [1 + max(map(place_of.__getitem__, b.members)) for b in buckets]
 
     # A round
 
@@ -319,10 +326,8 @@ class Reducer:
         if self._agreement is not None and self._is_on_gpu:
             self._agreement.ask(tag_of(self._tag, Call.AGREEMENT), compares)
         if self.is_attended or weight is not None:
-            self._question = self._question or RollCall(self.backend)
-            self._roll_call = self._question.ask(
-                is_present, weight, tag_of(self._tag, Call.ROLL_CALL)
-            )
+            self._roll_call.ask(is_present, weight, tag_of(self._tag, Call.ROLL_CALL))
+            self._has_roll_call = True
         self.statistics = Statistics(
             self.statistics.num_rounds + 1,
             self._sends_early,
@@ -425,7 +430,7 @@ class Reducer:
         try:
             if self._agreement is not None and self._is_on_gpu:
                 self.is_comparing = self._agreement.require()
-            participation = self._roll_call.result() if self._roll_call else None
+            participation = self._roll_call.result() if self._has_roll_call else None
             if participation is None or participation.present:
                 self._reduce_all(participation)
         except BaseException as error:
@@ -455,12 +460,16 @@ class Reducer:
         self._num_settled = 0
         self._has_late = self._is_held = False
         self._num_sent = 0
-        self._roll_call = None
+        self._has_roll_call = False
         for bucket in self.buckets:
             bucket.reset()
         self._next_full = self._full_at[0] if self._full_at else 1
 
     # Steps of a round
+
+    @functools.cached_property
+    def _roll_call(self) -> RollCall:  # over NCCL alone it takes memory, and many never need one
+        return RollCall(self.backend)
 
     def _pack(self, bucket: Bucket, is_leaving: bool) -> None:
         self.statistics.buckets[bucket.index].ready_s = perf_counter()
@@ -482,21 +491,11 @@ class Reducer:
         self.statistics.backward_end_s = perf_counter()
         # Raises, if at all, while gradients are where they were.
         factor = self._factor(participation)
-        self._settle()
-        # All are packed before any is handed back: one gradient may lie in two of them.
-        for bucket in self.buckets:
-            if not bucket.is_packed:
-                self._pack(bucket, is_leaving=False)
+        self._pack_rest()
         if not self.buckets:
             return
         op = self.averaging.reduce_op if factor is None else self._weigh(factor)
-        self.buckets[-1].set_control(LATE, self._has_late)
-        self.buckets[-1].set_control(COMPARE, self._compares and self._reads_controls)
-        for bucket in self.buckets[self._num_sent :]:
-            # On a GPU the host does not wait, and the call's state can be queried later.
-            self._send(bucket, op, async_op=bucket.is_on_gpu)
-        for bucket in self.buckets:
-            self._await(bucket)
+        self._reduce_rest(op)
         if self._reads_controls:
             self.is_comparing |= self.buckets[-1].has_control(COMPARE)
             if self.buckets[-1].has_control(LATE):
@@ -506,6 +505,22 @@ class Reducer:
             self._gradients.put(bucket, bucket.contributed())
         if not self._has_order:
             self._agree_on_order()
+
+    def _pack_rest(self) -> None:
+        self._settle()
+        # All are packed before any is handed back: one gradient may lie in two of them.
+        for bucket in self.buckets:
+            if not bucket.is_packed:
+                self._pack(bucket, is_leaving=False)
+
+    def _reduce_rest(self, op: ReduceOp) -> None:
+        self.buckets[-1].set_control(LATE, self._has_late)
+        self.buckets[-1].set_control(COMPARE, self._compares and self._reads_controls)
+        for bucket in self.buckets[self._num_sent :]:
+            # On a GPU the host does not wait, and the call's state can be queried later.
+            self._send(bucket, op, async_op=bucket.is_on_gpu)
+        for bucket in self.buckets:
+            self._await(bucket)
 
     @property
     def _reads_controls(self) -> bool:
@@ -536,7 +551,9 @@ class Reducer:
         else:
             bucket.to_wire()
             work = allreduce(
-                *(bucket.wire, self.backend, op),
+                bucket.wire,
+                self.backend,
+                op,
                 out=bucket.wire,
                 async_op=async_op,
                 tag=tag_of(self._tag, bucket.index),
