@@ -1,4 +1,10 @@
-"""DDP of torch modules: itself a module, which averages gradients in every backward."""
+"""DDP of torch modules: itself a module, which averages gradients in every backward.
+
+It puts together parts of which each knows one thing: `torch_wrapper` how to stand in another
+module's place, `torch_module` what must be equal on all ranks, `torch_backward` when a backward
+begins and ends, `torch_gradients` and `torch_sparse` where gradients are, and `torch_writes`
+whether replicas have drifted apart.
+"""
 
 from __future__ import annotations
 
