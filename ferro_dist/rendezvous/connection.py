@@ -37,16 +37,11 @@ from ferro_dist.rendezvous.authentication import (
     find_token,
     group_digest,
 )
-from ferro_dist.rendezvous.control_plane import (
-    Coordinator,
-    Exchange,
-    ParentExchange,
-    Participant,
-    stand_by,
-)
+from ferro_dist.rendezvous.control_plane import Coordinator, Exchange, Participant
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import EventLoop, describe_error
 from ferro_dist.rendezvous.member import Member, Place
+from ferro_dist.rendezvous.parent_exchange import ParentExchange, stand_by
 from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring, wire
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "connect", "connect_through", "stand_by"]

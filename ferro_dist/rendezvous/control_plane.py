@@ -1,14 +1,13 @@
 """How the ranks of a group in the making exchange what they must know about each other.
 
-They use a star with rank 0 at its centre, or the collectives of an existing group. In either case a
-rank that fails tells the others why.
+They use a star with rank 0 at its centre; `parent_exchange` has what they use where a group exists
+already. In either case a rank that fails tells the others why.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import json
 import os
 import socket
 import struct
@@ -32,7 +31,6 @@ from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import Acceptor, Dialler, EventLoop, Stream
 from ferro_dist.rendezvous.frame import (
     MAX_CONTRIBUTION_NBYTES,
-    MAX_MISSING,
     Conversation,
     FrameKind,
     ProtocolError,
@@ -45,7 +43,15 @@ from ferro_dist.rendezvous.frame import (
     unpack_list,
 )
 
-__all__ = ["Coordinator", "Exchange", "ParentExchange", "Participant", "stand_by"]
+__all__ = [
+    "VERDICT_FRACTION",
+    "VERDICT_S",
+    "Coordinator",
+    "Exchange",
+    "Participant",
+    "as_distributed",
+    "describe_ranks",
+]
 
 # A rank that failed waits this long for the others to read why.
 FAREWELL_S = 0.3
@@ -53,9 +59,6 @@ FAREWELL_S = 0.3
 LATECOMERS_S = 0.4
 # A rank whose time is up waits this long for rank 0 to say who was missing.
 VERDICT_S = 0.5
-# How often ranks that wait for sockets hear from each other through the parent group: that is
-# also how they learn that one has died.
-ROUND_S = 0.015
 # What remains of the timeout for telling the others that it is over.
 VERDICT_FRACTION = 0.1
 # A rank that knows why it does not reach another gives up this much before its time is up, or
@@ -344,10 +347,19 @@ class Participant(Exchange):
         if not self.loop.run_until(lambda: self._stream is not None, self.deadline.at):
             self._raise_unreached()
 
-    def commit(self) -> None:
-        self._is_committing = True
-        self.all_gather(b"")
-        self._is_over = True
+    def adopt(self, sock: socket.socket) -> None:
+        """Take a connection to rank 0, where each has proved itself to the other."""
+        for dialler in self._diallers:
+            dialler.close()
+        self._stream = Stream(
+            self.loop,
+            sock,
+            self._hear(),
+            lambda sock, result: None,
+            self._on_lost,
+            self._raise_failure,
+        )
+        self._stream.start()
 
     def all_gather(self, part: bytes) -> list[bytes]:
         assert self._stream is not None
@@ -356,6 +368,11 @@ class Participant(Exchange):
             self._ask_who_is_missing()
         self.have_all_come = True
         return self._parts.popleft()
+
+    def commit(self) -> None:
+        self._is_committing = True
+        self.all_gather(b"")
+        self._is_over = True
 
     def fail(self, error: BaseException) -> None:
         was_told = error is self._failure
@@ -392,20 +409,6 @@ class Participant(Exchange):
         is_lasting = now - self._first_mismatch_at >= AUTHENTICATION_GRACE_S
         if is_lasting and len(self._addresses) == 1:
             self._raise_unreached()
-
-    def adopt(self, sock: socket.socket) -> None:
-        """Take a connection to rank 0, where each has proved itself to the other."""
-        for dialler in self._diallers:
-            dialler.close()
-        self._stream = Stream(
-            self.loop,
-            sock,
-            self._hear(),
-            lambda sock, result: None,
-            self._on_lost,
-            self._raise_failure,
-        )
-        self._stream.start()
 
     def _hear(self) -> Conversation:
         while True:
@@ -462,97 +465,6 @@ class Participant(Exchange):
             seconds=self.deadline.seconds,
             **facts,
         )
-
-
-class ParentExchange(Exchange):
-    """The collectives of an existing group.
-
-    Parameters
-    ----------
-    all_gather : callable
-        Gathers byte strings of any length from the ranks of the new group.
-    """
-
-    WELL, FAILED, DONE = b"\x00", b"\x01", b"\x02"
-
-    def __init__(
-        self,
-        loop: EventLoop,
-        all_gather: Callable[[bytes], Sequence[bytes]],
-        rank: int,
-        world_size: int,
-        deadline: Deadline,
-    ) -> None:
-        super().__init__(loop, rank, world_size, deadline)
-        self._all_gather = all_gather
-        self._is_agreed = False
-
-    def all_gather(self, part: bytes) -> list[bytes]:
-        return self._gather(self.WELL, part)
-
-    def commit(self) -> None:
-        self._gather(self.DONE, b"")
-
-    def _gather(self, state: bytes, part: bytes) -> list[bytes]:
-        # If the parent itself fails, there is nobody left to tell.
-        self._is_agreed = True
-        parts = [bytes(part) for part in self._all_gather(state + part)]
-        if len(parts) != self.world_size:
-            raise ValueError(f"all_gather gave {len(parts)} parts to a group of {self.world_size}")
-        for theirs in parts:
-            if theirs[:1] == self.FAILED:
-                raise decode_error(theirs[1:], self.rank)
-        self._is_agreed = False
-        self.have_all_come = True
-        return [theirs[1:] for theirs in parts]
-
-    def wait(
-        self,
-        is_done: Callable[[], bool],
-        missing: Callable[[], Sequence[int]],
-        hint: Callable[[], str] = str,
-    ) -> None:
-        # In rounds: a rank that fails or dies meanwhile could tell the others in no other way.
-        until = self.deadline.at - min(VERDICT_S, VERDICT_FRACTION * self.deadline.seconds)
-        while True:
-            self.loop.run_until(is_done, min(time.monotonic() + ROUND_S, until))
-            late = [] if is_done() else missing()
-            every = self.all_gather(json.dumps(late[:MAX_MISSING]).encode())
-            awaited = sorted({rank for part in every for rank in _ranks_in(part)})
-            if not awaited:
-                return
-            if time.monotonic() >= until:
-                raise self.timeout(late or awaited, hint())
-
-    def fail(self, error: BaseException) -> None:
-        # The others are on their way to the next all_gather: take part, and say why.
-        if self._is_agreed or not isinstance(error, Exception):
-            return
-        with contextlib.suppress(Exception):
-            self._all_gather(self.FAILED + encode_error(as_distributed(error, self.rank)))
-
-
-def stand_by(gather_all: Callable[[], Sequence[bytes]]) -> None:
-    """Take part in the all_gathers of a group in the making to which this rank will not belong.
-
-    Parameters
-    ----------
-    gather_all : callable
-        Contributes nothing, and returns what the ranks of that group have contributed.
-    """
-    last = (ParentExchange.FAILED, ParentExchange.DONE)
-    while not any(part.startswith(last) for part in gather_all()):
-        pass
-
-
-def _ranks_in(part: bytes) -> list[int]:
-    try:
-        ranks = json.loads(part)
-    except ValueError as error:
-        raise ProtocolError("no list of ranks") from error
-    if type(ranks) is not list or not all(type(rank) is int for rank in ranks):
-        raise ProtocolError("no list of ranks")
-    return ranks
 
 
 def as_distributed(error: BaseException, rank: int) -> DistributedError:
