@@ -142,7 +142,7 @@ def drop_small_things_elsewhere(rank: int, world_size: int, addr: str) -> list[b
     thread = threading.Thread(target=let_go)
     thread.start()
     thread.join()
-    assert gpu.stream_count == num_streams
+    assert settled(lambda: gpu.stream_count, num_streams) == num_streams  # one may still work
     assert [location_of(address)[0] for address in addresses] == ["unregistered"] * 2
     return [gpu.has_context(number) for number in range(2)]
 
