@@ -146,7 +146,10 @@ class ChannelClosed(DistributedError):
 
 
 class PeerLostError(ChannelClosed):
-    """A peer died. Every survivor names the same one. The group is unusable afterwards."""
+    """A peer died, or its host has not answered for 10 seconds.
+
+    Every survivor names the same peer. The group is unusable afterwards.
+    """
 
 
 class Io(DistributedError, OSError):
