@@ -92,12 +92,15 @@ class Options:
         )
 
 
-def check_group(op: str, group: object, name: str = "backend") -> None:
-    """Raise TypeError or ChannelClosed unless this argument is a group that can be called."""
+def check_group(op: str, group: object, name: str = "backend", hint: str = "") -> None:
+    """Raise TypeError or ChannelClosed unless this argument is a group that can be called.
+
+    The hint, if any, ends the message for what is no group at all.
+    """
     if not isinstance(group, Backend):
         raise TypeError(
             f"{op}: {name} must be a group, such as fd.init() or fd.HostBackend(...) makes, not "
-            f"{'None' if group is None else type(group).__name__}"
+            f"{'None' if group is None else type(group).__name__}{hint}"
         )
     if group.is_closed:
         raise ChannelClosed(f"{op}: the group given as {name} is closed. Make a new one.", op=op)

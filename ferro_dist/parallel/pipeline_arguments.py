@@ -146,7 +146,8 @@ def checked_ties(tied: Any) -> dict[str, Any]:
 
 def check_groups(backend: Any, replicas: Any) -> None:
     """Raise unless these are a pipeline's group and, if there are any, that of its replicas."""
-    check_group("Pipeline", backend)
+    order = "; the order is Pipeline(module, backend, num_microbatches, schedule)"
+    check_group("Pipeline", backend, hint=order)
     if replicas is not None:
         check_group("Pipeline", replicas, name="dp")
     if replicas is backend:

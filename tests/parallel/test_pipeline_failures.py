@@ -104,7 +104,8 @@ def test_constructor_checks_its_arguments(
 def test_constructor_wants_groups() -> None:
     with contextlib.ExitStack() as stack:
         group = [stack.enter_context(b) for b in fd.SimulatedBackend.create_group(2)]
-        with pytest.raises(TypeError, match=r"backend must be a group, .* not Identity"):
+        message = r"backend must be a group, .* not Identity; the order is Pipeline\(module, "
+        with pytest.raises(TypeError, match=message):
             fd.Pipeline(group[0], nn.Identity(), 2)
         with pytest.raises(ValueError, match="replicas in other pipelines, not the pipeline's own"):
             fd.Pipeline(nn.Identity(), group[0], 2, dp=group[0])
