@@ -71,13 +71,14 @@ class PytreeReducer:
 
     Parameters
     ----------
-    options : Options
-        All ranks of its group make the same calls, with trees of the same structure.
+    options : ferro_dist.parallel.options.Options
+        Those of `DDP`; `sync_buffers` and `root` have no effect here. All ranks of the group make
+        the same calls, with trees of the same structure; closing it is left to the caller.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedOp
-        JAX arrays cannot be averaged so.
+        An option, or the group, is not for JAX arrays.
 
     Notes
     -----
