@@ -12,7 +12,12 @@ import numpy as np
 
 from ferro_dist.errors import UnsupportedOp
 from ferro_dist.integrations.jax_gradients import PytreeReducer, await_callbacks
-from ferro_dist.integrations.jax_leaves import describe_leaves, float_positions, is_array
+from ferro_dist.integrations.jax_leaves import (
+    as_jax_array,
+    describe_leaves,
+    float_positions,
+    is_array,
+)
 from ferro_dist.parallel.ddp import DDP, Kind, compare
 
 if TYPE_CHECKING:
@@ -194,7 +199,7 @@ def _is_traced(tree: Pytree) -> bool:
 
 
 def _content_of(leaf: Any) -> bytes:
-    array = jnp.asarray(leaf)
+    array = as_jax_array(leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return np.asarray(array).tobytes()

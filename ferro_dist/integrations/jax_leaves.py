@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
 __all__ = [
+    "as_jax_array",
     "broadcast_leaf",
     "delivered",
     "describe_leaves",
+    "dtype_of",
     "float_positions",
     "is_array",
     "refuse_unaveraged",
@@ -38,12 +40,25 @@ def is_array(leaf: object) -> bool:
     return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
 
 
+# JAX 0.6 narrows even its own arrays to 32 bits where x64 is off.
+
+
+def as_jax_array(leaf: Any) -> Any:
+    """Return an array-like leaf as a JAX array, and one of JAX as it is."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """Return the dtype that a leaf has as a JAX array."""
+    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+
+
 def describe_leaves(tree: Pytree) -> list[str]:
     """Return a line for each leaf: its name, dtype and shape."""
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
-        what = f"{jnp.result_type(leaf)} {jnp.shape(leaf)}" if is_array(leaf) else type(leaf)
+        what = f"{dtype_of(leaf)} {jnp.shape(leaf)}" if is_array(leaf) else type(leaf)
         lines.append(f"{name!r} {what}")
     return lines
 
@@ -53,7 +68,7 @@ def float_positions(leaves: Sequence[Any]) -> list[int]:
     return [
         position
         for position, leaf in enumerate(leaves)
-        if is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        if is_array(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact)
     ]
 
 
@@ -69,7 +84,7 @@ def refuse_unaveraged(grads: Pytree, floats: Sequence[int]) -> None:
             )
         if position in averaged or not is_array(leaf):
             continue
-        dtype = jnp.result_type(leaf)
+        dtype = dtype_of(leaf)
         if dtype != jax.dtypes.float0:
             raise TypeError(
                 f"DDP: leaf {jax.tree_util.keystr(path)!r} of the gradients is {dtype}, which has "
@@ -87,7 +102,7 @@ def specs_of(tree: Pytree, positions: Sequence[int]) -> tuple[ParameterSpec, ...
 
 
 def _spec(name: str, leaf: Any) -> ParameterSpec:
-    dtype = np.dtype(jnp.result_type(leaf))
+    dtype = np.dtype(dtype_of(leaf))
     if dtype.name not in GRADIENT_DTYPES:
         raise InvalidArray(
             f"DDP: leaf {name!r} is {dtype}; gradients are averaged in "
@@ -101,7 +116,7 @@ def broadcast_leaf(leaf: Any, backend: Backend, root: int) -> Any:
     """Return that of one rank, as a JAX array; what is no array as it is here."""
     if not is_array(leaf):
         return leaf
-    array = jnp.asarray(leaf)
+    array = as_jax_array(leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         state = broadcast_leaf(jax.random.key_data(array), backend, root)
         return jax.random.wrap_key_data(state, impl=jax.random.key_impl(array))
