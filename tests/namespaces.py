@@ -21,6 +21,9 @@ __all__ = ["Host", "cabled_hosts", "ip"]
 
 _CLONE_NEWNET = 0x40000000
 _CABLE = "v0"  # what it is called at the host's end
+_FIREWALL = (
+    "add table inet filter; add chain inet filter input { type filter hook input priority 0; };"
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,16 @@ class Host:
         """Take the link down, as if somebody had pulled the plug: nobody is told."""
         _must("-n", self.name, "link", "set", _CABLE, "down")
 
+    def refuse(self, host: Host) -> None:
+        """Let a firewall send back all that comes from another host, with its default reason."""
+        rule = f"add rule inet filter input ip saddr {host.address} reject"
+        _must_run(self.command("nft", f"{_FIREWALL} {rule}"))
+
+    def give_up_after(self, num_retries: int) -> None:
+        """Give streams up sooner than the kernel's default, as clusters do to notice failures."""
+        setting = f"echo {num_retries} > /proc/sys/net/ipv4/tcp_retries2"
+        _must_run(self.command("sh", "-c", setting))
+
 
 @contextlib.contextmanager
 def cabled_hosts(num_hosts: int) -> Iterator[list[Host]]:
@@ -91,6 +104,10 @@ def _connect(host: Host, switch: str, port: str) -> None:
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30, check=False)
+
+
+def _must_run(command: list[str]) -> None:
+    subprocess.run(command, check=True, timeout=30)
 
 
 def _must(*words: str) -> None:

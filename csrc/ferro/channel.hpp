@@ -44,8 +44,8 @@ class Channel {
   // Moves what can be moved without waiting, for one turn. True once the message is complete.
   // A receive throws Error{size_mismatch} (with peer and Message::mismatch) only
   // after the message that does not fit has been taken off the stream completely,
-  // so that the next one can be found. Throws peer_lost or channel_closed if the
-  // other side ended before the message was complete.
+  // so that the next one can be found. Throws peer_lost, unreachable or channel_closed
+  // if the other side ended before the message was complete.
   virtual bool try_send(Message& message) = 0;
   virtual bool try_recv(Message& message) = 0;
 

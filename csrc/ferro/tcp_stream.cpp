@@ -17,6 +17,11 @@
 namespace ferro {
 namespace {
 
+// Whether the stream goes on after this error.
+bool is_passing(int error) {
+  return error == EAGAIN || error == EINTR || error == ENOBUFS || error == ENOMEM;
+}
+
 void set_option(int fd, int level, int option, int value) {
   // Fails on sockets that are not TCP, which have no need of it.
   setsockopt(fd, level, option, &value, sizeof value);
@@ -94,12 +99,8 @@ TcpStream::TcpStream(int peer, UniqueFd fd, std::size_t testimony_nbytes)
 TcpStream::Moved TcpStream::moved_or_ended(ssize_t result, const char* call) {
   if (result > 0) return {static_cast<std::size_t>(result), false};
   if (result == 0) return {0, true};
+  if (is_passing(errno)) return {};
   switch (errno) {
-    case EAGAIN:
-    case EINTR:
-    case ENOBUFS:
-    case ENOMEM:
-      return {};
     case EBADF:
     case EFAULT:
     case EINVAL:
@@ -111,11 +112,11 @@ TcpStream::Moved TcpStream::moved_or_ended(ssize_t result, const char* call) {
   }
 }
 
-// The kernel tells it once, to whichever call comes first.
+// The kernel tells it once, to whichever call comes first. A host can only reset or shut its stream; of one
+// that nobody answers the kernel gives the reason it was told on the way: a firewall refuses in many words.
 void TcpStream::note_end(int error) const {
-  const bool is_cut =
-      error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH || error == ENETDOWN;
-  if (is_cut) is_cut_.store(true, std::memory_order_relaxed);
+  const bool is_by_peer = error == 0 || error == ECONNRESET || error == EPIPE;
+  if (!is_by_peer && !is_passing(error)) is_cut_.store(true, std::memory_order_relaxed);
 }
 
 void TcpStream::enlarge_local_buffers() {
@@ -197,6 +198,7 @@ std::optional<TcpStream::LastWords> TcpStream::last_words() const {
   bytes.resize(tail_.size() + static_cast<std::size_t>(unread));
   const ssize_t peeked =
       recv(fd_.get(), bytes.data() + tail_.size(), bytes.size() - tail_.size(), MSG_PEEK | MSG_DONTWAIT);
+  if (peeked < 0) note_end(errno);
   bytes.resize(tail_.size() + static_cast<std::size_t>(std::max<ssize_t>(peeked, 0)));
   LastWords words;
   bytes.erase(bytes.begin(), bytes.end() - static_cast<std::ptrdiff_t>(tail_.size()));
@@ -217,10 +219,9 @@ std::optional<Frame> TcpStream::farewell_inside(std::size_t ahead) const {
     std::copy_n(at, known, bytes);
     if (std::memcmp(bytes, &kFrameMagic, std::min(sizeof kFrameMagic, known)) != 0) continue;
     const std::size_t left = sizeof frame - known;
-    if (left > 0 &&
-        recv(fd_.get(), bytes + known, left, MSG_PEEK | MSG_DONTWAIT) != static_cast<ssize_t>(left))
-      continue;
-    if (is_farewell(frame)) return frame;
+    const ssize_t peeked = left > 0 ? recv(fd_.get(), bytes + known, left, MSG_PEEK | MSG_DONTWAIT) : 0;
+    if (peeked < 0) note_end(errno);
+    if (peeked == static_cast<ssize_t>(left) && is_farewell(frame)) return frame;
   }
   return std::nullopt;
 }

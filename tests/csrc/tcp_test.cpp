@@ -1,6 +1,9 @@
 // The engine over TCP, ranks as threads: every collective against a plain loop,
 // disagreement, deaths, aborts, and the framing of messages.
+#include <netinet/tcp.h>
+#include <poll.h>
 #include <signal.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <atomic>
@@ -825,6 +828,28 @@ void a_goodbye_ends_a_header() {
   }
 }
 
+// The kernel names the reason once: here to the look for a farewell behind a payload that could begin one.
+void a_host_that_does_not_answer_is_not_taken_for_dead() {
+  const auto [first, second] = connected_sockets();
+  TcpChannel channel(1, first);
+  Values got(1);
+  const Frame header = header_of(got);
+  const std::uint32_t payload = kFrameMagic << 24;
+  const iovec pieces[] = {{const_cast<Frame*>(&header), sizeof header},
+                          {const_cast<std::uint32_t*>(&payload), sizeof payload}};
+  expect(writev(second, pieces, 2) == sizeof header + sizeof payload, "write");
+  // Nobody reads at the other end, which is as good as no answer with this option.
+  const unsigned patience_ms = 1;
+  setsockopt(first, IPPROTO_TCP, TCP_USER_TIMEOUT, &patience_ms, sizeof patience_ms);
+  pollfd entry{first, 0, 0};
+  const std::vector<char> unread(1 << 20);
+  while (poll(&entry, 1, 10) == 0) send(first, unread.data(), unread.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+  complete(channel, message_of(false, got));
+  expect(error_of([&] { complete(channel, message_of(false, got)); }).code == ErrorCode::unreachable,
+         "nobody has answered");
+  close(second);
+}
+
 // The stream of a rank that closed when its peer had yet to read all that it can hold.
 void a_goodbye_without_room_is_no_death() {
   Meshes meshes = make_meshes(2);
@@ -893,6 +918,7 @@ int main() {
   ends_of_channels_are_told_apart();
   a_goodbye_is_not_taken_for_a_payload();
   a_goodbye_ends_a_header();
+  a_host_that_does_not_answer_is_not_taken_for_dead();
   a_goodbye_without_room_is_no_death();
   a_channel_asks_the_mesh_for_the_culprit();
   return 0;
