@@ -8,7 +8,7 @@ namespace ferro {
 
 struct Loss {
   int rank = -1;         // who ended the group; -1 while it is well
-  bool is_dead = false;  // died, and did not just leave
+  bool is_dead = false;  // died, or its host does not answer: it did not just leave
 };
 
 // May be asked from any thread, now and then. It keeps nothing alive.

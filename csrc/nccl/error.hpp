@@ -25,7 +25,7 @@ enum class ErrorKind : unsigned char {
   forked,       // the communicator belongs to the parent process
   too_old,      // the loaded library has no `function`; `detail` is the version that has it
   out_of_memory,
-  peer_lost,  // an Alarm told that rank `result` died
+  peer_lost,  // an Alarm told that rank `result` died, or that its host does not answer
   peer_left,  // an Alarm told that rank `result` ended its group in another way
   deserted,   // rank `result` has left without making the call
   system,     // `function` failed with errno `result`

@@ -65,7 +65,8 @@ cdef object _exception_of(const Error& error, str function, op):
             "one.\nUpgrade nvidia-nccl-cu12 or nvidia-nccl-cu13; if torch is imported, its NCCL is "
             "the one that counts.", op=op)
     if error.kind == ErrorKind.peer_lost:
-        return PeerLostError(f"Rank {error.result} died.", peer=error.result, op=op)
+        return PeerLostError(
+            f"Rank {error.result} died, or its host does not answer.", peer=error.result, op=op)
     if error.kind == ErrorKind.peer_left:
         return ChannelClosed(
             f"Rank {error.result} has ended the group on the host's side.", peer=error.result, op=op)
