@@ -145,7 +145,7 @@ void unpaired_counts_name_the_pair() {
       const std::string name = std::to_string(sender);
       expect(error.detail == "rank " + name +
                                  " called all_to_all(int32) with 2 elements for rank 1, rank 1 called "
-                                 "all_to_all(int32) with 1 elements from rank " +
+                                 "all_to_all(int32) with 1 element from rank " +
                                  name,
              error.detail);
     });
