@@ -291,10 +291,12 @@ def test_a_rank_inside_a_call_of_the_old_group_is_told(transport: str) -> None:
     assert late.kind == ("LockPoisoned" if transport == "host" else "Timeout"), late
 
 
-def shrink_after_a_close(backend: fd.Backend) -> Any:
+def shrink_after_one_left(backend: fd.Backend, is_interrupted: bool) -> Any:
     rank, world_size = backend.rank, backend.world_size
     if rank == 1:
         fd.allreduce(np.ones(1000), backend)
+        if is_interrupted:
+            backend.interrupt(KeyError("no such batch"))
         backend.close()
         return error_of(backend.shrink)
     assert call_until_it_fails(backend).kind == "ChannelClosed"
@@ -304,31 +306,10 @@ def shrink_after_a_close(backend: fd.Backend) -> Any:
         return group.survivors, group.rank, one_hot_sum(group, world_size, rank)
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["closed", "interrupted"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_closed_is_not_waited_for(transport: str) -> None:
-    outcomes = run_ranks(3, shrink_after_a_close, backend=transport)
-    assert outcomes[1].kind == "ChannelClosed"
-    outcomes[1] = RankDeath(-signal.SIGKILL)
-    check_survivors(outcomes, (1,))
-
-
-def shrink_after_an_interrupt(backend: fd.Backend) -> Any:
-    rank, world_size = backend.rank, backend.world_size
-    if rank == 1:
-        fd.allreduce(np.ones(1000), backend)
-        backend.interrupt(KeyError("no such batch"))
-        backend.close()
-        return error_of(backend.shrink)
-    assert call_until_it_fails(backend).kind == "ChannelClosed"
-    start_s = time.monotonic()
-    with backend.shrink(SHRINK_S) as group:
-        assert time.monotonic() - start_s < SOON_S
-        return group.survivors, group.rank, one_hot_sum(group, world_size, rank)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_ended_the_group_and_left_is_not_waited_for(transport: str) -> None:
-    outcomes = run_ranks(3, shrink_after_an_interrupt, backend=transport)
+def test_a_rank_that_left_is_not_waited_for(transport: str, is_interrupted: bool) -> None:
+    outcomes = run_ranks(3, shrink_after_one_left, is_interrupted, backend=transport)
     assert outcomes[1].kind == "ChannelClosed"
     outcomes[1] = RankDeath(-signal.SIGKILL)
     check_survivors(outcomes, (1,))
