@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 import ferro_dist as fd
 from ferro_dist._native.cuda_libraries import load_nccl
+from ferro_dist.errors import Timeout
 from ferro_dist.testing import emulated_gpu
 
 if TYPE_CHECKING:
@@ -42,6 +46,22 @@ def connect(backend: Any, **config: Any) -> Communicator:
 def ranked(rank: int, count: int = 8, dtype: str = "float32") -> Any:
     """Make an array on the GPU that differs from rank to rank."""
     return emulated_gpu().array(np.arange(count) + rank, dtype=dtype)
+
+
+def ends_before_arrays_are_dropped(
+    communicator: Communicator, call: Callable[[Any], object]
+) -> list[bool]:
+    """Make a call that times out; return whether the communicator had ended as its array went."""
+    ended: list[bool] = []
+    x = ranked(0)
+    looked = weakref.ref(x.memory, lambda _: ended.append(communicator.is_closed))
+    with pytest.raises(Timeout):
+        call(x)
+    del x
+    gc.collect()
+    while looked() is not None:  # the main thread lets go of it, within this test's time
+        os.sched_yield()
+    return ended
 
 
 def hold(gpu: Any) -> Callable[[], None]:

@@ -15,7 +15,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from nccl_ranks import TIMEOUT_S, connect, ranked, values, wait_until_stuck
+from nccl_ranks import (
+    TIMEOUT_S,
+    connect,
+    ends_before_arrays_are_dropped,
+    ranked,
+    values,
+    wait_until_stuck,
+)
 
 import ferro_dist as fd
 from ferro_dist._emulation.gpu import array_over
@@ -1336,18 +1343,15 @@ def test_memory_is_forgotten_beside_a_capture() -> None:
 
 def drop_arrays_of_a_call_that_was_given_up(backend: Any, is_grouped: bool) -> list[bool]:
     communicator = connect(backend)
+
+    def call(x: Any) -> None:
+        with load_nccl().Group() if is_grouped else contextlib.nullcontext():
+            communicator.allreduce(x, x)
+
     ended: list[bool] = []
     if backend.rank == 0:
         communicator.timeout = 0.2
-        x = ranked(0)
-        looked = weakref.ref(x.memory, lambda _: ended.append(communicator.is_closed))
-        group = load_nccl().Group() if is_grouped else contextlib.nullcontext()
-        with pytest.raises(Timeout), group:
-            communicator.allreduce(x, x)
-        del x
-        gc.collect()
-        while looked() is not None:  # the main thread lets go of it, within this test's time
-            os.sched_yield()
+        ended = ends_before_arrays_are_dropped(communicator, call)
     backend.barrier(False, None, 0)
     communicator.abort()
     return ended
