@@ -162,7 +162,7 @@ class PipelinedJaxStage(Stage):
     def converted(self, gradients: Sequence[Array | None]) -> list[Array | None]:
         # JAX has the conjugate.
         return [
-            gradient.conj() if gradient is not None and _is_complex(gradient) else gradient
+            gradient.conj() if gradient is not None and jnp.iscomplexobj(gradient) else gradient
             for gradient in gradients
         ]
 
@@ -382,10 +382,6 @@ def _check_params(params: Tree) -> None:
 
 def _is_differentiable(array: Array) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
-
-
-def _is_complex(array: Array) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jnp.complexfloating))
 
 
 def _divided(values: Sequence[Any], flags: Sequence[bool]) -> tuple[list[Any], list[Any]]:
