@@ -41,9 +41,11 @@ __all__ = [
     "check_tag",
     "check_timeout",
     "check_world_size",
+    "elements",
     "integer",
     "is_reducible",
     "name_call",
+    "named_integer",
     "per_rank_count",
     "raise_missing_array",
     "raise_mixed_devices",
@@ -75,6 +77,14 @@ def integer(value: object) -> int:
     except TypeError:
         pass
     raise TypeError(f"{value!r} is of type {type(value).__name__}, not an integer")
+
+
+def named_integer(op: str, name: str, value: object) -> int:
+    """Return an argument that is an integer; raise TypeError with its name for anything else."""
+    try:
+        return integer(value)
+    except TypeError:
+        raise TypeError(f"{op}: {name} must be an integer, not {value!r:.50}") from None
 
 
 def _is_bool(value: object) -> bool:

@@ -538,7 +538,7 @@ cdef class Communicator(Connection):
         o.peer = self.peer("put", peer)
         o.window = window.open(self)
         check_in_window(self, src)
-        offset = _integer("put", "offset", offset)
+        offset = arguments.named_integer("put", "offset", offset)
         window.check_room(src, offset)
         if offset % src.itemsize != 0:
             raise InvalidArray(
@@ -576,8 +576,8 @@ cdef class Communicator(Connection):
 
     # NCCL refuses what it does not have, from which a non-blocking communicator does not recover.
     cdef int _set_signal(self, Operation* o, str op, signal, context) except -1:
-        signal = _integer(op, "signal", signal)
-        context = _integer(op, "context", context)
+        signal = arguments.named_integer(op, "signal", signal)
+        context = arguments.named_integer(op, "context", context)
         if (signal or context) and get_version() < (2, 31):
             raise UnsupportedOp(
                 f"{op}: NCCL has no signal and no context but 0 before 2.31.", op=op, rank=self.rank)
@@ -827,16 +827,9 @@ cdef bint _is_in_force(int blocking):
     return forced == "1" if forced in ("0", "1") else blocking == 1
 
 
-cdef object _integer(str op, str name, value):
-    try:
-        return arguments.integer(value)
-    except TypeError:
-        raise TypeError(f"{op}: {name} must be an integer, not {value!r:.50}.") from None
-
-
 cdef int _number(str op, str name, value, int least) except? -1:
     """Return an argument that is an int of C in NCCL."""
-    number = _integer(op, name, value)
+    number = arguments.named_integer(op, name, value)
     if not least <= number <= INT_MAX:
         raise ValueError(f"{op}: {name} must be from {least} to {INT_MAX}, and is {number}.")
     return number

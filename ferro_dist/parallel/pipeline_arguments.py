@@ -104,12 +104,7 @@ def modules_of(module: Any) -> list[Any]:
 
 def checked_count(num_microbatches: int) -> int:
     """Return the number of microbatches; raise unless it is a positive integer."""
-    try:
-        count = arguments.integer(num_microbatches)
-    except TypeError:
-        raise TypeError(
-            f"Pipeline: num_microbatches must be an integer, not {num_microbatches!r}"
-        ) from None
+    count = arguments.named_integer("Pipeline", "num_microbatches", num_microbatches)
     if count < 1:
         raise ValueError(f"Pipeline: num_microbatches must be > 0, got {count}")
     if count > MOST_MICROBATCHES:

@@ -53,10 +53,7 @@ class RankGrid:
 
     def __init__(self, backend: Backend, pipeline: int) -> None:
         check_group("RankGrid", backend)
-        try:
-            size = arguments.integer(pipeline)
-        except TypeError:
-            raise TypeError(f"RankGrid: pipeline must be an integer, not {pipeline!r}") from None
+        size = arguments.named_integer("RankGrid", "pipeline", pipeline)
         if size < 1 or backend.world_size % size:
             raise InvalidWorldSize(
                 f"RankGrid: {backend.world_size} ranks cannot be divided into pipelines of {size}",

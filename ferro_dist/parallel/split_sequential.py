@@ -50,12 +50,7 @@ def split_sequential(
     >>> split_sequential([1, 2, 3, 4, 5, 6], 3, weights=[1, 1, 1, 1, 1, 5])
     [[1, 2, 3], [4, 5], [6]]
     """
-    try:
-        count = arguments.integer(num_stages)
-    except TypeError:
-        raise TypeError(
-            f"split_sequential: num_stages must be an integer, not {num_stages!r}"
-        ) from None
+    count = arguments.named_integer("split_sequential", "num_stages", num_stages)
     num_layers = _num_layers(module)
     if not 1 <= count <= num_layers:
         raise ValueError(f"split_sequential: {num_layers} layers cannot be cut into {count} stages")
