@@ -647,17 +647,24 @@ bool ShmTransport::holds_up_rank(const Call& call) const {
          segment_->control(index_).has_several_callers.load(std::memory_order_relaxed) == 0;
 }
 
-// Whom a peer waits for that can do nothing else; -1 if there is no such wait, or what it waited for may
-// have come: then it has been woken, or its word is clear.
+// Whom a peer waits for that can do nothing else; -1 if there is no such wait. A peer that has noted one and
+// is awake has been woken by what it waited for, or looks round between two slices of its sleep. Since many
+// begin to wait at once, and give up after a whole number of slices, the latter is not rare: see which it is.
 int ShmTransport::stuck_for(int peer) const {
   const RankControl& control = segment_->control(peer);
-  if (control.has_several_callers.load(std::memory_order_relaxed) != 0) return -1;
-  const std::uint32_t word = control.stuck_for.load(std::memory_order_relaxed);
-  const bool sleeps = (word & RankControl::kInMessages) != 0
-                          ? segment_->message_sleeper(peer).load(std::memory_order_relaxed) == kAnyPeer
-                          : segment_->collective_sleeper(peer).load(std::memory_order_relaxed) == word;
-  const std::uint32_t place = word & ~RankControl::kInMessages;
-  return sleeps && place <= static_cast<std::uint32_t>(size_) ? static_cast<int>(place) - 1 : -1;
+  const Clock::time_point start = Clock::now();
+  do {
+    if (control.has_several_callers.load(std::memory_order_relaxed) != 0) return -1;
+    const std::uint32_t word = control.stuck_for.load(std::memory_order_relaxed);
+    const std::uint32_t place = word & ~RankControl::kInMessages;
+    if (place == kAwake || place > static_cast<std::uint32_t>(size_)) return -1;
+    const bool sleeps = (word & RankControl::kInMessages) != 0
+                            ? segment_->message_sleeper(peer).load(std::memory_order_relaxed) == kAnyPeer
+                            : segment_->collective_sleeper(peer).load(std::memory_order_relaxed) == word;
+    if (sleeps) return static_cast<int>(place) - 1;
+    sched_yield();
+  } while (std::chrono::duration<double>(Clock::now() - start).count() < kWaitSliceSeconds);
+  return -1;
 }
 
 // Called after a sequentially consistent store, which is the publisher's fence of parking.hpp.

@@ -35,6 +35,7 @@ from ferro_dist.testing import run_ranks
 
 LARGE = 3_000_000  # floats: no buffer takes that much ahead
 TIMEOUT_S = 0.3
+SLICE_S = 0.1  # the engine's kWaitSliceSeconds
 # What must pass, but not before ranks that a busy machine keeps from running have come.
 LONG_TIMEOUT_S = 2.5
 
@@ -242,6 +243,34 @@ def test_those_are_named_at_whom_the_waits_of_threads_end(name: str) -> None:
         return outcomes
 
     check_who_is_missing(name, run)
+
+
+def wait_in_a_circle(backend: fd.Backend) -> list[tuple[Told, Lesson]]:
+    outcomes = []
+    for _ in range(8):
+        group = backend.split(range(3))
+        assert group is not None
+        with group:
+            group.timeout = 3 * SLICE_S if backend.rank == 0 else PATIENCE_S
+            out, source = np.empty(1), (1, 2, 1)[backend.rank]
+            fd.barrier(backend)
+            start_s = time.monotonic()
+            pulse = Pulse()
+            error = error_of(lambda: fd.recv(out, group, source))  # noqa: B023
+            lesson = pulse.end()
+            outcomes.append((error, Lesson(lesson.learnt_s - start_s, lesson.stalled_s)))
+            fd.barrier(backend)
+    return outcomes
+
+
+def test_a_rank_that_looks_round_between_two_slices_of_its_sleep_is_waiting() -> None:
+    # All begin at once, so the others wake just when rank 0 gives up.
+    outcomes = run_undisturbed(
+        lambda: run_ranks(3, wait_in_a_circle, backend="host"),
+        lambda outcomes: [lesson for outcome in outcomes for _, lesson in outcome],
+    )
+    for outcome in outcomes:
+        assert [told.missing for told, _ in outcome] == [(1, 2)] * 8
 
 
 def wait_for_one_stopped_in_a_barrier(backend: fd.Backend) -> Told | None:
