@@ -191,7 +191,7 @@ void HostsTransport::broadcast(Call& call, const Collective& collective) {
 // Each chunk crosses once to each other host, to the counterpart of its owner,
 // which shares it there.
 void HostsTransport::all_gather(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   const auto chunk_of = [&](int rank) { return mutable_bytes(collective.out) + rank * nbytes; };
   // The input may be a part of the output that is about to be received.
   copy_in_passes(call, chunk_of(rank_), collective.in, nbytes);
@@ -283,7 +283,7 @@ void HostsTransport::exchange_local(Call& call, const Collective& collective) {
 void HostsTransport::gather(Call& call, const Collective& original) {
   Collective collective = original;
   const int root = collective.root;
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   const bool is_root = rank_ == root;
   if (is_root) {
     // The input may be a part of the output that is about to be received.
@@ -302,7 +302,7 @@ void HostsTransport::gather(Call& call, const Collective& original) {
 
 void HostsTransport::scatter(Call& call, const Collective& collective) {
   const int root = collective.root;
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   exchange_remote(call, collective, root);
   begin_step(call);
   if (host_of(root) != host_) return;

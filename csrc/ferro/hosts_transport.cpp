@@ -302,7 +302,7 @@ void HostsTransport::prepare_riding(Call& call, const Collective& collective, ch
 
 void HostsTransport::deliver_riding(Call& call, const Collective& collective, char* array) {
   if (collective.op == Op::broadcast) {
-    const std::size_t nbytes = collective.count * item_size(collective.dtype);
+    const std::size_t nbytes = collective.nbytes();
     if (collective.out != nullptr && nbytes > 0) std::memcpy(collective.out, array, nbytes);
     return;
   }

@@ -24,9 +24,14 @@ constexpr std::size_t kLinePair = 2 * kCacheLine;
 // data could look like a newer number.
 struct alignas(kLinePair) HeaderSlot {
   static constexpr std::size_t kInlineNbytes = 56;
-  std::atomic<std::uint64_t> flag;  // sequence << 32 | hash of the fingerprint
+  std::atomic<std::uint64_t> flag;  // flag_of(sequence, hash of the fingerprint)
   unsigned char payload[kInlineNbytes];
 };
+
+constexpr std::uint64_t flag_of(std::uint32_t sequence, std::uint32_t low) {
+  return static_cast<std::uint64_t>(sequence) << 32 | low;
+}
+constexpr std::uint32_t sequence_of(std::uint64_t flag) { return static_cast<std::uint32_t>(flag >> 32); }
 
 // What one rank writes and all read. Counters only grow, over all collectives
 // of the group, so that none ever has to be reset.

@@ -1,8 +1,6 @@
 // Headers and waiting; the collectives themselves are in shm_collectives.cpp.
 #include "ferro/shm_transport.hpp"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -26,7 +24,7 @@ struct Places {
   std::uint32_t staging_ns;   // how long that took, if it might have been pulled instead
   bool is_staged;             // there
   bool may_be_pulled;         // it can read its peers, and lets them read its arrays
-  bool shall_be_pulled_next;  // the next time, if this is the rank that chooses for all
+  bool shall_be_pulled_next;  // the next time, if this is the rank that chooses for all: see PullChoice
 };
 static_assert(sizeof(Places) <= HeaderSlot::kInlineNbytes, "must travel in a header");
 
@@ -38,11 +36,6 @@ Places places_of(const HeaderSlot& slot) {
   return places;
 }
 
-constexpr std::uint64_t flag_of(std::uint32_t sequence, std::uint32_t hash) {
-  return static_cast<std::uint64_t>(sequence) << 32 | hash;
-}
-constexpr std::uint32_t sequence_of(std::uint64_t flag) { return static_cast<std::uint32_t>(flag >> 32); }
-
 // Whether it leaves the inputs as they are, whatever becomes of it. A reduction in place does not.
 bool keeps_inputs(const Collective& collective) {
   return collective.op != Op::allreduce && collective.op != Op::reduce_scatter;
@@ -50,7 +43,7 @@ bool keeps_inputs(const Collective& collective) {
 
 // What a rank gives for others to read.
 std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is_root) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   switch (collective.op) {
     case Op::allreduce:
     case Op::reduce:
@@ -81,6 +74,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vec
       spin_(spin),
       are_processes_(are_processes),
       peer_memory_(std::move(peer_memory)),
+      pull_choice_(peer_memory_->setting(), index_, size_, index_of_),
       sources_(members_.size()),
       outputs_(members_.size()) {
   inputs_.at.resize(members_.size());
@@ -117,91 +111,6 @@ void ShmTransport::add_lost(RankSet& ranks) {
   }
 }
 
-// The rank whose reason won has first said for whom it waited.
-RankSet ShmTransport::find_missing() {
-  const AbortReason reason = aborted();
-  if (std::find(members_.begin(), members_.end(), reason.reporter) == members_.end()) return {};
-  const RankControl& control = segment_->control(index_of_[reason.reporter]);
-  return control.has_testified.load(std::memory_order_acquire) != 0 ? control.awaited : RankSet{};
-}
-
-// While headers are missing, the ranks that owe them, or that keep those from coming; later, the one
-// that is waited for.
-void ShmTransport::add_awaited(RankSet& ranks) const {
-  for (std::uint64_t awaited = awaited_.load(std::memory_order_relaxed); awaited != kNobody;) {
-    const std::uint32_t sequence = sequence_of(awaited);
-    RankSet missing;
-    for (int peer = 0; peer < size_; ++peer) {
-      const HeaderSlot& slot = segment_->header(peer, sequence & 1);
-      if (sequence_of(slot.flag.load(std::memory_order_acquire)) != sequence)
-        missing.set(static_cast<std::size_t>(members_[culprit_behind(peer)]));
-    }
-    if (missing.none()) missing.set(static_cast<std::size_t>(members_[static_cast<std::uint32_t>(awaited)]));
-    // By now the wait may be over, if it is another thread's, and the slots may be in use again. The loads
-    // above acquire what came before such a use, so the next one sees that awaited_ has changed.
-    const std::uint64_t now = awaited_.load(std::memory_order_relaxed);
-    if (now == awaited) {
-      ranks |= missing;
-      return;
-    }
-    awaited = now;
-  }
-}
-
-void ShmTransport::testify(const RankSet& awaited) noexcept {
-  RankControl& control = segment_->control(index_);
-  if (awaited.none() || control.is_testifying.exchange(1, std::memory_order_acq_rel) != 0) return;
-  control.awaited = awaited;
-  control.has_testified.store(1, std::memory_order_release);
-}
-
-void ShmTransport::note_awaited(const Call& call, const RankSet& awaited) noexcept {
-  if (!holds_up_rank(call)) return;
-  std::uint32_t word = kAwake;
-  if (awaited.any()) {
-    while (!awaited.test(static_cast<std::size_t>(members_[word++]))) continue;
-    word |= RankControl::kInMessages;
-  }
-  segment_->control(index_).stuck_for.store(word, std::memory_order_relaxed);
-}
-
-void ShmTransport::note_several_callers() noexcept {
-  segment_->control(index_).has_several_callers.store(1, std::memory_order_relaxed);
-}
-
-void ShmTransport::trace(const Call& call, Error& error) const {
-  Testimonies testimonies;
-  testimonies.add({error.code, error.peer, members_[index_], 0});
-  RankSet awaited;
-  for (const int rank : error.missing) awaited.set(static_cast<std::size_t>(rank));
-  awaited[static_cast<std::size_t>(members_[index_])] = holds_up_rank(call);
-  testimonies.add(members_[index_], awaited);
-  for (const int rank : error.missing) {
-    for (int peer = index_of_[rank]; !testimonies.has_heard(members_[peer]);) {
-      const int next = stuck_for(peer);
-      if (next < 0) break;
-      RankSet stuck;
-      stuck.set(static_cast<std::size_t>(members_[peer])).set(static_cast<std::size_t>(members_[next]));
-      testimonies.add(members_[peer], stuck);
-      peer = next;
-    }
-  }
-  const RankSet missing = testimonies.missing();
-  if (missing.none()) return;
-  error.awaited = std::exchange(error.missing, ranks_of(missing));
-  error.peer = error.missing.front();
-  error.is_deadlock = missing.test(kDeadlock);
-}
-
-void ShmTransport::add_testimonies(Testimonies& testimonies) {
-  testimonies.add(aborted());
-  for (int peer = 0; peer < size_; ++peer) {
-    const RankControl& control = segment_->control(peer);
-    if (control.has_testified.load(std::memory_order_acquire) != 0)
-      testimonies.add(members_[peer], control.awaited);
-  }
-}
-
 std::uint32_t ShmTransport::succession() const noexcept {
   return segment_->succession_word().load(std::memory_order_acquire);
 }
@@ -212,7 +121,7 @@ bool ShmTransport::advance_succession(std::uint32_t from, std::uint32_t to) noex
 }
 
 void ShmTransport::run(Call& call, const Collective& collective) {
-  if (collective.count * item_size(collective.dtype) > shm_cost::kBriefNbytes) call.begin_blocking();
+  if (collective.nbytes() > shm_cost::kBriefNbytes) call.begin_blocking();
   if (attempt(call, collective)) return;
   // A rank could not read where it stands what another had lent. The inputs are still as they were.
   looks_before_lending_ = true;
@@ -231,11 +140,11 @@ bool ShmTransport::attempt(Call& call, const Collective& collective) {
   // input, peers wait for the store to it, and their caches still hold the line.
   if (is_inline_) prepare_to_write(&segment_->header(index_, (sequence_ + 1) & 1));
   find_inputs(collective);
-  const bool is_timed = chooses(collective);
+  const bool is_timed = pull_choice_.is_chooser(collective);
   const auto start = is_timed ? Clock::now() : Clock::time_point{};
   const bool has_borrowed = dispatch(call, collective);
   if (has_borrowed) {
-    fence(call, collective.count * item_size(collective.dtype));
+    fence(call, collective.nbytes());
     // A rank that gave up in the fence may have changed its array while it was still being read, but has
     // ended the group before that.
     check_group();
@@ -243,7 +152,8 @@ bool ShmTransport::attempt(Call& call, const Collective& collective) {
   }
   // Symmetric arrays were neither pulled nor staged.
   if (is_timed && (inputs_.are_pulled || !has_borrowed))
-    note_copy_time(collective, Clock::now() - start + std::chrono::nanoseconds(inputs_.staging_ns));
+    pull_choice_.note(collective, inputs_.are_pulled,
+                      Clock::now() - start + std::chrono::nanoseconds(inputs_.staging_ns));
   return true;
 }
 
@@ -303,8 +213,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   const std::size_t nbytes = input_nbytes(collective, size_, is_root(collective));
   // Who gives nothing still says whether it can take what is pulled. So does a rank that reads nobody: its
   // peers, which may not know that, look for the answer.
-  is_inline_ = nbytes <= HeaderSlot::kInlineNbytes &&
-               collective.count * item_size(collective.dtype) < shm_cost::kPullNbytes;
+  is_inline_ = nbytes <= HeaderSlot::kInlineNbytes && collective.nbytes() < shm_cost::kPullNbytes;
   if (is_inline_) {
     if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
     return;
@@ -318,10 +227,11 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
     places.in = segment_->symmetric_offset(collective.in, nbytes);
     places.out = segment_->symmetric_offset(collective.out, nbytes);
   }
-  if (is_pullable(collective)) {
-    if (lends_ && shall_be_pulled(collective) && peer_memory_->can_read_all())
+  if (pull_choice_.is_open(collective)) {
+    if (lends_ && pull_choice_.is_pulled(collective) && peer_memory_->can_read_all())
       offer_to_lend(collective, nbytes, places);
-    places.shall_be_pulled_next = chooses(collective) && chooses_to_pull(collective);
+    places.shall_be_pulled_next =
+        pull_choice_.is_chooser(collective) && pull_choice_.shall_pull_next(collective);
   }
   if (places.in == 0 && !places.may_be_pulled && nbytes != 0 && nbytes <= segment_->layout().small_nbytes &&
       size_ > 1)
@@ -330,7 +240,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
 }
 
 void ShmTransport::stage_small(const Collective& collective, std::size_t nbytes, Places& places) {
-  const std::int64_t start_ns = is_pullable(collective) ? now_ns() : 0;
+  const std::int64_t start_ns = pull_choice_.is_open(collective) ? now_ns() : 0;
   places.staged_at = next_small(nbytes);
   places.is_staged = true;
   small_nbytes_ = nbytes;
@@ -458,79 +368,15 @@ void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t 
                                 : reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(address));
 }
 
-// Whether this rank's arrays are large enough for others to read them in its memory, and stay as they are
-// while others do. Where only the root takes, staging is as fast: it puts the givers' cores to work.
-bool ShmTransport::is_pullable(const Collective& collective) const {
-  if (peer_memory_->setting() == PeerReads::never || size_ == 1 || is_uneven(collective)) return false;
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  const bool is_in_place = collective.in == collective.out;
-  switch (collective.op) {
-    case Op::broadcast:
-      return nbytes >= (is_root(collective) && is_in_place ? shm_cost::kPullNoCopyNbytes
-                                                           : shm_cost::kPullBroadcastNbytes);
-    case Op::scatter:
-    case Op::all_gather:
-      return nbytes >= shm_cost::kPullNbytes;
-    case Op::reduce_scatter:
-      return nbytes >= shm_cost::kPullReducedNbytes;
-    case Op::all_to_all:
-      return nbytes >= shm_cost::kPullNbytes && !is_in_place;
-    case Op::allreduce:
-      if (shm_cost::pulling_whole_wins(nbytes, size_))
-        return nbytes >= shm_cost::kPullWholeNbytes && !is_in_place;
-      return nbytes >= shm_cost::kPullSharesNbytes;
-    default:
-      return false;
-  }
-}
-
-// The rank that chooses for all of them: one that copies, so that it can tell how long that takes.
-int ShmTransport::chooser_of(const Collective& collective) const {
-  switch (collective.op) {
-    case Op::broadcast:
-    case Op::scatter:
-      return (index_of_[collective.root] + 1) % size_;
-    default:
-      return 0;
-  }
-}
-
-// Whether this is that rank, and there is something to choose.
-bool ShmTransport::chooses(const Collective& collective) const {
-  return index_ == chooser_of(collective) && is_pullable(collective);
-}
-
-bool ShmTransport::chooses_to_pull(const Collective& collective) {
-  return peer_memory_->setting() == PeerReads::always ||
-         copy_choice_of(collective).pulls(collective.count * item_size(collective.dtype));
-}
-
-void ShmTransport::note_copy_time(const Collective& collective, Clock::duration time) {
-  copy_choice_of(collective)
-      .note(collective.count * item_size(collective.dtype), inputs_.are_pulled,
-            std::chrono::duration<double>(time).count());
-}
-
-CopyChoice& ShmTransport::copy_choice_of(const Collective& collective) {
-  return copy_choices_[static_cast<std::size_t>(collective.op)];
-}
-
-// What the rank that chooses said the last time. It could not tell the others any later, since they prepare
-// their inputs before they hear of it.
-std::bitset<64>::reference ShmTransport::shall_be_pulled(const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
-  return shall_be_pulled_[static_cast<std::size_t>(collective.op)][CopyChoice::log2_of(nbytes)];
-}
-
 // Every rank comes to the same answer, from the headers. A rank offers nothing before it has tried
 // to read every other, which it does here, where all are known to be there.
 bool ShmTransport::agree_to_pull(const Collective& collective) {
-  if (!is_pullable(collective)) return false;
+  if (!pull_choice_.is_open(collective)) return false;
   for (int peer = 0; peer < size_; ++peer)
     if (peer != index_) peer_memory_->can_read(peer);
   const unsigned parity = sequence_ & 1;
-  shall_be_pulled(collective) =
-      places_of(segment_->header(chooser_of(collective), parity)).shall_be_pulled_next;
+  const int chooser = pull_choice_.chooser_of(collective);
+  pull_choice_.set_pulled(collective, places_of(segment_->header(chooser, parity)).shall_be_pulled_next);
   for (int peer = 0; peer < size_; ++peer)
     if (!places_of(segment_->header(peer, parity)).may_be_pulled) return false;
   return true;
@@ -627,46 +473,6 @@ void ShmTransport::check_group() const {
   const AbortReason reason = aborted();
   if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
 }
-
-// A peer that sleeps waits for another one, which its word names: whoever holds it
-// up holds us up, too.
-int ShmTransport::culprit_behind(int peer) const {
-  for (int step = 0; step < size_; ++step) {
-    const std::uint32_t word = segment_->collective_sleeper(peer).load(std::memory_order_relaxed);
-    if (word == kAwake || word > static_cast<std::uint32_t>(size_) || static_cast<int>(word) - 1 == index_)
-      break;
-    peer = static_cast<int>(word) - 1;
-  }
-  return peer;
-}
-
-// Whether this rank can do nothing else until the call ends: where the ranks are processes, others than its
-// main thread may wait while the rank itself is at work.
-bool ShmTransport::holds_up_rank(const Call& call) const {
-  return !call.is_in_background() && (!are_processes_ || is_main_thread()) &&
-         segment_->control(index_).has_several_callers.load(std::memory_order_relaxed) == 0;
-}
-
-// Whom a peer waits for that can do nothing else; -1 if there is no such wait. A peer that has noted one and
-// is awake has been woken by what it waited for, or looks round between two slices of its sleep. Since many
-// begin to wait at once, and give up after a whole number of slices, the latter is not rare: see which it is.
-int ShmTransport::stuck_for(int peer) const {
-  const RankControl& control = segment_->control(peer);
-  const Clock::time_point start = Clock::now();
-  do {
-    if (control.has_several_callers.load(std::memory_order_relaxed) != 0) return -1;
-    const std::uint32_t word = control.stuck_for.load(std::memory_order_relaxed);
-    const std::uint32_t place = word & ~RankControl::kInMessages;
-    if (place == kAwake || place > static_cast<std::uint32_t>(size_)) return -1;
-    const bool sleeps = (word & RankControl::kInMessages) != 0
-                            ? segment_->message_sleeper(peer).load(std::memory_order_relaxed) == kAnyPeer
-                            : segment_->collective_sleeper(peer).load(std::memory_order_relaxed) == word;
-    if (sleeps) return static_cast<int>(place) - 1;
-    sched_yield();
-  } while (std::chrono::duration<double>(Clock::now() - start).count() < kWaitSliceSeconds);
-  return -1;
-}
-
 // Called after a sequentially consistent store, which is the publisher's fence of parking.hpp.
 // Reads one cache line for every 16 ranks, which changes only when somebody sleeps.
 void ShmTransport::wake_sleepers() {

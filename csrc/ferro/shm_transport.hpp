@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "ferro/clock.hpp"
-#include "ferro/copy_choice.hpp"
 #include "ferro/fingerprint.hpp"
 #include "ferro/parking.hpp"
 #include "ferro/peer_memory.hpp"
+#include "ferro/pull_choice.hpp"
 #include "ferro/scratch.hpp"
 #include "ferro/segment.hpp"
 #include "ferro/staging.hpp"
@@ -70,13 +70,6 @@ class ShmTransport final : public Transport {
   void prepare_next_small();
   void find_inputs(const Collective& collective);
   void find_output(int peer, std::uint64_t symmetric, std::uint64_t address);
-  bool is_pullable(const Collective& collective) const;
-  int chooser_of(const Collective& collective) const;
-  CopyChoice& copy_choice_of(const Collective& collective);
-  bool chooses(const Collective& collective) const;
-  bool chooses_to_pull(const Collective& collective);
-  std::bitset<64>::reference shall_be_pulled(const Collective& collective);
-  void note_copy_time(const Collective& collective, Clock::duration time);
   bool agree_to_pull(const Collective& collective);
   // A second exchange of headers: no rank leaves it before all have entered. Until then each may read
   // `nbytes` of another's. They say whether their ranks could read all they wanted.
@@ -97,13 +90,15 @@ class ShmTransport final : public Transport {
   void check_caller(Call& call, int peer) const;
   void check_at_work(Call& call) const;
   void check_group() const;
-  int culprit_behind(int peer) const;
-  int stuck_for(int peer) const;
-  bool holds_up_rank(const Call& call) const;
   void wake_sleepers();
   void await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::* counter,
                      std::uint64_t value);
   void advance(std::atomic<std::uint64_t> RankControl::* counter, std::uint64_t value);
+
+  // ---- Who is missing (shm_testimony.cpp) ----
+  int culprit_behind(int peer) const;
+  int stuck_for(int peer, Clock::time_point start) const;
+  bool holds_up_rank(const Call& call) const;
 
   // ---- Collectives (shm_collectives.cpp) ----
   // True if it read arrays of peers in place: no rank may leave the call before all have read.
@@ -219,10 +214,7 @@ class ShmTransport final : public Transport {
   Inputs inputs_;
   StagingWriter staging_;
   const std::shared_ptr<PeerMemory> peer_memory_;
-  // Of the operations before the barrier: how long they took, and by log2 of their bytes what was chosen.
-  static constexpr auto kCopying = static_cast<std::size_t>(Op::barrier);
-  std::array<CopyChoice, kCopying> copy_choices_;
-  std::array<std::bitset<64>, kCopying> shall_be_pulled_;
+  PullChoice pull_choice_;
   Scratch fetched_;                           // the block of foreign inputs that is being reduced
   mutable std::vector<const void*> sources_;  // scratch of reductions
   std::vector<void*> outputs_;                // the same

@@ -167,7 +167,7 @@ Piece TcpCollectives::chunk_of(const Collective& collective, const void* base, i
 }
 
 void TcpCollectives::allreduce(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   const std::size_t partial_nbytes = collective.count * item_size(partial_dtype(collective));
   if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   switch (choose_allreduce(size(), static_cast<double>(nbytes), static_cast<double>(partial_nbytes))) {
@@ -182,14 +182,14 @@ void TcpCollectives::allreduce(Call& call, const Collective& collective) {
 
 // Each rank sends its whole array to all and reduces all.
 void TcpCollectives::allreduce_one_shot(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   Exchange exchange(mesh_, call);
   for (const int peer : peers_) exchange.send(member(peer), collective.in, nbytes);
   reduce_all(exchange, collective);
 }
 
 void TcpCollectives::reduce_all(Exchange& exchange, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   ReduceRing ring(*this, exchange, collective.in, collective.out, collective.count, collective.dtype,
                   collective.reduce_op);
   // In place, a result must not overwrite what some peer has yet to be sent. All
@@ -266,7 +266,7 @@ void TcpCollectives::reduce_two_shot(Call& call, const Collective& collective, i
 }
 
 void TcpCollectives::broadcast(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   if (member(index_) == collective.root)
     copy_in_passes(call, collective.out, collective.in, collective.out ? nbytes : 0);
   if (size() == 1) return;
@@ -282,7 +282,7 @@ void TcpCollectives::broadcast(Call& call, const Collective& collective) {
 
 // A rank that has the data sends it to the one half its subtree away, then a quarter, and so on.
 void TcpCollectives::broadcast_binomial(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   const int root = index_of(collective.root);
   const int distance = (index_ - root + size()) % size();
   const auto at_distance = [&](int d) { return member((root + d) % size()); };
@@ -301,7 +301,7 @@ void TcpCollectives::broadcast_binomial(Call& call, const Collective& collective
 
 // Each rank passes on what it gets to the next, in segments.
 void TcpCollectives::broadcast_chain(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   const int root = index_of(collective.root);
   const int distance = (index_ - root + size()) % size();
   const int next = distance + 1 < size() ? member((index_ + 1) % size()) : -1;
@@ -347,7 +347,7 @@ void TcpCollectives::broadcast_scatter(Call& call, const Collective& collective)
 }
 
 void TcpCollectives::reduce(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   if (is_reduce_direct(size(), static_cast<double>(nbytes))) return reduce_direct(call, collective);
   reduce_two_shot(call, collective, index_of(collective.root));
@@ -355,7 +355,7 @@ void TcpCollectives::reduce(Call& call, const Collective& collective) {
 
 // The root takes and reduces everything.
 void TcpCollectives::reduce_direct(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   Exchange exchange(mesh_, call);
   if (member(index_) != collective.root) {
     exchange.send(collective.root, collective.in, nbytes);
@@ -368,7 +368,7 @@ void TcpCollectives::reduce_direct(Call& call, const Collective& collective) {
 
 // The first half of reduce_two_shot, with chunks of equal size.
 void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   const auto chunk_for = [&](int i) { return mutable_bytes(collective.in) + i * nbytes; };
   if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   // A result written over chunks that are still to be sent must wait elsewhere.
@@ -385,7 +385,7 @@ void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
 }
 
 void TcpCollectives::all_gather(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   // After this copy the input is not read: it may be a part of the output that is
   // about to be received.
   char* const own = mutable_bytes(collective.out) + index_ * nbytes;
@@ -402,7 +402,7 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
 // In step k each rank sends what it has, its own chunk first, to the rank 2^k before
 // it, and receives as much from the rank 2^k after it.
 void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) {
-  const std::size_t nbytes = collective.count * item_size(collective.dtype);
+  const std::size_t nbytes = collective.nbytes();
   char* const blocks = scratch_.reserve(nbytes * members_.size());
   std::memcpy(blocks, mutable_bytes(collective.out) + index_ * nbytes, nbytes);
   for (int have = 1; have < size(); have *= 2) {

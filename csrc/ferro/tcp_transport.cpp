@@ -170,7 +170,7 @@ void TcpTransport::run_riding(Call& call, Exchange& exchange, const Collective& 
                               const Agreement& own) {
   const int own_rank = mesh_->own_rank();
   if (collective.op == Op::broadcast) {
-    const std::size_t nbytes = collective.count * item_size(collective.dtype);
+    const std::size_t nbytes = collective.nbytes();
     char* const array = riding_.reserve(nbytes);
     const bool is_root = own_rank == collective.root;
     if (is_root && nbytes > 0) std::memcpy(array, collective.in, nbytes);

@@ -82,6 +82,8 @@ struct Collective {
   const std::size_t* send_counts = nullptr;
   const std::size_t* recv_counts = nullptr;
   std::uint32_t tag = 0;  // the caller's own mark; ranks that disagree on it mismatch
+
+  std::size_t nbytes() const { return count * item_size(dtype); }
 };
 
 // Elements [first, first + count) of an array.

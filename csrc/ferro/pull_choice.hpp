@@ -1,0 +1,52 @@
+// Whether the ranks of a host read the inputs of a collective where they stand, in each other's memory, or
+// have them staged. Which is faster is measured (copy_choice.hpp) by one rank, which chooses for all. It says
+// so one collective of the kind ahead: the others prepare their inputs before they hear of its choice.
+#ifndef FERRO_PULL_CHOICE_HPP
+#define FERRO_PULL_CHOICE_HPP
+
+#include <array>
+#include <bitset>
+#include <vector>
+
+#include "ferro/clock.hpp"
+#include "ferro/copy_choice.hpp"
+#include "ferro/peer_memory.hpp"
+#include "ferro/types.hpp"
+
+namespace ferro {
+
+class PullChoice {
+ public:
+  // `index` is this rank's place among `size`, and `index_of` the place of each rank of the group.
+  PullChoice(PeerReads setting, int index, int size, const std::vector<int>& index_of)
+      : setting_(setting), index_(index), size_(size), index_of_(index_of) {}
+
+  // Whether this rank's arrays are large enough for others to read them in its memory, and stay as they are
+  // while others do. Only then is there a choice.
+  bool is_open(const Collective& collective) const;
+  // The place of the rank that chooses for all of them.
+  int chooser_of(const Collective& collective) const;
+  // Whether this is that rank, and there is something to choose.
+  bool is_chooser(const Collective& collective) const;
+
+  // What the rank that chooses said the last time.
+  bool is_pulled(const Collective& collective) const;
+  void set_pulled(const Collective& collective, bool is_pulled);
+
+  // For the rank that chooses: whether the next one like this shall be pulled, and how long this one took.
+  bool shall_pull_next(const Collective& collective) const;
+  void note(const Collective& collective, bool was_pulled, Clock::duration time);
+
+ private:
+  const PeerReads setting_;
+  const int index_, size_;
+  const std::vector<int>& index_of_;
+  // Of the operations before the barrier.
+  static constexpr auto kNumOps = static_cast<std::size_t>(Op::barrier);
+  std::array<CopyChoice, kNumOps> times_;
+  std::array<std::bitset<64>, kNumOps> are_pulled_;  // by log2 of their bytes
+};
+
+}  // namespace ferro
+
+#endif  // FERRO_PULL_CHOICE_HPP
