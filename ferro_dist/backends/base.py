@@ -1,7 +1,7 @@
 """The contract that every backend keeps, and that the contract suite in ``tests`` checks.
 
-The functions of `ferro_dist.collective` and `ferro_dist.point_to_point` are the
-public face; they call the methods here with positional arguments.
+The functions of `ferro_dist.collective` and `ferro_dist.point_to_point` are the public face; they
+call the methods here.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
+        /,
     ) -> Array | Work:
         """As `ferro_dist.allreduce`."""
 
@@ -116,6 +117,7 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
+        /,
     ) -> Array | Work:
         """As `ferro_dist.broadcast`."""
 
@@ -129,12 +131,13 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
+        /,
     ) -> Array | Work | None:
         """As `ferro_dist.reduce`."""
 
     @abc.abstractmethod
     def all_gather(
-        self, x: Array, out: Array | None, async_op: bool, timeout: float | None, tag: int
+        self, x: Array, out: Array | None, async_op: bool, timeout: float | None, tag: int, /
     ) -> Array | Work:
         """As `ferro_dist.all_gather`."""
 
@@ -147,6 +150,7 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
+        /,
     ) -> Array | Work:
         """As `ferro_dist.reduce_scatter`."""
 
@@ -160,6 +164,7 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
+        /,
     ) -> Array | Work:
         """As `ferro_dist.all_to_all`."""
 
@@ -172,6 +177,7 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
+        /,
     ) -> Array | Work | None:
         """As `ferro_dist.gather`."""
 
@@ -184,22 +190,23 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
+        /,
     ) -> Array | Work:
         """As `ferro_dist.scatter`."""
 
     @abc.abstractmethod
-    def barrier(self, async_op: bool, timeout: float | None, tag: int) -> Work | None:
+    def barrier(self, async_op: bool, timeout: float | None, tag: int, /) -> Work | None:
         """As `ferro_dist.barrier`."""
 
     @abc.abstractmethod
     def send(
-        self, x: Array, dst: int, async_op: bool, timeout: float | None, tag: int
+        self, x: Array, dst: int, async_op: bool, timeout: float | None, tag: int, /
     ) -> Work | None:
         """As `ferro_dist.send`."""
 
     @abc.abstractmethod
     def recv(
-        self, out: Array, src: int, async_op: bool, timeout: float | None, tag: int
+        self, out: Array, src: int, async_op: bool, timeout: float | None, tag: int, /
     ) -> Array | Work:
         """As `ferro_dist.recv`."""
 
@@ -213,12 +220,13 @@ class Backend(abc.ABC):
         async_op: bool,
         timeout: float | None,
         tag: int,
+        /,
     ) -> Array | Work:
         """As `ferro_dist.sendrecv`."""
 
     @abc.abstractmethod
     def batch(
-        self, ops: Sequence[P2POp], async_op: bool, timeout: float | None, tag: int
+        self, ops: Sequence[P2POp], async_op: bool, timeout: float | None, tag: int, /
     ) -> Work | None:
         """As `ferro_dist.batch`."""
 

@@ -20,7 +20,6 @@ from ferro_dist.errors import (
     DistributedError,
     PeerLostError,
 )
-from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import JointWork, Work
 
@@ -235,126 +234,53 @@ class HybridBackend(Backend):
         group._survivors, self._next = self._members, None
         return group
 
-    # Calls, by where the array lives
+    # Calls, by where the array lives; `call` is the rest of what `Backend`'s method takes
 
     def _side(self, array: Array) -> Backend:
         return self._nccl if interop.is_on_gpu(array) else self._host
 
-    def allreduce(
-        self,
-        x: Array,
-        out: Array | None,
-        op: ReduceOp,
-        async_op: bool,
-        timeout: float | None,
-        tag: int,
-    ) -> Array | Work:
-        return self._side(x).allreduce(x, out, op, async_op, timeout, tag)
+    def allreduce(self, x: Array, *call: Any) -> Array | Work:
+        return self._side(x).allreduce(x, *call)
 
-    def broadcast(
-        self,
-        x: Array,
-        out: Array | None,
-        root: int,
-        async_op: bool,
-        timeout: float | None,
-        tag: int,
-    ) -> Array | Work:
-        return self._side(x).broadcast(x, out, root, async_op, timeout, tag)
+    def broadcast(self, x: Array, *call: Any) -> Array | Work:
+        return self._side(x).broadcast(x, *call)
 
-    def reduce(
-        self,
-        x: Array,
-        out: Array | None,
-        op: ReduceOp,
-        root: int,
-        async_op: bool,
-        timeout: float | None,
-        tag: int,
-    ) -> Array | Work | None:
-        return self._side(x).reduce(x, out, op, root, async_op, timeout, tag)
+    def reduce(self, x: Array, *call: Any) -> Array | Work | None:
+        return self._side(x).reduce(x, *call)
 
-    def all_gather(
-        self, x: Array, out: Array | None, async_op: bool, timeout: float | None, tag: int
-    ) -> Array | Work:
-        return self._side(x).all_gather(x, out, async_op, timeout, tag)
+    def all_gather(self, x: Array, *call: Any) -> Array | Work:
+        return self._side(x).all_gather(x, *call)
 
-    def reduce_scatter(
-        self,
-        x: Array,
-        out: Array | None,
-        op: ReduceOp,
-        async_op: bool,
-        timeout: float | None,
-        tag: int,
-    ) -> Array | Work:
-        return self._side(x).reduce_scatter(x, out, op, async_op, timeout, tag)
+    def reduce_scatter(self, x: Array, *call: Any) -> Array | Work:
+        return self._side(x).reduce_scatter(x, *call)
 
-    def all_to_all(
-        self,
-        x: Array,
-        out: Array | None,
-        send_counts: Sequence[int] | None,
-        recv_counts: Sequence[int] | None,
-        async_op: bool,
-        timeout: float | None,
-        tag: int,
-    ) -> Array | Work:
-        return self._side(x).all_to_all(x, out, send_counts, recv_counts, async_op, timeout, tag)
+    def all_to_all(self, x: Array, *call: Any) -> Array | Work:
+        return self._side(x).all_to_all(x, *call)
 
-    def gather(
-        self,
-        x: Array,
-        out: Array | None,
-        root: int,
-        async_op: bool,
-        timeout: float | None,
-        tag: int,
-    ) -> Array | Work | None:
-        return self._side(x).gather(x, out, root, async_op, timeout, tag)
+    def gather(self, x: Array, *call: Any) -> Array | Work | None:
+        return self._side(x).gather(x, *call)
 
-    def scatter(
-        self,
-        x: Array | None,
-        out: Array,
-        root: int,
-        async_op: bool,
-        timeout: float | None,
-        tag: int,
-    ) -> Array | Work:
+    def scatter(self, x: Array | None, out: Array, root: int, *call: Any) -> Array | Work:
         # x is read on the root only.
         known = x if out is None or (x is not None and root == self.rank) else out
         side = self._host if known is None else self._side(known)
-        return side.scatter(x, out, root, async_op, timeout, tag)
+        return side.scatter(x, out, root, *call)
 
-    def barrier(self, async_op: bool, timeout: float | None, tag: int) -> Work | None:
-        work: Work | None = self._host.barrier(async_op, timeout, tag)
+    def barrier(self, *call: Any) -> Work | None:
+        work: Work | None = self._host.barrier(*call)
         return work
 
-    def send(
-        self, x: Array, dst: int, async_op: bool, timeout: float | None, tag: int
-    ) -> Work | None:
-        return self._side(x).send(x, dst, async_op, timeout, tag)
+    def send(self, x: Array, *call: Any) -> Work | None:
+        return self._side(x).send(x, *call)
 
-    def recv(
-        self, out: Array, src: int, async_op: bool, timeout: float | None, tag: int
-    ) -> Array | Work:
-        return self._side(out).recv(out, src, async_op, timeout, tag)
+    def recv(self, out: Array, *call: Any) -> Array | Work:
+        return self._side(out).recv(out, *call)
 
-    def sendrecv(
-        self,
-        x: Array,
-        out: Array,
-        dst: int,
-        src: int,
-        async_op: bool,
-        timeout: float | None,
-        tag: int,
-    ) -> Array | Work:
+    def sendrecv(self, x: Array, out: Array, *call: Any) -> Array | Work:
         side = self._side(x)
         if self._side(out) is not side:
             arguments.raise_mixed_devices("sendrecv", rank=self.rank)
-        return side.sendrecv(x, out, dst, src, async_op, timeout, tag)
+        return side.sendrecv(x, out, *call)
 
     def batch(
         self, ops: Sequence[P2POp], async_op: bool, timeout: float | None, tag: int
