@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ class HybridBackend(Backend):
 
     Parameters
     ----------
-    rank, world_size, addr
+    rank, world_size, addr, token, listener, group, epoch
         As `HostBackend` takes them.
     unique_id : UniqueId or bytes, optional
         As `NcclBackend` takes it. By default rank 0 makes one and sends it to the others.
@@ -49,8 +50,6 @@ class HybridBackend(Backend):
         The timeout of both sides, in seconds.
     config : dict, optional
         Options of NCCL: see `NcclBackend`.
-    **options
-        Further options of `HostBackend`.
 
     Raises
     ------
@@ -77,9 +76,19 @@ class HybridBackend(Backend):
         device: int | None = None,
         timeout: float = 300.0,
         config: dict[str, Any] | None = None,
-        **options: Any,
+        token: bytes | str | None = None,
+        listener: socket.socket | None = None,
+        group: str = "world",
+        epoch: str = "",
     ) -> None:
-        host = HostBackend(rank, world_size, addr, timeout=timeout, **options)
+        host = HostBackend(
+            *(rank, world_size, addr),
+            token=token,
+            timeout=timeout,
+            listener=listener,
+            group=group,
+            epoch=epoch,
+        )
         try:
             self._start(host, _join_gpus(host, unique_id, device, config))
         except BaseException:
