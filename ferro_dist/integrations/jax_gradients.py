@@ -67,38 +67,18 @@ class _Terms:
 class PytreeReducer:
     """Average pytrees of gradients over the ranks.
 
-    `ferro_dist.DDP` of a pytree is made of this; it holds no parameters itself.
+    `JaxDDP` is made of this, and documents what both do; this holds no parameters itself. All ranks
+    make the same calls, with trees of the same structure.
 
     Parameters
     ----------
     options : ferro_dist.parallel.options.Options
-        Those of `DDP`; `sync_buffers` and `root` have no effect here. All ranks of the group make
-        the same calls, with trees of the same structure; closing it is left to the caller.
+        Those of `DDP`; `sync_buffers` and `root` have no effect here.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedOp
         An option, or the group, is not for JAX arrays.
-
-    Notes
-    -----
-    Parameters that are not floats, such as counters, are broadcast, and have no gradients.
-
-    An error inside a compiled program surfaces as JAX's own, with that of ferro_dist in its text;
-    the next call on the group raises the latter.
-
-    Examples
-    --------
-    >>> reducer = PytreeReducer(options)
-    >>> params = reducer.broadcast_parameters(params)
-    >>> @jax.jit
-    ... def step(params, batch):
-    ...     gradients = jax.grad(lambda p: loss(reducer.tap(p), batch))(params)
-    ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
-
-    Or, where communication need not overlap:
-
-    >>> gradients = reducer.sync_gradients(jax.jit(jax.grad(loss))(params, batch))
     """
 
     def __init__(self, options: Options) -> None:

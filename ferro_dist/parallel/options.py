@@ -23,7 +23,7 @@ CORES_TO_OVERLAP = 2.0
 
 @dataclass(frozen=True)
 class Options:
-    """The keywords of `DDP`.
+    """The keywords of `DDP`, whose signature holds their defaults.
 
     Raises
     ------
@@ -40,15 +40,14 @@ class Options:
     root: int
 
     def __post_init__(self) -> None:
-        _ = self.bucket_nbytes
-        if not (
-            self.overlap == "always" if isinstance(self.overlap, str) else _is_flag(self.overlap)
-        ):
+        _ = self.bucket_nbytes  # raises if there is no such size
+        is_always = isinstance(self.overlap, str) and self.overlap == "always"
+        if not (is_always or _is_flag(self.overlap)):
             raise ValueError(f"DDP: overlap must be True, False or 'always', not {self.overlap!r}")
         if not _is_flag(self.sync_buffers):
             raise ValueError(f"DDP: sync_buffers must be True or False, not {self.sync_buffers!r}")
         check_compress(self.compress)
-        _ = self.averaging
+        _ = self.averaging  # raises if there is no such average
         backend = self.backend
         check_root("DDP", self.root, rank=backend.rank, world_size=backend.world_size)
 
