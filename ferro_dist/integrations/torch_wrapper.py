@@ -8,7 +8,6 @@ defines, what is in its ``__dict__``, and the hooks of its call.
 
 from __future__ import annotations
 
-import abc
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +32,7 @@ def _of_module(name: str) -> Any:
     def method(self: ModuleWrapper, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.module, name)(*args, **kwargs)
 
-    method.__name__ = name
+    method.__name__, method.__qualname__ = name, f"ModuleWrapper.{name}"
     method.__doc__ = f"Do what ``{name}`` of the module does."
     return method
 
@@ -42,9 +41,9 @@ class ModuleWrapper(torch.nn.Module):
     """Stands for the module that `_hold` has put into it."""
 
     @property
-    @abc.abstractmethod
     def module(self) -> Any:
-        """The module inside; raises if there is none any more."""
+        """The module inside; None once it was let go."""
+        return self._held
 
     # Parameters, buffers and parts. What is added to the wrapper is added to the module.
 

@@ -242,6 +242,7 @@ def test_the_wrapper_is_a_module(on_ranks: OnRanks) -> None:
         assert not hasattr(ddp.module, "learning_rate")
         assert ddp.weight is ddp.module.weight
         ddp.register_buffer("mean", torch.zeros(1))
+        assert ddp.register_buffer.__qualname__ == "ModuleWrapper.register_buffer"
         assert list(ddp.state_dict()) == ["weight", "bias", "mean"]
         assert not ddp.eval().module.training
         assert ddp.train().module.training
