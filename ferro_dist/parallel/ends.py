@@ -23,7 +23,7 @@ from ferro_dist.parallel.outcome import BadArgument
 from ferro_dist.parallel.stage import LossOf, Stage
 
 if TYPE_CHECKING:
-    from ferro_dist.backends.base import Backend
+    from ferro_dist.parallel.pipeline_arguments import PipelineOptions
 
 __all__ = ["BackwardEnds", "EndStages", "Ends", "EvaluationEnds", "ForwardEnds", "TrainingEnds"]
 
@@ -39,9 +39,9 @@ class EndStages(NamedTuple):
 
     first: Stage | None
     last: Stage | None
-    num_microbatches: int
     first_rank: int
     """The rank of the first stage."""
+    options: PipelineOptions
 
 
 class Ends:
@@ -49,7 +49,8 @@ class Ends:
 
     def __init__(self, stages: EndStages) -> None:
         self._stages = stages
-        self._first, self._last, self._num_microbatches, self._first_rank = stages
+        self._first, self._last, self._first_rank, self._options = stages
+        self._num_microbatches = self._options.num_microbatches
         self._x: Microbatches | None = None
         self._input_gradients: dict[int, Gradients] = {}
 
@@ -117,11 +118,7 @@ class TrainingEnds(Ends):
     Parameters
     ----------
     x, target, loss_fn, weight
-        As in `Pipeline.step`.
-    replicas : Backend, optional
-        The group of this stage's replicas, over which weights are summed, too.
-    is_averaged : bool
-        Whether losses of replicas will be averaged, not summed.
+        As in `Pipeline.step`. Weights are summed over the replicas, too.
     """
 
     def __init__(
@@ -131,14 +128,10 @@ class TrainingEnds(Ends):
         target: Tree,
         loss_fn: LossFn | None,
         weight: Any,
-        replicas: Backend | None,
-        is_averaged: bool,
     ) -> None:
         super().__init__(stages)
-        self._is_averaged = is_averaged
         self._given = x, target, weight
         self._is_weighted = weight is not None
-        self._replicas = replicas
         self._loss_fn = loss_fn
         self._target: Microbatches | None = None
         self._weights: list[float] | None = None
@@ -231,7 +224,7 @@ class TrainingEnds(Ends):
             raise ValueError("Pipeline: give a weight on all replicas or on none")
         if self._weights is not None:
             # An average over replicas divides by their number once more.
-            once_more = len(rows) if self._is_averaged else 1
+            once_more = len(rows) if self._options.is_averaged else 1
             self._divide_weights(float(rows[:, 2].sum()) / once_more)
 
     def _tell_replicas(self, has_failed: bool) -> NumpyArray:
@@ -239,9 +232,10 @@ class TrainingEnds(Ends):
         self._is_told = True
         weights = self._weights
         row = np.array([has_failed, weights is not None, sum(weights or [])], np.float64)
-        if self._last is None or self._replicas is None:
+        replicas = self._options.replicas
+        if self._last is None or replicas is None:
             return row[None]
-        return np.asarray(all_gather(row, self._replicas)).reshape(-1, row.size)
+        return np.asarray(all_gather(row, replicas)).reshape(-1, row.size)
 
     def _divide_weights(self, total: float) -> None:
         if not total > 0:

@@ -313,7 +313,7 @@ class Pipeline(Generic[ModuleT]):
         PeerLostError, Timeout
             A rank died or is silent. The group is unusable afterwards.
         """
-        ends = self._training_ends(x, target, loss_fn, weight)
+        ends = TrainingEnds(self._end_stages, x, target, loss_fn, weight)
         loss = self._train("step", ends)
         self._input_grad = ends.deliver_input_gradient()
         return loss
@@ -435,7 +435,7 @@ class Pipeline(Generic[ModuleT]):
                 run_on_all(protect, self.backend, self._options.replicas)
                 # Whatever takes longer the first time must not be taken for the rule.
                 for _ in range(2):
-                    self._train("step", self._training_ends(x, target, loss_fn, None))
+                    self._train("step", TrainingEnds(self._end_stages, x, target, loss_fn, None))
             self._num_runs -= 2
         assert self._last_step is not None
         return make_plan(self._lists, self._last_step, self.backend)
@@ -463,10 +463,6 @@ class Pipeline(Generic[ModuleT]):
         )
 
     # Runs
-
-    def _training_ends(self, x: Tree, target: Tree, loss_fn: Any, weight: Any) -> TrainingEnds:
-        replicas, is_averaged = self._options.replicas, self._options.is_averaged
-        return TrainingEnds(self._end_stages, x, target, loss_fn, weight, replicas, is_averaged)
 
     def _train(self, call: str, ends: TrainingEnds | BackwardEnds) -> float:
         """Run something with a backward in it, and reduce what it adds to the gradients."""
@@ -551,7 +547,7 @@ class Pipeline(Generic[ModuleT]):
     @property
     def _end_stages(self) -> EndStages:
         first, last = self._stages.get(0), self._stages.get(self.num_stages - 1)
-        return EndStages(first, last, self.num_microbatches, self._placement[0])
+        return EndStages(first, last, self._placement[0], self._options)
 
     def _program(self, call: str) -> Program:
         phase = "forward" if call == "eval" else call
