@@ -123,11 +123,11 @@ def connect(
         deadline = Deadline(check_timeout(timeout))
         if world_size == 1:
             return adopt(world_of_one())
-        entrance = _Entrance(rank, world_size, addr, listener, deadline, token, environ)
         claim = Claim(Role.CONTROL, rank, world_size, group_digest(group, epoch))
+        entrance = _Entrance(claim, addr, listener, deadline, token, environ)
         loop = EventLoop()
         stack.callback(loop.close)
-        exchange = entrance.open(loop, claim)
+        exchange = entrance.open(loop)
         return wire(exchange, entrance.token, create_segment, entrance, adopt)
 
 
@@ -215,21 +215,21 @@ class _Entrance(Place):
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        claim: Claim,
         addr: str | None,
         listener: socket.socket | None,
         deadline: Deadline,
         token: bytes | str | None,
         environ: Mapping[str, str],
     ) -> None:
-        if addr is None and (listener is None or rank > 0):
+        if addr is None and (listener is None or claim.rank > 0):
             raise NoConnection(
-                f"rank {rank} of {world_size} knows no address of rank 0: pass addr='host:port'",
+                f"rank {claim.rank} of {claim.world_size} knows no address of rank 0: pass "
+                "addr='host:port'",
                 op="init",
-                rank=rank,
+                rank=claim.rank,
             )
-        self._rank = rank
+        self._claim = claim
         self._addresses = parse_addresses(addr) if addr is not None else ()
         self._listener = listener
         self._is_held_by_parent = (
@@ -240,17 +240,17 @@ class _Entrance(Place):
         self._reached = ""
         self._scope = ""
 
-    def open(self, loop: EventLoop, claim: Claim) -> Exchange:
+    def open(self, loop: EventLoop) -> Exchange:
         """Listen, or dial until rank 0 answers."""
-        if self._rank > 0:
-            return self._dial(loop, claim)
-        listener = loop.own(self._listener.dup() if self._listener else self._listen(claim))
+        if self._claim.rank > 0:
+            return self._dial(loop)
+        listener = loop.own(self._listener.dup() if self._listener else self._listen())
         self._learn_from_listener(listener)
-        return Coordinator(loop, listener, self.token, claim, self._deadline)
+        return Coordinator(loop, listener, self.token, self._claim, self._deadline)
 
-    def _dial(self, loop: EventLoop, claim: Claim) -> Participant:
+    def _dial(self, loop: EventLoop) -> Participant:
         targets = [target for address in self._addresses for target in self._targets(address)]
-        exchange = Participant(loop, self._addresses, self.token, claim, self._deadline)
+        exchange = Participant(loop, self._addresses, self.token, self._claim, self._deadline)
         exchange.join(targets)
         self._learn_from_connection(exchange.connection)
         return exchange
@@ -266,13 +266,13 @@ class _Entrance(Place):
             f"rank 0 at {where} can be reached from other machines, and there is no token that "
             f"proves who belongs to the group: {HOW_TO_SET_A_TOKEN}",
             op="init",
-            rank=self._rank,
+            rank=self._claim.rank,
         )
 
-    def _listen(self, claim: Claim) -> socket.socket:
+    def _listen(self) -> socket.socket:
         failures: dict[str, OSError] = {}
         for address in self._addresses:
-            result = self._listen_at(address, claim)
+            result = self._listen_at(address)
             if not isinstance(result, OSError):
                 return result
             failures[address.text] = result
@@ -290,7 +290,7 @@ class _Entrance(Place):
             remedy = "Another program, or rank 0 of another group, may be there: choose another"
         raise NoConnection(f"rank 0 cannot listen at {what}. {remedy}", op="init", rank=0)
 
-    def _listen_at(self, address: Address, claim: Claim) -> socket.socket | OSError:
+    def _listen_at(self, address: Address) -> socket.socket | OSError:
         """Listen at the first available target of an address; return the error if none is."""
         result: socket.socket | OSError = OSError("it has no address")
         for target in self._bindable(address):
@@ -298,7 +298,7 @@ class _Entrance(Place):
             if not isinstance(result, OSError):
                 break
             if is_taken(result):
-                self._check_duplicate(address, target, claim)
+                self._check_duplicate(address, target)
                 break
         return result
 
@@ -306,11 +306,11 @@ class _Entrance(Place):
         targets = self._targets(address)
         return listening_targets(targets) if address.is_named and self._is_shared else targets
 
-    def _check_duplicate(self, address: Address, target: Target, claim: Claim) -> None:
+    def _check_duplicate(self, address: Address, target: Target) -> None:
         """Raise InvalidRank if another rank 0 of this group holds the address."""
         deadline = Deadline(min(DUPLICATE_CHECK_S, self._deadline.at - time.monotonic()))
         with contextlib.closing(EventLoop()) as loop:
-            twin = Participant(loop, [address], self.token, claim, deadline)
+            twin = Participant(loop, [address], self.token, self._claim, deadline)
             try:
                 twin.join([target])
                 twin.all_gather(b"")
