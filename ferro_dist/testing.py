@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import pickle
 import secrets
-import signal
 import struct
 import sys
 import time
@@ -32,6 +31,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from ferro_dist import arguments
+from ferro_dist._launch import signals
 from ferro_dist._native.cuda_libraries import load_nccl
 
 if TYPE_CHECKING:
@@ -324,18 +324,11 @@ def _await_exits(ranks: list[_Rank], deadline: float, may_die: set[int]) -> None
 
 def _describe_end(exitcode: int, when: str) -> str:
     how = (
-        f"was killed by {_signal_name(-exitcode)}"
+        f"was killed by {signals.name_of(-exitcode)}"
         if exitcode < 0
         else f"ended with code {exitcode}"
     )
     return f"{how} {when}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 @contextlib.contextmanager
