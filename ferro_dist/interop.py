@@ -36,7 +36,10 @@ from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import InvalidArray, UnsupportedOp
 
 __all__ = [
+    "CPU",
+    "CUDA",
     "BufferView",
+    "aligned_empty",
     "allocate",
     "array_over",
     "as_output",
@@ -50,7 +53,6 @@ __all__ = [
     "dtype_code",
     "dtype_name",
     "empty_beside",
-    "empty_for_jax",
     "is_on_gpu",
     "jax_full_width",
     "jax_place",
@@ -64,11 +66,13 @@ Array = Any
 
 _CODES = {name: code for code, name in enumerate(DTYPE_NAMES)}
 
-_CUDA = 2  # DLPack's number
+CPU, CUDA = 1, 2
+"""DLPack's numbers of a `BufferView.device_type`."""
+
 _EMULATION = "ferro_dist._emulation.gpu"
 
-# The alignment that XLA demands of memory that it takes over without a copy.
-_JAX_ALIGNMENT = 64
+# A cache line; also what XLA demands of memory that it takes over without a copy.
+_ALIGNMENT_NBYTES = 64
 
 
 def contiguous(x: Array) -> Array:
@@ -88,7 +92,7 @@ def content_of(x: Array) -> bytes:
     """Return the bytes of the elements in C order, once the current stream's work is done."""
     whole = contiguous(x)
     view = as_view(whole)
-    if view.device_type != _CUDA:
+    if view.device_type != CUDA:
         return ctypes.string_at(view.address, view.nbytes)
     from ferro_dist._native.cuda_memory import copy_async
     from ferro_dist._native.cuda_runtime import DeviceGuard
@@ -104,7 +108,7 @@ def content_of(x: Array) -> bytes:
 
 def is_on_gpu(x: Array) -> bool:
     """Whether only a GPU can reach the memory of `x`."""
-    return as_view(x).device_type == _CUDA
+    return as_view(x).device_type == CUDA
 
 
 def device_empty(shape: Sequence[int], code: int, device: int) -> Array:
@@ -222,11 +226,11 @@ def deliver(x: Array, written: Array) -> Array:
     return _library_of(x).deliver(x, written)
 
 
-def empty_for_jax(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Make an uninitialized NumPy array that JAX on the host takes over without a copy."""
+def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Make an uninitialized NumPy array on a cache line, which JAX takes over without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
-    block = np.empty(nbytes + _JAX_ALIGNMENT, np.uint8)
-    start = -block.ctypes.data % _JAX_ALIGNMENT
+    block = np.empty(nbytes + _ALIGNMENT_NBYTES, np.uint8)
+    start = -block.ctypes.data % _ALIGNMENT_NBYTES
     return block[start : start + nbytes].view(dtype).reshape(shape)
 
 
@@ -434,7 +438,7 @@ class _Jax(_Library):
             from ferro_dist._native.device_array import DeviceArray
 
             return DeviceArray(tuple(extents), x.dtype, x.__dlpack_device__()[1])
-        return empty_for_jax(extents, x.dtype)
+        return aligned_empty(extents, x.dtype)
 
     def deliver(self, x: Array, written: Array) -> Array:
         jax = sys.modules["jax"]
@@ -509,7 +513,7 @@ class _Buffer(_Library):
 
     def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
         view = as_view(x)
-        if view.device_type != 1:
+        if view.device_type != CPU:
             raise InvalidArray(
                 f"cannot make a result like this {type(x).__qualname__}: its library is not one "
                 "that ferro_dist can allocate with (torch, CuPy). Pass `out`."

@@ -317,11 +317,11 @@ def test_traced_jax_values_are_refused(jnp: Any) -> None:
 
 SPREAD = """
 import jax
-from ferro_dist.interop import deliver, empty_for_jax
+from ferro_dist.interop import aligned_empty, deliver
 a, b = jax.devices()
 spread = jax.NamedSharding(jax.sharding.Mesh([a, b], "i"), jax.sharding.PartitionSpec("i"))
 for x in (jax.device_put(jax.numpy.zeros(4), spread), jax.device_put(jax.numpy.zeros(4), b)):
-    written = empty_for_jax(x.shape, x.dtype)
+    written = aligned_empty(x.shape, x.dtype)
     written[:] = 7
     y = deliver(x, written)
     assert y.tolist() == [7] * 4

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ferro_dist import arguments
 from ferro_dist.backends.base import Array, Backend
@@ -26,7 +23,7 @@ from ferro_dist.errors import (
     Timeout,
     UnsupportedOp,
 )
-from ferro_dist.interop import dtype_code, numpy_dtype
+from ferro_dist.interop import aligned_empty, dtype_code, numpy_dtype
 from ferro_dist.rendezvous.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["MpiGroup"]
 
 _COLLECTIVES = "collectives"
-_ALIGNMENT = 64
 
 
 class MpiGroup(Backend):
@@ -92,12 +88,7 @@ class MpiGroup(Backend):
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         self._check_open("empty")
         resolved = numpy_dtype(dtype_code(dtype))
-        dims = arguments.check_shape(shape)
-        # Aligned to a cache line, which vector instructions like best.
-        nbytes = math.prod(dims) * resolved.itemsize
-        block = np.empty(nbytes + _ALIGNMENT, np.uint8)
-        start = -block.ctypes.data % _ALIGNMENT
-        return block[start : start + nbytes].view(resolved).reshape(dims)
+        return aligned_empty(arguments.check_shape(shape), resolved)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> Self | None:
         chosen = arguments.check_members(members, rank=self._rank, world_size=self._world_size)

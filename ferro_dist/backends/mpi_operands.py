@@ -13,6 +13,7 @@ from ferro_dist.backends.mpi_reduction import Reduction, reduction_of
 from ferro_dist.backends.results import allocate_chunk, allocate_gathered
 from ferro_dist.errors import UnsupportedOp
 from ferro_dist.interop import (
+    CPU,
     BufferView,
     allocate,
     as_output,
@@ -23,8 +24,6 @@ from ferro_dist.interop import (
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["Operands"]
-
-_CPU = 1
 
 
 class Operands:
@@ -113,7 +112,7 @@ class Operands:
         return reduction_of(self._mpi, name, reduce_op)
 
     def _check_device(self, op: str, view: BufferView) -> None:
-        if view.device_type != _CPU:
+        if view.device_type != CPU:
             raise UnsupportedOp(
                 f"{op}: the mpi backend moves arrays in host memory, and this one is on "
                 f"GPU {view.device_id}. Copy it to the host first.",

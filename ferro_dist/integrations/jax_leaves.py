@@ -121,7 +121,7 @@ def broadcast_leaf(leaf: Any, backend: Backend, root: int) -> Any:
         state = broadcast_leaf(jax.random.key_data(array), backend, root)
         return jax.random.wrap_key_data(state, impl=jax.random.key_impl(array))
     # In host memory, as averages are: many a group reaches no GPU, and a leaf may lie on several.
-    written = interop.empty_for_jax(array.shape, array.dtype)
+    written = interop.aligned_empty(array.shape, array.dtype)
     return interop.deliver(array, broadcast(np.asarray(array), backend, root, out=written))
 
 
@@ -130,7 +130,7 @@ def delivered(likes: Sequence[Any], averages: Sequence[NumpyArray]) -> list[Any]
     copies, positions_at = [], defaultdict(list)
     for position, (like, average) in enumerate(zip(likes, averages, strict=True)):
         # In host memory, where the average is, whatever device the leaf is on.
-        copies.append(interop.empty_for_jax(average.shape, average.dtype))
+        copies.append(interop.aligned_empty(average.shape, average.dtype))
         np.copyto(copies[-1], average)
         positions_at[interop.jax_place(like)].append(position)
     arrived: list[Any] = [None] * len(copies)

@@ -23,8 +23,6 @@ __all__ = ["GRADIENT_DTYPES", "ArrayGradients", "ModuleAdapter"]
 
 NumpyArray = np.ndarray[Any, Any]
 
-_CUDA = 2  # DLPack's number
-
 GRADIENT_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 
@@ -234,7 +232,7 @@ def _view(kind: str, name: str, array: Any) -> Any:
 def _is_on_gpu(array: Any) -> bool:
     if not hasattr(array, "__dlpack_device__"):
         return False
-    return int(array.__dlpack_device__()[0]) == _CUDA
+    return int(array.__dlpack_device__()[0]) == interop.CUDA
 
 
 def _host_view(kind: str, name: str, array: Any) -> NumpyArray:

@@ -80,7 +80,8 @@ class HandwrittenStage(Stage):
         view = interop.as_view(array if is_read_as_is else interop.contiguous(array))
         dtype = interop.dtype_name(view.dtype)
         is_differentiable = "float" in dtype or "complex" in dtype
-        return ArraySpec(dtype, tuple(array.shape), is_differentiable, view.device_type == 1)
+        is_on_host = view.device_type == interop.CPU
+        return ArraySpec(dtype, tuple(array.shape), is_differentiable, is_on_host)
 
     def allocate(self, spec: ArraySpec) -> Array:
         dtype = interop.numpy_dtype(interop.dtype_code(spec.dtype))

@@ -51,7 +51,7 @@ class ReceivePool:
         try:
             block = blocks.pop()  # the last one: it may still be in a cache
         except IndexError:
-            block = interop.empty_for_jax((nbytes,), np.dtype(np.uint8))  # a stage may be JAX's
+            block = interop.aligned_empty((nbytes,), np.dtype(np.uint8))  # a stage may be JAX's
         # Views of a view refer directly to the array that owns the memory. A memoryview in between
         # prevents that: all of them keep `array`, which is gone only when they are.
         buffer: Any = block  # has the buffer protocol, which mypy knows from Python 3.12 on
