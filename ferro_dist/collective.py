@@ -12,20 +12,20 @@ backend : Backend
 out : array, optional
     Where the result is written: C-contiguous, writable, of the same dtype as the input. It may be
     the input itself. Without it, a new array of the input's library, dtype and device is returned.
-    torch's autograd does not see what is written, and a new tensor has no gradient.
+    torch's autograd does not record the call: a new tensor does not require grad.
 async_op : bool
     Return a `Work` at once. The arrays must not be touched until it is done.
 timeout : float, optional
     In seconds; by default the backend's. It ends the call with `Timeout`, naming the ranks that did
     not take part.
 tag : int
-    A mark of your own, from 0 to 2**32 - 1. Ranks with different tags come from different lines of
-    a program, and raise `CollectiveMismatch`.
+    A number of your own, from 0 to 2**32 - 1, that tells apart the calls of a program. Ranks that
+    give different tags raise `CollectiveMismatch`.
 
 Arrays may come from any library with the buffer protocol or DLPack: NumPy, torch, JAX, CuPy. They
 are in host memory; with `NcclBackend` on a GPU, with `HybridBackend` on either. Input that is not
-C-contiguous is copied first. Of shapes only the number of elements is checked. Arrays may be empty
-or 0-dimensional if they are so on all ranks.
+C-contiguous is copied first. Of the ranks' shapes only the number of elements must agree. Arrays
+may be empty or 0-dimensional if they are so on all ranks.
 
 Dtypes: booleans (MIN and MAX), integers (all but MEAN), floats of 16 to 64 bits (all), complex
 numbers (SUM, MEAN, PROD). 16-bit floats are summed in float32. All ranks get the same bits. 8-bit
@@ -187,7 +187,7 @@ def all_gather(
     x : array, shape (n, ...)
         0-dimensional arrays count as shape (1,).
     out : array, optional
-        ``world_size`` times as many elements as `x`. In place if `x` is its own chunk of it.
+        ``world_size`` times as many elements as `x`. In place if `x` is this rank's chunk of it.
 
     Returns
     -------
@@ -219,7 +219,7 @@ def reduce_scatter(
     x : array, shape (world_size * n, ...)
     op : ReduceOp or str
     out : array, optional
-        ``n * ...`` elements. In place if it is this rank's own chunk of `x`.
+        ``n * ...`` elements. In place if it is this rank's chunk of `x`.
 
     Returns
     -------

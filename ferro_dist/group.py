@@ -73,8 +73,8 @@ def init(
 
     Rank, world size and address are taken from the arguments, else from the environment of
     ferrorun, torchrun, Open MPI, MPICH or Slurm, in that order. If nothing is found, this process
-    is the only rank. Each further call makes another group; threads must not call it at the same
-    time, since nothing tells which of the other ranks' calls belongs to which of theirs.
+    is the only rank. Each call makes a new group. Threads of one process must not call it at the
+    same time: the other ranks could not tell their calls apart.
 
     Parameters
     ----------
@@ -85,8 +85,8 @@ def init(
         ``"host"``, ``"tcp"``, or ``"hybrid"`` for a group with a GPU on every rank.
     device : int, optional
         For ``"hybrid"``: this rank's GPU, which becomes the thread's current one. By default the
-        ranks of a host take its GPUs in turn, if the launcher has numbered them; otherwise, and if
-        `rank` and `world_size` are arguments, it is the one that is current already.
+        ranks of a host take its GPUs in turn, by the local ranks that their launcher has given
+        them. Without these, or if `rank` and `world_size` are given, it is the current GPU.
     unique_id : UniqueId or bytes, optional
         For ``"hybrid"``: NCCL's identifier of the group. By default rank 0 makes one.
     config : dict, optional
@@ -94,8 +94,8 @@ def init(
     token : bytes or str, optional
         The secret that all ranks prove to know; default: ``FERRO_DIST_TOKEN``.
     timeout : float
-        Seconds after which joining, and any blocking call that names no timeout of
-        its own, gives up.
+        Seconds after which joining gives up, as does any blocking call that names no timeout of its
+        own.
 
     Returns
     -------

@@ -291,7 +291,7 @@ class Backend(abc.ABC):
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """Each rank's number in the group that `shrink` made this one from, else in this one."""
+        """Each rank's number in the group that was shrunk to this one, or here if none was."""
         return tuple(range(self.world_size))
 
     @abc.abstractmethod

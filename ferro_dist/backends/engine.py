@@ -87,7 +87,7 @@ class EngineBackend(BoundBackend):
         return self._communicator.is_closed
 
     def alarm(self) -> object:
-        """Return what tells a GPU group of the same ranks that one is gone."""
+        """Return what tells a GPU group of the same ranks that one is lost; see its `heed`."""
         return self._communicator.alarm()
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:

@@ -37,13 +37,13 @@ class HostBackend(EngineBackend):
         The secret that all ranks prove to know. Default: ``FERRO_DIST_TOKEN``, else,
         for ranks of one machine, a file that only this user can read.
     timeout : float
-        Seconds after which making the group, and any blocking call that names no
-        timeout of its own, gives up.
+        Seconds after which making the group gives up, as does any blocking call that names no
+        timeout of its own.
     listener : socket, optional
         On rank 0: a socket that listens at `addr` already. It is closed once the ranks have
         connected or failed to.
     group, epoch : str, optional
-        These distinguish groups that use the same address; the same on all ranks.
+        Distinguish groups that use the same address; the same on all ranks.
 
     Raises
     ------
@@ -55,10 +55,10 @@ class HostBackend(EngineBackend):
     Large arrays are read directly from the other ranks' memory (``process_vm_readv``) where the
     kernel permits it and it is faster; ``FERRO_DIST_PEER_READS=never`` forbids it. Under Yama's
     ``kernel.yama.ptrace_scope=1``, the default of some distributions, the kernel does not permit it
-    between ranks, and ferro_dist leaves it at that: ``prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)``
-    would let every process of this user read their memory. A program may call it in each rank
-    before its first such collective, or with ``os.getppid()``, which admits only the launcher and
-    what that has started.
+    between ranks. ferro_dist does not ask for it by ``prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)``,
+    which would let every process of this user read their memory. A program may do so in each rank
+    before its first large collective; ``os.getppid()`` as the second argument admits only the
+    launcher and what that has started.
     """
 
     name = "host"

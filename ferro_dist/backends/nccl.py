@@ -110,15 +110,7 @@ class NcclBackend(BoundBackend):
     Calls do not block the host: they run on the stream on which the caller's library currently
     works. With ``async_op=True`` they wait for what that stream was given before, run on the
     group's own, and `Work.wait` makes the caller's stream wait for the result. The calls of a group
-    run in the order in which they are made. Arrays in flight stay referenced. Calls can be captured
-    in a CUDA graph, which must be destroyed before the group is closed: NCCL waits for it. Make
-    each kind of call once before it is captured: NCCL connects ranks in the first one, which may
-    invalidate a capture. So may the end of any group while another thread captures in CUDA's global
-    mode, the default: NCCL frees memory then, in threads of its own. No timeout holds for what a
-    graph replays: if a rank does not replay it, the others' GPUs wait until the group is aborted.
-    A barrier is refused where it would become part of a graph: behind an asynchronous call in a
-    capture, and while the group's own stream is captured. Raw calls there become part of it, too:
-    where the caller captures another stream, that must wait for the group's own behind the last.
+    run in the order in which they are made. Arrays in flight stay referenced.
 
     Arrays in host memory are refused: `HybridBackend` takes both kinds.
 
@@ -162,6 +154,16 @@ class NcclBackend(BoundBackend):
     CUDA loads a kernel when it is first launched, and may wait for all that the GPU was given
     before, while other threads' calls of CUDA wait for that. Where it holds up what another rank
     waits for, ``CUDA_MODULE_LOADING=EAGER`` in the environment loads all kernels at the start.
+
+    Calls can be captured in a CUDA graph, which must be destroyed before the group is closed: NCCL
+    waits for it. Make each kind of call once before it is captured: NCCL connects ranks in the
+    first one, which may invalidate a capture. So may the end of any group while another thread
+    captures in CUDA's global mode, the default: NCCL then frees memory, in threads of its own. No
+    timeout applies to what a graph replays: if a rank does not replay it, the others' GPUs wait
+    until the group is aborted. A barrier is refused where it would become part of a graph: after an
+    asynchronous call in a capture, and while the group's own stream is captured. Raw calls, which
+    run on that stream, do become part of the graph: if the capture began on another stream, make
+    that one wait for the group's own after the last of them.
 
     NCCL connects ranks in the first call that needs it, which returns, even if it is asynchronous,
     only once they have all made it. Two ranks must connect alike: if the first thing that one sends
@@ -284,12 +286,12 @@ class NcclBackend(BoundBackend):
         self._group.synchronize(timeout)
 
     def heed(self, alarm: object) -> None:
-        """End the group when one of the host engine, of the same ranks, loses a rank.
+        """End the group when a host group of the same ranks loses one of them.
 
         Parameters
         ----------
         alarm : object
-            From ``alarm()`` of that backend.
+            From ``alarm()`` of the host group.
         """
         self._group.heed(alarm)
 

@@ -120,7 +120,7 @@ def broadcast_leaf(leaf: Any, backend: Backend, root: int) -> Any:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         state = broadcast_leaf(jax.random.key_data(array), backend, root)
         return jax.random.wrap_key_data(state, impl=jax.random.key_impl(array))
-    # In host memory, as averages are: many a group reaches no GPU, and a leaf may lie on several.
+    # In host memory, as averages are: many groups reach no GPU, and a leaf may lie on several.
     written = interop.aligned_empty(array.shape, array.dtype)
     return interop.deliver(array, broadcast(np.asarray(array), backend, root, out=written))
 

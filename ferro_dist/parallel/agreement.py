@@ -21,7 +21,7 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """The question, which is asked in every round.
+    """Asks all ranks, in every round, whether they make the same calls.
 
     Parameters
     ----------

@@ -121,8 +121,8 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     average : {"mean", "sum", "contributors"}, default "mean"
         How the gradients of the ranks are combined. ``"sum"`` is right if each rank has divided its
         loss by the size of the whole batch. ``"contributors"`` divides each gradient by the number
-        of ranks that had one, not by the number of all ranks. One that was zeroed in place, as by
-        ``zero_grad(set_to_none=False)``, counts.
+        of ranks that had one, not by the number of all ranks. A gradient that was zeroed in place,
+        as by ``zero_grad(set_to_none=False)``, counts as one.
     compress : {None, "fp16", "bf16"}, PowerSGD or callable, optional
         How real gradients of 32 and 64 bits travel. A callable gets a
         `ferro_dist.parallel.bucket.Bucket`, the backend and a `ReduceOp`, and reduces
@@ -135,9 +135,9 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         wrappers of one group, only the first that it reaches overlaps.
     sync_buffers : bool, default True
         Whether all ranks get the buffers of `root` (such as running means of a BatchNorm) with
-        every average. Only buffers that the module has when it is wrapped count, and those of parts
-        that are put into it later. They may be resized, converted and replaced later, if all ranks
-        do so before the same average.
+        every average: those that the module has when it is wrapped, and those of parts that are put
+        into it later. They may be resized, converted and replaced, if all ranks do so before the
+        same average.
     root : int, default 0
         The rank whose parameters all ranks start with.
     find_unused_parameters, static_graph, gradient_as_bucket_view : optional
@@ -158,19 +158,18 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     ``ddp(inputs)``, ``ddp.learning_rate = 0.1``.
 
     For torch, replicas that drift apart are noticed by how often each rank has written to its
-    parameters: if some ranks alone take or skip a step, or forward writes to a parameter what
-    depends on the batch, a later backward raises `CollectiveMismatch` on all ranks. What is written
-    through ``parameter.data`` is not noticed, nor what is written after a backward inside `no_sync`
-    and before the next average (as in SAM or MAML, where replicas are meant to differ then), nor
-    anything inside `join`, over an `NcclBackend` or if all gradients are sparse; `verify` finds
-    out.
+    parameters: if only some ranks take a step, or forward writes to a parameter what depends on the
+    batch, a later backward raises `CollectiveMismatch` on all ranks. This does not see writes
+    through ``parameter.data``, writes between a backward inside `no_sync` and the next average
+    (with SAM or MAML, replicas are meant to differ there), nor anything inside `join`, over an
+    `NcclBackend` or if all gradients are sparse. `verify` compares the parameters themselves.
 
     A gradient that no rank has stays None. One that only some ranks have is averaged with zeros for
     the others.
 
-    An exception on a single rank ends the group, as the others would wait for that rank, if it
-    strikes in a torch module's forward (but not in evaluation mode, inside `no_sync` or under
-    ``torch.no_grad()``), in backward once that has reached the module's outputs, or while gradients
+    An exception on a single rank ends the group, as the others would wait for that rank. This holds
+    for a torch module's forward (but not in evaluation mode, inside `no_sync` or under
+    ``torch.no_grad()``), for backward once it has reached the module's outputs, and while gradients
     are averaged. An exception elsewhere, such as in the computation of the loss, should end its
     rank: if the rank goes on, its next batch is averaged with the others' last. To skip a batch
     that does not fit, check it beforehand, or give all ranks another. The group's ``shrink`` makes

@@ -113,7 +113,7 @@ class Ends:
 
 
 class TrainingEnds(Ends):
-    """Those of a step: a batch in, its loss and its gradient out.
+    """The ends of a step: a batch in, its loss and its gradient out.
 
     Parameters
     ----------
@@ -246,7 +246,7 @@ class TrainingEnds(Ends):
 
 
 class ForwardEnds(Ends):
-    """Those of a forward: a batch in, outputs out.
+    """The ends of a forward: a batch in, outputs out.
 
     Parameters
     ----------
@@ -283,7 +283,7 @@ class ForwardEnds(Ends):
 
 
 class EvaluationEnds(ForwardEnds):
-    """Those of an evaluation: a batch in, and its output out.
+    """The ends of an evaluation: a batch in, and its output out.
 
     Attributes
     ----------
@@ -305,7 +305,7 @@ class EvaluationEnds(ForwardEnds):
 
 
 class BackwardEnds(Ends):
-    """Those of a backward after a forward: gradients in at the last stage, out at the first."""
+    """The ends of a backward after a forward: gradients in at the last stage, out at the first."""
 
     def __init__(
         self, forward: ForwardEnds, outputs: Sequence[Tree], gradients: Sequence[Tree] | None

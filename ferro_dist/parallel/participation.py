@@ -78,7 +78,7 @@ class Participation:
 
 
 class RollCall:
-    """The question, which may be asked in every round.
+    """Asks all ranks, in any round, whether they take part and with what weight.
 
     Parameters
     ----------

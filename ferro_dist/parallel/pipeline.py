@@ -99,16 +99,16 @@ class Pipeline(Generic[ModuleT]):
         as itself, or by the name that its stage has for it.
     checkpoint : bool or sequence of int, default False
         Whether all stages, or which of them, keep only their input, and run forward again
-        before backward; until then their weights must stay as they are. Where a schedule divides
-        backwards, as zero bubble does, this runs it once, but torch.utils.checkpoint inside a stage
-        runs its part again for each layer in it, and its selective contexts, which allow a single
-        backward, raise.
+        before backward; until then their weights must stay as they are. Forward is run again once
+        even where a schedule divides backwards, as zero bubble does. torch.utils.checkpoint inside
+        a stage would then run its part again for each layer in it; its selective contexts, which
+        allow a single backward, raise.
     seed : int or None, default 0
         The random numbers of each forward depend on this, the step, the stage and the microbatch,
         numbered across all replicas (`microbatch_seed`). With None torch modules draw what they
         would without a pipeline, except for checkpointed ones, where each forward draws a seed; a
         stage that takes an `rng` gets an unpredictable one. A new pipeline counts steps from 0:
-        after a checkpoint give it another seed, or it draws the same numbers again.
+        to go on from a checkpoint, give it another seed, or it draws the same numbers again.
     bucket_mb : float, default 25
         Largest bucket of gradients, in MiB.
     timeout : float, optional

@@ -148,7 +148,7 @@ class Gradients(abc.ABC):
 
 
 class NoGradients(Gradients):
-    """Those of a rank that has run out of data, and stays only for the others."""
+    """The gradients of a rank that has run out of data, and stays only for the others."""
 
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         bucket.clear()
