@@ -18,9 +18,9 @@ from ferro_dist.integrations.torch_gradients import dtype_of_gradient, spec_of
 from ferro_dist.integrations.torch_surroundings import version
 from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.bucket import ParameterSpec
+from ferro_dist.parallel.group_checks import check_reach
 from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
 from ferro_dist.parallel.nccl_memory import GpuMemory
-from ferro_dist.parallel.reach import check_reach
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend

@@ -31,9 +31,9 @@ from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
 from ferro_dist.integrations.torch_uncompiled import uncompiled
 from ferro_dist.parallel.averaging import REDUCE_OPS
+from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.options import check_group
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:

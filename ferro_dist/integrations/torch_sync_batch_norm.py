@@ -30,9 +30,9 @@ from torch.nn.parameter import is_lazy
 
 from ferro_dist.collective import all_gather, allreduce
 from ferro_dist.integrations.torch_random import while_others_draw
+from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.interruption import KnownToAll
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.options import check_group
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend

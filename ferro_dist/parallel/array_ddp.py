@@ -9,10 +9,10 @@ from ferro_dist import interop
 from ferro_dist.collective import broadcast
 from ferro_dist.parallel.adapter import ArrayGradients, ModuleAdapter
 from ferro_dist.parallel.ddp import DDP, Kind
+from ferro_dist.parallel.group_checks import check_reach
 from ferro_dist.parallel.interruption import telling
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.options import Options
-from ferro_dist.parallel.reach import check_reach
 from ferro_dist.parallel.reducer import Reducer
 
 __all__ = ["ArrayDDP"]

@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from ferro_dist.arguments import check_root
 from ferro_dist.backends.base import Backend
 from ferro_dist.parallel.compression import Compression
+from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.integration import TORCH_MODULE, has_base, integration
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.options import Options, check_group
+from ferro_dist.parallel.options import Options
 from ferro_dist.parallel.participation import Participation, check_weight
 from ferro_dist.parallel.reducer import NoGradients, Reducer
 from ferro_dist.parallel.statistics import Statistics

@@ -9,13 +9,12 @@ import numpy as np
 
 from ferro_dist.arguments import check_root, integer
 from ferro_dist.backends.base import Backend
-from ferro_dist.errors import ChannelClosed
 from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import ParameterSpec, bucket_nbytes_of
 from ferro_dist.parallel.compression import Compression, check_compress
 from ferro_dist.parallel.power_sgd import PowerSGD
 
-__all__ = ["Options", "check_group"]
+__all__ = ["Options"]
 
 CORES_TO_OVERLAP = 2.0
 """Cores that each rank needs so that backward and a reduction need not take turns on one."""
@@ -89,20 +88,6 @@ class Options:
             f"bucket_mb={self.bucket_mb}, compress={compress}, sync_buffers={self.sync_buffers}, "
             f"average={self.average!r}, root={integer(self.root)}"
         )
-
-
-def check_group(op: str, group: object, name: str = "backend", hint: str = "") -> None:
-    """Raise TypeError or ChannelClosed unless this argument is a group that can be called.
-
-    The hint, if any, ends the message for what is no group at all.
-    """
-    if not isinstance(group, Backend):
-        raise TypeError(
-            f"{op}: {name} must be a group, such as fd.init() or fd.HostBackend(...) makes, not "
-            f"{'None' if group is None else type(group).__name__}{hint}"
-        )
-    if group.is_closed:
-        raise ChannelClosed(f"{op}: the group given as {name} is closed. Make a new one.", op=op)
 
 
 def _is_flag(value: object) -> bool:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ferro_dist import arguments
 from ferro_dist.errors import InvalidWorldSize, UnsupportedOp
 from ferro_dist.parallel.averaging import REDUCE_OPS
+from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.integration import TORCH_MODULE_LIST, has_base
-from ferro_dist.parallel.options import check_group
 from ferro_dist.parallel.stage import Stage, make_stage
 from ferro_dist.reduce_op import ReduceOp
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ferro_dist import arguments
 from ferro_dist.errors import InvalidWorldSize
-from ferro_dist.parallel.options import check_group
+from ferro_dist.parallel.group_checks import check_group
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend

@@ -1,15 +1,25 @@
-"""Whether a group can move a module's arrays, checked before anything is sent."""
+"""Whether a group can be used, and can move a module's arrays; checked before anything is sent."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from ferro_dist.backends.base import Backend
+from ferro_dist.errors import ChannelClosed, InvalidArray
 
-from ferro_dist.errors import InvalidArray
+__all__ = ["check_group", "check_reach"]
 
-if TYPE_CHECKING:
-    from ferro_dist.backends.base import Backend
 
-__all__ = ["check_reach"]
+def check_group(op: str, group: object, name: str = "backend", hint: str = "") -> None:
+    """Raise TypeError or ChannelClosed unless this argument is a group that can be called.
+
+    The hint, if any, ends the message for what is no group at all.
+    """
+    if not isinstance(group, Backend):
+        raise TypeError(
+            f"{op}: {name} must be a group, such as fd.init() or fd.HostBackend(...) makes, not "
+            f"{'None' if group is None else type(group).__name__}{hint}"
+        )
+    if group.is_closed:
+        raise ChannelClosed(f"{op}: the group given as {name} is closed. Make a new one.", op=op)
 
 
 def check_reach(what: str, device: int | None, backend: Backend) -> None:
