@@ -207,7 +207,7 @@ class HostBackend(EngineBackend):
                 return adopt(wiring.segment_fd)
 
         return rendezvous.connect_through(
-            lambda blob: self._gather_bytes(blob, members, deadline),
+            lambda blob: self._gather_by_messages(blob, members, deadline),
             members.index(self.rank),
             len(members),
             token=self._wiring.token,
@@ -217,7 +217,9 @@ class HostBackend(EngineBackend):
             adopt=adopt_wiring,
         )
 
-    def _gather_bytes(self, blob: bytes, members: Sequence[int], deadline: Deadline) -> list[bytes]:
+    def _gather_by_messages(
+        self, blob: bytes, members: Sequence[int], deadline: Deadline
+    ) -> list[bytes]:
         """Exchange byte strings among `members` alone, by messages: first sizes, then contents."""
         sizes = self._exchange(
             np.array([len(blob)]), [np.empty(1, np.int64) for _ in members], members, deadline

@@ -294,16 +294,16 @@ class HybridBackend(Backend):
     def batch(
         self, ops: Sequence[P2POp], async_op: bool, timeout: float | None, tag: int
     ) -> Work | None:
-        ours: dict[Backend, list[P2POp]] = {self._nccl: [], self._host: []}
+        ops_of: dict[Backend, list[P2POp]] = {self._nccl: [], self._host: []}
         for op in ops:
-            ours[self._side(op.array)].append(op)
-        sides = [side for side, part in ours.items() if part]
+            ops_of[self._side(op.array)].append(op)
+        sides = [side for side, own in ops_of.items() if own]
         if len(sides) < 2:
             return (sides or [self._host])[0].batch(ops, async_op, timeout, tag)
         # Started together: a message on one side may be answered on the other. Everything that can
         # be wrong with the arguments is found before: the host side checks its own first.
-        self._nccl.check_batch(ours[self._nccl], timeout, tag)
-        works = [side.batch(ours[side], True, timeout, tag) for side in (self._host, self._nccl)]
+        self._nccl.check_batch(ops_of[self._nccl], timeout, tag)
+        works = [side.batch(ops_of[side], True, timeout, tag) for side in (self._host, self._nccl)]
         both = JointWork([work for work in works if work is not None])
         if async_op:
             return both

@@ -18,6 +18,7 @@ from typing import Any
 
 from ferro_dist.arguments import check_patience
 from ferro_dist.errors import DistributedError, LockPoisoned, SizeMismatch, Timeout
+from ferro_dist.rendezvous.control_plane import describe_ranks
 from ferro_dist.work import Work
 
 __all__ = ["Call", "MpiWork", "Progress", "Requests", "Steps", "mpi_lock"]
@@ -318,7 +319,7 @@ def _timeout(call: Call, rank: int, elapsed_s: float) -> Timeout:
 def _who(missing: list[int]) -> str:
     if not missing:
         return "all ranks arrived, but MPI has not moved all data"
-    return f"nothing from {_ranks(missing)}"
+    return f"nothing from {describe_ranks(missing)}"
 
 
 def _remedy(missing: list[int]) -> str:
@@ -328,20 +329,14 @@ def _remedy(missing: list[int]) -> str:
         )
     subject = "it is" if len(missing) == 1 else "they are"
     return (
-        f"Check that {_ranks(missing)} made the same call; "
+        f"Check that {describe_ranks(missing)} made the same call; "
         f"pass a larger timeout if {subject} only slow."
     )
 
 
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks))}"
-
-
 def _still_running(call: Call, rank: int, seconds: float) -> Timeout:
     missing = [] if call.is_done else call.awaited()
-    waiting = f", waiting for {_ranks(missing)}" if missing else ""
+    waiting = f", waiting for {describe_ranks(missing)}" if missing else ""
     return Timeout(
         f"{call.label} is still under way on rank {rank} after {seconds:g} s{waiting}. "
         "It goes on; wait again.",
