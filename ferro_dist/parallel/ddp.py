@@ -106,14 +106,16 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     Parameters
     ----------
     module : object
-        A ``torch.nn.Module``: then DDP is one too, and every backward that reaches its parameters
-        ends with averaged gradients; see `ferro_dist.integrations.torch_ddp.TorchDDP`. Or a pytree
-        of parameters with JAX arrays: see `ferro_dist.integrations.jax_ddp.JaxDDP`. Or an object
-        with ``parameters()`` and ``grads()``, each of which returns a dict of name to array, or a
-        list of arrays in a fixed order; or the dict or list of parameters itself: then
-        `sync_gradients` averages the gradients, and `ferro_dist.parallel.array_ddp.ArrayDDP` tells
-        how to do so during backward. Their arrays are writable, from NumPy, CuPy or torch; float16,
-        bfloat16, float32, float64, complex64 or complex128.
+        One of these, whose parameters are float16, bfloat16, float32, float64, complex64 or
+        complex128:
+
+        - A ``torch.nn.Module``. DDP is then one, too, and every backward that reaches its
+          parameters ends with averaged gradients: `ferro_dist.integrations.torch_ddp.TorchDDP`.
+        - A pytree with JAX arrays: `ferro_dist.integrations.jax_ddp.JaxDDP`.
+        - An object with ``parameters()`` and ``grads()``, each of which returns a dict of name to
+          array, or a list of arrays in a fixed order; or the dict or list of parameters itself. The
+          arrays are writable, from NumPy, CuPy or torch. `sync_gradients` averages the gradients;
+          `ferro_dist.parallel.array_ddp.ArrayDDP` tells how to do so during backward.
     backend : Backend
         The group; closing it is left to the caller. Arrays must be where it can move them: in host
         memory, on the GPU of an `NcclBackend`, or some in each for a `HybridBackend`.
