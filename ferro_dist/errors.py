@@ -118,9 +118,9 @@ class Timeout(DistributedError, TimeoutError):
     Attributes
     ----------
     missing : tuple of int
-        The ranks that did not come. In place of one that was waited for but was itself waiting,
-        the one at which its wait ends, as far as that is known. In a deadlock, all ranks that wait
-        for each other. Empty where nobody can be named, as with NCCL alone.
+        The ranks that did not come. A rank that was itself waiting is not among them: the one that
+        it was waiting for, in the end, takes its place, as far as that is known. In a deadlock, all
+        ranks that wait for each other. Empty where nobody can be named, as with NCCL alone.
     seconds : float
         How long this rank waited.
     """

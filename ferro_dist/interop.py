@@ -237,8 +237,8 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any,
 def jax_full_width() -> AbstractContextManager[Any]:
     """Return a context in which JAX takes over 64-bit numbers as they are.
 
-    Unless jax_enable_x64 is set, which may be so in some threads only, it would halve them without
-    a word. Its own arrays of them stay as they are when they are copied or moved, and so do ours.
+    Unless jax_enable_x64 is set, perhaps in some threads only, it would silently narrow them to 32
+    bits. Its own 64-bit arrays keep their width when they are copied or moved, and so do ours.
     """
     enable_x64 = getattr(sys.modules["jax"], "enable_x64", None)  # from JAX 0.8 on
     if enable_x64 is None:

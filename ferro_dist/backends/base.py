@@ -307,8 +307,8 @@ class Backend(abc.ABC):
         timeout : float, optional
             Seconds until the new group must be ready; None for the backend's own. Ranks that died
             or closed the group are left out at once. Ranks that are silent, for instance because
-            they are stopped or their host does not answer, are left out after half of this time.
-            So are, where ranks share no memory, those that were killed after they had ended the
+            they are stopped or their host does not answer, are left out after half of this time,
+            as are, where ranks share no memory, those that were killed after they had ended the
             group.
 
         Returns

@@ -64,7 +64,7 @@ DRIFTED = (
 
 
 class _State:
-    """What changes in a wrapper, beside it: to set an attribute of it may set one of the module.
+    """What changes in a wrapper. Not attributes of its own: setting one may set the module's.
 
     Attributes
     ----------

@@ -77,8 +77,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         How the gradients of the ranks are combined. None if `DDP` has averaged them already: they
         are equal on all ranks, and only the parameters are communicated.
     divides_parameters : bool, optional
-        Whether a parameter may be divided between ranks, so that all have equal shares. By default
-        this is so for torch's optimizers that treat each element by itself; others (Adafactor,
+        Whether a parameter may be divided between ranks, so that all have equal shares. By
+        default True for torch's optimizers that treat each element by itself; others (Adafactor,
         Muon, LAMB) are given whole parameters.
     **options
         For `optimizer_class`: ``lr=1e-3``.

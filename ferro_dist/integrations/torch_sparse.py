@@ -74,7 +74,7 @@ class SparseGradients(Accumulation):
         self.is_used = False
 
     def follow(self, specs: Sequence[ParameterSpec], parameters: Mapping[str, Tensor]) -> None:
-        """Take these parameters instead of those of before; some may be the same."""
+        """Replace the parameters by these, some of which may be the same."""
         self.adopt(parameters)
         self.is_used |= bool(parameters)
         self._lines = lines_of(specs)

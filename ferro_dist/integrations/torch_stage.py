@@ -296,7 +296,7 @@ class TorchStage(Stage):
         versions = [version(x) for x in keyed.parcel.arrays]
         checkpoint = _Checkpoint(keyed, loss_of, versions, Surroundings(self.module))
         # Not the inputs themselves: a hook that the module registers on one would fire in backward,
-        # beside that of the second run.
+        # and that of the second run, too.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in keyed.parcel.arrays]
         first = keyed._replace(parcel=keyed.parcel._replace(arrays=inputs))
         with uncached_casts():

@@ -1,4 +1,4 @@
-"""What a forward of a torch module depends on, beside its input, weights and random numbers."""
+"""What a forward of a torch module depends on, besides its input, weights and random numbers."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def _draw_numbers(
     shades: Mapping[tuple[int, ActionKind], Colour],
     end_s: float,
 ) -> None:
-    """Write microbatch numbers into boxes with room for them, if half of those of a kind have."""
+    """Write microbatch numbers where they fit, for kinds of which half of the boxes have room."""
     of_kind: dict[ActionKind, list[Span]] = defaultdict(list)
     for span in spans:
         if span.action.kind.is_compute:
