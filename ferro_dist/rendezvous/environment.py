@@ -169,7 +169,7 @@ def _is_counted_by_slurm(environ: Environ) -> bool:
 
 def _from_arguments(rank: int, world_size: int) -> Source:
     rank, world_size = check_place(rank, world_size)
-    return Source("arguments", "rank", "world_size", rank, world_size, None, None, None)
+    return Source("arguments", "rank", "world_size", rank, world_size)
 
 
 def _check_argument(source: Source | None, rank: int | None, world_size: int | None) -> None:

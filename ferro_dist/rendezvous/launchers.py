@@ -15,16 +15,16 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Source:
-    """What one launcher says, and which variables said it."""
+    """What one launcher says, and which variables said it; None for what it leaves open."""
 
     launcher: str
     rank_variable: str
     size_variable: str
     rank: int
     world_size: int
-    local_rank: int | None
-    local_world_size: int | None
-    num_hosts: int | None  # the machines, or launchers, that share the ranks; None if unknown
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    num_hosts: int | None = None  # the machines, or launchers, that share the ranks
 
     def __str__(self) -> str:
         who = "the arguments say" if self.launcher == "arguments" else f"{self.launcher} says"
@@ -133,14 +133,13 @@ def _read(
         return None
     world_size = _world_size(environ, size_variable, rank_variable)
     rank = _rank(environ, rank_variable, size_variable, world_size)
-    local_size = None
+    local_rank = local_size = None
     if environ.get(local_size_variable):
         local_size = _world_size(environ, local_size_variable, local_rank_variable)
         if local_size > world_size:
             raise InvalidWorldSize(
                 f"{local_size_variable}={local_size} is more than {size_variable}={world_size}"
             )
-    local_rank = None
     if environ.get(local_rank_variable):
         limit = local_size or world_size
         local_rank = _rank(environ, local_rank_variable, local_size_variable, limit)
@@ -149,16 +148,7 @@ def _read(
         num_hosts = -(-world_size // local_size)
     if local_size is None and num_hosts == 1:
         local_size = world_size
-    return Source(
-        launcher,
-        rank_variable,
-        size_variable,
-        rank,
-        world_size,
-        local_rank,
-        local_size,
-        num_hosts,
-    )
+    return Source(launcher, *variables[:2], rank, world_size, local_rank, local_size, num_hosts)
 
 
 def _world_size(environ: Environ, variable: str, other: str) -> int:
