@@ -82,7 +82,9 @@ class HybridBackend(Backend):
         epoch: str = "",
     ) -> None:
         host = HostBackend(
-            *(rank, world_size, addr),
+            rank,
+            world_size,
+            addr,
             token=token,
             timeout=timeout,
             listener=listener,
