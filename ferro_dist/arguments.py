@@ -49,6 +49,7 @@ __all__ = [
     "per_rank_count",
     "raise_missing_array",
     "raise_mixed_devices",
+    "raise_not_apart",
     "raise_overlap",
     "reduce_op_of",
     "uneven_counts",
@@ -293,15 +294,16 @@ def check_apart(ops: Sequence[Any], views: Sequence[Any], *, rank: int) -> None:
     end_of_any = end_of_received = 0
     for begin, end, is_send in sorted(extents):
         if begin < (end_of_received if is_send else end_of_any):
-            raise InvalidArray(
-                "batch: an array that is received into overlaps another of the batch. Pass arrays "
-                "that do not share memory.",
-                op="batch",
-                rank=rank,
-            )
+            what = "an array that is received into overlaps another of the batch"
+            raise_not_apart("batch", what, rank=rank)
         end_of_any = max(end_of_any, end)
         if not is_send:
             end_of_received = max(end_of_received, end)
+
+
+def raise_not_apart(op: str, what: str, *, rank: int) -> NoReturn:
+    """Raise InvalidArray for an array that is written while another call uses its memory."""
+    raise InvalidArray(f"{op}: {what}. Pass arrays that do not share memory.", op=op, rank=rank)
 
 
 def raise_mixed_devices(op: str, *, rank: int) -> NoReturn:

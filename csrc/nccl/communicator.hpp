@@ -230,6 +230,10 @@ struct GroupedOperation {
   Operation operation;
 };
 
+// Whether no operation writes where another of them reads or writes: NCCL runs them at once. Allreduces
+// only, each in place or between arrays that share nothing.
+bool are_apart(const std::vector<GroupedOperation>& allreduces);
+
 // Launches all operations as one of NCCL's groups.
 void launch_group(const std::vector<GroupedOperation>& operations, Patience& patience);
 

@@ -242,6 +242,7 @@ cdef extern from "nccl/communicator.hpp" namespace "ferro::nccl" nogil:
         Native* communicator
         Operation operation
 
+    cpp_bool are_apart(const vector[GroupedOperation]& allreduces) except +raise_nccl
     void launch_group(
         const vector[GroupedOperation]& operations, Patience& patience) except +raise_nccl
 

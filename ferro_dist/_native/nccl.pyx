@@ -24,9 +24,9 @@ from ferro_dist._native.cuda_runtime cimport cudart
 from ferro_dist._native.cuda_stream cimport known_stream, KnownStream, stream_handle
 from ferro_dist._native.libcudart cimport Cudart, cudaStreamPerThread
 from ferro_dist._native.libnccl cimport (
-    Alarm, current_group, GroupedOperation, launch_group, Native, NCCL_CONFIG_UNDEF_INT, ncclConfig_t,
-    ncclRedOp_t, NCCL_SHRINK_ABORT, NCCL_SHRINK_DEFAULT, NCCL_SPLIT_NOCOLOR, ncclUniqueId,
-    NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_DEFAULT, Op, Operation, Patience,
+    Alarm, are_apart, current_group, GroupedOperation, launch_group, Native, NCCL_CONFIG_UNDEF_INT,
+    ncclConfig_t, ncclRedOp_t, NCCL_SHRINK_ABORT, NCCL_SHRINK_DEFAULT, NCCL_SPLIT_NOCOLOR,
+    ncclUniqueId, NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_DEFAULT, Op, Operation, Patience,
 )
 from ferro_dist._native.nccl_connection cimport check_usable, Connection, Noting
 from ferro_dist._native.nccl_library cimport config_of
@@ -453,7 +453,8 @@ cdef class Communicator(Connection):
         Parameters
         ----------
         xs, outs : iterable of array
-            As many; they may be the same. `op` is as `allreduce` takes it.
+            As many; they may be the same. No two of `outs` share memory, nor one with an array of `xs`
+            at another place. `op` is as `allreduce` takes it.
         """
         cdef list sources = list(xs)
         cdef list targets = sources if outs is xs else list(outs)
@@ -481,6 +482,9 @@ cdef class Communicator(Connection):
             if o.stream == cudaStreamPerThread:
                 self._refuse_stream_of_thread()
             _add_to_group(group, self, o, src, dst)
+        if not are_apart(group._operations):
+            arguments.raise_not_apart(
+                "allreduce_coalesced", "an array of outs overlaps another of outs or xs", rank=self.rank)
         group._finish()
 
     cdef int _launch_on(self, Operation* o, stream) except -1:

@@ -444,6 +444,34 @@ def test_coalesced_arrays_are_each_reduced() -> None:
     assert ranks(2, reduce_coalesced) == [expected] * 2
 
 
+def refuse_coalesced_arrays_that_share_memory(backend: Any) -> list[list[float]]:
+    communicator = connect(backend)
+    x, y = ranked(backend.rank, 8), ranked(backend.rank, 8)
+    none = emulated_gpu().empty(0)
+    for xs, outs in (
+        ([x, x], [y, y]),
+        ([x[:4], x[4:]], [y[:4], y[3:7]]),
+        ([x, y], [y, emulated_gpu().empty(8)]),
+        ([x[:4], x[2:6]], [x[:4], y[:4]]),
+    ):
+        with pytest.raises(
+            InvalidArray, match="an array of outs overlaps another of"
+        ):
+            communicator.allreduce_coalesced(xs, outs)
+    both = [x[:4], x[2:6], none], [y[:4], y[4:], none]  # inputs may overlap
+    communicator.allreduce_coalesced(*both)
+    result = [values(x), values(y)]
+    communicator.close()
+    return result
+
+
+def test_coalesced_results_share_no_memory() -> None:
+    own = np.arange(8.0)
+    for rank, (x, y) in enumerate(ranks(2, refuse_coalesced_arrays_that_share_memory)):
+        assert x == list(own + rank)
+        assert y == list(2 * np.r_[own[:4], own[2:6]] + 1)
+
+
 def coalesce_in_a_group(backend: Any) -> list[list[Any]]:
     communicator = connect(backend)
     group = load_nccl().Group
