@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ferro_dist.errors import (
     CollectiveMismatch,
@@ -42,6 +43,7 @@ __all__ = [
     "check_timeout",
     "check_world_size",
     "elements",
+    "in_order",
     "integer",
     "is_reducible",
     "name_call",
@@ -57,6 +59,8 @@ __all__ = [
 
 MAX_WORLD_SIZE = 8190  # what the engine can name in an error: kMaxWorldSize of error.hpp
 MAX_COUNT = (1 << 59) - 1  # of the widest elements, 16 bytes, NumPy can still express the size
+
+_T = TypeVar("_T")
 
 _INTEGERS = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 _REAL_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -86,6 +90,17 @@ def named_integer(op: str, name: str, value: object) -> int:
         return integer(value)
     except TypeError:
         raise TypeError(f"{op}: {name} must be an integer, not {value!r:.50}") from None
+
+
+def in_order(values: _T) -> _T:
+    """Return what was given for a sequence; raise TypeError for a set, a mapping or text.
+
+    All can be iterated over, but a set in an order that nobody meant, perhaps another one on each
+    rank, and a mapping gives its keys.
+    """
+    if isinstance(values, (AbstractSet, Mapping, str, bytes)):
+        raise TypeError(f"{values!r:.50} is of type {type(values).__name__}, not a sequence")
+    return values
 
 
 def _is_bool(value: object) -> bool:
@@ -170,7 +185,7 @@ def check_members(members: Sequence[int], *, rank: int, world_size: int) -> tupl
     Raises InvalidRank for an impossible group, TypeError for anything but a list of ranks.
     """
     try:
-        named = tuple(members)
+        named = tuple(in_order(members))
     except TypeError:
         raise TypeError(f"split: members must be a sequence of ranks, not {members!r}.") from None
     for member in named:
@@ -432,7 +447,7 @@ def uneven_counts(
 
 def _counts(name: str, counts: Any, rank: int, world_size: int) -> tuple[int, ...]:
     try:
-        values = tuple(map(integer, counts))
+        values = tuple(map(integer, in_order(counts)))
     except TypeError:
         what = f"{name} must be integers, one for each rank, not {counts!r}"
         raise _uneven(what, rank) from None

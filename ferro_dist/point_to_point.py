@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ferro_dist.arguments import name_call
+from ferro_dist.arguments import in_order, name_call
 from ferro_dist.backends.base import Array, Backend, P2POp
 
 __all__ = ["P2POp", "batch", "recv", "send", "sendrecv"]
@@ -182,7 +182,7 @@ def batch(
 
 def _checked(ops: Sequence[P2POp]) -> list[P2POp]:
     try:
-        messages = list(ops)
+        messages = list(in_order(ops))
     except TypeError:
         raise TypeError(f"batch: ops must be a sequence of P2POp, not {ops!r}.") from None
     for message in messages:

@@ -186,6 +186,7 @@ def test_a_bool_is_no_integer(no: Any) -> None:
         ([(True, np.ones(1), 0)], "holds "),
         (None, "not None"),
         (5, "not 5"),
+        ({fd.P2POp("send", "an array", 1)}, "not {<ferro_dist"),
     ],
 )
 def test_a_batch_of_no_messages_is_refused(ops: Any, message: str) -> None:
@@ -197,7 +198,7 @@ def test_a_batch_of_no_messages_is_refused(ops: Any, message: str) -> None:
     assert message in str(told.value)
 
 
-@pytest.mark.parametrize("members", [None, 0, 1.5])
+@pytest.mark.parametrize("members", [None, 0, 1.5, {0}, {0: 1}, b"\0", "0"])
 def test_members_that_are_no_sequence_are_refused(members: Any) -> None:
     with (
         world_of_one() as backend,

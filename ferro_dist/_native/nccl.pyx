@@ -456,8 +456,8 @@ cdef class Communicator(Connection):
             As many; they may be the same. No two of `outs` share memory, nor one with an array of `xs`
             at another place. `op` is as `allreduce` takes it.
         """
-        cdef list sources = list(xs)
-        cdef list targets = sources if outs is xs else list(outs)
+        cdef list sources = list(arguments.in_order(xs))
+        cdef list targets = sources if outs is xs else list(arguments.in_order(outs))
         cdef Py_ssize_t i
         cdef BufferView src
         cdef BufferView dst
@@ -814,7 +814,7 @@ cdef inline object _keeper_of(BufferView view):
 cdef vector[ncclUniqueId] _ids_of(unique_ids) except *:
     cdef vector[ncclUniqueId] ids
     is_one = unique_ids is None or isinstance(unique_ids, (UniqueId, bytes))
-    for each in (unique_ids,) if is_one else unique_ids:
+    for each in (unique_ids,) if is_one else arguments.in_order(unique_ids):
         if type(each) is not UniqueId:
             raise TypeError(
                 f"unique_ids must be a UniqueId or several, not {each!r:.50}; UniqueId(data) makes one of "

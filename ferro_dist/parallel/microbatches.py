@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ferro_dist import interop
+from ferro_dist import arguments, interop
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import Parcel
 
@@ -77,9 +77,7 @@ def shares_of_weight(
     if hasattr(weight, "tolist"):
         weight = weight.tolist()
     try:
-        if isinstance(weight, (str, bytes, Mapping)):
-            raise TypeError  # neither digits nor keys are meant as numbers
-        weights = [float(value) for value in weight]
+        weights = [float(value) for value in arguments.in_order(weight)]
     except (TypeError, ValueError):
         raise TypeError(
             "Pipeline: weight must be a sequence of numbers, one for each microbatch or row"

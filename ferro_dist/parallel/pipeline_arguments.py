@@ -80,6 +80,8 @@ def _checkpointed(checkpoint: bool | Sequence[int], num_stages: int) -> list[boo
     if isinstance(checkpoint, bool):
         return [checkpoint] * num_stages
     try:
+        if isinstance(checkpoint, Mapping):
+            raise TypeError  # its keys would count, whatever it says of them
         chosen = {arguments.integer(stage) for stage in checkpoint}
     except TypeError:
         raise TypeError(

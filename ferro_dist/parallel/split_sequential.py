@@ -122,7 +122,7 @@ def _num_layers(module: Any) -> int:
 
 def _costs(weights: Sequence[float]) -> list[float]:
     try:
-        return [as_float(cost) for cost in weights]
+        return [as_float(cost) for cost in arguments.in_order(weights)]
     except (TypeError, ValueError):
         raise TypeError(
             "split_sequential: weights must be a sequence of numbers, one for each layer"

@@ -445,7 +445,7 @@ def test_coalesced_arrays_are_each_reduced() -> None:
 
 
 def refuse_coalesced_arrays_that_share_memory(backend: Any) -> list[list[float]]:
-    communicator = connect(backend)
+    communicator: Any = connect(backend)
     x, y = ranked(backend.rank, 8), ranked(backend.rank, 8)
     none = emulated_gpu().empty(0)
     for xs, outs in (
@@ -454,10 +454,10 @@ def refuse_coalesced_arrays_that_share_memory(backend: Any) -> list[list[float]]
         ([x, y], [y, emulated_gpu().empty(8)]),
         ([x[:4], x[2:6]], [x[:4], y[:4]]),
     ):
-        with pytest.raises(
-            InvalidArray, match="an array of outs overlaps another of"
-        ):
+        with pytest.raises(InvalidArray, match="an array of outs overlaps another of"):
             communicator.allreduce_coalesced(xs, outs)
+    with pytest.raises(TypeError, match="not a sequence"):
+        communicator.allreduce_coalesced({1: x, 2: y}, [x, y])
     both = [x[:4], x[2:6], none], [y[:4], y[4:], none]  # inputs may overlap
     communicator.allreduce_coalesced(*both)
     result = [values(x), values(y)]
@@ -594,6 +594,8 @@ def refuse_unknown_options(backend: Any) -> None:
     for unique_ids in (None, bytes(128), [bytes(128)], [None]):
         with pytest.raises(TypeError, match="a UniqueId or several, not"):
             nccl.Communicator.init_rank(1, unique_ids, 0)
+    with pytest.raises(TypeError, match="not a sequence"):
+        nccl.Communicator.init_rank(1, {nccl.get_unique_id()}, 0)
     make(comm_name="a", net_name=b"Socket", max_ctas=np.int64(4))
 
 

@@ -86,6 +86,7 @@ def test_constructor_wants_two_ranks() -> None:
         (nn.Identity(), {"bucket_mb": "25"}, ValueError, "bucket_mb must be"),
         (nn.Identity(), {"average": []}, ValueError, "average must be"),
         (nn.Identity(), {"checkpoint": 1}, TypeError, "checkpoint must be True, False or"),
+        (nn.Identity(), {"checkpoint": {0: False}}, TypeError, "checkpoint must be True, False or"),
         (nn.Identity(), {"checkpoint": [0, 2]}, ValueError, r"names stages \[2\]"),
         (nn.Identity(), {"tied": ["w"]}, TypeError, "tied must be a dict"),
         (nn.Identity(), {"tied": {1: "w"}}, TypeError, "tied weight must be a str, not 1"),
@@ -151,6 +152,7 @@ def test_constructor_refuses_closed_groups() -> None:
         (batch(4)[0], batch(4)[1], mean_square, "ab", TypeError, "weight must be a sequence"),
         (batch(4)[0], batch(4)[1], mean_square, "12", TypeError, "weight must be a sequence"),
         (batch(4)[0], batch(4)[1], mean_square, {0: 1, 1: 1}, TypeError, "weight must be a seq"),
+        (batch(4)[0], batch(4)[1], mean_square, {1, 2}, TypeError, "weight must be a sequence"),
         (batch(4)[0].to_sparse(), batch(4)[1], mean_square, None, TypeError, "give to_dense"),
     ],
 )

@@ -111,6 +111,7 @@ def test_the_error_of_an_entry_says_where_it_is() -> None:
         [[Action(True, ActionKind.FORWARD, 0)]], [[("0", "F", 0)]],
         [[Action(0, "F", 0)]],  # type: ignore[arg-type]
         [[Action(0.0, ActionKind.FORWARD, 0)]],  # type: ignore[arg-type]
+        {"0F0 0B0", "1F0 1B0"}, {"0F0 0B0": 0, "1F0 1B0": 1}, [{"0F0", "0B0"}],
         "1" * 5000 + "F0",
     ],
 )  # fmt: skip

@@ -168,7 +168,9 @@ def test_latency_is_checked(latency: Any) -> None:
         simulate(one_f_one_b(3, 1), latency=latency)
 
 
-@pytest.mark.parametrize("no_number", ["x", "12", None, [None, 1], [[1, 2], [3, 4]]])
+@pytest.mark.parametrize(
+    "no_number", ["x", "12", None, [None, 1], [[1, 2], [3, 4]], {1, 2}, {0: 1}]
+)
 @pytest.mark.parametrize("name", ["latency", "memory"])
 def test_what_is_no_number_is_refused_by_name(name: str, no_number: Any) -> None:
     if name == "memory" and no_number is None:

@@ -204,7 +204,7 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
         synthesize(**{**given_, **arguments})
 
 
-@pytest.mark.parametrize("placement", [2, None])
+@pytest.mark.parametrize("placement", [2, None, {0, 1}, {0: 0, 1: 1}])
 def test_placement_is_a_sequence(placement: Any) -> None:
     with pytest.raises(TypeError, match="placement must give the rank of each stage"):
         synthesize(THIRDS, placement=placement, num_microbatches=2)

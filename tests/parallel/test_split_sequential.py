@@ -83,7 +83,7 @@ def test_number_of_stages_that_is_none_is_told() -> None:
         fd.split_sequential([1, 2, 3], 2.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("weights", [3, ["a", "b", "c"], [None] * 3])
+@pytest.mark.parametrize("weights", [3, ["a", "b", "c"], [None] * 3, {1, 2, 3}, "123"])
 def test_weights_that_are_no_numbers_are_told(weights: Any) -> None:
     with pytest.raises(TypeError, match="weights must be a sequence of numbers"):
         fd.split_sequential([1, 2, 3], 2, weights)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ferro_dist.arguments import integer
+from ferro_dist.arguments import in_order, integer
 
 __all__ = ["as_float", "check_count", "one_per"]
 
@@ -37,10 +37,8 @@ def one_per(name: str, value: float | Iterable[float], count: int) -> list[float
     anything that is no number.
     """
     try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError  # a str of digits is no sequence of numbers
         if isinstance(value, Iterable):
-            numbers = [as_float(number) for number in value]
+            numbers = [as_float(number) for number in in_order(value)]
         else:
             numbers = [as_float(value)] * count
     except (TypeError, ValueError):

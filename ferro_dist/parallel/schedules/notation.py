@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from ferro_dist.arguments import in_order
 from ferro_dist.parallel.schedules.action import NO_MICROBATCH, Action, ActionKind
 from ferro_dist.parallel.schedules.invalid_schedule import InvalidSchedule
 
@@ -36,9 +38,15 @@ def parse_schedule(schedule: WrittenSchedule) -> list[list[Action]]:
     >>> parse_schedule(["0F0 0B0", "1F0, 1B0"])
     [[0F0, 0B0], [1F0, 1B0]]
     """
-    rows = schedule.strip().splitlines() if isinstance(schedule, str) else schedule
-    if not isinstance(rows, Iterable):
-        raise InvalidSchedule(f"A schedule is one list of actions for each rank, not {rows!r}.")
+    try:
+        if isinstance(schedule, str):
+            rows: list[object] = [*schedule.strip().splitlines()]
+        else:
+            rows = list(in_order(schedule))
+    except TypeError:
+        raise InvalidSchedule(
+            f"A schedule is one list of actions for each rank, not {schedule!r}."
+        ) from None
     lists = [_parse_row(rank, row) for rank, row in enumerate(rows)]
     if not any(lists):
         raise InvalidSchedule("The schedule holds no action.")
@@ -50,13 +58,15 @@ def format_schedule(schedule: WrittenSchedule) -> str:
     return "\n".join(" ".join(map(str, actions)) for actions in parse_schedule(schedule))
 
 
-def _parse_row(rank: int, row: object) -> list[Action]:
-    entries = row.replace(",", " ").split() if isinstance(row, str) else row
-    # A single Action is iterable too, as the tuple that it is.
-    if not isinstance(entries, Iterable) or isinstance(entries, Action):
+def _parse_row(rank: int, row: Any) -> list[Action]:
+    try:
+        if isinstance(row, Action):
+            raise TypeError  # it is iterable too, as the tuple that it is
+        entries = row.replace(",", " ").split() if isinstance(row, str) else list(in_order(row))
+    except TypeError:
         raise InvalidSchedule(
             f"The schedule of rank {rank} must be a list of actions, not {row!r}.", rank=rank
-        )
+        ) from None
     return [_parse_entry(rank, position, entry) for position, entry in enumerate(entries)]
 
 

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ferro_dist.arguments import in_order
 from ferro_dist.parallel.schedules import builtin
 from ferro_dist.parallel.schedules.action import Action, ActionKind, B, F, I, W
 from ferro_dist.parallel.schedules.arguments import check_count, one_per
@@ -127,11 +128,13 @@ def _problem(
 
 
 def _checked_placement(placement: Sequence[int]) -> list[int]:
-    if not isinstance(placement, Iterable):
+    try:
+        given = list(in_order(placement))
+    except TypeError:
         raise TypeError(
             f"placement must give the rank of each stage, as [0, 1], not {placement!r}."
-        )
-    ranks = [check_count("a rank of placement", rank, least=0) for rank in placement]
+        ) from None
+    ranks = [check_count("a rank of placement", rank, least=0) for rank in given]
     if not ranks or set(ranks) != set(range(max(ranks) + 1)):
         raise ValueError(f"placement must give stages to every rank from 0 up, not {placement!r}.")
     return ranks

@@ -229,6 +229,7 @@ def bad_uneven_counts_are_refused(group: Group) -> None:
             ([size, *[0] * (size - 1)], ones) if size > 1 else ([2], [1]),
             ([-1, *[2] * (size - 1)], ones),
             (ones, 1),
+            (dict.fromkeys(range(size)), ones),
             (ones, [1 << 70, *ones[1:]]),
             (ones, [*ones[1:], 1 << 59]),
         ):
