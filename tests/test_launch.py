@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from ferro_dist import arguments
-from ferro_dist._launch import command_line
+from ferro_dist._launch import command_line, ports
 from ferro_dist._launch.command_line import LaunchError, Options, parse, usable_cores
 from ferro_dist._launch.output import LINE_NBYTES, Stream
 from ferro_dist._launch.plan import Rendezvous, describe, plan
@@ -486,7 +486,14 @@ def test_ranks_that_cannot_reach_each_other_are_not_started() -> None:
     job = [*isolated, *FERRORUN, "-n2", "--no-python", "true"]
     done = subprocess.run(job, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 1
-    assert "the ranks cannot reach 127.0.0.1: Network is unreachable" in done.stderr
+    assert "the ranks cannot reach 127.0.0.1: Network is unreachable. The loopback" in done.stderr
+
+
+def test_the_loopback_is_blamed_only_where_there_is_no_route() -> None:
+    broadcast = "255.255.255.255"  # which the kernel refuses to a socket that has not asked for it
+    with pytest.raises(LaunchError) as told:
+        ports._check_route(broadcast, 9)
+    assert str(told.value) == f"the ranks cannot reach {broadcast}: Permission denied"
 
 
 def test_two_hosts_meet_at_the_endpoint(launch: Launch) -> None:

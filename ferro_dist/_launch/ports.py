@@ -60,10 +60,14 @@ def _check_route(host: str, port: int) -> None:
     try:
         sock.connect((host, port))  # sends nothing
     except OSError as error:
+        hint = ""
+        if error.errno == errno.ENETUNREACH:
+            hint = (
+                ". The loopback interface is down, as in a new network namespace; try: "
+                "ip link set lo up"
+            )
         raise LaunchError(
-            f"the ranks cannot reach {host}: {error.strerror}. The loopback interface is down, as "
-            "in a new network namespace; try: ip link set lo up",
-            EXIT_CANNOT_LISTEN,
+            f"the ranks cannot reach {host}: {error.strerror}{hint}", EXIT_CANNOT_LISTEN
         ) from None
     finally:
         sock.close()
