@@ -209,35 +209,21 @@ class BufferShare:
         self._note(current, [buffer.data for buffer in current])
 
     def _collect(self) -> None:
-        """Note where the buffers are."""
-        self._places: list[tuple[str, dict[str, Tensor], str]] = []
-        children = []
-        seen = set()
-        for prefix, part in self._module.named_modules():
-            children.append(part._modules)
-            for key, buffer in part._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    name = f"{prefix}.{key}" if prefix else key
-                    self._places.append((name, part._buffers, key))
-        self._members = _Members(children)
+        """Note where buffers may be."""
+        parts = list(self._module.named_modules())
+        self._tables = [(f"{prefix}." if prefix else "", part._buffers) for prefix, part in parts]
+        self._members = _Members(part._modules for _, part in parts)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers as they are now, also those of parts that were put in since.
-
-        Raises
-        ------
-        ValueError
-            A part has lost one.
-        """
+        """Yield the buffers that there are now: some may have been put in or taken out since."""
         if self._members.have_changed():
             self._collect()
-        for name, table, key in self._places:
-            # The tables of a scripted module have no `get`.
-            buffer = table[key] if key in table else None  # noqa: SIM401
-            if buffer is None:
-                raise ValueError(f"DDP: buffer {name!r} was removed after the module was wrapped")
-            yield name, buffer
+        seen = set()
+        for prefix, table in self._tables:
+            for key, buffer in table.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield prefix + key, buffer
 
     def labelled(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each with what errors call it."""
@@ -257,8 +243,8 @@ class BufferShare:
         Raises
         ------
         CollectiveMismatch
-            Buffers have been converted, resized or moved, or parts replaced, but not alike on all
-            ranks; names the first that differs. The group stays usable.
+            Buffers have been added, removed, converted, resized or moved, or parts replaced, but
+            not alike on all ranks; names the first that differs. The group stays usable.
         """
         current = [buffer for _, buffer in self.named()]
         buffers = [buffer.data for buffer in current]

@@ -138,9 +138,8 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         wrappers of one group, only the first that it reaches overlaps.
     sync_buffers : bool, default True
         Whether all ranks get the buffers of `root` (such as running means of a BatchNorm) with
-        every average: those that the module has when it is wrapped, and those of parts that are put
-        into it later. They may be resized, converted and replaced, if all ranks do so before the
-        same average.
+        every average. They may be added, removed, resized, converted and replaced later, if all
+        ranks do so before the same average.
     root : int, default 0
         The rank whose parameters all ranks start with.
     find_unused_parameters, static_graph, gradient_as_bucket_view : optional

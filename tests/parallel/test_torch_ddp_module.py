@@ -89,15 +89,34 @@ def test_a_rank_that_resizes_a_buffer_alone_is_named(on_ranks: OnRanks) -> None:
     assert on_ranks(3, body) == [[[1, 1]]] * 3
 
 
-def test_a_rank_whose_buffer_is_gone_tells_the_others(on_ranks: OnRanks) -> None:
+def test_buffers_may_come_and_go(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        layer = nn.Linear(2, 1)
+        layer.register_buffer("scale", None)
+        ddp = fd.DDP(layer, backend)
+        ddp(torch.ones(1, 2)).sum().backward()
+        layer.scale = torch.full((2,), backend.rank + 1.0)
+        layer.register_buffer("count", torch.tensor(backend.rank + 5))
+        with pytest.raises(fd.CollectiveMismatch, match="buffer 'scale'"):
+            ddp.verify()
+        ddp(torch.ones(1, 2)).sum().backward()
+        ddp.verify()
+        shared = layer.scale.tolist(), layer.count.item()
+        layer.scale = None
+        ddp(torch.ones(1, 2)).sum().backward()
+        return shared
+
+    assert on_ranks(2, body) == [([1, 1], 5)] * 2
+
+
+def test_a_rank_whose_buffer_is_gone_is_named(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         norm = nn.BatchNorm1d(2)
         ddp = fd.DDP(norm, backend)
         loss = ddp(torch.randn(4, 2)).sum()
         if backend.rank == 1:
             norm.running_mean = None
-        error = ValueError if backend.rank == 1 else fd.DistributedError
-        with pytest.raises(error, match="running_mean" if backend.rank == 1 else "rank 1"):
+        with pytest.raises(fd.CollectiveMismatch, match=r"'running_mean'.*rank 1"):
             loss.backward()
 
     on_ranks(2, body)
