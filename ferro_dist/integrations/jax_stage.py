@@ -127,6 +127,7 @@ class PipelinedJaxStage(Stage):
     """A `JaxStage` in one place of one pipeline; it may be in others, too."""
 
     module: JaxStage
+    library = "JAX"
 
     def __init__(self, module: JaxStage) -> None:
         super().__init__(module)

@@ -71,6 +71,8 @@ class _Checkpoint(NamedTuple):
 class TorchStage(Stage):
     """A stage that is a ``torch.nn.Module``."""
 
+    library = "torch"
+
     def __init__(self, module: Any) -> None:
         super().__init__(module)
         self._functions_told: set[str] = set()

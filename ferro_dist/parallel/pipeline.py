@@ -144,7 +144,11 @@ class Pipeline(Generic[ModuleT]):
     arrays through the host.
 
     An array that a stage returns belongs to the pipeline: the stage must not write to it later. A
-    stage must not write into its input.
+    stage must not write into its input. Between ranks, arrays become those of the receiving stage's
+    library; two stages of one rank that follow each other must be of the same.
+
+    Pipelines that share a group run one at a time. Those that run in several threads at once each
+    need a group of their own, such as `split` makes.
 
     torch has one generator per process, so with a `seed`, ranks that are threads run forward one at
     a time. Modules of your own that wait for other ranks need None there; `SyncBatchNorm` does not.

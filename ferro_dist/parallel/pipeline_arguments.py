@@ -72,7 +72,21 @@ def place(
         stages[number] = stage = make_stage(module)
         stage.number = number
         stage.is_checkpointed = is_checkpointed[number]
+    for number in stages:
+        if number + 1 in stages:
+            _check_neighbours(stages[number], stages[number + 1])
     return stages
+
+
+def _check_neighbours(stage: Stage, following: Stage) -> None:
+    """Raise TypeError unless the second of two stages on one rank takes what the first returns."""
+    libraries = {stage.library, following.library} - {None}
+    if len(libraries) > 1:
+        raise TypeError(
+            f"Pipeline: stages {stage.number} and {following.number} are on one rank, where arrays "
+            f"are handed on as they are, but the first is of {stage.library} and the second of "
+            f"{following.library}. Put them on different ranks, or make both of one library"
+        )
 
 
 def _checkpointed(checkpoint: bool | Sequence[int], num_stages: int) -> list[bool]:

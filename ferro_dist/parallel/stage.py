@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from ferro_dist import interop
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
@@ -85,7 +85,11 @@ class Stage(abc.ABC):
         Whether only inputs are kept, and forward is run once more before backward.
     pool : ReceivePool
         Host memory for what it receives.
+    library : str or None
+        The only one whose arrays its module takes, if there is one.
     """
+
+    library: ClassVar[str | None] = None
 
     def __init__(self, module: Any) -> None:
         self.module = module

@@ -44,6 +44,14 @@ def apply(params: Any, x: Any) -> Any:
     return {**x, "h": h, "count": x["count"] + 1}
 
 
+class Handwritten:
+    def forward(self, x: Any) -> Any:
+        return x, None
+
+    def backward(self, gradient: Any, saved: Any) -> Any:
+        return gradient
+
+
 def loss_fn(output: Any, target: Any) -> Any:
     return ((output["h"] - target) ** 2).mean() * output["count"]
 
@@ -146,6 +154,17 @@ def test_complex_gradients_pass_between_jax_and_torch(
             assert_allclose(gradient, expected[stage], rtol=1e-3, atol=1e-6)
     if of_stage[0] == "jax":  # torch gives no gradient of tensors that ask for none
         assert_allclose(outcomes[0][1], of_input, rtol=1e-3, atol=1e-6)
+
+
+def test_stages_of_two_libraries_are_not_neighbours_on_one_rank() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    group = fd.SimulatedBackend.create_group(2)
+    stages = [torch.nn.Identity(), JaxStage(apply, {})]
+    with group[1] as backend, group[0]:
+        with pytest.raises(TypeError, match="first is of torch and the second of JAX"):
+            fd.Pipeline(stages, backend, 2, "zb_v")
+        fd.Pipeline(stages, backend, 2, "interleaved_1f1b")
+        fd.Pipeline([stages[0], Handwritten()], backend, 2, "zb_v")  # it may well take tensors
 
 
 def test_a_complex_weight_is_tied_between_jax_and_torch(on_ranks: OnRanks) -> None:
