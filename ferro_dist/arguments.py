@@ -99,7 +99,7 @@ def in_order(values: _T) -> _T:
     rank, and a mapping gives its keys.
     """
     if isinstance(values, (AbstractSet, Mapping, str, bytes)):
-        raise TypeError(f"{values!r:.50} is of type {type(values).__name__}, not a sequence")
+        raise TypeError(f"a {type(values).__name__} is not a sequence: give a list")
     return values
 
 

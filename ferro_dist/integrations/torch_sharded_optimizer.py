@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ferro_dist.arguments import check_root
+from ferro_dist.arguments import check_root, in_order
 from ferro_dist.collective import allreduce
 from ferro_dist.integrations.torch_gradients import dtype_of_gradient
 from ferro_dist.integrations.torch_shard import Shard
@@ -153,7 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The gradients that were reduced before the step, as they were: None if none were.
         self._reduced: list[tuple[Tensor | None, int]] | None = None
         self._consolidated: dict[str, Any] | None = None
-        super().__init__(params, {})
+        super().__init__(in_order(params), {})
         # Its own errors, for instance about options, come before anything is sent.
         resolved = optimizer_class(_one_element_each(self.param_groups), **options)
         _pass_options(resolved.param_groups, self.param_groups)

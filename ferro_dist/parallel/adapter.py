@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from ferro_dist import interop
+from ferro_dist.arguments import in_order
 from ferro_dist.errors import InvalidArray
 from ferro_dist.parallel.bucket import Bucket, ParameterSpec, misplaced
 from ferro_dist.parallel.reducer import Gradients
@@ -177,7 +178,7 @@ def _named(kind: str, arrays: Any) -> Mapping[str, Any]:
                 raise TypeError(f"DDP: a {kind} must be named by a str, not by {name!r}")
         return arrays
     if isinstance(arrays, Iterable) and not hasattr(arrays, "dtype"):
-        return {str(position): array for position, array in enumerate(arrays)}
+        return {str(position): array for position, array in enumerate(in_order(arrays))}
     raise TypeError(
         f"DDP: {kind}s must be a dict or list of arrays, not one {type(arrays).__name__}"
     )

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ferro_dist import interop
+from ferro_dist.arguments import in_order
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.stage import Keyed, LossOf, Stage
@@ -213,7 +214,7 @@ class HandwrittenStage(Stage):
         arrays = getattr(self.module, method)()
         if isinstance(arrays, Mapping):
             return dict(arrays)
-        return {str(position): array for position, array in enumerate(arrays)}
+        return {str(position): array for position, array in enumerate(in_order(arrays))}
 
     def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Saved]:
         parcel = keyed.parcel

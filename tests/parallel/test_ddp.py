@@ -6,7 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -567,6 +567,7 @@ def read_only(array: Array) -> Array:
         ({"a": read_only(np.zeros(1))}, fd.InvalidArray, "'a' is read-only"),
         ({"a": np.ma.masked_less(np.zeros(1), 1)}, fd.InvalidArray, "'a' is masked"),
         (np.zeros(3), TypeError, "ndarray has no method parameters"),
+        (SimpleNamespace(parameters=set, grads=set), TypeError, "a set is not a sequence"),
     ],
     ids=[
         "object",
@@ -579,6 +580,7 @@ def read_only(array: Array) -> Array:
         "read-only",
         "masked",
         "array",
+        "set",
     ],
 )
 def test_a_module_that_cannot_be_wrapped(

@@ -501,6 +501,8 @@ def test_what_cannot_be_divided_is_refused(on_ranks: OnRanks) -> None:
         p = torch.nn.Parameter(torch.ones(2, 2))
         with pytest.raises(TypeError, match="LBFGS: it looks at all parameters"):
             fd.ShardedOptimizer([p], torch.optim.LBFGS, backend)
+        with pytest.raises(TypeError, match="a set is not a sequence: give a list"):
+            fd.ShardedOptimizer({p}, torch.optim.SGD, backend, lr=1.0)
         with pytest.raises(TypeError, match="a class of optimizers"):
             fd.ShardedOptimizer([p], torch.optim.SGD([p], lr=1.0), backend)
         with pytest.raises(ValueError, match="'mean', 'sum' or None"):
