@@ -17,6 +17,7 @@ from ferro_dist.integrations.jax_leaves import (
     describe_leaves,
     float_positions,
     is_array,
+    is_number,
 )
 from ferro_dist.parallel.ddp import DDP, Kind, compare
 
@@ -37,7 +38,8 @@ class JaxDDP(DDP[Any], Kind):
 
     Gradients averaged over all ranks come from `sync_gradients`, applied to what a step returned,
     or from `tap`, inside a compiled step. Leaves that are not floats, such as counters and random
-    keys, are made equal on construction, and have no gradients.
+    keys, are made equal on construction, and have no gradients. Numbers of Python, such as the
+    options of Equinox's layers, are made equal and stay what they are.
 
     `average` may be ``"mean"`` or ``"sum"`` (every leaf has a gradient, if only zeros, so that all
     ranks contribute), and `compress` cannot be a function. A pytree has no buffers to be
@@ -199,6 +201,8 @@ def _is_traced(tree: Pytree) -> bool:
 
 
 def _content_of(leaf: Any) -> bytes:
+    if is_number(leaf):
+        return np.asarray(leaf).tobytes()  # JAX would narrow it
     array = as_jax_array(leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)

@@ -20,6 +20,7 @@ from ferro_dist.integrations.jax_leaves import (
     delivered,
     describe_leaves,
     float_positions,
+    is_number,
     refuse_unaveraged,
     specs_of,
 )
@@ -131,7 +132,8 @@ class PytreeReducer:
     def broadcast_parameters(self, params: Pytree, root: int = 0) -> Pytree:
         """Return the tree of `root`, on all ranks. Called outside compiled programs.
 
-        Leaves that are not arrays, such as the functions in a tree of layers, are left alone.
+        Arrays come as those of JAX, numbers of Python as such. Other leaves, such as the functions
+        in a tree of layers, are left alone.
 
         Raises
         ------
@@ -203,7 +205,9 @@ class PytreeReducer:
             The trees of the ranks differ. Raised while the program is traced.
         """
         leaves, tree = jax.tree.flatten(params)
-        floats = float_positions(leaves)
+        # A number has no gradient here, or `jax.grad` would have made an array of it. The layer
+        # that it is an option of may test it.
+        floats = [i for i in float_positions(leaves) if not is_number(leaves[i])]
         if not floats:
             return params
         reduction = self._reduction(params, floats)

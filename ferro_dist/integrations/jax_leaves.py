@@ -27,6 +27,7 @@ __all__ = [
     "dtype_of",
     "float_positions",
     "is_array",
+    "is_number",
     "refuse_unaveraged",
     "specs_of",
 ]
@@ -37,7 +38,12 @@ Pytree = Any
 
 def is_array(leaf: object) -> bool:
     """Whether a leaf is an array or a number; trees of layers also hold functions."""
-    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+    return hasattr(leaf, "dtype") or is_number(leaf)
+
+
+def is_number(leaf: object) -> bool:
+    """Whether a leaf is a number of Python, such as an option of a layer, which it may test."""
+    return isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype")
 
 
 # JAX 0.6 narrows even its own arrays to 32 bits where x64 is off.
@@ -58,7 +64,7 @@ def describe_leaves(tree: Pytree) -> list[str]:
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
-        what = f"{dtype_of(leaf)} {jnp.shape(leaf)}" if is_array(leaf) else type(leaf)
+        what = f"{dtype_of(leaf)} {jnp.shape(leaf)}" if hasattr(leaf, "dtype") else type(leaf)
         lines.append(f"{name!r} {what}")
     return lines
 
@@ -113,9 +119,11 @@ def _spec(name: str, leaf: Any) -> ParameterSpec:
 
 
 def broadcast_leaf(leaf: Any, backend: Backend, root: int) -> Any:
-    """Return that of one rank, as a JAX array; what is no array as it is here."""
+    """Return that of one rank, an array as one of JAX; what is no array as it is here."""
     if not is_array(leaf):
         return leaf
+    if is_number(leaf):
+        return type(leaf)(broadcast(np.asarray(leaf), backend, root).item())
     array = as_jax_array(leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         state = broadcast_leaf(jax.random.key_data(array), backend, root)

@@ -220,6 +220,34 @@ def test_parameters_and_gradients_keep_64_bits_also_where_x64_is_off() -> None:
             assert_array_equal(np.asarray(tree["w"]), [2.0**40 + 1] * 2)
 
 
+def keep_numbers(backend: Any) -> None:
+    """Train a layer whose options are leaves of the tree, as those of Equinox are."""
+    rank = backend.rank
+    weight = jax.numpy.ones(3)
+    layer = {"weight": weight, "rate": 0.1 + rank, "is_on": rank == 0, "size": 2**40 + rank}
+    ddp = fd.DDP(layer, backend)
+    options = {name: value for name, value in ddp.module.items() if name != "weight"}
+    assert options == {"rate": 0.1, "is_on": True, "size": 2**40}
+    kinds = {"rate": float, "is_on": bool, "size": int}
+    assert {name: type(value) for name, value in options.items()} == kinds
+    ddp.verify()
+
+    def scaled_loss(weight: Any) -> Any:
+        tapped = ddp.tap({"weight": weight, **options})
+        assert tapped["is_on"]  # which no traced value can tell
+        return (rank + 1) * (tapped["weight"] * tapped["rate"]).sum()
+
+    assert_allclose(jax.jit(jax.grad(scaled_loss))(weight), [0.15] * 3, rtol=1e-6)
+    with pytest.raises(fd.CollectiveMismatch, match=r"\['size'\]"):
+        ddp.verify({**ddp.module, "size": 2**40 + rank})
+    with pytest.raises(fd.CollectiveMismatch, match="class 'bool'"):
+        fd.DDP({"weight": weight, "is_on": [True, 1.0][rank]}, backend)
+
+
+def test_numbers_of_python_are_made_equal_and_stay_numbers() -> None:
+    run_ranks(2, keep_numbers, timeout=DEADLINE_S)
+
+
 def refuse(backend: Any) -> None:
     """Check what is refused, and that the group is as usable as before."""
     ones = jax.numpy.ones(3)
