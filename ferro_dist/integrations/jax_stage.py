@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferro_dist import interop
+from ferro_dist.integrations.jax_leaves import dtype_of, is_array
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.stage import Keyed, LossOf, Stage
@@ -373,10 +374,10 @@ def _checked_loss(loss: Any) -> Array:
 def _check_params(params: Tree) -> None:
     """Raise TypeError for weights without gradients, which `jax.grad` refuses as well."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.inexact):
+        kind = dtype_of(leaf) if is_array(leaf) else f"a {type(leaf).__qualname__}"
+        if not (is_array(leaf) and jnp.issubdtype(kind, jnp.inexact)):
             raise TypeError(
-                f"JaxStage: params{jax.tree_util.keystr(path)} is {dtype}, which has no gradient. "
+                f"JaxStage: params{jax.tree_util.keystr(path)} is {kind}, which has no gradient. "
                 "Keep it out of params, in what `apply` closes over"
             )
 

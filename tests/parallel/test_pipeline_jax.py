@@ -221,6 +221,8 @@ def test_what_jax_cannot_differentiate_is_told(
 def test_parameters_that_have_no_gradient_are_told() -> None:
     with pytest.raises(TypeError, match=r"params\['count'\] is int32, which has no gradient"):
         JaxStage(apply, {**make_params(0), "count": 3})
+    with pytest.raises(TypeError, match=r"params\['activation'\] is a function, which has no"):
+        JaxStage(apply, {**make_params(0), "activation": apply})
 
 
 def test_one_stage_may_stand_in_two_places(on_ranks: OnRanks) -> None:
