@@ -7,7 +7,7 @@ and written as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -184,7 +184,7 @@ def _constant(value: object) -> Structure:
         return ("float", value.hex())
     plain = next(
         (base for base in (tuple, list, dict, bool, int, float, str) if isinstance(value, base)),
-        None,
+        dict if isinstance(value, Mapping) else None,
     )
     remedy = (
         ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,10 @@ def test_keys_of_other_types_are_refused_as_keys(key: Any) -> None:
     assert str(caught.value).endswith(repr(key))
 
 
-@pytest.mark.parametrize(("tree", "plain"), [(Pair(1, 2), "tuple"), (OrderedDict(a=1), "dict")])
+@pytest.mark.parametrize(
+    ("tree", "plain"),
+    [(Pair(1, 2), "tuple"), (OrderedDict(a=1), "dict"), (UserDict(a=1), "dict")],
+)
 def test_subclasses_are_refused_with_what_to_make_of_them(tree: Any, plain: str) -> None:
     with pytest.raises(TypeError, match=f"would get a plain {plain}, so make one of it"):
         pytree.flatten(tree)
