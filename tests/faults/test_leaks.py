@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_injection import PATIENCE_S, call_of, die_within, error_of
+from fault_injection import PATIENCE_S, call_of, die_within, error_of, meet
 from leaks import nothing_is_left, settled
 
 import ferro_dist as fd
@@ -171,7 +171,7 @@ def fail_and_look(rank: int, world_size: int, addr: str, transport: str) -> None
     before = in_use()
     kind = {"host": fd.HostBackend, "tcp": fd.TcpBackend}[transport]
     backend = kind(rank, world_size, addr)
-    fd.barrier(backend)
+    meet(backend, 1)
     if rank == 1:
         die_within(0.01)
         threading.Event().wait(PATIENCE_S)
