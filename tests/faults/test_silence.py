@@ -283,12 +283,16 @@ def wait_for_one_stopped_in_a_barrier(backend: fd.Backend) -> Told | None:
             # Its thread sleeps until a message comes, from whomever.
             work = fd.recv(np.empty(1), group, 0, async_op=True)
         if backend.rank == 2:
+            for peer in (0, 1):
+                fd.recv(np.empty(0), backend, peer)
+                while state_of(int(pids[peer])) != "S":  # until it sleeps in its barrier
+                    os.sched_yield()
             group.timeout = TIMEOUT_S
-            time.sleep(TIMEOUT_S)  # by then, rank 1 mostly sleeps in its barrier
             os.kill(int(pids[1]), signal.SIGSTOP)
             error = error_of(lambda: (fd.barrier(group), fd.recv(np.empty(1), group, 1)))
             os.kill(int(pids[1]), signal.SIGCONT)
         else:
+            fd.send(np.empty(0), backend, 2)
             with contextlib.suppress(fd.Timeout):
                 fd.barrier(group)
         fd.barrier(backend)
