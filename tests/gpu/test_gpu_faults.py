@@ -243,7 +243,7 @@ def fail_several_groups(rank: int, world_size: int, addr: str) -> float:
     """Each has its own witness, who knows of nobody's end."""
     gpu = emulated_gpu()
     first: Any = connect("hybrid", rank, world_size, addr)
-    groups = [first, *(first.split([0, 1]) for _ in range(5))]
+    groups = [first, *(first.split([0, 1]) for _ in range(20))]
     x = gpu.array(np.ones(4))
     for group in groups:
         fd.allreduce(x, group)
@@ -259,8 +259,8 @@ def fail_several_groups(rank: int, world_size: int, addr: str) -> float:
 
 
 def test_the_groups_of_a_call_wait_for_their_witnesses_at_once() -> None:
-    """Half a second for all of them, not for each."""
-    assert max(ranks(2, fail_several_groups)) < 2
+    """Half a second for all of them, not for each; a busy machine may take more."""
+    assert max(ranks(2, fail_several_groups)) < 8
 
 
 def give_up_one_after_the_other(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
