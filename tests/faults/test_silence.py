@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 from fault_injection import (
     COLLECTIVES,
+    MAX_RUNS,
     MESSAGES,
     PATIENCE_S,
     SOON_S,
     Lesson,
     Pulse,
     Told,
+    are_undisturbed,
     call_of,
     error_of,
     meet,
@@ -36,6 +38,8 @@ from ferro_dist.testing import run_ranks
 LARGE = 3_000_000  # floats: no buffer takes that much ahead
 TIMEOUT_S = 0.3
 SLICE_S = 0.1  # the engine's kWaitSliceSeconds
+NUM_SLICES = 8  # of which ranks that share cores pass some before they sleep
+NUM_TURNS = 8
 # What must pass, but not before ranks that a busy machine keeps from running have come.
 LONG_TIMEOUT_S = 2.5
 
@@ -247,11 +251,11 @@ def test_those_are_named_at_whom_the_waits_of_threads_end(name: str) -> None:
 
 def wait_in_a_circle(backend: fd.Backend) -> list[tuple[Told, Lesson]]:
     outcomes = []
-    for _ in range(8):
+    for _ in range(NUM_TURNS):
         group = backend.split(range(3))
         assert group is not None
         with group:
-            group.timeout = 3 * SLICE_S if backend.rank == 0 else PATIENCE_S
+            group.timeout = NUM_SLICES * SLICE_S if backend.rank == 0 else PATIENCE_S
             out, source = np.empty(1), (1, 2, 1)[backend.rank]
             fd.barrier(backend)
             start_s = time.monotonic()
@@ -264,13 +268,16 @@ def wait_in_a_circle(backend: fd.Backend) -> list[tuple[Told, Lesson]]:
 
 
 def test_a_rank_that_looks_round_between_two_slices_of_its_sleep_is_waiting() -> None:
-    # All begin at once, so the others wake just when rank 0 gives up.
-    outcomes = run_undisturbed(
-        lambda: run_ranks(3, wait_in_a_circle, backend="host"),
-        lambda outcomes: [lesson for outcome in outcomes for _, lesson in outcome],
-    )
-    for outcome in outcomes:
-        assert [told.missing for told, _ in outcome] == [(1, 2)] * 8
+    # All begin at once, so the others wake just when rank 0 gives up. It allows one a slice to go
+    # back to sleep.
+    undisturbed: list[tuple[tuple[Told, Lesson], ...]] = []
+    for _ in range(MAX_RUNS):
+        turns = zip(*run_ranks(3, wait_in_a_circle, backend="host"), strict=True)
+        undisturbed += [t for t in turns if are_undisturbed([each[1] for each in t], SLICE_S)]
+        if len(undisturbed) >= NUM_TURNS:
+            break
+    assert undisturbed
+    assert {told.missing for turn in undisturbed for told, _ in turn} == {(1, 2)}
 
 
 def wait_for_one_stopped_in_a_barrier(backend: fd.Backend) -> Told | None:
