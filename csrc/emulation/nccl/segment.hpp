@@ -84,7 +84,12 @@ class Segment {
       if (condition()) return;
       // Relaxed: nothing else is published with the flag.
       if (stop.load(std::memory_order_relaxed)) throw Interrupted{};
-      pause(turn, seen);
+      try {
+        pause(turn, seen);
+      } catch (const Failure&) {
+        if (condition()) return;  // what a rank did before it died counts
+        throw;
+      }
     }
   }
   // Wakes everybody who awaits something: call it after every change.
