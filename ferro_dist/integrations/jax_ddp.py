@@ -41,9 +41,9 @@ class JaxDDP(DDP[Any], Kind):
     keys, are made equal on construction, and have no gradients. Numbers of Python, such as the
     options of Equinox's layers, are made equal and stay what they are.
 
-    `average` may be ``"mean"`` or ``"sum"`` (every leaf has a gradient, if only zeros, so that all
-    ranks contribute), and `compress` cannot be a function. A pytree has no buffers to be
-    synchronized.
+    `average` may be ``"mean"`` or ``"sum"``: every leaf has a gradient, if only zeros, so that all
+    ranks contribute. If `compress` is a function, its bucket holds NumPy arrays; it must not call
+    JAX, as a compiled step may be waiting for it. A pytree has no buffers to be synchronized.
 
     An error inside a compiled program surfaces as JAX's own, with that of ferro_dist in its text;
     the next call on the group raises the latter.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 from collections.abc import Hashable, Iterator, Sequence
@@ -26,8 +27,15 @@ from ferro_dist.integrations.jax_leaves import (
 )
 from ferro_dist.integrations.jax_tap import tap_leaves
 from ferro_dist.parallel.averaging import REDUCE_OPS
-from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets
-from ferro_dist.parallel.compression import Compression, wire_dtype
+from ferro_dist.parallel.bucket import Bucket, BucketLayout, ParameterSpec, assign_buckets
+from ferro_dist.parallel.compression import (
+    Compression,
+    UserReduction,
+    name_of,
+    reduce_by,
+    wire_dtype,
+)
+from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
 from ferro_dist.parallel.participation import RollCall, check_weight
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
@@ -89,11 +97,6 @@ class PytreeReducer:
                 "DDP: average must be 'mean' or 'sum' for JAX, where all ranks contribute to "
                 "every gradient, if only zeros"
             )
-        if callable(compress):
-            raise TypeError(
-                "compress must be None, 'fp16' or 'bf16' for JAX: a function would have to "
-                "change arrays in place"
-            )
         if not backend.moves_host_arrays:
             raise UnsupportedOp(
                 f"DDP of JAX arrays averages in host memory, but {type(backend).__name__} moves "
@@ -102,9 +105,9 @@ class PytreeReducer:
                 rank=backend.rank,
             )
         reduce_op = REDUCE_OPS[options.average]
-        self._terms = _Terms(
-            backend, reduce_op, options.bucket_nbytes, compress, options.is_overlapped
-        )
+        # A user's own reduction runs on the thread that needs the averages.
+        is_overlapped = options.is_overlapped and not callable(compress)
+        self._terms = _Terms(backend, reduce_op, options.bucket_nbytes, compress, is_overlapped)
         # By structure of the tree: if a program is traced again on one rank alone, for another
         # batch size, the ranks must not have to agree again.
         self._reductions: dict[Hashable, _Reduction] = {}
@@ -230,7 +233,7 @@ class PytreeReducer:
             terms = self._terms
             settings = (
                 f"{terms.reduce_op.name}, buckets of {terms.bucket_nbytes} bytes, "
-                f"compress={terms.compress!r}"
+                f"compress={name_of(terms.compress)}"
             )
             lines = [settings, *(f"leaf {spec}" for spec in specs)]
             try:
@@ -259,7 +262,7 @@ class _Reduction:
         parts = assign_buckets(ready_order, terms.bucket_nbytes)
         self.groups = [[positions[spec.name] for spec in part] for part in parts]
         self._specs = tuple(specs)
-        self._buckets = [_Bucket(BucketLayout(part), terms) for part in parts]
+        self._buckets = self._make_buckets(parts)
         terms.most_buckets = max(terms.most_buckets, len(parts))
         # Guards the rest; never held while another rank is waited for, but in finish, where
         # this rank has nothing else to do.
@@ -271,10 +274,25 @@ class _Reduction:
         self._failure: BaseException | None = None
         self._reset()
 
+    def _make_buckets(self, parts: Sequence[Sequence[ParameterSpec]]) -> list[_Bucket]:
+        compress, empty = self._terms.compress, self._backend.empty
+        buckets: list[_Bucket] = []
+        kept: dict[str, Any] = {}
+        for number, layout in enumerate(map(BucketLayout, parts)):
+            if callable(compress):
+                buffer = empty(layout.count, layout.dtype)
+                members = self.groups[number]
+                bucket = Bucket(number, members, layout, buffer, np.asarray, kept=kept)
+                buckets.append(_UserBucket(bucket, compress))
+            else:
+                dtype = wire_dtype(compress, layout.dtype) or layout.dtype
+                buckets.append(_Bucket(layout, empty(layout.lanes_offset, dtype)))
+        return buckets
+
     def _reset(self) -> None:
         self._step: object = None
         self._ready: list[int] = []
-        self._works: list[Work] = []
+        self._works: list[Work | None] = []
         self._own: dict[int, list[NumpyArray]] = {}
         self._factor: float | None = None
 
@@ -360,7 +378,7 @@ class _Reduction:
 
     def _given_up(self, error: CollectiveMismatch) -> CollectiveMismatch:
         """End the step on all ranks; return what to say of it."""
-        for work in self._works:
+        for work in filter(None, self._works):
             with contextlib.suppress(CollectiveMismatch):
                 work.wait()
         self._reset()
@@ -390,13 +408,17 @@ class _Reduction:
             number = self._order[len(self._works)]
             if number not in self._ready:
                 return
-            buffer = self._buckets[number].buffer
-            self._times[number].start_s = perf_counter()
-            self._works.append(
-                allreduce(buffer, self._backend, op, out=buffer, async_op=True, tag=self._tag)
-            )
+            times = self._times[number]
+            times.start_s = perf_counter()
+            work = self._buckets[number].reduce(self._backend, op, self._tag)
+            if work is None:
+                times.end_s = perf_counter()
+                times.exposed_s = times.end_s - times.start_s
+            self._works.append(work)
 
-    def _await(self, times: BucketTimes, work: Work) -> None:
+    def _await(self, times: BucketTimes, work: Work | None) -> None:
+        if work is None:
+            return
         began_s = perf_counter()
         work.wait()
         times.end_s = perf_counter()
@@ -424,10 +446,9 @@ class _Reduction:
 class _Bucket:
     """Some leaves of one dtype, one after the other in memory that suits the group."""
 
-    def __init__(self, layout: BucketLayout, terms: _Terms) -> None:
+    def __init__(self, layout: BucketLayout, buffer: NumpyArray) -> None:
         self.layout = layout
-        dtype = wire_dtype(terms.compress, layout.dtype) or layout.dtype
-        self.buffer: NumpyArray = terms.backend.empty(layout.lanes_offset, dtype)
+        self.buffer = buffer
         self.clear()
         self._views = [
             self.buffer[offset : offset + spec.count].reshape(spec.shape)
@@ -450,6 +471,26 @@ class _Bucket:
 
     def clear(self) -> None:
         self.buffer.fill(0)
+
+    def reduce(self, backend: Backend, op: ReduceOp, tag: int) -> Work | None:
+        """Start its reduction; None if that is over."""
+        buffer = self.buffer
+        work: Work = allreduce(buffer, backend, op, out=buffer, async_op=True, tag=tag)
+        return work
+
+
+class _UserBucket(_Bucket):
+    """One that is reduced by a user's own reduction."""
+
+    def __init__(self, bucket: Bucket, reduction: UserReduction) -> None:
+        super().__init__(bucket.layout, bucket.buffer)
+        self._bucket, self._reduction = bucket, reduction
+
+    def reduce(self, backend: Backend, op: ReduceOp, tag: int) -> Work | None:
+        self._bucket.mark(0)  # all gradients are there, if only zeros
+        with telling(functools.partial(interrupt, backend)):
+            reduce_by(self._reduction, self._bucket, backend, op, tag)
+        return None
 
 
 def await_callbacks() -> None:

@@ -11,7 +11,7 @@ from ferro_dist.arguments import check_root, integer
 from ferro_dist.backends.base import Backend
 from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import ParameterSpec, bucket_nbytes_of
-from ferro_dist.parallel.compression import Compression, check_compress
+from ferro_dist.parallel.compression import Compression, check_compress, name_of
 from ferro_dist.parallel.power_sgd import PowerSGD
 
 __all__ = ["Options"]
@@ -83,7 +83,7 @@ class Options:
             self.compress.check_reach(specs)
 
     def __str__(self) -> str:
-        compress = _name_of(self.compress)
+        compress = name_of(self.compress)
         return (
             f"bucket_mb={self.bucket_mb}, compress={compress}, sync_buffers={self.sync_buffers}, "
             f"average={self.average!r}, root={integer(self.root)}"
@@ -92,10 +92,3 @@ class Options:
 
 def _is_flag(value: object) -> bool:
     return isinstance(value, (bool, int, np.bool_)) and value in (0, 1)
-
-
-def _name_of(compress: Compression) -> str:
-    """Name what is equal on all ranks: a function's name, not where it lies in memory."""
-    if isinstance(compress, PowerSGD) or not callable(compress):
-        return repr(compress)
-    return getattr(compress, "__qualname__", type(compress).__qualname__)

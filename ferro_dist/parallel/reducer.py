@@ -66,7 +66,7 @@ from ferro_dist.parallel.bucket import (
     ParameterSpec,
     assign_buckets,
 )
-from ferro_dist.parallel.compression import wire_dtype
+from ferro_dist.parallel.compression import reduce_by, wire_dtype
 from ferro_dist.parallel.exchange import broadcast_row
 from ferro_dist.parallel.manifest import explain_mismatch
 from ferro_dist.parallel.nccl_memory import GpuMemory
@@ -546,35 +546,16 @@ class Reducer:
         times = self.statistics.buckets[bucket.index]
         times.start_s = perf_counter()
         bucket.join_streams()
+        tag = tag_of(self._tag, bucket.index)
         if callable(self._compress):
-            self._send_as_user_likes(bucket, op)
+            reduce_by(self._compress, bucket, self.backend, op, tag)
         else:
             bucket.to_wire()
-            work = allreduce(
-                bucket.wire,
-                self.backend,
-                op,
-                out=bucket.wire,
-                async_op=async_op,
-                tag=tag_of(self._tag, bucket.index),
-            )
+            wire = bucket.wire
+            work = allreduce(wire, self.backend, op, out=wire, async_op=async_op, tag=tag)
             bucket.work = cast(Work, work) if async_op else None
         if bucket.work is None:
             self._arrive(bucket, times.start_s)
-
-    def _send_as_user_likes(self, bucket: Bucket, op: ReduceOp) -> None:
-        # The lanes must arrive as they are, whatever is done to the gradients.
-        lanes = bucket.buffer[bucket.layout.lanes_offset :]
-        allreduce(lanes, self.backend, op, out=lanes, tag=tag_of(self._tag, bucket.index))
-        result = cast(Callable[..., object], self._compress)(bucket, self.backend, op)
-        for each in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(each, Work):
-                each.wait()
-            elif each is not None and not bucket.contains(each):
-                raise TypeError(
-                    "DDP: compress must reduce the gradients in place, in bucket.gradients or "
-                    f"bucket.views. It returned {type(each).__name__}, which is not of the bucket."
-                )
 
     def _await(self, bucket: Bucket) -> None:
         if bucket.work is not None:

@@ -20,10 +20,21 @@ DEADLINE_S = 500.0  # a busy machine compiles for minutes
 STEPS = 20
 ROWS = 12
 SIZES = (6, 16, 8, 3)
+
+
+def halved(bucket: Any, backend: Any, op: Any) -> Any:
+    """Reduce the halves of a bucket, one in the background."""
+    first, second = np.array_split(bucket.gradients, 2)
+    work = fd.allreduce(first, backend, op, out=first, async_op=True)
+    return [work, fd.allreduce(second, backend, op, out=second)]
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "tap": {"bucket_mb": 1e-4, "overlap": "always"},
     "tap after backward": {"overlap": False, "compress": "fp16"},
     "accumulated": {"bucket_mb": 1e-4},
+    "PowerSGD": {"compress": fd.PowerSGD(2)},
+    "own reduction": {"bucket_mb": 1e-4, "overlap": "always", "compress": halved},
 }
 
 
@@ -92,7 +103,8 @@ def test_twenty_steps_equal_one_process() -> None:
         jax.tree.map(assert_array_equal, first, other)
     for name, params in first.items():
         # float32 sums in other order, over 20 steps of descent; 11 bits for float16.
-        tolerance = 5e-3 if "compress" in WAYS[name] else 1e-4
+        # PowerSGD catches up on what it leaves out.
+        tolerance = {"tap after backward": 5e-3, "PowerSGD": 0.1}.get(name, 1e-4)
         jax.tree.map(
             lambda a, b, bound=tolerance: assert_allclose(a, b, rtol=bound, atol=bound),
             params,
@@ -220,6 +232,26 @@ def test_parameters_and_gradients_keep_64_bits_also_where_x64_is_off() -> None:
             assert_array_equal(np.asarray(tree["w"]), [2.0**40 + 1] * 2)
 
 
+def compress_badly(bucket: Any, backend: Any, op: Any) -> Any:
+    del bucket, op
+    if backend.rank == 1:
+        raise KeyError("no such gradient")
+    return fd.allreduce(np.ones(3), backend)
+
+
+def tell_of_bad_reductions(backend: Any) -> None:
+    with pytest.raises(fd.CollectiveMismatch, match="compress="):
+        fd.DDP([jax.numpy.ones(3)], backend, compress=[halved, None][backend.rank])
+    ddp = fd.DDP([jax.numpy.ones(3)], backend, compress=compress_badly)
+    error: type[Exception] = [fd.ChannelClosed, KeyError][backend.rank]
+    with pytest.raises(error, match="rank 1 was interrupted|no such gradient"):
+        ddp.sync_gradients([jax.numpy.ones(3)])
+
+
+def test_a_reduction_that_fails_on_one_rank_is_told_to_all() -> None:
+    run_ranks(2, tell_of_bad_reductions, timeout=DEADLINE_S)
+
+
 def keep_numbers(backend: Any) -> None:
     """Train a layer whose options are leaves of the tree, as those of Equinox are."""
     rank = backend.rank
@@ -255,7 +287,6 @@ def refuse(backend: Any) -> None:
         fd.DDP({"a" if backend.rank == 0 else "b": ones}, backend)
     refusals: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ([ones], {"average": "contributors"}, ValueError, "'mean' or 'sum' for JAX"),
-        ([ones], {"compress": fd.PowerSGD(1)}, TypeError, "in place"),
         ([jax.numpy.arange(3)], {}, ValueError, "no parameters"),
         ([ones.astype("float8_e5m2")], {}, fd.InvalidArray, "float8_e5m2"),
     ]
