@@ -224,19 +224,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<bool> has_error_{false};
 };
 
-// One of a group of operations, which may be of several communicators.
-struct GroupedOperation {
-  Communicator* communicator;
-  Operation operation;
-};
-
-// Whether no operation writes where another of them reads or writes: NCCL runs them at once. Allreduces
-// only, each in place or between arrays that share nothing.
-bool are_apart(const std::vector<GroupedOperation>& allreduces);
-
-// Launches all operations as one of NCCL's groups.
-void launch_group(const std::vector<GroupedOperation>& operations, Patience& patience);
-
 }  // namespace ferro::nccl
 
 #endif  // FERRO_NCCL_COMMUNICATOR_HPP

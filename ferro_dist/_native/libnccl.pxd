@@ -238,6 +238,8 @@ cdef extern from "nccl/communicator.hpp" namespace "ferro::nccl" nogil:
         cpp_bool is_ended() noexcept
         cpp_bool has_failed() noexcept
 
+
+cdef extern from "nccl/grouped_operation.hpp" namespace "ferro::nccl" nogil:
     cdef cppclass GroupedOperation:
         Native* communicator
         Operation operation
