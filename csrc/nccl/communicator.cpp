@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdint>
 #include <cstdlib>
 #include <optional>
+#include <thread>
 
 #include "abi/stream_capture.hpp"
 #include "nccl/device_guard.hpp"
@@ -22,11 +22,6 @@ namespace {
 constexpr std::chrono::seconds kCallGrace{1};
 // How long, in seconds, a thing that is given back waits for its turn before others go first.
 constexpr double kTurnGrace = 1;
-// How long an error of NCCL's waits for the witness. The kernel closes a dead process's sockets about when it
-// tells the host's side of the death; on a busy machine either may be heard of some scheduling rounds later.
-// Not as long as the engine's watchdog may sleep (kRecheckSeconds): that bounds what a lost wake-up would
-// cost, which would cost a name here, while every error that no rank's end is behind would take as long.
-constexpr std::chrono::milliseconds kWitnessGrace{500};
 
 Error ended(ErrorKind kind) {
   Error error(kind);
@@ -45,14 +40,6 @@ Error misused(const char* function, const char* detail) {
   Error error(ErrorKind::nccl, function, ncclInvalidUsage, detail);
   error.meaning = ncclGetErrorString(ncclInvalidUsage);
   return error;
-}
-
-// Whether it may be due to another rank's end. One that dies breaks connections, or leaves NCCL half a
-// message to read.
-bool may_be_anothers(const Error& error) {
-  return error.kind == ErrorKind::nccl &&
-         (error.result == ncclRemoteError || error.result == ncclSystemError ||
-          error.result == ncclInternalError);
 }
 
 void refuse_forked_copy() {
@@ -164,7 +151,7 @@ std::shared_ptr<Communicator> Communicator::make_child(const char* function, ncc
                                                        bool is_sharing, Patience& patience, Make make) {
   auto child = std::make_shared<Communicator>(cuda_, device_);
   child->keep_options(config);
-  child->witness_ = witness();
+  child->first_error_.ask_witness_of(first_error_);
   const DeviceGuard guard(cuda_, device_);
   {
     Turn turn(*this, function, patience);
@@ -368,7 +355,7 @@ void Communicator::check_open() const {
   // Read before the error: one that ends the communicator is there before its end begins, and tells more.
   const bool is_aborting = is_aborting_.load(std::memory_order_acquire);
   const bool is_closing = is_closing_.load(std::memory_order_acquire);
-  check_healthy();
+  first_error_.check();
   if (is_aborting) throw ended(ErrorKind::aborted);
   if (is_closing) throw ended(ErrorKind::closed);
 }
@@ -377,65 +364,15 @@ void Communicator::check_awake(const char* function) const {
   if (is_suspended_) throw misused(function, "the communicator is suspended: resume it first");
 }
 
-void Communicator::check_healthy() const {
-  if (!has_error_.load(std::memory_order_acquire)) return;
-  const std::lock_guard<std::mutex> lock(error_lock_);
-  throw first_error_;
-}
-
-void Communicator::hear(Witness witness) {
-  auto shared = witness ? std::make_shared<const Witness>(std::move(witness)) : nullptr;
-  const std::lock_guard<std::mutex> lock(error_lock_);
-  witness_ = std::move(shared);
-}
-
-std::shared_ptr<const Communicator::Witness> Communicator::witness() const {
-  const std::lock_guard<std::mutex> lock(error_lock_);
-  return witness_;
-}
-
 bool Communicator::try_fail(const Error& error) noexcept {
-  if (has_failed()) return true;
-  const auto known = may_be_anothers(error) ? witness() : nullptr;
-  if (known != nullptr) {
-    const bool is_late = is_too_late_to_wait();  // before he is asked, so that what he learns last counts
-    Error named = (*known)();
-    if (named.kind == ErrorKind::none && !is_late) return false;
-    if (named.kind != ErrorKind::none) {
-      if (*named.function == '\0') named.function = error.function;
-      fail(named);
-    }
-  }
-  fail(error);
-  return true;
-}
-
-// Whoever meets the error waits for the same moment.
-bool Communicator::is_too_late_to_wait() noexcept {
-  if (is_closing_.load(std::memory_order_acquire) || is_aborted()) return true;
-  const auto now = Patience::Clock::now();
-  const std::lock_guard<std::mutex> lock(error_lock_);
-  if (doubt_begin_ == Patience::Clock::time_point{}) doubt_begin_ = now;
-  is_doubted_.store(true, std::memory_order_release);
-  return now - doubt_begin_ >= kWitnessGrace;
-}
-
-void Communicator::fail(const Error& error) noexcept {
-  const std::lock_guard<std::mutex> lock(error_lock_);
-  if (has_error_.load(std::memory_order_relaxed)) return;
-  try {
-    first_error_ = error;
-  } catch (const std::bad_alloc&) {
-    first_error_ = Error(error.kind, error.function, error.result);
-  }
-  first_error_.is_fatal = true;
-  has_error_.store(true, std::memory_order_release);  // last: whoever sees it may read first_error_
+  const bool is_ending = is_closing_.load(std::memory_order_acquire) || is_aborted();
+  return first_error_.try_keep(error, !is_ending);
 }
 
 bool Communicator::discover_error() noexcept {
   Lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock()) return false;  // whoever has it will learn of an error anyway
-  if (handle() == nullptr || is_busy() || is_closing_ || has_error_) return false;
+  if (handle() == nullptr || is_busy() || is_closing_ || has_failed()) return false;
   ncclResult_t state = ncclSuccess;
   const ncclResult_t result = ncclCommGetAsyncError(handle(), &state);
   if (result != ncclSuccess) state = result;
@@ -491,7 +428,7 @@ void Communicator::abort_now() noexcept {
 
 bool Communicator::advance_end(Patience::Clock::time_point deadline) noexcept {
   if (is_ended()) return true;
-  if (has_error_ || is_aborting_) {
+  if (has_failed() || is_aborting_) {
     abort_now();
     return true;
   }

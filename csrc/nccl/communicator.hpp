@@ -11,10 +11,8 @@
 //   questions, and leaves the rest to the reaper, which takes the communicator's handle away
 //   under the lock. It waits for the lock for a second at most: a call that hangs inside NCCL
 //   may have it, and only abort makes that return.
-// - The first error stays. A communicator that has one, or is in progress, is aborted,
+// - The first error stays: see first_error.hpp. A communicator that has one, or is in progress, is aborted,
 //   never destroyed: destroying it would leave the thread inside a group for good.
-// - NCCL's errors name no rank. Where a witness may know whose end is behind one, it is asked before
-//   that error is the first: see try_fail().
 // - Ending it is left to the reaper's threads, which are in no group of NCCL's. What ends it
 //   is called without the lock: NCCL waits there for graphs that hold the communicator,
 //   perhaps for ever, or, where communicators block, for other ranks, and other communicators
@@ -24,13 +22,14 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi/cudart_table.hpp"
+#include "nccl/first_error.hpp"
 #include "nccl/operation.hpp"
 #include "nccl/patience.hpp"
 
@@ -118,16 +117,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     return is_closing_.load(std::memory_order_acquire) && !has_failed() && !is_in_doubt() && !is_stopped();
   }
 
-  // Says whose end is behind an error, by one that names the rank; ErrorKind::none while it knows of
-  // nobody's. May be asked from any thread, and keeps nothing alive. Null where nobody knows.
-  using Witness = std::function<Error()>;
-  void hear(Witness witness);
-
+  // Names the rank whose end is behind an error of NCCL's. Null for nobody.
+  void hear(FirstError::Witness witness) { first_error_.hear(std::move(witness)); }
   // Keeps `error` as the reason for which all later calls fail, unless there is one.
-  void fail(const Error& error) noexcept;
-  // As fail(), but what NCCL says of a lost connection waits for the witness, if there is one, who may be
-  // about to learn whose end it was, and gives way to what he says. False while he is waited for: try again
-  // soon. No lock may be held.
+  void fail(const Error& error) noexcept { first_error_.keep(error); }
+  // As fail(), but false while the witness is waited for: try again soon. No lock may be held.
   bool try_fail(const Error& error) noexcept;
   // Throws what keeps it from being called: its first error, its end, or that it belongs to
   // another process.
@@ -135,9 +129,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // For whoever has the turn: throws while it is suspended. NCCL does not look: its kernels would use
   // memory that is gone, which ends all work on the device.
   void check_awake(const char* function) const;
-  bool has_failed() const noexcept { return has_error_.load(std::memory_order_acquire); }
+  bool has_failed() const noexcept { return first_error_.exists(); }
   // Whether NCCL has told of an error, and the witness is waited for.
-  bool is_in_doubt() const noexcept { return is_doubted_.load(std::memory_order_acquire) && !has_failed(); }
+  bool is_in_doubt() const noexcept { return first_error_.is_in_doubt(); }
   // Whether some call is waiting for NCCL to finish what it began.
   bool is_busy() const noexcept { return family_->is_busy.load(std::memory_order_acquire); }
 
@@ -181,9 +175,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // For what stops the work of all: NCCL reports it to none of them. Returns the others, which fail from
   // here on. Call it first, so that no result is taken for good.
   std::vector<std::shared_ptr<Communicator>> stop_family() noexcept;
-  void check_healthy() const;
-  std::shared_ptr<const Witness> witness() const;
-  bool is_too_late_to_wait() noexcept;
   ncclComm_t handle() const noexcept { return handle_.load(std::memory_order_acquire); }
   // True once nothing is left to wait for; is_finalized_ says how it went.
   bool finalize_quietly(ncclComm_t handle, Patience::Clock::time_point deadline) noexcept;
@@ -216,12 +207,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool is_finalizing_ = false;
   bool is_finalized_ = false;
 
-  mutable std::mutex error_lock_;
-  Error first_error_;                        // under error_lock_, as the next two
-  std::shared_ptr<const Witness> witness_;   // shared, as he is asked without the lock
-  Patience::Clock::time_point doubt_begin_;  // when NCCL first told of an error
-  std::atomic<bool> is_doubted_{false};
-  std::atomic<bool> has_error_{false};
+  FirstError first_error_;
 };
 
 }  // namespace ferro::nccl

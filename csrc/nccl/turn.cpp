@@ -157,7 +157,7 @@ void Turn::end_all(const Error& error) {
     each.fail(error);  // unless it has failed
     Reaper::instance().end(each.shared_from_this());
   });
-  communicator_->check_healthy();
+  communicator_->first_error_.check();
   throw error;
 }
 
