@@ -45,19 +45,19 @@ int Attendance::index_of(int rank) const noexcept {
 }
 
 // Only this rank writes its counters, and they order nothing else: relaxed.
-Attendance::Entry Attendance::enter(const Operation* operations, std::size_t count) {
+Attendance::Entry Attendance::enter(Span<Operation> operations) {
   Entry entry;
-  if (operations[0].op != Op::send && operations[0].op != Op::recv) {
+  if (operations.front().op != Op::send && operations.front().op != Op::recv) {
     entry.collective = row(own_).collectives.fetch_add(1, std::memory_order_relaxed) + 1;
     return entry;
   }
-  for (std::size_t i = 0; i < count; ++i) {
-    const bool is_send = operations[i].op == Op::send;
-    const int other = index_of(operations[i].peer);
+  for (const Operation& each : operations) {
+    const bool is_send = each.op == Op::send;
+    const int other = index_of(each.peer);
     if (other < 0 || other == own_) continue;
     std::atomic<std::uint64_t>& counter = is_send ? pair(own_, other).sends : pair(own_, other).recvs;
     const std::uint64_t number = counter.fetch_add(1, std::memory_order_relaxed) + 1;
-    entry.messages.push_back({operations[i].peer, is_send, number});
+    entry.messages.push_back({each.peer, is_send, number});
   }
   return entry;
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "nccl/operation.hpp"
+#include "nccl/span.hpp"
 
 namespace ferro::nccl {
 
@@ -40,7 +41,7 @@ class Attendance {
   Attendance& operator=(const Attendance&) = delete;
 
   // Writes a call down, before it is made. One thread at a time.
-  Entry enter(const Operation* operations, std::size_t count);
+  Entry enter(Span<Operation> operations);
   // Takes back a call that was refused.
   void retract(const Entry& entry) noexcept;
   // Writes down that this rank makes no more calls. Unless it leaves `in_order`, not even those

@@ -27,9 +27,9 @@ constexpr double kAnswerGrace = 5;  // seconds
 // work on one, too, that it was lent.
 class CurrentDeviceGuard {
  public:
-  CurrentDeviceGuard(const Lane& lane, const cudaStream_t* callers, std::size_t count) {
+  CurrentDeviceGuard(const Lane& lane, Span<cudaStream_t> callers) {
     if (lane.communicator()->needs_current_device() || is_default(lane.stream()) ||
-        std::any_of(callers, callers + count, is_default))
+        std::any_of(callers.begin(), callers.end(), is_default))
       guard_.emplace(lane.communicator()->cuda(), lane.communicator()->device());
   }
 
@@ -108,29 +108,43 @@ std::shared_ptr<Lane> Lane::open(std::shared_ptr<Communicator> communicator, cud
   return lane;
 }
 
-std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const cudaStream_t* callers,
-                           std::size_t num_callers, bool is_async, double timeout_s, Patience& patience) {
-  for (std::size_t i = 0; i < count; ++i) check_available(operations[i].op);
-  const Op op = operations[0].op;
+std::uint64_t Lane::launch(Span<Operation> operations, Span<cudaStream_t> callers, bool is_async,
+                           double timeout_s, Patience& patience) {
+  for (const Operation& each : operations) check_available(each.op);
+  const Op op = operations.front().op;
   Turn turn(*communicator_, function_of(op), patience);
   communicator_->check_awake(function_of(op));
-  const CurrentDeviceGuard guard(*this, callers, num_callers);
-  const bool is_captured = is_capturing(callers, num_callers);
-  const cudaStream_t stream = place_of(callers, num_callers, is_async);
-  order_after(stream, callers, num_callers);
+  const CurrentDeviceGuard guard(*this, callers);
+  const bool is_captured = is_capturing(callers);
+  const cudaStream_t stream = place_of(callers, is_async);
+  order_after(stream, callers);
   // What is captured may wait for nothing outside its graph.
   if (!is_captured) order_after_last(stream);
   check_usable();  // CUDA may have blocked there until the communicator was ended
+  Attendance::Entry entry = issue_attended(operations, stream, is_captured, turn, patience);
+  const cudaEvent_t done = take_event();
+  check(cuda_.cudaEventRecord(done, stream), "cudaEventRecord");
+  if (!is_async || is_captured) order_behind(stream, done, callers);
+  if (!is_captured) return take_off({done, op, timeout_s, now_s(), std::move(entry)}, stream);
+  give_to_graph(done);
+  return 0;
+}
+
+// Writes the call down before it is launched, unless it goes into a graph, and strikes it out if it is
+// refused.
+Attendance::Entry Lane::issue_attended(Span<Operation> operations, cudaStream_t stream, bool is_captured,
+                                       Turn& turn, Patience& patience) {
+  const Op op = operations.front().op;
   Attendance::Entry entry;
   const Entered entered{attendance_.get(), &entry};
   if (attendance_ != nullptr && !is_captured) {
-    entry = attendance_->enter(operations, count);
+    entry = attendance_->enter(operations);
     last_op_.store(op, std::memory_order_relaxed);  // it only goes into a message
     // The first use of a connection needs the other ranks, and so may time out.
     patience.complete_with(tell_missing, &entered);
   }
   try {
-    const ncclResult_t result = issue_all(operations, count, stream);
+    const ncclResult_t result = issue_all(operations, stream);
     std::optional<Connecting> connecting;
     if (result == ncclInProgress && attendance_ != nullptr) connecting.emplace(*this, op, entry);
     turn.settle(result);
@@ -138,26 +152,32 @@ std::uint64_t Lane::launch(const Operation* operations, std::size_t count, const
     if (attendance_ != nullptr && !communicator_->has_failed()) attendance_->retract(entry);
     throw;
   }
-  const cudaEvent_t done = take_event();
-  check(cuda_.cudaEventRecord(done, stream), "cudaEventRecord");
-  if (!is_async || is_captured) order_behind(stream, done, callers, num_callers);
+  patience.complete_with(nullptr, nullptr);
+  return entry;
+}
+
+// Returns the call's ticket.
+std::uint64_t Lane::take_off(Flight flight, cudaStream_t stream) {
   bool is_crowded = false;
   std::uint64_t ticket = 0;
   {
     const std::lock_guard<std::mutex> lock(lock_);
-    if (is_captured) {
-      spare_events_.push_back(done);  // the graph keeps the place; the event may be recorded anew
-    } else {
-      flights_.push_back({done, op, timeout_s, now_s(), std::move(entry)});
-      last_stream_ = stream;
-      ticket = num_launched_.load(std::memory_order_relaxed) + 1;
-      num_launched_.store(ticket, std::memory_order_release);
-    }
+    flights_.push_back(std::move(flight));
+    last_stream_ = stream;
+    ticket = num_launched_.load(std::memory_order_relaxed) + 1;
+    num_launched_.store(ticket, std::memory_order_release);
     is_crowded = flights_.size() >= retire_at_;
     prepare_event();
   }
   if (is_crowded) look_for_done();
   return ticket;
+}
+
+// The graph keeps the event's place in it; the event itself may be recorded anew.
+void Lane::give_to_graph(cudaEvent_t done) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  spare_events_.push_back(done);
+  prepare_event();
 }
 
 Lane::Connecting::Connecting(Lane& own_lane, Op own_op, const Attendance::Entry& own_entry)
@@ -171,17 +191,16 @@ Lane::Connecting::~Connecting() {
   lane.connecting_ = nullptr;
 }
 
-cudaStream_t Lane::place_of(const cudaStream_t* callers, std::size_t num_callers,
-                            bool is_async) const noexcept {
-  if (is_async || !owns_stream_ || num_callers == 0) return stream_;
+cudaStream_t Lane::place_of(Span<cudaStream_t> callers, bool is_async) const noexcept {
+  if (is_async || !owns_stream_ || callers.size() == 0) return stream_;
   // NCCL may launch in a thread of its own, which has another stream of this name.
-  return callers[0] == cudaStreamPerThread ? stream_ : callers[0];
+  return callers.front() == cudaStreamPerThread ? stream_ : callers.front();
 }
 
-void Lane::order_after(cudaStream_t stream, const cudaStream_t* callers, std::size_t num_callers) {
-  for (std::size_t i = 0; i < num_callers; ++i) {
-    if (callers[i] == stream) continue;
-    check(cuda_.cudaEventRecord(arrival_, callers[i]), "cudaEventRecord");
+void Lane::order_after(cudaStream_t stream, Span<cudaStream_t> callers) {
+  for (const cudaStream_t caller : callers) {
+    if (caller == stream) continue;
+    check(cuda_.cudaEventRecord(arrival_, caller), "cudaEventRecord");
     check(cuda_.cudaStreamWaitEvent(stream, arrival_, 0), "cudaStreamWaitEvent");
   }
 }
@@ -197,17 +216,16 @@ void Lane::order_after_last(cudaStream_t stream) {
   if (last != nullptr) check(cuda_.cudaStreamWaitEvent(stream, last, 0), "cudaStreamWaitEvent");
 }
 
-void Lane::order_behind(cudaStream_t stream, cudaEvent_t done, const cudaStream_t* callers,
-                        std::size_t num_callers) {
-  for (std::size_t i = 0; i < num_callers; ++i)
-    if (callers[i] != stream) check(cuda_.cudaStreamWaitEvent(callers[i], done, 0), "cudaStreamWaitEvent");
+void Lane::order_behind(cudaStream_t stream, cudaEvent_t done, Span<cudaStream_t> callers) {
+  for (const cudaStream_t caller : callers)
+    if (caller != stream) check(cuda_.cudaStreamWaitEvent(caller, done, 0), "cudaStreamWaitEvent");
 }
 
 // Whether the call goes into a graph. Refuses streams that take no work now, while that spoils no capture.
-bool Lane::is_capturing(const cudaStream_t* callers, std::size_t num_callers) const {
+bool Lane::is_capturing(Span<cudaStream_t> callers) const {
   bool is_captured = false;
-  for (std::size_t i = 0; i < num_callers; ++i) {
-    const Capture capture = capture_of(cuda_, callers[i]);
+  for (const cudaStream_t caller : callers) {
+    const Capture capture = capture_of(cuda_, caller);
     if (capture == Capture::implicit) check(cudaErrorStreamCaptureImplicit, "cudaStreamIsCapturing");
     is_captured |= capture == Capture::active;
   }
@@ -215,15 +233,15 @@ bool Lane::is_capturing(const cudaStream_t* callers, std::size_t num_callers) co
 }
 
 bool Lane::is_captured() const {
-  const CurrentDeviceGuard guard(*this, nullptr, 0);
-  return is_capturing(&stream_, 1);
+  const CurrentDeviceGuard guard(*this, {});
+  return is_capturing({&stream_, 1});
 }
 
-ncclResult_t Lane::issue_all(const Operation* operations, std::size_t count, cudaStream_t stream) {
-  if (count == 1) return communicator_->issue_on(operations[0], stream);
+ncclResult_t Lane::issue_all(Span<Operation> operations, cudaStream_t stream) {
+  if (operations.size() == 1) return communicator_->issue_on(operations.front(), stream);
   CallGroup group;
-  for (std::size_t i = 0; i < count && group.is_well(); ++i)
-    group.note(communicator_->issue_on(operations[i], stream));
+  for (auto each = operations.begin(); each != operations.end() && group.is_well(); ++each)
+    group.note(communicator_->issue_on(*each, stream));
   return group.end();
 }
 
@@ -242,7 +260,7 @@ void Lane::prepare_event() {
   spare_events_.pop_back();
 }
 
-void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::size_t num_callers) {
+void Lane::hand_back(std::uint64_t ticket, Span<cudaStream_t> callers) {
   check_good(ticket);
   cudaEvent_t done = nullptr;
   {
@@ -260,9 +278,9 @@ void Lane::hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::siz
     Lane& lane;
   };
   const Loan loan{*this};
-  const CurrentDeviceGuard guard(*this, callers, num_callers);
-  is_capturing(callers, num_callers);  // for its refusal
-  order_behind(stream_, done, callers, num_callers);
+  const CurrentDeviceGuard guard(*this, callers);
+  is_capturing(callers);  // for its refusal
+  order_behind(stream_, done, callers);
 }
 
 void Lane::synchronize(std::uint64_t ticket, Patience& patience) {

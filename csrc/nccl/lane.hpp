@@ -26,8 +26,11 @@
 #include "abi/alarm.hpp"
 #include "nccl/attendance.hpp"
 #include "nccl/communicator.hpp"
+#include "nccl/span.hpp"
 
 namespace ferro::nccl {
+
+class Turn;
 
 class Lane : public std::enable_shared_from_this<Lane> {
  public:
@@ -42,10 +45,10 @@ class Lane : public std::enable_shared_from_this<Lane> {
   // Launches `operations`, as one group if there are several. Returns the call's ticket: they
   // count from 1; 0 for a call that went into a graph. With `is_async` the callers' streams
   // do not wait until hand_back(). A call not done after `timeout_s` ends the communicator.
-  std::uint64_t launch(const Operation* operations, std::size_t count, const cudaStream_t* callers,
-                       std::size_t num_callers, bool is_async, double timeout_s, Patience& patience);
+  std::uint64_t launch(Span<Operation> operations, Span<cudaStream_t> callers, bool is_async,
+                       double timeout_s, Patience& patience);
   // Makes `callers` wait for a call that is still under way.
-  void hand_back(std::uint64_t ticket, const cudaStream_t* callers, std::size_t num_callers);
+  void hand_back(std::uint64_t ticket, Span<cudaStream_t> callers);
   // Blocks until the call is done; throws what ended the communicator meanwhile.
   void synchronize(std::uint64_t ticket, Patience& patience);
   bool is_done(std::uint64_t ticket);
@@ -114,13 +117,16 @@ class Lane : public std::enable_shared_from_this<Lane> {
   bool is_overdue() noexcept;
   bool is_deserted() noexcept;
   bool is_forsaken() noexcept;
-  cudaStream_t place_of(const cudaStream_t* callers, std::size_t num_callers, bool is_async) const noexcept;
-  void order_after(cudaStream_t stream, const cudaStream_t* callers, std::size_t num_callers);
+  cudaStream_t place_of(Span<cudaStream_t> callers, bool is_async) const noexcept;
+  void order_after(cudaStream_t stream, Span<cudaStream_t> callers);
   void order_after_last(cudaStream_t stream);
-  void order_behind(cudaStream_t stream, cudaEvent_t done, const cudaStream_t* callers,
-                    std::size_t num_callers);
-  bool is_capturing(const cudaStream_t* callers, std::size_t num_callers) const;
-  ncclResult_t issue_all(const Operation* operations, std::size_t count, cudaStream_t stream);
+  void order_behind(cudaStream_t stream, cudaEvent_t done, Span<cudaStream_t> callers);
+  bool is_capturing(Span<cudaStream_t> callers) const;
+  Attendance::Entry issue_attended(Span<Operation> operations, cudaStream_t stream, bool is_captured,
+                                   Turn& turn, Patience& patience);
+  ncclResult_t issue_all(Span<Operation> operations, cudaStream_t stream);
+  std::uint64_t take_off(Flight flight, cudaStream_t stream);
+  void give_to_graph(cudaEvent_t done);
   cudaEvent_t take_event();  // under the device's lock
   void prepare_event();      // under lock_ and the device's
   void retire();             // under retire_lock_, as the next

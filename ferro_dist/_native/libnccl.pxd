@@ -272,6 +272,13 @@ cdef extern from "nccl/watchdog.hpp" namespace "ferro::nccl" nogil:
     void on_done(void (*hook)()) noexcept
 
 
+cdef extern from "nccl/span.hpp" namespace "ferro::nccl" nogil:
+    cdef cppclass Span[T]:
+        Span() noexcept
+        Span(const T* data, size_t size) noexcept
+        size_t size() noexcept
+
+
 cdef extern from "nccl/lane.hpp" namespace "ferro::nccl" nogil:
     cdef cppclass Lane:
         @staticmethod
@@ -279,11 +286,9 @@ cdef extern from "nccl/lane.hpp" namespace "ferro::nccl" nogil:
             shared_ptr[Native] communicator, cudaStream_t stream) except +raise_nccl
 
         uint64_t launch(
-            const Operation* operations, size_t count, const cudaStream_t* callers,
-            size_t num_callers, cpp_bool is_async, double timeout_s,
+            Span[Operation] operations, Span[cudaStream_t] callers, cpp_bool is_async, double timeout_s,
             Patience& patience) except +raise_nccl
-        void hand_back(
-            uint64_t ticket, const cudaStream_t* callers, size_t num_callers) except +raise_nccl
+        void hand_back(uint64_t ticket, Span[cudaStream_t] callers) except +raise_nccl
         void synchronize(uint64_t ticket, Patience& patience) except +raise_nccl
         cpp_bool is_done(uint64_t ticket) except +raise_nccl
         uint64_t num_done() except +raise_nccl

@@ -17,7 +17,7 @@ from ferro_dist._native.cuda_stream cimport (
     current_stream, held_stream, known_stream, KnownStream, StreamHandle,
 )
 from ferro_dist._native.libcudart cimport cudaStream_t
-from ferro_dist._native.libnccl cimport Alarm, Lane, ncclRedOp_t, Op, Operation, Patience
+from ferro_dist._native.libnccl cimport Alarm, Lane, ncclRedOp_t, Op, Operation, Patience, Span
 from ferro_dist._native.nccl cimport Communicator
 from ferro_dist._native.nccl_connection cimport check_usable, Noting
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
@@ -80,7 +80,8 @@ cdef class NcclWork:
             _add_stream(&callers, view)
         try:  # not Noting: it takes longer than the call
             with nogil:
-                self._group._lane.get().hand_back(self._ticket, callers.data(), callers.size())
+                self._group._lane.get().hand_back(
+                    self._ticket, Span[cudaStream_t](callers.data(), callers.size()))
         except BaseException as error:
             self._group._communicator.note(error)
             raise
@@ -519,7 +520,8 @@ cdef class NcclGroup:
             callers[1] = known_stream(second, &known)
             num_callers += callers[1] != callers[0]
         return self._launch_on(
-            o, 1, callers, num_callers, first, second, None, x, written, is_new, async_op, timeout, tag)
+            Span[Operation](o, 1), Span[cudaStream_t](callers, num_callers), first, second, None, x, written,
+            is_new, async_op, timeout, tag)
 
     cdef object _launch_all(
         self, vector[Operation]& operations, BufferView first, BufferView second, object others, object x,
@@ -531,24 +533,26 @@ cdef class NcclGroup:
         for view in others or ():
             _add_stream(&callers, view)
         return self._launch_on(
-            operations.data(), operations.size(), callers.data(), callers.size(), first, second, others, x,
-            written, is_new, async_op, timeout, tag)
+            Span[Operation](operations.data(), operations.size()),
+            Span[cudaStream_t](callers.data(), callers.size()), first, second, others, x, written, is_new,
+            async_op, timeout, tag)
 
     cdef NcclWork _launch_alone(self, const Operation* o, BufferView view, timeout, tag):
         """Launch what is in order with the group's own stream alone."""
         cdef cudaStream_t own = self._lane.get().stream()
-        return self._launch_on(o, 1, &own, 1, view, None, None, None, None, False, True, timeout, tag)
+        return self._launch_on(
+            Span[Operation](o, 1), Span[cudaStream_t](&own, 1), view, None, None, None, None, False, True,
+            timeout, tag)
 
     cdef object _launch_on(
-        self, const Operation* operations, size_t count, const cudaStream_t* callers, size_t num_callers,
-        BufferView first, BufferView second, object others, object x, object written, bint is_new,
-        bint async_op, timeout, tag,
+        self, Span[Operation] operations, Span[cudaStream_t] callers, BufferView first, BufferView second,
+        object others, object x, object written, bint is_new, bint async_op, timeout, tag,
     ):
         cdef double seconds = self._check_call(timeout, tag)
         cdef uint64_t ticket = 0
-        if count != 0:
+        if operations.size() != 0:
             try:
-                ticket = self._call(operations, count, callers, num_callers, async_op, seconds)
+                ticket = self._call(operations, callers, async_op, seconds)
             except BaseException as error:  # not Noting: it takes longer than the call
                 self._communicator.note_of_call(error, (first, second, others))
                 raise
@@ -577,14 +581,12 @@ cdef class NcclGroup:
         return self._communicator.seconds(timeout)
 
     cdef uint64_t _call(
-        self, const Operation* operations, size_t count, const cudaStream_t* callers, size_t num_callers,
-        bint async_op, double seconds,
+        self, Span[Operation] operations, Span[cudaStream_t] callers, bint async_op, double seconds
     ) except? 0:
         """Launch, and return the call's ticket; 0 where it became part of a CUDA graph."""
         cdef Patience patience = Patience(seconds, is_interrupted, NULL)
         with nogil:
-            return self._lane.get().launch(
-                operations, count, callers, num_callers, async_op, seconds, patience)
+            return self._lane.get().launch(operations, callers, async_op, seconds, patience)
 
     # Dropping an array may run code of its library, or let other threads run, which make calls and
     # drop arrays themselves. So the list is put right first, and arrays are dropped after that.
