@@ -53,8 +53,9 @@ constexpr std::size_t kEagerNbytes = std::size_t{512} << 10;
 // How much a rank that made this call sends eagerly.
 inline std::size_t eager_nbytes(const Fingerprint& fingerprint, int num_ranks) {
   if (num_ranks != 2 || fingerprint.op != Op::allreduce) return 0;
-  const std::size_t item = item_size(fingerprint.dtype), count = fingerprint.count;
-  return count > inline_limit(num_ranks) / item && count <= kEagerNbytes / item ? count * item : 0;
+  const std::size_t itemsize = item_size(fingerprint.dtype), count = fingerprint.count;
+  return count > inline_limit(num_ranks) / itemsize && count <= kEagerNbytes / itemsize ? count * itemsize
+                                                                                        : 0;
 }
 
 enum class AllreduceAlgorithm { one_shot, recursive_doubling, reduce_scatter_all_gather };

@@ -7,6 +7,7 @@
 
 #include "ferro/call.hpp"
 #include "ferro/frame.hpp"
+#include "ferro/pieces.hpp"
 #include "ferro/tcp_mesh.hpp"
 
 namespace ferro {
@@ -26,7 +27,9 @@ class Exchange {
   Exchange& operator=(const Exchange&) = delete;
 
   void send(int peer, const void* data, std::size_t nbytes);
+  void send(int peer, Piece piece) { send(peer, piece.data, piece.nbytes); }
   void receive(int peer, void* data, std::size_t nbytes);
+  void receive(int peer, Piece piece) { receive(peer, piece.data, piece.nbytes); }
 
   // A frame and its payload of `frame.payload_nbytes`. At most one frame may be under
   // way to each peer.

@@ -77,10 +77,10 @@ void HostsTransport::reduce_over_plane(Call& call, const Collective& collective,
 void HostsTransport::share_parts(Call& call, const Collective& collective, std::size_t begin,
                                  const char* part, std::size_t part_count, int num_parts) {
   const DType dtype = collective.dtype;
-  const std::size_t item = item_size(dtype), part_nbytes = part_count * item;
+  const std::size_t itemsize = item_size(dtype), part_nbytes = part_count * itemsize;
   const bool has_output = collective.op == Op::allreduce || rank_ == collective.root;
-  char* const out =
-      has_output ? mutable_bytes(collective.out) + begin * item : packed_.reserve(num_parts * part_nbytes);
+  char* const out = has_output ? mutable_bytes(collective.out) + begin * itemsize
+                               : packed_.reserve(num_parts * part_nbytes);
   if (num_parts == num_local()) return run_local(call, Op::all_gather, dtype, part_count, part, out, -1);
   for (int i = 0; i < num_parts; ++i) {
     char* const place = out + i * part_nbytes;
@@ -93,8 +93,8 @@ void HostsTransport::share_parts(Call& call, const Collective& collective, std::
 // has one partial result from every host.
 void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
   const DType dtype = collective.dtype, partial = partial_dtype(collective);
-  const std::size_t count = collective.count, partial_item = item_size(partial),
-                    nbytes = count * partial_item;
+  const std::size_t count = collective.count, partial_itemsize = item_size(partial),
+                    nbytes = count * partial_itemsize;
   const std::vector<std::vector<int>> owners = owners_by_agent();
   std::size_t most = 0;
   for (const auto& ranks : owners) most = std::max(most, ranks.size());
@@ -120,8 +120,8 @@ void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
   const ReduceKernel kernel = TcpCollectives::kernel_for(partial, collective.reduce_op);
   const int divisor = collective.reduce_op == ReduceOp::mean ? world_size_ : 1;
   std::vector<const void*> pass_sources(sources.size());
-  work_in_passes(call, count, partial_item * (sources.size() + 1), [&](Range range) {
-    const std::size_t offset = range.first * partial_item;
+  work_in_passes(call, count, partial_itemsize * (sources.size() + 1), [&](Range range) {
+    const std::size_t offset = range.first * partial_itemsize;
     for (std::size_t host = 0; host < sources.size(); ++host) pass_sources[host] = sources[host] + offset;
     kernel(reduced + offset, pass_sources.data(), num_hosts(), range.count, divisor);
   });
@@ -143,12 +143,12 @@ std::vector<std::vector<int>> HostsTransport::owners_by_agent() const {
 const char* HostsTransport::pack_for_agents(Call& call, const Collective& collective,
                                             const std::vector<std::vector<int>>& owners, std::size_t most) {
   const DType partial = partial_dtype(collective);
-  const std::size_t item = item_size(collective.dtype), nbytes = collective.count * item_size(partial);
+  const std::size_t itemsize = item_size(collective.dtype), nbytes = collective.count * item_size(partial);
   char* const packed = packed_.reserve(owners.size() * most * nbytes);
   char* place = packed;
   for (const std::vector<int>& ranks : owners) {
     for (const int rank : ranks) {
-      const char* const chunk = mutable_bytes(collective.in) + rank * collective.count * item;
+      const char* const chunk = mutable_bytes(collective.in) + rank * collective.count * itemsize;
       to_partial(call, place, partial, chunk, collective.dtype, collective.count);
       place += nbytes;
     }
@@ -163,7 +163,7 @@ const char* HostsTransport::pack_for_agents(Call& call, const Collective& collec
 
 // Inside the root's host first; then each plane carries one part to the other hosts.
 void HostsTransport::broadcast(Call& call, const Collective& collective) {
-  const std::size_t item = item_size(collective.dtype);
+  const std::size_t itemsize = item_size(collective.dtype);
   const int root_host = host_of(collective.root);
   char* out =
       mutable_bytes(rank_ == collective.root && collective.out == nullptr ? collective.in : collective.out);
@@ -171,7 +171,7 @@ void HostsTransport::broadcast(Call& call, const Collective& collective) {
     run_local(call, Op::broadcast, collective.dtype, collective.count, collective.in, out, collective.root);
   const auto part_of = [&](int i) {
     const Range range = chunk_range(collective.count, num_planes_, i);
-    return Part{out + range.first * item, range.count};
+    return Part{out + range.first * itemsize, range.count};
   };
   begin_step(call);
   if (plane_) {
@@ -219,18 +219,18 @@ void HostsTransport::exchange_remote(Call& call, const Collective& collective, i
   for (const int index : reach_->peers()) {
     const int peer = reach_->member(index);
     const Piece piece = outgoing_piece(collective, rank_, root, peer);
-    exchange.send(peer, piece.data, piece.nbytes);
+    exchange.send(peer, piece);
   }
   for (const int index : reach_->peers()) {
     const int peer = reach_->member(index);
     const Piece piece = incoming_piece(collective, rank_, root, peer);
-    exchange.receive(peer, piece.data, piece.nbytes);
+    exchange.receive(peer, piece);
   }
   exchange.finish();
 }
 
 void HostsTransport::all_to_all(Call& call, const Collective& collective) {
-  const std::size_t in_nbytes = input_nbytes(collective, world_size_);
+  const std::size_t in_nbytes = all_to_all_input_nbytes(collective, world_size_);
   // What is received may overwrite what has yet to be sent.
   char* const input = packed_.reserve(in_nbytes);
   copy_in_passes(call, input, collective.in, in_nbytes);
@@ -243,15 +243,15 @@ void HostsTransport::all_to_all(Call& call, const Collective& collective) {
 
 // The pieces of an all_to_all that stay on this host, which need not be contiguous.
 void HostsTransport::exchange_local(Call& call, const Collective& collective) {
-  const std::size_t item = item_size(collective.dtype);
+  const std::size_t itemsize = item_size(collective.dtype);
   std::vector<Piece> outgoing, incoming;
   std::vector<std::size_t> send_counts, recv_counts;
   std::size_t send_nbytes = 0, recv_nbytes = 0;
   for (const int rank : locals()) {
     outgoing.push_back(outgoing_piece(collective, rank_, -1, rank));
     incoming.push_back(incoming_piece(collective, rank_, -1, rank));
-    send_counts.push_back(outgoing.back().nbytes / item);
-    recv_counts.push_back(incoming.back().nbytes / item);
+    send_counts.push_back(outgoing.back().nbytes / itemsize);
+    recv_counts.push_back(incoming.back().nbytes / itemsize);
     send_nbytes += outgoing.back().nbytes;
     recv_nbytes += incoming.back().nbytes;
   }

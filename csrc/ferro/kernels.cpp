@@ -116,15 +116,15 @@ void reduce_and_copy(DType dtype, ReduceOp op, void* const* dsts, int num_dsts, 
                      int n, std::size_t count, int divisor) {
   constexpr std::size_t kBlockNbytes = 4096;
   const ReduceKernel kernel = reduce_kernel(dtype, op);
-  const std::size_t item = item_size(dtype), block = kBlockNbytes / item;
+  const std::size_t itemsize = item_size(dtype), block = kBlockNbytes / itemsize;
   std::vector<const void*> block_srcs(srcs, srcs + n);
   for (std::size_t first = 0; first < count; first += block) {
     const std::size_t block_count = std::min(block, count - first);
-    auto* const reduced = static_cast<unsigned char*>(dsts[0]) + first * item;
-    for (int i = 0; i < n; ++i) block_srcs[i] = static_cast<const unsigned char*>(srcs[i]) + first * item;
+    auto* const reduced = static_cast<unsigned char*>(dsts[0]) + first * itemsize;
+    for (int i = 0; i < n; ++i) block_srcs[i] = static_cast<const unsigned char*>(srcs[i]) + first * itemsize;
     kernel(reduced, block_srcs.data(), n, block_count, divisor);
     for (int i = 1; i < num_dsts; ++i)
-      std::memcpy(static_cast<unsigned char*>(dsts[i]) + first * item, reduced, block_count * item);
+      std::memcpy(static_cast<unsigned char*>(dsts[i]) + first * itemsize, reduced, block_count * itemsize);
   }
 }
 

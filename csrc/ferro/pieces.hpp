@@ -24,9 +24,8 @@ struct Piece {
 Piece outgoing_piece(const Collective& collective, int index, int root_index, int peer_index);
 Piece incoming_piece(const Collective& collective, int index, int root_index, int peer_index);
 
-// The sizes of an all_to_all's whole arrays.
-std::size_t input_nbytes(const Collective& all_to_all, int num_members);
-std::size_t output_nbytes(const Collective& all_to_all, int num_members);
+std::size_t all_to_all_input_nbytes(const Collective& collective, int num_members);
+std::size_t all_to_all_output_nbytes(const Collective& collective, int num_members);
 
 }  // namespace ferro
 

@@ -27,8 +27,8 @@ Frame header_of(const PointToPoint& op) {
 bool is_message(const Frame& header) {
   if (header.magic != kFrameMagic || header.kind != FrameKind::message) return false;
   if (static_cast<int>(header.first.dtype) >= kDTypeCount) return false;
-  const std::size_t item = item_size(header.first.dtype);
-  return header.first.count <= SIZE_MAX / item && header.second.count == header.first.count * item;
+  const std::size_t itemsize = item_size(header.first.dtype);
+  return header.first.count <= SIZE_MAX / itemsize && header.second.count == header.first.count * itemsize;
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ class TcpCollectives::ReduceRing {
         own_(mutable_bytes(own)),
         out_(mutable_bytes(out)),
         nbytes_(count * item_size(dtype)),
-        item_(item_size(dtype)),
+        itemsize_(item_size(dtype)),
         kernel_(kernel_for(dtype, op)),
         divisor_(op == ReduceOp::mean ? group.size() : 1),
         // A multiple of every item size, so that no element is split.
@@ -68,7 +68,7 @@ class TcpCollectives::ReduceRing {
       if (reduced_ + nbytes > ready) break;
       for (int i = 0; i < group_.size(); ++i)
         sources_[i] = i == group_.index() ? own_ + reduced_ : slot(i, reduced_);
-      kernel_(out_ + reduced_, sources_.data(), group_.size(), nbytes / item_, divisor_);
+      kernel_(out_ + reduced_, sources_.data(), group_.size(), nbytes / itemsize_, divisor_);
       reduced_ += nbytes;
     }
     return reduced_ > before;
@@ -99,7 +99,7 @@ class TcpCollectives::ReduceRing {
   Exchange& exchange_;
   char* own_;
   char* out_;
-  std::size_t nbytes_, item_;
+  std::size_t nbytes_, itemsize_;
   ReduceKernel kernel_;
   int divisor_;
   std::size_t segment_nbytes_, slot_nbytes_;
@@ -129,9 +129,9 @@ ReduceKernel TcpCollectives::kernel_for(DType dtype, ReduceOp op) {
 
 void TcpCollectives::divide(Call& call, void* data, DType dtype, std::size_t count, int divisor) {
   const ReduceKernel kernel = kernel_for(dtype, ReduceOp::mean);
-  const std::size_t item = item_size(dtype);
-  work_in_passes(call, count, 2 * item, [=](Range range) {
-    char* const place = mutable_bytes(data) + range.first * item;
+  const std::size_t itemsize = item_size(dtype);
+  work_in_passes(call, count, 2 * itemsize, [=](Range range) {
+    char* const place = mutable_bytes(data) + range.first * itemsize;
     const void* source = place;
     kernel(place, &source, 1, range.count, divisor);
   });
@@ -161,9 +161,9 @@ void TcpCollectives::run(Call& call, const Collective& collective) {
 
 // One rank's share of a whole array that all have.
 Piece TcpCollectives::chunk_of(const Collective& collective, const void* base, int i) const {
-  const std::size_t item = item_size(collective.dtype);
+  const std::size_t itemsize = item_size(collective.dtype);
   const Range range = chunk_range(collective.count, size(), i);
-  return {mutable_bytes(base) + range.first * item, range.count * item};
+  return {mutable_bytes(base) + range.first * itemsize, range.count * itemsize};
 }
 
 void TcpCollectives::allreduce(Call& call, const Collective& collective) {
@@ -237,10 +237,7 @@ void TcpCollectives::reduce_two_shot(Call& call, const Collective& collective, i
   char* const reduced =
       collects(index_) ? chunk_of(collective, collective.out, index_).data : reduced_.reserve(own.nbytes);
   Exchange exchange(mesh_, call);
-  for (const int peer : peers_) {
-    const Piece chunk = chunk_of(collective, collective.in, peer);
-    exchange.send(member(peer), chunk.data, chunk.nbytes);
-  }
+  for (const int peer : peers_) exchange.send(member(peer), chunk_of(collective, collective.in, peer));
   ReduceRing ring(*this, exchange, own.data, reduced, own.nbytes / item_size(collective.dtype),
                   collective.dtype, collective.reduce_op);
   bool is_gathering = !collects(index_);
@@ -250,10 +247,8 @@ void TcpCollectives::reduce_two_shot(Call& call, const Collective& collective, i
       is_gathering = true;
       // In place this overwrites a chunk of the input, but its owner sends a
       // segment only after it has received ours.
-      for (const int peer : peers_) {
-        const Piece chunk = chunk_of(collective, collective.out, peer);
-        exchange.receive(member(peer), chunk.data, chunk.nbytes);
-      }
+      for (const int peer : peers_)
+        exchange.receive(member(peer), chunk_of(collective, collective.out, peer));
     }
     const std::size_t before = ring.reduced_nbytes();
     if (ring.reduce_arrived()) {
@@ -330,19 +325,14 @@ void TcpCollectives::broadcast_scatter(Call& call, const Collective& collective)
   Exchange exchange(mesh_, call);
   const Piece own = chunk_of(collective, is_root ? collective.in : collective.out, index_);
   if (!is_root) {
-    exchange.receive(collective.root, own.data, own.nbytes);
-    for (const int peer : peers_) {
-      const Piece chunk = chunk_of(collective, collective.out, peer);
-      exchange.receive(member(peer), chunk.data, chunk.nbytes);
-    }
+    exchange.receive(collective.root, own);
+    for (const int peer : peers_) exchange.receive(member(peer), chunk_of(collective, collective.out, peer));
     while (exchange.num_received(collective.root) < own.nbytes) exchange.wait();
   }
-  for (const int peer : peers_) {
-    const Piece chunk = chunk_of(collective, collective.in, peer);
-    if (is_root) exchange.send(member(peer), chunk.data, chunk.nbytes);
-  }
+  if (is_root)
+    for (const int peer : peers_) exchange.send(member(peer), chunk_of(collective, collective.in, peer));
   for (const int peer : peers_)
-    if (peer != root) exchange.send(member(peer), own.data, own.nbytes);
+    if (peer != root) exchange.send(member(peer), own);
   exchange.finish();
 }
 
@@ -434,22 +424,17 @@ void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
   // of a scatter belongs where another's lies until it is sent.
   if (collective.op != Op::scatter) keep_own();
   Exchange exchange(mesh_, call);
-  for (const int peer : peers_) {
-    const Piece piece = outgoing_piece(collective, index_, root, peer);
-    exchange.send(member(peer), piece.data, piece.nbytes);
-  }
-  for (const int peer : peers_) {
-    const Piece piece = incoming_piece(collective, index_, root, peer);
-    exchange.receive(member(peer), piece.data, piece.nbytes);
-  }
+  for (const int peer : peers_) exchange.send(member(peer), outgoing_piece(collective, index_, root, peer));
+  for (const int peer : peers_)
+    exchange.receive(member(peer), incoming_piece(collective, index_, root, peer));
   exchange.finish();
   if (collective.op == Op::scatter) keep_own();
 }
 
 // What an all_to_all receives may overwrite what has yet to be sent.
 void TcpCollectives::set_input_aside(Call& call, Collective& all_to_all) {
-  const std::size_t in_nbytes = input_nbytes(all_to_all, size()),
-                    out_nbytes = output_nbytes(all_to_all, size());
+  const std::size_t in_nbytes = all_to_all_input_nbytes(all_to_all, size()),
+                    out_nbytes = all_to_all_output_nbytes(all_to_all, size());
   if (!overlap(all_to_all.in, in_nbytes, all_to_all.out, out_nbytes)) return;
   char* const input = scratch_.reserve(in_nbytes);
   copy_in_passes(call, input, all_to_all.in, in_nbytes);
