@@ -76,7 +76,7 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   const std::shared_ptr<Transport> transport = share(parts_.transport);
   if (transport == nullptr) return error;
   const AbortReason known = transport->aborted();
-  if (known.code != ErrorCode::none)
+  if (known.is_set())
     transport->abort(known);  // whoever has heard of it says so: others may be listening
   else if (is_fatal(error.code))
     end_for(error, call);
@@ -381,7 +381,7 @@ bool Communicator::start_at_once(const std::shared_ptr<Task>& task) {
   {
     const Gate::Pass pass(*message_gate_, std::adopt_lock);
     if (is_closed() || message_queue_.num_waiting() != 0) return false;
-    if (parts_.transport->aborted().code != ErrorCode::none) return false;
+    if (parts_.transport->aborted().is_set()) return false;
     parts_.messenger->post(*task->messages);
     task->sequence = next(num_exchanges_);
     try {
@@ -488,8 +488,7 @@ void Communicator::start(Task& task) {
 }
 
 void Communicator::check_messages(const Tasks& under_way) const {
-  const AbortReason reason = parts_.transport->aborted();
-  if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
+  parts_.transport->aborted().throw_if_set();
   for (const std::shared_ptr<Task>& task : under_way)
     if (!task->messages->is_done() && task->call.is_expired())
       parts_.messenger->throw_timeout(*task->messages);

@@ -73,7 +73,7 @@ class Communicator {
   bool is_closed() const { return is_closed_.load(std::memory_order_acquire); }
   // Once this rank has left: the reason for which the group had ended before, if it had.
   AbortReason aborted() const noexcept;
-  bool has_ended() const noexcept { return aborted().code != ErrorCode::none; }
+  bool has_ended() const noexcept { return aborted().is_set(); }
 
   // For survivors that form a successor of this group: what this rank knows of the others.
   // lost_ranks(), ascending, are certain to be lost; see Transport for the other two. Throw

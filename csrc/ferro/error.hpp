@@ -88,6 +88,11 @@ struct AbortReason {
   int reporter = -1;
   std::uint32_t sequence = 0;
 
+  bool is_set() const { return code != ErrorCode::none; }
+  void throw_if_set() const {
+    if (is_set()) throw Error(code, culprit);
+  }
+
   std::uint64_t pack() const {
     return static_cast<std::uint64_t>(code) << 58 | static_cast<std::uint64_t>(culprit + 1) << 45 |
            static_cast<std::uint64_t>(reporter + 1) << 32 | sequence;

@@ -25,7 +25,7 @@ struct HostsTransport::Watch {
     } catch (const Error&) {
       return true;
     }
-    return watch.transport.aborted().code != ErrorCode::none;  // run_or_abort then throws that reason
+    return watch.transport.aborted().is_set();  // run_or_abort then throws that reason
   }
 };
 
@@ -66,7 +66,7 @@ void HostsTransport::run(Call& outer, const Collective& collective) {
 void HostsTransport::abort(AbortReason reason) noexcept {
   if (reason.code == ErrorCode::timeout) mesh_->look();
   const AbortReason known = aborted();
-  spread(known.code != ErrorCode::none ? known : reason);
+  spread(known.is_set() ? known : reason);
 }
 
 // What one transport knows, the other is told at once, before this rank can leave
@@ -75,8 +75,8 @@ AbortReason HostsTransport::aborted() const noexcept {
   const AbortReason remote = mesh_->aborted();
   if (local_ == nullptr) return remote;
   const AbortReason inside = local_->aborted();
-  const bool has_ended = remote.code != ErrorCode::none;
-  if (has_ended != (inside.code != ErrorCode::none)) spread(has_ended ? remote : inside);
+  const bool has_ended = remote.is_set();
+  if (has_ended != inside.is_set()) spread(has_ended ? remote : inside);
   return has_ended ? remote : inside;
 }
 

@@ -139,10 +139,7 @@ void Messenger::add_lost(RankSet& ranks) const {
     if (channels_[peer] != nullptr && channels_[peer]->has_peer_left()) ranks.set(peer);
 }
 
-void Messenger::check_group() const {
-  const AbortReason reason = transport_->aborted();
-  if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
-}
+void Messenger::check_group() const { transport_->aborted().throw_if_set(); }
 
 void Messenger::check_caller(const Call& call, const Batch& batch) const {
   check_group();
@@ -332,7 +329,7 @@ bool Messenger::begin_watch() {
     word.store(kAnyPeer, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!is_notified_.exchange(false, std::memory_order_seq_cst) && !progress() &&
-        transport_->aborted().code == ErrorCode::none)
+        !transport_->aborted().is_set())
       return true;
     word.store(kAwake, std::memory_order_relaxed);
     return false;

@@ -447,7 +447,7 @@ void ShmTransport::sleep(Call& call, int peer, Ready ready) {
 }
 
 bool ShmTransport::is_lost(int peer) const {
-  return aborted().code != ErrorCode::none || segment_->control(peer).has_left();
+  return aborted().is_set() || segment_->control(peer).has_left();
 }
 
 void ShmTransport::throw_lost(int peer) const {
@@ -469,10 +469,8 @@ void ShmTransport::check_at_work(Call& call) const {
   call.check_at_work();
 }
 
-void ShmTransport::check_group() const {
-  const AbortReason reason = aborted();
-  if (reason.code != ErrorCode::none) throw Error(reason.code, reason.culprit);
-}
+void ShmTransport::check_group() const { aborted().throw_if_set(); }
+
 // Called after a sequentially consistent store, which is the publisher's fence of parking.hpp.
 // Reads one cache line for every 16 ranks, which changes only when somebody sleeps.
 void ShmTransport::wake_sleepers() {

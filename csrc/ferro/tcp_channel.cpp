@@ -135,7 +135,7 @@ void TcpChannel::begin_payload(Message& message, const Frame& header) {
 void TcpChannel::throw_if_certain() {
   if (mesh_ != nullptr) {
     const AbortReason reason = mesh_->look();
-    if (reason.code != ErrorCode::none) throw mesh_->error_of(reason);
+    if (reason.is_set()) throw mesh_->error_of(reason);
   }
   const bool has_left = stream_.last_words() || (mesh_ != nullptr && mesh_->has_said_goodbye(stream_.peer()));
   if (has_left) throw Error(ErrorCode::channel_closed, stream_.peer());

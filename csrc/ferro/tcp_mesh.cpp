@@ -67,7 +67,7 @@ void TcpMesh::close() noexcept { abort({ErrorCode::closed, own_rank_, own_rank_,
 
 AbortReason TcpMesh::aborted() noexcept {
   const AbortReason known = reason();
-  if (known.code != ErrorCode::none) return known;
+  if (known.is_set()) return known;
   const std::int64_t now = now_ns();
   std::int64_t due = next_look_ns_.load(std::memory_order_relaxed);  // orders nothing, only limits the rate
   if (now < due ||
@@ -81,7 +81,7 @@ AbortReason TcpMesh::aborted() noexcept {
 
 AbortReason TcpMesh::look() noexcept {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
-  if (reason().code == ErrorCode::none) try_examine_hangups();
+  if (!reason().is_set()) try_examine_hangups();
   return reason();
 }
 
@@ -129,7 +129,7 @@ AbortReason TcpMesh::reason() const noexcept {
 }
 
 void TcpMesh::adopt(AbortReason reason) noexcept {
-  if (this->reason().code == ErrorCode::none) ended_at_ns_.store(now_ns(), std::memory_order_relaxed);
+  if (!this->reason().is_set()) ended_at_ns_.store(now_ns(), std::memory_order_relaxed);
   std::uint64_t none = 0;
   // Release: a thread that sees the reason sees what led to it.
   word_.compare_exchange_strong(none, reason.pack(), std::memory_order_acq_rel);
@@ -137,7 +137,7 @@ void TcpMesh::adopt(AbortReason reason) noexcept {
 
 void TcpMesh::throw_if_aborted() const {
   const AbortReason known = reason();
-  if (known.code != ErrorCode::none) throw error_of(known);
+  if (known.is_set()) throw error_of(known);
 }
 
 void TcpMesh::examine_hangups() {
@@ -165,7 +165,7 @@ AbortReason TcpMesh::end_of(const Lane& lane) const {
 
 Error TcpMesh::verdict_on(Lane& suspect) {
   examine_hangups();
-  if (reason().code == ErrorCode::none) adopt(end_of(suspect));
+  if (!reason().is_set()) adopt(end_of(suspect));
   return error_of(reason());
 }
 
@@ -322,7 +322,7 @@ RankSet TcpMesh::settle(const Testimonies& testimonies) {
 
 void TcpMesh::add_testimonies(Testimonies& testimonies) {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
-  if (reason().code == ErrorCode::none) return;
+  if (!reason().is_set()) return;
   testimonies.add(reason());
   for (Lane& lane : lanes_) {
     // Nobody else reads any more, and the peer may have no room for its last words.

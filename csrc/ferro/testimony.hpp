@@ -56,7 +56,7 @@ inline std::vector<int> ranks_of(const RankSet& set) {
 // Of two reasons why a group ended, whether the first is the one to report: what is known for
 // certain comes before a wait that was given up, then the lowest reporter.
 inline bool precedes(const AbortReason& reason, const AbortReason& other) {
-  if (reason.code == ErrorCode::none || other.code == ErrorCode::none) return other.code == ErrorCode::none;
+  if (!reason.is_set() || !other.is_set()) return !other.is_set();
   const bool is_timeout = reason.code == ErrorCode::timeout;
   if (is_timeout != (other.code == ErrorCode::timeout)) return !is_timeout;
   return reason.reporter < other.reporter;
@@ -77,7 +77,7 @@ class Testimonies {
     awaited_ |= awaited;
   }
   void add(const AbortReason& reason) {
-    if (reason.code != ErrorCode::none && precedes(reason, reason_)) reason_ = reason;
+    if (reason.is_set() && precedes(reason, reason_)) reason_ = reason;
   }
   std::size_t num_heard() const { return heard_.count(); }
   bool has_heard(int rank) const { return heard_.test(rank); }
