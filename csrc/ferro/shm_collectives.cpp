@@ -118,6 +118,11 @@ bool ShmTransport::dispatch(Call& call, const Collective& collective) {
   }
 }
 
+template <class Work>
+void ShmTransport::work_in_passes(Call& call, std::size_t count, std::size_t nbytes_each, Work work) const {
+  in_passes(count, nbytes_each, [&] { check_at_work(call); }, work);
+}
+
 // dst = elements [first, first + count) of every rank's input, reduced in rank order.
 // `output_nbytes` is the size of the whole output if nobody reads it soon, else 0.
 void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t first, std::size_t count,
@@ -131,16 +136,14 @@ void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t fir
 void ShmTransport::reduce_in_passes(Call& call, const Collective& c, void* dst, Range range) {
   const std::size_t itemsize = item_size(c.dtype);
   if (size_ == 1) return copy_block(call, dst, c.in, range.count * itemsize);  // nothing, in place
-  in_passes(
-      range.count, itemsize * static_cast<std::size_t>(size_ + 1), [&] { check_at_work(call); },
-      [&](Range part) {
-        unsigned char* const out = bytes(dst) + part.first * itemsize;
-        if (inputs_.are_pulled) {
-          reduce_foreign(c, out, {range.first + part.first, part.count});
-        } else {
-          reduce_inputs(c, out, range.first + part.first, part.count);
-        }
-      });
+  work_in_passes(call, range.count, itemsize * static_cast<std::size_t>(size_ + 1), [&](Range part) {
+    unsigned char* const out = bytes(dst) + part.first * itemsize;
+    if (inputs_.are_pulled) {
+      reduce_foreign(c, out, {range.first + part.first, part.count});
+    } else {
+      reduce_inputs(c, out, range.first + part.first, part.count);
+    }
+  });
 }
 
 // Fetches inputs from the memory of other processes block by block, to reduce them from the cache.
@@ -174,19 +177,17 @@ void ShmTransport::pull(int peer, void* dst, const void* src, std::size_t nbytes
 }
 
 void ShmTransport::copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const {
-  in_passes(
-      nbytes, 2, [&] { check_at_work(call); },
-      [&](Range range) {
-        copy_part(bytes(dst) + range.first, bytes(src) + range.first, range.count, nbytes);
-      });
+  work_in_passes(call, nbytes, 2, [&](Range range) {
+    copy_part(bytes(dst) + range.first, bytes(src) + range.first, range.count, nbytes);
+  });
 }
 
 void ShmTransport::copy_from(Call& call, int peer, bool is_foreign, void* dst, const void* src,
                              std::size_t nbytes) {
   if (!is_foreign) return copy_block(call, dst, src, nbytes);
-  in_passes(
-      nbytes, 2, [&] { check_at_work(call); },
-      [&](Range range) { pull(peer, bytes(dst) + range.first, bytes(src) + range.first, range.count); });
+  work_in_passes(call, nbytes, 2, [&](Range range) {
+    pull(peer, bytes(dst) + range.first, bytes(src) + range.first, range.count);
+  });
 }
 
 // A process that is ending may have no memory left to read before the kernel has marked it as dead:
@@ -299,9 +300,7 @@ void ShmTransport::allreduce_symmetric(Call& call, const Collective& c) {
     reduce_to_all(c.dtype, c.reduce_op, outputs_.data(), size_, sources_.data(), size_, range.count,
                   divisor_of(c, size_), c.count * itemsize);
   };
-  in_passes(
-      share.count, itemsize * static_cast<std::size_t>(2 * size_), [&] { check_at_work(call); },
-      reduce_range);
+  work_in_passes(call, share.count, itemsize * static_cast<std::size_t>(2 * size_), reduce_range);
 }
 
 // Each rank reduces its share from everybody's input, and then takes the others' from their outputs.

@@ -125,6 +125,9 @@ class ShmTransport final : public Transport {
                      std::size_t output_nbytes = 0) const;
   // dst = the elements of `range` of every rank's input, reduced; read in place.
   void reduce_in_passes(Call& call, const Collective& collective, void* dst, Range range);
+  // As in passes.hpp, with a look at the group between two passes as well.
+  template <class Work>
+  void work_in_passes(Call& call, std::size_t count, std::size_t nbytes_each, Work work) const;
   void reduce_foreign(const Collective& collective, void* dst, Range range);
   void pull(int peer, void* dst, const void* src, std::size_t nbytes);
   // Copies an array of `peer`. If it is foreign, `src` is an address in the peer's own memory.
