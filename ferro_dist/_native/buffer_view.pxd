@@ -68,11 +68,12 @@ cdef inline BufferView output_of(object written, object x, BufferView src):
         return src
     return output_view_of(written)
 
-# What such a call returns: what `arrays` allocated for it becomes an array of x's library.
-cdef inline object delivered(object arrays, object x, object written, bint is_new):
-    if not is_new or type(written) is type(x):
+# What such a call returns: what was allocated for it becomes an array of the library of `like`, its x.
+# None where the caller gave what is written.
+cdef inline object delivered(object arrays, object written, object like):
+    if like is None or type(written) is type(like):
         return written
-    return arrays.deliver(x, written)
+    return arrays.deliver(like, written)
 
 # Finds the stream on which the owner's library currently works, for libraries that tell it through
 # DLPack's exchange table (torch). False for others.

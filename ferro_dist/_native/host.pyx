@@ -214,9 +214,8 @@ cdef class HostWork:
     cdef shared_ptr[Task] _task
     cdef Communicator _communicator
     cdef object _views     # keeps the arrays alive
-    cdef object _x
     cdef object _written
-    cdef bint _is_new      # _written was allocated for x, and is delivered in x's library
+    cdef object _like      # the array in whose library that is delivered; None if it is the caller's out
 
     def __init__(self):
         raise TypeError("HostWork is made by a call with async_op")
@@ -241,7 +240,7 @@ cdef class HostWork:
 
     def result(self, timeout=None):
         self.wait(timeout)
-        return delivered(self._communicator._arrays, self._x, self._written, self._is_new)
+        return delivered(self._communicator._arrays, self._written, self._like)
 
 
 @cython.final
@@ -402,91 +401,91 @@ cdef class Communicator:
 
     def allreduce(self, x, out, reduce_op, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x)
-        cdef bint is_new = out is None
-        cdef object written = self._new_like(x) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._new_like(x) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("allreduce", src, dst, src.count, 0)
         cdef Collective c = _collective(Op.allreduce, src, dst, src.count, tag)
         self._set_reduction(&c, "allreduce", src, reduce_op)
-        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+        return self._launch(&c, src, dst, written, like, async_op, timeout)
 
     def broadcast(self, x, out, root, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x)
-        cdef bint is_new = out is None
-        cdef object written = self._new_like(x) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._new_like(x) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("broadcast", src, dst, src.count, 0)
         cdef Collective c = _collective(Op.broadcast, src, dst, src.count, tag)
         c.root = self._root("broadcast", root)
-        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+        return self._launch(&c, src, dst, written, like, async_op, timeout)
 
     def reduce(self, x, out, reduce_op, root, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x)
         cdef int root_rank = self._root("reduce", root)
         cdef BufferView dst = None
-        cdef bint is_new = out is None and root_rank == self.rank
+        cdef object like = x if out is None and root_rank == self.rank else None
         cdef object written = None
         if root_rank == self.rank:
-            written = self._new_like(x) if is_new else out
+            written = self._new_like(x) if out is None else out
             dst = output_of(written, x, src)
             self._check_outputs("reduce", src, dst, src.count, 0)
         cdef Collective c = _collective(Op.reduce, src, dst, src.count, tag)
         c.root = root_rank
         self._set_reduction(&c, "reduce", src, reduce_op)
-        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+        return self._launch(&c, src, dst, written, like, async_op, timeout)
 
     def all_gather(self, x, out, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x)
-        cdef bint is_new = out is None
-        cdef object written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._arrays.allocate_gathered(x, self.world_size) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("all_gather", src, dst, src.count * self.world_size,
                             -self.rank * <Py_ssize_t> src.nbytes)
         cdef Collective c = _collective(Op.all_gather, src, dst, src.count, tag)
-        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+        return self._launch(&c, src, dst, written, like, async_op, timeout)
 
     def reduce_scatter(self, x, out, reduce_op, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x)
         cdef size_t count = self._chunk("reduce_scatter", "x", src)
-        cdef bint is_new = out is None
-        cdef object written = self._arrays.allocate_chunk(x, self.world_size) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._arrays.allocate_chunk(x, self.world_size) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("reduce_scatter", src, dst, count, self.rank * <Py_ssize_t> dst.nbytes)
         cdef Collective c = _collective(Op.reduce_scatter, src, dst, count, tag)
         self._set_reduction(&c, "reduce_scatter", src, reduce_op)
-        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+        return self._launch(&c, src, dst, written, like, async_op, timeout)
 
     def all_to_all(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):
         if send_counts is not None or recv_counts is not None:
             return self._all_to_all_uneven(x, out, send_counts, recv_counts, async_op, timeout, tag)
         cdef BufferView src = self._input(x)
         cdef size_t count = self._chunk("all_to_all", "x", src)
-        cdef bint is_new = out is None
-        cdef object written = self._new_like(x) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._new_like(x) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("all_to_all", src, dst, src.count, 0)
         cdef Collective c = _collective(Op.all_to_all, src, dst, count, tag)
-        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+        return self._launch(&c, src, dst, written, like, async_op, timeout)
 
     def gather(self, x, out, root, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x)
         cdef int root_rank = self._root("gather", root)
         cdef BufferView dst = None
-        cdef bint is_new = out is None and root_rank == self.rank
+        cdef object like = x if out is None and root_rank == self.rank else None
         cdef object written = None
         if root_rank == self.rank:
-            written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
+            written = self._arrays.allocate_gathered(x, self.world_size) if out is None else out
             dst = output_of(written, x, src)
             self._check_outputs("gather", src, dst, src.count * self.world_size,
                                 -self.rank * <Py_ssize_t> src.nbytes)
         cdef Collective c = _collective(Op.gather, src, dst, src.count, tag)
         c.root = root_rank
-        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+        return self._launch(&c, src, dst, written, like, async_op, timeout)
 
     def scatter(self, x, out, root, bint async_op, timeout, tag):
         cdef BufferView src = None
         cdef BufferView dst
-        cdef bint is_new = False
+        cdef object like = None
         cdef Collective c
         c.op = Op.scatter
         c.root = self._root("scatter", root)
@@ -498,7 +497,7 @@ cdef class Communicator:
             c.count = self._chunk("scatter", "x", src)
             c.in_ = src.data
             if out is None:
-                is_new = True
+                like = x
                 out = self._arrays.allocate_chunk(x, self.world_size)
         elif out is None:
             arguments.raise_missing_array(
@@ -510,19 +509,19 @@ cdef class Communicator:
         c.count = dst.count
         c.out = dst.data
         c.tag = _tag(tag)
-        return self._launch(&c, src, dst, x, out, is_new, async_op, timeout)
+        return self._launch(&c, src, dst, out, like, async_op, timeout)
 
     def barrier(self, bint async_op, timeout, tag):
         cdef Collective c
         c.op = Op.barrier
         c.tag = _tag(tag)
-        return self._launch(&c, None, None, None, None, False, async_op, timeout)
+        return self._launch(&c, None, None, None, None, async_op, timeout)
 
     def gather_for_split(self, x, timeout):
         cdef BufferView src = self._input(x)
         cdef object written = self._arrays.allocate_gathered(x, self.world_size)
         cdef Collective c = _collective(Op.split, src, output_view_of(written), src.count, NO_TAG)
-        return self._launch(&c, src, output_view_of(written), x, written, True, False, timeout)
+        return self._launch(&c, src, output_view_of(written), written, x, False, timeout)
 
     def _all_to_all_uneven(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x)
@@ -530,15 +529,15 @@ cdef class Communicator:
             send_counts, recv_counts, x_count=src.count, rank=self.rank, world_size=self.world_size)
         cdef vector[size_t] send = counts.send
         cdef vector[size_t] recv = counts.recv
-        cdef bint is_new = out is None
+        cdef object like = x if out is None else None
         cdef size_t expected = sum(counts.recv)
-        cdef object written = self._arrays.allocate_rows(x, expected) if is_new else out
+        cdef object written = self._arrays.allocate_rows(x, expected) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         self._check_outputs("all_to_all", src, dst, expected, NEVER_IN_PLACE)
         cdef Collective c = _collective(Op.all_to_all, src, dst, 0, tag)
         c.send_counts = send.data()
         c.recv_counts = recv.data()
-        return self._launch(&c, src, dst, x, written, is_new, async_op, timeout)
+        return self._launch(&c, src, dst, written, like, async_op, timeout)
 
     # ---- Messages -------------------------------------------------------------
 
@@ -672,16 +671,16 @@ cdef class Communicator:
     # ---- Calls ----------------------------------------------------------------
 
     cdef object _launch(
-        self, Collective* c, BufferView src, BufferView dst, object x, object written, bint is_new,
+        self, Collective* c, BufferView src, BufferView dst, object written, object like,
         bint async_op, timeout,
     ):
         self._check_usable()
         cdef double seconds = self._seconds(timeout)
         cdef HostWork work
         if (src is not None and src.device_type != CPU) or (dst is not None and dst.device_type != CPU):
-            return self._detour(c, src, dst, x, written, is_new, async_op, seconds)
+            return self._detour(c, src, dst, written, like, async_op, seconds)
         if async_op:
-            work = self._new_work((src, dst), x, written, is_new)
+            work = self._new_work((src, dst), written, like)
             try:
                 work._task = self._engine.get().submit(c[0], seconds)
             except BaseException:
@@ -689,7 +688,7 @@ cdef class Communicator:
                 raise
             return work
         self._run(c, seconds)
-        return delivered(self._arrays, x, written, is_new)
+        return delivered(self._arrays, written, like)
 
     cdef inline int _run(self, Collective* c, double seconds) except -1:
         # The pointer need not be copied: close() keeps it, and the caller keeps this object.
@@ -702,7 +701,7 @@ cdef class Communicator:
 
     # Moves a GPU's arrays by way of the host's memory; blocks even where it is asked not to.
     cdef object _detour(
-        self, Collective* c, BufferView src, BufferView dst, object x, object written, bint is_new,
+        self, Collective* c, BufferView src, BufferView dst, object written, object like,
         bint async_op, double seconds,
     ):
         from ferro_dist import gpu_fallback
@@ -715,7 +714,7 @@ cdef class Communicator:
         cdef bint is_elementwise = c.op in (Op.allreduce, Op.broadcast, Op.reduce)
         cdef bint is_read = c.op != Op.broadcast or c.root == self.rank
         gpu_fallback.round_trip(src if is_read else None, dst, leg, is_elementwise=is_elementwise)
-        result = delivered(self._arrays, x, written, is_new)
+        result = delivered(self._arrays, written, like)
         return gpu_fallback.CompletedWork(result) if async_op else result
 
     cdef object _exchange(
@@ -725,7 +724,7 @@ cdef class Communicator:
         cdef double seconds = self._seconds(timeout)
         cdef HostWork work
         if async_op:
-            work = self._new_work(views, None, result, False)
+            work = self._new_work(views, result, None)
             try:
                 work._task = self._engine.get().submit(op, messages, seconds)
             except BaseException:
@@ -741,13 +740,12 @@ cdef class Communicator:
 
     # The work is kept before it is submitted: if memory runs out after that, the engine must not be left
     # with arrays that nobody holds.
-    cdef HostWork _new_work(self, object views, object x, object written, bint is_new):
+    cdef HostWork _new_work(self, object views, object written, object like):
         cdef HostWork work = HostWork.__new__(HostWork)
         work._communicator = self
         work._views = views
-        work._x = x
         work._written = written
-        work._is_new = is_new
+        work._like = like
         cdef size_t num_in_flight = len(self._in_flight)
         if num_in_flight <= FEW or num_in_flight >= self._sweep_at:
             for other in list(self._in_flight):

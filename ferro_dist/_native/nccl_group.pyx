@@ -54,9 +54,8 @@ cdef class NcclWork:
     cdef BufferView _first      # keep the arrays alive, until the call is done
     cdef BufferView _second
     cdef object _others
-    cdef object _x              # what _written was allocated for; None where that is the caller's out
-    cdef object _written        # the result, to be delivered in x's library if it was allocated for x
-    cdef bint _is_new
+    cdef object _written        # the result
+    cdef object _like           # the array in whose library it is delivered; None if it is the caller's out
     cdef double _patience       # seconds that the host waits of itself; 0 where streams wait in its place
 
     def __init__(self):
@@ -97,7 +96,7 @@ cdef class NcclWork:
 
     def result(self, timeout=None):
         self.wait(timeout)
-        return delivered(self._group._arrays, self._x, self._written, self._is_new)
+        return delivered(self._group._arrays, self._written, self._like)
 
     cdef int forget(self) except -1:
         """Let go of what the call used, now that it is done; the work may live on with its user."""
@@ -252,80 +251,80 @@ cdef class NcclGroup:
 
     def allreduce(self, x, out, reduce_op, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "allreduce")
-        cdef bint is_new = out is None
-        cdef object written = self._arrays.allocate(x) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._arrays.allocate(x) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         cdef Operation o
         self._communicator.describe_allreduce(&o, src, dst, reduce_op)
-        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+        return self._launch(&o, src, dst, written, like, async_op, timeout, tag)
 
     def broadcast(self, x, out, root, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "broadcast")
-        cdef bint is_new = out is None
-        cdef object written = self._arrays.allocate(x) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._arrays.allocate(x) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         cdef Operation o
         self._communicator.describe_broadcast(&o, src, dst, root)
-        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+        return self._launch(&o, src, dst, written, like, async_op, timeout, tag)
 
     def reduce(self, x, out, reduce_op, root, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "reduce")
         cdef bint is_root = self._communicator.root("reduce", root) == self.rank
-        cdef bint is_new = out is None and is_root
-        cdef object written = self._arrays.allocate(x) if is_new else out if is_root else None
+        cdef object like = x if out is None and is_root else None
+        cdef object written = self._arrays.allocate(x) if like is not None else out if is_root else None
         cdef BufferView dst = None if written is None else output_of(written, x, src)
         cdef Operation o
         self._communicator.describe_reduce(&o, src, dst, root, reduce_op)
-        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+        return self._launch(&o, src, dst, written, like, async_op, timeout, tag)
 
     def all_gather(self, x, out, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "all_gather")
-        cdef bint is_new = out is None
-        cdef object written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._arrays.allocate_gathered(x, self.world_size) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         cdef Operation o
         self._communicator.describe_all_gather(&o, src, dst)
-        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+        return self._launch(&o, src, dst, written, like, async_op, timeout, tag)
 
     def reduce_scatter(self, x, out, reduce_op, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "reduce_scatter")
         self._communicator.chunk("reduce_scatter", src)
-        cdef bint is_new = out is None
-        cdef object written = self._arrays.allocate_chunk(x, self.world_size) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._arrays.allocate_chunk(x, self.world_size) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         cdef Operation o
         self._communicator.describe_reduce_scatter(&o, src, dst, reduce_op)
-        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+        return self._launch(&o, src, dst, written, like, async_op, timeout, tag)
 
     def all_to_all(self, x, out, send_counts, recv_counts, bint async_op, timeout, tag):
         if send_counts is not None or recv_counts is not None:
             return self._all_to_all_uneven(x, out, send_counts, recv_counts, async_op, timeout, tag)
         cdef BufferView src = self._input(x, "all_to_all")
         self._communicator.chunk("all_to_all", src)
-        cdef bint is_new = out is None
-        cdef object written = self._arrays.allocate(x) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._arrays.allocate(x) if out is None else out
         cdef BufferView dst = output_of(written, x, src)
         cdef Operation o
         if dst.data == src.data and dst.nbytes == src.nbytes and dst.dtype == src.dtype:
             src = self._copy_of(src, x)
         self._communicator.describe_all_to_all(&o, src, dst)
-        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+        return self._launch(&o, src, dst, written, like, async_op, timeout, tag)
 
     def gather(self, x, out, root, bint async_op, timeout, tag):
         cdef BufferView src = self._input(x, "gather")
         cdef bint is_root = self._communicator.root("gather", root) == self.rank
-        cdef bint is_new = out is None and is_root
+        cdef object like = x if out is None and is_root else None
         cdef object written = None
         if is_root:
-            written = self._arrays.allocate_gathered(x, self.world_size) if is_new else out
+            written = self._arrays.allocate_gathered(x, self.world_size) if out is None else out
         cdef BufferView dst = None if written is None else output_of(written, x, src)
         cdef Operation o
         self._communicator.describe_gather(&o, src, dst, root)
-        return self._launch(&o, src, dst, x, written, is_new, async_op, timeout, tag)
+        return self._launch(&o, src, dst, written, like, async_op, timeout, tag)
 
     def scatter(self, x, out, root, bint async_op, timeout, tag):
         cdef BufferView src = None
-        cdef bint is_new = False
+        cdef object like = None
         cdef Operation o
         if self._communicator.root("scatter", root) == self.rank:
             if x is None:
@@ -334,7 +333,7 @@ cdef class NcclGroup:
             src = self._input(x, "scatter")
             self._communicator.chunk("scatter", src)
             if out is None:
-                is_new = True
+                like = x
                 out = self._arrays.allocate_chunk(x, self.world_size)
         elif out is None:
             arguments.raise_missing_array(
@@ -343,7 +342,7 @@ cdef class NcclGroup:
         if src is None:  # else it is compared with x
             self._communicator.check_device(dst, "scatter")
         self._communicator.describe_scatter(&o, src, dst, root)
-        return self._launch(&o, dst, src, x, out, is_new, async_op, timeout, tag)
+        return self._launch(&o, dst, src, out, like, async_op, timeout, tag)
 
     def barrier(self, bint async_op, timeout, tag):
         """Wait for all ranks, and for all earlier calls of this group on the GPU.
@@ -381,8 +380,8 @@ cdef class NcclGroup:
         counts = arguments.uneven_counts(
             send_counts, recv_counts, x_count=src.count, rank=self.rank, world_size=self.world_size)
         cdef size_t expected = sum(counts.recv)
-        cdef bint is_new = out is None
-        cdef object written = self._arrays.allocate_rows(x, expected) if is_new else out
+        cdef object like = x if out is None else None
+        cdef object written = self._arrays.allocate_rows(x, expected) if out is None else out
         cdef BufferView dst = output_view_of(written)
         self._communicator.check_output("all_to_all", src, dst, expected, NEVER_IN_PLACE)
         cdef vector[Operation] operations
@@ -394,7 +393,7 @@ cdef class NcclGroup:
             self._add_part(&operations, False, peer, dst, received, counts.recv[peer])
             sent += <size_t> counts.send[peer] * src.itemsize
             received += <size_t> counts.recv[peer] * src.itemsize
-        return self._launch_all(operations, src, dst, None, x, written, is_new, async_op, timeout, tag)
+        return self._launch_all(operations, src, dst, None, written, like, async_op, timeout, tag)
 
     # NCCL's all_to_all cannot work in place: the parts go through a copy.
     cdef BufferView _copy_of(self, BufferView view, array):
@@ -424,13 +423,13 @@ cdef class NcclGroup:
         cdef BufferView view = self._input(x, "send")
         cdef Operation o
         self._communicator.describe_send(&o, view, dst)
-        return self._launch(&o, view, None, None, None, False, async_op, timeout, tag)
+        return self._launch(&o, view, None, None, None, async_op, timeout, tag)
 
     def recv(self, out, src, bint async_op, timeout, tag):
         cdef BufferView view = self._communicator.output(out, "recv")
         cdef Operation o
         self._communicator.describe_recv(&o, view, src)
-        return self._launch(&o, view, None, None, out, False, async_op, timeout, tag)
+        return self._launch(&o, view, None, out, None, async_op, timeout, tag)
 
     def sendrecv(self, x, out, dst, src, bint async_op, timeout, tag):
         cdef BufferView sent = self._input(x, "sendrecv")
@@ -441,13 +440,13 @@ cdef class NcclGroup:
         self._communicator.describe_recv(&operations[1], received, src)
         if overlap(sent, received):
             raise InvalidArray("sendrecv: x and out overlap.", op="sendrecv", rank=self.rank)
-        return self._launch_all(operations, sent, received, None, None, out, False, async_op, timeout, tag)
+        return self._launch_all(operations, sent, received, None, out, None, async_op, timeout, tag)
 
     def batch(self, ops, bint async_op, timeout, tag):
         cdef vector[Operation] operations
         cdef list views = []
         self._describe_batch(&operations, views, ops)
-        return self._launch_all(operations, None, None, views, None, None, False, async_op, timeout, tag)
+        return self._launch_all(operations, None, None, views, None, None, async_op, timeout, tag)
 
     def check_batch(self, ops, timeout, tag):
         """Raise what `batch` would raise for its arguments; launch nothing."""
@@ -509,7 +508,7 @@ cdef class NcclGroup:
 
     # Arrays of two libraries may be worked on in two streams: both have to be put in order.
     cdef object _launch(
-        self, Operation* o, BufferView first, BufferView second, object x, object written, bint is_new,
+        self, Operation* o, BufferView first, BufferView second, object written, object like,
         bint async_op, timeout, tag,
     ):
         cdef cudaStream_t[2] callers
@@ -520,12 +519,12 @@ cdef class NcclGroup:
             callers[1] = known_stream(second, &known)
             num_callers += callers[1] != callers[0]
         return self._launch_on(
-            Span[Operation](o, 1), Span[cudaStream_t](callers, num_callers), first, second, None, x, written,
-            is_new, async_op, timeout, tag)
+            Span[Operation](o, 1), Span[cudaStream_t](callers, num_callers), first, second, None, written,
+            like, async_op, timeout, tag)
 
     cdef object _launch_all(
-        self, vector[Operation]& operations, BufferView first, BufferView second, object others, object x,
-        object written, bint is_new, bint async_op, timeout, tag,
+        self, vector[Operation]& operations, BufferView first, BufferView second, object others,
+        object written, object like, bint async_op, timeout, tag,
     ):
         cdef vector[cudaStream_t] callers
         _add_stream(&callers, first)
@@ -534,19 +533,19 @@ cdef class NcclGroup:
             _add_stream(&callers, view)
         return self._launch_on(
             Span[Operation](operations.data(), operations.size()),
-            Span[cudaStream_t](callers.data(), callers.size()), first, second, others, x, written, is_new,
+            Span[cudaStream_t](callers.data(), callers.size()), first, second, others, written, like,
             async_op, timeout, tag)
 
     cdef NcclWork _launch_alone(self, const Operation* o, BufferView view, timeout, tag):
         """Launch what is in order with the group's own stream alone."""
         cdef cudaStream_t own = self._lane.get().stream()
         return self._launch_on(
-            Span[Operation](o, 1), Span[cudaStream_t](&own, 1), view, None, None, None, None, False, True,
+            Span[Operation](o, 1), Span[cudaStream_t](&own, 1), view, None, None, None, None, True,
             timeout, tag)
 
     cdef object _launch_on(
         self, Span[Operation] operations, Span[cudaStream_t] callers, BufferView first, BufferView second,
-        object others, object x, object written, bint is_new, bint async_op, timeout, tag,
+        object others, object written, object like, bint async_op, timeout, tag,
     ):
         cdef double seconds = self._check_call(timeout, tag)
         cdef uint64_t ticket = 0
@@ -559,16 +558,15 @@ cdef class NcclGroup:
         if not async_op:
             if ticket != 0:
                 self._keep(ticket, first, others if second is None else second)
-            return delivered(self._arrays, x, written, is_new)
+            return delivered(self._arrays, written, like)
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         work._group = self
         work._ticket = ticket
         work._first = first
         work._second = second
         work._others = others
-        work._x = x if is_new else None
         work._written = written
-        work._is_new = is_new
+        work._like = like
         if ticket != 0:
             self._keep(ticket, first, work)
         return work

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import resource
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -54,6 +56,19 @@ def play() -> Iterator[Play]:
         for group in groups.values():
             for rank in group:
                 rank.close()
+
+
+def test_finished_work_lets_go_of_x_where_there_is_an_out() -> None:
+    (group,) = fd.SimulatedBackend.create_group(1)
+    x = np.zeros(1000)
+    dropped = weakref.ref(x)
+    work = fd.allreduce(x, group, out=np.empty_like(x), async_op=True)
+    work.wait()
+    del x
+    gc.collect()
+    assert dropped() is None
+    work.result()
+    group.close()
 
 
 def test_no_rank_is_made_alone() -> None:
