@@ -104,30 +104,42 @@ class Communicator {
   };
   Communicator(int rank, int world_size, Parts parts);
 
-  void note_caller() noexcept;
-  void run_now(Call& call, const Collective& collective);
-  void run_now(Call& call, Op op, Batch& batch);
-  Gate::Pass enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number);
-  void check_outside(Op op, std::uint64_t sequence, const Call& call);
-  // Notes what failed and, if the group cannot go on, tells the others.
-  Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
-  void end_for(Error& error, const Call& call) noexcept;
-  void settle_timeout(Transport& transport, Error& error) noexcept;
-  void testify(const Call& call, Error& error) noexcept;
-  void end(ErrorCode code, int culprit, std::uint32_t sequence = 0) noexcept;
-  void await(Call& call, Task& task);
-  Error reason_to_give_up(Call& call, Task& task);
-  std::vector<int> awaited_by(const Task& task);
   void check_open() const;
   std::shared_ptr<Transport> open_transport() const;
-  void notify() noexcept;
   // A share in one of parts_; null once close() has taken them away.
   template <class Part>
   std::shared_ptr<Part> share(const std::shared_ptr<Part>& part) const {
     const std::lock_guard<std::mutex> lock(parts_mutex_);
     return part;
   }
+  // The number of a call that begins now. Not fetch_add: only the holder of the gate writes it, and a locked
+  // instruction costs more.
+  static std::uint64_t next(std::atomic<std::uint64_t>& number) noexcept {
+    const std::uint64_t current = number.load(std::memory_order_relaxed);
+    number.store(current + 1, std::memory_order_relaxed);
+    return current;
+  }
 
+  // ---- Errors (communicator.cpp) ----
+  // Notes what failed and, if the group cannot go on, tells the others.
+  Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
+  void end_for(Error& error, const Call& call) noexcept;
+  void settle_timeout(Transport& transport, Error& error) noexcept;
+  void testify(const Call& call, Error& error) noexcept;
+  void end(ErrorCode code, int culprit, std::uint32_t sequence = 0) noexcept;
+  void notify() noexcept;
+
+  // ---- Calls on the caller's thread (communicator.cpp) ----
+  void note_caller() noexcept;
+  void run_now(Call& call, const Collective& collective);
+  void run_now(Call& call, Op op, Batch& batch);
+  Gate::Pass enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number);
+  void check_outside(Op op, std::uint64_t sequence, const Call& call);
+  void await(Call& call, Task& task);
+  Error reason_to_give_up(Call& call, Task& task);
+
+  // ---- Calls on the progress threads (communicator_progress.cpp) ----
+  std::vector<int> awaited_by(const Task& task);
   bool start_at_once(const std::shared_ptr<Task>& task);
   void run_collectives() noexcept;
   void run_messages() noexcept;

@@ -1,0 +1,217 @@
+// Asynchronous calls of a Communicator: on its progress threads, of which collectives have one and messages
+// another.
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "ferro/communicator.hpp"
+#include "ferro/parking.hpp"
+
+namespace ferro {
+namespace {
+
+// How long a progress thread spins before it sleeps: it shares its core with the
+// very computation that it is there to overlap.
+constexpr SpinPolicy kBackgroundSpin{20, 10};
+
+// How long a thread that gives up waiting for a task tries to find out whom the task waits for.
+constexpr double kGlanceSeconds = 0.1;
+
+// Up to this size, messages cost their sender less than waking a thread would.
+constexpr std::size_t kAtOnceNbytes = 512 * 1024;
+
+}  // namespace
+
+void Communicator::wait(Call& call, Task& task) {
+  if (task.messages == nullptr && !task.is_done()) check_outside(task.collective.op, task.sequence, call);
+  if (task.wait(call)) return;
+  Error error(ErrorCode::under_way);
+  error.op = task.collective.op;
+  error.sequence = task.sequence;
+  error.rank = rank_;
+  error.elapsed_s = call.timeout_s();
+  error.missing = awaited_by(task);
+  if (error.missing.size() == 1) error.peer = error.missing.front();
+  if (!task.is_done()) throw error;
+}
+
+// Whom a task waits for or, before its turn, whom what is in front of it waits for. Empty where that is
+// not known.
+std::vector<int> Communicator::awaited_by(const Task& task) {
+  if (task.messages == nullptr) {
+    RankSet ranks;
+    if (const auto transport = share(parts_.transport)) transport->add_awaited(ranks);
+    return ranks_of(ranks);
+  }
+  try {
+    Call brief(kGlanceSeconds);
+    const Gate::Pass pass(*message_gate_, brief);
+    if (!is_closed()) return parts_.messenger->awaited_by(*task.messages);
+  } catch (const Error&) {
+    // The thread that holds the gate is kept from running.
+  }
+  return Messenger::peers_of(*task.messages);
+}
+
+std::shared_ptr<Task> Communicator::submit(const Collective& collective, double timeout_s) {
+  check_open();
+  note_caller();
+  auto task = std::make_shared<Task>(collective, world_size_, timeout_s);
+  collective_queue_.push(task, [this] { run_collectives(); });
+  return task;
+}
+
+std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint>& messages,
+                                           double timeout_s) {
+  check_open();
+  note_caller();
+  auto task = std::make_shared<Task>(op, messages, timeout_s);
+  if (Messenger::nbytes_of(*task->messages) <= kAtOnceNbytes && start_at_once(task)) return task;
+  message_queue_.push(task, [this] { run_messages(); });
+  notify();
+  return task;
+}
+
+// Posts messages and moves what can be moved now: what a peer's ring has room for, or what has
+// come already, is done before another thread could have woken. The rest is left to the
+// progress thread. False, with nothing posted, if that one has to go first.
+bool Communicator::start_at_once(const std::shared_ptr<Task>& task) {
+  if (!message_gate_->try_enter()) return false;
+  bool is_done;
+  std::shared_ptr<Messenger> messenger;  // a share of this thread's, for when it has left the gate
+  {
+    const Gate::Pass pass(*message_gate_, std::adopt_lock);
+    if (is_closed() || message_queue_.num_waiting() != 0) return false;
+    if (parts_.transport->aborted().is_set()) return false;
+    parts_.messenger->post(*task->messages);
+    task->sequence = next(num_exchanges_);
+    try {
+      parts_.messenger->progress();
+      // With the gate held, so that no other thread can close the group in between.
+      if (!task->messages->is_done()) message_queue_.push(task, [this] { run_messages(); });
+    } catch (const std::exception&) {
+      parts_.messenger->end(current_error());
+    }
+    is_done = task->messages->is_done();
+    if (!is_done) messenger = parts_.messenger;
+  }
+  is_done ? task->finish(outcome(*task)) : messenger->notify();
+  return true;
+}
+
+void Communicator::run_collectives() noexcept {
+  while (const std::shared_ptr<Task> task = collective_queue_.pop()) {
+    task->call.begin_blocking();
+    std::optional<Error> error;
+    try {
+      const Gate::Pass pass = enter(collective_gate_, task->call, task->collective.op, num_collectives_);
+      // close() has found the gate free, and will not end what starts now.
+      if (collective_queue_.is_stopped()) throw Error(ErrorCode::closed);
+      task->sequence = num_collectives_.load(std::memory_order_relaxed);
+      run_now(task->call, task->collective);
+    } catch (const std::exception&) {
+      error = current_error();
+    }
+    collective_queue_.retire(*task, std::move(error));
+  }
+  collective_queue_.abandon();
+}
+
+void Communicator::run_messages() noexcept {
+  Tasks under_way, done;
+  while (!under_way.empty() || message_queue_.await_task()) {
+    move_messages(under_way, done);
+    // Outside the gate: a thread that hears that the last task is done may close the group, and must
+    // find it idle.
+    for (const std::shared_ptr<Task>& task : done) message_queue_.retire(*task, outcome(*task));
+    done.clear();
+  }
+  Call unhurried(kUnlimited);
+  {
+    const Gate::Pass pass(*message_gate_, unhurried);
+    parts_.messenger->end(Error(ErrorCode::closed));  // what is abandoned may have been posted
+  }
+  message_queue_.abandon();
+}
+
+// Moves messages until at least one task is done.
+void Communicator::move_messages(Tasks& under_way, Tasks& done) noexcept {
+  Call unhurried(kUnlimited);
+  const Gate::Pass pass(*message_gate_, unhurried);
+  Messenger& messenger = *parts_.messenger;  // close() waits for this thread to end
+  const auto is_done = [](const std::shared_ptr<Task>& task) { return task->messages->is_done(); };
+  try {
+    unsigned num_passes = 0;
+    for (int idle = 0; std::none_of(under_way.begin(), under_way.end(), is_done);) {
+      const std::uint32_t heard = messenger.news();
+      start_submitted(under_way);
+      if (message_queue_.is_stopped()) throw Error(ErrorCode::closed);
+      if (under_way.empty()) return;
+      if (!messenger.progress()) {
+        await_messages(under_way, ++idle, heard);
+        continue;
+      }
+      idle = 0;
+      if (++num_passes % Messenger::kPassesPerCheck != 0) continue;
+      check_messages(under_way);
+      messenger.make_way(unhurried);
+    }
+  } catch (const std::exception&) {
+    messenger.end(current_error());
+  }
+  for (auto task = under_way.begin(); task != under_way.end();) {
+    const auto next = std::next(task);
+    if (is_done(*task)) done.splice(done.end(), under_way, task);
+    task = next;
+  }
+  if (under_way.empty()) messenger.relieve();
+}
+
+void Communicator::start_submitted(Tasks& under_way) noexcept {
+  if (message_queue_.num_waiting() == 0) return;
+  for (Tasks submitted = message_queue_.pop_all(); !submitted.empty();) {
+    try {
+      start(*submitted.front());
+      under_way.splice(under_way.end(), submitted, submitted.begin());
+    } catch (const std::bad_alloc&) {  // nothing of it was sent
+      message_queue_.retire(*submitted.front(), current_error());
+      submitted.pop_front();
+    }
+  }
+}
+
+void Communicator::start(Task& task) {
+  if (!task.has_begun()) {
+    parts_.messenger->post(*task.messages);
+    task.sequence = next(num_exchanges_);
+  }
+  task.call.begin_blocking();
+}
+
+void Communicator::check_messages(const Tasks& under_way) const {
+  parts_.transport->aborted().throw_if_set();
+  for (const std::shared_ptr<Task>& task : under_way)
+    if (!task->messages->is_done() && task->call.is_expired())
+      parts_.messenger->throw_timeout(*task->messages);
+}
+
+void Communicator::await_messages(const Tasks& under_way, int idle, std::uint32_t heard) {
+  if (!message_gate_->is_awaited() && kBackgroundSpin.linger(idle)) return;
+  check_messages(under_way);
+  for (const std::shared_ptr<Task>& task : under_way) Messenger::set_owner_away(*task->messages, true);
+  Call unhurried(kUnlimited);
+  parts_.messenger->sleep(unhurried, heard);
+  for (const std::shared_ptr<Task>& task : under_way) Messenger::set_owner_away(*task->messages, false);
+}
+
+// The error that a task ends with once its messages are done, if any.
+std::optional<Error> Communicator::outcome(const Task& task) noexcept {
+  try {
+    task.messages->rethrow();
+  } catch (const std::exception&) {
+    return failure(current_error(), task.collective.op, task.sequence, task.call);
+  }
+  return std::nullopt;
+}
+
+}  // namespace ferro
