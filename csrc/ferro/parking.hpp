@@ -32,31 +32,6 @@ inline void pause_briefly() {
 #endif
 }
 
-// Fetches a cache line for writing while other work goes on, so that the store need not wait for it.
-inline void prepare_to_write(void* line) {
-#if defined(__x86_64__)
-  // The builtin fetches the line for reading only, where the compiler may not assume that the processor has
-  // this instruction. 64-bit processors without it do nothing.
-  asm volatile("prefetchw %0" : "+m"(*static_cast<char*>(line)));
-#else
-  __builtin_prefetch(line, 1);
-#endif
-}
-
-inline void prepare_to_write(unsigned char* lines, std::size_t nbytes) {
-  for (std::size_t at = 0; at < nbytes; at += kCacheLine) prepare_to_write(lines + at);
-}
-
-// Moves lines just written out of this core's own caches into the one that peers share, from where they
-// read them sooner. Processors without this instruction do nothing.
-inline void hand_over(const unsigned char* lines, std::size_t nbytes) {
-#if defined(__x86_64__)
-  for (std::size_t at = 0; at < nbytes; at += kCacheLine) asm volatile("cldemote %0" : : "m"(lines[at]));
-#else
-  static_cast<void>(lines), static_cast<void>(nbytes);
-#endif
-}
-
 // How long to spin before sleeping. Chosen from the number of ranks and cores:
 // where ranks outnumber cores, spinning keeps the very peer that is waited for
 // from running.

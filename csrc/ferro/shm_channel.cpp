@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "ferro/cache_lines.hpp"
 #include "ferro/clock.hpp"
 #include "ferro/kernels.hpp"
 #include "ferro/parking.hpp"

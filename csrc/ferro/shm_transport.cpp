@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "ferro/cache_lines.hpp"
 #include "ferro/clock.hpp"
 #include "ferro/fingerprint.hpp"
 #include "ferro/kernels.hpp"
