@@ -157,7 +157,7 @@ class Communicator {
   // sockets and memory.
   Parts parts_;
   mutable std::mutex parts_mutex_;
-  AbortReason last_reason_;  // for the time after; written before
+  AbortReason last_reason_;  // what aborted() returns once they are gone; written before that
 
   Gate collective_gate_;                           // held by whoever runs a collective
   const std::shared_ptr<Gate> message_gate_;       // the messenger's, for those that outlive it
@@ -165,7 +165,7 @@ class Communicator {
   std::atomic<std::uint64_t> num_exchanges_{0};    // written under message_gate_
   TaskQueue collective_queue_;
   TaskQueue message_queue_;
-  std::atomic<pthread_t> caller_{};  // the first
+  std::atomic<pthread_t> caller_{};  // the first thread that made a call
   std::atomic<bool> has_several_callers_{false};
   std::atomic<bool> is_closed_{false};  // no call may start
   std::atomic<bool> is_superseded_{false};

@@ -43,14 +43,14 @@ struct Error : std::exception {
   const char* what() const noexcept override { return detail.c_str(); }
 
   ErrorCode code;
-  Op op = Op::barrier;         // the call that failed; filled in by the Communicator, with
-  std::uint64_t sequence = 0;  // its number in this group, kNoSequence if it has none yet, and
-  int rank = -1;               // the rank that raises
   int peer = -1;               // the culprit, -1 if there is none
+  Op op = Op::barrier;         // the call that failed; filled in by the Communicator, as the next two
+  std::uint64_t sequence = 0;  // its number in this group, kNoSequence if it has none yet
+  int rank = -1;               // the rank that raises
   int reporter = -1;           // the rank that ended the group, if it was another
   std::vector<int> missing;    // timeout, under_way: every rank that was waited for or, if it is known that
                                // those wait themselves, the ranks at which their waits end
-  std::vector<int> awaited;    // timeout: those first ones
+  std::vector<int> awaited;    // timeout: every rank that was waited for, whoever is missing
   bool is_deadlock = false;    // timeout: `missing` wait for each other
   double elapsed_s = 0;        // timeout, under_way: for how long
   std::string detail;
