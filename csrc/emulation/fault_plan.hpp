@@ -18,7 +18,9 @@
 #ifndef EMULATION_FAULT_PLAN_HPP
 #define EMULATION_FAULT_PLAN_HPP
 
+#include <algorithm>
 #include <condition_variable>
+#include <iterator>
 #include <mutex>
 #include <sstream>
 #include <string>
@@ -48,7 +50,7 @@ class FaultPlan {
       if (!parse(part, entry)) {
         complain("cannot read the fault '", part,
                  "'. Write rank=R,point=P,hit=N,act=A with act one of remote_error, async_error, "
-                 "system_error, out_of_memory, hang, slow and stuck.");
+                 "system_error, out_of_memory, hang, slow and stuck. docs/emulation.md names the points.");
         return false;
       }
       entries.push_back(entry);
@@ -91,6 +93,21 @@ class FaultPlan {
     int visits = 0;
   };
 
+  // The points that no rank reaches come first.
+  static constexpr int kNumPointsWithoutRank = 3;
+  static constexpr const char* kPoints[] = {
+      "mem_alloc", "mem_free",       "malloc",     "allreduce", "broadcast",  "reduce", "all_gather",
+      "gather",    "reduce_scatter", "all_to_all", "scatter",   "send",       "recv",   "put",
+      "signal",    "wait_signal",    "launch",     "init",      "split",      "shrink", "grow",
+      "finalize",  "destroy",        "revoke",     "register",  "deregister", "any"};
+
+  // A fault that never strikes is refused: what it is to test would pass.
+  static bool can_strike(const Entry& entry) {
+    const auto* point = std::find(std::begin(kPoints), std::end(kPoints), entry.point);
+    if (point == std::end(kPoints)) return false;
+    return entry.rank < 0 || point - kPoints >= kNumPointsWithoutRank;
+  }
+
   static bool parse(const std::string& text, Entry& entry) {
     std::istringstream stream(text);
     for (std::string pair; std::getline(stream, pair, ',');) {
@@ -98,7 +115,7 @@ class FaultPlan {
       if (separator == std::string::npos) return false;
       if (!apply(entry, pair.substr(0, separator), pair.substr(separator + 1))) return false;
     }
-    return entry.fault.act != Act::none && !entry.point.empty();
+    return entry.fault.act != Act::none && can_strike(entry);
   }
 
   static bool apply(Entry& entry, const std::string& key, const std::string& value) {

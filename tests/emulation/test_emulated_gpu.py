@@ -206,8 +206,9 @@ def ask_twice(rank: int, world_size: int, addr: str) -> bool:
         emulated_gpu(delay_us="300")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="1 emulated devices already"):
         emulated_gpu(devices=2)
-    with pytest.raises(ValueError, match="cannot read the fault"):
-        emulated_gpu(faults="nonsense")
+    for plan in ("nonsense", "point=all_reduce,act=hang", "rank=0,point=malloc,act=out_of_memory"):
+        with pytest.raises(ValueError, match="cannot read the fault"):
+            emulated_gpu(faults=plan)
     version = ctypes.c_int()
     gpu.check(gpu.cudart.cudaRuntimeGetVersion(ctypes.byref(version)))
     assert version.value == 13000
