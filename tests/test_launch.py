@@ -269,6 +269,10 @@ def test_each_rank_is_told_who_it_is() -> None:
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "5001",
         "OMP_NUM_THREADS": "2",
@@ -283,6 +287,7 @@ def test_an_outer_launchers_rank_is_not_passed_on() -> None:
         "PMI_RANK": "3",
         "SLURM_PROCID": "3",
         "TORCHELASTIC_RUN_ID": "x",
+        "ROLE_NAME": "trainer",
         "FERRO_LISTEN_FD": "5",
         "FERRO_RANK": "3",
         "SLURM_JOB_ID": "7",
@@ -311,6 +316,7 @@ def test_ranks_of_the_second_host_follow_those_of_the_first() -> None:
     assert [command.rank for command in commands] == [3, 4, 5]
     last = commands[-1].env
     assert (last["RANK"], last["LOCAL_RANK"], last["WORLD_SIZE"]) == ("5", "2", "6")
+    assert (last["GROUP_RANK"], last["GROUP_WORLD_SIZE"]) == ("1", "2")
     assert (last["FERRO_ADDR"], last["MASTER_PORT"]) == ("[fe80::1]:700", "701")
     assert last["FERRO_DIST_EPOCH"] == "4"
     assert all("FERRO_LISTEN_FD" not in command.env for command in commands)

@@ -18,6 +18,7 @@ FOREIGN_IDENTITY = (
     "FERRO_LISTEN_FD",
     "MPI_LOCALNRANKS",
     "MPI_LOCALRANKID",
+    "ROLE_NAME",
     "SLURM_LOCALID",
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",
@@ -95,7 +96,8 @@ def _rank_env(
     options: Options, rendezvous: Rendezvous, environ: Mapping[str, str], local_rank: int
 ) -> dict[str, str]:
     rank = options.node_rank * options.nproc + local_rank
-    # The torchrun variables are for programs that know nothing of ferro_dist.
+    # The torchrun variables are for programs that know nothing of ferro_dist. TORCHELASTIC_* are
+    # left out: by these torch would expect an agent, with a store at MASTER_PORT.
     identity = {
         "RANK": str(rank),
         "WORLD_SIZE": str(options.world_size),
@@ -103,6 +105,8 @@ def _rank_env(
         "LOCAL_WORLD_SIZE": str(options.nproc),
     }
     env = {f"FERRO_{key}": value for key, value in identity.items()} | identity
+    env["GROUP_RANK"], env["GROUP_WORLD_SIZE"] = str(options.node_rank), str(options.nnodes)
+    env["ROLE_RANK"], env["ROLE_WORLD_SIZE"] = identity["RANK"], identity["WORLD_SIZE"]
     env["FERRO_ADDR"] = rendezvous.addr
     # Several hosts restart together, and whatever restarts them may count the attempts.
     inherited_epoch = environ.get("FERRO_DIST_EPOCH", "0")
