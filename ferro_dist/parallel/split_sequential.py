@@ -48,7 +48,7 @@ def split_sequential(
     Examples
     --------
     >>> split_sequential([1, 2, 3, 4, 5, 6], 3, weights=[1, 1, 1, 1, 1, 5])
-    [[1, 2, 3], [4, 5], [6]]
+    [[1, 2], [3, 4, 5], [6]]
     """
     count = arguments.named_integer("split_sequential", "num_stages", num_stages)
     num_layers = _num_layers(module)
