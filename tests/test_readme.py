@@ -174,6 +174,14 @@ def test_example_of_a_test_passes(command: str, folder: Path) -> None:
     assert "3 passed" in output
 
 
+def test_example_of_the_document_on_emulation_passes(tmp_path: Path) -> None:
+    text = (ROOT / "docs/emulation.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "test_emulation.py").write_text(example, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_emulation.py"]
+    assert "1 passed" in run(command, tmp_path)
+
+
 @pytest.mark.parametrize("command", commands("pip"))
 def test_install_commands_name_what_there_is(command: str) -> None:
     # That they work is not for a test to find out that is run by one of them.
