@@ -15,10 +15,12 @@ no time measured on it says anything about a GPU.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import pickle
 import secrets
+import signal
 import struct
 import sys
 import time
@@ -122,6 +124,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``body(backend, *args)`` in `world_size` processes and return what each returned.
 
+    The processes end with this one, even if it is killed.
+
     Parameters
     ----------
     world_size : int
@@ -216,6 +220,7 @@ def _is_main_a_file() -> bool:
 
 def _play(rank: int, job: _Job, connection: Connection) -> None:
     """Be one rank: in its own process."""
+    _die_with_caller()
     try:
         # The server's is what the first run found.
         os.environ.clear()
@@ -230,6 +235,22 @@ def _play(rank: int, job: _Job, connection: Connection) -> None:
     except Exception:
         _send(connection, _failure("returned what cannot be sent to the caller"))
     connection.close()
+
+
+def _die_with_caller() -> None:
+    """Have the kernel kill this process when its caller ends, even without having cleaned up.
+
+    The caller never writes to the pipe behind the sentinel any more, so that its end is the only
+    event there. PR_SET_PDEATHSIG would watch the server, which lives as long as its last rank.
+    """
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    fcntl.fcntl(caller.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(caller.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(caller.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(caller.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if not caller.is_alive():  # It has ended before.
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _call_body(rank: int, job: _Job, connection: Connection) -> Any:

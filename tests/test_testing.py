@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,35 @@ def test_a_rank_that_hangs_at_exit_is_a_failure(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(testing, "_EXIT_S", 0.1)
     with pytest.raises(RankFailed, match="rank 0 did not exit in time"):
         run_ranks(2, never_exit)
+
+
+CALLER = """
+import os
+import time
+
+from ferro_dist.testing import run_ranks
+
+
+def stay(backend):
+    os.write(1, b"here\\n")
+    time.sleep(60)
+    os.write(1, b"still here\\n")
+
+
+if __name__ == "__main__":
+    run_ranks(2, stay)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_a_caller_that_is_killed(signum: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(CALLER)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as caller:
+        assert caller.stdout is not None
+        assert [caller.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
+        caller.send_signal(signum)
+        assert caller.stdout.read() == b""  # once the ranks, which could write to it, have ended
 
 
 def test_the_users_own_preloaded_modules_stay() -> None:
