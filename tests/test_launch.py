@@ -200,7 +200,6 @@ def test_two_dashes_end_the_options() -> None:
         (["--nope", "-m", "x"], "there is no option --nope"),
         (["-n"], "--nproc needs a value"),
         (["-x"], "there is no option -x"),
-        (["-"], "there is no option -"),
         (["--module=x"], "--module takes no value"),
         ([], "no script given"),
         (["-m"], "no script given"),
@@ -573,6 +572,22 @@ def test_a_script_that_cannot_be_found_exits_with_127() -> None:
     code, _, errors = ferrorun("-n2", "env", "script.py")
     assert code == 127
     assert "commands after --no-python" in errors
+
+
+@pytest.mark.parametrize("script", ["-", "/dev/stdin", "/dev/fd/0"])
+def test_a_script_that_one_rank_alone_could_read_is_refused(script: str) -> None:
+    code, _, errors = ferrorun("-n2", script)
+    assert (code, errors) == (
+        2,
+        f"ferrorun: only one rank could read the script from {script}: write it to a file\n",
+    )
+
+
+def test_a_script_in_a_pipe_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with pytest.raises(LaunchError, match="only one rank could read the script"):
+        parsed("-n2", str(fifo))
 
 
 def test_a_command_that_cannot_be_found_exits_with_127() -> None:

@@ -7,6 +7,7 @@ Parsed by hand: argparse would take the script's options for ferrorun's own, and
 from __future__ import annotations
 
 import os
+import stat
 
 from ferro_dist.cores import count_own
 
@@ -41,6 +42,9 @@ IDENTITY = (
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
 )
+
+# What is behind these names differs from process to process: only rank 0 has the standard input.
+_STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
 
 class LaunchError(Exception):
@@ -118,7 +122,7 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     """Return ferrorun's options as pairs of long name and value, and the words after them."""
     pairs = []
     words = list(argv)
-    while words and words[0].startswith("-"):
+    while words and words[0].startswith("-") and words[0] != "-":
         word = words.pop(0)
         if word == "--":
             break
@@ -219,9 +223,23 @@ def _check_command(options: Options) -> None:
         raise LaunchError("-m and --no-python exclude each other")
     if not options.command or not options.command[0]:  # the latter from a shell's unset variable
         raise LaunchError("no script given (see ferrorun --help)")
-    is_script = options.is_python and not options.is_module
-    if is_script and not os.path.exists(options.command[0]):
-        raise LaunchError(_not_found(options.command[0]), EXIT_NOT_FOUND)
+    if options.is_python and not options.is_module:
+        _check_script(options.command[0])
+
+
+def _check_script(script: str) -> None:
+    if script == "-" or os.path.normpath(script).startswith(_STREAMS):
+        raise LaunchError(_read_once(script))
+    try:
+        mode = os.stat(script).st_mode
+    except (OSError, ValueError):
+        raise LaunchError(_not_found(script), EXIT_NOT_FOUND) from None
+    if stat.S_ISFIFO(mode):
+        raise LaunchError(_read_once(script))
+
+
+def _read_once(script: str) -> str:
+    return f"only one rank could read the script from {script}: write it to a file"
 
 
 def _not_found(script: str) -> str:
