@@ -616,6 +616,23 @@ def test_too_few_descriptors_stop_the_start(launch: Launch, limit: int, what: st
     assert re.fullmatch(f"ferrorun: cannot start {what}: Too many open files\n", err)
 
 
+def test_a_front_that_cannot_fork_says_so() -> None:
+    # RLIMIT_NPROC does not hold for root, so that the tests cannot set it.
+    program = """
+import errno, os, sys
+import ferro_dist.launch
+
+def refuse():
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+os.fork = refuse
+sys.exit(ferro_dist.launch.main(["-n1", "--no-python", "true"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 126
+    assert done.stderr == "ferrorun: cannot start a job: Resource temporarily unavailable\n"
+
+
 def test_starting_ferrorun_imports_nothing_heavy() -> None:
     listing = """
 import sys

@@ -15,6 +15,7 @@ from ferro_dist._launch.kernel import (
     kill_all,
     prctl,
 )
+from ferro_dist._launch.ranks import EXIT_CANNOT_RUN
 from ferro_dist._launch.signals import (
     EXIT_SIGNALLED,
     FROM_TERMINAL,
@@ -37,7 +38,11 @@ def run_job(options: Options) -> int:
     control_read, control_write = os.pipe()
     # A rank that reads the terminal must be in the foreground group, which is this process's.
     terminal_group = os.getpgrp() if os.isatty(0) else None
-    supervisor = os.fork()
+    try:
+        supervisor = os.fork()
+    except OSError as error:  # a limit of processes, such as a container's pids.max
+        complain(f"cannot start a job: {error.strerror}")
+        return EXIT_CANNOT_RUN
     if supervisor == 0:
         os.close(control_write)
         exit_with(lambda: supervise(options, signals, control_read, terminal_group))
