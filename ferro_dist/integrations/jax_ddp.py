@@ -18,6 +18,7 @@ from ferro_dist.integrations.jax_leaves import (
     float_positions,
     is_array,
     is_number,
+    text_of,
 )
 from ferro_dist.parallel.ddp import DDP, Kind, compare
 
@@ -202,7 +203,7 @@ def _is_traced(tree: Pytree) -> bool:
 
 def _content_of(leaf: Any) -> bytes:
     if is_number(leaf):
-        return np.asarray(leaf).tobytes()  # JAX would narrow it
+        return text_of(leaf)
     array = as_jax_array(leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +15,7 @@ from ferro_dist.collective import broadcast
 from ferro_dist.errors import InvalidArray
 from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.bucket import ParameterSpec
+from ferro_dist.parallel.exchange import all_gather_bytes
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -30,6 +31,7 @@ __all__ = [
     "is_number",
     "refuse_unaveraged",
     "specs_of",
+    "text_of",
 ]
 
 NumpyArray = np.ndarray[Any, Any]
@@ -123,7 +125,8 @@ def broadcast_leaf(leaf: Any, backend: Backend, root: int) -> Any:
     if not is_array(leaf):
         return leaf
     if is_number(leaf):
-        return type(leaf)(broadcast(np.asarray(leaf), backend, root).item())
+        texts = all_gather_bytes(text_of(leaf), backend)
+        return type(leaf)(_plain_type(leaf)(texts[root].decode()))
     array = as_jax_array(leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         state = broadcast_leaf(jax.random.key_data(array), backend, root)
@@ -131,6 +134,16 @@ def broadcast_leaf(leaf: Any, backend: Backend, root: int) -> Any:
     # In host memory, as averages are: many groups reach no GPU, and a leaf may lie on several.
     written = interop.aligned_empty(array.shape, array.dtype)
     return interop.deliver(array, broadcast(np.asarray(array), backend, root, out=written))
+
+
+def text_of(number: complex) -> bytes:
+    """Return a number of Python as it is: JAX would narrow it, and an int may exceed 64 bits."""
+    return repr(_plain_type(number)(number)).encode()
+
+
+def _plain_type(number: Any) -> Callable[[Any], complex]:
+    # One that reads its own text, which a bool does not.
+    return next(plain for plain in (int, float, complex) if isinstance(number, plain))
 
 
 def delivered(likes: Sequence[Any], averages: Sequence[NumpyArray]) -> list[Any]:

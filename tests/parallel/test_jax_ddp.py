@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
+import math
 import os
 from typing import Any
 
@@ -278,6 +280,26 @@ def keep_numbers(backend: Any) -> None:
 
 def test_numbers_of_python_are_made_equal_and_stay_numbers() -> None:
     run_ranks(2, keep_numbers, timeout=DEADLINE_S)
+
+
+class Kind(enum.IntEnum):
+    FIRST, SECOND = 0, 1
+
+
+def keep_numbers_of_any_size(backend: Any) -> None:
+    rank = backend.rank
+    number_of = [2**70, 5, 2**63, -0.0, math.nan, 1 - 0j, Kind.FIRST]
+    others = [5, 2**70, 5, 0.0, 1.0, 2j, Kind.SECOND]
+    ones = jax.numpy.ones(1)
+    ddp = fd.DDP([ones, *(others if rank else number_of)], backend)
+    assert repr(ddp.module[1:]) == repr(number_of)
+    ddp.verify()
+    with pytest.raises(fd.CollectiveMismatch, match=r"\[1\]"):
+        ddp.verify([ones, 2**70 + rank])
+
+
+def test_numbers_of_python_are_of_any_size() -> None:
+    run_ranks(2, keep_numbers_of_any_size, timeout=DEADLINE_S)
 
 
 def refuse(backend: Any) -> None:
