@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -96,9 +96,10 @@ def in_order(values: _T) -> _T:
     """Return what was given for a sequence; raise TypeError for a set, a mapping or text.
 
     All can be iterated over, but a set in an order that nobody meant, perhaps another one on each
-    rank, and a mapping gives its keys.
+    rank, and a mapping gives its keys. Who asks for the keys, which count as a set, means them, and
+    they have the order of the mapping.
     """
-    if isinstance(values, (AbstractSet, Mapping, str, bytes)):
+    if isinstance(values, (AbstractSet, Mapping, str, bytes)) and not isinstance(values, KeysView):
         raise TypeError(f"a {type(values).__name__} is not a sequence: give a list")
     return values
 

@@ -207,6 +207,14 @@ def test_members_that_are_no_sequence_are_refused(members: Any) -> None:
         backend.split(members)
 
 
+def test_members_may_be_the_keys_of_a_mapping() -> None:
+    hosts: Any = {0: "a"}
+    with world_of_one() as backend:
+        part = backend.split(hosts.keys())
+        assert part is not None
+        part.close()
+
+
 @pytest.mark.parametrize("shape", [2.5, "3", "", b"\x02", None, {2, 3}, (2, 3.0), True, (2, True)])
 def test_a_shape_that_is_none_is_refused(shape: Any) -> None:
     with (
