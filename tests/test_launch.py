@@ -495,7 +495,7 @@ def test_ranks_that_cannot_reach_each_other_are_not_started() -> None:
 
 
 def test_the_loopback_is_blamed_only_where_there_is_no_route() -> None:
-    broadcast = "255.255.255.255"  # which the kernel refuses to a socket that has not asked for it
+    broadcast = "127.255.255.255"  # which the kernel refuses to a socket that has not asked for it
     with pytest.raises(LaunchError) as told:
         ports._check_route(broadcast, 9)
     assert str(told.value) == f"the ranks cannot reach {broadcast}: Permission denied"
