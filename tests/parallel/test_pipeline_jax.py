@@ -48,7 +48,7 @@ class Handwritten:
     def forward(self, x: Any) -> Any:
         return x, None
 
-    def backward(self, gradient: Any, saved: Any) -> Any:
+    def backward(self, saved: Any, gradient: Any) -> Any:
         return gradient
 
 
