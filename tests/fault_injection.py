@@ -200,16 +200,12 @@ def run_undisturbed(
     """
     for _ in range(MAX_RUNS):
         outcomes = run()
-        if are_undisturbed(lessons(outcomes), TOGETHER_S):
+        learnt = lessons(outcomes)
+        moments = [lesson.learnt_s for lesson in learnt]
+        stalled_s = max(lesson.stalled_s for lesson in learnt)
+        if max(stalled_s, max(moments) - min(moments)) < TOGETHER_S:
             break
     return outcomes
-
-
-def are_undisturbed(lessons: Sequence[Lesson], within_s: float) -> bool:
-    """Whether no rank was kept from running for that long, or from learning with the others."""
-    moments = [lesson.learnt_s for lesson in lessons]
-    stalled_s = max(lesson.stalled_s for lesson in lessons)
-    return max(stalled_s, max(moments) - min(moments)) < within_s
 
 
 def die() -> None:

@@ -2,6 +2,7 @@
 // plain loop, messages, asynchrony and the ends of groups. Run under
 // ThreadSanitizer and AddressSanitizer by tests/csrc/run.
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -355,6 +356,26 @@ void test_who_is_awaited_is_never_told_of_a_wait_that_is_over() {
       }
   });
   for (std::thread& thread : threads) thread.join();
+}
+
+// Rank 1 waits for rank 2, which is dead to the world, and is between two slices of its sleep just when rank
+// 0 gives up.
+void test_a_rank_that_looks_round_is_waiting() {
+  const std::shared_ptr<Segment> segment = Segment::create(3);
+  const ShmTransport transport(segment, 0, {0, 1, 2}, SpinPolicy{0, 0}, false,
+                               std::make_shared<PeerMemory>(segment, 0));
+  segment->control(1).stuck_for.store(3 | RankControl::kInMessages);
+  std::thread rank_1([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    segment->message_sleeper(1).store(kAnyPeer);
+  });
+  Error error(ErrorCode::timeout, 1);
+  error.missing = {1};
+  Call call(kTimeout);
+  transport.trace(call, error);
+  rank_1.join();
+  CHECK(error.missing == std::vector<int>{2});
+  CHECK(error.awaited == std::vector<int>{1});
 }
 
 // Also where no peer ever keeps it waiting.
@@ -1115,6 +1136,7 @@ int main() {
   test_closing_rank_is_named();
   test_timeout_names_the_missing();
   test_who_is_awaited_is_never_told_of_a_wait_that_is_over();
+  test_a_rank_that_looks_round_is_waiting();
   test_close_during_calls();
   for (const bool is_over_sockets : {false, true}) {
     test_work_of_every_size_keeps_its_order(is_over_sockets);

@@ -16,14 +16,12 @@ import numpy as np
 import pytest
 from fault_injection import (
     COLLECTIVES,
-    MAX_RUNS,
     MESSAGES,
     PATIENCE_S,
     SOON_S,
     Lesson,
     Pulse,
     Told,
-    are_undisturbed,
     call_of,
     error_of,
     meet,
@@ -37,9 +35,6 @@ from ferro_dist.testing import run_ranks
 
 LARGE = 3_000_000  # floats: no buffer takes that much ahead
 TIMEOUT_S = 0.3
-SLICE_S = 0.1  # the engine's kWaitSliceSeconds
-NUM_SLICES = 8  # of which ranks that share cores pass some before they sleep
-NUM_TURNS = 8
 # What must pass, but not before ranks that a busy machine keeps from running have come.
 LONG_TIMEOUT_S = 2.5
 
@@ -247,37 +242,6 @@ def test_those_are_named_at_whom_the_waits_of_threads_end(name: str) -> None:
         return outcomes
 
     check_who_is_missing(name, run)
-
-
-def wait_in_a_circle(backend: fd.Backend) -> list[tuple[Told, Lesson]]:
-    outcomes = []
-    for _ in range(NUM_TURNS):
-        group = backend.split(range(3))
-        assert group is not None
-        with group:
-            group.timeout = NUM_SLICES * SLICE_S if backend.rank == 0 else PATIENCE_S
-            out, source = np.empty(1), (1, 2, 1)[backend.rank]
-            fd.barrier(backend)
-            start_s = time.monotonic()
-            pulse = Pulse()
-            error = error_of(lambda: fd.recv(out, group, source))  # noqa: B023
-            lesson = pulse.end()
-            outcomes.append((error, Lesson(lesson.learnt_s - start_s, lesson.stalled_s)))
-            fd.barrier(backend)
-    return outcomes
-
-
-def test_a_rank_that_looks_round_between_two_slices_of_its_sleep_is_waiting() -> None:
-    # All begin at once, so the others wake just when rank 0 gives up. It allows one a slice to go
-    # back to sleep.
-    undisturbed: list[tuple[tuple[Told, Lesson], ...]] = []
-    for _ in range(MAX_RUNS):
-        turns = zip(*run_ranks(3, wait_in_a_circle, backend="host"), strict=True)
-        undisturbed += [t for t in turns if are_undisturbed([each[1] for each in t], SLICE_S)]
-        if len(undisturbed) >= NUM_TURNS:
-            break
-    assert undisturbed
-    assert {told.missing for turn in undisturbed for told, _ in turn} == {(1, 2)}
 
 
 def wait_for_one_stopped_in_a_barrier(backend: fd.Backend) -> Told | None:

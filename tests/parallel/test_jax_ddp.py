@@ -246,7 +246,7 @@ def tell_of_bad_reductions(backend: Any) -> None:
         fd.DDP([jax.numpy.ones(3)], backend, compress=[halved, None][backend.rank])
     ddp = fd.DDP([jax.numpy.ones(3)], backend, compress=compress_badly)
     error: type[Exception] = [fd.ChannelClosed, KeyError][backend.rank]
-    with pytest.raises(error, match="rank 1 was interrupted|no such gradient"):
+    with pytest.raises(error, match=r"rank 1 was interrupted|no such gradient"):
         ddp.sync_gradients([jax.numpy.ones(3)])
 
 
