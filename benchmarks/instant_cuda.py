@@ -83,7 +83,8 @@ int cuGetProcAddress_v2(const char* name, void** f, int v, unsigned long long fl
 int cuInit(unsigned flags) { return 0; }
 """
 
-# 16 float32 on GPU 0, and a current stream.
+# 16 float32 on GPU 0, each array at a place of its own: objects lie at least 16 bytes apart. And a
+# current stream.
 TENSOR = """
 #include <stddef.h>
 #include <stdint.h>
@@ -97,7 +98,7 @@ typedef struct {
 } DLTensor;
 static int64_t shape[1] = {16}, strides[1] = {1};
 static int describe(void* array, DLTensor* out) {
-  const DLTensor tensor = {(void*)0x6000, 2, 0, 1, 2, 32, 1, shape, strides, 0};
+  const DLTensor tensor = {(void*)((uintptr_t)array * 4), 2, 0, 1, 2, 32, 1, shape, strides, 0};
   *out = tensor;
   return 0;
 }
