@@ -106,6 +106,7 @@ class _Rank:
     number: int
     process: BaseProcess
     connection: Connection
+    lifeline: Connection  # never written to; the rank dies when it closes
     mail: bytearray = field(default_factory=bytearray)  # what of its message has come
     is_mute: bool = False  # it has closed its end of the connection
     result: Any = None
@@ -178,10 +179,13 @@ def run_ranks(
     with _killing_survivors(ranks):
         for rank in range(world_size):
             receiving, sending = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_play, args=(rank, job, sending), name=f"rank {rank}")
-            ranks.append(_Rank(rank, process, receiving))
+            alive, lifeline = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_play, args=(rank, job, sending, alive), name=f"rank {rank}"
+            )
+            ranks.append(_Rank(rank, process, receiving, lifeline))
             os.set_blocking(receiving.fileno(), False)
-            with sending:
+            with sending, alive:
                 process.start()
         _collect(ranks, time.monotonic() + timeout, set(may_die))
         _await_exits(ranks, time.monotonic() + _EXIT_S, set(may_die))
@@ -218,9 +222,9 @@ def _is_main_a_file() -> bool:
     return main.__spec__ is not None or os.path.isfile(getattr(main, "__file__", ""))
 
 
-def _play(rank: int, job: _Job, connection: Connection) -> None:
+def _play(rank: int, job: _Job, connection: Connection, alive: Connection) -> None:
     """Be one rank: in its own process."""
-    _die_with_caller()
+    _die_with_caller(alive)
     try:
         # The server's is what the first run found.
         os.environ.clear()
@@ -237,19 +241,18 @@ def _play(rank: int, job: _Job, connection: Connection) -> None:
     connection.close()
 
 
-def _die_with_caller() -> None:
+def _die_with_caller(alive: Connection) -> None:
     """Have the kernel kill this process when its caller ends, even without having cleaned up.
 
-    The caller never writes to the pipe behind the sentinel any more, so that its end is the only
-    event there. PR_SET_PDEATHSIG would watch the server, which lives as long as its last rank.
+    Nobody writes to this pipe, so that its end is the only event there. That of multiprocessing's
+    own sentinel has brought this process its orders: the kernel may signal a write only when its
+    reader is long through. PR_SET_PDEATHSIG would watch the server, which lives as long as its last
+    rank.
     """
-    caller = multiprocessing.parent_process()
-    assert caller is not None
-    fcntl.fcntl(caller.sentinel, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(caller.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-    flags = fcntl.fcntl(caller.sentinel, fcntl.F_GETFL)
-    fcntl.fcntl(caller.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if not caller.is_alive():  # It has ended before.
+    fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+    if alive.poll():  # It has ended before.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -365,6 +368,7 @@ def _killing_survivors(ranks: list[_Rank]) -> Iterator[None]:
         for rank in ranks:
             rank.process.close()
             rank.connection.close()
+            rank.lifeline.close()
 
 
 def emulated_gpu(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
+import multiprocessing
 import os
 import pickle
 import signal
@@ -190,6 +192,17 @@ def test_ranks_end_with_a_caller_that_is_killed(signum: signal.Signals, tmp_path
         assert [caller.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
         caller.send_signal(signum)
         assert caller.stdout.read() == b""  # once the ranks, which could write to it, have ended
+
+
+def listens_to_its_orders(backend: Any) -> bool:
+    del backend
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    return bool(fcntl.fcntl(caller.sentinel, fcntl.F_GETFL) & os.O_ASYNC)
+
+
+def test_what_the_caller_writes_to_a_rank_cannot_kill_it() -> None:
+    assert run_ranks(2, listens_to_its_orders) == [False, False]
 
 
 def test_the_users_own_preloaded_modules_stay() -> None:
