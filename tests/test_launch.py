@@ -583,6 +583,14 @@ def test_a_script_that_one_rank_alone_could_read_is_refused(script: str) -> None
     )
 
 
+@pytest.mark.parametrize("script", ["-", "/dev/stdin"])
+def test_a_rank_that_is_alone_reads_its_script_from_anywhere(script: str) -> None:
+    done = subprocess.run(
+        [*FERRORUN, "-n1", script], input="print('here')", capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "[0] here\n")
+
+
 def test_a_script_in_a_pipe_is_refused(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -224,22 +224,21 @@ def _check_command(options: Options) -> None:
     if not options.command or not options.command[0]:  # the latter from a shell's unset variable
         raise LaunchError("no script given (see ferrorun --help)")
     if options.is_python and not options.is_module:
-        _check_script(options.command[0])
+        script = options.command[0]
+        if _is_stream(script) and options.nproc > 1:
+            raise LaunchError(
+                f"only one rank could read the script from {script}: write it to a file"
+            )
 
 
-def _check_script(script: str) -> None:
+def _is_stream(script: str) -> bool:
+    """Tell what can be read only once from a file; raise if there is neither."""
     if script == "-" or os.path.normpath(script).startswith(_STREAMS):
-        raise LaunchError(_read_once(script))
+        return True
     try:
-        mode = os.stat(script).st_mode
+        return stat.S_ISFIFO(os.stat(script).st_mode)
     except (OSError, ValueError):
         raise LaunchError(_not_found(script), EXIT_NOT_FOUND) from None
-    if stat.S_ISFIFO(mode):
-        raise LaunchError(_read_once(script))
-
-
-def _read_once(script: str) -> str:
-    return f"only one rank could read the script from {script}: write it to a file"
 
 
 def _not_found(script: str) -> str:
