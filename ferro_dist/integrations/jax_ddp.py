@@ -44,7 +44,9 @@ class JaxDDP(DDP[Any], Kind):
 
     `average` may be ``"mean"`` or ``"sum"``: every leaf has a gradient, if only zeros, so that all
     ranks contribute. If `compress` is a function, its bucket holds NumPy arrays; it must not call
-    JAX, as a compiled step may be waiting for it. A pytree has no buffers to be synchronized.
+    JAX, as a compiled step may be waiting for it. `PowerSGD` adds what it leaves out of one tree to
+    the next of the same names and shapes: gradients of two models need two wrappers. A pytree has
+    no buffers to be synchronized.
 
     An error inside a compiled program surfaces as JAX's own, with that of ferro_dist in its text;
     the next call on the group raises the latter.
