@@ -18,6 +18,7 @@ def find_examples() -> dict[str, doctest.DocTest]:
     tests = {
         name: parser.get_doctest(each.__doc__ or "", dict(public), name, None, None)
         for name, each in public.items()
+        if callable(each)  # a number has the docstring of int
     }
     return {name: test for name, test in tests.items() if any(each.want for each in test.examples)}
 
