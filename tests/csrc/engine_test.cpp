@@ -602,7 +602,7 @@ void test_a_timeout_ends_the_calls_of_all_threads(bool is_over_sockets) {
   });
   blocked.await();
   const std::shared_ptr<Task> task = group[0]->submit(Op::recv, {recv_of(1, z)}, kTimeout);
-  Call call(0.05);
+  Call call(1);  // until then, a busy machine has let it pass the thread that moves `task`
   try {
     group[0]->exchange(call, Op::recv, {recv_of(2, y)});
     CHECK(false);
