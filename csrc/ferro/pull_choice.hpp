@@ -10,7 +10,7 @@
 
 #include "ferro/clock.hpp"
 #include "ferro/copy_choice.hpp"
-#include "ferro/peer_memory.hpp"
+#include "ferro/shm_cost.hpp"
 #include "ferro/types.hpp"
 
 namespace ferro {
@@ -23,11 +23,15 @@ class PullChoice {
 
   // Whether this rank's arrays are large enough for others to read them in its memory, and stay as they are
   // while others do. Only then is there a choice.
-  bool is_open(const Collective& collective) const;
+  bool is_open(const Collective& collective) const {
+    return collective.nbytes() >= shm_cost::kPullNbytes && is_open_to_long(collective);
+  }
   // The place of the rank that chooses for all of them.
   int chooser_of(const Collective& collective) const;
   // Whether this is that rank, and there is something to choose.
-  bool is_chooser(const Collective& collective) const;
+  bool is_chooser(const Collective& collective) const {
+    return is_open(collective) && index_ == chooser_of(collective);
+  }
 
   // What the rank that chooses said the last time.
   bool is_pulled(const Collective& collective) const;
@@ -38,6 +42,8 @@ class PullChoice {
   void note(const Collective& collective, bool was_pulled, Clock::duration time);
 
  private:
+  bool is_open_to_long(const Collective& collective) const;
+
   const PeerReads setting_;
   const int index_, size_;
   const std::vector<int>& index_of_;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -168,9 +169,10 @@ void ShmTransport::publish_header(const Collective& collective) {
   } else {
     publish_input(collective, slot);
   }
-  Fingerprint& fingerprint = segment_->control(index_).fingerprints[parity];
-  fingerprint = fingerprint_of(collective, sequence_);
-  own_flag_ = flag_of(sequence_, hash(fingerprint));
+  // Made where it stays: a copy would wait until all the fields of the original are in the cache.
+  const auto* fingerprint = new (&segment_->control(index_).fingerprints[parity])
+      Fingerprint(fingerprint_of(collective, sequence_));
+  own_flag_ = flag_of(sequence_, hash(*fingerprint));
   // Last: a peer that sees this sequence may read all of the above.
   slot.flag.store(own_flag_, std::memory_order_seq_cst);
   wake_sleepers();
@@ -326,6 +328,8 @@ void ShmTransport::find_inputs(const Collective& collective) {
   inputs_.are_kept = keeps_inputs(collective);
   inputs_.are_symmetric = size_ > 1;  // a rank that is alone reads nobody's
   if (is_uneven(collective)) return check_counts();
+  if (input_nbytes(collective, size_, true) <= HeaderSlot::kInlineNbytes)
+    return find_inline_inputs(collective);
 
   const bool is_pulled = agree_to_pull(collective);
   const unsigned parity = sequence_ & 1;
@@ -359,6 +363,14 @@ void ShmTransport::find_inputs(const Collective& collective) {
     }
   }
   inputs_.at[index_] = static_cast<const unsigned char*>(collective.in);
+}
+
+// The same where every header carries all that its rank gives.
+void ShmTransport::find_inline_inputs(const Collective& collective) {
+  const unsigned parity = sequence_ & 1;
+  for (int peer = 0; peer < size_; ++peer) inputs_.at[peer] = segment_->header(peer, parity).payload;
+  inputs_.at[index_] = static_cast<const unsigned char*>(collective.in);
+  inputs_.are_symmetric = false;
 }
 
 // What it finds is used only if all are symmetric or all may be pulled; otherwise it may be meaningless.

@@ -69,6 +69,7 @@ class ShmTransport final : public Transport {
   std::size_t next_small(std::size_t nbytes);
   void prepare_next_small();
   void find_inputs(const Collective& collective);
+  void find_inline_inputs(const Collective& collective);
   void find_output(int peer, std::uint64_t symmetric, std::uint64_t address);
   bool agree_to_pull(const Collective& collective);
   // A second exchange of headers: no rank leaves it before all have entered. Until then each may read
@@ -184,7 +185,7 @@ class ShmTransport final : public Transport {
     bool were_read = true;         // by this rank, as far as they were pulled
 
     void reset() {
-      std::fill(is_foreign.begin(), is_foreign.end(), false);
+      if (are_pulled) std::fill(is_foreign.begin(), is_foreign.end(), false);
       are_complete = are_symmetric = were_read = true;
       are_borrowed = are_pulled = false;
       staging_ns = 0;
