@@ -23,7 +23,7 @@ namespace {
 constexpr std::size_t kMinSlots = 8;
 
 // How much of all peers' inputs is fetched at a time, so that it is still in the cache when it is reduced.
-constexpr std::size_t kFetchedNbytes = std::size_t{256} << 10;
+constexpr std::size_t kFetchedNbytes = std::size_t{512} << 10;
 constexpr std::size_t kLeastFetchedNbytes = std::size_t{4} << 10;  // of one peer's
 
 // The clock is read once in this many rounds, which take milliseconds at most.
