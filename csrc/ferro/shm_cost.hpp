@@ -25,8 +25,11 @@ constexpr bool is_worth_preparing(std::size_t nbytes) {
 constexpr std::size_t kSymmetricNbytes = std::size_t{8} << 10;
 
 // The same for a broadcast. Its input is what the root has just written, or taken from an earlier broadcast:
-// then both ranks hold lines that the other wants, and staging, past the caches, is faster for longer.
-constexpr std::size_t kSymmetricBroadcastNbytes = std::size_t{128} << 10;
+// then both ranks hold lines that the other wants, and staging is faster for longer. Several readers, which
+// read in place side by side but go through the root's window together, gain sooner.
+constexpr std::size_t symmetric_broadcast_nbytes(int num_ranks) {
+  return num_ranks == 2 ? std::size_t{2} << 20 : std::size_t{512} << 10;
+}
 
 // From here on what one rank copies from another may be pulled out of that one's memory. It costs a system
 // call for each reader, and the fence: smaller copies would not repay that anywhere.

@@ -224,8 +224,9 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   Places places{};
   // An all_to_all in place overwrites what peers would still be reading.
   const bool is_readable_in_place = collective.op != Op::all_to_all || collective.in != collective.out;
-  const std::size_t least_nbytes =
-      collective.op == Op::broadcast ? shm_cost::kSymmetricBroadcastNbytes : shm_cost::kSymmetricNbytes;
+  const std::size_t least_nbytes = collective.op == Op::broadcast
+                                       ? shm_cost::symmetric_broadcast_nbytes(size_)
+                                       : shm_cost::kSymmetricNbytes;
   if (nbytes >= least_nbytes && is_readable_in_place) {
     places.in = segment_->symmetric_offset(collective.in, nbytes);
     places.out = segment_->symmetric_offset(collective.out, nbytes);
