@@ -26,6 +26,7 @@ import torch
 
 from ferro_dist.arguments import check_root, in_order
 from ferro_dist.collective import allreduce
+from ferro_dist.errors import CollectiveMismatch
 from ferro_dist.integrations.torch_gradients import dtype_of_gradient
 from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
@@ -94,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     TypeError, ValueError
         Bad arguments. Nothing was sent.
     CollectiveMismatch
-        The ranks disagree on parameters, optimizer or options.
+        The ranks disagree on parameters, optimizer or options. The group stays usable.
 
     Notes
     -----
@@ -163,11 +164,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shard(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, such as those of a layer that was frozen so far. Called by all ranks."""
+        """Add parameters, such as those of a layer that was frozen so far. Called by all ranks.
+
+        Parameters
+        ----------
+        param_group : dict
+            ``"params"``, and options that differ from those of the constructor.
+
+        Raises
+        ------
+        CollectiveMismatch
+            The ranks add different parameters or options. None are added; the group stays usable.
+        """
         super().add_param_group(param_group)
-        if self._inner is not None:
-            self._consolidated = None
+        if self._inner is None:
+            return
+        try:
             self._shard(self.param_groups[-1:])
+        except CollectiveMismatch:
+            self.param_groups.pop()
+            raise
+        self._consolidated = None
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -496,6 +496,20 @@ def test_ranks_that_disagree_are_told(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
 
 
+def test_parameters_on_which_ranks_disagree_are_not_added(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        p, q, r = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+        optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=1.0)
+        with pytest.raises(fd.CollectiveMismatch, match="'lr': 2"):
+            optimizer.add_param_group({"params": [q], "lr": 1.0 + backend.rank})
+        optimizer.add_param_group({"params": [r, q]})
+        (p + q + r).sum().backward()
+        optimizer.step()
+        assert [each.tolist() for each in (p, q, r)] == [[0.0, 0.0]] * 3
+
+    on_ranks(2, body)
+
+
 def test_what_cannot_be_divided_is_refused(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         p = torch.nn.Parameter(torch.ones(2, 2))
