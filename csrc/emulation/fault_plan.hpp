@@ -1,7 +1,7 @@
 // Faults on demand: FERRO_EMULATION_FAULT="rank=1,point=allreduce,hit=3,act=hang".
 //
 //   rank   whose call it is; every rank if not given. Not for mem_alloc, mem_free and malloc.
-//   point  a collective by its name, send, recv, put, init, split, shrink, grow,
+//   point  a collective by its name, send, recv, put, signal, wait_signal, init, split, shrink, grow,
 //          launch (of what non-blocking calls ask for, where a real NCCL connects ranks),
 //          finalize, destroy, revoke, register, deregister, mem_alloc, mem_free; malloc for device
 //          memory; any
