@@ -39,7 +39,7 @@ struct RankControl {
   // Read only after a mismatch, and so on cache lines of its own, which peers otherwise never fetch.
   alignas(kLinePair) Fingerprint fingerprints[2];
   alignas(kLinePair) std::atomic<std::uint64_t> staged;    // rounds whose input is in its window
-  alignas(kLinePair) std::atomic<std::uint64_t> reduced;   // rounds whose result is in its window
+  alignas(kLinePair) std::atomic<std::uint64_t> reduced;   // rounds whose result is in its results
   alignas(kLinePair) std::atomic<std::uint64_t> consumed;  // rounds read from every peer
   // The thread id of its watchdog; marked and woken by the kernel when that dies.
   alignas(kLinePair) std::atomic<std::uint32_t> liveness;
