@@ -69,6 +69,10 @@ Several hosts; run ferrorun once on each, with the same -n and FERRO_DIST_TOKEN:
       --rdzv-endpoint H:P      address of host 0 and a free port there; the next port
                                is announced as MASTER_PORT
 
+Each rank finds its place in FERRO_RANK, FERRO_WORLD_SIZE, FERRO_LOCAL_RANK and
+FERRO_LOCAL_WORLD_SIZE, and in torchrun's RANK, LOCAL_RANK and so on. Unless set before,
+OMP_NUM_THREADS is its share of the cores, and PYTHONUNBUFFERED is 1.
+
 exit code: that of the first rank that fails (128 + number for a signal); 2 for a bad
 option; 127 for a command that cannot be found, 126 for one that cannot be run; 141 when
 nobody reads the output any more; 1 when a port or file is not available.
