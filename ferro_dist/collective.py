@@ -29,7 +29,8 @@ may be empty or 0-dimensional if they are so on all ranks.
 
 Dtypes: booleans (MIN and MAX), integers (all but MEAN), floats of 16 to 64 bits (all), complex
 numbers (SUM, MEAN, PROD). 16-bit floats are summed in float32. All ranks get the same bits. 8-bit
-floats (float8_e4m3fn, float8_e5m2) can be moved, not reduced.
+floats (float8_e4m3fn, float8_e5m2) can be moved, not reduced. On GPUs NCCL decides:
+`NcclBackend`.
 
 Algorithms, with their costs and sources: ``csrc/ferro/ALGORITHMS.md``.
 

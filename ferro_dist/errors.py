@@ -30,7 +30,7 @@ __all__ = [
 
 
 class DistributedError(RuntimeError):
-    """Base of every error that ferro_dist raises.
+    """Base of the errors that ferro_dist defines; wrong types and values are Python's own.
 
     Attributes
     ----------
@@ -142,7 +142,10 @@ class Timeout(DistributedError, TimeoutError):
 
 
 class ChannelClosed(DistributedError):
-    """A peer left the group, or this rank closed it. The group is unusable afterwards."""
+    """A peer left the group or was interrupted, or this rank closed the group.
+
+    The group is unusable afterwards.
+    """
 
 
 class PeerLostError(ChannelClosed):
@@ -163,7 +166,8 @@ class NoConnection(Io):
 class LockPoisoned(DistributedError):
     """The group ended with an earlier error, its ``__cause__``, or went on without this rank.
 
-    Go on in the group that ``backend.shrink()`` makes, or make a new one.
+    Go on in the group that ``backend.shrink()`` makes, or make a new one. Also raised in a forked
+    child that uses its parent's group.
     """
 
 

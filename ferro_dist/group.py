@@ -106,7 +106,10 @@ def init(
     InvalidRank, InvalidWorldSize
         Rank and world size do not fit each other, or two sources disagree.
     NoConnection, Timeout, PeerLostError
-        The ranks could not connect; the message names the culprit.
+        The ranks could not connect; the message names the culprit. NoConnection also if there are
+        several ranks, and nothing says where rank 0 is.
+    CollectiveMismatch
+        Some ranks want to share memory, others (``"tcp"``) do not.
     Io
         A system call failed on some rank; the error says which.
     BackendUnavailable

@@ -51,7 +51,10 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def result(self, timeout: float | None = None) -> Any:
-        """Wait, then return what the call would have returned without ``async_op``."""
+        """Wait, then return what the call would have returned without ``async_op``.
+
+        `timeout` and errors are as for `wait`.
+        """
 
 
 class CompletedWork(Work):

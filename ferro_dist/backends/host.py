@@ -47,8 +47,10 @@ class HostBackend(EngineBackend):
 
     Raises
     ------
-    InvalidRank, InvalidWorldSize, NoConnection, Timeout, PeerLostError, Io, ValueError, TypeError
+    InvalidRank, InvalidWorldSize, NoConnection, Timeout, PeerLostError, CollectiveMismatch, Io
         As for `ferro_dist.init`.
+    ValueError, TypeError
+        A bad `timeout`, `token` or `listener`, or such a value of ``FERRO_DIST_PEER_READS``.
 
     Notes
     -----

@@ -130,7 +130,7 @@ class HybridBackend(Backend):
         return self._nccl
 
     def synchronize_nccl(self, timeout: float | None = None) -> None:
-        """Block until all calls on GPU arrays made so far are done."""
+        """Block until all calls on GPU arrays made so far are done: `NcclBackend.synchronize`."""
         self._nccl.synchronize(timeout)
 
     @property

@@ -76,7 +76,7 @@ def convert_sync_batchnorm(module: Any, backend: Backend) -> Any:
         `module` is no torch module; or a BatchNorm in it is still lazy, has a forward of its own,
         or was pruned, parametrized or otherwise extended. Nothing was sent.
     CollectiveMismatch
-        The ranks have different BatchNorms.
+        The ranks have different BatchNorms. The group stays usable.
 
     Notes
     -----

@@ -169,7 +169,8 @@ class Pipeline(Generic[ModuleT]):
     may be waiting: convert the modules again before the next step.
 
     In the first step the ranks compare schedules and numbers of microbatches; if these differ, all
-    ranks raise `CollectiveMismatch`.
+    ranks raise `CollectiveMismatch`. With `dp` or `tied`, weights may not be frozen, unfrozen,
+    added, removed, moved or reshaped after it: make a new pipeline.
 
     Examples
     --------
