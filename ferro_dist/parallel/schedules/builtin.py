@@ -16,6 +16,8 @@ input gradient and weight gradient, B = I + W:
 | zb_h1        | (p-1)(F+I-W) / (m (F+I+W))       | p                                     |
 | zb_v         | (p-1) / (6m) if F = I = W        | p                                     |
 
+for m of at least p, and 2p-1 with zb_v; interleaved needs no more memory if p divides m.
+
 References
 ----------
 Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
