@@ -2,8 +2,8 @@
 """Operations that all ranks of a group take part in.
 
 Every rank must call the same functions in the same order, with arrays of the same dtype and size.
-If the calls differ, all ranks raise `CollectiveMismatch` before anything is sent. After most other
-errors the group is unusable: see below.
+If the calls differ, all ranks raise `CollectiveMismatch` before anything is sent (not on GPUs:
+`NcclBackend`). After most other errors the group is unusable: see below.
 
 Parameters that all functions share:
 
@@ -29,8 +29,8 @@ may be empty or 0-dimensional if they are so on all ranks.
 
 Dtypes: booleans (MIN and MAX), integers (all but MEAN), floats of 16 to 64 bits (all), complex
 numbers (SUM, MEAN, PROD). 16-bit floats are summed in float32. All ranks get the same bits. 8-bit
-floats (float8_e4m3fn, float8_e5m2) can be moved, not reduced. On GPUs NCCL decides:
-`NcclBackend`.
+floats (float8_e4m3fn, float8_e5m2) can be moved, not reduced. `NcclBackend` tells what differs on
+GPUs.
 
 Algorithms, with their costs and sources: ``csrc/ferro/ALGORITHMS.md``.
 

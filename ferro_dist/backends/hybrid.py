@@ -58,6 +58,8 @@ class HybridBackend(Backend):
 
     Notes
     -----
+    Calls on GPU arrays are not compared: see `NcclBackend`.
+
     Ranks that share memory, that is, within a host, learn what `NcclBackend` cannot tell:
     `Timeout.missing` names the ranks that have not made a call on GPU arrays, and if a rank leaves
     the group without making a call, the others' call soon raises `ChannelClosed`. A death is a

@@ -145,11 +145,11 @@ class NcclBackend(BoundBackend):
 
     Notes
     -----
-    NCCL does not compare the ranks' calls: a wrong count on one rank causes a hang or a wrong
-    result, where the engine's backends raise `CollectiveMismatch`. Nor does it tell who is missing:
-    `Timeout.missing` is empty, and when a rank leaves, the others' calls end only when they time
-    out. `HybridBackend` improves on both for ranks of one host. Sums of 16-bit floats are rounded
-    as NCCL does it.
+    NCCL does not compare the ranks' calls or tags: a wrong count on one rank causes a hang or a
+    wrong result, where the engine's backends raise `CollectiveMismatch`. Nor does it tell who
+    is missing: `Timeout.missing` is empty, and when a rank leaves, the others' calls end only
+    when they time out. `HybridBackend` improves on the last two for ranks of one host. Sums of
+    16-bit floats are rounded as NCCL does it.
 
     NCCL does not reduce integers of 16 bits, nor multiply complex numbers (`UnsupportedOp`). Floats
     of 8 bits it reduces, save for MEAN, from NCCL 2.24 and sm_90 on.

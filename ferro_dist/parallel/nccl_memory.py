@@ -1,4 +1,4 @@
-"""GPU memory for what is reduced again and again: allocated by NCCL, and registered with it.
+"""GPU memory for what is reduced again and again: NCCL's, before 2.26 CUDA's; registered with NCCL.
 
 The allocators of GPU libraries reuse memory in the order of a stream, so that nobody has to wait
 before releasing an array that the GPU still reads. NCCL's does not. Memory to which nobody refers
