@@ -71,7 +71,10 @@ class Reduction:
         # errors, are for computations of his own.
         with np.errstate(all="ignore"):
             if self.is_mean:
-                np.divide(total, world_size, out=total)
+                # Part by part: NumPy's quotient of complex numbers is rounded twice, and where one
+                # part is infinite it makes the other a NaN.
+                parts = total.view(total.real.dtype)
+                np.divide(parts, world_size, out=parts)
             if total is not result:
                 result[:] = total
 

@@ -26,6 +26,7 @@ DEADLINE_S = 250
 # Beside the contract: what only this backend has.
 OF_ANY_SIZE = [
     "special_values_are_the_same_on_all_ranks",
+    "the_mean_of_complex_numbers_is_that_of_their_parts",
     "random_floats_have_the_same_bits_everywhere",
     "large_arrays_go_in_pieces",
     "blocks_beyond_one_unit_keep_their_order",
