@@ -181,10 +181,19 @@ def jobs() -> Iterator[Jobs]:
     jobs.close()
 
 
+# One job tells what becomes of the arrays of a library: every rank takes seconds to import it.
+WITH_LIBRARIES = ("mpich", 2)
+
+
+def bodies_for(size: tuple[str, int]) -> list[str]:
+    cases = [n for n in names_for(size[1]) if not CASES[n].library or size == WITH_LIBRARIES]
+    return [*cases, *OF_ANY_SIZE, *(BETWEEN_RANKS if size[1] > 1 else [])]
+
+
 BODIES = [
     pytest.param(size, body, id=f"{size[0]}-{size[1]}-{body}")
     for size in SIZES
-    for body in [*names_for(size[1]), *OF_ANY_SIZE, *(BETWEEN_RANKS if size[1] > 1 else [])]
+    for body in bodies_for(size)
 ]
 
 
