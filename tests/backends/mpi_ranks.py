@@ -41,6 +41,8 @@ SUM, MEAN, PROD, MIN, MAX = ReduceOp
 GROUP_TIMEOUT_S = 60.0
 # A rank that not even that ended writes where it stands, and exits.
 DEADLINE_S = 200.0
+# What the first test after a long pause may wait for its ranks to look.
+LONGEST_NAP_S = 0.05
 
 
 def special_values_are_the_same_on_all_ranks(group: Group) -> None:
@@ -319,11 +321,19 @@ def next_name(comm: MPI.Intracomm) -> str:
     if comm.rank == 0:
         name = sys.stdin.readline().strip().encode()
         words[: len(name)] = list(name)
-    request = comm.Ibcast(words)
-    while not request.Test():
-        # A blocking call would spin, and jobs that have no test to run are many.
-        time.sleep(0.002)
+    wait_asleep(comm.Ibcast(words))
     return words.tobytes().rstrip(b"\0").decode()
+
+
+def wait_asleep(request: MPI.Request) -> None:
+    """Wait, less often awake the longer it takes: jobs that have no test to run are many.
+
+    A blocking call would spin, on cores that others need.
+    """
+    nap_s = 0.0005
+    while not request.Test():
+        time.sleep(nap_s)
+        nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
 
 
 def outcome_of(name: str, group: Group) -> str | None:
