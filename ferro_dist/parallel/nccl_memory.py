@@ -86,7 +86,7 @@ class GpuMemory:
 
 
 class _RegisteredMemory:
-    """Memory that NCCL allocated, registered with a communicator while arrays use it."""
+    """GPU memory that stays registered with a communicator while arrays use it."""
 
     def __init__(self, nbytes: int, group: NcclBackend, probe: Array) -> None:
         self._probe = probe

@@ -26,7 +26,7 @@ from numpy.testing import assert_array_equal
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from backends.contract.case import Group, assert_same_bits, clone, raised
-from backends.contract.reference import COMPLEX, FLOATS, data, dtype_of, reduced
+from backends.contract.reference import data, reduced
 from backends.contract.suite import CASES
 from fault_injection import wait_until_called
 
@@ -43,31 +43,6 @@ GROUP_TIMEOUT_S = 60.0
 DEADLINE_S = 200.0
 # What the first test after a long pause may wait for its ranks to look.
 LONGEST_NAP_S = 0.05
-
-
-def special_values_are_the_same_on_all_ranks(group: Group) -> None:
-    """MPI's own MIN and MAX let the order of the operands decide over NaN and signed zeros."""
-    special = np.array([0.0, -0.0, 1.0, np.inf, -np.inf, np.nan])
-    rows = [np.roll(np.repeat(special, 6), 7 * rank) for rank in range(group.world_size)]
-    for name in FLOATS:
-        arrays = [row.astype(dtype_of(name)) for row in rows]
-        for op in (MIN, MAX):
-            y = fd.allreduce(arrays[group.rank], group, op)
-            assert_array_equal(y.astype("f8"), reduced(arrays, op).astype("f8"))
-            assert_same_bits(group, y)
-
-
-def the_mean_of_complex_numbers_is_that_of_their_parts(group: Group) -> None:
-    parts = np.array([np.inf, 1.0, -np.inf, 0.0, 5.0, -7.0, np.nan, 2.0])
-    for name in COMPLEX:
-        x = parts.view("c16").astype(name)
-        wanted = x.view(x.real.dtype) / group.world_size
-        mine = x if group.rank == 0 else np.zeros_like(x)
-        for y in (
-            fd.allreduce(mine, group, MEAN),
-            fd.reduce_scatter(np.tile(mine, group.world_size), group, MEAN),
-        ):
-            assert_array_equal(y.view(wanted.dtype), wanted)
 
 
 def random_floats_have_the_same_bits_everywhere(group: Group) -> None:

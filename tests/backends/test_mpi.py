@@ -25,8 +25,6 @@ DEADLINE_S = 250
 
 # Beside the contract: what only this backend has.
 OF_ANY_SIZE = [
-    "special_values_are_the_same_on_all_ranks",
-    "the_mean_of_complex_numbers_is_that_of_their_parts",
     "random_floats_have_the_same_bits_everywhere",
     "large_arrays_go_in_pieces",
     "blocks_beyond_one_unit_keep_their_order",
@@ -182,7 +180,7 @@ def jobs() -> Iterator[Jobs]:
 
 
 # One job tells what becomes of the arrays of a library: every rank takes seconds to import it.
-WITH_LIBRARIES = ("mpich", 2)
+WITH_LIBRARIES = next((size for size in SIZES if size[1] == 2 and is_installed(size[0])), None)
 
 
 def bodies_for(size: tuple[str, int]) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from backends.contract.case import Array, Group, assert_same_bits, case
 from backends.contract.reference import (
     COLLECTIVES,
+    COMPLEX,
     DTYPES,
     FLOATS,
     INTEGERS,
@@ -38,10 +39,12 @@ SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (5,), (3, 4), (2, 0, 3), 
 
 # float32, about every size at which a backend takes another way: what fits into a header
 # (56 bytes) or a message's cell (40), what is worth reading where it stands (8 KiB), what
-# fits into a frame (32 KiB) or a header's annex (64 KiB), one slot and all of a staging
-# window (64 KiB, 1 MiB), and many times that.
+# fits into a frame (32 KiB) or a header's annex (64 KiB), one slot and half of a staging
+# window (64 KiB, 1 MiB), and all of it (MANY).
 COUNTS = (1, 10, 13, 14, 15, 2047, 2048, 2049, 8192, 16384, 16385, 50_001, 262_145)
 MANY = 655_363
+# A broadcast of symmetric memory is read where it stands from 512 KiB, with two ranks from 2 MiB.
+BROADCAST = (131_071, 131_072, 524_287, 524_288)
 ODD_NBYTES = (55, 56, 57, 8191, 65_535, 65_537, 1_048_577)
 
 MEMORY = (
@@ -198,6 +201,16 @@ def equals_numpy_beyond_every_window(group: Group, op: str) -> None:
         _check(kind, op, group, arrays, wanted)
 
 
+@case()
+def broadcast_equals_numpy_where_its_way_changes(group: Group) -> None:
+    root = group.world_size - 1
+    for count in BROADCAST:
+        arrays = inputs("broadcast", group, (count,), "float32")
+        wanted = expected("broadcast", arrays, group.rank, root=root)
+        for kind in ("symmetric", "symmetric_in_place", "symmetric_input", "mixed"):
+            _check(kind, "broadcast", group, arrays, wanted, root=root)
+
+
 @case(each=COLLECTIVES)
 def equals_numpy_for_odd_numbers_of_bytes(group: Group, op: str) -> None:
     for count in ODD_NBYTES:
@@ -265,6 +278,22 @@ def of_special_values_equals_numpy(group: Group, reduce_op: str) -> None:
             wanted = reduced(arrays, reduce_op_of(reduce_op))
             assert_array_equal(y.astype(np.float64), wanted.astype(np.float64))
             assert_same_bits(group, y)
+
+
+@case()
+def means_of_complex_numbers_are_those_of_their_parts(group: Group) -> None:
+    parts = np.array([np.inf, 1.0, -np.inf, 0.0, 5.0, -7.0, np.nan, 2.0])
+    for name in COMPLEX:
+        if not reduces(group, name, MEAN):
+            continue
+        x = parts.view("c16").astype(name)
+        wanted = x.view(x.real.dtype) / group.world_size
+        mine = x if group.rank == 0 else np.zeros_like(x)
+        for y in (
+            fd.allreduce(mine, group, MEAN),
+            fd.reduce_scatter(np.tile(mine, group.world_size), group, MEAN),
+        ):
+            assert_array_equal(y.view(wanted.dtype), wanted)
 
 
 @case()
