@@ -27,7 +27,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import measure
@@ -79,7 +79,7 @@ class Options:
     is_fresh: bool
 
 
-def parse_arguments() -> Options:
+def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,7 +97,7 @@ def parse_arguments() -> Options:
     add("--only", default="", help="systems, for example ferro_dist,openmpi/ucx")
     add("--fresh", action="store_true", help="write the inputs anew before each call")
     add("--output", help="file for the JSON lines; the plot stands beside it")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     options = Options(
         ranks=given.ranks,
         collectives=given.collectives.split(","),
@@ -271,8 +271,10 @@ class Contest:
 
     def _say_without(self, contestant: Contestant, error: Exception) -> None:
         case = contestant.case
-        what = f"without {contestant.group.system.name} in {case.collective}: {error}"
-        if what not in self._said:  # once, not for every size
+        self._say_once(f"without {contestant.group.system.name} in {case.collective}: {error}")
+
+    def _say_once(self, what: str) -> None:
+        if what not in self._said:  # not for every size and turn
             self._said.add(what)
             measure.say(what)
 
@@ -283,13 +285,13 @@ class Contest:
         group = contestant.group
         if not group.is_alive:
             return
+        before = self._round_trip_ns()
         try:
-            before = self._round_trip_ns()
             times = self._sample(contestant, contestant.samples, contestant.times)
-            after = self._round_trip_ns()
         except (CaseRefused, SystemFailed) as error:
-            measure.say(f"without {group.system.name}: {error}")
+            self._say_without(contestant, error)
             return
+        after = self._round_trip_ns()
         contestant.bursts.append(
             report.Burst(times, contestant.times, before, after, self._options.far_ns)
         )
@@ -304,7 +306,11 @@ class Contest:
     def _round_trip_ns(self) -> float | None:
         if self._distance is None or not self._distance.is_alive:
             return None
-        return float(max(self._distance.order(do="measure")))
+        try:
+            return float(max(self._distance.order(do="measure")))
+        except (CaseRefused, SystemFailed) as error:  # no fault of who is measured
+            self._say_once(f"the distance between the cores is unknown: {error}")
+            return None
 
 
 if __name__ == "__main__":

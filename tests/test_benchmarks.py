@@ -1,0 +1,51 @@
+"""The benchmark of collectives: whose fault it says a failure is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cases import Case
+from collectives import Contest, Options, launch, parse_arguments, start_distance
+from group import Group
+from peers import systems
+
+
+@pytest.fixture
+def options() -> Options:
+    return parse_arguments(["--collectives", "barrier", "--rounds", "2", "--burst-ms", "1"])
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def contestant(options: Options, tmp_path: Path, stack: contextlib.ExitStack) -> Group:
+    (system,) = (each for each in systems(2, "host") if each.name == "ferro_dist/untuned")
+    group = launch(system, 2, options.transport, tmp_path, stack)
+    group.join()
+    return group
+
+
+def test_who_is_measured_does_not_pay_for_a_dead_probe(
+    contestant: Group,
+    options: Options,
+    tmp_path: Path,
+    stack: contextlib.ExitStack,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    probe = start_distance(tmp_path, options, stack)
+    if probe is None:
+        pytest.skip("there is one core: no distance is measured")
+    probe.dismiss()
+    contest = Contest(Case("barrier", 0, 2), [contestant], probe, options, set())
+    (result,) = contest.run(deadline=float("inf"))
+    assert [burst.distance for burst in result.bursts] == ["unknown", "unknown"]
+    said = capsys.readouterr().out
+    assert said.count("the distance between the cores is unknown: distance/two_cores") == 1
+    assert "without" not in said
