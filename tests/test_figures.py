@@ -1,0 +1,240 @@
+"""The figures of the documents, computed anew from the records of the benchmarks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PERFORMANCE = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+
+Record = dict[str, Any]
+
+XEON = "collectives-2-ranks-2026-11-27.jsonl"
+FRESH = "collectives-fresh-2026-11-27.jsonl"
+SIZES = {"4 B": 4, "1 KiB": 1 << 10, "16 KiB": 16 << 10, "64 KiB": 64 << 10, "256 KiB": 256 << 10}
+SIZES |= {"1 MiB": 1 << 20, "4 MiB": 4 << 20, "64 MiB": 64 << 20}
+
+
+# What a document says
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def tables_of(document: str) -> list[tuple[str, list[list[str]]]]:
+    """Find each table: the record that the text before it names last, and its rows of cells."""
+    tables = re.finditer(r"(?:^\|.*\|\n)+", document, re.MULTILINE)
+    found = []
+    for table in tables:
+        named = re.findall(r"results/([\w-]+\.jsonl)", document[: table.start()])
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].splitlines()]
+        found.append((named[-1] if named else "", [rows[0], *rows[2:]]))
+    return found
+
+
+def tables_over_sizes(document: str) -> list[tuple[str, list[list[str]]]]:
+    return [(record, rows) for record, rows in tables_of(document) if rows[0][1] in SIZES]
+
+
+def operations_of(rows: list[list[str]]) -> list[str]:
+    return [row[0].replace("`", "").replace(" with ", "_") for row in rows]
+
+
+# What a record says
+
+
+@functools.cache
+def load(name: str) -> list[Record]:
+    text = (ROOT / "benchmarks/results" / name).read_text(encoding="utf-8")
+    # Decimal: 5.35 is to round as it is written, not as the float below it.
+    return [json.loads(line, parse_float=Decimal) for line in text.splitlines()]
+
+
+def is_mpi(record: Record) -> bool:
+    return record["system"] in ("openmpi", "mpich")
+
+
+def is_tuned(record: Record) -> bool:
+    return bool(record["configuration"] != "untuned")
+
+
+def is_ours(record: Record, memory: str) -> bool:
+    return (record["system"], record["memory"]) == ("ferro_dist", memory)
+
+
+def fastest_us(records: Iterable[Record], is_meant: Callable[[Record], bool]) -> Decimal:
+    """Find the smallest median; each is over all turns, wherever the cores were."""
+    return min(Decimal(record["p50_us"]) for record in records if is_meant(record))
+
+
+def speed(name: str, collective: str, size: int, memory: str) -> Decimal:
+    """Compute how many times as fast as the best MPI we are; all are tuned."""
+    case = (collective, size)
+    records = [r for r in load(name) if (r["collective"], r["size"]) == case and is_tuned(r)]
+    return fastest_us(records, is_mpi) / fastest_us(records, lambda r: is_ours(r, memory))
+
+
+def cell(name: str, collective: str, size: int) -> str:
+    """Write the speed with any array, and that with symmetric ones if it rounds otherwise."""
+    figures = [f"{speed(name, collective, size, memory):.1f}" for memory in ("plain", "symmetric")]
+    return ", ".join(dict.fromkeys(figures))
+
+
+def rounded(time: Decimal) -> str:
+    """Write a time with two digits, from 100 on with three."""
+    kept = Decimal(f"{time:.{2 if time < 100 else 3}g}")
+    return f"{kept:,.0f}" if kept >= 10 else f"{kept:f}"
+
+
+# Tables
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["Xeon", "EPYC"])
+def test_speeds_of_all_operations_are_those_of_the_record(number: int) -> None:
+    name, (header, *rows) = tables_over_sizes(PERFORMANCE)[number]
+    operations = operations_of(rows)
+    expected = [[cell(name, each, SIZES[size]) for size in header[1:]] for each in operations]
+    assert [row[1:] for row in rows] == expected
+    assert {*operations, "barrier"} == {record["collective"] for record in load(name)}
+
+
+def test_every_table_over_sizes_is_compared() -> None:
+    assert len(tables_over_sizes(PERFORMANCE)) == 2
+    assert len(tables_over_sizes(README)) == 1
+
+
+def test_times_of_allreduce_are_those_of_the_record() -> None:
+    (name, (header, *rows)) = tables_over_sizes(README)[0]
+    meant: dict[str, Callable[[Record], bool]] = {
+        "ferro_dist, any array": lambda r: is_tuned(r) and is_ours(r, "plain"),
+        "ferro_dist, symmetric": lambda r: is_tuned(r) and is_ours(r, "symmetric"),
+        "best of Open MPI and MPICH": lambda r: is_tuned(r) and is_mpi(r),
+        "torch.distributed on Gloo": lambda r: is_tuned(r) and r["system"] == "gloo",
+        "*untuned:* ferro_dist, any array": lambda r: not is_tuned(r) and is_ours(r, "plain"),
+        "*untuned:* best of Open MPI and MPICH": lambda r: not is_tuned(r) and is_mpi(r),
+    }
+    assert [row[0] for row in rows] == list(meant)
+    for size, *figures in zip(*(row[1:] for row in (header, *rows)), strict=True):
+        records = [record for record in load(name) if record["size"] == SIZES[size]]
+        assert figures == [rounded(fastest_us(records, each)) for each in meant.values()]
+
+
+def test_training_and_faults_are_those_of_the_records() -> None:
+    (rows,) = (rows for _, rows in tables_of(README) if rows[0][1:] == ["ferro_dist", ""])
+    assert [row[1:] for row in rows[1:]] == [
+        nccl_call(),
+        *(added_by_ddp(model) for model in ("mlp", "gpt", "300x4KiB")),
+        pipelines("sleep"),
+        pipelines("compute"),
+        [told_of_a_death(), ""],
+        [recovered(), ""],
+    ]
+
+
+def nccl_call() -> list[str]:
+    p50_ns = {each["name"]: each["p50_ns"] for each in load("nccl-overhead-2026-11-27.jsonl")}
+    ours, theirs = p50_ns["NCCL: ferro_dist, order and lifetime"], p50_ns["NCCL: nccl4py, torch"]
+    return [f"{ours:.0f} ns", f"nccl4py: {theirs:,.0f} ns"]
+
+
+def added_by_ddp(model: str) -> list[str]:
+    records = [each for each in load("ddp-2-ranks-2026-11-27.jsonl") if each["model"] == model]
+    added_ms = {each["system"]: each["added_ms"] for each in records}
+    ours = added_ms.pop("ferro_dist/host")
+    assert len(added_ms) == 4
+    about = "torch on Gloo, best of four configurations: " if model == "mlp" else ""
+    return [f"{rounded(ours)} ms", f"{about}{rounded(min(added_ms.values()))} ms"]
+
+
+def pipelines(kind: str) -> list[str]:
+    records = [each for each in load("pipeline-2026-11-27.jsonl") if each.get("kind") == kind]
+    cells = []
+    for system in ("ferro_dist", "torch"):
+        ratios = [each[system]["ratio"] for each in records]
+        figures = dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
+        cells.append(f"{' to '.join(figures)} ×")
+    return [cells[0], f"torch: {cells[1]}"] if kind == "sleep" else cells
+
+
+def told_of_a_death() -> str:
+    (record,) = load("faults-2026-11-21.jsonl")
+    return f"{record['median_ms']:.1f} ms (p99 {record['p99_ms']:.0f} ms)"
+
+
+def recovered() -> str:
+    records = load("recovery-2026-11-21.jsonl")
+    p50_ms = {(each["transport"], each["world_size"]): each["reduced_p50_ms"] for each in records}
+    return f"{p50_ms['host', 4]:.0f} ms (of two ranks: {p50_ms['host', 2]:.0f} ms)"
+
+
+# Sentences
+
+
+def test_the_range_of_the_other_operations_is_that_of_the_record() -> None:
+    (name, (header, *rows)) = tables_over_sizes(PERFORMANCE)[0]
+    operations = operations_of(rows)
+    low_high = []
+    for memory in ("plain", "symmetric"):
+        all_of_it = [speed(name, e, SIZES[s], memory) for e in operations for s in header[1:]]
+        low_high.append(f"{min(all_of_it):.1f} to {max(all_of_it):.1f} times")
+    assert (
+        f"The other operations reach {low_high[0]} the speed of the best tuned MPI, with symmetric "
+        f"arrays {low_high[1]}, a barrier {speed(name, 'barrier', 0, 'plain'):.1f} times."
+    ) in in_one_line(README)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["Xeon", "EPYC"])
+def test_times_of_a_barrier_are_those_of_the_record(number: int) -> None:
+    name = tables_over_sizes(PERFORMANCE)[number][0]
+    records = [each for each in load(name) if each["collective"] == "barrier" and is_tuned(each)]
+    ours = fastest_us(records, lambda record: is_ours(record, "plain"))
+    theirs = fastest_us(records, lambda record: record["system"] == "openmpi")
+    assert theirs == fastest_us(records, is_mpi)
+    sentence = f"`barrier` takes {ours:.2f} µs, and {theirs:.2f} with Open MPI"
+    assert sentence in in_one_line(PERFORMANCE)
+
+
+def test_speeds_with_fresh_inputs_are_those_of_the_record() -> None:
+    plain, symmetric = (
+        [speed(FRESH, "send_recv", size << 10, memory) for size in (16, 64, 256, 4096)]
+        for memory in ("plain", "symmetric")
+    )
+    assert (
+        f"`send` with `recv` reaches {min(plain):.1f} to {max(plain):.1f} times the speed of MPI "
+        f"from 16 KiB up, with symmetric arrays {symmetric[0]:.1f} at 16 KiB and "
+        f"{symmetric[-1]:.1f} at 4 MiB"
+    ) in in_one_line(PERFORMANCE)
+    any_array, in_place = cell(FRESH, "allreduce", 256 << 10).split(", ")
+    assert (
+        f"allreduce of 256 KiB reaches {any_array}, with symmetric arrays {in_place}"
+    ) in in_one_line(PERFORMANCE)
+    assert (
+        f"an allreduce of 256 KiB reaches {any_array} times the speed of MPI, "
+        f"with symmetric arrays {in_place}"
+    ) in in_one_line(README)
+
+
+def test_times_of_one_call_are_those_of_the_records() -> None:
+    fast, slow = (
+        {
+            each["name"]: f"{each['p50_ns']:.0f}"
+            for each in load(f"call-overhead-2026-11-{day}.jsonl")
+        }
+        for day in (27, 23)
+    )
+    numpy, new, torch = "ferro_dist, NumPy", "ferro_dist, NumPy, new result", "ferro_dist, torch"
+    assert (
+        f"A call costs {fast[numpy]} to {slow[numpy]} ns from NumPy before any data moves, "
+        f"{fast[new]} to {slow[new]} ns if it allocates the result, and {fast[torch]} to "
+        f"{slow[torch]} ns from torch"
+    ) in in_one_line(PERFORMANCE)
