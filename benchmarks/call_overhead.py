@@ -21,7 +21,6 @@ import ctypes
 import dataclasses
 import functools
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -114,8 +113,8 @@ def run_rounds(contestants: list[Contestant], rounds: int) -> None:
 def print_table(contestants: list[Contestant]) -> None:
     measure.say(f"\n{'ns a call':<38} {'p50':>8} {'p95':>8}  statement")
     for each in contestants:
-        p50 = statistics.median(each.times_ns)
-        p95 = measure.percentile(each.times_ns, 95)
+        p50 = measure.p50(each.times_ns)
+        p95 = measure.p95(each.times_ns)
         measure.say(f"{each.name:<38} {p50:>8.0f} {p95:>8.0f}  {each.statement}")
 
 
@@ -124,8 +123,8 @@ def record(contestant: Contestant) -> dict[str, Any]:
         "benchmark": "call_overhead",
         "name": contestant.name,
         "statement": contestant.statement,
-        "p50_ns": round(statistics.median(contestant.times_ns), 1),
-        "p95_ns": round(measure.percentile(contestant.times_ns, 95), 1),
+        "p50_ns": round(measure.p50(contestant.times_ns), 1),
+        "p95_ns": round(measure.p95(contestant.times_ns), 1),
         "samples": len(contestant.times_ns),
         "calls_per_sample": CALLS,
     }

@@ -24,7 +24,6 @@ import argparse
 import contextlib
 import dataclasses
 import math
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -257,12 +256,12 @@ class Contest:
             self._prepare(contestant)
             # The first calls meet untouched pages, and ours try both ways of copying.
             pilot = self._sample(contestant, samples=3, times=1)
-            if statistics.median(pilot) < 30 * BATCH_NS and not self._options.is_fresh:
+            if measure.p50(pilot) < 30 * BATCH_NS and not self._options.is_fresh:
                 pilot = self._sample(contestant, samples=5, times=20)
         except (CaseRefused, SystemFailed) as error:
             self._say_without(contestant, error)
             return False
-        estimate_ns = max(50.0, statistics.median(pilot))
+        estimate_ns = max(50.0, measure.p50(pilot))
         is_batch = not self._options.is_fresh
         contestant.times = max(1, math.ceil(BATCH_NS / estimate_ns)) if is_batch else 1
         wanted = self._options.burst_ns / (estimate_ns * contestant.times)

@@ -99,8 +99,7 @@ class Result:
     @property
     def added_ms(self) -> float:
         """The median step less the median step without communication."""
-        alone, parallel = (measure.percentile(s, 50) for s in (self.alone_s, self.parallel_s))
-        return (parallel - alone) * 1e3
+        return (measure.p50(self.parallel_s) - measure.p50(self.alone_s)) * 1e3
 
     @property
     def added_us_per_parameter(self) -> float:
@@ -116,9 +115,9 @@ class Result:
             "added_ms": round(self.added_ms, 3),
             "added_us_per_parameter": round(self.added_us_per_parameter, 3),
             **{
-                f"{kind}_p{percent}_ms": round(measure.percentile(times, percent) * 1e3, 3)
+                f"{kind}_{figure.__name__}_ms": round(figure(times) * 1e3, 3)
                 for kind, times in (("alone", self.alone_s), ("parallel", self.parallel_s))
-                for percent in (50, 95)
+                for figure in (measure.p50, measure.p95)
             },
         }
 
@@ -199,7 +198,7 @@ def show(results: list[Result]) -> None:
     measure.say(f"{'':24}{heads}")
     for result in results:
         alone, parallel = (
-            measure.percentile(times, 50) * 1e3 for times in (result.alone_s, result.parallel_s)
+            1e3 * measure.p50(times) for times in (result.alone_s, result.parallel_s)
         )
         line = f"{result.system.name:24}{alone:9.2f}{parallel:10.2f}{result.added_ms:8.2f}"
         line += f"{result.added_us_per_parameter:16.2f}"

@@ -20,7 +20,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -331,7 +330,7 @@ def record(
 ) -> dict[str, Any]:
     name, nbytes = key
     times = measure.slowest_rank([each["times"][key] for each in by_rank])
-    p50 = statistics.median(times)
+    p50 = measure.p50(times)
     return {
         "benchmark": "gpu_collectives",
         "collective": "allreduce",
@@ -340,7 +339,7 @@ def record(
         "gpus": num_gpus,
         "nbytes": nbytes,
         "p50_us": round(1e6 * p50, 3),
-        "p95_us": round(1e6 * measure.percentile(times, 95), 3),
+        "p95_us": round(1e6 * measure.p95(times), 3),
         "busbw_gb_s": round(measure.busbw_gb_s("allreduce", ranks, nbytes, p50), 2),
         "samples": len(times),
     }

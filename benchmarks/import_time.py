@@ -86,26 +86,26 @@ def time_in_new_interpreter(statement: str) -> float:
 
 
 def show(samples: dict[str, list[float]]) -> None:
-    base_s = measure.percentile(samples[BASE], 50)
+    base_s = measure.p50(samples[BASE])
     measure.say("milliseconds")
     measure.say(f"{'':26}{'runs':>6}{'min':>9}{'p50':>9}{'p95':>9}{'to NumPy':>10}")
     for name, times in samples.items():
-        low, middle, high = (measure.percentile(times, p) * 1e3 for p in (0, 50, 95))
+        low, middle, high = (1e3 * f(times) for f in (min, measure.p50, measure.p95))
         ratio = middle / (base_s * 1e3)
         measure.say(f"{name:26}{len(times):6}{low:9.1f}{middle:9.1f}{high:9.1f}{ratio:9.2f}x")
 
 
 def records(samples: dict[str, list[float]]) -> list[dict[str, object]]:
     described = measure.describe_run()
-    base_s = measure.percentile(samples[BASE], 50)
+    base_s = measure.p50(samples[BASE])
     return [
         {
             "statement": name,
             "runs": len(times),
             "min_s": min(times),
-            "p50_s": measure.percentile(times, 50),
-            "p95_s": measure.percentile(times, 95),
-            "p50_ratio_to_numpy": measure.percentile(times, 50) / base_s,
+            "p50_s": measure.p50(times),
+            "p95_s": measure.p95(times),
+            "p50_ratio_to_numpy": measure.p50(times) / base_s,
             **described,
         }
         for name, times in samples.items()

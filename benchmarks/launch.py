@@ -144,27 +144,27 @@ def compare(starts: dict[str, Start], rounds: int, slow_rounds: int) -> dict[str
 
 
 def show(samples: dict[str, list[float]]) -> None:
-    floor = measure.percentile(samples[FLOOR], 50)
+    floor = measure.p50(samples[FLOOR])
     measure.say(f"{RANKS} ranks that do nothing, ms")
     measure.say(f"{'':18}{'runs':>6}{'min':>9}{'p50':>9}{'p95':>9}{'over floor':>12}")
     for name, times in samples.items():
-        low, middle, high = (measure.percentile(times, p) * 1e3 for p in (0, 50, 95))
+        low, middle, high = (1e3 * f(times) for f in (min, measure.p50, measure.p95))
         over = middle - floor * 1e3
         measure.say(f"{name:18}{len(times):6}{low:9.1f}{middle:9.1f}{high:9.1f}{over:12.1f}")
 
 
 def records(samples: dict[str, list[float]], missing: dict[str, str]) -> list[dict[str, object]]:
     described = measure.describe_run()
-    floor = measure.percentile(samples[FLOOR], 50)
+    floor = measure.p50(samples[FLOOR])
     measured: list[dict[str, object]] = [
         {
             "launcher": name,
             "ranks": RANKS,
             "runs": len(times),
             "min_s": min(times),
-            "p50_s": measure.percentile(times, 50),
-            "p95_s": measure.percentile(times, 95),
-            "p50_over_floor_s": measure.percentile(times, 50) - floor,
+            "p50_s": measure.p50(times),
+            "p95_s": measure.p95(times),
+            "p50_over_floor_s": measure.p50(times) - floor,
             **described,
         }
         for name, times in samples.items()

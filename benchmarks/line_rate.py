@@ -20,7 +20,6 @@ import os
 import secrets
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -184,7 +183,7 @@ def records(
     run = measure.describe_run()
     for name in reports[0]:
         seconds = measure.slowest_rank([report[name] for report in reports])
-        p50, p95 = statistics.median(seconds), measure.percentile(seconds, 95)
+        p50, p95 = measure.p50(seconds), measure.p95(seconds)
         # Of two ranks each sends every byte of the array once.
         gbit = 8 * measure.busbw_gb_s("allreduce", 2, options.size, p50)
         share = gbit / options.gbit

@@ -18,7 +18,6 @@ measured 1.04 to 1.07, 1.10, 1.23, and 1.2 to 1.7 when the goals were set.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,7 +95,7 @@ def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ideal_s(case: Case, samples: Sequence[Sample]) -> float:
-    action_s = statistics.median(sample.action_s for sample in samples)
+    action_s = measure.p50([sample.action_s for sample in samples])
     if case.kind == "compute":
         return (case.num_microbatches + case.ranks - 1) * action_s
     lists = complete(case.schedule, case.ranks, case.num_microbatches)
@@ -108,12 +107,12 @@ def _figures(case: Case, samples: Sequence[Sample], ideal_s: float) -> dict[str,
     steps = [
         step for ranks in by_round for step in measure.slowest_rank([r.steps_s for r in ranks])
     ]
-    median_s = statistics.median(steps)
+    p50_s = measure.p50(steps)
     return {
-        "p50_s": median_s,
+        "p50_s": p50_s,
         "best_s": min(steps),
-        "p95_s": measure.percentile(steps, 95),
-        "ratio": median_s / ideal_s if ideal_s else None,
+        "p95_s": measure.p95(steps),
+        "ratio": p50_s / ideal_s if ideal_s else None,
         "best_ratio": min(steps) / ideal_s if ideal_s else None,
         "samples": len(steps),
     }

@@ -52,10 +52,10 @@ class Result:
         return [time for burst in chosen for time in burst.times_ns]
 
     def p50_us(self, distance: str | None = None) -> float:
-        return statistics.median(self.times_ns(distance)) / 1e3
+        return measure.p50(self.times_ns(distance)) / 1e3
 
     def p95_us(self, distance: str | None = None) -> float:
-        return measure.percentile(self.times_ns(distance), 95) / 1e3
+        return measure.p95(self.times_ns(distance)) / 1e3
 
     def to_json(self) -> dict[str, Any]:
         distances = sorted({burst.distance for burst in self.bursts})
@@ -74,7 +74,7 @@ class Result:
             "calls_per_sample": self.bursts[0].calls_per_time,
             "by_distance": {distance: self._figures(distance) for distance in distances},
             "bursts_p50_us_and_round_trips_ns": [
-                [round(statistics.median(burst.times_ns) / 1e3, 4), burst.before_ns, burst.after_ns]
+                [round(measure.p50(burst.times_ns) / 1e3, 4), burst.before_ns, burst.after_ns]
                 for burst in self.bursts
             ],
         }
