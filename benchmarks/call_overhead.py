@@ -52,10 +52,6 @@ class Contestant:
 Maker = Callable[[contextlib.ExitStack], list[Contestant]]
 
 
-class MissingError(Exception):
-    """A contestant cannot take part; the message says why."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
@@ -67,7 +63,10 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     makers = nccl_makers(Path(options.nccl)) if options.nccl else HOST_MAKERS
     with contextlib.ExitStack() as stack:
-        contestants = [each for make in makers for each in enter(make, stack)]
+        made, missing = measure.make_all(makers, stack)
+        for reason in missing:
+            measure.say(f"missing: {reason}")
+        contestants = [contestant for some in made for contestant in some]
         run_rounds(contestants, 20 if options.quick else 200)
     print_table(contestants)
     run = measure.describe_run()
@@ -90,14 +89,6 @@ def run_nccl(is_quick: bool, path: Path) -> None:
         command += ["--quick"] if is_quick else []
         environ = {**os.environ, "LD_LIBRARY_PATH": folder}
         subprocess.run(command, env=environ, check=True)
-
-
-def enter(make: Maker, stack: contextlib.ExitStack) -> list[Contestant]:
-    try:
-        return make(stack)
-    except MissingError as reason:
-        measure.say(f"missing: {reason}")
-        return []
 
 
 def run_rounds(contestants: list[Contestant], rounds: int) -> None:
@@ -170,7 +161,7 @@ def ferro_dist_names(stack: contextlib.ExitStack) -> dict[str, Any]:
     try:
         import ferro_dist as fd
     except ImportError as error:
-        raise MissingError(f"ferro_dist is not installed: {error}") from None
+        raise measure.MissingError(f"ferro_dist is not installed: {error}") from None
     backend = stack.enter_context(fd.HostBackend(0, 1, None))
     return {"allreduce": fd.allreduce, "barrier": fd.barrier, "backend": backend}
 
@@ -179,7 +170,7 @@ def mpi(stack: contextlib.ExitStack) -> list[Contestant]:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise MissingError(f"mpi4py or its MPI library: {error}".splitlines()[0]) from None
+        raise measure.MissingError(f"mpi4py or its MPI library: {error}".splitlines()[0]) from None
     x = np.zeros(1, np.float32)
     names = {"Allreduce": MPI.COMM_SELF.Allreduce, "IN_PLACE": MPI.IN_PLACE, "x": x}
     names["spelled_out"] = [x, 1, MPI.FLOAT]
@@ -196,7 +187,7 @@ def torch_fake(stack: contextlib.ExitStack) -> list[Contestant]:
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
-        raise MissingError(f"torch.distributed's fake backend: {error}") from None
+        raise measure.MissingError(f"torch.distributed's fake backend: {error}") from None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     stack.callback(dist.destroy_process_group)
     names = {"all_reduce": dist.all_reduce, "x": torch.zeros(1)}
@@ -324,7 +315,7 @@ def nccl4py(arrays: dict[str, Any], stack: contextlib.ExitStack) -> list[Contest
         import nccl.core as nccl
         from cuda.core import Device
     except ImportError as error:
-        raise MissingError(f"nccl4py: {error}: pip install nccl4py cuda-bindings") from None
+        raise measure.MissingError(f"nccl4py: {error}: pip install nccl4py cuda-bindings") from None
     Device(0).set_current()
     communicator = nccl.Communicator.init(1, 0, nccl.get_unique_id())
     names = {"allreduce": communicator.allreduce, "SUM": nccl.SUM}
@@ -370,7 +361,7 @@ def import_torch() -> Any:
             warnings.simplefilter("ignore")
             import torch
     except ImportError:
-        raise MissingError("torch is not installed: pip install torch") from None
+        raise measure.MissingError("torch is not installed: pip install torch") from None
     torch.set_num_threads(1)
     return torch
 

@@ -63,13 +63,6 @@ Call = Callable[[int], None]
 """Makes so many calls in a row, without waiting for the GPU."""
 Contestant = Callable[[Any, Any], Call]
 """Prepares the calls on an input and an output, which may be the same."""
-Where = tuple[Any, Any, Path, contextlib.ExitStack]
-"""The host group, the arrays, the folder of this run, and what ends with it."""
-Maker = Callable[..., dict[str, Contestant]]
-
-
-class MissingError(Exception):
-    """A contestant cannot take part; the message says why."""
 
 
 def main() -> None:
@@ -132,7 +125,9 @@ def measure_all(
     most = MAX_SHARED_BATCH if is_shared else MAX_BATCH
     times: dict[tuple[str, int], list[float]] = {}
     with contextlib.ExitStack() as stack:
-        contestants, missing = enter_all(host, gpu, Path(folder), stack)
+        makers = (ferro_dist, c_api, torch_distributed, nccl4py)
+        made, missing = measure.make_all(makers, host, gpu, Path(folder), stack)
+        contestants = {name: prepare for some in made for name, prepare in some.items()}
         for nbytes in sizes:
             x = gpu.zeros(max(1, nbytes // 4))
             batch = min(most, max(MIN_BATCH, BATCH_BYTES // nbytes))
@@ -163,24 +158,6 @@ def take_turns(
         if turn >= MIN_ROUNDS and longest[0] > SIZE_S:  # alike on all ranks
             break
     return times
-
-
-def enter_all(
-    host: Any, gpu: Any, folder: Path, stack: contextlib.ExitStack
-) -> tuple[dict[str, Contestant], list[str]]:
-    contestants: dict[str, Contestant] = {}
-    missing: list[str] = []
-    for make in (ferro_dist, c_api, torch_distributed, nccl4py):
-        contestants |= enter(make, (host, gpu, folder, stack), missing)
-    return contestants, missing
-
-
-def enter(make: Maker, where: Where, missing: list[str]) -> dict[str, Contestant]:
-    try:
-        return make(*where)
-    except MissingError as reason:
-        missing.append(str(reason))
-        return {}
 
 
 class TorchArrays:
@@ -292,7 +269,7 @@ def torch_distributed(
     host: Any, gpu: Any, folder: Path, stack: contextlib.ExitStack
 ) -> dict[str, Contestant]:
     if not isinstance(gpu, TorchArrays):
-        raise MissingError("torch.distributed: needs a GPU")
+        raise measure.MissingError("torch.distributed: needs a GPU")
     import torch.distributed as dist
 
     where = f"file://{folder}/meeting"
@@ -306,7 +283,7 @@ def nccl4py(
     host: Any, gpu: Any, folder: Path, stack: contextlib.ExitStack
 ) -> dict[str, Contestant]:
     if not isinstance(gpu, TorchArrays):
-        raise MissingError("nccl4py: needs a GPU")
+        raise measure.MissingError("nccl4py: needs a GPU")
     shared = new_unique_id(host)
     x = gpu.zeros(1)
     try:  # young, and its names still change: the others are worth measuring without it
@@ -316,7 +293,7 @@ def nccl4py(
         communicator = nccl.Communicator.init(host.world_size, host.rank, unique_id)
         communicator.allreduce(x, x, nccl.SUM)
     except Exception as error:
-        raise MissingError(f"nccl4py: {type(error).__name__}: {error}") from error
+        raise measure.MissingError(f"nccl4py: {type(error).__name__}: {error}") from error
     stack.callback(communicator.destroy)
     names = {"allreduce": communicator.allreduce, "SUM": nccl.SUM}
     return {"nccl4py": functools.partial(loop_over, "allreduce(x, out, SUM)", names)}

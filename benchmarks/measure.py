@@ -18,7 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -62,6 +64,25 @@ class GarbageCollectorOff:
     def __exit__(self, *_: object) -> None:
         if self._was_enabled:
             gc.enable()
+
+
+# Contestants
+
+
+class MissingError(Exception):
+    """A contestant cannot take part; the message says why."""
+
+
+def make_all(makers: Iterable[Callable[..., T]], *arguments: Any) -> tuple[list[T], list[str]]:
+    """Return what the makers have made, and why the others could not."""
+    made: list[T] = []
+    missing: list[str] = []
+    for make in makers:
+        try:
+            made.append(make(*arguments))
+        except MissingError as reason:  # noqa: PERF203 (nothing is timed here)
+            missing.append(str(reason))
+    return made, missing
 
 
 # Statistics
