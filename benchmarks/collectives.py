@@ -32,7 +32,7 @@ from pathlib import Path
 import measure
 import report
 from cases import COLLECTIVES, DTYPES, Case
-from group import CaseRefused, Group, SystemFailed, joins, scratch_directory
+from group import CaseRefused, Group, SystemFailed, scratch_directory, start_all
 from peers import System, systems
 
 SIZES = "4,1K,16K,256K,4M,64M"
@@ -144,8 +144,10 @@ def count_cases(options: Options) -> int:
 def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]:
     """Run every case with one number of ranks, printing each table as it is complete."""
     with scratch_directory() as directory, contextlib.ExitStack() as stack:
-        groups = start_all(ranks, options, directory, stack)
-        distance = start_distance(directory, options, stack)
+        found_here = systems(ranks, options.transport, quick=options.is_quick)
+        chosen = [system for system in found_here if is_chosen(system, options)]
+        groups = start_all(chosen, ranks, options.transport, directory, stack)
+        distance = start_distance(options, directory, stack)
         results: list[report.Result] = []
         said: set[str] = set()
         for collective in options.collectives:
@@ -160,35 +162,16 @@ def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]
         return results
 
 
-def start_all(
-    ranks: int, options: Options, directory: Path, stack: contextlib.ExitStack
-) -> list[Group]:
-    groups = []
-    for system in systems(ranks, options.transport, quick=options.is_quick):
-        if options.only and not {system.name, system.family} & set(options.only):
-            continue
-        if system.missing:
-            measure.say(f"missing: {system.name}: {system.missing}")
-            continue
-        groups.append(launch(system, ranks, options.transport, directory, stack))
-    return [group for group in groups if joins(group)]
+def is_chosen(system: System, options: Options) -> bool:
+    return not options.only or bool({system.name, system.family} & set(options.only))
 
 
-def launch(
-    system: System, ranks: int, transport: str, directory: Path, stack: contextlib.ExitStack
-) -> Group:
-    group = Group(system, ranks, transport, directory)
-    stack.callback(group.close)
-    group.launch()
-    return group
-
-
-def start_distance(directory: Path, options: Options, stack: contextlib.ExitStack) -> Group | None:
+def start_distance(options: Options, directory: Path, stack: contextlib.ExitStack) -> Group | None:
     if measure.describe_machine()["cores"] < 2:
         return None
     system = System("distance", "two_cores", "Distance")
-    group = launch(system, 2, options.transport, directory, stack)
-    return group if joins(group) else None
+    groups = start_all([system], 2, options.transport, directory, stack)
+    return groups[0] if groups else None
 
 
 @dataclasses.dataclass

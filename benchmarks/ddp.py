@@ -28,8 +28,8 @@ from typing import Any
 
 import ddp_timeline
 import measure
-from group import CaseRefused, Group, SystemFailed, joins, scratch_directory
-from peers import System
+from group import CaseRefused, Group, SystemFailed, scratch_directory, start_all
+from peers import System, ferrorun
 
 WORKER = str(Path(__file__).parent / "ddp_worker.py")
 MODELS = ("mlp", "gpt", "300x4KiB")
@@ -123,10 +123,7 @@ class Result:
 
 
 def systems(ranks: int, options: argparse.Namespace) -> Iterator[System]:
-    command = (
-        *(sys.executable, "-m", "ferro_dist.launch", "-n", str(ranks)),
-        *("--no-python", sys.executable, WORKER),
-    )
+    command = ferrorun(ranks, WORKER)
     threads = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if options.transport == "gpu":  # CUDA and NCCL have threads of their own
         threads["BENCHMARK_UNBOUND"] = "1"
@@ -145,13 +142,8 @@ def systems(ranks: int, options: argparse.Namespace) -> Iterator[System]:
 
 def compare(ranks: int, options: argparse.Namespace) -> list[Result]:
     with scratch_directory() as directory, contextlib.ExitStack() as stack:
-        groups = []
-        for system in systems(ranks, options):
-            group = Group(system, ranks, options.transport, directory)
-            stack.callback(group.close)
-            group.launch()
-            groups.append(group)
-        groups = [group for group in groups if joins(group)]
+        chosen = systems(ranks, options)
+        groups = start_all(chosen, ranks, options.transport, directory, stack)
         results: list[Result] = []
         for model in options.models:
             found = measure_model(model, ranks, groups, options)

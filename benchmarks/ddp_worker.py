@@ -144,10 +144,10 @@ class FerroDdp(DataParallelAdapter):
         return self._ferro.about()
 
     def wrap(self, model: Any) -> Any:
-        return self._ferro._fd.DDP(model, self._ferro._backend, **self._settings)
+        return self._ferro.fd.DDP(model, self._ferro.backend, **self._settings)
 
     def meet(self) -> None:
-        self._ferro._fd.barrier(self._ferro._backend)
+        self._ferro.fd.barrier(self._ferro.backend)
 
     def timeline(self) -> dict[str, Any]:
         statistics = self._parallel.model.statistics()
@@ -167,7 +167,7 @@ class FerroDdp(DataParallelAdapter):
         }
 
     def close(self) -> None:
-        self._ferro._backend.close()
+        self._ferro.backend.close()
 
 
 class TorchDdp(DataParallelAdapter):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,7 +163,27 @@ class Group:
         return f": {last[-1]}" if last else ""
 
 
-def joins(group: Group) -> bool:
+def start_all(
+    systems: Iterable[System],
+    ranks: int,
+    transport: str,
+    directory: Path,
+    stack: contextlib.ExitStack,
+) -> list[Group]:
+    """Start all systems at the same time, and say which are missing; `stack` ends the others."""
+    groups = []
+    for system in systems:
+        if system.missing:
+            measure.say(f"missing: {system.name}: {system.missing}")
+            continue
+        group = Group(system, ranks, transport, directory)
+        stack.callback(group.close)
+        group.launch()
+        groups.append(group)
+    return [group for group in groups if _joins(group)]
+
+
+def _joins(group: Group) -> bool:
     """Wait for a group that was launched; say so if it does not come."""
     try:
         group.join()

@@ -45,7 +45,7 @@ def main() -> int:
         return 0
     try:
         with shaped_line(options.gbit, options.congestion):
-            reports = run_ranks(options.size, options.iterations)
+            reports = run_both_ranks(options.size, options.iterations)
     except (OSError, subprocess.SubprocessError) as error:
         detail = (getattr(error, "stderr", "") or str(error)).strip()
         measure.warn(f"skipped: no shaped line between two namespaces here: {detail}")
@@ -104,7 +104,7 @@ def run(*command: str) -> None:
 # The ranks
 
 
-def run_ranks(nbytes: int, iterations: int) -> list[dict[str, list[float]]]:
+def run_both_ranks(nbytes: int, iterations: int) -> list[dict[str, list[float]]]:
     """Return the seconds of each iteration, by what was measured, for each rank."""
     environment = {**os.environ, "FERRO_DIST_TOKEN": secrets.token_hex(16)}
     options = ["--size", str(nbytes), "--iterations", str(iterations)]

@@ -93,11 +93,16 @@ def systems(ranks: int, transport: str, *, quick: bool = False) -> list[System]:
 _SELDOM_BEST = frozenset({"gloo/untuned", "gloo/unbound", "openmpi/coll_sm", "mpich/cma"})
 
 
-def _ferro(ranks: int) -> Iterator[System]:
-    command = (
+def ferrorun(ranks: int, worker: str) -> tuple[str, ...]:
+    """Return the command that starts a program of Python on all ranks."""
+    return (
         *(sys.executable, "-m", "ferro_dist.launch", "-n", str(ranks)),
-        *("--no-python", sys.executable, WORKER),
+        *("--no-python", sys.executable, worker),
     )
+
+
+def _ferro(ranks: int) -> Iterator[System]:
+    command = ferrorun(ranks, WORKER)
     missing = "" if _has("ferro_dist") else "ferro_dist is not installed: pip install ."
     yield System("ferro_dist", "keep_memory", "FerroDist", command, _KEEP_MEMORY, missing)
     yield System("ferro_dist", "untuned", "FerroDist", command, {}, missing)

@@ -214,8 +214,6 @@ def page_aligned(count: int, dtype: Any) -> Any:
     Where sender's and receiver's arrays begin at unlike places of a cache line, the kernel copies
     up to 18 % more slowly, and with malloc's settings for MPI it is chance where they begin.
     """
-    import mmap
-
     import numpy as np
 
     nbytes = count * dtype.itemsize
@@ -231,18 +229,18 @@ class FerroDist(CollectiveAdapter):
         bind(int(os.environ["RANK"]))
         import ferro_dist as fd
 
-        self._fd: Any = fd
+        self.fd: Any = fd
         transport = os.environ["BENCHMARK_TRANSPORT"]
-        self._backend = self._fd.init(backend={"gpu": "hybrid"}.get(transport, transport))
-        return self._backend.rank, self._backend.world_size
+        self.backend = self.fd.init(backend={"gpu": "hybrid"}.get(transport, transport))
+        return self.backend.rank, self.backend.world_size
 
     def about(self) -> str:
-        return f"ferro_dist {self._fd.__version__}, {self._backend.name} backend"
+        return f"ferro_dist {self.fd.__version__}, {self.backend.name} backend"
 
     def names(self) -> dict[str, Any]:
         functions = "allreduce broadcast all_gather reduce_scatter all_to_all send recv barrier"
-        names = {name: getattr(self._fd, name) for name in functions.split()}
-        return {**names, "backend": self._backend}
+        names = {name: getattr(self.fd, name) for name in functions.split()}
+        return {**names, "backend": self.backend}
 
     def statement(self, case: Any) -> str:
         statements = {
@@ -261,7 +259,7 @@ class FerroDist(CollectiveAdapter):
     def array(self, case: Any, count: int) -> Any:
         dtype = numpy_dtype(case.dtype)
         if case.memory == "symmetric":
-            return self._fd.empty(count, dtype, self._backend)
+            return self.fd.empty(count, dtype, self.backend)
         if case.memory == "torch":
             import torch
 
@@ -280,7 +278,7 @@ class FerroDist(CollectiveAdapter):
         return array.float().numpy() if hasattr(array, "copy_") else array
 
     def close(self) -> None:
-        self._backend.close()
+        self.backend.close()
 
 
 class Mpi(CollectiveAdapter):

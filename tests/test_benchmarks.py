@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from cases import Case
-from collectives import Contest, Options, launch, parse_arguments, start_distance
-from group import Group
+from collectives import Contest, Options, parse_arguments, start_distance
+from group import Group, start_all
 from peers import systems
 
 
@@ -25,10 +25,9 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 
 @pytest.fixture
-def contestant(options: Options, tmp_path: Path, stack: contextlib.ExitStack) -> Group:
-    (system,) = (each for each in systems(2, "host") if each.name == "ferro_dist/untuned")
-    group = launch(system, 2, options.transport, tmp_path, stack)
-    group.join()
+def contestant(tmp_path: Path, stack: contextlib.ExitStack) -> Group:
+    ours = [each for each in systems(2, "host") if each.name == "ferro_dist/untuned"]
+    (group,) = start_all(ours, 2, "host", tmp_path, stack)
     return group
 
 
@@ -39,7 +38,7 @@ def test_who_is_measured_does_not_pay_for_a_dead_probe(
     stack: contextlib.ExitStack,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    probe = start_distance(tmp_path, options, stack)
+    probe = start_distance(options, tmp_path, stack)
     if probe is None:
         pytest.skip("there is one core: no distance is measured")
     probe.dismiss()
