@@ -45,10 +45,10 @@ QUICK_SECONDS = 32.0  # with start and end, a minute
 
 def main() -> int:
     options = parse_arguments()
-    inputs = "fresh" if options.is_fresh else "reused"
+    inputs = "fresh" if options.fresh else "reused"
     run = {**measure.describe_run(), "transport": options.transport, "inputs": inputs}
     results: list[report.Result] = []
-    budget = Budget(QUICK_SECONDS if options.is_quick else math.inf, count_cases(options))
+    budget = Budget(QUICK_SECONDS if options.quick else math.inf, count_cases(options))
     for ranks in options.ranks:
         results += compare(ranks, options, budget)
     path = measure.output_path(options.output, f"collectives-{options.transport}")
@@ -59,60 +59,50 @@ def main() -> int:
     return 0 if results else 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+class Options(argparse.Namespace):
     """What to measure, and for how long."""
 
     ranks: list[int]
     collectives: list[str]
     sizes: list[int]
-    memories: list[str]
+    memory: list[str]
     dtype: str
     transport: str
-    output: str | None
-    is_quick: bool
     rounds: int
-    burst_ns: float
+    burst_ms: float
     far_ns: float
     only: list[str]
-    is_fresh: bool
+    output: str | None
+    quick: bool
+    fresh: bool
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, read_sizes = parser.add_argument, measure.listed(measure.parse_size)
+    add, names = parser.add_argument, measure.listed(str)
+    read_sizes = measure.listed(measure.parse_size)
     add("--quick", action="store_true", help="under a minute: fewer sizes, rounds and peers")
     add("--ranks", type=measure.listed(int), default="2", help="for example 2,4")
-    add("--collectives", default=",".join(COLLECTIVES))
+    add("--collectives", type=names, default=",".join(COLLECTIVES))
     add("--sizes", type=read_sizes, help=f"bytes; default {SIZES}")
-    add("--memory", default="plain,symmetric", help=f"any of {','.join(MEMORIES)}")
+    add("--memory", type=names, default="plain,symmetric", help=f"any of {','.join(MEMORIES)}")
     add("--dtype", default="float32", choices=DTYPES)
     add("--transport", default="host", choices=("host", "tcp"))
     add("--rounds", type=int, help="how often each system gets its turn")
     add("--burst-ms", type=float, help="about how long a turn lasts")
     add("--far-ns", type=float, default=350.0, help="round trip from which cores count as far")
-    add("--only", default="", help="systems, for example ferro_dist,openmpi/ucx")
+    add("--only", type=names, default=[], help="systems, for example ferro_dist,openmpi/ucx")
     add("--fresh", action="store_true", help="write the inputs anew before each call")
     add("--output", help="file for the JSON lines; the plot stands beside it")
-    given = parser.parse_args(arguments)
-    options = Options(
-        ranks=given.ranks,
-        collectives=given.collectives.split(","),
-        sizes=given.sizes or read_sizes(QUICK_SIZES if given.quick else SIZES),
-        memories=["plain"] if given.transport == "tcp" else given.memory.split(","),
-        dtype=given.dtype,
-        transport=given.transport,
-        output=given.output,
-        is_quick=given.quick,
-        rounds=given.rounds or (5 if given.quick else 20),
-        burst_ns=(given.burst_ms or (4 if given.quick else 15)) * 1e6,
-        far_ns=given.far_ns,
-        only=[name for name in given.only.split(",") if name],
-        is_fresh=given.fresh,
-    )
-    for given_names, known in ((options.collectives, COLLECTIVES), (options.memories, MEMORIES)):
+    options = parser.parse_args(arguments, namespace=Options())
+    options.sizes = options.sizes or read_sizes(QUICK_SIZES if options.quick else SIZES)
+    options.rounds = options.rounds or (5 if options.quick else 20)
+    options.burst_ms = options.burst_ms or (4 if options.quick else 15)
+    if options.transport == "tcp":
+        options.memory = ["plain"]
+    for given_names, known in ((options.collectives, COLLECTIVES), (options.memory, MEMORIES)):
         unknown = sorted(set(given_names) - set(known))
         if unknown:
             parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
@@ -144,7 +134,7 @@ def count_cases(options: Options) -> int:
 def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]:
     """Run every case with one number of ranks, printing each table as it is complete."""
     with scratch_directory() as directory, contextlib.ExitStack() as stack:
-        found_here = systems(ranks, options.transport, quick=options.is_quick)
+        found_here = systems(ranks, options.transport, quick=options.quick)
         chosen = [system for system in found_here if is_chosen(system, options)]
         groups = start_all(chosen, ranks, options.transport, directory, stack)
         distance = start_distance(options, directory, stack)
@@ -231,7 +221,7 @@ class Contest:
         if not system.is_ours or self._case.collective == "barrier":
             return ["plain"]
         # Symmetric memory is the library's own, and the same however the process is tuned.
-        return [m for m in self._options.memories if system.is_tuned or m != "symmetric"]
+        return [m for m in self._options.memory if system.is_tuned or m != "symmetric"]
 
     def _calibrate(self, contestant: Contestant) -> bool:
         """Check the result once, and find out how many calls make a burst."""
@@ -239,15 +229,15 @@ class Contest:
             self._prepare(contestant)
             # The first calls meet untouched pages, and ours try both ways of copying.
             pilot = self._sample(contestant, samples=3, times=1)
-            if measure.p50(pilot) < 30 * BATCH_NS and not self._options.is_fresh:
+            if measure.p50(pilot) < 30 * BATCH_NS and not self._options.fresh:
                 pilot = self._sample(contestant, samples=5, times=20)
         except (CaseRefused, SystemFailed) as error:
             self._say_without(contestant, error)
             return False
         estimate_ns = max(50.0, measure.p50(pilot))
-        is_batch = not self._options.is_fresh
+        is_batch = not self._options.fresh
         contestant.times = max(1, math.ceil(BATCH_NS / estimate_ns)) if is_batch else 1
-        wanted = self._options.burst_ns / (estimate_ns * contestant.times)
+        wanted = self._options.burst_ms * 1e6 / (estimate_ns * contestant.times)
         contestant.samples = max(2, min(MAX_SAMPLES, math.ceil(wanted)))
         return True
 
@@ -279,7 +269,7 @@ class Contest:
         )
 
     def _sample(self, contestant: Contestant, samples: int, times: int) -> list[float]:
-        memory, is_fresh = contestant.case.memory, self._options.is_fresh
+        memory, is_fresh = contestant.case.memory, self._options.fresh
         order = {"memory": memory, "samples": samples, "times": times, "is_fresh": is_fresh}
         times_by_rank = contestant.group.order(do="sample", **order)
         per_call = 1 / self._case.calls_per_statement
