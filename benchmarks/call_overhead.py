@@ -9,8 +9,8 @@ Python function that takes the same arguments and does nothing.
 
 A second table is of NCCL: from Python to ``ncclAllReduce``, on a libnccl and a libcudart that
 return at once (`instant_cuda.py`). No GPU takes part, and the arrays only say that they are
-on one. Beside it ctypes, alone and as pynccl uses it, and nccl4py where it is installed. CAI are
-objects with ``__cuda_array_interface__`` and nothing else.
+on one. Beside it ctypes, alone and as pynccl uses it, and nccl4py where it is installed. CAI
+stands for an object that has ``__cuda_array_interface__`` and nothing else.
 """
 
 from __future__ import annotations

@@ -6,16 +6,17 @@
 
 Every system runs under its own launcher and stays alive for the whole run, asleep in a
 read. For each collective and size the systems take turns in short bursts, so that
-whatever the machine does to one it does to all. Around each burst the cache-line round
-trip between the first two cores is taken: virtual cores move, and results are compared
-only where the cores were equally far apart.
+whatever the machine does to one it does to all. Before and after each burst the cache-line
+round trip between the first two cores is measured: virtual cores move. The printed table
+compares only bursts during which the cores were equally far apart; the records have the
+figures of all bursts (`p50_us`), and those by distance.
 
 The time of a collective is that of its slowest rank. Calls shorter than 30 µs are timed
 many at a time, back to back.
 
-What is sent again and again, unchanged, stays in the reader's cache where it is read in place.
-With --fresh every rank writes its input before each call, as who has just computed it, and calls
-are timed one by one.
+The same array is sent again and again. If it is read in place, it stays in the reader's cache.
+With --fresh every rank writes its input before each call, as a program does that has just computed
+it, and calls are timed one by one.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ def count_cases(options: Options) -> int:
 def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]:
     """Run every case with one number of ranks, printing each table as it is complete."""
     with scratch_directory() as directory, contextlib.ExitStack() as stack:
-        found_here = systems(ranks, options.transport, quick=options.quick)
-        chosen = [system for system in found_here if is_chosen(system, options)]
+        known = systems(ranks, options.transport, quick=options.quick)
+        chosen = [system for system in known if is_chosen(system, options)]
         groups = start_all(chosen, ranks, options.transport, directory, stack)
         distance = start_distance(options, directory, stack)
         results: list[report.Result] = []
@@ -166,7 +167,7 @@ def start_distance(options: Options, directory: Path, stack: contextlib.ExitStac
 
 @dataclasses.dataclass
 class Contestant:
-    """One system with one kind of memory in one case."""
+    """One system with one kind of memory in one case; a burst is `samples` of `times` calls."""
 
     group: Group
     case: Case
@@ -199,9 +200,7 @@ class Contest:
         for turn in range(self._options.rounds):
             if turn >= 2 and time.monotonic() > deadline:
                 break
-            # Another one begins each round: none is always behind the same neighbour.
-            first = turn % max(1, len(contestants))
-            for contestant in contestants[first:] + contestants[:first]:
+            for contestant in measure.rotated(contestants, turn):
                 self._burst(contestant)
         for group in self._groups:
             if group.is_alive:
@@ -227,7 +226,7 @@ class Contest:
         """Check the result once, and find out how many calls make a burst."""
         try:
             self._prepare(contestant)
-            # The first calls meet untouched pages, and ours try both ways of copying.
+            # First calls are slow: pages are untouched, and ferro_dist tries two ways to copy.
             pilot = self._sample(contestant, samples=3, times=1)
             if measure.p50(pilot) < 30 * BATCH_NS and not self._options.fresh:
                 pilot = self._sample(contestant, samples=5, times=20)

@@ -6,13 +6,14 @@
     python benchmarks/ddp.py --ranks 1 --models 300x4KiB   # DDP's own time, nothing is sent
     python benchmarks/ddp.py --transport gpu               # beside torch's on NCCL
 
-Each rank takes steps of its own model in turn: without communication, and data-parallel.
-The difference is what is measured: a step of all ranks takes as long as that of the
-slowest. One thread a rank. The systems take turns, torch's in several configurations, of
-which the best counts for each model. Ranks share a GPU where there are fewer.
+Each rank alternates between two kinds of steps of its own model: without communication,
+and data-parallel. What is added is the difference of their medians, each step counted as
+the slowest rank's. A rank has one thread. The systems take turns, torch's DDP in several
+configurations, of which the best counts for each model. If there are fewer GPUs than ranks,
+ranks share them.
 
-With --plot, also one step of ferro_dist drawn as lanes of computation and communication,
-the time that backward waits for the latter shaded, and the same as a Chrome trace.
+--plot also draws one step of ferro_dist, as lanes of computation and communication with the
+time shaded in which backward waits, and writes the same as a Chrome trace.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass
 class Result:
-    """One system on one model: seconds of steps, by step the slowest rank's."""
+    """One system on one model: the seconds of each step on the slowest rank.
+
+    A parameter is one of the model's arrays here, whatever its size.
+    """
 
     system: System
     model: str
@@ -98,7 +102,7 @@ class Result:
 
     @property
     def added_ms(self) -> float:
-        """The median step less the median step without communication."""
+        """The median step, less the median step without communication."""
         return (measure.p50(self.parallel_s) - measure.p50(self.alone_s)) * 1e3
 
     @property
@@ -167,9 +171,7 @@ def measure_model(
         results[group.system.name] = Result(group.system, model, ranks, num_parameters)
     contestants = [group for group in groups if group.system.name in results]
     for turn in range(options.rounds):
-        # Another one begins each round: none is always behind the same neighbour.
-        first = turn % max(1, len(contestants))
-        for group in contestants[first:] + contestants[:first]:
+        for group in measure.rotated(contestants, turn):
             result = results[group.system.name]
             by_rank = group.order(do="sample", times=options.steps)
             result.alone_s += measure.slowest_rank([alone for alone, _ in by_rank])

@@ -12,7 +12,7 @@ __all__ = ["plot", "write_trace"]
 Step = dict[str, Any]
 """What a rank says of one step: see ``ddp_worker.py``. All ranks have one clock."""
 
-# Those of `ferro_dist.parallel.schedules.plot`, which colour-blind readers tell apart.
+# The colours of `ferro_dist.parallel.schedules.plot`: colour-blind readers can tell them apart.
 _COLOURS = {"forward": "#3b69d6", "backward": "#993f30", "optimizer": "#d6ac2e"}
 _BUCKETS, _EXPOSED = "#57bf7d", "#2b2b2b"
 

@@ -7,8 +7,8 @@
 A sample is the time from the first call of a batch until the GPU has done the last one, divided
 by their number, on the slowest rank. All contestants take turns in one process, each with a
 communicator of its own on the same libnccl. "C API" is a loop in C around ``ncclAllReduce`` on
-one stream: what the library and the hardware need. All work in place, where NCCL has nothing to do
-for a single rank: that one copies, save with torch.distributed, which can only work in place.
+one stream: what the library and the hardware need. All work in place. A single rank copies instead,
+since in place NCCL has nothing to do for it; torch.distributed can only work in place.
 
 The goals: at most 1.02 of the C API from 1 MiB on, and at most 1 µs more below.
 """

@@ -83,8 +83,8 @@ int cuGetProcAddress_v2(const char* name, void** f, int v, unsigned long long fl
 int cuInit(unsigned flags) { return 0; }
 """
 
-# 16 float32 on GPU 0, each array at a place of its own: objects lie at least 16 bytes apart. And a
-# current stream.
+# An array of 16 float32 on GPU 0, and a current stream. Objects lie at least 16 bytes apart: four
+# times its object's address is a place of 64 bytes that no other array has.
 TENSOR = """
 #include <stddef.h>
 #include <stdint.h>
@@ -134,8 +134,8 @@ def build(folder: Path) -> None:
 def tensor_type(folder: Path) -> type:
     """Make a type whose objects say through DLPack's exchange table that they are on a GPU.
 
-    As torch's CUDA tensors do, which need a torch with CUDA and a GPU: this costs what they
-    cost, less the time that torch takes to fill in the shape.
+    So do torch's CUDA tensors, but they need a torch with CUDA, and a GPU. These cost as much,
+    less the time that torch takes to fill in the shape.
     """
     library = ctypes.CDLL(str(folder / "tensor.so"))
     library.table.restype = ctypes.c_void_p

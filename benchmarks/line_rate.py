@@ -7,8 +7,8 @@ Two network namespaces are joined by a virtual cable, both ends of which are sha
 rate with `tc`: root is needed, iproute2, and a kernel with veth and tbf. Beside the allreduce
 two bare sockets carry as many bytes both ways at once: that is what the line gives.
 
-The congestion control is cubic, what most systems have, whatever this one has: BBR holds back a
-few percent of such a line to look for more.
+The congestion control is cubic, as on most systems, whatever this one uses: BBR leaves a few
+percent of such a line unused while it probes for more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import measure
 HOSTS = [f"ferrobench{os.getpid()}{end}" for end in "ab"]
 ADDRESSES = ["10.9.1.1", "10.9.1.2"]
 PORT = 29555  # the namespaces are our own: nobody else can be there
-# Of Ethernet: with 1500 the headers alone would take more than 4 % of the line.
+# With Ethernet's usual 1500 the headers alone would take more than 4 % of the line.
 MTU = 9000
 WARM_UP = 3
 TIMEOUT_S = 300.0

@@ -85,6 +85,12 @@ def make_all(makers: Iterable[Callable[..., T]], *arguments: Any) -> tuple[list[
     return made, missing
 
 
+def rotated(contestants: list[T], turn: int) -> list[T]:
+    """Begin each turn with another contestant, so that none always follows the same one."""
+    first = turn % max(1, len(contestants))
+    return contestants[first:] + contestants[:first]
+
+
 # Statistics
 
 

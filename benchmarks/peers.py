@@ -1,12 +1,12 @@
 """The systems that are compared, each with every configuration that may be its best.
 
-Untuned, MPI spends large collectives in page faults of its temporaries and small ones
-in locks that a single-threaded program does not need; a win over that proves nothing.
-The configurations here are the best that were found; the untuned ones run as well.
+Untuned, MPI loses time to page faults of its temporaries in large collectives, and in small
+ones to locks that a single-threaded program does not need; to be faster than that proves
+nothing. The configurations here are the best that were found; the untuned ones run as well.
 
-The tuning of memory moves the caller's arrays into huge pages, too, which every library copies
-faster. It belongs to the process, not to the library: ferro_dist runs with and without it as
-well, and the tuned are compared with the tuned, the untuned with the untuned.
+The tuning of memory puts the caller's arrays into huge pages, too, which every library copies
+faster. So ferro_dist also runs with and without it, and tuned systems are compared with tuned
+ones, untuned with untuned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 WORKER = str(Path(__file__).parent / "worker.py")
 
 # glibc gives freed blocks of over 32 MiB back to the kernel at once, however often they
-# are needed again. These keep them, in huge pages.
+# are needed again. With these settings it keeps them, in huge pages.
 _KEEP_MEMORY = {
     "GLIBC_TUNABLES": ":".join(
         (
@@ -114,7 +114,7 @@ def _gloo() -> Iterator[System]:
     tuned = {**local, **_KEEP_MEMORY}
     yield System("gloo", "untuned", "Gloo", (), local, missing)
     yield System("gloo", "default", "Gloo", (), tuned, missing)
-    # Each rank's threads hand work to each other: on one core, or on whichever is free.
+    # A rank's threads hand work to each other: all on one core, or each on whichever is free.
     yield System("gloo", "unbound", "Gloo", (), {**tuned, "BENCHMARK_UNBOUND": "1"}, missing)
 
 

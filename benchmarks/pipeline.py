@@ -3,12 +3,11 @@
     python benchmarks/pipeline.py
     python benchmarks/pipeline.py --quick --output pipeline.jsonl
 
-Ideal is the makespan of the schedule on paper, with messages that take no time: simulated with
-what one action takes, or for real compute what a stage takes for a microbatch while the other
-computes too, on the same ranks right after the steps. Stages that sleep let ranks outnumber cores;
-how long a sleep lasts is measured on the ranks, in the same run. Both systems run the same modules
-with the same schedule, in turns, each in processes of its own; a step counts with both barriers
-around it.
+The ideal is the makespan of the schedule on paper, with messages that take no time. How long an
+action takes is measured on the same ranks right after the steps: that of a sleep, or for real
+compute that of a stage on a microbatch, while the other ranks do the same. Stages that sleep let
+ranks outnumber cores. Both systems run the same modules with the same schedule, in turns, each in
+processes of its own. A step is timed from the end of one barrier to the end of the next.
 
 The goals: 1F1B with real compute at most 1.02 of ideal, with 8 sleeping stages 1.03, ZB-V 1.08,
 4 MiB activations 1.08; 60 µs an action for the executor itself. torch's pipelining on Gloo

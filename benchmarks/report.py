@@ -15,7 +15,10 @@ from peers import System
 
 @dataclasses.dataclass(frozen=True)
 class Burst:
-    """The times of one turn, ns a call, with the round trips right before and after."""
+    """The times of one turn, with the round trips between the cores right before and after.
+
+    A time is the mean of `calls_per_time` calls in a row.
+    """
 
     times_ns: list[float]
     calls_per_time: int
@@ -25,7 +28,7 @@ class Burst:
 
     @property
     def distance(self) -> str:
-        """Where the two cores were: "near", "far", or "moved" if they did so meanwhile."""
+        """Where the two cores were: "near", "far", "moved" meanwhile, or "unknown"."""
         if self.before_ns is None or self.after_ns is None:
             return "unknown"
         is_far = {self.before_ns >= self.far_ns, self.after_ns >= self.far_ns}
@@ -63,7 +66,7 @@ class Result:
             "benchmark": "collectives",
             "system": self.system.family,
             "configuration": self.system.configuration,
-            # Of a path the name: where a library lies on this machine tells nobody anything.
+            # Of a path only the file's name: the folders of this machine tell a reader nothing.
             "environment": {
                 name: value.rpartition("/")[2] if value.startswith("/") else value
                 for name, value in self.system.environment.items()
@@ -97,7 +100,7 @@ class Result:
 # Tables
 
 _HEADER = (
-    f"{'size':>9} {'system':<28} {'cores':<5} {'p50 us':>10} {'p95 us':>10} "
+    f"{'size':>9} {'system':<32} {'cores':<5} {'p50 us':>10} {'p95 us':>10} "
     f"{'algbw':>7} {'busbw':>7}  against the best peer of its kind"
 )
 
@@ -118,7 +121,7 @@ def print_table(results: Sequence[Result]) -> None:
 
 
 def usual_distance(results: Iterable[Result]) -> str:
-    """Find the distance between the cores at which most of these bursts were made."""
+    """Find the distance between the cores in most of these bursts."""
     distances = [burst.distance for result in results for burst in result.bursts]
     comparable = [distance for distance in distances if distance != "moved"]
     return statistics.mode(comparable or distances)
@@ -159,7 +162,7 @@ def _row(result: Result, distance: str, best: Result | None) -> str:
     p50_us = result.p50_us(distance)
     algbw = measure.algbw_gb_s(result.case.nbytes, p50_us / 1e6)
     row = (
-        f"{measure.format_size(result.case.nbytes):>9} {result.label:<28} {distance:<5.5} "
+        f"{measure.format_size(result.case.nbytes):>9} {result.label:<32} {distance:<5.5} "
         f"{p50_us:>10.2f} {result.p95_us(distance):>10.2f} "
         f"{algbw:>7.2f} {result.busbw_gb_s(p50_us):>7.2f}"
     )

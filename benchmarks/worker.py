@@ -139,8 +139,8 @@ class CollectiveAdapter(Adapter):
         prepared.loop((None,))
         if (self.to_numpy(prepared.y) != case.expected_on(self.rank)).any():
             raise AssertionError(f"{case.collective} of {case.nbytes} bytes gave a wrong result")
-        # Zeros stay zeros however often they are summed in place. Written, not calloc'ed:
-        # an untouched page would be the kernel's one page of zeros.
+        # Zeros stay zeros however often they are summed in place. They are written, since
+        # untouched pages would all be the kernel's one page of zeros.
         self.fill(prepared.x, case.input_of(self.rank) * 0)
         self.fill(prepared.y, case.expected_on(self.rank) * 0)
         prepared.barrier((None,))
@@ -211,8 +211,9 @@ def numpy_dtype(name: str) -> Any:
 def page_aligned(count: int, dtype: Any) -> Any:
     """Make a NumPy array that begins on a page, as in the benchmarks of OSU.
 
-    Where sender's and receiver's arrays begin at unlike places of a cache line, the kernel copies
-    up to 18 % more slowly, and with malloc's settings for MPI it is chance where they begin.
+    If the arrays of sender and receiver begin at different offsets in a cache line, the kernel
+    copies up to 18 % more slowly. With malloc as it is tuned for MPI, chance decides where they
+    begin.
     """
     import numpy as np
 
@@ -391,8 +392,8 @@ class Distance(Adapter):
     """Measures how far apart the first two cores are at the moment.
 
     Two processes hand a number to and fro in shared memory. On a virtual machine the
-    answer changes from second to second, and with it every collective's time. The
-    interpreter's part, about 100 ns, is in the figure: it serves to tell near from far.
+    answer changes from second to second, and with it every collective's time. The figure
+    contains about 100 ns of the interpreter's own: it only tells near from far.
     """
 
     ROUND_TRIPS, REPEATS = 16, 6

@@ -1,4 +1,4 @@
-"""The benchmark of collectives: whose fault it says a failure is."""
+"""What the benchmarks say of a failure, and what their figures mean."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import measure
 import pytest
 from cases import Case
 from collectives import Contest, Options, parse_arguments, start_distance
@@ -48,3 +49,15 @@ def test_who_is_measured_does_not_pay_for_a_dead_probe(
     said = capsys.readouterr().out
     assert said.count("the distance between the cores is unknown: distance/two_cores") == 1
     assert "without" not in said
+
+
+def test_p50_is_the_median_and_p95_was_measured() -> None:
+    times = [1.0, 2.0, 3.0, 10.0]
+    assert (measure.p50(times), measure.p95(times)) == (2.5, 10.0)
+
+
+def test_each_turn_begins_with_another_contestant() -> None:
+    assert [measure.rotated(["a", "b", "c"], turn) for turn in (0, 1, 3)] == [
+        ["a", "b", "c"], ["b", "c", "a"], ["a", "b", "c"],
+    ]  # fmt: skip
+    assert measure.rotated([], 1) == []
