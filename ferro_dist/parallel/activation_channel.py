@@ -183,10 +183,14 @@ class Sender:
         """Release what has been sent; raise the error of a send that failed."""
         if not self._under_way:
             return
+        still_under_way = []
         for work in self._under_way:
+            # Asked once: one that ends between two questions would be dropped with its error.
             if work.is_completed():
                 work.wait()
-        self._under_way = [work for work in self._under_way if not work.is_completed()]
+            else:
+                still_under_way.append(work)
+        self._under_way = still_under_way
 
     def wait(self) -> None:
         """Wait until everything has been sent."""
