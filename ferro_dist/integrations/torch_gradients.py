@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
 import sys
 from collections.abc import (
     Callable,
-    Container,
     Iterable,
     Mapping,
     MutableMapping,
@@ -28,6 +25,7 @@ from ferro_dist.integrations.torch_accumulation import (
     elements_of,
     version_of,
 )
+from ferro_dist.integrations.torch_kept_views import leave_kept, may_be_kept
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.bucket import (
     STREAMED_NBYTES,
@@ -70,8 +68,6 @@ def _copies_plainly() -> bool:
 
 
 _COPIES_PLAINLY = _copies_plainly()
-# How many there are of each element of a list, as `map` passes it.
-_REFERENCES = next(map(sys.getrefcount, [object()]))
 _NOTHING_TO_DO = contextlib.nullcontext()
 
 
@@ -91,8 +87,8 @@ class TorchGradients(Accumulation, Gradients):
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         parameters = [self.parameters[number] for number in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
-        if _may_be_kept(bucket, gradients, self._averaged):
-            _leave_kept(bucket, gradients, self._averaged, self._aside)
+        if may_be_kept(bucket, gradients, self._averaged):
+            leave_kept(bucket, gradients, self._averaged, self._aside)
         _renew_places(bucket)
         marks = self._mark(bucket, counter, gradients)
         left = _copy_plain(bucket, bucket.views, gradients, self.memory)
@@ -113,7 +109,7 @@ class TorchGradients(Accumulation, Gradients):
         number = bucket.members[place]
         parameter = self.parameters[number]
         gradient = parameter.grad
-        _leave_kept(bucket, [gradient], self._averaged, self._aside, place)
+        leave_kept(bucket, [gradient], self._averaged, self._aside, place)
         _renew_place(bucket, place)
         view = bucket.views[place]
         if gradient is None or gradient is view:
@@ -239,64 +235,6 @@ class TorchGradients(Accumulation, Gradients):
             )
 
 
-def _may_be_kept(
-    bucket: Bucket, gradients: Sequence[Tensor | None], averaged: Sequence[Tensor | None]
-) -> bool:
-    """Whether a view that is to be filled may have references of others."""
-    views = bucket.views
-    if all(map(operator.is_, views, gradients)):
-        return False  # all are in place
-    # Without a list of them, which would be one more reference to each.
-    are_averaged = all(map(operator.is_, views, map(averaged.__getitem__, bucket.members)))
-    return max(map(sys.getrefcount, views)) > _REFERENCES + are_averaged
-
-
-def _leave_kept(
-    bucket: Bucket,
-    gradients: Sequence[Tensor | None],
-    averaged: Sequence[Tensor | None] = (),
-    in_use: Container[int] = (),
-    first: int = 0,
-) -> None:
-    """Leave views to a user who keeps them, in memory of their own, before theirs is filled again.
-
-    Whoever keeps a list of gradients and sets ``grad`` to None expects them to stay as they are.
-    What else there is over the same memory, such as ``grad.detach()``, is not noticed, and changes;
-    graphs that have saved it are refused.
-
-    Parameters
-    ----------
-    bucket : Bucket
-    gradients : sequence of torch.Tensor or None
-        Those to be copied to places of the bucket, from `first` on.
-    averaged : sequence of torch.Tensor or None
-        By number, where there may be another reference to each view.
-    in_use : container of int
-        The numbers of gradients that this will be added to, where they are.
-    first : int
-    """
-    given = set(map(id, gradients))
-    counts = map(sys.getrefcount, itertools.islice(bucket.views, first, None))
-    for place, (gradient, count) in enumerate(zip(gradients, counts, strict=False), first):
-        # By index, as a loop over views would be one more reference to each.
-        number = bucket.members[place]
-        is_averaged = bool(averaged) and averaged[number] is bucket.views[place]
-        if count <= _REFERENCES + is_averaged or number in in_use:
-            continue
-        address, view = bucket.addresses[place], bucket.views[place]
-        if id(view) in given:
-            continue  # in its own place, or in another's, which is refused
-        if _is_at(address, view) and not _is_at(address, gradient):
-            # What stays behind counts changes with it, and no longer with what fills the place.
-            torch.autograd.graph.increment_version(view)
-            with torch.inference_mode(False):  # it stays a tensor that autograd takes
-                view.data = view.detach().clone()
-
-
-def _is_at(address: int, gradient: Tensor | None) -> bool:
-    return gradient is not None and not _is_sparse(gradient) and gradient.data_ptr() == address
-
-
 def _renew_places(bucket: Bucket) -> None:
     """Replace views that the user, whose ``grad`` they are, has made something else of.
 
@@ -402,7 +340,7 @@ class GivenGradients(Gradients):
 
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         gradients = [self.get(number) for number in bucket.members]
-        _leave_kept(bucket, gradients)
+        leave_kept(bucket, gradients)
         _renew_places(bucket)
         _refuse_misplaced(bucket, gradients, self.memory)
         for gradient, view in zip(gradients, bucket.views, strict=True):
