@@ -66,6 +66,19 @@ class Accumulation:
     aside while a round is open, and added to its result; one that the user has written to meanwhile
     counts as this rank's own.
 
+    Three tables hold what is known of each gradient, by number. Where ``grad`` is no longer what
+    they say, it is this rank's own.
+
+    | ``grad`` is | ``_averaged`` | ``_traces`` | ``_aside`` |
+    |---|---|---|---|
+    | this rank's own | None | | |
+    | an average | itself | its trace, if it will be put aside | |
+    | what came after one, in an open round | None; its view, once packed | | the average |
+    | a sum, after a round that averaged nothing | None | | the average, what came, the sum |
+
+    ``_left`` holds the same of parameters that are not among `parameters` now, and may come back:
+    frozen ones.
+
     Attributes
     ----------
     parameters : list of torch.nn.Parameter
@@ -77,11 +90,9 @@ class Accumulation:
         self._names: list[str] = []
         self._is_idempotent = True
         self._averaged: list[Tensor] = []
-        # Of averaged gradients; none of those that were left where they are.
         self._traces: dict[int, Trace] = {}
         self._aside: dict[int, _Aside] = {}
-        # Of parameters that are not among these now, and may come back: frozen ones.
-        self._left: dict[int, _Record] = {}
+        self._left: dict[int, _Record] = {}  # by the identity of the parameter
 
     def adopt(self, parameters: Mapping[str, Tensor]) -> None:
         """Replace the parameters by these; some may be the same, or have been here before."""
