@@ -89,7 +89,7 @@ class TorchGradients(Accumulation, Gradients):
         gradients = [parameter.grad for parameter in parameters]
         if may_be_kept(bucket, gradients, self._averaged):
             leave_kept(bucket, gradients, self._averaged, self._aside)
-        _renew_places(bucket)
+        _renew_views(bucket)
         marks = self._mark(bucket, counter, gradients)
         left = _copy_plain(bucket, bucket.views, gradients, self.memory)
         if left:
@@ -105,18 +105,18 @@ class TorchGradients(Accumulation, Gradients):
             if gradient is not view and gradient is not None:
                 parameter.grad = averaged[number] = view
 
-    def pack_one(self, bucket: Bucket, place: int) -> None:
-        number = bucket.members[place]
+    def pack_one(self, bucket: Bucket, position: int) -> None:
+        number = bucket.members[position]
         parameter = self.parameters[number]
         gradient = parameter.grad
-        leave_kept(bucket, [gradient], self._averaged, self._aside, place)
-        _renew_place(bucket, place)
-        view = bucket.views[place]
+        leave_kept(bucket, [gradient], self._averaged, self._aside, position)
+        _renew_view(bucket, position)
+        view = bucket.views[position]
         if gradient is None or gradient is view:
             return
         with torch.no_grad(), contextlib.suppress(TypeError, RuntimeError):
             if self.memory.contains(gradient.data_ptr()):
-                return  # `pack` sees whether it is another's place
+                return  # `pack` sees whether it is another's slot
             if _copy_plain(bucket, [view], [gradient], self.memory):
                 view.copy_(gradient)
             parameter.grad = self._averaged[number] = view
@@ -143,7 +143,7 @@ class TorchGradients(Accumulation, Gradients):
             return
         flags = is_contributed or [True] * len(bucket.members)
         contents = [] if self._is_idempotent else bucket.own_views
-        for place, (number, view, is_wanted) in enumerate(
+        for position, (number, view, is_wanted) in enumerate(
             zip(bucket.members, bucket.views, flags, strict=True)
         ):
             parameter = parameters[number]
@@ -155,7 +155,7 @@ class TorchGradients(Accumulation, Gradients):
                 if parameter.grad is not view:
                     parameter.grad = view
                 if not self._is_idempotent:
-                    self._traces[number] = Trace(version_of(view), contents[place])
+                    self._traces[number] = Trace(version_of(view), contents[position])
 
     def make_way_for(self, given: GivenGradients) -> None:
         """Move what lies in buckets to memory of its own, save for what is given itself."""
@@ -173,7 +173,7 @@ class TorchGradients(Accumulation, Gradients):
                 self._replace(number, gradient.detach().clone())
 
     def take_back(self) -> None:
-        # The places in buckets hold this rank's own gradients again. Those that were averaged
+        # The slots in buckets hold this rank's own gradients again. Those that were averaged
         # before, and are not put aside, are contributed once more, by all ranks, which changes
         # nothing.
         self._averaged = [None] * len(self.parameters)
@@ -206,8 +206,8 @@ class TorchGradients(Accumulation, Gradients):
         marks: list[tuple[Tensor, Tensor]],
     ) -> None:
         """Copy the gradients that are left, and marks, all with one call."""
-        places = [*(bucket.views[n] for n in left), *(place for place, _ in marks)]
-        contents = [*(gradients[n] for n in left), *(content for _, content in marks)]
+        targets = [*(bucket.views[position] for position in left), *(lanes for lanes, _ in marks)]
+        contents = [*(gradients[position] for position in left), *(mark for _, mark in marks)]
         copy: Callable[..., object] = torch._foreach_copy_
         if not _are_elsewhere(gradients, self.memory):
             self._refuse_taken(bucket)
@@ -215,7 +215,7 @@ class TorchGradients(Accumulation, Gradients):
             copy = copy_or_clear
         # Backward has turned it off already, and to do so again takes longer than to ask.
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING_TO_DO:
-            copy(places, contents)
+            copy(targets, contents)
 
     def _refuse_taken(self, bucket: Bucket) -> None:
         parameters = self.parameters
@@ -235,7 +235,7 @@ class TorchGradients(Accumulation, Gradients):
             )
 
 
-def _renew_places(bucket: Bucket) -> None:
+def _renew_views(bucket: Bucket) -> None:
     """Replace views that the user, whose ``grad`` they are, has made something else of.
 
     ``grad.data = ...`` gives them other memory, ``grad.t_()`` another order in it; an operation on
@@ -246,16 +246,16 @@ def _renew_places(bucket: Bucket) -> None:
     is_as_made = is_there and list(map(torch.Tensor.stride, views)) == strides
     if is_as_made and True not in [view.requires_grad for view in views]:
         return
-    for place in range(len(views)):
-        _renew_place(bucket, place)
+    for position in range(len(views)):
+        _renew_view(bucket, position)
 
 
-def _renew_place(bucket: Bucket, place: int) -> None:
-    view = bucket.views[place]
-    is_there = view.data_ptr() == bucket.addresses[place]
-    is_as_made = is_there and view.stride() == bucket.layout.strides[place]
+def _renew_view(bucket: Bucket, position: int) -> None:
+    view = bucket.views[position]
+    is_there = view.data_ptr() == bucket.addresses[position]
+    is_as_made = is_there and view.stride() == bucket.layout.strides[position]
     if not is_as_made or view.requires_grad:
-        bucket.views[place] = bucket.new_view(place)
+        bucket.views[position] = bucket.new_view(position)
 
 
 def _are_elsewhere(gradients: Iterable[Tensor], memory: BucketMemory) -> bool:
@@ -267,7 +267,7 @@ def _are_elsewhere(gradients: Iterable[Tensor], memory: BucketMemory) -> bool:
 
 
 def _refuse_misplaced(bucket: Bucket, gradients: Sequence[Tensor], memory: BucketMemory) -> None:
-    """Refuse gradients that lie in other gradients' places, where they are overwritten."""
+    """Refuse gradients that lie in other gradients' slots, where they are overwritten."""
     names = bucket.layout.names
     for name, view, gradient in zip(names, bucket.views, gradients, strict=True):
         if gradient is None or gradient is view or _is_sparse(gradient) or not gradient.numel():
@@ -277,33 +277,33 @@ def _refuse_misplaced(bucket: Bucket, gradients: Sequence[Tensor], memory: Bucke
 
 
 def _copy_plain(
-    bucket: Bucket, places: list[Tensor], gradients: list[Tensor | None], memory: BucketMemory
+    bucket: Bucket, slots: list[Tensor], gradients: list[Tensor | None], memory: BucketMemory
 ) -> Sequence[int]:
-    """Copy gradients to their places as `copy_plain` does; return the numbers of those left."""
+    """Copy gradients to their slots as `copy_plain` does; return the positions of those left."""
     if not _COPIES_PLAINLY or bucket.is_on_gpu:
-        return range(len(places))
+        return range(len(slots))
     left = copy_plain(
-        places,
+        slots,
         gradients,
         start=memory.start,
         stop=memory.stop,
         streamed_nbytes=STREAMED_NBYTES,
         limit_nbytes=sys.maxsize if torch.get_num_threads() <= FEW_THREADS else SHARED_NBYTES,
     )
-    torch.autograd.graph.increment_version(places)
+    torch.autograd.graph.increment_version(slots)
     return left
 
 
-def copy_or_clear(places: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copy gradients to their places, zeros for absent ones. Some may be there already."""
-    pairs = list(zip(places, gradients, strict=True))
-    absent = [place for place, gradient in pairs if gradient is None]
+def copy_or_clear(slots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Copy gradients to their slots, zeros for absent ones. Some may be there already."""
+    pairs = list(zip(slots, gradients, strict=True))
+    absent = [slot for slot, gradient in pairs if gradient is None]
     if absent:
         torch._foreach_zero_(absent)
     # A sparse one comes from a function that could not be known beforehand.
-    given = [(v, as_dense(g)) for v, g in pairs if g is not None and g is not v]
+    given = [(slot, as_dense(g)) for slot, g in pairs if g is not None and g is not slot]
     if given:
-        torch._foreach_copy_([place for place, _ in given], [dense for _, dense in given])
+        torch._foreach_copy_([slot for slot, _ in given], [dense for _, dense in given])
 
 
 class GivenGradients(Gradients):
@@ -341,7 +341,7 @@ class GivenGradients(Gradients):
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         gradients = [self.get(number) for number in bucket.members]
         leave_kept(bucket, gradients)
-        _renew_places(bucket)
+        _renew_views(bucket)
         _refuse_misplaced(bucket, gradients, self.memory)
         for gradient, view in zip(gradients, bucket.views, strict=True):
             if gradient is None:
@@ -357,7 +357,7 @@ class GivenGradients(Gradients):
             if gradient is not None and not _is_sparse(gradient):
                 self.replace(number, view)
             elif gradient is not None or is_wanted:
-                self.replace(number, view.clone())  # the place will be filled again
+                self.replace(number, view.clone())  # the slot will be filled again
 
     def get(self, number: int) -> Tensor:
         """Return a gradient; None if there is none."""
@@ -410,7 +410,7 @@ def zeros_in_group(shape: int | tuple[int, ...], like: Tensor, backend: Backend)
 
 
 def gpu_view(flat: Tensor, offset: int, spec: ParameterSpec) -> Tensor:
-    """Return the place of a gradient in a flat tensor, in the memory order of its parameter."""
+    """Return the slot of a gradient in a flat tensor, in the memory order of its parameter."""
     # Through `data`: slices of one tensor share its version counter.
     elements = flat.data[offset : offset + spec.count]
     if not spec.axes:

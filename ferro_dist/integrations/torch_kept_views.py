@@ -67,7 +67,7 @@ def leave_kept(
     ----------
     bucket : Bucket
     gradients : sequence of torch.Tensor or None
-        Those to be copied to places of the bucket, from `first` on.
+        Those to be copied to the bucket, from the position `first` on.
     averaged : sequence of torch.Tensor or None
         By number, where there may be another reference to each view.
     in_use : container of int
@@ -76,16 +76,16 @@ def leave_kept(
     """
     given = set(map(id, gradients))
     counts = map(sys.getrefcount, itertools.islice(bucket.views, first, None))
-    for place, (gradient, count) in enumerate(zip(gradients, counts, strict=False), first):
-        number = bucket.members[place]
-        is_averaged = bool(averaged) and averaged[number] is bucket.views[place]
+    for position, (gradient, count) in enumerate(zip(gradients, counts, strict=False), first):
+        number = bucket.members[position]
+        is_averaged = bool(averaged) and averaged[number] is bucket.views[position]
         if count <= _REFERENCES + is_averaged or number in in_use:
             continue
-        address, view = bucket.addresses[place], bucket.views[place]  # counted by now
+        address, view = bucket.addresses[position], bucket.views[position]  # counted by now
         if id(view) in given:
-            continue  # in its own place, or in another's, which is refused
+            continue  # in its own slot, or in another's, which is refused
         if _is_at(address, view) and not _is_at(address, gradient):
-            # What stays behind counts changes with it, and no longer with what fills the place.
+            # What stays behind counts changes with it, and no longer with what fills the slot.
             torch.autograd.graph.increment_version(view)
             with torch.inference_mode(False):  # it stays a tensor that autograd takes
                 view.data = view.detach().clone()

@@ -132,34 +132,34 @@ class ArrayGradients(Gradients):
 
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         gradients = [self.views.get(spec.name) for spec in bucket.layout.specs]
-        for place, gradient in enumerate(gradients):
-            if gradient is not None and self._is_misplaced(gradient, bucket.views[place]):
-                raise misplaced(bucket.layout.names[place])
-        for place, gradient in enumerate(gradients):
-            bucket.put_in(place, gradient)
+        for position, gradient in enumerate(gradients):
+            if gradient is not None and self._is_misplaced(gradient, bucket.views[position]):
+                raise misplaced(bucket.layout.names[position])
+        for position, gradient in enumerate(gradients):
+            bucket.put_in(position, gradient)
         bucket.mark(counter, [gradient is not None for gradient in gradients])
 
     def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
         specs = bucket.layout.specs
         flags = [True] * len(specs) if is_contributed is None else is_contributed
-        for place, (spec, is_wanted) in enumerate(zip(specs, flags, strict=True)):
+        for position, (spec, is_wanted) in enumerate(zip(specs, flags, strict=True)):
             if is_wanted:
-                self._put(spec.name, bucket, place)
+                self._put(spec.name, bucket, position)
 
-    def _is_misplaced(self, gradient: Any, place: Any) -> bool:
+    def _is_misplaced(self, gradient: Any, slot: Any) -> bool:
         own = interop.as_view(gradient)
         if not own.nbytes or not self.memory.contains(own.address):
             return False
-        return own.address != interop.as_view(place).address or not own.is_contiguous
+        return own.address != interop.as_view(slot).address or not own.is_contiguous
 
-    def _put(self, name: str, bucket: Bucket, place: int) -> None:
+    def _put(self, name: str, bucket: Bucket, position: int) -> None:
         """Replace a gradient, or set one that was absent."""
         view = self.views.get(name)
         if view is None:
             key = name if isinstance(self.holder, Mapping) else int(name)
-            self.holder[key] = interop.copy(bucket.views[place])
+            self.holder[key] = interop.copy(bucket.views[position])
         else:
-            bucket.take_out(place, view)
+            bucket.take_out(position, view)
 
 
 def _check_has_methods(module: object) -> None:

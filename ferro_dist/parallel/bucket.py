@@ -2,7 +2,9 @@
 
 A collective has a fixed cost that small arrays do not justify, and a model has many small
 parameters. `assign_buckets` divides parameters into groups of one dtype, `BucketLayout` gives each
-its place in one flat array, `Bucket` is that array.
+its slot in one flat array, `Bucket` is that array. A *slot* is an array, the part of the bucket
+that holds one gradient; a *position* counts the gradients of a bucket, a *number* the parameters of
+the module.
 
     | gradient | gradient | gradient | lanes of each gradient | control lanes |
 
@@ -54,7 +56,7 @@ ALIGNMENT_NBYTES = 64
 """A cache line, and the widest vector load: where a gradient of a bucket may start."""
 
 STREAMED_NBYTES = MIB
-"""From this size on, the place of a gradient is in no cache when the gradient is copied there."""
+"""From this size on, the slot of a gradient is in no cache when the gradient is copied there."""
 
 COUNTABLE = 256
 """Up to here bfloat16 has every integer: a lane that is summed must not lose count."""
@@ -88,7 +90,7 @@ class ParameterSpec:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Elements from one to the next along each dimension of its gradient's place."""
+        """Elements from one to the next along each dimension of its gradient's slot."""
         strides, step = [0] * len(self.shape), 1
         for axis in reversed(self.axes or range(len(self.shape))):
             strides[axis] = step
@@ -114,8 +116,8 @@ class ParameterSpec:
 
     def __str__(self) -> str:
         order = f" in the order of dimensions {self.axes}" if self.axes else ""
-        place = " on the GPU" if self.is_on_gpu else ""
-        return f"{self.name!r} {self.dtype.name} {self.shape}{order}{place}"
+        memory = " on the GPU" if self.is_on_gpu else ""
+        return f"{self.name!r} {self.dtype.name} {self.shape}{order}{memory}"
 
 
 def bucket_nbytes_of(bucket_mb: Any, caller: str) -> int:
@@ -224,9 +226,9 @@ class BucketLayout:
     offsets : tuple of int
         First element of each gradient.
     strides : list of tuple of int
-        Of each gradient's place, in elements.
+        Of each gradient's slot, in elements.
     streamed : list of int
-        Places of gradients that are copied past the caches.
+        Positions of gradients that are copied past the caches.
     lanes_offset : int
         First of the lanes of gradients; those of one gradient are side by side.
     controls_offset : int
@@ -248,7 +250,7 @@ class BucketLayout:
             end += spec.padded_count
         self.offsets = tuple(offsets)
         self.strides = [spec.strides for spec in self.specs]
-        self.streamed = [place for place, spec in enumerate(self.specs) if spec.is_streamed]
+        self.streamed = [n for n, each in enumerate(self.specs) if each.is_streamed]
         self.lanes_offset = end
         self.controls_offset = end + len(self.specs) * num_counters
         self.count = self.controls_offset + num_controls
@@ -268,7 +270,7 @@ class Bucket:
     Parameters
     ----------
     index : int
-        Its place in the order of all buckets.
+        Where it stands in the order of all buckets.
     members : sequence of int
         The number of each gradient's parameter. Also kept as `member_set`.
     layout : BucketLayout
@@ -287,7 +289,7 @@ class Bucket:
     flat : array
         The buffer, in the module's library.
     views : list of array
-        The gradients' places, in the module's library.
+        The gradients' slots, as arrays of the module's library.
     lanes : numpy.ndarray, shape (gradients, lanes for each)
     controls : numpy.ndarray
     num_missing : int
@@ -321,7 +323,7 @@ class Bucket:
     ) -> None:
         # Padding is reduced, too: uninitialized memory may hold signalling or slow values.
         buffer.fill(0)
-        self._set_place(index, members, layout, kept)
+        self._set_layout(index, members, layout, kept)
         self._as_array = as_array
         self.buffer = buffer
         self.flat = as_array(buffer)
@@ -334,7 +336,7 @@ class Bucket:
         self.controls = buffer[layout.controls_offset :]
         self.reset()
 
-    def _set_place(
+    def _set_layout(
         self,
         index: int,
         members: Sequence[int],
@@ -399,7 +401,7 @@ class Bucket:
         Returns
         -------
         list of tuple of array
-            Places, and what the caller copies to each, as it copies gradients to theirs.
+            Targets, and what the caller copies to each, as it copies gradients to their slots.
         """
         self.mark(counter)
         return []
@@ -417,27 +419,27 @@ class Bucket:
 
     # Gradients
 
-    def new_view(self, place: int) -> Any:
-        """Return the place of a gradient, in the module's library."""
+    def new_view(self, position: int) -> Any:
+        """Return the slot of a gradient, as an array of the module's library."""
         # Made from the buffer: torch's views of one tensor share its version counter.
-        layout = self.layout
-        return self._as_array(view_of(self.buffer, layout.offsets[place], layout.specs[place]))
+        offset, spec = self.layout.offsets[position], self.layout.specs[position]
+        return self._as_array(view_of(self.buffer, offset, spec))
 
     @functools.cached_property
     def own_views(self) -> list[Any]:
-        """The places of all gradients once more, in arrays that no user ever has in hand."""
+        """The slots of all gradients once more, in arrays that no user ever has in hand."""
         return list(map(self.new_view, range(len(self.members))))
 
     @functools.cached_property
     def addresses(self) -> list[int]:
-        """Where in memory the place of each gradient begins; 0 for one without elements."""
+        """Where in memory the slot of each gradient begins; 0 for one without elements."""
         start, nbytes = self.extent[0], self.layout.dtype.itemsize
-        places = zip(self.layout.specs, self.layout.offsets, strict=True)
-        return [start + offset * nbytes if spec.count else 0 for spec, offset in places]
+        slots = zip(self.layout.specs, self.layout.offsets, strict=True)
+        return [start + offset * nbytes if spec.count else 0 for spec, offset in slots]
 
-    def put_in(self, place: int, gradient: Any) -> None:
-        """Copy a gradient to its place, where it may be already; zeros for None."""
-        view = self.views[place]
+    def put_in(self, position: int, gradient: Any) -> None:
+        """Copy a gradient to its slot, where it may be already; zeros for None."""
+        view = self.views[position]
         if gradient is None:
             view.fill(0)
         elif copy_plain(
@@ -445,9 +447,9 @@ class Bucket:
         ):
             np.copyto(view, gradient)
 
-    def take_out(self, place: int, gradient: Any) -> None:
-        """Overwrite a gradient with what is at its place, which may be the gradient itself."""
-        view = self.views[place]
+    def take_out(self, position: int, gradient: Any) -> None:
+        """Overwrite a gradient with what is in its slot, which may be the gradient itself."""
+        view = self.views[position]
         if not is_same_memory(gradient, view):
             np.copyto(gradient, view)
 
@@ -527,7 +529,7 @@ class BucketMemory:
 
 
 def misplaced(name: str) -> RuntimeError:
-    """Return the error for a gradient at others' places, where it would be overwritten."""
+    """Return the error for a gradient in others' slots, where it would be overwritten."""
     return RuntimeError(
         f"DDP: the gradient of {name!r} shares memory with that of another parameter, or with its "
         "own transposed. Let it be a copy."

@@ -62,7 +62,7 @@ class GpuBucket(Bucket):
         wire_dtype: np.dtype[Any] | None = None,
         kept: dict[str, Any] | None = None,
     ) -> None:
-        self._set_place(index, members, layout, kept)
+        self._set_layout(index, members, layout, kept)
         self._on_device = functools.partial(DeviceGuard, memory.device)
         self._memory = memory
         whole = memory.empty(layout.count + self._tail_count, layout.dtype)
@@ -103,8 +103,8 @@ class GpuBucket(Bucket):
 
     def mark(self, counter: int, is_contributed: Sequence[bool] | None = None) -> None:
         if is_contributed is None or all(is_contributed):
-            for place, content in self.mark_all(counter):
-                self._assign(place, content)
+            for target, content in self.mark_all(counter):
+                self._assign(target, content)
             return
         self.is_full = False
         self._upload(self._new_tail(counter, is_contributed), self._tail_address)
@@ -164,20 +164,20 @@ class GpuBucket(Bucket):
 
     # Gradients
 
-    def new_view(self, place: int) -> Array:
+    def new_view(self, position: int) -> Array:
         layout = self.layout
-        return self._memory.view(self.buffer, layout.offsets[place], layout.specs[place])
+        return self._memory.view(self.buffer, layout.offsets[position], layout.specs[position])
 
-    def put_in(self, place: int, gradient: Array | None) -> None:
+    def put_in(self, position: int, gradient: Array | None) -> None:
         if gradient is not None:
-            self._assign(self.views[place], gradient)
+            self._assign(self.views[position], gradient)
             return
-        view = interop.as_view(self.views[place])
+        view = interop.as_view(self.views[position])
         with self._working_stream() as stream:
             fill_async(view.address, 0, view.nbytes, stream)
 
-    def take_out(self, place: int, gradient: Array) -> None:
-        self._assign(gradient, self.views[place])
+    def take_out(self, position: int, gradient: Array) -> None:
+        self._assign(gradient, self.views[position])
 
     def copy(self) -> Array:
         return interop.copy(self.flat)

@@ -41,7 +41,7 @@ class GpuMemory:
     like : array
         An array of the library; may be on the host.
     view : callable
-        Makes the place of a gradient in a flat array, as `bucket.view_of` does.
+        Makes the slot of a gradient in a flat array, as `bucket.view_of` does.
 
     Attributes
     ----------

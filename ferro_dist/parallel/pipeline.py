@@ -46,8 +46,8 @@ from ferro_dist.parallel.pipeline_arguments import (
     checked_seed,
     checked_ties,
     modules_of,
-    place,
     reduce_op,
+    stages_on_rank,
 )
 from ferro_dist.parallel.pipeline_connection import Connection, connect
 from ferro_dist.parallel.pipeline_plan import PipelinePlan, make_plan
@@ -221,7 +221,7 @@ class Pipeline(Generic[ModuleT]):
         )
         self._schedule = self._lists if member is None else member
         self._placement = placement_of(self._lists)
-        self._stages = place(modules, self._placement, backend.rank, checkpoint)
+        self._stages = stages_on_rank(modules, self._placement, backend.rank, checkpoint)
         self._programs: dict[str, Program] = {}
         self._connection: Connection | None = None
         self._num_runs = 0

@@ -23,8 +23,8 @@ __all__ = [
     "checked_seed",
     "checked_ties",
     "modules_of",
-    "place",
     "reduce_op",
+    "stages_on_rank",
 ]
 
 MOST_MICROBATCHES = 1 << 20
@@ -55,7 +55,7 @@ class PipelineOptions(NamedTuple):
         return 0 if self.replicas is None else self.replicas.rank * self.num_microbatches
 
 
-def place(
+def stages_on_rank(
     modules: Sequence[Any], placement: Sequence[int], rank: int, checkpoint: bool | Sequence[int]
 ) -> dict[int, Stage]:
     """Return this rank's stages by their numbers."""

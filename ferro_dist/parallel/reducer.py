@@ -127,11 +127,11 @@ class Gradients(abc.ABC):
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         """Copy this rank's gradients into a bucket, zeros for absent ones, and mark them.
 
-        If the bucket is leaving, nothing may be added to its gradients in their new places.
+        If the bucket is leaving, nothing may be added to its gradients in their slots.
         """
 
-    def pack_one(self, bucket: Bucket, place: int) -> None:
-        """Copy a gradient to its place ahead of the others, if `pack` takes it from there."""
+    def pack_one(self, bucket: Bucket, position: int) -> None:
+        """Copy a gradient to its slot ahead of the others, if `pack` takes it from there."""
         return
 
     def pack_late(self, bucket: Bucket) -> None:
