@@ -104,8 +104,7 @@ class StepRun:
     program : Program
     ends : Ends
     run_id : RunId
-        Its number is the same on all ranks, and unique to this run. All runs but eval keep what
-        backward needs.
+        Its number is the same on all ranks, and unique to this run.
 
     Attributes
     ----------
@@ -141,7 +140,7 @@ class StepRun:
         self._program = program
         self._ends = ends
         self._run_id = run_id
-        self._is_training = run_id.call != "eval"
+        self._is_training = run_id.call.is_training
         self._position = 0
         self._num_live = 0
         self._link = context.link(run_id)

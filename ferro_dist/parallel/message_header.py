@@ -11,14 +11,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["HEADER_NBYTES", "ROOM_NBYTES", "Header", "MessageKind", "RunId"]
+__all__ = ["HEADER_NBYTES", "ROOM_NBYTES", "Call", "Header", "MessageKind", "RunId"]
 
 _FIELDS = struct.Struct("<IBIiiII?I")
 HEADER_NBYTES = 256
 ROOM_NBYTES = HEADER_NBYTES - _FIELDS.size
 """How much of a description a header has room for."""
 
-_CALLS = ("step", "forward", "backward", "eval", "plan")
+
+class Call(enum.IntEnum):
+    """A method of `Pipeline` that all ranks call together."""
+
+    STEP = 0
+    FORWARD = 1
+    BACKWARD = 2
+    EVAL = 3
+    PLAN = 4
+
+    @property
+    def is_training(self) -> bool:
+        """Whether its forwards keep what backwards need."""
+        return self is not Call.EVAL
+
+    @property
+    def phase(self) -> str | None:
+        """The half of the schedule that it runs, as `one_phase` names it; None for all of it."""
+        if self is Call.BACKWARD:
+            return "backward"
+        return "forward" if self in (Call.FORWARD, Call.EVAL) else None
 
 
 class MessageKind(enum.IntEnum):
@@ -34,16 +54,18 @@ class RunId(NamedTuple):
     """One run of a pipeline: its number, and the method that was called."""
 
     number: int
-    call: str
+    call: Call
 
     def check(self, theirs: RunId, peer: int) -> None:
         """Raise RuntimeError if a header tells that its sender makes another call."""
         if theirs != self:
             raise RuntimeError(
-                f"Pipeline: rank {peer} has called {theirs.call}(), its run {theirs.number}, and "
-                f"this rank {self.call}(), its run {self.number}. All ranks of a "
+                f"Pipeline: rank {peer} has called {theirs}, and this rank {self}. All ranks of a "
                 "pipeline must make the same calls in the same order"
             )
+
+    def __str__(self) -> str:
+        return f"{self.call.name.lower()}(), its run {self.number}"
 
 
 class Header(NamedTuple):
@@ -60,9 +82,7 @@ class Header(NamedTuple):
 
     def pack(self, description: bytes = b"") -> np.ndarray[Any, Any]:
         """Return the bytes to send, with as much of the description as there is room for."""
-        number, call = self.run_id
-        fields = _FIELDS.pack(number, _CALLS.index(call), *self[1:])
-        head = fields + description[:ROOM_NBYTES]
+        head = _FIELDS.pack(*self.run_id, *self[1:]) + description[:ROOM_NBYTES]
         return np.frombuffer(head.ljust(HEADER_NBYTES, b"\0"), np.uint8)
 
     @classmethod
@@ -70,5 +90,5 @@ class Header(NamedTuple):
         """Return the header, and as much of the description as it has room for."""
         head = received.tobytes()
         number, call, *fields = _FIELDS.unpack_from(head)
-        header = cls(RunId(number, _CALLS[call]), *fields)
+        header = cls(RunId(number, Call(call)), *fields)
         return header, head[_FIELDS.size : _FIELDS.size + header.description_nbytes]
