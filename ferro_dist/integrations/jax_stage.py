@@ -49,7 +49,7 @@ class _Structure:
 
 class _Saved(NamedTuple):
     vjp: Any
-    """Pulls back the output's differentiable arrays to weights and those of the input."""
+    """Maps gradients of the output's differentiable arrays to those of weights and input."""
     is_input_differentiable: list[bool]
     is_output_differentiable: list[bool]
     outputs: list[jax.ShapeDtypeStruct]
@@ -125,15 +125,17 @@ class JaxStage:
 
 
 class PipelinedJaxStage(Stage):
-    """A `JaxStage` in one place of one pipeline; it may be in others, too."""
+    """A `JaxStage` as one stage of one pipeline; it may be other stages, too."""
 
     module: JaxStage
     library = "JAX"
 
     def __init__(self, module: JaxStage) -> None:
         super().__init__(module)
-        # Of each weight, by structure: the user may replace the parameters by a tree of another.
+        # Of each weight among the leaves, by the tree's structure: the user may replace the
+        # parameters by a tree of another structure.
         self._positions: dict[Any, dict[str, int]] = {}
+        # Whether the caller's thread uses types of 64 bits; those that receive must do as it does.
         self._is_full_width = False
 
     # Arrays between stages
@@ -162,7 +164,7 @@ class PipelinedJaxStage(Stage):
             return jax.device_put(received)
 
     def converted(self, gradients: Sequence[Array | None]) -> list[Array | None]:
-        # JAX has the conjugate.
+        # What JAX calls the gradient is the conjugate of torch's.
         return [
             gradient.conj() if gradient is not None and jnp.iscomplexobj(gradient) else gradient
             for gradient in gradients

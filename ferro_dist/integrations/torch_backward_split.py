@@ -17,8 +17,8 @@ spine from which a weight is reached without going along the spine: both addmm. 
    its weights as goals. The spine below is not run again, as it leads to none of them.
 
 Each product is computed once, and weights accumulate through autograd, so their hooks fire. Hooks
-of the tensor that a junction has made fire in both parts. In the second they get zeros, and what
-was kept takes the place of what they return: ``retain_grad`` adds up what it is given.
+of the tensor that a junction has made fire in both parts. In the second they get zeros, as
+``retain_grad`` adds up what it is given, and what they return is replaced by what was kept.
 
 Some weights cannot wait, and are goals of the input part already:
 

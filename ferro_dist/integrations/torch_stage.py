@@ -52,7 +52,7 @@ _OF_NUMPY = {
 
 class _Saved(NamedTuple):
     inputs: list[Tensor | None]
-    """Those that need a gradient."""
+    """Those that need a gradient; None for others."""
     outputs: list[GradientEdge | None]
     loss: Tensor | None
     """An empty tensor of the loss's dtype and device, if the output is one."""
@@ -75,7 +75,7 @@ class TorchStage(Stage):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
-        self._functions_told: set[str] = set()
+        self._functions_warned_of: set[str] = set()
         self._gpu: Any = None
         self._receive_stream: Any = None
 
@@ -267,7 +267,7 @@ class TorchStage(Stage):
                 "torch.no_grad() does no harm. If you need only outputs, call eval()"
             )
         with torch.enable_grad(), self._random_numbers(keyed):
-            with _told_of_writes(self.number):
+            with _explaining_writes(self.number):
                 output = self.module(pytree.unflatten(parcel.structure, parcel.arrays))
             if loss_of is not None:
                 if not loss_of.counts:
@@ -297,8 +297,8 @@ class TorchStage(Stage):
     def _run_replayable(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Checkpoint]:
         versions = [version(x) for x in keyed.parcel.arrays]
         checkpoint = _Checkpoint(keyed, loss_of, versions, Surroundings(self.module))
-        # Not the inputs themselves: a hook that the module registers on one would fire in backward,
-        # and that of the second run, too.
+        # Not the inputs themselves: the module may register a hook on one in both runs, and both
+        # hooks would fire in backward.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in keyed.parcel.arrays]
         first = keyed._replace(parcel=keyed.parcel._replace(arrays=inputs))
         with uncached_casts():
@@ -354,7 +354,7 @@ class TorchStage(Stage):
         if not edges:
             return [None] * len(saved.inputs), WeightPart()
         inputs = [x for x in saved.inputs if x is not None]
-        weight_part = run_input_part(edges, given, inputs, self._tell)
+        weight_part = run_input_part(edges, given, inputs, self._warn_of_undivided)
         return [_take_gradient(x) for x in saved.inputs], weight_part
 
     def _run_backward_weight(self, deferred: WeightPart) -> None:
@@ -380,10 +380,10 @@ class TorchStage(Stage):
         devices = [self._own_device(), *(x.device for x in inputs.arrays)]
         return {device.index for device in devices if device.type == "cuda"}
 
-    def _tell(self, function: str) -> None:
-        if function in self._functions_told:
+    def _warn_of_undivided(self, function: str) -> None:
+        if function in self._functions_warned_of:
             return
-        self._functions_told.add(function)
+        self._functions_warned_of.add(function)
         warnings.warn(
             f"Pipeline stage {self.number}: the backward of {function} computes the gradients of "
             "input and weights together, and would run twice if it were divided. It is run whole, "
@@ -414,8 +414,8 @@ def _do_nothing(_weight: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _told_of_writes(stage: int) -> Iterator[None]:
-    """Tell that a stage writes into its input; autograd's message speaks of leaves."""
+def _explaining_writes(stage: int) -> Iterator[None]:
+    """Say that a stage writes into its input, where autograd's message speaks of leaves."""
     try:
         yield
     except RuntimeError as error:

@@ -179,10 +179,10 @@ class StepRun:
         """Give up, and let no other rank wait for this one.
 
         Each peer to which this rank still owes a message is told that nothing will come, and gives
-        up in its turn. What peers have sent, or are still sending, is received. This rank takes
-        part in exchanges and reductions, as replicas wait in them; nobody uses the results. How
-        often a module itself would still have exchanged something with its replicas is unknown, so
-        the groups of these exchanges end.
+        up in its turn. What peers have sent, or are still sending, is received and dropped. This
+        rank takes part in exchanges and reductions, as replicas wait in them; nobody uses the
+        results. Modules may exchange something with their replicas themselves, as `SyncBatchNorm`
+        does: how often they still would is unknown, so the groups in which they do so end.
         """
         left = self._program.actions[self._position :]
         # The pipeline's group may have ended but not that of the replicas, or the other way round.
@@ -342,7 +342,8 @@ class StepRun:
         return receiver
 
 
-# Functions, not bound methods: a run that refers to itself keeps its batch until a collection.
+# Functions, not bound methods: a run that referred to itself would keep its batch until Python's
+# collector of cycles runs.
 _DO: Mapping[ActionKind, Callable[[StepRun, Action], None]] = {
     ActionKind.FORWARD: StepRun._forward,
     ActionKind.BACKWARD: StepRun._backward,

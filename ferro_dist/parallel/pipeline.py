@@ -98,17 +98,18 @@ class Pipeline(Generic[ModuleT]):
         Weights shared by several ranks, under the same name on each of them. A parameter is given
         as itself, or by the name that its stage has for it.
     checkpoint : bool or sequence of int, default False
-        Whether all stages, or which of them, keep only their input, and run forward again
-        before backward; until then their weights must stay as they are. Forward is run again once
-        even where a schedule divides backwards, as zero bubble does. torch.utils.checkpoint inside
-        a stage would then run its part again for each layer in it; its selective contexts, which
-        allow a single backward, raise.
+        Whether all stages, or which of them, keep only their input, and run forward again before
+        backward; until then their weights must stay as they are. Forward is run again just once,
+        even if the schedule divides backwards, as zero bubble does. Not so torch.utils.checkpoint
+        inside a stage: if backwards are divided, it runs its part again for each layer in it, and
+        its selective contexts, which allow a single backward, raise.
     seed : int or None, default 0
         The random numbers of each forward depend on this, the step, the stage and the microbatch,
-        numbered across all replicas (`microbatch_seed`). With None torch modules draw what they
-        would without a pipeline, except for checkpointed ones, where each forward draws a seed; a
-        stage that takes an `rng` gets an unpredictable one. A new pipeline counts steps from 0:
-        to go on from a checkpoint, give it another seed, or it draws the same numbers again.
+        which is numbered across all replicas (`microbatch_seed`). With None, torch modules draw
+        from the user's generator, as without a pipeline; if checkpointed, they draw from it a seed
+        for each forward. A stage that takes an `rng` gets an unpredictable one. A new pipeline
+        counts steps from 0: to go on from a saved state, give it another seed, or it draws the same
+        numbers again.
     bucket_mb : float, default 25
         Largest bucket of gradients, in MiB.
     timeout : float, optional
@@ -152,8 +153,8 @@ class Pipeline(Generic[ModuleT]):
 
     torch has one generator per process, so with a `seed`, ranks that are threads run forward one at
     a time. Modules of your own that wait for other ranks need None there; `SyncBatchNorm` does not.
-    Backward is not run one at a time: there, dropout inside torch.utils.checkpoint, which draws
-    again in backward, gets other numbers; `checkpoint` draws the same.
+    Such ranks do run backward at the same time: dropout inside torch.utils.checkpoint, which draws
+    again in backward, gets other numbers then than in forward; with `checkpoint` it gets the same.
 
     Where a schedule divides backwards, as zero bubble does, hooks of tensors inside a torch stage
     (``tensor.register_hook``) may be called twice: with the gradient, and later with zeros, when

@@ -42,7 +42,7 @@ __all__ = ["Connection", "connect"]
 
 
 class Connection:
-    """What a rank has of the connection.
+    """One rank's side of a connected pipeline.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Connection:
         weights: Mapping[str, TiedWeight],
         ties: Mapping[Members, Sequence[str]],
     ) -> None:
-        """Make weights equal, and what sums their gradients. Called by all ranks together."""
+        """Make weights equal, and prepare to sum their gradients. Called by all ranks together."""
         options, stages = self.context.options, self.context.stages
         backend, bucket_nbytes = options.backend, options.bucket_nbytes
         reductions: dict[int, GradientReduction] = {}
@@ -85,7 +85,11 @@ class Connection:
 
     @property
     def reductions(self) -> list[GradientReduction]:
-        """Ties first: the replicas' reduction takes their result."""
+        """Those of ties, then those over replicas: in this order they set gradients aside.
+
+        Ties are summed last. What was there before a step must stay out of all sums, so it is for
+        them to set it aside, and to add it again.
+        """
         return [*self.ties, *self.context.reductions.values()]
 
     def check_weights(self) -> None:
@@ -173,5 +177,5 @@ def connect(
 
 
 def _specs(stage: Stage) -> set[tuple[str, ArraySpec]]:
-    """Return name, dtype, shape and place of each weight, as its gradient will have them."""
+    """Return the name of each weight, with the dtype, shape and memory of its gradient."""
     return {(name, stage.describe(weight)) for name, weight in stage.parameters().items()}

@@ -197,7 +197,7 @@ def _ping(message: Bytes, backend: Backend, rank: int) -> float:
 def _answer(
     message: Bytes, backend: Backend, rank: int, write: Callable[[], None] = lambda: None
 ) -> None:
-    """Send back, once `write` has written into it, what `_ping` sends on another rank."""
+    """Answer the pings of another rank: return each message, once `write` has written into it."""
     for _ in range(_NUM_PINGS):
         recv(message, backend, rank)
         write()

@@ -15,9 +15,9 @@ its microbatch:
 
 How a rank runs its list
 ------------------------
-**Compute** (F, B, I, W) runs on the spot. F and B or I first wait until the receive of their
-input has ended. Between two stages of one rank there are no messages: the output of ``2F0``
-is the input of ``3F0``, which stands later in the same list.
+**Compute** (F, B, I, W) runs on the spot. It first waits until what it needs has been received:
+F the stage's input, B and I the gradient of its output. Between two stages of one rank there are no
+messages: the output of ``2F0`` is the input of ``3F0``, which stands later in the same list.
 
 **RECV** is posted and never blocks. What it brings belongs to the compute action of the same
 stage and microbatch.
@@ -33,9 +33,9 @@ order in which they are sent, and `validate` proves that both lists have that or
 queues of two pairs of ranks, and the two directions of one pair, must progress independently of
 each other: a receive that is posted and still empty holds up no other queue.
 
-A schedule is sound even if no send is buffered, so that each one blocks its rank until the
-other side has posted the receive: `validate` proves this too. An executor that starts a
-send without waiting for it is therefore never worse off.
+`validate` also proves that the lists would run to their ends if each send blocked its rank until
+the other side has posted the receive. An executor that starts sends without waiting for them is
+never worse off.
 
 What a rank keeps
 -----------------

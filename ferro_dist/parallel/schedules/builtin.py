@@ -16,7 +16,8 @@ input gradient and weight gradient, B = I + W:
 | zb_h1        | (p-1)(F+I-W) / (m (F+I+W))       | p                                     |
 | zb_v         | (p-1) / (6m) if F = I = W        | p                                     |
 
-for m of at least p, and 2p-1 with zb_v; interleaved needs no more memory if p divides m.
+The figures hold if m is at least p, with zb_v at least 2p-1; those of interleaved's memory only if
+p divides m: see `interleaved_1f1b`.
 
 References
 ----------
@@ -111,9 +112,9 @@ def _alternate(forwards: list[Action], backwards: list[Action]) -> Iterator[Acti
 def zb_h1(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     """Run 1F1B with split backwards, the weights' part r microbatches late; one stage a rank.
 
-    A rank hands the input's gradient on before it turns to its weights, and fills the time in which
-    it would wait for gradients at the end with those it has put off. Rank r puts off r of them,
-    which raises its live microbatches from p-r to the p that rank 0 has anyway.
+    A rank hands the input's gradient on before it turns to its weights. As rank r is r microbatches
+    late with these, r of them are left for the end, where it would otherwise wait for gradients.
+    This raises its live microbatches from p-r to the p that rank 0 has anyway.
     """
     _check_positive(num_ranks, num_microbatches)
     return [_zb_h1_of_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
@@ -152,7 +153,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
 
 
 class _ZBVRank:
-    """One rank's list, as it is written; each kind on each stage counts its microbatches."""
+    """One rank's list while it is written. Each kind on each stage takes microbatches in order."""
 
     def __init__(self, rank: int, p: int, m: int) -> None:
         self.actions: list[Action] = []

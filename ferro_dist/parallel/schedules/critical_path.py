@@ -76,7 +76,7 @@ class _CriticalPath:
         self._end: dict[Key, float] = {}
         for span in simulation.spans:
             self._start[span.action], self._end[span.action] = span.start_s, span.end_s
-        self._place = {
+        self._position_of = {
             action: (rank, position)
             for rank, actions in enumerate(lists)
             for position, action in enumerate(actions)
@@ -84,9 +84,9 @@ class _CriticalPath:
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """Yield rank, first and last position of each stretch on one rank, latest first."""
-        action: Action | None = max(self._place, key=lambda a: self._end[a])
+        action: Action | None = max(self._position_of, key=lambda a: self._end[a])
         while action is not None:
-            rank, last = self._place[action]
+            rank, last = self._position_of[action]
             position = last
             while position > 0 and self._waits_for_rank(rank, position):
                 position -= 1

@@ -5,7 +5,8 @@ If there are none, it waits until its next input arrives.
 
 A forward is let in only if the rank could still finish everything it has begun, one microbatch
 after the other. This is Dijkstra's banker's algorithm: without it, a rank with several stages fills
-its memory with first stages and has no room left for the last one, which would free it.
+its memory with forwards of its first stage, and has no room left for its last one, whose backwards
+would free it.
 
 Cost: O(n (log n + k)) for n actions and k live microbatches on a rank.
 

@@ -186,7 +186,7 @@ class _PaperRun:
         self.spans.append(Span(rank, action, start, end))
 
     def _exchange(self, rank: int, action: Action) -> None:
-        """Note the time; the second of a send and its receive makes the message arrive."""
+        """Note when a send or receive came up; the later one of the two decides the arrival."""
         other_side = action.other_side
         now = self._clock[rank]
         other = self._done_at.get(other_side)

@@ -91,7 +91,7 @@ class _Census:
         if num_microbatches is not None:
             self.num_microbatches = check_count("num_microbatches", num_microbatches)
 
-    def place(self, action: Action) -> str:
+    def whereabouts(self, action: Action) -> str:
         """Return where an action stands, in words."""
         rank = self.rank_of[action]
         return f"rank {rank}, position {self.lists[rank].index(action)}: {action}"
@@ -134,7 +134,7 @@ class _Census:
 
     def _count(self, rank: int, position: int, action: Action) -> None:
         if action in self.rank_of:
-            text = f"it stands at {self.place(action)} already"
+            text = f"it stands at {self.whereabouts(action)} already"
             raise _fault(rank, position, action, text)
         owner = self.stage_ranks.setdefault(action.stage, rank)
         if owner != rank:
@@ -215,7 +215,7 @@ def _disorder(census: _Census, receives: list[Action], expected: list[Action]) -
         pair for pair in zip(receives, expected, strict=True) if pair[0] != pair[1]
     )
     send = first.other_side
-    text = f"rank {census.rank_of[send]} sends {send} before ({census.place(send)})"
+    text = f"rank {census.rank_of[send]} sends {send} before ({census.whereabouts(send)})"
     return census.fault(receive, f"{text}; post {first} first")
 
 
@@ -224,19 +224,20 @@ def _disorder(census: _Census, receives: list[Action], expected: list[Action]) -
 
 def stuck_error(schedule: Schedule, run: OrderedRun) -> InvalidSchedule:
     """Return the error about lists that wait for each other, naming who waits for whom."""
-    places = {
+    position_of = {
         action: (rank, position)
         for rank, actions in enumerate(schedule)
         for position, action in enumerate(actions)
     }
-    waits_for = {rank: places[needed][0] for rank, needed in run.stuck.items()}
+    waits_for = {rank: position_of[needed][0] for rank, needed in run.stuck.items()}
     cycle = _cycle(waits_for)
     lines = []
     for rank in cycle:
         position, needed = run.positions[rank], run.stuck[rank]
+        other_rank, other_position = position_of[needed]
         lines.append(
             f"Rank {rank} is held up at position {position}, {schedule[rank][position]}, which "
-            f"waits for {needed} (rank {places[needed][0]}, position {places[needed][1]})."
+            f"waits for {needed} (rank {other_rank}, position {other_position})."
         )
     position = run.positions[cycle[0]]
     return InvalidSchedule(
