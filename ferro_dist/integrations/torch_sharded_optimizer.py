@@ -26,7 +26,6 @@ import torch
 
 from ferro_dist.arguments import check_root, in_order
 from ferro_dist.collective import allreduce
-from ferro_dist.errors import CollectiveMismatch
 from ferro_dist.integrations.torch_gradients import dtype_of_gradient
 from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
@@ -175,14 +174,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ------
         CollectiveMismatch
             The ranks add different parameters or options. None are added; the group stays usable.
+
+        Notes
+        -----
+        If `optimizer_class` refuses the parameters, none are added either. If it does so on some
+        ranks alone, the next step raises CollectiveMismatch on all.
         """
         super().add_param_group(param_group)
         if self._inner is None:
             return
+        num_groups = len(self._inner.param_groups)
         try:
             self._shard(self.param_groups[-1:])
-        except CollectiveMismatch:
+        except BaseException:
             self.param_groups.pop()
+            del self._inner.param_groups[num_groups:]  # it may have raised after it took the group
             raise
         self._consolidated = None
 
@@ -325,13 +331,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self, groups: list[dict[str, Any]]) -> None:
         """Divide the parameters of some groups, and give the wrapped optimizer its share."""
-        self._tag = agree_on_manifest(
+        tag = agree_on_manifest(
             _manifest(groups, self._new_inner.func, self._op, self._divides_parameters),
             self._backend,
             op="ShardedOptimizer",
         )
-        shards = self._shards_of(groups)
-        self._shards += shards
+        shards = self._shards_of(groups, tag)
         owned: dict[int, list[Tensor]] = {}
         for p, _, elements in (each for shard in shards for each in shard.owned):
             owned.setdefault(id(p), []).append(elements)
@@ -346,13 +351,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._inner = self._new_inner(shares)
         else:
             self._inner.add_param_group(shares[0])
+        # Last, as it may raise. If it does so on one rank alone, the tags of the ranks differ.
+        self._shards += shards
+        self._tag = tag
 
-    def _shards_of(self, groups: list[dict[str, Any]]) -> list[Shard]:
+    def _shards_of(self, groups: list[dict[str, Any]], tag: int) -> list[Shard]:
         kinds: dict[tuple[Any, Any, Any], list[Tensor]] = {}
         for p in (p for group in groups for p in group["params"]):
             kinds.setdefault((p.dtype, dtype_of_gradient(p), p.device), []).append(p)
         shards = [
-            Shard(parameters, self._backend, self._divides_parameters, self._tag)
+            Shard(parameters, self._backend, self._divides_parameters, tag)
             for parameters in kinds.values()
         ]
         for shard in shards:
@@ -438,7 +446,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _are_as_reduced(self) -> bool:
         gradients = [p.grad for p in self._parameters()]
         assert self._reduced is not None
-        return all(
+        return len(gradients) == len(self._reduced) and all(
             grad is before and (grad is None or grad._version == version)
             for grad, (before, version) in zip(gradients, self._reduced, strict=True)
         )

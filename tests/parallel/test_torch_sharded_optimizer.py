@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -171,6 +172,21 @@ def test_gradients_must_not_change_after_clipping(on_ranks: OnRanks) -> None:
             optimizer.step()
         optimizer.zero_grad()
         backward(net, own(backend))
+        optimizer.step()
+
+    on_ranks(2, body)
+
+
+def test_parameters_must_not_be_added_after_clipping(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        net, added = model(), torch.nn.Parameter(torch.ones(2))
+        optimizer = fd.ShardedOptimizer(net.parameters(), torch.optim.SGD, backend, lr=0.1)
+        backward(net, own(backend))
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.add_param_group({"params": [added]})
+        with pytest.raises(RuntimeError, match="Clip last"):
+            optimizer.step()
+        optimizer.clip_grad_norm_(1.0)
         optimizer.step()
 
     on_ranks(2, body)
@@ -506,6 +522,45 @@ def test_parameters_on_which_ranks_disagree_are_not_added(on_ranks: OnRanks) -> 
         (p + q + r).sum().backward()
         optimizer.step()
         assert [each.tolist() for each in (p, q, r)] == [[0.0, 0.0]] * 3
+
+    on_ranks(2, body)
+
+
+class Choosy(SGD):
+    """Refuses a negative momentum, which torch looks at in its constructor alone."""
+
+    def add_param_group(self, param_group: Any) -> None:
+        super().add_param_group(param_group)
+        if param_group["momentum"] < 0:
+            raise ValueError("choosy")
+
+
+def test_parameters_that_the_optimizer_refuses_are_not_added(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+        optimizer = fd.ShardedOptimizer([p], Choosy, backend, lr=1.0)
+        with pytest.raises(ValueError, match="choosy"):
+            optimizer.add_param_group({"params": [q], "momentum": -1.0})
+        (p + q).sum().backward()
+        optimizer.step()
+        assert [each.tolist() for each in (p, q)] == [[0.0] * 4, [1.0] * 4]
+        optimizer.add_param_group({"params": [q]})
+        optimizer.step()
+        assert [each.tolist() for each in (p, q)] == [[-1.0] * 4, [0.0] * 4]
+
+    on_ranks(2, body)
+
+
+def test_parameters_that_one_rank_refuses_are_noticed_in_the_next_step(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+        optimizer = fd.ShardedOptimizer([p], Choosy, backend, lr=1.0)
+        is_refused = backend.rank == 1
+        momentum = torch.tensor(-1.0 if is_refused else 0.0)  # ranks do not compare tensors
+        with pytest.raises(ValueError, match="choosy") if is_refused else contextlib.nullcontext():
+            optimizer.add_param_group({"params": [q], "momentum": momentum})
+        with pytest.raises(fd.CollectiveMismatch):
+            optimizer.step()
 
     on_ranks(2, body)
 
