@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ferro_dist.parallel.bucket import COUNTABLE, Bucket
 from ferro_dist.reduce_op import ReduceOp
@@ -64,10 +65,17 @@ class Averaging:
         if self.name != "contributors":
             return
         counts = bucket.contributors()
+        is_complex = bucket.layout.dtype.kind == "c"
         if len(set(counts)) == 1 and counts[0]:
-            gradients = bucket.gradients
-            gradients /= counts[0]
+            _divide(bucket.gradients, counts[0], is_complex)
             return
         for gradient, count in zip(bucket.views, counts, strict=True):
             if count > 1:
-                gradient /= count
+                _divide(gradient, count, is_complex)
+
+
+def _divide(gradient: Any, count: int, is_complex: bool) -> None:
+    # The parts of complex numbers, as the mean is of these. Libraries divide by a complex number,
+    # and make NaN of what stands beside an infinity.
+    for part in (gradient.real, gradient.imag) if is_complex else (gradient,):
+        part /= count

@@ -229,6 +229,34 @@ def test_the_mean_of_contributors_counts_them(on_ranks: OnRanks) -> None:
     assert on_ranks(3, body) == [{"a": [6, 6], "b": [6, 6]}] * 3
 
 
+@pytest.mark.parametrize("in_torch", [False, True])
+@pytest.mark.parametrize("absent", ["", "b"])
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_the_mean_of_contributors_keeps_what_stands_beside_an_infinity(
+    on_ranks: OnRanks, dtype: str, absent: str, in_torch: bool
+) -> None:
+    if in_torch:
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def body(backend: Any) -> Any:
+        share = {"a": [complex(np.inf, 6), 3 + 6j], "b": [complex(-3, np.inf), 3 + 6j]}
+        if backend.rank == 0:
+            share.pop(absent, None)
+        grads = {name: np.array(values, dtype) for name, values in share.items()}
+        parameters = {name: np.zeros(2, dtype) for name in "ab"}
+        if not in_torch:
+            means = fd.DDP(parameters, backend, average="contributors").sync_gradients(grads)
+            return as_lists(means)
+        net = torch.nn.ParameterDict({n: torch.from_numpy(p) for n, p in parameters.items()})
+        for name, gradient in grads.items():
+            net[name].grad = torch.from_numpy(gradient)
+        means = fd.DDP(net, backend, average="contributors").sync_gradients()
+        return {name: mean.tolist() for name, mean in means.items()}
+
+    expected = {"a": [complex(np.inf, 6), 3 + 6j], "b": [complex(-3, np.inf), 3 + 6j]}
+    assert on_ranks(3, body) == [expected] * 3
+
+
 @pytest.mark.parametrize("overlap", [False, "always"])
 def test_ranks_may_run_out_of_data_one_by_one(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:
