@@ -20,7 +20,7 @@ from ferro_dist.integrations.jax_leaves import (
     is_number,
     text_of,
 )
-from ferro_dist.parallel.ddp import DDP, Kind, compare
+from ferro_dist.parallel.ddp import DDP, compare
 
 if TYPE_CHECKING:
     from ferro_dist.parallel.options import Options
@@ -31,7 +31,7 @@ __all__ = ["JaxDDP", "has_jax_arrays"]
 Pytree = Any
 
 
-class JaxDDP(DDP[Any], Kind):
+class JaxDDP(DDP[Any]):
     """DDP of a pytree of parameters: of dicts and lists, of Flax, of Equinox.
 
     The caller keeps the parameters, and passes them to `tap`, to `verify` and to
@@ -70,7 +70,7 @@ class JaxDDP(DDP[Any], Kind):
 
     __slots__ = ("__weakref__", "_pytrees", "_tree")
 
-    def _adopt(self, module: Pytree, options: Options) -> list[str]:
+    def _wrap(self, module: Pytree, options: Options) -> list[str]:
         if _is_traced(module):
             raise TypeError("DDP: these parameters are traced. Wrap them outside jit and grad.")
         if not float_positions(jax.tree.leaves(module)):

@@ -44,13 +44,14 @@ from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.integrations.torch_uncompiled import uncompiled
 from ferro_dist.integrations.torch_wrapper import ModuleWrapper
 from ferro_dist.integrations.torch_writes import ParameterWrites
-from ferro_dist.parallel.ddp import DDP, Kind, compare
+from ferro_dist.parallel.ddp import compare
 from ferro_dist.parallel.interruption import telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.options import Options
 from ferro_dist.parallel.participation import REFUSED, Participation
 from ferro_dist.parallel.reducer import Call, NoGradients, Reducer, tag_of
+from ferro_dist.parallel.reducing_ddp import ReducingDDP
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["TorchDDP"]
@@ -98,7 +99,7 @@ class _State:
         self.num_copies = 0
 
 
-class TorchDDP(DDP[Any], ModuleWrapper, Kind):
+class TorchDDP(ReducingDDP[Any], ModuleWrapper):
     """DDP of a ``torch.nn.Module``.
 
     Every backward that reaches parameters, and is not inside `no_sync`, ends with averaged
@@ -113,7 +114,7 @@ class TorchDDP(DDP[Any], ModuleWrapper, Kind):
 
     def __init__(self, module: Any, backend: Any, **options: Any) -> None:
         ModuleWrapper.__init__(self)
-        DDP.__init__(self, module, backend, **options)
+        ReducingDDP.__init__(self, module, backend, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and watch for a backward of what it returns."""
@@ -199,16 +200,18 @@ class TorchDDP(DDP[Any], ModuleWrapper, Kind):
         module = self.module
         self._ddp_state.num_copies += 1
         twin = self._copy_without_module(memo)
-        twin._adopt(copy.deepcopy(module, memo), self._options)
+        twin._wrap(copy.deepcopy(module, memo), self._options)
         # Far from all other tags, also from those of copies of copies.
         lineage = f"{self._first_tag} {self._ddp_state.num_copies}"
         twin._start(self._options, zlib.crc32(lineage.encode()))
         twin.training = self.training
         return twin
 
-    # What `DDP` asks of a kind
+    # What `DDP` leaves to its kinds
 
-    def _adopt(self, module: Any, options: Options) -> list[str]:
+    _held = ModuleWrapper._held
+
+    def _wrap(self, module: Any, options: Options) -> list[str]:
         parameters = ModuleParameters(module, options.backend)
         if not parameters.named:
             raise ValueError(

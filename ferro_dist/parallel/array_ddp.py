@@ -8,19 +8,19 @@ from typing import Any, Generic, TypeVar, cast
 from ferro_dist import interop
 from ferro_dist.collective import broadcast
 from ferro_dist.parallel.adapter import ArrayGradients, ModuleAdapter
-from ferro_dist.parallel.ddp import DDP, Kind
 from ferro_dist.parallel.group_checks import check_reach
 from ferro_dist.parallel.interruption import telling
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.options import Options
 from ferro_dist.parallel.reducer import Reducer
+from ferro_dist.parallel.reducing_ddp import ReducingDDP
 
 __all__ = ["ArrayDDP"]
 
 ModuleT = TypeVar("ModuleT")
 
 
-class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
+class ArrayDDP(ReducingDDP[ModuleT], Generic[ModuleT]):
     """DDP of an object with ``parameters()`` and ``grads()``, or of a dict or list of arrays.
 
     To avoid the copies in and out of buckets, let the module compute its gradients in them:
@@ -30,7 +30,7 @@ class ArrayDDP(DDP[ModuleT], Kind, Generic[ModuleT]):
 
     __slots__ = ("__weakref__", "_adapter", "_gave_buffers", "_given")
 
-    def _adopt(self, module: ModuleT, options: Options) -> list[str]:
+    def _wrap(self, module: ModuleT, options: Options) -> list[str]:
         self._adapter: ModuleAdapter | None = ModuleAdapter(module)
         self._gave_buffers = False
         self._given: ArrayGradients | None = None

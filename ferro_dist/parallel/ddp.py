@@ -4,8 +4,9 @@ Each rank holds a replica of the model and computes gradients on its share of th
 Before the optimizer steps, gradients are averaged over the ranks, bucket by bucket
 (`ferro_dist.parallel.reducer`).
 
-`DDP` is what users construct, and holds what all kinds have in common. A kind knows one sort of
-module: where its parameters are, when a gradient is ready, when backward has ended.
+`DDP` is what users construct. It documents what they call, checks arguments, and leaves the rest to
+its kinds. Each knows one sort of module: where its parameters are, when a gradient is ready, when
+backward has ended.
 
 =====================================  ==================================================
 module                                 kind
@@ -15,15 +16,16 @@ pytree with JAX arrays                 `ferro_dist.integrations.jax_ddp.JaxDDP`
 with ``parameters()`` and ``grads()``  `ferro_dist.parallel.array_ddp.ArrayDDP`
 dict or list of arrays                 `ferro_dist.parallel.array_ddp.ArrayDDP`
 =====================================  ==================================================
+
+Torch modules and arrays are averaged in rounds: `ferro_dist.parallel.reducing_ddp.ReducingDDP`.
 """
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ferro_dist.arguments import check_root
@@ -31,69 +33,18 @@ from ferro_dist.backends.base import Backend
 from ferro_dist.parallel.compression import Compression
 from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.integration import TORCH_MODULE, has_base, integration
-from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.options import Options
-from ferro_dist.parallel.participation import Participation, check_weight
-from ferro_dist.parallel.reducer import NoGradients, Reducer
+from ferro_dist.parallel.participation import check_weight
 from ferro_dist.parallel.statistics import Statistics
 
-__all__ = ["DDP", "Kind", "compare"]
+__all__ = ["DDP", "compare"]
 
 ModuleT = TypeVar("ModuleT")
 if TYPE_CHECKING:
     Wrapper = Any  # a DDP may be whatever it wraps: what takes a torch.nn.Module takes one
 else:
     Wrapper = object
-
-
-class Kind(abc.ABC):
-    """What `DDP` asks of the classes that know one sort of module.
-
-    It is no base of `DDP`: users could not construct a class with abstract methods.
-    """
-
-    __slots__ = ()
-
-    @abc.abstractmethod
-    def _adopt(self, module: Any, options: Options) -> list[str]:
-        """Look at the module; return a line for each thing that ranks must agree on."""
-
-    @abc.abstractmethod
-    def _prepare(self, options: Options, first_tag: int) -> None:
-        """Set up the averaging of gradients, now that all ranks agree."""
-
-    @property
-    @abc.abstractmethod
-    def _held(self) -> Any:
-        """The module, or None after it was given back."""
-
-    @abc.abstractmethod
-    def _release(self) -> None:
-        """Let go of the module."""
-
-    @abc.abstractmethod
-    def _average(self, grads: Any, weight: float | None) -> Any:
-        """Do what `DDP.sync_gradients` says; the weight has been checked."""
-
-    @abc.abstractmethod
-    def _broadcast(self, root: int) -> None:
-        """Overwrite all that must be equal on all ranks."""
-
-    @abc.abstractmethod
-    def _fingerprints(self) -> Iterable[tuple[str, bytes]]:
-        """Name and content of all that must be equal on all ranks."""
-
-    def _lines_of_optimizers(self, optimizers: Sequence[Any]) -> list[str]:
-        """Return a line for each thing that ranks must agree on in optimizers given to `join`."""
-        if optimizers:
-            kind = type(optimizers[0]).__name__
-            raise TypeError(f"DDP.join takes optimizers of torch, not {kind}")
-        return []
-
-    def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
-        """Overwrite the state of the optimizers given to `join`, and of any that DDP steps."""
-        assert not optimizers  # they have been refused
 
 
 class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow object
@@ -210,13 +161,10 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     ...     optimizer.step()
     """
 
-    __slots__ = ("_backend", "_last_present", "_no_sync_depth", "_options", "_reducer")
+    __slots__ = ("_backend", "_options")
 
     _backend: Backend
     _options: Options
-    _reducer: Reducer  # of kinds that have rounds
-    _no_sync_depth: int
-    _last_present: tuple[int, ...]
 
     def __new__(cls, module: ModuleT, *args: Any, **kwargs: Any) -> DDP[ModuleT]:
         kind = _kind_of(module) if cls is DDP else cls
@@ -239,21 +187,16 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     ) -> None:
         _check_arguments(module, backend)
         options = Options(backend, bucket_mb, average, compress, overlap, sync_buffers, root)
-        lines = self._kind._adopt(module, options)
+        lines = self._wrap(module, options)
         # Drawn at random for this wrapper: two of the same shape, synchronized in different order
         # on different ranks, would otherwise mix up their gradients unnoticed.
         first_tag = agree_on_manifest([f"settings {options}", *lines], backend, op="DDP")
         self._start(options, first_tag)
-        self._kind._broadcast(options.root)
-
-    @property
-    def _kind(self) -> Kind:
-        return cast(Kind, self)  # `__new__` has made it one
+        self._broadcast(options.root)
 
     def _start(self, options: Options, first_tag: int) -> None:
         self._backend, self._options = options.backend, options
-        self._no_sync_depth, self._last_present = 0, ()
-        self._kind._prepare(options, first_tag)
+        self._prepare(options, first_tag)
 
     if TYPE_CHECKING:  # the kinds get these from the module
 
@@ -266,7 +209,7 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     @property
     def module(self) -> ModuleT:
         """The wrapped module."""
-        module: ModuleT | None = self._kind._held
+        module = self._held
         if module is None:
             raise ValueError("this DDP gave its module back with into_inner()")
         return module
@@ -290,7 +233,7 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
             It was given back before.
         """
         module = self.module
-        self._kind._release()
+        self._release()
         return module
 
     def broadcast_parameters(self, root: int | None = None, params: Any = None) -> Any:
@@ -322,7 +265,7 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         """
         _refuse_params("broadcast_parameters", params)
         _ = self.module  # raises if it was given back
-        self._kind._broadcast(self._checked_root(root))
+        self._broadcast(self._checked_root(root))
 
     def sync_gradients(self, grads: Any = None, *, weight: float | None = None) -> Any:
         """Replace each gradient by its average over all ranks.
@@ -370,23 +313,17 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         has such gradients when it is moved or converted is refused.
         """
         _ = self.module  # raises if it was given back
-        return self._kind._average(grads, self._checked_weight(weight))
+        return self._average(grads, self._checked_weight(weight))
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Do not average gradients inside the block, to accumulate those of several batches.
 
         What counts is where backward is called. The first backward after the block averages
         everything that was accumulated, and the average replaces it.
         """
-        self._no_sync_depth += 1
-        try:
-            yield
-        finally:
-            self._no_sync_depth -= 1
+        raise NotImplementedError
 
-    @contextlib.contextmanager
-    def join(self, *optimizers: Any) -> Iterator[None]:
+    def join(self, *optimizers: Any) -> AbstractContextManager[None]:
         """Let ranks run out of data at different times, inside the block.
 
         All ranks enter it. A rank that reaches its end goes on to take part in the averages of the
@@ -417,22 +354,7 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         CollectiveMismatch
             The optimizers of the ranks differ. The group stays usable.
         """
-        lines = self._kind._lines_of_optimizers(optimizers)
-        agree_on_manifest(lines, self._backend, op="DDP.join")
-        self._reducer.is_attended, self._last_present = True, ()
-        try:
-            yield
-            while self._attend():
-                pass
-        finally:
-            self._reducer.is_attended = False
-        self._follow_the_last(optimizers)
-
-    def _follow_the_last(self, optimizers: Sequence[Any]) -> None:
-        root = min(self._last_present, default=None)
-        self.broadcast_parameters(root)
-        if root is not None:  # else nobody had a batch, and nothing has changed
-            self._kind._broadcast_optimizers(optimizers, root)
+        raise NotImplementedError
 
     def verify(self, params: Any = None) -> None:
         """Compare the parameters and buffers of all ranks, bit for bit. Called by all ranks.
@@ -450,11 +372,11 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         """
         _refuse_params("verify", params)
         _ = self.module  # raises if it was given back
-        compare(self._kind._fingerprints(), self._backend, "DDP.verify")
+        compare(self._fingerprints(), self._backend, "DDP.verify")
 
     def statistics(self) -> Statistics:
         """When each bucket of the last average was ready, sent and reduced, on this rank."""
-        return self._reducer.statistics
+        raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -475,35 +397,36 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         backend = self._backend
         return check_root("DDP", root, rank=backend.rank, world_size=backend.world_size)
 
-    # Rounds, of kinds that have a `Reducer`
+    # What each kind does in its own way, as it does `no_sync`, `join` and `statistics`
 
-    def _after_round(self, root: int, participation: Participation | None) -> None:
-        """Do what all ranks do once gradients are averaged."""
+    def _wrap(self, module: ModuleT, options: Options) -> list[str]:
+        """Take the module; return a line for each thing that ranks must agree on."""
+        raise NotImplementedError
 
-    def _finish_round(self) -> bool:
-        """Reduce what is left of the open round; return whether any rank took part."""
-        with telling(self._tell_the_others):
-            participation = self._reducer.finish()
-            if participation is not None and not participation.present:
-                return False
-            if participation is not None:
-                self._last_present = participation.present
-            self._after_round(self._root_among(participation), participation)
-        return True
+    def _prepare(self, options: Options, first_tag: int) -> None:
+        """Set up the averaging of gradients, now that all ranks agree."""
+        raise NotImplementedError
 
-    def _tell_the_others(self, error: BaseException) -> None:
-        interrupt(self._backend, error)
+    @property
+    def _held(self) -> ModuleT | None:
+        """The module, or None after it was given back."""
+        raise NotImplementedError
 
-    def _attend(self) -> bool:
-        """Take part in a round of the others; return whether there were any others."""
-        self._reducer.begin(NoGradients(), is_present=False)
-        return self._finish_round()
+    def _release(self) -> None:
+        """Let go of the module."""
+        raise NotImplementedError
 
-    def _root_among(self, participation: Participation | None) -> int:
-        root = self._options.root
-        if participation is None or root in participation.present:
-            return root
-        return min(participation.present)
+    def _average(self, grads: Any, weight: float | None) -> Any:
+        """Do what `sync_gradients` says; the weight has been checked."""
+        raise NotImplementedError
+
+    def _broadcast(self, root: int) -> None:
+        """Overwrite all that must be equal on all ranks."""
+        raise NotImplementedError
+
+    def _fingerprints(self) -> Iterable[tuple[str, bytes]]:
+        """Name and content of all that must be equal on all ranks."""
+        raise NotImplementedError
 
 
 # help() shows the arguments of `__new__`, which passes on any.
