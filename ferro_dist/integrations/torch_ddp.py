@@ -285,7 +285,9 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
     def _average_own(self, weight: float | None) -> None:
         if weight:
             self._refuse_averaged()
-        self._reducer.begin(self._gradients, weight=weight, compares=self._compares())
+        self._reducer.begin(
+            self._gradients, weight=weight, wants_comparison=self._wants_comparison()
+        )
         with torch.inference_mode(False):  # averages are added to in backward
             with telling(self._tell_the_others):
                 self._begin_accumulation()
@@ -297,7 +299,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
             self._gradients.make_way_for(given)
         self._ddp_state.given = given
         try:
-            self._reducer.begin(given, weight=weight, compares=self._compares())
+            self._reducer.begin(given, weight=weight, wants_comparison=self._wants_comparison())
             self._finish_round()
         finally:
             self._ddp_state.given = None
@@ -374,7 +376,9 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
             else:
                 refuse_differentiable()
                 self._reducer.begin(
-                    self._gradients, is_held=self._watcher.is_followed(), compares=self._compares()
+                    self._gradients,
+                    is_held=self._watcher.is_followed(),
+                    wants_comparison=self._wants_comparison(),
                 )
             self._begin_accumulation()
             return self._note()
@@ -395,9 +399,9 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
 
         return note
 
-    def _compares(self) -> bool:
+    def _wants_comparison(self) -> bool:
         # Ranks that have run out of data take no steps.
-        return not self._reducer.is_attended and self._writes.are_unexpected()
+        return not self._reducer.ranks_may_leave and self._writes.are_unexpected()
 
     def _begin_accumulation(self) -> None:
         is_idempotent = self._reducer.is_idempotent
@@ -464,9 +468,9 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
             is_mean = self._options.averaging.reduce_op is ReduceOp.MEAN
             factor = None if participation is None else participation.factor(is_mean)
             self._average_sparse(factor, is_present)
-        if not self._reducer.is_attended:
+        if not self._reducer.ranks_may_leave:
             self._writes.end_round()
-        if self._reducer.is_comparing and not self._writes.are_alike():
+        if self._reducer.must_compare and not self._writes.are_alike():
             own = fingerprints(self._parameters_of_module.labelled())
             compare(own, self._backend, "DDP", DRIFTED)
             self._writes.accept()

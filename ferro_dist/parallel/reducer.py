@@ -51,6 +51,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -157,8 +158,41 @@ class NoGradients(Gradients):
         return
 
 
+@dataclass(slots=True)
+class _Round:
+    """The state of one round, save for what `Reducer.mark_ready` needs for every parameter.
+
+    Attributes
+    ----------
+    gradients : Gradients
+    is_held : bool
+        Whether this rank's gradients stay as and where they are until `Reducer.finish`.
+    is_overlapped : bool
+        Whether buckets leave as soon as they are packed.
+    has_roll_call : bool
+    wants_comparison : bool
+        Whether this rank asks that the parameters of all be compared.
+    ready : set of int
+        The parameters whose gradients are there, of the first `num_settled` that were reported.
+    has_late : bool
+        Whether a gradient came after its bucket had left.
+    num_sent : int
+        How many buckets have left.
+    """
+
+    gradients: Gradients = field(default_factory=NoGradients)
+    is_held: bool = False
+    is_overlapped: bool = False
+    has_roll_call: bool = False
+    wants_comparison: bool = False
+    ready: set[int] = field(default_factory=set)
+    num_settled: int = 0
+    has_late: bool = False
+    num_sent: int = 0
+
+
 class Reducer:
-    """Buckets, and the state of a round.
+    """Buckets, and the rounds in which they are reduced.
 
     Parameters
     ----------
@@ -180,26 +214,13 @@ class Reducer:
     buckets : list of Bucket
     bucket_of : list of Bucket
         By number of the parameter.
-    is_open : bool
-        Whether a round is open.
-    is_attended : bool
-        Whether every round begins with a roll call.
-    is_comparing : bool
+    ranks_may_leave : bool
+        Whether ranks may run out of data: every round then begins with a roll call.
+    must_compare : bool
         Whether any rank has asked, in the last round, that the parameters of all be compared.
     statistics : Statistics
         Of the last round.
     """
-
-    # State of a round.
-    is_open = False
-    _gradients: Gradients
-    _ready: set[int]
-    _ready_order: list[int]
-    _num_settled: int
-    _next_full: int
-    _has_roll_call: bool
-    _sends_early: bool
-    _compares: bool
 
     def __init__(
         self,
@@ -215,14 +236,14 @@ class Reducer:
         self.averaging = options.averaging
         self._under_way = _under_way.setdefault(backend, weakref.WeakSet())
         self.statistics = Statistics()
-        self.is_attended = self.is_comparing = False
+        self.ranks_may_leave = self.must_compare = False
         self._as_array = as_array
         self._gpu_memory = gpu_memory
         self._bucket_nbytes = options.bucket_nbytes
         self._compress = options.compress
         self._kept: dict[str, Any] = {}
         # Ranks may differ in this. A user's own reduction runs on the user's thread.
-        self._is_overlapped = options.is_overlapped_with(specs) and not callable(options.compress)
+        self._may_overlap = options.is_overlapped_with(specs) and not callable(options.compress)
         self._follows_order = follows_order
         self._agreed_places: dict[str, int] = {}  # of parameters in the order of readiness, by name
         self._first_tag = first_tag
@@ -231,7 +252,7 @@ class Reducer:
         # Gradients on the CPU and on GPUs become ready on different threads.
         self._lock = threading.RLock()
         self._counter = self.averaging.counter(backend.rank)
-        self._gradients = NoGradients()
+        self._round = _Round()
         self.lay_out(specs)
 
     # Layout
@@ -256,6 +277,7 @@ class Reducer:
         self._index_buckets()
         self._tag = self._first_tag + _digest(specs, self._order)
         self._reset()
+        self._round = _Round()
 
     def _expected_order(self) -> tuple[int, ...]:
         """Return the numbers of parameters as their gradients are expected to become ready."""
@@ -300,7 +322,7 @@ class Reducer:
     @property
     def is_idempotent(self) -> bool:
         """Whether averaging again changes nothing; it does once ranks have left."""
-        return self.averaging.is_idempotent and not self.is_attended
+        return self.averaging.is_idempotent and not self.ranks_may_leave
 
     def begin(
         self,
@@ -309,28 +331,31 @@ class Reducer:
         weight: float | None = None,
         is_present: bool = True,
         is_held: bool = False,
-        compares: bool = False,
+        wants_comparison: bool = False,
     ) -> None:
         """Open a round. All ranks do so, and finish it, with gradients or without.
 
-        If it is held, this rank's gradients stay as and where they are until `finish`. For
-        `compares` see `is_comparing`.
+        If it is held, this rank's gradients stay as and where they are until `finish`. If any rank
+        wants the parameters of all to be compared, `must_compare` says so afterwards.
         """
         self._reset()
-        self._is_held, self._compares, self.is_comparing = is_held, compares, False
-        self.is_open = True
-        self._sends_early = self._is_overlapped and not self._under_way
+        self._round = current = _Round(
+            gradients,
+            is_held=is_held,
+            is_overlapped=self._may_overlap and not self._under_way,
+            wants_comparison=wants_comparison,
+        )
+        self.must_compare = False
         self._under_way.add(self)
-        self._gradients = gradients
         gradients.memory = self._memory
         if self._agreement is not None and self._is_on_gpu:
-            self._agreement.ask(tag_of(self._tag, Call.AGREEMENT), compares)
-        if self.is_attended or weight is not None:
+            self._agreement.ask(tag_of(self._tag, Call.AGREEMENT), wants_comparison)
+        if self.ranks_may_leave or weight is not None:
             self._roll_call.ask(is_present, weight, tag_of(self._tag, Call.ROLL_CALL))
-            self._has_roll_call = True
+            current.has_roll_call = True
         self.statistics = Statistics(
             self.statistics.num_rounds + 1,
-            self._sends_early,
+            current.is_overlapped,
             perf_counter(),
             buckets=[
                 BucketTimes(bucket.layout.nbytes, bucket.layout.names) for bucket in self.buckets
@@ -344,70 +369,72 @@ class Reducer:
             with self._lock:
                 self.bucket_of[number].note_stream()
                 self._ready_order.append(number)
-                if len(self._ready_order) >= self._next_full:
+                if len(self._ready_order) >= self._settle_at:
                     self._settle()
             return
         if number in self._streamed:
             self._pack_one(number)
         order = self._ready_order
         order.append(number)
-        if len(order) >= self._next_full:
+        if len(order) >= self._settle_at:
             self._settle()
 
     def _settle(self) -> None:
         """Take in what has become ready since the last time."""
-        new = self._ready_order[self._num_settled :]
-        self._num_settled += len(new)
+        current = self._round
+        new = self._ready_order[current.num_settled :]
+        current.num_settled += len(new)
         bucket = self.bucket_of[new[0]] if new else None
         # Nearly always these are the gradients of one bucket, in the expected order.
         if bucket is not None and bucket.num_missing == len(new) and set(new) == bucket.member_set:
-            self._ready |= bucket.member_set
+            current.ready |= bucket.member_set
             bucket.num_missing = 0
             self._pack_full(bucket)
-            foreseen = bisect.bisect_right(self._full_at, self._num_settled)
+            foreseen = bisect.bisect_right(self._full_at, current.num_settled)
             if foreseen < len(self._full_at):
-                self._next_full = self._full_at[foreseen]
+                self._settle_at = self._full_at[foreseen]
                 return
         else:
             self._settle_each(new)
         # No bucket can be full before so many more have come.
         missing = (bucket.num_missing for bucket in self.buckets if bucket.num_missing)
-        self._next_full = self._num_settled + min(missing, default=1)
+        self._settle_at = current.num_settled + min(missing, default=1)
 
     def _settle_each(self, new: Iterable[int]) -> None:
         for number in new:
             bucket = self.bucket_of[number]
-            if number in self._ready:
+            if number in self._round.ready:
                 self._note_late(bucket, number)
                 continue
-            self._ready.add(number)
+            self._round.ready.add(number)
             bucket.num_missing -= 1
             if not bucket.num_missing:
                 self._pack_full(bucket)
 
     def _note_late(self, bucket: Bucket, number: int) -> None:
-        self._has_late |= bucket.is_leaving
-        if self._has_late and not self._reads_controls:
+        self._round.has_late |= bucket.is_leaving
+        if self._round.has_late and not self._reads_controls:
             raise RuntimeError(LATE_ON_GPU.format(name=self.specs[number].name))
 
     def _pack_one(self, number: int) -> None:
         """Copy a large gradient at once, while it is in the caches, and its memory is soon free."""
         bucket = self.bucket_of[number]
-        if not self._is_held and not bucket.is_packed:
-            self._gradients.pack_one(bucket, self._streamed[number])
+        if not self._round.is_held and not bucket.is_packed:
+            self._round.gradients.pack_one(bucket, self._streamed[number])
 
     def _pack_full(self, bucket: Bucket) -> None:
-        if self._is_held:
+        if self._round.is_held:
             return  # `finish` packs it
-        self._pack(bucket, is_leaving=self._sends_early and bucket is not self.buckets[-1])
-        if self._sends_early:
+        is_overlapped = self._round.is_overlapped
+        self._pack(bucket, is_leaving=is_overlapped and bucket is not self.buckets[-1])
+        if is_overlapped:
             self._send_packed()
 
     def is_ready(self, number: int) -> bool:
         """Whether a gradient was marked ready in this round."""
-        if self._num_settled < len(self._ready_order):
+        if self._round.num_settled < len(self._ready_order):
             self._settle()
-        return number in self._ready
+        return number in self._round.ready
 
     def finish(self) -> Participation | None:
         """Reduce what was not reduced yet, hand everything back, close the round.
@@ -429,8 +456,8 @@ class Reducer:
         """
         try:
             if self._agreement is not None and self._is_on_gpu:
-                self.is_comparing = self._agreement.require()
-            participation = self._roll_call.result() if self._has_roll_call else None
+                self.must_compare = self._agreement.require()
+            participation = self._roll_call.result() if self._round.has_roll_call else None
             if participation is None or participation.present:
                 self._reduce_all(participation)
         except BaseException as error:
@@ -444,26 +471,20 @@ class Reducer:
 
     def abandon(self) -> None:
         """Close a round that cannot be finished."""
-        self._gradients.take_back()
+        self._round.gradients.take_back()
         self._close()
 
     def _close(self) -> None:
-        self.is_open = False
         self._under_way.discard(self)
-        self._gradients = NoGradients()  # they may refer to the reducer in turn
+        self._round.gradients = NoGradients()  # they may refer to the reducer in turn
 
     def _reset(self) -> None:
-        if self.is_open:
-            self._close()
-        self._ready = set()
-        self._ready_order = []
-        self._num_settled = 0
-        self._has_late = self._is_held = False
-        self._num_sent = 0
-        self._has_roll_call = False
+        self._under_way.discard(self)  # where an earlier round was not finished
         for bucket in self.buckets:
             bucket.reset()
-        self._next_full = self._full_at[0] if self._full_at else 1
+        self._ready_order: list[int] = []
+        # How many gradients must have come before a bucket can be full.
+        self._settle_at = self._full_at[0] if self._full_at else 1
 
     # Steps of a round
 
@@ -474,7 +495,7 @@ class Reducer:
     def _pack(self, bucket: Bucket, is_leaving: bool) -> None:
         self.statistics.buckets[bucket.index].ready_s = perf_counter()
         bucket.join_streams()
-        self._gradients.pack(bucket, self._counter, is_leaving)
+        self._round.gradients.pack(bucket, self._counter, is_leaving)
         bucket.release_streams()
         bucket.is_packed, bucket.is_leaving = True, is_leaving
 
@@ -482,9 +503,10 @@ class Reducer:
         """Start every bucket whose turn it is, except the last: its control lanes are not known."""
         if self._agreement is not None and not self._agreement.is_reached():
             return  # `finish` says so
-        while self._num_sent < len(self.buckets) - 1 and self.buckets[self._num_sent].is_packed:
-            bucket = self.buckets[self._num_sent]
-            self._num_sent += 1
+        current, buckets = self._round, self.buckets
+        while current.num_sent < len(buckets) - 1 and buckets[current.num_sent].is_packed:
+            bucket = buckets[current.num_sent]
+            current.num_sent += 1
             self._send(bucket, self.averaging.reduce_op, async_op=True)
 
     def _reduce_all(self, participation: Participation | None) -> None:
@@ -497,12 +519,12 @@ class Reducer:
         op = self.averaging.reduce_op if factor is None else self._weigh(factor)
         self._reduce_rest(op)
         if self._reads_controls:
-            self.is_comparing |= self.buckets[-1].has_control(COMPARE)
+            self.must_compare |= self.buckets[-1].has_control(COMPARE)
             if self.buckets[-1].has_control(LATE):
                 self._reduce_late()
         for bucket in self.buckets:
             self.averaging.complete(bucket)
-            self._gradients.put(bucket, bucket.contributed())
+            self._round.gradients.put(bucket, bucket.contributed())
         if not self._has_order:
             self._agree_on_order()
 
@@ -514,9 +536,10 @@ class Reducer:
                 self._pack(bucket, is_leaving=False)
 
     def _reduce_rest(self, op: ReduceOp) -> None:
-        self.buckets[-1].set_control(LATE, self._has_late)
-        self.buckets[-1].set_control(COMPARE, self._compares and self._reads_controls)
-        for bucket in self.buckets[self._num_sent :]:
+        self.buckets[-1].set_control(LATE, self._round.has_late)
+        wants_comparison = self._round.wants_comparison and self._reads_controls
+        self.buckets[-1].set_control(COMPARE, wants_comparison)
+        for bucket in self.buckets[self._round.num_sent :]:
             # On a GPU the host does not wait, and the call's state can be queried later.
             self._send(bucket, op, async_op=bucket.is_on_gpu)
         for bucket in self.buckets:
@@ -532,7 +555,7 @@ class Reducer:
         if participation is None:
             return None
         factor = participation.factor(self.averaging.reduce_op is ReduceOp.MEAN)
-        if factor is not None and self._num_sent:
+        if factor is not None and self._round.num_sent:
             raise ValueError("DDP: gradients that are on their way cannot be weighted any more")
         return factor
 
@@ -571,10 +594,10 @@ class Reducer:
 
     def _reduce_late(self) -> None:
         """Reduce what came after its bucket had left, on any rank, and add it."""
-        self._is_overlapped = False
+        self._may_overlap = False
         for bucket in self.buckets:
             in_time = bucket.copy()
-            self._gradients.pack_late(bucket)
+            self._round.gradients.pack_late(bucket)
             self._send(bucket, self.averaging.reduce_op, async_op=bucket.is_on_gpu)
             self._await(bucket)
             bucket.add(in_time)

@@ -47,13 +47,13 @@ class ReducingDDP(DDP[ModuleT], Generic[ModuleT]):
     def join(self, *optimizers: Any) -> Iterator[None]:
         lines = self._lines_of_optimizers(optimizers)
         agree_on_manifest(lines, self._backend, op="DDP.join")
-        self._reducer.is_attended, self._last_present = True, ()
+        self._reducer.ranks_may_leave, self._last_present = True, ()
         try:
             yield
             while self._attend():
                 pass
         finally:
-            self._reducer.is_attended = False
+            self._reducer.ranks_may_leave = False
         self._follow_the_last(optimizers)
 
     def statistics(self) -> Statistics:

@@ -399,10 +399,10 @@ def ask_for_a_comparison(rank: int, world_size: int, addr: str, memory: str) -> 
         parameters = {"w": zeros(memory.split()[0], 2), "v": zeros(memory.split()[-1], 2)}
         reducer = fd.DDP(parameters, backend, bucket_mb=1e-5)._reducer
         heard = []
-        for compares in (False, rank == 1, False):
-            reducer.begin(NoGradients(), compares=compares)
+        for wants_comparison in (False, rank == 1, False):
+            reducer.begin(NoGradients(), wants_comparison=wants_comparison)
             reducer.finish()
-            heard.append(reducer.is_comparing)
+            heard.append(reducer.must_compare)
         assert heard == [False, True, False]
 
 
