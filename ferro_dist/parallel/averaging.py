@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,17 +66,14 @@ class Averaging:
         if self.name != "contributors":
             return
         counts = bucket.contributors()
-        is_complex = bucket.layout.dtype.kind == "c"
         if len(set(counts)) == 1 and counts[0]:
-            _divide(bucket.gradients, counts[0], is_complex)
+            _divide(bucket.real_parts(bucket.gradients), counts[0])
             return
         for gradient, count in zip(bucket.views, counts, strict=True):
             if count > 1:
-                _divide(gradient, count, is_complex)
+                _divide(bucket.real_parts(gradient), count)
 
 
-def _divide(gradient: Any, count: int, is_complex: bool) -> None:
-    # The parts of complex numbers, as the mean is of these. Libraries divide by a complex number,
-    # and make NaN of what stands beside an infinity.
-    for part in (gradient.real, gradient.imag) if is_complex else (gradient,):
-        part /= count
+def _divide(arrays: Iterable[Any], count: int) -> None:
+    for array in arrays:
+        array /= count

@@ -366,6 +366,15 @@ class Bucket:
         """The flat array without its lanes."""
         return self.flat[: self.layout.lanes_offset]
 
+    def real_parts(self, gradient: Any) -> tuple[Any, ...]:
+        """Return views of the real and the imaginary parts, or the array itself if it is real.
+
+        Averages are those of the parts. Libraries multiply and divide complex numbers by complex
+        ones, which makes NaN of what stands beside an infinity.
+        """
+        is_complex = self.layout.dtype.kind == "c"
+        return (gradient.real, gradient.imag) if is_complex else (gradient,)
+
     # Lanes
 
     def clear(self) -> None:
@@ -455,11 +464,11 @@ class Bucket:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients. Times zero they become zero, even NaN."""
-        gradients = self.gradients
-        if factor:
-            gradients *= factor
-        else:
-            gradients[...] = 0
+        for part in self.real_parts(self.gradients):
+            if factor:
+                part *= factor
+            else:
+                part[...] = 0
 
     def to_wire(self) -> None:
         """Copy the content into what is reduced."""

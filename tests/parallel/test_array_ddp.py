@@ -257,6 +257,16 @@ def test_the_mean_of_contributors_keeps_what_stands_beside_an_infinity(
     assert on_ranks(3, body) == [expected] * 3
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_a_weight_keeps_what_stands_beside_an_infinity(on_ranks: OnRanks, dtype: str) -> None:
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP({"a": np.zeros(2, dtype)}, backend)
+        gradient = np.array([complex(np.inf, 6), 3 + 6j], dtype)
+        return as_lists(ddp.sync_gradients({"a": gradient}, weight=2.0))
+
+    assert on_ranks(2, body) == [{"a": [complex(np.inf, 6), 3 + 6j]}] * 2
+
+
 @pytest.mark.parametrize("overlap", [False, "always"])
 def test_ranks_may_run_out_of_data_one_by_one(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:
