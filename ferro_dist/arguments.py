@@ -1,8 +1,8 @@
 """What a collective demands of its arguments, the same for every backend.
 
 Every check here is made before anything is sent, so the group survives its error. A backend that
-checks in compiled code calls the corresponding function here once the check has failed, so that the
-text of an error is only in this file.
+checks in compiled code calls the corresponding function here once the check has failed, so that
+what several of them demand is put into words once. What only one of them demands, it says itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ferro_dist.errors import (
+    ChannelClosed,
     CollectiveMismatch,
     DistributedError,
     InvalidArray,
@@ -42,6 +43,7 @@ __all__ = [
     "check_tag",
     "check_timeout",
     "check_world_size",
+    "closed_error",
     "elements",
     "in_order",
     "integer",
@@ -52,6 +54,7 @@ __all__ = [
     "raise_missing_array",
     "raise_mixed_devices",
     "raise_not_apart",
+    "raise_out_of_reach",
     "raise_overlap",
     "reduce_op_of",
     "uneven_counts",
@@ -125,6 +128,23 @@ def name_call(error: Exception, op: str, backend: Any) -> None:
     if isinstance(error, DistributedError) and error.op is None:
         error.op, error.rank = op, backend.rank
         error.args = (f"{op}: {error}",)
+
+
+def closed_error(
+    op: str | None = None,
+    *,
+    rank: int | None,
+    peer: int | None = None,
+    sequence: int | None = None,
+) -> ChannelClosed:
+    """Make the error of a call on a rank that has closed its group."""
+    return ChannelClosed(
+        "This rank has closed the group. Make a new one.",
+        op=op,
+        rank=rank,
+        peer=peer,
+        sequence=sequence,
+    )
 
 
 # Ranks
@@ -330,6 +350,16 @@ def raise_mixed_devices(op: str, *, rank: int) -> NoReturn:
     """Raise InvalidArray for an `out` that is on another device than `x`."""
     raise InvalidArray(
         f"{op}: x and out are on different devices. Pass an out where x is.", op=op, rank=rank
+    )
+
+
+def raise_out_of_reach(op: str, *, rank: int, alternative: str = "") -> NoReturn:
+    """Raise UnsupportedOp for a GPU's array that is given to a group of hosts."""
+    raise UnsupportedOp(
+        f"{op}: the array is on a GPU, which this backend does not reach. Use NcclBackend or "
+        f"HybridBackend, or copy it to the host first.{alternative}",
+        op=op,
+        rank=rank,
     )
 
 

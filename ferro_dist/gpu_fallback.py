@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
+from ferro_dist import arguments
 from ferro_dist.errors import GpuFallbackWarning, UnsupportedOp
 from ferro_dist.work import CompletedWork
 
@@ -54,12 +55,11 @@ def is_enabled() -> bool:
 def check_enabled(op: str, rank: int) -> None:
     """Warn that `op` goes through host memory; raise UnsupportedOp if it may not."""
     if not is_enabled():
-        raise UnsupportedOp(
-            f"{op}: the array is on a GPU, which this backend does not reach. Use NcclBackend or "
-            f"HybridBackend, or copy it to the host first. With {VARIABLE}=1 in the environment "
-            "it is copied there and back, at a tenth of the speed or less.",
-            op=op,
+        arguments.raise_out_of_reach(
+            op,
             rank=rank,
+            alternative=f" With {VARIABLE}=1 in the environment it is copied there and back, at a "
+            "tenth of the speed or less.",
         )
     warnings.warn(
         f"{op} of a GPU array goes through host memory, which is slow. Use HybridBackend, "

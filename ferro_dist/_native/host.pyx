@@ -38,7 +38,6 @@ from numpy import empty, ndarray
 from ferro_dist import arguments
 from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import (
-    ChannelClosed,
     DistributedError,
     InvalidArray,
     LockPoisoned,
@@ -387,7 +386,7 @@ cdef class Communicator:
         self._check_usable()
         cdef shared_ptr[Heap] heap = self._engine.get().heap()
         if self.is_closed:  # asked last: a group that closes gives up its heap
-            raise ChannelClosed("This rank has closed the group. Make a new one.", rank=self.rank)
+            raise arguments.closed_error(rank=self.rank)
         if heap.get() == NULL:
             return None
         cdef SymmetricMemory memory = SymmetricMemory.__new__(SymmetricMemory)
@@ -560,7 +559,7 @@ cdef class Communicator:
         messages.push_back(self._message("sendrecv", True, dst, sent, tag))
         messages.push_back(self._message("sendrecv", False, src, received, tag))
         if overlap(sent, received):
-            raise InvalidArray("sendrecv: x and out overlap.", op="sendrecv", rank=self.rank)
+            arguments.raise_not_apart("sendrecv", "x and out overlap", rank=self.rank)
         return self._exchange(Op.sendrecv, messages, (sent, received), out, async_op, timeout)
 
     def batch(self, ops, bint async_op, timeout, tag):
@@ -590,9 +589,7 @@ cdef class Communicator:
 
     cdef BufferView _check_host(self, BufferView view, str op):
         if view.device_type != CPU:
-            raise UnsupportedOp(
-                f"{op}: the array is on a GPU, which this backend does not reach. Use NcclBackend or "
-                "HybridBackend, or copy it to the host first.", op=op, rank=self.rank)
+            arguments.raise_out_of_reach(op, rank=self.rank)
         return view
 
     # `in_place` is how many bytes past the start of x an out that shares its memory has to begin,

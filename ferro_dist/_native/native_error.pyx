@@ -4,6 +4,7 @@ from libc.stdint cimport uint64_t
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
+from ferro_dist.arguments import closed_error
 from ferro_dist.errors import (
     ChannelClosed,
     CollectiveMismatch,
@@ -107,7 +108,7 @@ cdef object _exception_of(const Error& error):
         return ChannelClosed(
             f"{where}: rank {error.peer} ran out of memory inside a call of this group.\n{GO_ON}", **facts)
     if error.code == ErrorCode.closed:
-        return ChannelClosed("This rank has closed the group. Make a new one.", **facts)
+        return closed_error(**facts)
     if error.code == ErrorCode.mismatch:
         return CollectiveMismatch(
             f"{where}: the ranks disagree: {_text(error.detail)}.\n"

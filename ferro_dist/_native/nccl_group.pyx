@@ -25,7 +25,7 @@ from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 from ferro_dist import arguments
 from ferro_dist._native.cuda_memory import DeviceMemory
 from ferro_dist._native.cuda_stream import Stream
-from ferro_dist.errors import ChannelClosed, DistributedError, InvalidArray, Timeout, UnsupportedOp
+from ferro_dist.errors import DistributedError, Timeout, UnsupportedOp
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["NcclGroup", "NcclWork", "attendance_nbytes"]
@@ -207,7 +207,7 @@ cdef class NcclGroup:
         """Block until all calls made so far are done."""
         check_usable(self._communicator)
         if self._is_closed:
-            raise ChannelClosed("This rank has closed the group.", op="synchronize", rank=self.rank)
+            raise arguments.closed_error("synchronize", rank=self.rank)
         self._synchronize(self._lane.get().num_launched(), self._patience(timeout))
 
     def leave(self):
@@ -439,7 +439,7 @@ cdef class NcclGroup:
         self._communicator.describe_send(&operations[0], sent, dst)
         self._communicator.describe_recv(&operations[1], received, src)
         if overlap(sent, received):
-            raise InvalidArray("sendrecv: x and out overlap.", op="sendrecv", rank=self.rank)
+            arguments.raise_not_apart("sendrecv", "x and out overlap", rank=self.rank)
         return self._launch_all(operations, sent, received, None, out, None, async_op, timeout, tag)
 
     def batch(self, ops, bint async_op, timeout, tag):

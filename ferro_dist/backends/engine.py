@@ -18,7 +18,7 @@ import numpy as np
 from ferro_dist import arguments, interop
 from ferro_dist._native.host import PEER_READS, Communicator, HostWork, begin_exit
 from ferro_dist.backends.bound import BoundBackend
-from ferro_dist.errors import ChannelClosed, DistributedError
+from ferro_dist.errors import DistributedError
 from ferro_dist.work import Work
 
 __all__ = ["EngineBackend", "peer_reads"]
@@ -115,9 +115,7 @@ class EngineBackend(BoundBackend):
         seconds = self._seconds(timeout)
         self._communicator.check_own()  # else a child alone in its group would end its parent's
         if self.is_closed:
-            raise ChannelClosed(
-                "This rank has closed the group. Make a new one.", op="shrink", rank=self.rank
-            )
+            raise arguments.closed_error("shrink", rank=self.rank)
         return seconds
 
     def _succeeded_by(self, group: _Group, survivors: tuple[int, ...]) -> _Group:

@@ -410,7 +410,7 @@ class MpiBackend(MpiGroup):
         sent = self._message("sendrecv", True, x, dst, timeout, tag)
         received = self._message("sendrecv", False, out, src, timeout, tag)
         if overlap(sent.view, received.view):
-            arguments.raise_overlap("sendrecv", rank=self._rank)
+            arguments.raise_not_apart("sendrecv", "x and out overlap", rank=self._rank)
         return self._finish_all("sendrecv", [sent, received], out, async_op)
 
     def batch(

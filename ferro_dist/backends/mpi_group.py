@@ -122,8 +122,7 @@ class MpiGroup(Backend):
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
-        error = ChannelClosed("This rank has closed the group. Make a new one.", rank=self._rank)
-        self._progress.poison(error, is_announced=True)
+        self._progress.poison(arguments.closed_error(rank=self._rank), is_announced=True)
         if self._mpi.Is_finalized():
             return
         with mpi_lock:
@@ -182,9 +181,7 @@ class MpiGroup(Backend):
 
     def _check_open(self, op: str) -> None:
         if self._is_closed:
-            raise ChannelClosed(
-                f"{op}: rank {self._rank} has closed this group.", op=op, rank=self._rank
-            )
+            raise arguments.closed_error(op, rank=self._rank)
 
     def _translate(self, call: Call, error: BaseException) -> DistributedError:
         """Translate what ended a call into an error of ferro_dist."""

@@ -12,7 +12,7 @@ from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.bound import BoundBackend
-from ferro_dist.errors import ChannelClosed, DistributedError, UnsupportedOp
+from ferro_dist.errors import DistributedError, UnsupportedOp
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import Work
@@ -366,9 +366,7 @@ class NcclBackend(BoundBackend):
 
     def _check_open(self, op: str) -> None:
         if self.is_closed:
-            raise ChannelClosed(
-                "This rank has closed the group. Make a new one.", op=op, rank=self.rank
-            )
+            raise arguments.closed_error(op, rank=self.rank)
 
     def _check_agreement(self, members: tuple[int, ...], deadline: Deadline) -> None:
         """Raise CollectiveMismatch unless all ranks of the group have named the same members."""

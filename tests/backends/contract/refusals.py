@@ -170,6 +170,8 @@ def sendrecv_refuses_arrays_that_overlap(group: Group) -> None:
     other = (group.rank + 1) % group.world_size
     for out in (memory[:5], memory[3:8]):
         _refused(group, InvalidArray, fd.sendrecv, memory[:5], out, group, other, other)
+    error = raised(InvalidArray, fd.sendrecv, memory, memory, group, other, other)
+    assert "Pass arrays that do not share memory" in str(error)
     _goes_on(group)
 
 
