@@ -118,7 +118,7 @@ void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
   exchange.finish();
 
   const ReduceKernel kernel = TcpCollectives::kernel_for(partial, collective.reduce_op);
-  const int divisor = collective.reduce_op == ReduceOp::mean ? world_size_ : 1;
+  const int divisor = divisor_of(collective.reduce_op, world_size_);
   std::vector<const void*> pass_sources(sources.size());
   work_in_passes(call, count, partial_itemsize * (sources.size() + 1), [&](Range range) {
     const std::size_t offset = range.first * partial_itemsize;

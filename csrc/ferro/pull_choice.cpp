@@ -43,21 +43,20 @@ int PullChoice::chooser_of(const Collective& collective) const {
 }
 
 bool PullChoice::is_pulled(const Collective& collective) const {
-  return are_pulled_[static_cast<std::size_t>(collective.op)][CopyChoice::log2_of(collective.nbytes())];
+  return are_pulled_[row_of(collective)][CopyChoice::log2_of(collective.nbytes())];
 }
 
 void PullChoice::set_pulled(const Collective& collective, bool is_pulled) {
-  are_pulled_[static_cast<std::size_t>(collective.op)][CopyChoice::log2_of(collective.nbytes())] = is_pulled;
+  are_pulled_[row_of(collective)][CopyChoice::log2_of(collective.nbytes())] = is_pulled;
 }
 
 bool PullChoice::shall_pull_next(const Collective& collective) const {
-  return setting_ == PeerReads::always ||
-         times_[static_cast<std::size_t>(collective.op)].pulls(collective.nbytes());
+  return setting_ == PeerReads::always || times_[row_of(collective)].pulls(collective.nbytes());
 }
 
 void PullChoice::note(const Collective& collective, bool was_pulled, Clock::duration time) {
-  times_[static_cast<std::size_t>(collective.op)].note(collective.nbytes(), was_pulled,
-                                                       std::chrono::duration<double>(time).count());
+  times_[row_of(collective)].note(collective.nbytes(), was_pulled,
+                                  std::chrono::duration<double>(time).count());
 }
 
 }  // namespace ferro

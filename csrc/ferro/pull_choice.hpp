@@ -49,6 +49,7 @@ class PullChoice {
   const std::vector<int>& index_of_;
   // Of the operations before the barrier.
   static constexpr auto kNumOps = static_cast<std::size_t>(Op::barrier);
+  static std::size_t row_of(const Collective& collective) { return static_cast<std::size_t>(collective.op); }
   std::array<CopyChoice, kNumOps> times_;
   std::array<std::bitset<64>, kNumOps> are_pulled_;  // by log2 of their bytes
 };

@@ -67,8 +67,6 @@ class Rounds {
   std::size_t per_round_ = 0;
 };
 
-int divisor_of(const Collective& c, int size) { return c.reduce_op == ReduceOp::mean ? size : 1; }
-
 // Where a reduction in two shots keeps a round: in one slot of each rank's window, which has a piece for each
 // rank's share, and one of each rank's results, which has room for the one share that this rank reduces.
 struct TwoShotSlots {
@@ -130,7 +128,7 @@ void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t fir
   const std::size_t offset = first * item_size(c.dtype);
   for (int peer = 0; peer < size_; ++peer) sources_[peer] = inputs_.at[peer] + offset;
   reduce_kernel(c.dtype, c.reduce_op, output_nbytes)(dst, sources_.data(), size_, count,
-                                                     divisor_of(c, size_));
+                                                     divisor_of(c.reduce_op, size_));
 }
 
 void ShmTransport::reduce_in_passes(Call& call, const Collective& c, void* dst, Range range) {
@@ -166,7 +164,7 @@ void ShmTransport::reduce_foreign(const Collective& c, void* dst, Range range) {
       room += block_nbytes;
     }
     reduce_kernel(c.dtype, c.reduce_op, 0)(bytes(dst) + block.first * itemsize, sources_.data(), size_,
-                                           block.count, divisor_of(c, size_));
+                                           block.count, divisor_of(c.reduce_op, size_));
   }
 }
 
@@ -270,7 +268,7 @@ bool ShmTransport::allreduce(Call& call, const Collective& c) {
     return true;
   }
   if (inputs_.are_pulled) {
-    if (shm_cost::pulling_whole_wins(c.count * item_size(c.dtype), size_)) {
+    if (shm_cost::pulling_whole_wins(c.nbytes(), size_)) {
       allreduce_pulled_whole(call, c);
     } else {
       allreduce_pulled(call, c);
@@ -279,7 +277,7 @@ bool ShmTransport::allreduce(Call& call, const Collective& c) {
   }
   if (inputs_.are_complete && !inputs_.are_borrowed) {
     reduce_in_passes(call, c, c.out, {0, c.count});
-  } else if (shm_cost::one_shot_wins(c.count * item_size(c.dtype), size_)) {
+  } else if (shm_cost::one_shot_wins(c.nbytes(), size_)) {
     allreduce_one_shot(call, c);
   } else {
     reduce_two_shot(call, c, Roles::kEverybody);
@@ -298,7 +296,7 @@ void ShmTransport::allreduce_symmetric(Call& call, const Collective& c) {
       outputs_[peer] = inputs_.output_at[peer] + offset;
     }
     reduce_to_all(c.dtype, c.reduce_op, outputs_.data(), size_, sources_.data(), size_, range.count,
-                  divisor_of(c, size_), c.count * itemsize);
+                  divisor_of(c.reduce_op, size_), c.count * itemsize);
   };
   work_in_passes(call, share.count, itemsize * static_cast<std::size_t>(2 * size_), reduce_range);
 }
@@ -442,7 +440,7 @@ bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
 // ---- Collectives that only move -----------------------------------------------
 
 bool ShmTransport::broadcast(Call& call, const Collective& c) {
-  const std::size_t nbytes = c.count * item_size(c.dtype);
+  const std::size_t nbytes = c.nbytes();
   const int root = index_of_[c.root];
   if (inputs_.at[root] != nullptr && inputs_.are_complete) {
     copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root], nbytes);
@@ -466,7 +464,7 @@ bool ShmTransport::broadcast(Call& call, const Collective& c) {
 }
 
 bool ShmTransport::all_gather(Call& call, const Collective& c) {
-  const std::size_t nbytes = c.count * item_size(c.dtype);
+  const std::size_t nbytes = c.nbytes();
   unsigned char* own = bytes(c.out) + index_ * nbytes;
   if (inputs_.are_complete) {
     copy_block(call, own, c.in, nbytes);
@@ -496,7 +494,7 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
 }
 
 bool ShmTransport::gather(Call& call, const Collective& c) {
-  const std::size_t nbytes = c.count * item_size(c.dtype);
+  const std::size_t nbytes = c.nbytes();
   const int root = index_of_[c.root];
   if (index_ == root) copy_block(call, bytes(c.out) + index_ * nbytes, c.in, nbytes);
   if (inputs_.are_complete) {
@@ -521,7 +519,7 @@ bool ShmTransport::gather(Call& call, const Collective& c) {
 }
 
 bool ShmTransport::scatter(Call& call, const Collective& c) {
-  const std::size_t nbytes = c.count * item_size(c.dtype);
+  const std::size_t nbytes = c.nbytes();
   const int root = index_of_[c.root];
   if (inputs_.are_complete) {
     copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root] + index_ * nbytes, nbytes);
@@ -547,7 +545,7 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
 }
 
 bool ShmTransport::all_to_all(Call& call, const Collective& c) {
-  const std::size_t nbytes = c.count * item_size(c.dtype);
+  const std::size_t nbytes = c.nbytes();
   if (inputs_.are_complete) {
     for (int step = 0; step < size_; ++step) {
       const int peer = (index_ + step) % size_;

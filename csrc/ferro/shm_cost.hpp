@@ -3,6 +3,7 @@
 #ifndef FERRO_SHM_COST_HPP
 #define FERRO_SHM_COST_HPP
 
+#include <algorithm>
 #include <cstddef>
 
 namespace ferro::shm_cost {
@@ -46,6 +47,9 @@ constexpr std::size_t kPullNoCopyNbytes = std::size_t{2} << 20;
 // both reduce all of it instead, which takes no second fence.
 constexpr std::size_t kPullSharesNbytes = std::size_t{1} << 20;
 constexpr std::size_t kPullWholeNbytes = std::size_t{256} << 10;
+static_assert(kPullNbytes <= std::min({kPullReducedNbytes, kPullBroadcastNbytes, kPullNoCopyNbytes,
+                                       kPullSharesNbytes, kPullWholeNbytes}),
+              "below the least of them, PullChoice::is_open and ShmTransport::publish_input look no further");
 constexpr bool pulling_whole_wins(std::size_t nbytes, int num_ranks) {
   return num_ranks == 2 && nbytes < std::size_t{2} << 20;
 }

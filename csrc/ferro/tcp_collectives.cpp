@@ -37,7 +37,7 @@ class TcpCollectives::ReduceRing {
         nbytes_(count * item_size(dtype)),
         itemsize_(item_size(dtype)),
         kernel_(kernel_for(dtype, op)),
-        divisor_(op == ReduceOp::mean ? group.size() : 1),
+        divisor_(divisor_of(op, group.size())),
         // A multiple of every item size, so that no element is split.
         segment_nbytes_(reduce_segment_nbytes(group.size(), nbytes_) / 64 * 64),
         slot_nbytes_(std::min(segment_nbytes_, nbytes_)),

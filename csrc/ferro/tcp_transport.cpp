@@ -150,9 +150,8 @@ void TcpTransport::deliver_inline(const Exchange& exchange, const Collective& co
     std::vector<const void*> sources;
     for (int i = 0; i < size; ++i)
       sources.push_back(i == index ? own.data : exchange.payload(group_.member(i)));
-    const int divisor = collective.reduce_op == ReduceOp::mean ? size : 1;
-    TcpCollectives::kernel_for(collective.dtype, collective.reduce_op)(collective.out, sources.data(), size,
-                                                                       collective.count, divisor);
+    TcpCollectives::kernel_for(collective.dtype, collective.reduce_op)(
+        collective.out, sources.data(), size, collective.count, divisor_of(collective.reduce_op, size));
     return;
   }
   // Everything is sent; only the own piece may still lie where another's belongs.
