@@ -92,7 +92,7 @@ struct TwoShotSlots {
 
 }  // namespace
 
-bool ShmTransport::dispatch(Call& call, const Collective& collective) {
+void ShmTransport::dispatch(Call& call, const Collective& collective) {
   switch (collective.op) {
     case Op::allreduce:
       return allreduce(call, collective);
@@ -112,7 +112,7 @@ bool ShmTransport::dispatch(Call& call, const Collective& collective) {
     case Op::scatter:
       return scatter(call, collective);
     default:
-      return false;  // a barrier is its headers
+      return;  // a barrier is its headers
   }
 }
 
@@ -262,27 +262,16 @@ void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_
 
 // ---- allreduce and reduce ----------------------------------------------------
 
-bool ShmTransport::allreduce(Call& call, const Collective& c) {
-  if (inputs_.are_complete && inputs_.are_symmetric) {
-    allreduce_symmetric(call, c);
-    return true;
+void ShmTransport::allreduce(Call& call, const Collective& c) {
+  if (!inputs_.are_complete) {
+    if (shm_cost::one_shot_wins(c.nbytes(), size_)) return allreduce_one_shot(call, c);
+    return reduce_two_shot(call, c, Roles::kEverybody);
   }
-  if (inputs_.are_pulled) {
-    if (shm_cost::pulling_whole_wins(c.nbytes(), size_)) {
-      allreduce_pulled_whole(call, c);
-    } else {
-      allreduce_pulled(call, c);
-    }
-    return true;
-  }
-  if (inputs_.are_complete && !inputs_.are_borrowed) {
-    reduce_in_passes(call, c, c.out, {0, c.count});
-  } else if (shm_cost::one_shot_wins(c.nbytes(), size_)) {
-    allreduce_one_shot(call, c);
-  } else {
-    reduce_two_shot(call, c, Roles::kEverybody);
-  }
-  return false;
+  if (inputs_.are_symmetric) return allreduce_symmetric(call, c);
+  if (inputs_.are_pulled && !shm_cost::pulling_whole_wins(c.nbytes(), size_))
+    return allreduce_pulled(call, c);
+  if (inputs_.are_pulled) return allreduce_pulled_whole(call, c);
+  reduce_in_passes(call, c, c.out, {0, c.count});
 }
 
 // Each rank reduces its share from everybody's input into everybody's output.
@@ -401,21 +390,14 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
   run_phases(call, rounds.number(), stage, reduce_share, collect);
 }
 
-bool ShmTransport::reduce(Call& call, const Collective& c) {
-  if (!inputs_.are_complete) {
-    reduce_two_shot(call, c, index_of_[c.root]);
-    return false;
-  }
+void ShmTransport::reduce(Call& call, const Collective& c) {
+  if (!inputs_.are_complete) return reduce_two_shot(call, c, index_of_[c.root]);
   if (is_root(c)) reduce_in_passes(call, c, c.out, {0, c.count});
-  return inputs_.are_borrowed;
 }
 
-bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
+void ShmTransport::reduce_scatter(Call& call, const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
-  if (inputs_.are_complete) {
-    reduce_in_passes(call, c, c.out, {c.count * index_, c.count});
-    return inputs_.are_borrowed;
-  }
+  if (inputs_.are_complete) return reduce_in_passes(call, c, c.out, {c.count * index_, c.count});
   const Slots slots = slots_for(c.count * itemsize, size_ - 1);
   const Rounds rounds(c.count, slots.piece_nbytes / itemsize);
   run_rounds(
@@ -434,18 +416,15 @@ bool ShmTransport::reduce_scatter(Call& call, const Collective& c) {
         inputs_.at[index_] = bytes(c.in) + (index_ * c.count + range.first) * itemsize;
         reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count, c.count * itemsize);
       });
-  return false;
 }
 
 // ---- Collectives that only move -----------------------------------------------
 
-bool ShmTransport::broadcast(Call& call, const Collective& c) {
+void ShmTransport::broadcast(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
   const int root = index_of_[c.root];
-  if (inputs_.at[root] != nullptr && inputs_.are_complete) {
-    copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root], nbytes);
-    return inputs_.are_borrowed;
-  }
+  if (inputs_.are_complete)
+    return copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root], nbytes);
   const Slots slots = slots_for(nbytes, 1);
   const Rounds rounds(nbytes, slots.piece_nbytes);
   run_rounds(
@@ -460,10 +439,9 @@ bool ShmTransport::broadcast(Call& call, const Collective& c) {
         if (index_ != root)
           copy_to_user(bytes(c.out) + rounds[round].first, inputs_.at[root], rounds[round].count, nbytes);
       });
-  return false;
 }
 
-bool ShmTransport::all_gather(Call& call, const Collective& c) {
+void ShmTransport::all_gather(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
   unsigned char* own = bytes(c.out) + index_ * nbytes;
   if (inputs_.are_complete) {
@@ -473,7 +451,7 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
       const int peer = (index_ + step) % size_;
       copy_from(call, peer, inputs_.is_foreign[peer], bytes(c.out) + peer * nbytes, inputs_.at[peer], nbytes);
     }
-    return inputs_.are_borrowed;
+    return;
   }
   const Slots slots = slots_for(nbytes, 1);
   const Rounds rounds(nbytes, slots.piece_nbytes);
@@ -490,17 +468,16 @@ bool ShmTransport::all_gather(Call& call, const Collective& c) {
             copy_to_user(bytes(c.out) + peer * nbytes + rounds[round].first, inputs_.at[peer],
                          rounds[round].count, nbytes * size_);
       });
-  return false;
 }
 
-bool ShmTransport::gather(Call& call, const Collective& c) {
+void ShmTransport::gather(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
   const int root = index_of_[c.root];
   if (index_ == root) copy_block(call, bytes(c.out) + index_ * nbytes, c.in, nbytes);
   if (inputs_.are_complete) {
     for (int peer = 0; peer < size_ && index_ == root; ++peer)
       if (peer != root) copy_block(call, bytes(c.out) + peer * nbytes, inputs_.at[peer], nbytes);
-    return inputs_.are_borrowed;
+    return;
   }
   const Slots slots = slots_for(nbytes, 1);
   const Rounds rounds(nbytes, slots.piece_nbytes);
@@ -515,16 +492,13 @@ bool ShmTransport::gather(Call& call, const Collective& c) {
             copy_to_user(bytes(c.out) + peer * nbytes + rounds[round].first, inputs_.at[peer],
                          rounds[round].count, nbytes * size_);
       });
-  return false;
 }
 
-bool ShmTransport::scatter(Call& call, const Collective& c) {
+void ShmTransport::scatter(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
   const int root = index_of_[c.root];
-  if (inputs_.are_complete) {
-    copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root] + index_ * nbytes, nbytes);
-    return inputs_.are_borrowed;
-  }
+  if (inputs_.are_complete)
+    return copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root] + index_ * nbytes, nbytes);
   if (index_ == root) copy_block(call, c.out, bytes(c.in) + root * nbytes, nbytes);
   const Slots slots = slots_for(nbytes, size_ - 1);
   const Rounds rounds(nbytes, slots.piece_nbytes);
@@ -541,10 +515,9 @@ bool ShmTransport::scatter(Call& call, const Collective& c) {
           copy_to_user(bytes(c.out) + rounds[round].first,
                        inputs_.at[root] + piece_offset(slots, root, index_), rounds[round].count, nbytes);
       });
-  return false;
 }
 
-bool ShmTransport::all_to_all(Call& call, const Collective& c) {
+void ShmTransport::all_to_all(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
   if (inputs_.are_complete) {
     for (int step = 0; step < size_; ++step) {
@@ -552,14 +525,13 @@ bool ShmTransport::all_to_all(Call& call, const Collective& c) {
       copy_from(call, peer, inputs_.is_foreign[peer], bytes(c.out) + peer * nbytes,
                 inputs_.at[peer] + index_ * nbytes, nbytes);
     }
-    return inputs_.are_borrowed;
+    return;
   }
   const std::vector<std::size_t> counts(size_, c.count);
   all_to_all_rounds(call, c, counts.data(), counts.data(), c.count);
-  return false;
 }
 
-bool ShmTransport::all_to_all_uneven(Call& call, const Collective& c) {
+void ShmTransport::all_to_all_uneven(Call& call, const Collective& c) {
   std::size_t most = 0;  // between any two ranks, so that all run equally many rounds
   for (int src = 0; src < size_; ++src) {
     const std::uint64_t* sent = counts_of(src);
@@ -569,7 +541,6 @@ bool ShmTransport::all_to_all_uneven(Call& call, const Collective& c) {
   const std::size_t largest = std::max(most, c.send_counts[index_]) * item_size(c.dtype);
   if (largest > shm_cost::kBriefNbytes) call.begin_blocking();
   all_to_all_rounds(call, c, c.send_counts, c.recv_counts, most);
-  return false;
 }
 
 // In place, a round overwrites only what it and the rounds before it have staged.

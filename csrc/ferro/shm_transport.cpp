@@ -144,8 +144,8 @@ bool ShmTransport::attempt(Call& call, const Collective& collective) {
   find_inputs(collective);
   const bool is_timed = pull_choice_.is_chooser(collective);
   const auto start = is_timed ? Clock::now() : Clock::time_point{};
-  const bool has_borrowed = dispatch(call, collective);
-  if (has_borrowed) {
+  dispatch(call, collective);
+  if (inputs_.are_borrowed) {
     fence(call, collective.nbytes());
     // A rank that gave up in the fence may have changed its array while it was still being read, but has
     // ended the group before that.
@@ -153,7 +153,7 @@ bool ShmTransport::attempt(Call& call, const Collective& collective) {
     if (inputs_.are_pulled && !have_all_read()) return false;
   }
   // Symmetric arrays were neither pulled nor staged.
-  if (is_timed && (inputs_.are_pulled || !has_borrowed))
+  if (is_timed && (inputs_.are_pulled || !inputs_.are_borrowed))
     pull_choice_.note(collective, inputs_.are_pulled,
                       Clock::now() - start + std::chrono::nanoseconds(inputs_.staging_ns));
   return true;
@@ -363,6 +363,10 @@ void ShmTransport::find_inputs(const Collective& collective) {
       inputs_.are_complete &= size_ == 1;
     }
   }
+  // An allreduce reads symmetric memory only if it can write its results there, too.
+  if (collective.op == Op::allreduce && !inputs_.are_symmetric && !inputs_.are_pulled)
+    inputs_.are_complete &= !inputs_.are_borrowed;
+  inputs_.are_borrowed &= inputs_.are_complete;
   inputs_.at[index_] = static_cast<const unsigned char*>(collective.in);
 }
 
@@ -374,7 +378,6 @@ void ShmTransport::find_inline_inputs(const Collective& collective) {
   inputs_.are_symmetric = false;
 }
 
-// What it finds is used only if all are symmetric or all may be pulled; otherwise it may be meaningless.
 void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t address) {
   inputs_.is_output_foreign[peer] = symmetric == 0;
   inputs_.output_at[peer] = symmetric != 0

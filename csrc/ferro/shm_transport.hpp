@@ -102,17 +102,16 @@ class ShmTransport final : public Transport {
   bool holds_up_rank(const Call& call) const;
 
   // ---- Collectives (shm_collectives.cpp) ----
-  // True if it read arrays of peers in place: no rank may leave the call before all have read.
-  bool dispatch(Call& call, const Collective& collective);
-  bool allreduce(Call& call, const Collective& collective);
-  bool broadcast(Call& call, const Collective& collective);
-  bool reduce(Call& call, const Collective& collective);
-  bool all_gather(Call& call, const Collective& collective);
-  bool reduce_scatter(Call& call, const Collective& collective);
-  bool all_to_all(Call& call, const Collective& collective);
-  bool all_to_all_uneven(Call& call, const Collective& collective);
-  bool gather(Call& call, const Collective& collective);
-  bool scatter(Call& call, const Collective& collective);
+  void dispatch(Call& call, const Collective& collective);
+  void allreduce(Call& call, const Collective& collective);
+  void broadcast(Call& call, const Collective& collective);
+  void reduce(Call& call, const Collective& collective);
+  void all_gather(Call& call, const Collective& collective);
+  void reduce_scatter(Call& call, const Collective& collective);
+  void all_to_all(Call& call, const Collective& collective);
+  void all_to_all_uneven(Call& call, const Collective& collective);
+  void gather(Call& call, const Collective& collective);
+  void scatter(Call& call, const Collective& collective);
 
   void allreduce_symmetric(Call& call, const Collective& collective);
   void allreduce_pulled(Call& call, const Collective& collective);
@@ -171,14 +170,24 @@ class ShmTransport final : public Transport {
 
   bool is_root(const Collective& collective) const { return members_[index_] == collective.root; }
 
-  // Where the input of every rank can be read, by place, once all headers have arrived.
+  // Where the input of every rank can be read, by place, once all headers have arrived. Every rank finds one
+  // and the same of these:
+  //
+  //                                                                 complete  borrowed  pulled  symmetric
+  //   copies, in headers and rings                                      1         0        0        0
+  //   arrays in symmetric memory, and copies                            1         1        0        0
+  //   arrays in symmetric memory, and so are all outputs                1         1        0        1
+  //   arrays in their ranks' own memory, or in symmetric memory         1         1        1        0
+  //   nowhere yet: all go in rounds through the windows                 0         0        0        0
+  //
+  // An uneven all_to_all finds nothing, and always takes rounds.
   struct Inputs {
     std::vector<const unsigned char*> at;
-    std::vector<unsigned char*> output_at;            // if all are symmetric, or pulled
+    std::vector<unsigned char*> output_at;            // if they are pulled or symmetric, else meaningless
     std::vector<bool> is_foreign, is_output_foreign;  // an address in that rank's own process
-    bool are_complete = true;                         // none is null: no rounds are needed
-    bool are_borrowed = false;                        // some are the peers' own arrays
-    bool are_pulled = false;       // those that are not symmetric are read out of their ranks' memory
+    bool are_complete = true;                         // no rounds are needed
+    bool are_borrowed = false;     // some are the peers' own arrays: no rank may leave before all have read
+    bool are_pulled = false;       // some are read out of their ranks' memory
     bool are_symmetric = true;     // all are, and so are all outputs
     bool are_kept = true;          // whatever becomes of the collective: it can be repeated
     std::uint32_t staging_ns = 0;  // of the small ones, the longest
