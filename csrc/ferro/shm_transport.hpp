@@ -54,14 +54,13 @@ class ShmTransport final : public Transport {
  private:
   bool attempt(Call& call, const Collective& collective);
 
-  // ---- Headers (shm_transport.cpp) ----
+  // ---- Headers (shm_headers.cpp) ----
   void publish_header(const Collective& collective);
   void publish_counts(const Collective& collective, HeaderSlot& slot);
   void publish_input(const Collective& collective, HeaderSlot& slot);
   void stage_small(const Collective& collective, std::size_t nbytes, Places& places);
   void offer_to_lend(const Collective& collective, std::size_t nbytes, Places& places);
   bool may_lend(const Collective& collective, const void* data, std::size_t nbytes) const;
-  void await_headers(Call& call);
   void check_fingerprints() const;
   void check_counts() const;
   const std::uint64_t* counts_of(int index) const;
@@ -92,6 +91,7 @@ class ShmTransport final : public Transport {
   void check_at_work(Call& call) const;
   void check_group() const;
   void wake_sleepers();
+  void await_headers(Call& call);
   void await_counter(Call& call, int peer, std::atomic<std::uint64_t> RankControl::* counter,
                      std::uint64_t value);
   void advance(std::atomic<std::uint64_t> RankControl::* counter, std::uint64_t value);

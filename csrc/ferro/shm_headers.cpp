@@ -1,0 +1,298 @@
+// The headers of ShmTransport: what a rank publishes to start a collective, and where it finds the inputs of
+// the others once all have. ALGORITHMS.md, section Headers.
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "ferro/cache_lines.hpp"
+#include "ferro/clock.hpp"
+#include "ferro/fingerprint.hpp"
+#include "ferro/pages.hpp"
+#include "ferro/shm_cost.hpp"
+#include "ferro/shm_transport.hpp"
+
+namespace ferro {
+
+// What a header carries when the input does not fit into it.
+struct Places {
+  std::uint64_t in;           // in the symmetric heaps, plus one; 0 if it is not there
+  std::uint64_t out;          // likewise
+  std::uint64_t staged_at;    // in the rank's ring of small payloads
+  std::uint64_t address;      // in this rank's own memory
+  std::uint64_t out_address;  // the output's, of an allreduce
+  std::uint32_t staging_ns;   // how long that took, if it might have been pulled instead
+  bool is_staged;             // there
+  bool may_be_pulled;         // it can read its peers, and lets them read its arrays
+  bool shall_be_pulled_next;  // the next time, if this is the rank that chooses for all: see PullChoice
+};
+static_assert(sizeof(Places) <= HeaderSlot::kInlineNbytes, "must travel in a header");
+
+namespace {
+
+Places places_of(const HeaderSlot& slot) {
+  Places places;
+  std::memcpy(&places, slot.payload, sizeof places);
+  return places;
+}
+
+// Whether it leaves the inputs as they are, whatever becomes of it. A reduction in place does not.
+bool keeps_inputs(const Collective& collective) {
+  return collective.op != Op::allreduce && collective.op != Op::reduce_scatter;
+}
+
+// What a rank gives for others to read.
+std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is_root) {
+  const std::size_t nbytes = collective.nbytes();
+  switch (collective.op) {
+    case Op::allreduce:
+    case Op::reduce:
+    case Op::all_gather:
+    case Op::split:
+    case Op::gather:
+      return nbytes;
+    case Op::broadcast:
+      return is_root ? nbytes : 0;
+    case Op::scatter:
+      return is_root ? nbytes * size : 0;
+    case Op::reduce_scatter:
+    case Op::all_to_all:
+      return nbytes * size;
+    default:
+      return 0;
+  }
+}
+
+}  // namespace
+
+void ShmTransport::publish_header(const Collective& collective) {
+  const unsigned parity = ++sequence_ & 1;
+  HeaderSlot& slot = segment_->header(index_, parity);
+  if (is_uneven(collective)) {
+    publish_counts(collective, slot);
+  } else {
+    publish_input(collective, slot);
+  }
+  // Made where it stays: a copy would wait until all the fields of the original are in the cache.
+  const auto* fingerprint = new (&segment_->control(index_).fingerprints[parity])
+      Fingerprint(fingerprint_of(collective, sequence_));
+  own_flag_ = flag_of(sequence_, hash(*fingerprint));
+  // Last: a peer that sees this sequence may read all of the above.
+  slot.flag.store(own_flag_, std::memory_order_seq_cst);
+  wake_sleepers();
+}
+
+// The next place in this rank's ring. It is used again after at least kSmallSlots - 1 further
+// payloads; two places would do, as with the headers. A longer ring avoids the lines that
+// peers still hold in their caches, each of which would have to be taken back from them.
+std::size_t ShmTransport::next_small(std::size_t nbytes) {
+  const std::size_t at = place_of_small(nbytes);
+  next_small_ = at + round_up(nbytes, kLinePair);
+  return at;
+}
+
+std::size_t ShmTransport::place_of_small(std::size_t nbytes) const {
+  return next_small_ + nbytes <= segment_->layout().small_ring_nbytes ? next_small_ : 0;
+}
+
+// Fetches the lines that the next payload will be written to if it is as large as this one. Called where
+// this rank would only wait.
+void ShmTransport::prepare_next_small() {
+  const std::size_t nbytes = std::exchange(small_nbytes_, 0);
+  if (!shm_cost::is_worth_preparing(nbytes) || !staging_.writes_through_caches()) return;
+  prepare_to_write(segment_->small_ring(index_) + place_of_small(nbytes), nbytes);
+}
+
+// The rows of counts are all that the header of an uneven all_to_all carries.
+void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot) {
+  is_inline_ = false;
+  Places places{};
+  places.staged_at = next_small(2 * sizeof(std::uint64_t) * static_cast<std::size_t>(size_));
+  std::memcpy(slot.payload, &places, sizeof places);
+  auto* counts = reinterpret_cast<std::uint64_t*>(segment_->small_ring(index_) + places.staged_at);
+  for (int peer = 0; peer < size_; ++peer) {
+    counts[peer] = collective.send_counts[peer];
+    counts[size_ + peer] = collective.recv_counts[peer];
+  }
+}
+
+void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot) {
+  const std::size_t nbytes = input_nbytes(collective, size_, is_root(collective));
+  // Who gives nothing still says whether it can take what is pulled. So does a rank that reads nobody: its
+  // peers, which may not know that, look for the answer.
+  is_inline_ = nbytes <= HeaderSlot::kInlineNbytes && collective.nbytes() < shm_cost::kPullNbytes;
+  if (is_inline_) {
+    if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
+    return;
+  }
+  Places places{};
+  // An all_to_all in place overwrites what peers would still be reading.
+  const bool is_readable_in_place = collective.op != Op::all_to_all || collective.in != collective.out;
+  const std::size_t least_nbytes = collective.op == Op::broadcast
+                                       ? shm_cost::symmetric_broadcast_nbytes(size_)
+                                       : shm_cost::kSymmetricNbytes;
+  if (nbytes >= least_nbytes && is_readable_in_place) {
+    places.in = segment_->symmetric_offset(collective.in, nbytes);
+    places.out = segment_->symmetric_offset(collective.out, nbytes);
+  }
+  if (pull_choice_.is_open(collective)) {
+    if (lends_ && pull_choice_.is_pulled(collective) && peer_memory_->can_read_all())
+      offer_to_lend(collective, nbytes, places);
+    places.shall_be_pulled_next =
+        pull_choice_.is_chooser(collective) && pull_choice_.shall_pull_next(collective);
+  }
+  if (places.in == 0 && !places.may_be_pulled && nbytes != 0 && nbytes <= segment_->layout().small_nbytes &&
+      size_ > 1)
+    stage_small(collective, nbytes, places);
+  std::memcpy(slot.payload, &places, sizeof places);
+}
+
+void ShmTransport::stage_small(const Collective& collective, std::size_t nbytes, Places& places) {
+  const std::int64_t start_ns = pull_choice_.is_open(collective) ? now_ns() : 0;
+  places.staged_at = next_small(nbytes);
+  places.is_staged = true;
+  small_nbytes_ = nbytes;
+  unsigned char* const staged = segment_->small_ring(index_) + places.staged_at;
+  staging_.copy(staged, collective.in, nbytes);
+  if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
+  if (start_ns != 0)
+    places.staging_ns = static_cast<std::uint32_t>(std::min<std::int64_t>(now_ns() - start_ns, UINT32_MAX));
+}
+
+// Says where peers may read this rank's arrays in its own memory.
+void ShmTransport::offer_to_lend(const Collective& collective, std::size_t nbytes, Places& places) {
+  places.address = reinterpret_cast<std::uintptr_t>(collective.in);
+  places.out_address = reinterpret_cast<std::uintptr_t>(collective.out);
+  places.may_be_pulled = nbytes == 0 || places.in != 0 || may_lend(collective, collective.in, nbytes);
+  const bool is_output_read = collective.op == Op::allreduce && !shm_cost::pulling_whole_wins(nbytes, size_);
+  if (is_output_read && collective.in != collective.out && places.out == 0)
+    places.may_be_pulled = places.may_be_pulled && may_lend(collective, collective.out, nbytes);
+}
+
+// Looking costs a microsecond or two, as the pages that are looked at are what peers read next.
+bool ShmTransport::may_lend(const Collective& collective, const void* data, std::size_t nbytes) const {
+  const bool must_look = looks_before_lending_ || !keeps_inputs(collective);
+  return !must_look || peer_memory_->can_lend(data, nbytes);
+}
+
+// The same two ranks are named on every rank: the first, and the first that differs from it.
+void ShmTransport::check_fingerprints() const {
+  const unsigned parity = sequence_ & 1;
+  const Fingerprint& first = segment_->control(0).fingerprints[parity];
+  for (int peer = 1; peer < size_; ++peer) {
+    const Fingerprint& other = segment_->control(peer).fingerprints[parity];
+    if (other != first) throw mismatch_error(members_[index_], members_[0], first, members_[peer], other);
+  }
+}
+
+// The rows that a rank published: what it sends to each, then what it expects from each.
+const std::uint64_t* ShmTransport::counts_of(int index) const {
+  const Places places = places_of(segment_->header(index, sequence_ & 1));
+  return reinterpret_cast<const std::uint64_t*>(segment_->small_ring(index) + places.staged_at);
+}
+
+void ShmTransport::check_counts() const {
+  for (int src = 0; src < size_; ++src) {
+    const std::uint64_t* sent = counts_of(src);
+    for (int dst = 0; dst < size_; ++dst) {
+      const std::uint64_t* received = counts_of(dst) + size_;
+      if (sent[dst] == received[src]) continue;
+      throw Error(ErrorCode::mismatch, members_[index_ == src ? dst : src],
+                  "rank " + std::to_string(members_[src]) + " sends " + elements(sent[dst]) + " to rank " +
+                      std::to_string(members_[dst]) + ", which expects " + std::to_string(received[src]));
+    }
+  }
+}
+
+void ShmTransport::find_inputs(const Collective& collective) {
+  inputs_.reset();
+  inputs_.are_kept = keeps_inputs(collective);
+  inputs_.are_symmetric = size_ > 1;  // a rank that is alone reads nobody's
+  if (is_uneven(collective)) return check_counts();
+  if (input_nbytes(collective, size_, true) <= HeaderSlot::kInlineNbytes)
+    return find_inline_inputs(collective);
+
+  const bool is_pulled = agree_to_pull(collective);
+  const unsigned parity = sequence_ & 1;
+  const int root = has_root(collective.op) ? index_of_[collective.root] : -1;
+  for (int peer = 0; peer < size_; ++peer) {
+    const std::size_t nbytes = input_nbytes(collective, size_, peer == root);
+    const HeaderSlot& slot = segment_->header(peer, parity);
+    const unsigned char*& input = inputs_.at[peer];
+    if (nbytes <= HeaderSlot::kInlineNbytes) {
+      input = slot.payload;
+      inputs_.are_symmetric = false;
+      continue;
+    }
+    const Places places = places_of(slot);
+    inputs_.are_symmetric &= places.in != 0 && places.out != 0;
+    if (places.in != 0) {
+      input = segment_->symmetric_pointer(places.in);
+      find_output(peer, places.out, places.out_address);
+      inputs_.are_borrowed = size_ > 1;
+    } else if (places.is_staged) {
+      input = segment_->small_ring(peer) + places.staged_at;
+      inputs_.staging_ns = std::max(inputs_.staging_ns, places.staging_ns);
+    } else if (is_pulled) {
+      input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(places.address));
+      inputs_.is_foreign[peer] = peer != index_;
+      find_output(peer, places.out, places.out_address);
+      inputs_.are_borrowed = inputs_.are_pulled = true;
+    } else {
+      input = nullptr;
+      inputs_.are_complete &= size_ == 1;
+    }
+  }
+  // An allreduce reads symmetric memory only if it can write its results there, too.
+  if (collective.op == Op::allreduce && !inputs_.are_symmetric && !inputs_.are_pulled)
+    inputs_.are_complete &= !inputs_.are_borrowed;
+  inputs_.are_borrowed &= inputs_.are_complete;
+  inputs_.at[index_] = static_cast<const unsigned char*>(collective.in);
+}
+
+// The same where every header carries all that its rank gives.
+void ShmTransport::find_inline_inputs(const Collective& collective) {
+  const unsigned parity = sequence_ & 1;
+  for (int peer = 0; peer < size_; ++peer) inputs_.at[peer] = segment_->header(peer, parity).payload;
+  inputs_.at[index_] = static_cast<const unsigned char*>(collective.in);
+  inputs_.are_symmetric = false;
+}
+
+void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t address) {
+  inputs_.is_output_foreign[peer] = symmetric == 0;
+  inputs_.output_at[peer] = symmetric != 0
+                                ? segment_->symmetric_pointer(symmetric)
+                                : reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(address));
+}
+
+// Every rank comes to the same answer, from the headers. A rank offers nothing before it has tried
+// to read every other, which it does here, where all are known to be there.
+bool ShmTransport::agree_to_pull(const Collective& collective) {
+  if (!pull_choice_.is_open(collective)) return false;
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != index_) peer_memory_->can_read(peer);
+  const unsigned parity = sequence_ & 1;
+  const int chooser = pull_choice_.chooser_of(collective);
+  pull_choice_.set_pulled(collective, places_of(segment_->header(chooser, parity)).shall_be_pulled_next);
+  for (int peer = 0; peer < size_; ++peer)
+    if (!places_of(segment_->header(peer, parity)).may_be_pulled) return false;
+  return true;
+}
+
+void ShmTransport::fence(Call& call, std::size_t nbytes) {
+  read_nbytes_ = nbytes;
+  segment_->header(index_, (sequence_ + 1) & 1).payload[0] = inputs_.were_read;
+  publish_header(Collective{});
+  await_headers(call);
+  read_nbytes_ = 0;
+}
+
+// What the ranks have said in the fence.
+bool ShmTransport::have_all_read() const {
+  for (int peer = 0; peer < size_; ++peer)
+    if (segment_->header(peer, sequence_ & 1).payload[0] == 0) return false;
+  return true;
+}
+
+}  // namespace ferro
