@@ -4,6 +4,7 @@
 
 #include "ferro/hosts_transport.hpp"
 #include "ferro/passes.hpp"
+#include "ferro/reduction.hpp"
 #include "ferro/wide_float.hpp"
 
 namespace ferro {
@@ -68,8 +69,7 @@ void HostsTransport::reduce_over_plane(Call& call, const Collective& collective,
   over_plane.in = over_plane.out = part;
   if (has_root(collective.op)) over_plane.root = rank_at(host_of(collective.root), place_);
   plane_->run(call, over_plane);
-  if (collective.reduce_op == ReduceOp::mean)
-    TcpCollectives::divide(call, part, partial, part_count, world_size_);
+  if (collective.reduce_op == ReduceOp::mean) divide(call, part, partial, part_count, world_size_);
   from_partial(call, part, collective.dtype, part, partial, part_count);
 }
 
@@ -117,7 +117,7 @@ void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
   }
   exchange.finish();
 
-  const ReduceKernel kernel = TcpCollectives::kernel_for(partial, collective.reduce_op);
+  const ReduceKernel kernel = kernel_for(partial, collective.reduce_op);
   const int divisor = divisor_of(collective.reduce_op, world_size_);
   std::vector<const void*> pass_sources(sources.size());
   work_in_passes(call, count, partial_itemsize * (sources.size() + 1), [&](Range range) {

@@ -6,6 +6,7 @@
 
 #include "ferro/cost_model.hpp"
 #include "ferro/passes.hpp"
+#include "ferro/reduction.hpp"
 #include "ferro/tcp_transport.hpp"
 #include "ferro/wide_float.hpp"
 
@@ -48,11 +49,11 @@ HostsTransport::HostsTransport(std::unique_ptr<Transport> local, std::shared_ptr
   for (int rank = 0; rank < world_size_; ++rank)
     if (rank == rank_ || host_of(rank) != host_) reach.push_back(rank);
   if (!plane.empty()) plane_.emplace(*mesh_, std::move(plane));
-  reach_.emplace(*mesh_, std::move(reach));
+  reach_.emplace(rank_, std::move(reach));
 }
 
 void HostsTransport::run(Call& outer, const Collective& collective) {
-  if (has_reduce_op(collective.op)) TcpCollectives::kernel_for(collective.dtype, collective.reduce_op);
+  if (has_reduce_op(collective.op)) kernel_for(collective.dtype, collective.reduce_op);
   const std::uint32_t sequence = sequence_++;
   mesh_->set_sequence(sequence);
   outer.begin_blocking();
@@ -308,8 +309,7 @@ void HostsTransport::deliver_riding(Call& call, const Collective& collective, ch
   }
   if (collective.op == Op::reduce && rank_ != collective.root) return;
   const DType partial = partial_dtype(collective);
-  if (collective.reduce_op == ReduceOp::mean)
-    TcpCollectives::divide(call, array, partial, collective.count, world_size_);
+  if (collective.reduce_op == ReduceOp::mean) divide(call, array, partial, collective.count, world_size_);
   from_partial(collective.out, collective.dtype, array, partial, collective.count);
 }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "ferro/members.hpp"
 #include "ferro/scratch.hpp"
 #include "ferro/tcp_agreement.hpp"
 #include "ferro/tcp_collectives.hpp"
@@ -111,7 +112,7 @@ class HostsTransport final : public Transport {
   int rank_ = 0, host_ = 0, place_ = 0;
   int num_planes_ = 0;
   std::optional<TcpCollectives> plane_;  // only if every host has this rank's place
-  std::optional<TcpCollectives> reach_;  // this rank and all ranks of other hosts
+  std::optional<Members> reach_;         // this rank and all ranks of other hosts
   std::uint32_t sequence_ = 0;
   Scratch message_, own_, part_, packed_, received_;
 };

@@ -5,7 +5,7 @@
 
 #include "ferro/cost_model.hpp"
 #include "ferro/recursive_doubling.hpp"
-#include "ferro/wide_float.hpp"
+#include "ferro/reduction.hpp"
 
 namespace ferro {
 namespace {
@@ -13,7 +13,7 @@ namespace {
 // One round's worth of frames to some peers, and what came back.
 class Round {
  public:
-  Round(Exchange& exchange, const TcpCollectives& group, Agreement& verdict, Rider* rider)
+  Round(Exchange& exchange, const Members& group, Agreement& verdict, Rider* rider)
       : exchange_(exchange), group_(group), verdict_(verdict), rider_(rider) {}
 
   void send(int peer_index) {
@@ -48,12 +48,12 @@ class Round {
   }
 
   Exchange& exchange_;
-  const TcpCollectives& group_;
+  const Members& group_;
   Agreement& verdict_;
   Rider* rider_;
 };
 
-void agree_directly(Exchange& exchange, const TcpCollectives& group, Round& round) {
+void agree_directly(Exchange& exchange, const Members& group, Round& round) {
   std::vector<int> indices;
   for (int i = 0; i < group.size(); ++i) indices.push_back(i);
   for (const int i : indices)
@@ -64,7 +64,7 @@ void agree_directly(Exchange& exchange, const TcpCollectives& group, Round& roun
   round.combine(indices);
 }
 
-void agree_by_doubling(Exchange& exchange, const TcpCollectives& group, Round& round) {
+void agree_by_doubling(Exchange& exchange, const Members& group, Round& round) {
   for (const DoublingStep& step : doubling_steps(group.size(), group.index())) {
     if (step.sends) round.send(step.peer);
     if (step.receives) round.receive(step.peer);
@@ -83,7 +83,7 @@ ReductionRider::ReductionRider(void* accumulator, DType partial, ReduceOp op, st
     : accumulator_(accumulator),
       partial_(partial),
       count_(count),
-      kernel_(TcpCollectives::kernel_for(partial, partial_op(op))) {}
+      kernel_(kernel_for(partial, partial_op(op))) {}
 
 void ReductionRider::combine(const std::vector<const void*>& sources) {
   if (count_ > 0) kernel_(accumulator_, sources.data(), static_cast<int>(sources.size()), count_, 1);
@@ -99,7 +99,7 @@ void BroadcastRider::combine(const std::vector<const void*>& sources) {
   }
 }
 
-Agreement agree(Exchange& exchange, const TcpCollectives& group, Agreement own, Rider* rider) {
+Agreement agree(Exchange& exchange, const Members& group, Agreement own, Rider* rider) {
   Round round(exchange, group, own, rider);
   if (group.size() <= kDirectRanks)
     agree_directly(exchange, group, round);
@@ -108,7 +108,7 @@ Agreement agree(Exchange& exchange, const TcpCollectives& group, Agreement own, 
   return own;
 }
 
-Agreement agree_on_counts(Exchange& exchange, const TcpCollectives& group, const Agreement& agreed,
+Agreement agree_on_counts(Exchange& exchange, const Members& group, const Agreement& agreed,
                           const Collective& collective) {
   const auto count_of = [](const std::size_t* counts, std::size_t count, int i) -> std::uint64_t {
     return counts != nullptr ? counts[i] : count;

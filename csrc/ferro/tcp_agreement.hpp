@@ -9,7 +9,7 @@
 #include "ferro/agreement.hpp"
 #include "ferro/exchange.hpp"
 #include "ferro/kernels.hpp"
-#include "ferro/tcp_collectives.hpp"
+#include "ferro/members.hpp"
 
 namespace ferro {
 
@@ -61,11 +61,11 @@ class BroadcastRider final : public Rider {
 // the number of members alone, so that ranks meet whatever they called: every rank
 // to every rank for a few, recursive doubling for many. `rider` may be null; what
 // it holds in the end is meaningful only if all agreed.
-Agreement agree(Exchange& exchange, const TcpCollectives& group, Agreement own, Rider* rider);
+Agreement agree(Exchange& exchange, const Members& group, Agreement own, Rider* rider);
 
 // For an uneven all_to_all on which all agreed: whether what each rank sends is
 // what its receiver expects.
-Agreement agree_on_counts(Exchange& exchange, const TcpCollectives& group, const Agreement& agreed,
+Agreement agree_on_counts(Exchange& exchange, const Members& group, const Agreement& agreed,
                           const Collective& collective);
 
 }  // namespace ferro

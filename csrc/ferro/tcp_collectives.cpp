@@ -8,6 +8,7 @@
 #include "ferro/fingerprint.hpp"
 #include "ferro/passes.hpp"
 #include "ferro/recursive_doubling.hpp"
+#include "ferro/reduction.hpp"
 #include "ferro/wide_float.hpp"
 
 namespace ferro {
@@ -108,35 +109,6 @@ class TcpCollectives::ReduceRing {
   std::size_t posted_ = 0, reduced_ = 0;
 };
 
-TcpCollectives::TcpCollectives(TcpMesh& mesh, std::vector<int> members)
-    : mesh_(mesh), members_(std::move(members)), index_(index_of(mesh.own_rank())) {
-  for (int step = 1; step < size(); ++step) peers_.push_back((index_ + step) % size());
-}
-
-int TcpCollectives::index_of(int rank) const {
-  const auto found = std::find(members_.begin(), members_.end(), rank);
-  if (found == members_.end())
-    throw Error(ErrorCode::io, rank, "rank " + std::to_string(rank) + " is not in this group");
-  return static_cast<int>(found - members_.begin());
-}
-
-ReduceKernel TcpCollectives::kernel_for(DType dtype, ReduceOp op) {
-  const ReduceKernel kernel = reduce_kernel(dtype, op);
-  if (kernel == nullptr)
-    throw Error(ErrorCode::unsupported, -1, std::string(name_of(op)) + " of " + name_of(dtype));
-  return kernel;
-}
-
-void TcpCollectives::divide(Call& call, void* data, DType dtype, std::size_t count, int divisor) {
-  const ReduceKernel kernel = kernel_for(dtype, ReduceOp::mean);
-  const std::size_t itemsize = item_size(dtype);
-  work_in_passes(call, count, 2 * itemsize, [=](Range range) {
-    char* const place = mutable_bytes(data) + range.first * itemsize;
-    const void* source = place;
-    kernel(place, &source, 1, range.count, divisor);
-  });
-}
-
 void TcpCollectives::run(Call& call, const Collective& collective) {
   switch (collective.op) {
     case Op::allreduce:
@@ -184,7 +156,7 @@ void TcpCollectives::allreduce(Call& call, const Collective& collective) {
 void TcpCollectives::allreduce_one_shot(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.nbytes();
   Exchange exchange(mesh_, call);
-  for (const int peer : peers_) exchange.send(member(peer), collective.in, nbytes);
+  for (const int peer : peers()) exchange.send(member(peer), collective.in, nbytes);
   reduce_all(exchange, collective);
 }
 
@@ -199,7 +171,7 @@ void TcpCollectives::reduce_all(Exchange& exchange, const Collective& collective
     ring.post();
     std::size_t limit = nbytes;
     if (is_in_place)
-      for (const int peer : peers_) limit = std::min(limit, exchange.num_sent(member(peer)));
+      for (const int peer : peers()) limit = std::min(limit, exchange.num_sent(member(peer)));
     if (!ring.reduce_arrived(limit)) exchange.wait();
   }
   exchange.finish();
@@ -214,14 +186,14 @@ void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective
   char* const own = scratch_.reserve(2 * nbytes);
   char* const theirs = own + nbytes;
   to_partial(call, own, partial, collective.in, collective.dtype, collective.count);
-  for (const DoublingStep& step : doubling_steps(size(), index_)) {
+  for (const DoublingStep& step : doubling_steps(size(), index())) {
     Exchange exchange(mesh_, call);
     if (step.sends) exchange.send(member(step.peer), own, nbytes);
     if (step.receives) exchange.receive(member(step.peer), step.is_result ? own : theirs, nbytes);
     exchange.finish();
     if (!step.receives || step.is_result) continue;
     const void* sources[2] = {own, theirs};
-    if (step.peer < index_) std::swap(sources[0], sources[1]);
+    if (step.peer < index()) std::swap(sources[0], sources[1]);
     kernel(own, sources, 2, collective.count, 1);
   }
   if (collective.reduce_op == ReduceOp::mean) divide(call, own, partial, collective.count, size());
@@ -232,27 +204,27 @@ void TcpCollectives::allreduce_doubling(Call& call, const Collective& collective
 // The two halves overlap: a segment goes out as soon as it is reduced.
 void TcpCollectives::reduce_two_shot(Call& call, const Collective& collective, int sole_collector) {
   const auto collects = [&](int i) { return sole_collector == kEverybody || sole_collector == i; };
-  const Piece own = chunk_of(collective, collective.in, index_);
+  const Piece own = chunk_of(collective, collective.in, index());
   // Without an output, what is reduced needs a place of its own.
   char* const reduced =
-      collects(index_) ? chunk_of(collective, collective.out, index_).data : reduced_.reserve(own.nbytes);
+      collects(index()) ? chunk_of(collective, collective.out, index()).data : reduced_.reserve(own.nbytes);
   Exchange exchange(mesh_, call);
-  for (const int peer : peers_) exchange.send(member(peer), chunk_of(collective, collective.in, peer));
+  for (const int peer : peers()) exchange.send(member(peer), chunk_of(collective, collective.in, peer));
   ReduceRing ring(*this, exchange, own.data, reduced, own.nbytes / item_size(collective.dtype),
                   collective.dtype, collective.reduce_op);
-  bool is_gathering = !collects(index_);
+  bool is_gathering = !collects(index());
   while (!ring.is_done() || !is_gathering || !exchange.is_done()) {
     ring.post();
     if (ring.is_posted() && !is_gathering) {
       is_gathering = true;
       // In place this overwrites a chunk of the input, but its owner sends a
       // segment only after it has received ours.
-      for (const int peer : peers_)
+      for (const int peer : peers())
         exchange.receive(member(peer), chunk_of(collective, collective.out, peer));
     }
     const std::size_t before = ring.reduced_nbytes();
     if (ring.reduce_arrived()) {
-      for (const int peer : peers_)
+      for (const int peer : peers())
         if (collects(peer)) exchange.send(member(peer), reduced + before, ring.reduced_nbytes() - before);
     } else if (!exchange.is_done()) {
       exchange.wait();
@@ -262,7 +234,7 @@ void TcpCollectives::reduce_two_shot(Call& call, const Collective& collective, i
 
 void TcpCollectives::broadcast(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.nbytes();
-  if (member(index_) == collective.root)
+  if (member(index()) == collective.root)
     copy_in_passes(call, collective.out, collective.in, collective.out ? nbytes : 0);
   if (size() == 1) return;
   switch (choose_broadcast(size(), static_cast<double>(nbytes))) {
@@ -279,7 +251,7 @@ void TcpCollectives::broadcast(Call& call, const Collective& collective) {
 void TcpCollectives::broadcast_binomial(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.nbytes();
   const int root = index_of(collective.root);
-  const int distance = (index_ - root + size()) % size();
+  const int distance = (index() - root + size()) % size();
   const auto at_distance = [&](int d) { return member((root + d) % size()); };
   const void* const data = distance == 0 ? collective.in : collective.out;
   int reach = 1;  // this rank's subtree: itself and those less than this far behind it
@@ -298,14 +270,14 @@ void TcpCollectives::broadcast_binomial(Call& call, const Collective& collective
 void TcpCollectives::broadcast_chain(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.nbytes();
   const int root = index_of(collective.root);
-  const int distance = (index_ - root + size()) % size();
-  const int next = distance + 1 < size() ? member((index_ + 1) % size()) : -1;
+  const int distance = (index() - root + size()) % size();
+  const int next = distance + 1 < size() ? member((index() + 1) % size()) : -1;
   Exchange exchange(mesh_, call);
   if (distance == 0) {
     exchange.send(next, collective.in, nbytes);
     return exchange.finish();
   }
-  const int previous = member((index_ - 1 + size()) % size());
+  const int previous = member((index() - 1 + size()) % size());
   exchange.receive(previous, collective.out, nbytes);
   std::size_t passed = 0;
   while (passed < nbytes || !exchange.is_done()) {
@@ -321,17 +293,17 @@ void TcpCollectives::broadcast_chain(Call& call, const Collective& collective) {
 // The root gives each rank one chunk; then all give theirs to all.
 void TcpCollectives::broadcast_scatter(Call& call, const Collective& collective) {
   const int root = index_of(collective.root);
-  const bool is_root = index_ == root;
+  const bool is_root = index() == root;
   Exchange exchange(mesh_, call);
-  const Piece own = chunk_of(collective, is_root ? collective.in : collective.out, index_);
+  const Piece own = chunk_of(collective, is_root ? collective.in : collective.out, index());
   if (!is_root) {
     exchange.receive(collective.root, own);
-    for (const int peer : peers_) exchange.receive(member(peer), chunk_of(collective, collective.out, peer));
+    for (const int peer : peers()) exchange.receive(member(peer), chunk_of(collective, collective.out, peer));
     while (exchange.num_received(collective.root) < own.nbytes) exchange.wait();
   }
   if (is_root)
-    for (const int peer : peers_) exchange.send(member(peer), chunk_of(collective, collective.in, peer));
-  for (const int peer : peers_)
+    for (const int peer : peers()) exchange.send(member(peer), chunk_of(collective, collective.in, peer));
+  for (const int peer : peers())
     if (peer != root) exchange.send(member(peer), own);
   exchange.finish();
 }
@@ -347,7 +319,7 @@ void TcpCollectives::reduce(Call& call, const Collective& collective) {
 void TcpCollectives::reduce_direct(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.nbytes();
   Exchange exchange(mesh_, call);
-  if (member(index_) != collective.root) {
+  if (member(index()) != collective.root) {
     exchange.send(collective.root, collective.in, nbytes);
     return exchange.finish();
   }
@@ -362,12 +334,12 @@ void TcpCollectives::reduce_scatter(Call& call, const Collective& collective) {
   const auto chunk_for = [&](int i) { return mutable_bytes(collective.in) + i * nbytes; };
   if (size() == 1) return copy_in_passes(call, collective.out, collective.in, nbytes);
   // A result written over chunks that are still to be sent must wait elsewhere.
-  const bool is_over_input = collective.out != chunk_for(index_) &&
-                             overlap(collective.out, nbytes, collective.in, nbytes * members_.size());
+  const bool is_over_input =
+      collective.out != chunk_for(index()) && overlap(collective.out, nbytes, collective.in, nbytes * size());
   void* const out = is_over_input ? reduced_.reserve(nbytes) : collective.out;
   Exchange exchange(mesh_, call);
-  for (const int peer : peers_) exchange.send(member(peer), chunk_for(peer), nbytes);
-  ReduceRing ring(*this, exchange, chunk_for(index_), out, collective.count, collective.dtype,
+  for (const int peer : peers()) exchange.send(member(peer), chunk_for(peer), nbytes);
+  ReduceRing ring(*this, exchange, chunk_for(index()), out, collective.count, collective.dtype,
                   collective.reduce_op);
   ring.finish();
   exchange.finish();
@@ -378,13 +350,13 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.nbytes();
   // After this copy the input is not read: it may be a part of the output that is
   // about to be received.
-  char* const own = mutable_bytes(collective.out) + index_ * nbytes;
+  char* const own = mutable_bytes(collective.out) + index() * nbytes;
   copy_in_passes(call, own, collective.in, nbytes);
   if (size() > 2 && is_all_gather_doubling(size(), static_cast<double>(nbytes)))
     return all_gather_bruck(call, collective);
   Exchange exchange(mesh_, call);
-  for (const int peer : peers_) exchange.send(member(peer), own, nbytes);
-  for (const int peer : peers_)
+  for (const int peer : peers()) exchange.send(member(peer), own, nbytes);
+  for (const int peer : peers())
     exchange.receive(member(peer), mutable_bytes(collective.out) + peer * nbytes, nbytes);
   exchange.finish();
 }
@@ -393,18 +365,18 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
 // it, and receives as much from the rank 2^k after it.
 void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.nbytes();
-  char* const blocks = scratch_.reserve(nbytes * members_.size());
-  std::memcpy(blocks, mutable_bytes(collective.out) + index_ * nbytes, nbytes);
+  char* const blocks = scratch_.reserve(nbytes * size());
+  std::memcpy(blocks, mutable_bytes(collective.out) + index() * nbytes, nbytes);
   for (int have = 1; have < size(); have *= 2) {
     const int num_moved = std::min(have, size() - have);
     const std::size_t moved_nbytes = nbytes * num_moved;
     Exchange exchange(mesh_, call);
-    exchange.send(member((index_ - have + size()) % size()), blocks, moved_nbytes);
-    exchange.receive(member((index_ + have) % size()), blocks + have * nbytes, moved_nbytes);
+    exchange.send(member((index() - have + size()) % size()), blocks, moved_nbytes);
+    exchange.receive(member((index() + have) % size()), blocks + have * nbytes, moved_nbytes);
     exchange.finish();
   }
   for (int i = 0; i < size(); ++i) {
-    const int source = (index_ + i) % size();
+    const int source = (index() + i) % size();
     std::memcpy(mutable_bytes(collective.out) + source * nbytes, blocks + i * nbytes, nbytes);
   }
 }
@@ -415,8 +387,8 @@ void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
   const int root = has_root(original.op) ? index_of(original.root) : -1;
   Collective collective = original;
   if (collective.op == Op::all_to_all) set_input_aside(call, collective);
-  const Piece own_in = outgoing_piece(collective, index_, root, index_);
-  const Piece own_out = incoming_piece(collective, index_, root, index_);
+  const Piece own_in = outgoing_piece(collective, index(), root, index());
+  const Piece own_out = incoming_piece(collective, index(), root, index());
   const auto keep_own = [&] {
     copy_in_passes(call, own_out.data, own_in.data, std::min(own_in.nbytes, own_out.nbytes));
   };
@@ -424,9 +396,9 @@ void TcpCollectives::exchange_pieces(Call& call, const Collective& original) {
   // of a scatter belongs where another's lies until it is sent.
   if (collective.op != Op::scatter) keep_own();
   Exchange exchange(mesh_, call);
-  for (const int peer : peers_) exchange.send(member(peer), outgoing_piece(collective, index_, root, peer));
-  for (const int peer : peers_)
-    exchange.receive(member(peer), incoming_piece(collective, index_, root, peer));
+  for (const int peer : peers()) exchange.send(member(peer), outgoing_piece(collective, index(), root, peer));
+  for (const int peer : peers())
+    exchange.receive(member(peer), incoming_piece(collective, index(), root, peer));
   exchange.finish();
   if (collective.op == Op::scatter) keep_own();
 }

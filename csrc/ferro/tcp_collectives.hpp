@@ -3,42 +3,27 @@
 #ifndef FERRO_TCP_COLLECTIVES_HPP
 #define FERRO_TCP_COLLECTIVES_HPP
 
-#include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "ferro/call.hpp"
 #include "ferro/exchange.hpp"
-#include "ferro/kernels.hpp"
+#include "ferro/members.hpp"
 #include "ferro/pieces.hpp"
 #include "ferro/scratch.hpp"
 #include "ferro/types.hpp"
 
 namespace ferro {
 
-class TcpCollectives {
+class TcpCollectives : public Members {
  public:
-  // `members` are ranks of the mesh, own rank among them, in the order of their chunks.
-  TcpCollectives(TcpMesh& mesh, std::vector<int> members);
-
-  int size() const { return static_cast<int>(members_.size()); }
-  int index() const { return index_; }
-  int member(int index) const { return members_[index]; }
-  const std::vector<int>& members() const { return members_; }
-  // All other indices, in the order in which this rank addresses them: each rank begins with
-  // its successor, so that not all write to the same one first.
-  const std::vector<int>& peers() const { return peers_; }
-  // Throws Error{io} if the rank is not a member.
-  int index_of(int rank) const;
+  TcpCollectives(TcpMesh& mesh, std::vector<int> ranks)
+      : Members(mesh.own_rank(), std::move(ranks)), mesh_(mesh) {}
 
   // Any of the operations of types.hpp but barrier. Roots are ranks, as everywhere.
   void run(Call& call, const Collective& collective);
   // An allreduce whose input is queued already, to every peer.
   void reduce_all(Exchange& exchange, const Collective& collective);
-
-  // Throws Error{unsupported} where the reduction is not defined.
-  static ReduceKernel kernel_for(DType dtype, ReduceOp op);
-  // The last step of a MEAN, once the sum is known.
-  static void divide(Call& call, void* data, DType dtype, std::size_t count, int divisor);
 
  private:
   class ReduceRing;
@@ -64,9 +49,6 @@ class TcpCollectives {
   Piece chunk_of(const Collective& collective, const void* base, int i) const;
 
   TcpMesh& mesh_;
-  std::vector<int> members_;
-  int index_;
-  std::vector<int> peers_;
   Scratch scratch_;  // what is received
   Scratch reduced_;  // results that have no place in an output
 };

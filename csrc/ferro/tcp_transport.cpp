@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ferro/cost_model.hpp"
+#include "ferro/reduction.hpp"
 #include "ferro/wide_float.hpp"
 
 namespace ferro {
@@ -48,7 +49,7 @@ TcpTransport::TcpTransport(std::shared_ptr<TcpMesh> mesh, std::vector<int> membe
 
 void TcpTransport::run(Call& call, const Collective& collective) {
   // Before anything is sent: ranks that ask for the impossible each find out by themselves.
-  if (has_reduce_op(collective.op)) TcpCollectives::kernel_for(collective.dtype, collective.reduce_op);
+  if (has_reduce_op(collective.op)) kernel_for(collective.dtype, collective.reduce_op);
   const std::uint32_t sequence = sequence_++;
   mesh_->set_sequence(sequence);
   run_or_abort(*this, *mesh_, sequence, [&] { run_agreed(call, collective, sequence); });
@@ -150,8 +151,8 @@ void TcpTransport::deliver_inline(const Exchange& exchange, const Collective& co
     std::vector<const void*> sources;
     for (int i = 0; i < size; ++i)
       sources.push_back(i == index ? own.data : exchange.payload(group_.member(i)));
-    TcpCollectives::kernel_for(collective.dtype, collective.reduce_op)(
-        collective.out, sources.data(), size, collective.count, divisor_of(collective.reduce_op, size));
+    kernel_for(collective.dtype, collective.reduce_op)(collective.out, sources.data(), size, collective.count,
+                                                       divisor_of(collective.reduce_op, size));
     return;
   }
   // Everything is sent; only the own piece may still lie where another's belongs.
@@ -184,8 +185,7 @@ void TcpTransport::run_riding(Call& call, Exchange& exchange, const Collective& 
   ReductionRider rider(array, partial, collective.reduce_op, collective.count);
   agree(exchange, group_, own, &rider).check(own_rank);
   if (collective.op == Op::reduce && own_rank != collective.root) return;
-  if (collective.reduce_op == ReduceOp::mean)
-    TcpCollectives::divide(call, array, partial, collective.count, group_.size());
+  if (collective.reduce_op == ReduceOp::mean) divide(call, array, partial, collective.count, group_.size());
   from_partial(collective.out, collective.dtype, array, partial, collective.count);
 }
 

@@ -19,9 +19,6 @@ constexpr DType partial_dtype(const Collective& collective) {
   return is_short && !is_exact && has_reduce_op(collective.op) ? DType::float32 : collective.dtype;
 }
 
-// The operation on partial results: a mean is divided once, when the sum over all is known.
-constexpr ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::mean ? ReduceOp::sum : op; }
-
 // Copies `count` elements of `dtype` as elements of `partial`, its partial_dtype().
 void to_partial(void* dst, DType partial, const void* src, DType dtype, std::size_t count);
 // And back; rounds to nearest even. Every NaN becomes the positive quiet one. dst may be src.
