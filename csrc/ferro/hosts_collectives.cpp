@@ -16,44 +16,44 @@ namespace ferro {
 void HostsTransport::reduce_all(Call& call, const Collective& collective) {
   const std::size_t left = collective.count % num_planes_;
   const std::size_t even = collective.count - left;
-  if (even > 0) reduce_parts(call, collective, 0, even, num_planes_);
-  if (left > 0) reduce_parts(call, collective, even, left, 1);
+  if (even > 0) reduce_parts(call, collective, {0, even / num_planes_, num_planes_});
+  if (left > 0) reduce_parts(call, collective, {even, left, 1});
 }
 
 // Part i is reduced inside each host to place i, then over plane i, then shared
-// inside the hosts that need it. `count` is a multiple of `num_parts`.
-void HostsTransport::reduce_parts(Call& call, const Collective& collective, std::size_t begin,
-                                  std::size_t count, int num_parts) {
-  const std::size_t part_count = count / num_parts;
-  char* const part = reduce_inside(call, collective, begin, part_count, num_parts);
+// inside the hosts that need it.
+void HostsTransport::reduce_parts(Call& call, const Collective& collective, Parts parts) {
+  char* const part = reduce_inside(call, collective, parts);
   begin_step(call);
-  if (place_ < num_parts) reduce_over_plane(call, collective, part, part_count);
+  if (place_ < parts.number) reduce_over_plane(call, collective, part, parts.part_count);
   const bool has_result = collective.op == Op::allreduce || host_of(collective.root) == host_;
   if (!has_result) return;
   begin_step(call);
-  share_parts(call, collective, begin, part, part_count, num_parts);
+  share_parts(call, collective, parts, part);
 }
 
 // Returns this rank's part as a partial result, if there is one for its place.
-char* HostsTransport::reduce_inside(Call& call, const Collective& collective, std::size_t begin,
-                                    std::size_t part_count, int num_parts) {
+char* HostsTransport::reduce_inside(Call& call, const Collective& collective, Parts parts) {
   const DType dtype = collective.dtype, partial = partial_dtype(collective);
-  const std::size_t count = part_count * num_parts, part_nbytes = part_count * item_size(partial);
+  const std::size_t part_nbytes = parts.part_count * item_size(partial);
   const ReduceOp op = partial_op(collective.reduce_op);
-  char* own = mutable_bytes(collective.in) + begin * item_size(dtype);
+  char* own = mutable_bytes(collective.in) + parts.begin * item_size(dtype);
   if (partial != dtype) {
-    char* const wide = own_.reserve(num_parts * part_nbytes);
-    to_partial(call, wide, partial, own, dtype, count);
+    char* const wide = own_.reserve(parts.number * part_nbytes);
+    to_partial(call, wide, partial, own, dtype, parts.count());
     own = wide;
   }
   char* const part = part_.reserve(part_nbytes);
-  if (num_parts == num_local()) {
-    run_local(call, Op::reduce_scatter, partial, part_count, own, part, -1, op);
+  if (parts.number == num_local()) {
+    run_local(call, Collective::of(Op::reduce_scatter, partial, parts.part_count, own, part).reducing(op));
     return part;
   }
-  for (int i = 0; i < num_parts; ++i)
-    run_local(call, Op::reduce, partial, part_count, own + i * part_nbytes, place_ == i ? part : nullptr,
-              locals()[i], op);
+  for (int i = 0; i < parts.number; ++i) {
+    char* const out = place_ == i ? part : nullptr;
+    run_local(call, Collective::of(Op::reduce, partial, parts.part_count, own + i * part_nbytes, out)
+                        .rooted(locals()[i])
+                        .reducing(op));
+  }
   return part;
 }
 
@@ -61,12 +61,8 @@ char* HostsTransport::reduce_inside(Call& call, const Collective& collective, st
 void HostsTransport::reduce_over_plane(Call& call, const Collective& collective, char* part,
                                        std::size_t part_count) {
   const DType partial = partial_dtype(collective);
-  Collective over_plane;
-  over_plane.op = collective.op;
-  over_plane.reduce_op = partial_op(collective.reduce_op);
-  over_plane.dtype = partial;
-  over_plane.count = part_count;
-  over_plane.in = over_plane.out = part;
+  Collective over_plane = Collective::of(collective.op, partial, part_count, part, part)
+                              .reducing(partial_op(collective.reduce_op));
   if (has_root(collective.op)) over_plane.root = rank_at(host_of(collective.root), place_);
   plane_->run(call, over_plane);
   if (collective.reduce_op == ReduceOp::mean) divide(call, part, partial, part_count, world_size_);
@@ -74,17 +70,18 @@ void HostsTransport::reduce_over_plane(Call& call, const Collective& collective,
 }
 
 // All ranks of the host take part in the sharing, even if only the root has an output.
-void HostsTransport::share_parts(Call& call, const Collective& collective, std::size_t begin,
-                                 const char* part, std::size_t part_count, int num_parts) {
+void HostsTransport::share_parts(Call& call, const Collective& collective, Parts parts, const char* part) {
   const DType dtype = collective.dtype;
-  const std::size_t itemsize = item_size(dtype), part_nbytes = part_count * itemsize;
+  const std::size_t itemsize = item_size(dtype), part_nbytes = parts.part_count * itemsize;
   const bool has_output = collective.op == Op::allreduce || rank_ == collective.root;
-  char* const out = has_output ? mutable_bytes(collective.out) + begin * itemsize
-                               : packed_.reserve(num_parts * part_nbytes);
-  if (num_parts == num_local()) return run_local(call, Op::all_gather, dtype, part_count, part, out, -1);
-  for (int i = 0; i < num_parts; ++i) {
+  char* const out = has_output ? mutable_bytes(collective.out) + parts.begin * itemsize
+                               : packed_.reserve(parts.number * part_nbytes);
+  if (parts.number == num_local())
+    return run_local(call, Collective::of(Op::all_gather, dtype, parts.part_count, part, out));
+  for (int i = 0; i < parts.number; ++i) {
     char* const place = out + i * part_nbytes;
-    run_local(call, Op::broadcast, dtype, part_count, place_ == i ? part : place, place, locals()[i]);
+    const char* const in = place_ == i ? part : place;
+    run_local(call, Collective::of(Op::broadcast, dtype, parts.part_count, in, place).rooted(locals()[i]));
   }
 }
 
@@ -100,8 +97,8 @@ void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
   for (const auto& ranks : owners) most = std::max(most, ranks.size());
   const char* const packed = pack_for_agents(call, collective, owners, most);
   char* const reduced = part_.reserve(most * nbytes);
-  run_local(call, Op::reduce_scatter, partial, most * count, packed, reduced, -1,
-            partial_op(collective.reduce_op));
+  run_local(call, Collective::of(Op::reduce_scatter, partial, most * count, packed, reduced)
+                      .reducing(partial_op(collective.reduce_op)));
 
   begin_step(call);
   char* const received = received_.reserve(num_hosts() * nbytes);
@@ -167,8 +164,7 @@ void HostsTransport::broadcast(Call& call, const Collective& collective) {
   const int root_host = host_of(collective.root);
   char* out =
       mutable_bytes(rank_ == collective.root && collective.out == nullptr ? collective.in : collective.out);
-  if (host_ == root_host)
-    run_local(call, Op::broadcast, collective.dtype, collective.count, collective.in, out, collective.root);
+  if (host_ == root_host) run_local(call, collective.between(collective.in, out));
   const auto part_of = [&](int i) {
     const Range range = chunk_range(collective.count, num_planes_, i);
     return Part{out + range.first * itemsize, range.count};
@@ -183,9 +179,11 @@ void HostsTransport::broadcast(Call& call, const Collective& collective) {
   }
   if (host_ == root_host) return;
   begin_step(call);
-  for (int i = 0; i < num_planes_; ++i)
-    run_local(call, Op::broadcast, collective.dtype, part_of(i).count, part_of(i).data, part_of(i).data,
-              locals()[i]);
+  for (int i = 0; i < num_planes_; ++i) {
+    const Part part = part_of(i);
+    run_local(call, Collective::of(Op::broadcast, collective.dtype, part.count, part.data, part.data)
+                        .rooted(locals()[i]));
+  }
 }
 
 // Each chunk crosses once to each other host, to the counterpart of its owner,
@@ -209,7 +207,8 @@ void HostsTransport::all_gather(Call& call, const Collective& collective) {
     for (int i = 0; i < num_places(host); ++i) {
       const int holder = host == host_ ? i : counterpart(i, num_local());
       char* const chunk = chunk_of(rank_at(host, i));
-      run_local(call, Op::broadcast, collective.dtype, collective.count, chunk, chunk, locals()[holder]);
+      run_local(call, Collective::of(Op::broadcast, collective.dtype, collective.count, chunk, chunk)
+                          .rooted(locals()[holder]));
     }
 }
 
@@ -234,8 +233,7 @@ void HostsTransport::all_to_all(Call& call, const Collective& collective) {
   // What is received may overwrite what has yet to be sent.
   char* const input = packed_.reserve(in_nbytes);
   copy_in_passes(call, input, collective.in, in_nbytes);
-  Collective from_copy = collective;
-  from_copy.in = input;
+  const Collective from_copy = collective.between(input, collective.out);
   exchange_remote(call, from_copy, -1);
   begin_step(call);
   exchange_local(call, from_copy);
@@ -262,9 +260,7 @@ void HostsTransport::exchange_local(Call& call, const Collective& collective) {
     copy_in_passes(call, place, piece.data, piece.nbytes);
     place += piece.nbytes;
   }
-  Collective local = collective;
-  local.in = packed;
-  local.out = received;
+  Collective local = collective.between(packed, received);
   if (is_uneven(collective)) {
     local.send_counts = send_counts.data();
     local.recv_counts = recv_counts.data();
@@ -295,7 +291,7 @@ void HostsTransport::gather(Call& call, const Collective& original) {
   begin_step(call);
   if (host_of(root) != host_ || local_ == nullptr) return;
   char* const gathered = is_root ? received_.reserve(nbytes * locals().size()) : nullptr;
-  run_local(call, Op::gather, collective.dtype, collective.count, collective.in, gathered, root);
+  run_local(call, collective.between(collective.in, gathered));
   for (std::size_t i = 0; is_root && i < locals().size(); ++i)
     copy_in_passes(call, mutable_bytes(collective.out) + locals()[i] * nbytes, gathered + i * nbytes, nbytes);
 }
@@ -310,7 +306,7 @@ void HostsTransport::scatter(Call& call, const Collective& collective) {
   for (std::size_t i = 0; rank_ == root && i < locals().size(); ++i)
     copy_in_passes(call, packed + i * nbytes, outgoing_piece(collective, rank_, root, locals()[i]).data,
                    nbytes);
-  run_local(call, Op::scatter, collective.dtype, collective.count, packed, collective.out, root);
+  run_local(call, collective.between(packed, collective.out));
 }
 
 }  // namespace ferro

@@ -167,24 +167,12 @@ void HostsTransport::dispatch(Call& call, const Collective& collective, std::uin
   }
 }
 
-void HostsTransport::run_local(Call& call, Op op, DType dtype, std::size_t count, const void* in, void* out,
-                               int root, ReduceOp reduce_op) {
+void HostsTransport::run_local(Call& call, const Collective& collective) {
   if (local_ == nullptr) {
-    if (in != nullptr && out != nullptr) copy_in_passes(call, out, in, count * item_size(dtype));
+    if (collective.in != nullptr && collective.out != nullptr)
+      copy_in_passes(call, collective.out, collective.in, collective.nbytes());
     return;
   }
-  Collective collective;
-  collective.op = op;
-  collective.reduce_op = reduce_op;
-  collective.dtype = dtype;
-  collective.root = root;
-  collective.count = count;
-  collective.in = in;
-  collective.out = out;
-  run_local(call, collective);
-}
-
-void HostsTransport::run_local(Call& call, const Collective& collective) {
   try {
     local_->run(call, collective);
   } catch (const Error&) {
@@ -200,7 +188,7 @@ void HostsTransport::run_local(Call& call, const Collective& collective) {
 Agreement HostsTransport::agree_locally(Call& call, const Agreement& own) {
   const Frame frame = frame_of(own);
   std::vector<Frame> frames(locals().size());
-  run_local(call, Op::all_gather, DType::uint8, sizeof frame, &frame, frames.data(), -1);
+  run_local(call, Collective::of(Op::all_gather, DType::uint8, sizeof frame, &frame, frames.data()));
   Agreement verdict = own;
   for (const Frame& theirs : frames) verdict.merge(agreement_of(theirs));
   return verdict;
@@ -216,7 +204,8 @@ Agreement HostsTransport::agree(Call& call, const Agreement& own) {
   }
   begin_step(call);
   Frame frame = frame_of(verdict);
-  run_local(call, Op::broadcast, DType::uint8, sizeof frame, &frame, &frame, locals().front());
+  const int leader = locals().front();
+  run_local(call, Collective::of(Op::broadcast, DType::uint8, sizeof frame, &frame, &frame).rooted(leader));
   return agreement_of(frame);
 }
 
@@ -241,7 +230,7 @@ Agreement HostsTransport::agree_on_pairs(Call& call, const Agreement& agreed, co
   const std::vector<std::size_t> to_local = counts_with(collective.send_counts, locals());
   const std::vector<std::size_t> expected = counts_with(collective.recv_counts, locals());
   std::vector<std::size_t> sent(locals().size());
-  run_local(call, Op::all_to_all, DType::uint64, 1, to_local.data(), sent.data(), -1);
+  run_local(call, Collective::of(Op::all_to_all, DType::uint64, 1, to_local.data(), sent.data()));
   for (std::size_t i = 0; i < sent.size(); ++i)
     if (sent[i] != expected[i])
       verdict.merge(Agreement::unpaired(agreed.first, locals()[i], sent[i], rank_, expected[i]));
@@ -280,37 +269,27 @@ void HostsTransport::run_riding(Call& call, const Collective& collective, const 
   }
   begin_step(call);
   const std::size_t message_nbytes = sizeof(Frame) + (has_array ? nbytes : 0);
-  run_local(call, Op::broadcast, DType::uint8, message_nbytes, message, message, locals().front());
+  run_local(
+      call,
+      Collective::of(Op::broadcast, DType::uint8, message_nbytes, message, message).rooted(locals().front()));
   Frame frame;
   std::memcpy(&frame, message, sizeof frame);
   agreement_of(frame).check(rank_);
-  deliver_riding(call, collective, array);
+  deliver_riding(call, collective, array, rank_, world_size_);
 }
 
 // Gives the leader what its host contributes.
 void HostsTransport::prepare_riding(Call& call, const Collective& collective, char* array) {
   if (collective.op == Op::broadcast) {
     if (host_of(collective.root) != host_) return;
-    return run_local(call, Op::broadcast, collective.dtype, collective.count, collective.in, array,
-                     collective.root);
+    return run_local(call, collective.between(collective.in, array));
   }
   const DType partial = partial_dtype(collective);
   char* const own = own_.reserve(collective.count * item_size(partial));
   to_partial(own, partial, collective.in, collective.dtype, collective.count);
-  run_local(call, Op::reduce, partial, collective.count, own, is_leader() ? array : nullptr, locals().front(),
-            partial_op(collective.reduce_op));
-}
-
-void HostsTransport::deliver_riding(Call& call, const Collective& collective, char* array) {
-  if (collective.op == Op::broadcast) {
-    const std::size_t nbytes = collective.nbytes();
-    if (collective.out != nullptr && nbytes > 0) std::memcpy(collective.out, array, nbytes);
-    return;
-  }
-  if (collective.op == Op::reduce && rank_ != collective.root) return;
-  const DType partial = partial_dtype(collective);
-  if (collective.reduce_op == ReduceOp::mean) divide(call, array, partial, collective.count, world_size_);
-  from_partial(collective.out, collective.dtype, array, partial, collective.count);
+  run_local(call, Collective::of(Op::reduce, partial, collective.count, own, is_leader() ? array : nullptr)
+                      .rooted(locals().front())
+                      .reducing(partial_op(collective.reduce_op)));
 }
 
 }  // namespace ferro

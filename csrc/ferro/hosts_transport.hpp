@@ -51,6 +51,14 @@ class HostsTransport final : public Transport {
     char* data;
     std::size_t count;
   };
+  // What of an array is reduced in one go: `number` parts side by side, each over a plane of its own.
+  struct Parts {
+    std::size_t begin;
+    std::size_t part_count;
+    int number;
+
+    std::size_t count() const { return part_count * number; }
+  };
 
   void spread(AbortReason reason) const noexcept;
   // Extends the deadline a little with each step, so that a rank that waits for a go-between
@@ -62,20 +70,18 @@ class HostsTransport final : public Transport {
   Agreement agree_locally(Call& call, const Agreement& own);
   Agreement agree(Call& call, const Agreement& own);
   Agreement agree_on_pairs(Call& call, const Agreement& agreed, const Collective& collective);
+  // Riding: an array that is small enough travels with the agreement, as a Rider on the leaders' frames and
+  // behind the verdict that a leader tells its host.
   bool is_riding(const Collective& collective) const;
   void run_riding(Call& call, const Collective& collective, const Agreement& own);
   void prepare_riding(Call& call, const Collective& collective, char* array);
-  void deliver_riding(Call& call, const Collective& collective, char* array);
 
   // ---- Collectives (hosts_collectives.cpp) ----
   void reduce_all(Call& call, const Collective& collective);
-  void reduce_parts(Call& call, const Collective& collective, std::size_t begin, std::size_t count,
-                    int num_parts);
-  char* reduce_inside(Call& call, const Collective& collective, std::size_t begin, std::size_t part_count,
-                      int num_parts);
+  void reduce_parts(Call& call, const Collective& collective, Parts parts);
+  char* reduce_inside(Call& call, const Collective& collective, Parts parts);
   void reduce_over_plane(Call& call, const Collective& collective, char* part, std::size_t part_count);
-  void share_parts(Call& call, const Collective& collective, std::size_t begin, const char* part,
-                   std::size_t part_count, int num_parts);
+  void share_parts(Call& call, const Collective& collective, Parts parts, const char* part);
   void broadcast(Call& call, const Collective& collective);
   void all_gather(Call& call, const Collective& collective);
   void reduce_scatter(Call& call, const Collective& collective);
@@ -88,9 +94,8 @@ class HostsTransport final : public Transport {
   void gather(Call& call, const Collective& collective);
   void scatter(Call& call, const Collective& collective);
 
-  // One operation among the ranks of this host.
-  void run_local(Call& call, Op op, DType dtype, std::size_t count, const void* in, void* out, int root,
-                 ReduceOp reduce_op = ReduceOp::sum);
+  // One operation among the ranks of this host. For a rank that is alone there, a copy; its operation must
+  // not be uneven.
   void run_local(Call& call, const Collective& collective);
   void note_awaited(const Call& call) const;
 

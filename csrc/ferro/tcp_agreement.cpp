@@ -6,6 +6,7 @@
 #include "ferro/cost_model.hpp"
 #include "ferro/recursive_doubling.hpp"
 #include "ferro/reduction.hpp"
+#include "ferro/wide_float.hpp"
 
 namespace ferro {
 namespace {
@@ -97,6 +98,18 @@ void BroadcastRider::combine(const std::vector<const void*>& sources) {
     is_known_ = true;
     return;
   }
+}
+
+void deliver_riding(Call& call, const Collective& collective, void* array, int own_rank, int num_ranks) {
+  if (collective.op == Op::broadcast) {
+    const std::size_t nbytes = collective.nbytes();
+    if (collective.out != nullptr && nbytes > 0) std::memcpy(collective.out, array, nbytes);
+    return;
+  }
+  if (collective.op == Op::reduce && own_rank != collective.root) return;
+  const DType partial = partial_dtype(collective);
+  if (collective.reduce_op == ReduceOp::mean) divide(call, array, partial, collective.count, num_ranks);
+  from_partial(collective.out, collective.dtype, array, partial, collective.count);
 }
 
 Agreement agree(Exchange& exchange, const Members& group, Agreement own, Rider* rider) {

@@ -57,6 +57,10 @@ class BroadcastRider final : public Rider {
   bool is_known_;
 };
 
+// Once all have agreed: gives this rank its output, from the `array` that has ridden to it, which is the
+// root's of a broadcast, else the partial result over all `num_ranks`. That is overwritten.
+void deliver_riding(Call& call, const Collective& collective, void* array, int own_rank, int num_ranks);
+
 // The verdict of all members, the same on each. The order of messages depends on
 // the number of members alone, so that ranks meet whatever they called: every rank
 // to every rank for a few, recursive doubling for many. `rider` may be null; what

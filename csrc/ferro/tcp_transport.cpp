@@ -176,17 +176,14 @@ void TcpTransport::run_riding(Call& call, Exchange& exchange, const Collective& 
     if (is_root && nbytes > 0) std::memcpy(array, collective.in, nbytes);
     BroadcastRider rider(array, nbytes, is_root);
     agree(exchange, group_, own, &rider).check(own_rank);
-    if (collective.out != nullptr && nbytes > 0) std::memcpy(collective.out, array, nbytes);
-    return;
+    return deliver_riding(call, collective, array, own_rank, group_.size());
   }
   const DType partial = partial_dtype(collective);
   char* const array = riding_.reserve(collective.count * item_size(partial));
   to_partial(array, partial, collective.in, collective.dtype, collective.count);
   ReductionRider rider(array, partial, collective.reduce_op, collective.count);
   agree(exchange, group_, own, &rider).check(own_rank);
-  if (collective.op == Op::reduce && own_rank != collective.root) return;
-  if (collective.reduce_op == ReduceOp::mean) divide(call, array, partial, collective.count, group_.size());
-  from_partial(collective.out, collective.dtype, array, partial, collective.count);
+  deliver_riding(call, collective, array, own_rank, group_.size());
 }
 
 }  // namespace ferro

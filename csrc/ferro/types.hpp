@@ -83,6 +83,31 @@ struct Collective {
   const std::size_t* recv_counts = nullptr;
   std::uint32_t tag = 0;  // the caller's own mark; ranks that disagree on it mismatch
 
+  // For the steps of which another one consists.
+  static Collective of(Op op, DType dtype, std::size_t count, const void* in, void* out) {
+    Collective collective;
+    collective.op = op;
+    collective.dtype = dtype;
+    collective.count = count;
+    return collective.between(in, out);
+  }
+  Collective between(const void* new_in, void* new_out) const {
+    Collective collective = *this;
+    collective.in = new_in;
+    collective.out = new_out;
+    return collective;
+  }
+  Collective rooted(int rank) const {
+    Collective collective = *this;
+    collective.root = rank;
+    return collective;
+  }
+  Collective reducing(ReduceOp by) const {
+    Collective collective = *this;
+    collective.reduce_op = by;
+    return collective;
+  }
+
   std::size_t nbytes() const { return count * item_size(dtype); }
 };
 
