@@ -69,7 +69,7 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
 // Ends the group for an error of this rank.
 void Communicator::end_for(Error& error, const Call& call) noexcept {
   if (error.code == ErrorCode::closed) return end(ErrorCode::channel_closed, rank_);
-  if (error.code == ErrorCode::timeout) testify(call, error);
+  if (error.code == ErrorCode::timeout) trace_and_testify(call, error);
   end(error.code, error.peer, static_cast<std::uint32_t>(error.sequence));
 }
 
@@ -101,8 +101,8 @@ void Communicator::settle_timeout(Transport& transport, Error& error) noexcept {
   error.peer = error.missing.front();
 }
 
-// Lets the others know whom a call was waiting for that is being given up.
-void Communicator::testify(const Call& call, Error& error) noexcept {
+// For a call that is being given up: finds out who is missing, and lets the others know.
+void Communicator::trace_and_testify(const Call& call, Error& error) noexcept {
   const auto transport = share(parts_.transport);
   if (transport == nullptr) return;
   try {
@@ -261,7 +261,7 @@ void Communicator::check_outside(Op op, std::uint64_t sequence, const Call& call
 void Communicator::await(Call& call, Task& task) {
   Error reason = reason_to_give_up(call, task);
   if (reason.code == ErrorCode::none) return task.rethrow();
-  testify(call, reason);
+  trace_and_testify(call, reason);
   end(reason.code, reason.peer);
   Call unhurried(kUnlimited);
   task.wait(unhurried);

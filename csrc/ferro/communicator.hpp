@@ -125,7 +125,7 @@ class Communicator {
   Error failure(Error error, Op op, std::uint64_t sequence, const Call& call) noexcept;
   void end_for(Error& error, const Call& call) noexcept;
   void settle_timeout(Transport& transport, Error& error) noexcept;
-  void testify(const Call& call, Error& error) noexcept;
+  void trace_and_testify(const Call& call, Error& error) noexcept;
   void end(ErrorCode code, int culprit, std::uint32_t sequence = 0) noexcept;
   void notify() noexcept;
 

@@ -91,7 +91,7 @@ void Exchange::wait() {
   try {
     await_progress();
   } catch (const Error&) {
-    testify();
+    note_awaited();
     throw;
   }
 }
@@ -221,7 +221,7 @@ void Exchange::sleep() {
   const double timeout_s = std::min(longest_s, call_.slice_s());
   const int num_ready = poll(entries.data(), entries.size(), static_cast<int>(timeout_s * 1e3) + 1);
   if (num_ready <= 0) {
-    testify();
+    note_awaited();
     mesh_.look();  // a host that does not answer ends no stream
     return check_caller(num_ready < 0 && errno == EINTR);
   }
@@ -229,7 +229,7 @@ void Exchange::sleep() {
     return (entry.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
   });
   if (!has_hangup) return;
-  testify();
+  note_awaited();
   const std::lock_guard<std::mutex> lock(mesh_.streams_mutex_);
   mesh_.examine_hangups();
 }
@@ -255,10 +255,10 @@ void Exchange::check_caller(bool was_signalled) {
   if (call_.is_expired()) throw timeout_error();
 }
 
-// Notes what this rank will testify, should the group end now.
-void Exchange::testify() {
+// For what this rank testifies, should the group end now.
+void Exchange::note_awaited() {
   if (call_.elapsed_s() < kPresenceSeconds) return;
-  mesh_.set_testimony(call_.present_s() < kPresenceSeconds ? RankSet{} : mesh_.awaited());
+  mesh_.note_awaited_in_collective(call_.present_s() < kPresenceSeconds ? RankSet{} : mesh_.awaited());
 }
 
 Error Exchange::timeout_error() const {

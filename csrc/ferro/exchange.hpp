@@ -69,7 +69,7 @@ class Exchange {
   void sleep();
   void list_poll_entries();
   void check_caller(bool was_signalled);
-  void testify();
+  void note_awaited();
   Error timeout_error() const;
 
   TcpMesh& mesh_;

@@ -20,7 +20,7 @@ struct HostsTransport::Watch {
 
   static bool look(void* state) noexcept {
     auto& watch = *static_cast<Watch*>(state);
-    watch.transport.note_awaited(watch.outer);
+    watch.transport.note_awaited_in_host(watch.outer);
     try {
       watch.outer.check_interrupt();
     } catch (const Error&) {
@@ -103,13 +103,13 @@ void HostsTransport::add_awaited(RankSet& ranks) const {
   if (local_ != nullptr) local_->add_awaited(ranks);
 }
 
-// Notes what this rank testifies, should the group end while it waits inside its host.
-void HostsTransport::note_awaited(const Call& call) const {
+// For what this rank testifies, should the group end while it waits inside its host.
+void HostsTransport::note_awaited_in_host(const Call& call) const {
   if (local_ == nullptr || call.elapsed_s() < kPresenceSeconds) return;
-  if (call.present_s() < kPresenceSeconds) return mesh_->set_testimony({});
+  if (call.present_s() < kPresenceSeconds) return mesh_->note_awaited_in_collective({});
   RankSet ranks;
   local_->add_awaited(ranks);
-  if (ranks.any()) mesh_->set_testimony(ranks);
+  if (ranks.any()) mesh_->note_awaited_in_collective(ranks);
 }
 
 void HostsTransport::add_lost(RankSet& ranks) {
@@ -176,7 +176,7 @@ void HostsTransport::run_local(Call& call, const Collective& collective) {
   try {
     local_->run(call, collective);
   } catch (const Error&) {
-    note_awaited(call);
+    note_awaited_in_host(call);
     throw;
   }
 }

@@ -34,9 +34,9 @@ class HostsTransport final : public Transport {
   void add_lost(RankSet& ranks) override;
   RankSet find_missing() override;
   void add_awaited(RankSet& ranks) const override;
-  void testify(const RankSet& awaited) noexcept override { mesh_->testify(awaited); }
-  void note_awaited(const Call& call, const RankSet& awaited) noexcept override {
-    mesh_->note_awaited(call, awaited);
+  void testify(const RankSet& awaited) noexcept override { mesh_->add_to_testimony(awaited); }
+  void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept override {
+    mesh_->note_awaited_in_messages(call, awaited);
   }
   void note_several_callers() noexcept override { mesh_->note_several_callers(); }
   void add_testimonies(Testimonies& testimonies) override;
@@ -97,7 +97,7 @@ class HostsTransport final : public Transport {
   // One operation among the ranks of this host. For a rank that is alone there, a copy; its operation must
   // not be uneven.
   void run_local(Call& call, const Collective& collective);
-  void note_awaited(const Call& call) const;
+  void note_awaited_in_host(const Call& call) const;
 
   int num_hosts() const { return static_cast<int>(hosts_.size()); }
   int num_places(int host) const { return static_cast<int>(hosts_[host].size()); }

@@ -151,8 +151,9 @@ void Messenger::make_way(Call& call) {
   call.check_interrupt_if_due();
 }
 
-// What a sleeping rank lets the others know of whom it awaits: see Transport::note_awaited(). Not before
-// a slice in which nothing moved, since what it has just sent may be on its way to those that wait for it.
+// What a sleeping rank lets the others know of whom it awaits: see Transport::note_awaited_in_messages(). Not
+// before a slice in which nothing moved, since what it has just sent may be on its way to those that wait for
+// it.
 class Messenger::WaitNote {
  public:
   WaitNote(const Messenger& messenger, const Call& call) : messenger_(messenger), call_(call) {}
@@ -171,13 +172,13 @@ class Messenger::WaitNote {
     const Clock::time_point now = Clock::now();
     if (!still_since_) still_since_ = now;
     is_written_ = std::chrono::duration<double>(now - *still_since_).count() >= kWaitSliceSeconds;
-    if (is_written_) messenger_.transport_->note_awaited(call_, messenger_.peers_due(batch));
+    if (is_written_) messenger_.transport_->note_awaited_in_messages(call_, messenger_.peers_due(batch));
   }
 
  private:
   void erase() {
     is_written_ = false;
-    messenger_.transport_->note_awaited(call_, {});
+    messenger_.transport_->note_awaited_in_messages(call_, {});
   }
 
   const Messenger& messenger_;

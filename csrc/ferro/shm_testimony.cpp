@@ -48,7 +48,7 @@ void ShmTransport::testify(const RankSet& awaited) noexcept {
   control.has_testified.store(1, std::memory_order_release);
 }
 
-void ShmTransport::note_awaited(const Call& call, const RankSet& awaited) noexcept {
+void ShmTransport::note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept {
   if (!holds_up_rank(call)) return;
   std::uint32_t word = kAwake;
   if (awaited.any()) {

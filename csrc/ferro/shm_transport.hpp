@@ -42,7 +42,7 @@ class ShmTransport final : public Transport {
   RankSet find_missing() override;
   void add_awaited(RankSet& ranks) const override;
   void testify(const RankSet& awaited) noexcept override;
-  void note_awaited(const Call& call, const RankSet& awaited) noexcept override;
+  void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept override;
   void note_several_callers() noexcept override;
   void trace(const Call& call, Error& error) const override;
   void add_testimonies(Testimonies& testimonies) override;

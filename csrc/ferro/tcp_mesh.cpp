@@ -49,18 +49,17 @@ TcpMesh::~TcpMesh() {
 
 void TcpMesh::abort(AbortReason reason) noexcept {
   adopt(reason);
-  RankSet waited_for;
   {
     const std::lock_guard<std::mutex> lock(streams_mutex_);  // waits for a pass in progress to end
     if (has_told_.exchange(true, std::memory_order_acq_rel)) return;
-    waited_for = testimony_ = testimony_now();
+    told_testimony_ = testimony_now();
   }
   const std::uint64_t one = 1;
   if (write(wake_fd_.get(), &one, sizeof one) < 0) return;  // cannot fail: the counter is not full
   const AbortReason winner = this->reason();
   const bool is_close = winner.code == ErrorCode::closed && winner.culprit == own_rank_;
   const Frame frame = is_close ? farewell(FrameKind::goodbye) : farewell(FrameKind::abort, winner);
-  tell_all(words_of(frame, waited_for));
+  tell_all(words_of(frame, told_testimony_));
 }
 
 void TcpMesh::close() noexcept { abort({ErrorCode::closed, own_rank_, own_rank_, sequence()}); }
@@ -246,23 +245,22 @@ RankSet TcpMesh::awaited() const noexcept {
   return senders.any() ? senders : receivers;
 }
 
-void TcpMesh::set_testimony(const RankSet& awaited) {
+void TcpMesh::note_awaited_in_collective(const RankSet& awaited) {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
-  if (has_told_.load(std::memory_order_relaxed)) return;
-  testimony_ = awaited;
-  has_testimony_.store(awaited.any(), std::memory_order_relaxed);
+  awaited_in_collective_ = awaited;
+  has_awaited_in_collective_.store(awaited.any(), std::memory_order_relaxed);
 }
 
-void TcpMesh::clear_testimony() {
-  if (has_testimony_.load(std::memory_order_relaxed)) set_testimony({});
+void TcpMesh::clear_awaited_in_collective() {
+  if (has_awaited_in_collective_.load(std::memory_order_relaxed)) note_awaited_in_collective({});
 }
 
-void TcpMesh::testify(const RankSet& awaited) noexcept {
+void TcpMesh::add_to_testimony(const RankSet& awaited) noexcept {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
   awaited_in_messages_ |= awaited;
 }
 
-void TcpMesh::note_awaited(const Call& call, const RankSet& awaited) noexcept {
+void TcpMesh::note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept {
   if (call.is_in_background() || !is_main_thread()) return;
   const std::lock_guard<std::mutex> lock(streams_mutex_);
   if (has_several_callers_) return;
@@ -279,15 +277,15 @@ void TcpMesh::note_several_callers() noexcept {
 
 RankSet TcpMesh::testimony() {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
-  return has_told_.load(std::memory_order_relaxed) ? testimony_ : testimony_now();
+  return has_told_.load(std::memory_order_relaxed) ? told_testimony_ : testimony_now();
 }
 
 RankSet TcpMesh::testimony_now() const noexcept {
   // What was noted may be out of date by up to a slice of the wait.
-  const RankSet now = testimony_.any() ? awaited() : RankSet{};
-  RankSet all = (now.any() ? now : testimony_) | awaited_in_messages_;
+  const RankSet now = awaited_in_collective_.any() ? awaited() : RankSet{};
+  RankSet all = (now.any() ? now : awaited_in_collective_) | awaited_in_messages_;
   // Of a collective it is not known whether it runs in the background.
-  all[static_cast<std::size_t>(own_rank_)] = testimony_.none() && is_stuck_;
+  all[static_cast<std::size_t>(own_rank_)] = awaited_in_collective_.none() && is_stuck_;
   return all;
 }
 

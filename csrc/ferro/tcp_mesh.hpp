@@ -80,16 +80,15 @@ class TcpMesh {
   // The peers from which data is missing now or, if there are none, those that do not take ours. May
   // be called from any thread.
   RankSet awaited() const noexcept;
-  // The peers that the collective in progress has been waiting for: what this rank testifies if it
-  // ends in an error. Set and cleared by the thread that runs collectives.
-  void set_testimony(const RankSet& awaited);
-  void clear_testimony();
-  // The same for messages, by the thread that gives them up and is about to abort().
-  void testify(const RankSet& awaited) noexcept;
-  // The same while it waits, in this call: for nobody once it does not. Only the main thread is heard,
-  // since what others are for is not known here.
-  void note_awaited(const Call& call, const RankSet& awaited) noexcept;
-  // No thread is heard any more: another may do what the peers wait for.
+  // For whom the collective in progress has been waiting: part of what this rank testifies if that ends
+  // in an error. Noted and cleared by the thread that runs collectives.
+  void note_awaited_in_collective(const RankSet& awaited);
+  void clear_awaited_in_collective();
+  // See Transport. Only the main thread is heard, since what others are for is not known here.
+  void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept;
+  // For a thread that gives up and is about to abort(): adds those for which it waited.
+  void add_to_testimony(const RankSet& awaited) noexcept;
+  // From here on note_awaited_in_messages() hears no thread: another may do what the peers wait for.
   void note_several_callers() noexcept;
   // What peers were told or, before that, what they would be told now.
   RankSet testimony();
@@ -198,12 +197,14 @@ class TcpMesh {
   std::atomic<std::uint64_t> word_{0};
   std::atomic<std::int64_t> ended_at_ns_{0};  // written before word_
   std::atomic<bool> has_told_{false};
-  RankSet testimony_;  // guarded by streams_mutex_, as are the next four
-  RankSet awaited_in_messages_;
-  bool is_stuck_ = false;  // a message is all that this rank waits for
+  RankSet told_testimony_;  // final once has_told_; guarded by streams_mutex_, as are the next five
+  RankSet awaited_in_collective_;
+  RankSet awaited_in_messages_;  // and by calls that were given up
+  bool is_stuck_ = false;        // a message is all that this rank waits for
   bool has_several_callers_ = false;
-  std::optional<RankSet> missing_;          // what an inquest has found
-  std::atomic<bool> has_testimony_{false};  // whether it is not empty; spares clear_testimony() the lock
+  std::optional<RankSet> missing_;  // what an inquest has found
+  // Whether awaited_in_collective_ is not empty; spares clear_awaited_in_collective() the lock.
+  std::atomic<bool> has_awaited_in_collective_{false};
   std::atomic<std::uint32_t> sequence_{0};  // informs, orders nothing
   std::atomic<std::int64_t> next_look_ns_{0};
   std::mutex streams_mutex_;  // guards the lanes; never held across a wait

@@ -34,10 +34,10 @@ void run_or_abort(Transport& transport, TcpMesh& mesh, std::uint32_t sequence,
   };
   try {
     body();
-    mesh.clear_testimony();
+    mesh.clear_awaited_in_collective();
   } catch (const Error& error) {
     if (error.code != ErrorCode::mismatch) throw ended_by(error);
-    mesh.clear_testimony();
+    mesh.clear_awaited_in_collective();
     throw;
   } catch (const std::bad_alloc&) {
     throw ended_by(Error(ErrorCode::out_of_memory));

@@ -30,9 +30,9 @@ class TcpTransport final : public Transport {
     return mesh_->find_missing([](Testimonies&) {});
   }
   void add_awaited(RankSet& ranks) const override { ranks |= mesh_->awaited(); }
-  void testify(const RankSet& awaited) noexcept override { mesh_->testify(awaited); }
-  void note_awaited(const Call& call, const RankSet& awaited) noexcept override {
-    mesh_->note_awaited(call, awaited);
+  void testify(const RankSet& awaited) noexcept override { mesh_->add_to_testimony(awaited); }
+  void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept override {
+    mesh_->note_awaited_in_messages(call, awaited);
   }
   void note_several_callers() noexcept override { mesh_->note_several_callers(); }
   void add_testimonies(Testimonies& testimonies) override { mesh_->add_testimonies(testimonies); }

@@ -17,6 +17,16 @@
 // may stand anywhere, and are sent in any case. Also rejected: that the first to give
 // up decides for all. It knows only its own wait, and what it finds out later would
 // have to travel over streams that it has ended.
+//
+// Words used here and by the transports:
+//   awaited    those for which a rank waits
+//   missing    those at which the waits of all ranks end, or who wait for each other
+//   stuck      said of a rank that waits, and can do nothing else until its wait is over
+//   note       to write down who is awaited while the group is well, for whoever gives up later
+//   testimony  what a rank says, once, of whom it awaited when the group ended
+//   inquest    the time after the end for which ranks listen to testimonies
+// For calls on GPUs, csrc/nccl has words of its own: attendance, deserter and quitter in attendance.hpp,
+// witness and doubt in first_error.hpp.
 #ifndef FERRO_TESTIMONY_HPP
 #define FERRO_TESTIMONY_HPP
 
@@ -29,11 +39,10 @@
 
 namespace ferro {
 
-// Ranks of the group. Two facts about them travel in the same set, so that whoever hands it on hands
-// them on too: kDeadlock, in a set of missing ranks; and in what a rank says of whom it awaits, the rank
-// itself, if it is stuck (Testimonies::add).
+// Ranks of the group. Two facts travel in the same set, so that whoever hands it on hands them on too:
+// - in a set of missing ranks, kDeadlock says that they wait for each other;
+// - in a testimony, the rank that testifies names itself if it is stuck.
 using RankSet = std::bitset<kMaxWorldSize + 2>;  // a whole number of words, with room for kDeadlock
-// They wait for each other.
 constexpr std::size_t kDeadlock = kMaxWorldSize;
 
 // How long after the end of the group ranks listen to each other. Long enough for a rank that
@@ -65,8 +74,7 @@ inline bool precedes(const AbortReason& reason, const AbortReason& other) {
 // What is known of the waits of some ranks, and of why they ended.
 class Testimonies {
  public:
-  // `awaited` is empty for a rank that was waiting for nobody. A rank names itself, too, if it is stuck:
-  // can do nothing else until its wait is over, which is not for a rank that waits in the same collective.
+  // What `rank` testifies: empty if it awaited nobody, with `rank` itself if it is stuck.
   void add(int rank, RankSet awaited) {
     heard_.set(rank);
     const bool is_stuck = awaited.test(rank);

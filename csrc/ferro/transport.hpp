@@ -43,18 +43,19 @@ class Transport {
   // each other.
   virtual RankSet find_missing() = 0;
 
-  // Adds the ranks for which the collective in progress waits, as far as that is known. May be
+  // Adds the ranks for which this rank's collective in progress waits, as far as that is known. May be
   // called from any thread.
   virtual void add_awaited(RankSet& ranks) const = 0;
-  // Lets the others know whom this rank was waiting for outside of this transport's collectives.
-  // To be called before abort().
+  // For a rank that gives up, before it calls abort(): lets the others know for whom it waited.
   virtual void testify(const RankSet& awaited) noexcept = 0;
-  // The same while it waits, in this call and for messages, before it sleeps. Nobody once it does not.
-  virtual void note_awaited(const Call& call, const RankSet& awaited) noexcept = 0;
-  // From here on it does not count that a thread of this rank waits: another may do what the others wait for.
+  // Called before a sleep in a wait for messages, with the ranks awaited, once nothing has moved for a while;
+  // with the empty set when something moves again or the wait is over.
+  virtual void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept = 0;
+  // This rank makes calls from several threads. From here on it does not count as stuck when one of them
+  // waits: another may do what the others wait for.
   virtual void note_several_callers() noexcept = 0;
-  // For a rank that gives up this call, and waited in it for error.missing: goes on from there to where
-  // the waits of others end, if that is known before abort().
+  // For a rank that gives up this call, in which it waited for error.missing, before it calls abort(): puts
+  // in their place the ranks at which their own waits end, if that is known already.
   virtual void trace([[maybe_unused]] const Call& call, [[maybe_unused]] Error& error) const {}
   // For a transport that joins the ranks of one host only: adds what other ranks have said so far,
   // and the reason that stands among them.

@@ -437,7 +437,7 @@ void of_several_that_give_up_at_once_all_tell_the_same() {
     for (int rank = 0; rank < 3; ++rank) {
       RankSet awaited;
       awaited.set(static_cast<std::size_t>(reasons[rank].culprit));
-      meshes[rank]->testify(awaited);
+      meshes[rank]->add_to_testimony(awaited);
       meshes[rank]->abort(reasons[rank]);
     }
     const AbortReason& first = last.code == ErrorCode::timeout ? reasons[0] : last;
