@@ -1,6 +1,6 @@
 // How a rank waits for memory that a peer will write: spin, yield, sleep.
 //
-// A sleeper stores the rank it waits for in its word, passes a full fence, and
+// A sleeper stores in its word for whom it waits (segment.hpp), passes a full fence, and
 // looks once more at what it waits for and at the abort word before the kernel
 // puts it to sleep, which it only does while the word is still as stored. A
 // publisher stores its flag, passes a full fence, and looks at the words. One of
@@ -77,9 +77,9 @@ inline void unpark(std::atomic<std::uint32_t>& word) {
   if (word.exchange(kAwake, std::memory_order_seq_cst) != kAwake) futex_wake_all(word);
 }
 
-// Whether a sleeper with this word waits for `publisher`.
-inline bool is_parked_for(std::uint32_t word, int publisher) {
-  return word == static_cast<std::uint32_t>(publisher) + 1 || word == kAnyPeer;
+// Whether a sleeper with this word waits for the rank at `place`.
+inline bool is_parked_for(std::uint32_t word, int place) {
+  return word == static_cast<std::uint32_t>(place) + 1 || word == kAnyPeer;
 }
 
 }  // namespace ferro

@@ -176,8 +176,8 @@ void Segment::abort(AbortReason reason) noexcept {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   // Whoever lost the exchange wakes the sleepers all the same, even those whose word is already
   // clear: the rank that was to wake them may have died just before it did.
-  for (int rank = 0; rank < size(); ++rank) {
-    for (std::atomic<std::uint32_t>* word : {&collective_sleeper(rank), &message_sleeper(rank)}) {
+  for (int place = 0; place < size(); ++place) {
+    for (std::atomic<std::uint32_t>* word : {&collective_sleeper(place), &message_sleeper(place)}) {
       word->store(kAwake, std::memory_order_seq_cst);
       futex_wake_all(*word);
     }

@@ -1,4 +1,8 @@
 // The memory that the ranks of one host share: who may write what, and where.
+//
+// Each rank has a place in it, counted from 0. Here and wherever shared memory is used, `place`, `peer`,
+// `src` and `dst` are places, and so is what a word in the segment names; ShmTransport knows the rank at
+// each. Abort reasons, and the ranks awaited in a RankControl, are ranks of the group.
 #ifndef FERRO_SEGMENT_HPP
 #define FERRO_SEGMENT_HPP
 
@@ -66,7 +70,7 @@ struct RankControl {
 };
 
 // A rank sleeps on one of two words: that of its collectives or that of its messages.
-// Value: 0 awake, kAnyPeer, or 1 + the rank it waits for. The sleeper sets its word;
+// Value: 0 awake, kAnyPeer, or 1 + the place of the rank it waits for. The sleeper sets its word;
 // whoever publishes what it waits for, or aborts, exchanges it with 0 and wakes it.
 // See parking.hpp.
 constexpr std::uint32_t kAwake = 0;
@@ -151,27 +155,29 @@ class Segment {
   std::atomic<std::uint32_t>& succession_word() { return at<std::atomic<std::uint32_t>>(0)[2]; }
   // Ends the group for the first reason that anybody gives, and wakes every sleeper.
   void abort(AbortReason reason) noexcept;
-  std::atomic<std::uint32_t>& collective_sleeper(int rank) {
-    return at<std::atomic<std::uint32_t>>(layout_.sleepers_offset)[rank];
+  std::atomic<std::uint32_t>& collective_sleeper(int place) {
+    return at<std::atomic<std::uint32_t>>(layout_.sleepers_offset)[place];
   }
-  std::atomic<std::uint32_t>& message_sleeper(int rank) {
-    return at<std::atomic<std::uint32_t>>(layout_.sleepers_offset)[layout_.size + rank];
+  std::atomic<std::uint32_t>& message_sleeper(int place) {
+    return at<std::atomic<std::uint32_t>>(layout_.sleepers_offset)[layout_.size + place];
   }
-  HeaderSlot& header(int rank, unsigned parity) {
-    return at<HeaderSlot>(layout_.headers_offset)[parity * layout_.size + rank];
+  HeaderSlot& header(int place, unsigned parity) {
+    return at<HeaderSlot>(layout_.headers_offset)[parity * layout_.size + place];
   }
-  RankControl& control(int rank) { return at<RankControl>(layout_.controls_offset)[rank]; }
-  unsigned char* small_ring(int rank) {
-    return base_ + layout_.small_rings_offset + rank * layout_.small_ring_nbytes;
+  RankControl& control(int place) { return at<RankControl>(layout_.controls_offset)[place]; }
+  unsigned char* small_ring(int place) {
+    return base_ + layout_.small_rings_offset + place * layout_.small_ring_nbytes;
   }
-  unsigned char* window(int rank) { return base_ + layout_.windows_offset + rank * layout_.window_nbytes; }
-  unsigned char* results(int rank) { return base_ + layout_.results_offset + rank * layout_.results_nbytes; }
+  unsigned char* window(int place) { return base_ + layout_.windows_offset + place * layout_.window_nbytes; }
+  unsigned char* results(int place) {
+    return base_ + layout_.results_offset + place * layout_.results_nbytes;
+  }
   ChannelControl& channel(int src, int dst) { return *at<ChannelControl>(channel_offset(src, dst)); }
   Cell* cells(int src, int dst) { return at<Cell>(channel_offset(src, dst) + sizeof(ChannelControl)); }
   unsigned char* ring(int src, int dst) {
     return base_ + channel_offset(src, dst) + sizeof(ChannelControl) + SegmentLayout::kCells * sizeof(Cell);
   }
-  unsigned char* heap(int rank) { return base_ + layout_.fixed_nbytes + rank * layout_.heap_nbytes; }
+  unsigned char* heap(int place) { return base_ + layout_.fixed_nbytes + place * layout_.heap_nbytes; }
 
   // Where in the symmetric heaps [data, data + nbytes) lies, plus one; 0 if outside.
   std::uint64_t symmetric_offset(const void* data, std::size_t nbytes) const {
