@@ -19,9 +19,9 @@ constexpr std::size_t kBackedAtOnceNbytes = std::size_t{32} << 20;
 
 }  // namespace
 
-Heap::Heap(std::shared_ptr<Segment> segment, int index)
+Heap::Heap(std::shared_ptr<Segment> segment, int place)
     : segment_(std::move(segment)),
-      base_(segment_->heap(index)),
+      base_(segment_->heap(place)),
       free_{{0, segment_->layout().heap_nbytes}} {}
 
 // Signals are heard with the lock released: their handlers may free what lies here.

@@ -18,7 +18,7 @@ namespace ferro {
 // freed memory stays backed, since touching a page for the first time is what costs.
 class Heap {
  public:
-  Heap(std::shared_ptr<Segment> segment, int index);
+  Heap(std::shared_ptr<Segment> segment, int place);
 
   // Aligned to cache lines or, from the size of a huge page on, to huge pages. Never null.
   // Throws Error{out_of_memory} where there is no memory to back it. Backing gigabytes takes

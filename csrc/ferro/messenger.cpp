@@ -21,11 +21,11 @@ constexpr int kSlicePollMs = static_cast<int>(kWaitSliceSeconds * 1e3);
 }  // namespace
 
 Messenger::Messenger(std::shared_ptr<Transport> transport, std::vector<std::unique_ptr<Channel>> channels,
-                     std::shared_ptr<Segment> segment, int index, SpinPolicy spin)
+                     std::shared_ptr<Segment> segment, int place, SpinPolicy spin)
     : transport_(std::move(transport)),
       channels_(std::move(channels)),
       segment_(std::move(segment)),
-      index_(index),
+      place_(place),
       spin_(spin),
       lanes_(2 * channels_.size()),
       out_of_memory_(std::make_shared<const Error>(ErrorCode::out_of_memory)) {
@@ -326,7 +326,7 @@ void Messenger::sleep(Call& call, std::uint32_t heard) {
 bool Messenger::begin_watch() {
   has_unwatched_lane_ = false;
   if (!has_sockets_) {
-    std::atomic<std::uint32_t>& word = segment_->message_sleeper(index_);
+    std::atomic<std::uint32_t>& word = segment_->message_sleeper(place_);
     word.store(kAnyPeer, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!is_notified_.exchange(false, std::memory_order_seq_cst) && !progress() &&
@@ -347,7 +347,7 @@ bool Messenger::begin_watch() {
 
 void Messenger::watch() {
   if (!has_sockets_) {
-    std::atomic<std::uint32_t>& word = segment_->message_sleeper(index_);
+    std::atomic<std::uint32_t>& word = segment_->message_sleeper(place_);
     futex_wait(word, kAnyPeer, kWaitSliceSeconds);
     word.store(kAwake, std::memory_order_relaxed);
     return;
@@ -368,7 +368,7 @@ void Messenger::notify() {
     [[maybe_unused]] const ssize_t written = write(event_fd_.get(), &one, sizeof one);
   } else {
     is_notified_.store(true, std::memory_order_seq_cst);
-    unpark(segment_->message_sleeper(index_));
+    unpark(segment_->message_sleeper(place_));
   }
 }
 

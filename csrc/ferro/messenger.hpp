@@ -52,9 +52,9 @@ class Batch {
 class Messenger : public std::enable_shared_from_this<Messenger> {
  public:
   // `channels` by rank of the group, null for this rank itself. `segment` is the
-  // one of this host, null where no peer shares it.
+  // one of this host, null where no peer shares it; `place` is this rank's in it.
   Messenger(std::shared_ptr<Transport> transport, std::vector<std::unique_ptr<Channel>> channels,
-            std::shared_ptr<Segment> segment, int index, SpinPolicy spin);
+            std::shared_ptr<Segment> segment, int place, SpinPolicy spin);
   // Closes the channels if that has not been done.
   ~Messenger();
 
@@ -130,7 +130,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   const std::shared_ptr<Transport> transport_;
   std::vector<std::unique_ptr<Channel>> channels_;
   std::shared_ptr<Segment> segment_;
-  const int index_;
+  const int place_;
   const SpinPolicy spin_;
   std::vector<Lane> lanes_;  // 2 * peer + is_outgoing
   std::vector<Lane*> lanes_in_use_;

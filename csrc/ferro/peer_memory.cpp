@@ -33,14 +33,14 @@ std::uint64_t random_number() {
 
 }  // namespace
 
-PeerMemory::PeerMemory(std::shared_ptr<Segment> segment, int index, PeerReads setting)
+PeerMemory::PeerMemory(std::shared_ptr<Segment> segment, int place, PeerReads setting)
     : segment_(std::move(segment)),
-      index_(index),
+      place_(place),
       setting_(setting),
       own_pid_(getpid()),
       own_number_(random_number()),
       peers_(segment_->size()) {
-  RankControl& control = segment_->control(index);
+  RankControl& control = segment_->control(place);
   control.pid = own_pid_;
   control.number_at = &own_number_;
   control.number.store(own_number_, std::memory_order_release);  // last: publishes the others
@@ -63,7 +63,7 @@ bool PeerMemory::can_read(int peer) {
 
 bool PeerMemory::can_read_all() const {
   for (int peer = 0; peer < segment_->size(); ++peer)
-    if (peer != index_ && peers_[peer].access.load(std::memory_order_acquire) != Access::granted)
+    if (peer != place_ && peers_[peer].access.load(std::memory_order_acquire) != Access::granted)
       return false;
   return true;
 }

@@ -22,8 +22,8 @@ namespace ferro {
 
 class PeerMemory {
  public:
-  // Publishes where this rank's number is. `index` and peers are places in the segment.
-  PeerMemory(std::shared_ptr<Segment> segment, int index, PeerReads setting = PeerReads::automatic);
+  // Publishes where this rank's number is. `place` and peers are places in the segment.
+  PeerMemory(std::shared_ptr<Segment> segment, int place, PeerReads setting = PeerReads::automatic);
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
@@ -49,7 +49,7 @@ class PeerMemory {
   };
 
   std::shared_ptr<Segment> segment_;
-  const int index_;
+  const int place_;
   const PeerReads setting_;
   const int own_pid_;
   std::uint64_t own_number_;

@@ -13,7 +13,7 @@ bool PullChoice::is_open_to_long(const Collective& collective) const {
   const bool is_in_place = collective.in == collective.out;
   switch (collective.op) {
     case Op::broadcast:
-      return nbytes >= (index_of_[collective.root] == index_ && is_in_place ? shm_cost::kPullNoCopyNbytes
+      return nbytes >= (place_of_[collective.root] == place_ && is_in_place ? shm_cost::kPullNoCopyNbytes
                                                                             : shm_cost::kPullBroadcastNbytes);
     case Op::scatter:
     case Op::all_gather:
@@ -36,7 +36,7 @@ int PullChoice::chooser_of(const Collective& collective) const {
   switch (collective.op) {
     case Op::broadcast:
     case Op::scatter:
-      return (index_of_[collective.root] + 1) % size_;
+      return (place_of_[collective.root] + 1) % size_;
     default:
       return 0;
   }

@@ -17,9 +17,9 @@ namespace ferro {
 
 class PullChoice {
  public:
-  // `index` is this rank's place among `size`, and `index_of` the place of each rank of the group.
-  PullChoice(PeerReads setting, int index, int size, const std::vector<int>& index_of)
-      : setting_(setting), index_(index), size_(size), index_of_(index_of) {}
+  // `place` is this rank's place among `size`, and `place_of` the place of each rank of the group.
+  PullChoice(PeerReads setting, int place, int size, const std::vector<int>& place_of)
+      : setting_(setting), place_(place), size_(size), place_of_(place_of) {}
 
   // Whether this rank's arrays are large enough for others to read them in its memory, and stay as they are
   // while others do. Only then is there a choice.
@@ -30,7 +30,7 @@ class PullChoice {
   int chooser_of(const Collective& collective) const;
   // Whether this is that rank, and there is something to choose.
   bool is_chooser(const Collective& collective) const {
-    return is_open(collective) && index_ == chooser_of(collective);
+    return is_open(collective) && place_ == chooser_of(collective);
   }
 
   // What the rank that chooses said the last time.
@@ -45,8 +45,8 @@ class PullChoice {
   bool is_open_to_long(const Collective& collective) const;
 
   const PeerReads setting_;
-  const int index_, size_;
-  const std::vector<int>& index_of_;
+  const int place_, size_;
+  const std::vector<int>& place_of_;
   // Of the operations before the barrier.
   static constexpr auto kNumOps = static_cast<std::size_t>(Op::barrier);
   static std::size_t row_of(const Collective& collective) { return static_cast<std::size_t>(collective.op); }

@@ -23,27 +23,27 @@ constexpr std::int64_t kTakerNs = 1000;
 
 }  // namespace
 
-ShmChannel::ShmChannel(std::shared_ptr<Segment> segment, std::shared_ptr<PeerMemory> peer_memory, int index,
+ShmChannel::ShmChannel(std::shared_ptr<Segment> segment, std::shared_ptr<PeerMemory> peer_memory, int place,
                        int peer, int peer_rank)
     : segment_(std::move(segment)),
       peer_memory_(std::move(peer_memory)),
-      index_(index),
+      place_(place),
       peer_(peer),
       peer_rank_(peer_rank),
       ring_nbytes_(segment_->layout().channel_nbytes),
-      outgoing_(segment_->channel(index, peer)),
-      incoming_(segment_->channel(peer, index)),
-      outgoing_cells_(segment_->cells(index, peer)),
-      incoming_cells_(segment_->cells(peer, index)),
-      outgoing_ring_(segment_->ring(index, peer)),
-      incoming_ring_(segment_->ring(peer, index)) {}
+      outgoing_(segment_->channel(place, peer)),
+      incoming_(segment_->channel(peer, place)),
+      outgoing_cells_(segment_->cells(place, peer)),
+      incoming_cells_(segment_->cells(peer, place)),
+      outgoing_ring_(segment_->ring(place, peer)),
+      incoming_ring_(segment_->ring(peer, place)) {}
 
 bool ShmChannel::has_departed() const { return segment_->control(peer_).has_left(); }
 
 // Called after a sequentially consistent store, which is the publisher's fence of parking.hpp.
 void ShmChannel::wake_peer() {
   std::atomic<std::uint32_t>& word = segment_->message_sleeper(peer_);
-  if (is_parked_for(word.load(std::memory_order_seq_cst), index_)) unpark(word);
+  if (is_parked_for(word.load(std::memory_order_seq_cst), place_)) unpark(word);
 }
 
 // ---- Sending ---------------------------------------------------------------

@@ -27,8 +27,8 @@ namespace ferro {
 
 class ShmChannel final : public Channel {
  public:
-  // Between the ranks at `index` (this one) and `peer` of the segment.
-  ShmChannel(std::shared_ptr<Segment> segment, std::shared_ptr<PeerMemory> peer_memory, int index, int peer,
+  // Between the ranks at `place` (this one) and `peer` of the segment.
+  ShmChannel(std::shared_ptr<Segment> segment, std::shared_ptr<PeerMemory> peer_memory, int place, int peer,
              int peer_rank);
 
   bool try_send(Message& message) override;
@@ -51,7 +51,7 @@ class ShmChannel final : public Channel {
 
   const std::shared_ptr<Segment> segment_;
   const std::shared_ptr<PeerMemory> peer_memory_;
-  const int index_;
+  const int place_;
   const int peer_;
   const int peer_rank_;
   const std::size_t ring_nbytes_;

@@ -232,15 +232,15 @@ void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots&
     return segment_->window(rank) + (round_ + round) % slots.number * slots.nbytes;
   };
   const auto stage_round = [&](std::uint64_t round) {
-    if (!roles.is_producer(index_)) return;
+    if (!roles.is_producer(place_)) return;
     await_free_slot(call, round, slots.number, roles);
-    stage(round, slot_of(index_, round));
+    stage(round, slot_of(place_, round));
     advance(&RankControl::staged, count_after(round));
   };
   const auto consume_round = [&](std::uint64_t round) {
-    if (!roles.is_consumer(index_)) return;
+    if (!roles.is_consumer(place_)) return;
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer == index_ || !roles.is_producer(peer)) continue;
+      if (peer == place_ || !roles.is_producer(peer)) continue;
       await_counter(call, peer, &RankControl::staged, count_after(round));
       inputs_.at[peer] = slot_of(peer, round);
     }
@@ -255,7 +255,7 @@ void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots&
 void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_t num_slots, Roles roles) {
   if (round < num_slots) return;
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer == index_ || !roles.is_consumer(peer)) continue;
+    if (peer == place_ || !roles.is_consumer(peer)) continue;
     await_counter(call, peer, &RankControl::consumed, count_after(round - num_slots));
   }
 }
@@ -277,7 +277,7 @@ void ShmTransport::allreduce(Call& call, const Collective& c) {
 // Each rank reduces its share from everybody's input into everybody's output.
 void ShmTransport::allreduce_symmetric(Call& call, const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
-  const Range share = share_of({0, c.count}, size_, index_, itemsize);
+  const Range share = share_of({0, c.count}, size_, place_, itemsize);
   const auto reduce_range = [&](Range range) {
     const std::size_t offset = (share.first + range.first) * itemsize;
     for (int peer = 0; peer < size_; ++peer) {
@@ -294,12 +294,12 @@ void ShmTransport::allreduce_symmetric(Call& call, const Collective& c) {
 void ShmTransport::allreduce_pulled(Call& call, const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
   const auto share = [&](int rank) { return share_of({0, c.count}, size_, rank, itemsize); };
-  const Range own = share(index_);
+  const Range own = share(place_);
   reduce_in_passes(call, c, bytes(c.out) + own.first * itemsize, own);
   fence(call, own.count * itemsize);
   check_group();
   for (int step = 1; step < size_; ++step) {
-    const int peer = (index_ + step) % size_;
+    const int peer = (place_ + step) % size_;
     const std::size_t offset = share(peer).first * itemsize;
     copy_from(call, peer, inputs_.is_output_foreign[peer], bytes(c.out) + offset,
               inputs_.output_at[peer] + offset, share(peer).count * itemsize);
@@ -310,7 +310,7 @@ void ShmTransport::allreduce_pulled(Call& call, const Collective& c) {
 void ShmTransport::allreduce_pulled_whole(Call& call, const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
   for (int step = 0; step < size_; ++step) {
-    const Range part = share_of({0, c.count}, size_, (index_ + step) % size_, itemsize);
+    const Range part = share_of({0, c.count}, size_, (place_ + step) % size_, itemsize);
     reduce_in_passes(call, c, bytes(c.out) + part.first * itemsize, part);
   }
 }
@@ -328,7 +328,7 @@ void ShmTransport::allreduce_one_shot(Call& call, const Collective& c) {
       },
       [&](std::uint64_t round) {
         const Range range = rounds[round];
-        inputs_.at[index_] = bytes(c.in) + range.first * itemsize;
+        inputs_.at[place_] = bytes(c.in) + range.first * itemsize;
         reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count, c.count * itemsize);
       });
 }
@@ -345,7 +345,7 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
   const std::size_t itemsize = item_size(c.dtype);
   const TwoShotSlots slots(*segment_, size_, round_);
   const Rounds rounds(c.count, slots.piece_nbytes * size_ / itemsize);
-  const bool is_collector = sole_collector == Roles::kEverybody || sole_collector == index_;
+  const bool is_collector = sole_collector == Roles::kEverybody || sole_collector == place_;
   const auto share = [&](std::uint64_t round, int rank) {
     return share_of(rounds[round], size_, rank, itemsize);
   };
@@ -354,20 +354,20 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
     await_free_slot(call, round, slots.kNumber, {});
     for (int peer = 0; peer < size_; ++peer) {
       const Range range = share(round, peer);
-      if (peer != index_)
-        staging_.copy(slots.staged_at(index_, round, peer), bytes(c.in) + range.first * itemsize,
+      if (peer != place_)
+        staging_.copy(slots.staged_at(place_, round, peer), bytes(c.in) + range.first * itemsize,
                       range.count * itemsize);
     }
     advance(&RankControl::staged, count_after(round));
   };
   const auto reduce_share = [&](std::uint64_t round) {
-    const Range own = share(round, index_);
+    const Range own = share(round, place_);
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != index_) await_counter(call, peer, &RankControl::staged, count_after(round));
-      inputs_.at[peer] = slots.staged_at(peer, round, index_);
+      if (peer != place_) await_counter(call, peer, &RankControl::staged, count_after(round));
+      inputs_.at[peer] = slots.staged_at(peer, round, place_);
     }
-    inputs_.at[index_] = bytes(c.in) + own.first * itemsize;
-    unsigned char* result = slots.result_at(index_, round);
+    inputs_.at[place_] = bytes(c.in) + own.first * itemsize;
+    unsigned char* result = slots.result_at(place_, round);
     // A rank that collects needs its own share as well: reduced there, it is copied for the peers.
     unsigned char* reduced = is_collector ? bytes(c.out) + own.first * itemsize : result;
     reduce_inputs(c, reduced, 0, own.count);
@@ -378,7 +378,7 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
   const auto collect = [&](std::uint64_t round) {
     if (!is_collector) return;
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer == index_) continue;
+      if (peer == place_) continue;
       const Range range = share(round, peer);
       await_counter(call, peer, &RankControl::reduced, count_after(round));
       copy_to_user(bytes(c.out) + range.first * itemsize, slots.result_at(peer, round),
@@ -391,13 +391,13 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
 }
 
 void ShmTransport::reduce(Call& call, const Collective& c) {
-  if (!inputs_.are_complete) return reduce_two_shot(call, c, index_of_[c.root]);
+  if (!inputs_.are_complete) return reduce_two_shot(call, c, place_of_[c.root]);
   if (is_root(c)) reduce_in_passes(call, c, c.out, {0, c.count});
 }
 
 void ShmTransport::reduce_scatter(Call& call, const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
-  if (inputs_.are_complete) return reduce_in_passes(call, c, c.out, {c.count * index_, c.count});
+  if (inputs_.are_complete) return reduce_in_passes(call, c, c.out, {c.count * place_, c.count});
   const Slots slots = slots_for(c.count * itemsize, size_ - 1);
   const Rounds rounds(c.count, slots.piece_nbytes / itemsize);
   run_rounds(
@@ -405,15 +405,15 @@ void ShmTransport::reduce_scatter(Call& call, const Collective& c) {
       [&](std::uint64_t round, unsigned char* slot) {
         const Range range = rounds[round];
         for (int peer = 0; peer < size_; ++peer)
-          if (peer != index_)
-            staging_.copy(slot + piece_offset(slots, index_, peer),
+          if (peer != place_)
+            staging_.copy(slot + piece_offset(slots, place_, peer),
                           bytes(c.in) + (peer * c.count + range.first) * itemsize, range.count * itemsize);
       },
       [&](std::uint64_t round) {
         const Range range = rounds[round];
         for (int peer = 0; peer < size_; ++peer)
-          if (peer != index_) inputs_.at[peer] += piece_offset(slots, peer, index_);
-        inputs_.at[index_] = bytes(c.in) + (index_ * c.count + range.first) * itemsize;
+          if (peer != place_) inputs_.at[peer] += piece_offset(slots, peer, place_);
+        inputs_.at[place_] = bytes(c.in) + (place_ * c.count + range.first) * itemsize;
         reduce_inputs(c, bytes(c.out) + range.first * itemsize, 0, range.count, c.count * itemsize);
       });
 }
@@ -422,7 +422,7 @@ void ShmTransport::reduce_scatter(Call& call, const Collective& c) {
 
 void ShmTransport::broadcast(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
-  const int root = index_of_[c.root];
+  const int root = place_of_[c.root];
   if (inputs_.are_complete)
     return copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root], nbytes);
   const Slots slots = slots_for(nbytes, 1);
@@ -436,19 +436,19 @@ void ShmTransport::broadcast(Call& call, const Collective& c) {
         copy_part(bytes(c.out) + range.first, bytes(c.in) + range.first, range.count, nbytes);
       },
       [&](std::uint64_t round) {
-        if (index_ != root)
+        if (place_ != root)
           copy_to_user(bytes(c.out) + rounds[round].first, inputs_.at[root], rounds[round].count, nbytes);
       });
 }
 
 void ShmTransport::all_gather(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
-  unsigned char* own = bytes(c.out) + index_ * nbytes;
+  unsigned char* own = bytes(c.out) + place_ * nbytes;
   if (inputs_.are_complete) {
     copy_block(call, own, c.in, nbytes);
     // Each rank begins with a different peer, so that none is read by all at once.
     for (int step = 1; step < size_; ++step) {
-      const int peer = (index_ + step) % size_;
+      const int peer = (place_ + step) % size_;
       copy_from(call, peer, inputs_.is_foreign[peer], bytes(c.out) + peer * nbytes, inputs_.at[peer], nbytes);
     }
     return;
@@ -464,7 +464,7 @@ void ShmTransport::all_gather(Call& call, const Collective& c) {
       },
       [&](std::uint64_t round) {
         for (int peer = 0; peer < size_; ++peer)
-          if (peer != index_)
+          if (peer != place_)
             copy_to_user(bytes(c.out) + peer * nbytes + rounds[round].first, inputs_.at[peer],
                          rounds[round].count, nbytes * size_);
       });
@@ -472,10 +472,10 @@ void ShmTransport::all_gather(Call& call, const Collective& c) {
 
 void ShmTransport::gather(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
-  const int root = index_of_[c.root];
-  if (index_ == root) copy_block(call, bytes(c.out) + index_ * nbytes, c.in, nbytes);
+  const int root = place_of_[c.root];
+  if (place_ == root) copy_block(call, bytes(c.out) + place_ * nbytes, c.in, nbytes);
   if (inputs_.are_complete) {
-    for (int peer = 0; peer < size_ && index_ == root; ++peer)
+    for (int peer = 0; peer < size_ && place_ == root; ++peer)
       if (peer != root) copy_block(call, bytes(c.out) + peer * nbytes, inputs_.at[peer], nbytes);
     return;
   }
@@ -484,7 +484,7 @@ void ShmTransport::gather(Call& call, const Collective& c) {
   run_rounds(
       call, rounds.number(), slots, Roles{Roles::kEverybody, root},
       [&](std::uint64_t round, void* slot) {
-        if (index_ != root) staging_.copy(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
+        if (place_ != root) staging_.copy(slot, bytes(c.in) + rounds[round].first, rounds[round].count);
       },
       [&](std::uint64_t round) {
         for (int peer = 0; peer < size_; ++peer)
@@ -496,10 +496,10 @@ void ShmTransport::gather(Call& call, const Collective& c) {
 
 void ShmTransport::scatter(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
-  const int root = index_of_[c.root];
+  const int root = place_of_[c.root];
   if (inputs_.are_complete)
-    return copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root] + index_ * nbytes, nbytes);
-  if (index_ == root) copy_block(call, c.out, bytes(c.in) + root * nbytes, nbytes);
+    return copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root] + place_ * nbytes, nbytes);
+  if (place_ == root) copy_block(call, c.out, bytes(c.in) + root * nbytes, nbytes);
   const Slots slots = slots_for(nbytes, size_ - 1);
   const Rounds rounds(nbytes, slots.piece_nbytes);
   run_rounds(
@@ -511,9 +511,9 @@ void ShmTransport::scatter(Call& call, const Collective& c) {
                           bytes(c.in) + peer * nbytes + rounds[round].first, rounds[round].count);
       },
       [&](std::uint64_t round) {
-        if (index_ != root)
+        if (place_ != root)
           copy_to_user(bytes(c.out) + rounds[round].first,
-                       inputs_.at[root] + piece_offset(slots, root, index_), rounds[round].count, nbytes);
+                       inputs_.at[root] + piece_offset(slots, root, place_), rounds[round].count, nbytes);
       });
 }
 
@@ -521,9 +521,9 @@ void ShmTransport::all_to_all(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
   if (inputs_.are_complete) {
     for (int step = 0; step < size_; ++step) {
-      const int peer = (index_ + step) % size_;
+      const int peer = (place_ + step) % size_;
       copy_from(call, peer, inputs_.is_foreign[peer], bytes(c.out) + peer * nbytes,
-                inputs_.at[peer] + index_ * nbytes, nbytes);
+                inputs_.at[peer] + place_ * nbytes, nbytes);
     }
     return;
   }
@@ -538,7 +538,7 @@ void ShmTransport::all_to_all_uneven(Call& call, const Collective& c) {
     for (int dst = 0; dst < size_; ++dst)
       if (src != dst) most = std::max<std::size_t>(most, sent[dst]);
   }
-  const std::size_t largest = std::max(most, c.send_counts[index_]) * item_size(c.dtype);
+  const std::size_t largest = std::max(most, c.send_counts[place_]) * item_size(c.dtype);
   if (largest > shm_cost::kBriefNbytes) call.begin_blocking();
   all_to_all_rounds(call, c, c.send_counts, c.recv_counts, most);
 }
@@ -559,24 +559,24 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
     const std::size_t first = std::min(range.first, count);
     return Range{first, std::min(range.count, count - first)};
   };
-  copy_block(call, bytes(c.out) + recv_first[index_] * itemsize, bytes(c.in) + send_first[index_] * itemsize,
-             send_counts[index_] * itemsize);
+  copy_block(call, bytes(c.out) + recv_first[place_] * itemsize, bytes(c.in) + send_first[place_] * itemsize,
+             send_counts[place_] * itemsize);
   run_rounds(
       call, rounds.number(), slots, {},
       [&](std::uint64_t round, unsigned char* slot) {
         for (int peer = 0; peer < size_; ++peer) {
           const Range range = clip(round, send_counts[peer]);
-          if (peer != index_)
-            staging_.copy(slot + piece_offset(slots, index_, peer),
+          if (peer != place_)
+            staging_.copy(slot + piece_offset(slots, place_, peer),
                           bytes(c.in) + (send_first[peer] + range.first) * itemsize, range.count * itemsize);
         }
       },
       [&](std::uint64_t round) {
         for (int peer = 0; peer < size_; ++peer) {
           const Range range = clip(round, recv_counts[peer]);
-          if (peer != index_)
+          if (peer != place_)
             copy_to_user(bytes(c.out) + (recv_first[peer] + range.first) * itemsize,
-                         inputs_.at[peer] + piece_offset(slots, peer, index_), range.count * itemsize,
+                         inputs_.at[peer] + piece_offset(slots, peer, place_), range.count * itemsize,
                          range.count * itemsize);
         }
       });

@@ -68,14 +68,14 @@ std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is
 
 void ShmTransport::publish_header(const Collective& collective) {
   const unsigned parity = ++sequence_ & 1;
-  HeaderSlot& slot = segment_->header(index_, parity);
+  HeaderSlot& slot = segment_->header(place_, parity);
   if (is_uneven(collective)) {
     publish_counts(collective, slot);
   } else {
     publish_input(collective, slot);
   }
   // Made where it stays: a copy would wait until all the fields of the original are in the cache.
-  const auto* fingerprint = new (&segment_->control(index_).fingerprints[parity])
+  const auto* fingerprint = new (&segment_->control(place_).fingerprints[parity])
       Fingerprint(fingerprint_of(collective, sequence_));
   own_flag_ = flag_of(sequence_, hash(*fingerprint));
   // Last: a peer that sees this sequence may read all of the above.
@@ -101,7 +101,7 @@ std::size_t ShmTransport::place_of_small(std::size_t nbytes) const {
 void ShmTransport::prepare_next_small() {
   const std::size_t nbytes = std::exchange(small_nbytes_, 0);
   if (!shm_cost::is_worth_preparing(nbytes) || !staging_.writes_through_caches()) return;
-  prepare_to_write(segment_->small_ring(index_) + place_of_small(nbytes), nbytes);
+  prepare_to_write(segment_->small_ring(place_) + place_of_small(nbytes), nbytes);
 }
 
 // The rows of counts are all that the header of an uneven all_to_all carries.
@@ -110,7 +110,7 @@ void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot
   Places places{};
   places.staged_at = next_small(2 * sizeof(std::uint64_t) * static_cast<std::size_t>(size_));
   std::memcpy(slot.payload, &places, sizeof places);
-  auto* counts = reinterpret_cast<std::uint64_t*>(segment_->small_ring(index_) + places.staged_at);
+  auto* counts = reinterpret_cast<std::uint64_t*>(segment_->small_ring(place_) + places.staged_at);
   for (int peer = 0; peer < size_; ++peer) {
     counts[peer] = collective.send_counts[peer];
     counts[size_ + peer] = collective.recv_counts[peer];
@@ -153,7 +153,7 @@ void ShmTransport::stage_small(const Collective& collective, std::size_t nbytes,
   places.staged_at = next_small(nbytes);
   places.is_staged = true;
   small_nbytes_ = nbytes;
-  unsigned char* const staged = segment_->small_ring(index_) + places.staged_at;
+  unsigned char* const staged = segment_->small_ring(place_) + places.staged_at;
   staging_.copy(staged, collective.in, nbytes);
   if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
   if (start_ns != 0)
@@ -182,14 +182,14 @@ void ShmTransport::check_fingerprints() const {
   const Fingerprint& first = segment_->control(0).fingerprints[parity];
   for (int peer = 1; peer < size_; ++peer) {
     const Fingerprint& other = segment_->control(peer).fingerprints[parity];
-    if (other != first) throw mismatch_error(members_[index_], members_[0], first, members_[peer], other);
+    if (other != first) throw mismatch_error(members_[place_], members_[0], first, members_[peer], other);
   }
 }
 
 // The rows that a rank published: what it sends to each, then what it expects from each.
-const std::uint64_t* ShmTransport::counts_of(int index) const {
-  const Places places = places_of(segment_->header(index, sequence_ & 1));
-  return reinterpret_cast<const std::uint64_t*>(segment_->small_ring(index) + places.staged_at);
+const std::uint64_t* ShmTransport::counts_of(int place) const {
+  const Places places = places_of(segment_->header(place, sequence_ & 1));
+  return reinterpret_cast<const std::uint64_t*>(segment_->small_ring(place) + places.staged_at);
 }
 
 void ShmTransport::check_counts() const {
@@ -198,7 +198,7 @@ void ShmTransport::check_counts() const {
     for (int dst = 0; dst < size_; ++dst) {
       const std::uint64_t* received = counts_of(dst) + size_;
       if (sent[dst] == received[src]) continue;
-      throw Error(ErrorCode::mismatch, members_[index_ == src ? dst : src],
+      throw Error(ErrorCode::mismatch, members_[place_ == src ? dst : src],
                   "rank " + std::to_string(members_[src]) + " sends " + elements(sent[dst]) + " to rank " +
                       std::to_string(members_[dst]) + ", which expects " + std::to_string(received[src]));
     }
@@ -215,7 +215,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
 
   const bool is_pulled = agree_to_pull(collective);
   const unsigned parity = sequence_ & 1;
-  const int root = has_root(collective.op) ? index_of_[collective.root] : -1;
+  const int root = has_root(collective.op) ? place_of_[collective.root] : -1;
   for (int peer = 0; peer < size_; ++peer) {
     const std::size_t nbytes = input_nbytes(collective, size_, peer == root);
     const HeaderSlot& slot = segment_->header(peer, parity);
@@ -236,7 +236,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
       inputs_.staging_ns = std::max(inputs_.staging_ns, places.staging_ns);
     } else if (is_pulled) {
       input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(places.address));
-      inputs_.is_foreign[peer] = peer != index_;
+      inputs_.is_foreign[peer] = peer != place_;
       find_output(peer, places.out, places.out_address);
       inputs_.are_borrowed = inputs_.are_pulled = true;
     } else {
@@ -248,14 +248,14 @@ void ShmTransport::find_inputs(const Collective& collective) {
   if (collective.op == Op::allreduce && !inputs_.are_symmetric && !inputs_.are_pulled)
     inputs_.are_complete &= !inputs_.are_borrowed;
   inputs_.are_borrowed &= inputs_.are_complete;
-  inputs_.at[index_] = static_cast<const unsigned char*>(collective.in);
+  inputs_.at[place_] = static_cast<const unsigned char*>(collective.in);
 }
 
 // The same where every header carries all that its rank gives.
 void ShmTransport::find_inline_inputs(const Collective& collective) {
   const unsigned parity = sequence_ & 1;
   for (int peer = 0; peer < size_; ++peer) inputs_.at[peer] = segment_->header(peer, parity).payload;
-  inputs_.at[index_] = static_cast<const unsigned char*>(collective.in);
+  inputs_.at[place_] = static_cast<const unsigned char*>(collective.in);
   inputs_.are_symmetric = false;
 }
 
@@ -271,7 +271,7 @@ void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t 
 bool ShmTransport::agree_to_pull(const Collective& collective) {
   if (!pull_choice_.is_open(collective)) return false;
   for (int peer = 0; peer < size_; ++peer)
-    if (peer != index_) peer_memory_->can_read(peer);
+    if (peer != place_) peer_memory_->can_read(peer);
   const unsigned parity = sequence_ & 1;
   const int chooser = pull_choice_.chooser_of(collective);
   pull_choice_.set_pulled(collective, places_of(segment_->header(chooser, parity)).shall_be_pulled_next);
@@ -282,7 +282,7 @@ bool ShmTransport::agree_to_pull(const Collective& collective) {
 
 void ShmTransport::fence(Call& call, std::size_t nbytes) {
   read_nbytes_ = nbytes;
-  segment_->header(index_, (sequence_ + 1) & 1).payload[0] = inputs_.were_read;
+  segment_->header(place_, (sequence_ + 1) & 1).payload[0] = inputs_.were_read;
   publish_header(Collective{});
   await_headers(call);
   read_nbytes_ = 0;

@@ -14,7 +14,7 @@ namespace ferro {
 RankSet ShmTransport::find_missing() {
   const AbortReason reason = aborted();
   if (std::find(members_.begin(), members_.end(), reason.reporter) == members_.end()) return {};
-  const RankControl& control = segment_->control(index_of_[reason.reporter]);
+  const RankControl& control = segment_->control(place_of_[reason.reporter]);
   return control.has_testified.load(std::memory_order_acquire) != 0 ? control.awaited : RankSet{};
 }
 
@@ -42,7 +42,7 @@ void ShmTransport::add_awaited(RankSet& ranks) const {
 }
 
 void ShmTransport::testify(const RankSet& awaited) noexcept {
-  RankControl& control = segment_->control(index_);
+  RankControl& control = segment_->control(place_);
   if (awaited.none() || control.is_testifying.exchange(1, std::memory_order_acq_rel) != 0) return;
   control.awaited = awaited;
   control.has_testified.store(1, std::memory_order_release);
@@ -55,23 +55,23 @@ void ShmTransport::note_awaited_in_messages(const Call& call, const RankSet& awa
     while (!awaited.test(static_cast<std::size_t>(members_[word++]))) continue;
     word |= RankControl::kInMessages;
   }
-  segment_->control(index_).stuck_for.store(word, std::memory_order_relaxed);
+  segment_->control(place_).stuck_for.store(word, std::memory_order_relaxed);
 }
 
 void ShmTransport::note_several_callers() noexcept {
-  segment_->control(index_).has_several_callers.store(1, std::memory_order_relaxed);
+  segment_->control(place_).has_several_callers.store(1, std::memory_order_relaxed);
 }
 
 void ShmTransport::trace(const Call& call, Error& error) const {
   Testimonies testimonies;
-  testimonies.add({error.code, error.peer, members_[index_], 0});
+  testimonies.add({error.code, error.peer, members_[place_], 0});
   RankSet awaited;
   for (const int rank : error.missing) awaited.set(static_cast<std::size_t>(rank));
-  awaited[static_cast<std::size_t>(members_[index_])] = holds_up_rank(call);
-  testimonies.add(members_[index_], awaited);
+  awaited[static_cast<std::size_t>(members_[place_])] = holds_up_rank(call);
+  testimonies.add(members_[place_], awaited);
   const Clock::time_point start = Clock::now();
   for (const int rank : error.missing) {
-    for (int peer = index_of_[rank]; !testimonies.has_heard(members_[peer]);) {
+    for (int peer = place_of_[rank]; !testimonies.has_heard(members_[peer]);) {
       const int next = stuck_for(peer, start);
       if (next < 0) break;
       RankSet stuck;
@@ -101,7 +101,7 @@ void ShmTransport::add_testimonies(Testimonies& testimonies) {
 int ShmTransport::culprit_behind(int peer) const {
   for (int step = 0; step < size_; ++step) {
     const std::uint32_t word = segment_->collective_sleeper(peer).load(std::memory_order_relaxed);
-    if (word == kAwake || word > static_cast<std::uint32_t>(size_) || static_cast<int>(word) - 1 == index_)
+    if (word == kAwake || word > static_cast<std::uint32_t>(size_) || static_cast<int>(word) - 1 == place_)
       break;
     peer = static_cast<int>(word) - 1;
   }
@@ -112,7 +112,7 @@ int ShmTransport::culprit_behind(int peer) const {
 // main thread may wait while the rank itself is at work.
 bool ShmTransport::holds_up_rank(const Call& call) const {
   return !call.is_in_background() && (!are_processes_ || is_main_thread()) &&
-         segment_->control(index_).has_several_callers.load(std::memory_order_relaxed) == 0;
+         segment_->control(place_).has_several_callers.load(std::memory_order_relaxed) == 0;
 }
 
 // Whom a peer waits for that can do nothing else; -1 if there is no such wait. A peer that has noted one and
@@ -124,12 +124,12 @@ int ShmTransport::stuck_for(int peer, Clock::time_point start) const {
   do {
     if (control.has_several_callers.load(std::memory_order_relaxed) != 0) return -1;
     const std::uint32_t word = control.stuck_for.load(std::memory_order_relaxed);
-    const std::uint32_t place = word & ~RankControl::kInMessages;
-    if (place == kAwake || place > static_cast<std::uint32_t>(size_)) return -1;
+    const std::uint32_t place_plus_one = word & ~RankControl::kInMessages;
+    if (place_plus_one == kAwake || place_plus_one > static_cast<std::uint32_t>(size_)) return -1;
     const bool sleeps = (word & RankControl::kInMessages) != 0
                             ? segment_->message_sleeper(peer).load(std::memory_order_relaxed) == kAnyPeer
                             : segment_->collective_sleeper(peer).load(std::memory_order_relaxed) == word;
-    if (sleeps) return static_cast<int>(place) - 1;
+    if (sleeps) return static_cast<int>(place_plus_one) - 1;
     sched_yield();
   } while (std::chrono::duration<double>(Clock::now() - start).count() < kWaitSliceSeconds);
   return -1;

@@ -10,36 +10,36 @@
 
 namespace ferro {
 
-ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members,
+ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int place, std::vector<int> members,
                            SpinPolicy spin, bool are_processes, std::shared_ptr<PeerMemory> peer_memory)
     : segment_(std::move(segment)),
-      index_(index),
+      place_(place),
       size_(static_cast<int>(members.size())),
       members_(std::move(members)),
       spin_(spin),
       are_processes_(are_processes),
       peer_memory_(std::move(peer_memory)),
-      pull_choice_(peer_memory_->setting(), index_, size_, index_of_),
+      pull_choice_(peer_memory_->setting(), place_, size_, place_of_),
       sources_(members_.size()),
       outputs_(members_.size()) {
   inputs_.at.resize(members_.size());
   inputs_.output_at.resize(members_.size());
   inputs_.is_foreign.resize(members_.size());
   inputs_.is_output_foreign.resize(members_.size());
-  index_of_.assign(*std::max_element(members_.begin(), members_.end()) + 1, -1);
-  for (int i = 0; i < size_; ++i) index_of_[members_[i]] = i;
-  if (are_processes && size_ > 1) watchdog_ = std::make_unique<Watchdog>(segment_, index_, members_);
+  place_of_.assign(*std::max_element(members_.begin(), members_.end()) + 1, -1);
+  for (int i = 0; i < size_; ++i) place_of_[members_[i]] = i;
+  if (are_processes && size_ > 1) watchdog_ = std::make_unique<Watchdog>(segment_, place_, members_);
 }
 
 ShmTransport::~ShmTransport() { close(); }
 
 void ShmTransport::close() noexcept {
-  if (segment_->control(index_).has_departed.exchange(1, std::memory_order_seq_cst) != 0) return;
+  if (segment_->control(place_).has_departed.exchange(1, std::memory_order_seq_cst) != 0) return;
   watchdog_.reset();
   for (int peer = 0; peer < size_; ++peer) {
     for (std::atomic<std::uint32_t>* word :
          {&segment_->collective_sleeper(peer), &segment_->message_sleeper(peer)})
-      if (is_parked_for(word->load(std::memory_order_seq_cst), index_)) unpark(*word);
+      if (is_parked_for(word->load(std::memory_order_seq_cst), place_)) unpark(*word);
   }
 }
 
@@ -83,7 +83,7 @@ bool ShmTransport::attempt(Call& call, const Collective& collective) {
   await_headers(call);
   // All ranks have read what stood in the slot that this one fills next. Where the slot takes the whole
   // input, peers wait for the store to it, and their caches still hold the line.
-  if (is_inline_) prepare_to_write(&segment_->header(index_, (sequence_ + 1) & 1));
+  if (is_inline_) prepare_to_write(&segment_->header(place_, (sequence_ + 1) & 1));
   find_inputs(collective);
   const bool is_timed = pull_choice_.is_chooser(collective);
   const auto start = is_timed ? Clock::now() : Clock::time_point{};
@@ -133,8 +133,8 @@ bool ShmTransport::spin(Ready ready) const {
 
 template <class Ready>
 void ShmTransport::sleep(Call& call, int peer, Ready ready) {
-  std::atomic<std::uint32_t>& word = segment_->collective_sleeper(index_);
-  std::atomic<std::uint32_t>& stuck_for = segment_->control(index_).stuck_for;
+  std::atomic<std::uint32_t>& word = segment_->collective_sleeper(place_);
+  std::atomic<std::uint32_t>& stuck_for = segment_->control(place_).stuck_for;
   const bool is_stuck = holds_up_rank(call);
   if (is_stuck) stuck_for.store(static_cast<std::uint32_t>(peer) + 1, std::memory_order_relaxed);
   while (!ready()) {
@@ -181,7 +181,7 @@ void ShmTransport::check_group() const { aborted().throw_if_set(); }
 void ShmTransport::wake_sleepers() {
   for (int peer = 0; peer < size_; ++peer) {
     std::atomic<std::uint32_t>& word = segment_->collective_sleeper(peer);
-    if (is_parked_for(word.load(std::memory_order_seq_cst), index_)) unpark(word);
+    if (is_parked_for(word.load(std::memory_order_seq_cst), place_)) unpark(word);
   }
 }
 
@@ -216,7 +216,7 @@ void ShmTransport::await_counter(Call& call, int peer, std::atomic<std::uint64_t
 }
 
 void ShmTransport::advance(std::atomic<std::uint64_t> RankControl::* counter, std::uint64_t value) {
-  (segment_->control(index_).*counter).store(value, std::memory_order_seq_cst);
+  (segment_->control(place_).*counter).store(value, std::memory_order_seq_cst);
   wake_sleepers();
 }
 

@@ -24,13 +24,13 @@ namespace ferro {
 
 struct Places;  // what a header carries
 
-// In here a `peer`, like `index_`, is a place in the segment: members_[place] is the rank that has it,
-// index_of_[rank] the place of a rank. Roots, errors and abort reasons name ranks.
+// In here a `peer`, like `place_`, is a place in the segment: members_[place] is the rank that has it,
+// place_of_[rank] the place of a rank. Roots, errors and abort reasons name ranks.
 class ShmTransport final : public Transport {
  public:
-  // `index` is this rank's place in the segment; `members` gives the rank, in the
+  // `place` is this rank's place in the segment; `members` gives the rank, in the
   // group, at every place. Ranks that are processes of their own are watched for death.
-  ShmTransport(std::shared_ptr<Segment> segment, int index, std::vector<int> members, SpinPolicy spin,
+  ShmTransport(std::shared_ptr<Segment> segment, int place, std::vector<int> members, SpinPolicy spin,
                bool are_processes, std::shared_ptr<PeerMemory> peer_memory);
   ~ShmTransport() override;
 
@@ -63,7 +63,7 @@ class ShmTransport final : public Transport {
   bool may_lend(const Collective& collective, const void* data, std::size_t nbytes) const;
   void check_fingerprints() const;
   void check_counts() const;
-  const std::uint64_t* counts_of(int index) const;
+  const std::uint64_t* counts_of(int place) const;
   std::size_t place_of_small(std::size_t nbytes) const;
   std::size_t next_small(std::size_t nbytes);
   void prepare_next_small();
@@ -141,8 +141,8 @@ class ShmTransport final : public Transport {
     int producer = kEverybody;  // who stages
     int consumer = kEverybody;  // who reads what was staged
 
-    bool is_producer(int index) const { return producer == kEverybody || producer == index; }
-    bool is_consumer(int index) const { return consumer == kEverybody || consumer == index; }
+    bool is_producer(int place) const { return producer == kEverybody || producer == place; }
+    bool is_consumer(int place) const { return consumer == kEverybody || consumer == place; }
   };
   // How one collective divides the windows: one slot a round, and in it a piece for each
   // reader, or one piece for all of them.
@@ -168,7 +168,7 @@ class ShmTransport final : public Transport {
   // What a rank's counters of rounds show once it is done with `round` of this collective.
   std::uint64_t count_after(std::uint64_t round) const { return round_ + round + 1; }
 
-  bool is_root(const Collective& collective) const { return members_[index_] == collective.root; }
+  bool is_root(const Collective& collective) const { return members_[place_] == collective.root; }
 
   // Where the input of every rank can be read, by place, once all headers have arrived. Every rank finds one
   // and the same of these:
@@ -202,12 +202,12 @@ class ShmTransport final : public Transport {
   };
 
   std::shared_ptr<Segment> segment_;
-  const int index_;
+  const int place_;
   const int size_;
   const std::vector<int> members_;
   const SpinPolicy spin_;
   const bool are_processes_;   // the ranks, or else threads of one
-  std::vector<int> index_of_;  // place in the segment, by rank of the group
+  std::vector<int> place_of_;  // place in the segment, by rank of the group
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
@@ -220,7 +220,7 @@ class ShmTransport final : public Transport {
   // Set by fence() for the wait in it: what peers may be reading meanwhile.
   std::size_t read_nbytes_ = 0;
   // In the slow part of a wait: the peer waited for, and in which sequence, as flag_of(sequence,
-  // index). kNobody otherwise. Informs other threads, orders nothing.
+  // place). kNobody otherwise. Informs other threads, orders nothing.
   static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
   std::atomic<std::uint64_t> awaited_{kNobody};
   std::size_t next_small_ = 0;  // where this rank's ring of small payloads goes on

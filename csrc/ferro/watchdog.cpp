@@ -22,8 +22,8 @@ bool kernel_notices_deaths() noexcept {
          syscall(SYS_set_robust_list, list, nbytes) == 0;
 }
 
-Watchdog::Watchdog(std::shared_ptr<Segment> segment, int index, std::vector<int> members)
-    : segment_(std::move(segment)), index_(index), members_(std::move(members)), is_dead_(members_.size()) {
+Watchdog::Watchdog(std::shared_ptr<Segment> segment, int place, std::vector<int> members)
+    : segment_(std::move(segment)), place_(place), members_(std::move(members)), is_dead_(members_.size()) {
   thread_ = start_thread("ferro-watchdog", [this] { watch(); });
   while (!is_registered_.load(std::memory_order_acquire)) sched_yield();
 }
@@ -45,7 +45,7 @@ void Watchdog::watch() noexcept {
   while (!is_stopping_.load(std::memory_order_seq_cst)) {
     if (await_change(target)) {
       is_dead_[target] = true;
-      segment_->abort({ErrorCode::peer_lost, members_[target], members_[index_], 0});
+      segment_->abort({ErrorCode::peer_lost, members_[target], members_[place_], 0});
       // One death ends the group, but those that form its successor must learn of the next one, too.
     }
     target = next_to_watch();
@@ -65,20 +65,20 @@ bool Watchdog::await_change(int target) {
 
 int Watchdog::next_to_watch() const {
   for (int step = 1; step < segment_->size(); ++step) {
-    const int candidate = (index_ + step) % segment_->size();
+    const int candidate = (place_ + step) % segment_->size();
     const RankControl& control = segment_->control(candidate);
     // Departed and released: until then it may still be killed, and its own watchdog may still
     // sleep on the word that we would sleep on next, where the kernel wakes only one of us.
     const bool has_gone = control.has_left() && control.liveness.load(std::memory_order_acquire) == 0;
     if (!has_gone && !is_dead_[candidate]) return candidate;
   }
-  return index_;
+  return place_;
 }
 
 // Replaces this thread's list of robust futexes, which is empty: the C library
 // keeps one per thread for its own robust mutexes, and this thread takes none.
 void Watchdog::register_thread() {
-  std::atomic<std::uint32_t>& word = segment_->control(index_).liveness;
+  std::atomic<std::uint32_t>& word = segment_->control(place_).liveness;
   robust_entry_.next = &robust_list_.list;
   robust_list_.list.next = &robust_entry_;
   robust_list_.futex_offset = reinterpret_cast<char*>(&word) - reinterpret_cast<char*>(&robust_entry_);
@@ -91,7 +91,7 @@ void Watchdog::register_thread() {
 }
 
 void Watchdog::unregister_thread() {
-  std::atomic<std::uint32_t>& word = segment_->control(index_).liveness;
+  std::atomic<std::uint32_t>& word = segment_->control(place_).liveness;
   word.store(0, std::memory_order_seq_cst);
   robust_list_.list.next = &robust_list_.list;
   futex_wake_all(word);

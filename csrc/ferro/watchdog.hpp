@@ -29,7 +29,7 @@ bool kernel_notices_deaths() noexcept;
 class Watchdog {
  public:
   // Returns once this rank itself can be watched.
-  Watchdog(std::shared_ptr<Segment> segment, int index, std::vector<int> members);
+  Watchdog(std::shared_ptr<Segment> segment, int place, std::vector<int> members);
   // The rank has departed: stops watching, and sends its own watcher on to the next rank.
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
@@ -40,13 +40,13 @@ class Watchdog {
   void register_thread();
   void unregister_thread();
   // The next place in the ring that has neither departed nor been reported dead;
-  // index_ if there is none.
+  // place_ if there is none.
   int next_to_watch() const;
   // Sleeps until something about `target` may have changed. True if it died.
   bool await_change(int target);
 
   std::shared_ptr<Segment> segment_;
-  const int index_;
+  const int place_;
   const std::vector<int> members_;
   std::vector<bool> is_dead_;  // reported by this watchdog, whose thread alone uses it
   robust_list_head robust_list_{};

@@ -33,11 +33,11 @@ std::vector<int> all_ranks(int world_size) {
 // The peers that share `segment` with this rank, in the order of `local_ranks`.
 void connect_memory(Channels& channels, const std::shared_ptr<Segment>& segment,
                     const std::shared_ptr<PeerMemory>& peer_memory, const std::vector<int>& local_ranks,
-                    int index) {
+                    int place) {
   for (int peer = 0; peer < static_cast<int>(local_ranks.size()); ++peer)
-    if (peer != index)
+    if (peer != place)
       channels[local_ranks[peer]] =
-          std::make_unique<ShmChannel>(segment, peer_memory, index, peer, local_ranks[peer]);
+          std::make_unique<ShmChannel>(segment, peer_memory, place, peer, local_ranks[peer]);
 }
 
 }  // namespace
@@ -62,7 +62,7 @@ std::vector<std::shared_ptr<Communicator>> Communicator::create_group(int world_
 }
 
 std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
-  const int index = index_of(wiring.local_ranks, wiring.rank);
+  const int place = index_of(wiring.local_ranks, wiring.rank);
   const auto num_local = static_cast<int>(wiring.local_ranks.size());
   const bool has_remote = num_local < wiring.world_size;
   const SpinPolicy spin = SpinPolicy::for_ranks(wiring.num_colocated, wiring.num_cores);
@@ -87,9 +87,9 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   if (wiring.world_size == 1) segment = Segment::create(1);
   std::unique_ptr<ShmTransport> local;
   if (segment) {
-    const auto peer_memory = std::make_shared<PeerMemory>(segment, index, wiring.peer_reads);
-    connect_memory(channels, segment, peer_memory, wiring.local_ranks, index);
-    local = std::make_unique<ShmTransport>(segment, index, wiring.local_ranks, spin, true, peer_memory);
+    const auto peer_memory = std::make_shared<PeerMemory>(segment, place, wiring.peer_reads);
+    connect_memory(channels, segment, peer_memory, wiring.local_ranks, place);
+    local = std::make_unique<ShmTransport>(segment, place, wiring.local_ranks, spin, true, peer_memory);
   }
 
   Parts parts;
@@ -100,8 +100,8 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
   } else {
     parts.transport = std::make_shared<HostsTransport>(std::move(local), mesh, wiring.hosts);
   }
-  parts.messenger = std::make_shared<Messenger>(parts.transport, std::move(channels), segment, index, spin);
-  if (segment) parts.heap = std::make_shared<Heap>(segment, index);
+  parts.messenger = std::make_shared<Messenger>(parts.transport, std::move(channels), segment, place, spin);
+  if (segment) parts.heap = std::make_shared<Heap>(segment, place);
   return std::shared_ptr<Communicator>(new Communicator(wiring.rank, wiring.world_size, std::move(parts)));
 }
 
