@@ -119,8 +119,8 @@ void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot
 
 void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot) {
   const std::size_t nbytes = input_nbytes(collective, size_, is_root(collective));
-  // Who gives nothing still says whether it can take what is pulled. So does a rank that reads nobody: its
-  // peers, which may not know that, look for the answer.
+  // Where arrays may be pulled, every header carries Places, even that of a rank that gives nothing: its
+  // peers look there for may_be_pulled. So does a rank that reads nobody, since its peers may not know that.
   is_inline_ = nbytes <= HeaderSlot::kInlineNbytes && collective.nbytes() < shm_cost::kPullNbytes;
   if (is_inline_) {
     if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);

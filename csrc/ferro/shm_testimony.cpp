@@ -115,10 +115,10 @@ bool ShmTransport::holds_up_rank(const Call& call) const {
          segment_->control(place_).has_several_callers.load(std::memory_order_relaxed) == 0;
 }
 
-// Whom a peer waits for that can do nothing else; -1 if there is no such wait. A peer that has noted one and
-// is awake has been woken by what it waited for, or looks round between two slices of its sleep. Since many
-// begin to wait at once, and give up after a whole number of slices, the latter is not rare: until one slice
-// after `start`, see which it is.
+// For whom a peer waits that is stuck; -1 if it is not. A peer may have noted a wait and yet be awake: either
+// what it waited for has woken it, or it is between two slices of its sleep. The latter is not rare, since
+// many begin to wait at once and give up after a whole number of slices. So this looks again, until one slice
+// after `start`, whether the peer sleeps.
 int ShmTransport::stuck_for(int peer, Clock::time_point start) const {
   const RankControl& control = segment_->control(peer);
   do {

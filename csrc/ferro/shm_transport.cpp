@@ -168,7 +168,8 @@ void ShmTransport::check_caller(Call& call, int peer) const {
   throw error;
 }
 
-// Where no peer ever keeps this rank waiting, only this ends a call that must not go on.
+// For work between waits. In a call that never has to wait for a peer, nothing else notices the end of the
+// group, the deadline or a signal.
 void ShmTransport::check_at_work(Call& call) const {
   check_group();
   call.check_at_work();

@@ -112,8 +112,9 @@ TcpStream::Moved TcpStream::moved_or_ended(ssize_t result, const char* call) {
   }
 }
 
-// The kernel tells it once, to whichever call comes first. A host can only reset or shut its stream; of one
-// that nobody answers the kernel gives the reason it was told on the way: a firewall refuses in many words.
+// Noted, since the kernel reports the error once, to the call that comes first. The peer's host itself can
+// only reset or shut the stream. If it does not answer, the error is what a router or firewall on the way has
+// reported, which may be any of several.
 void TcpStream::note_end(int error) const {
   const bool is_by_peer = error == 0 || error == ECONNRESET || error == EPIPE;
   if (!is_by_peer && !is_passing(error)) is_cut_.store(true, std::memory_order_relaxed);
