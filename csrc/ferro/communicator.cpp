@@ -96,9 +96,7 @@ void Communicator::settle_timeout(Transport& transport, Error& error) noexcept {
     error.is_deadlock = false;
   }
   if (error.code != ErrorCode::timeout || missing.none()) return;
-  error.missing = ranks_of(missing);
-  error.is_deadlock = missing.test(kDeadlock);
-  error.peer = error.missing.front();
+  name_missing(error, missing);
 }
 
 // For a call that is being given up: finds out who is missing, and lets the others know.

@@ -3,7 +3,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "ferro/clock.hpp"
 #include "ferro/shm_transport.hpp"
@@ -82,9 +81,8 @@ void ShmTransport::trace(const Call& call, Error& error) const {
   }
   const RankSet missing = testimonies.missing();
   if (missing.none()) return;
-  error.awaited = std::exchange(error.missing, ranks_of(missing));
-  error.peer = error.missing.front();
-  error.is_deadlock = missing.test(kDeadlock);
+  error.awaited = error.missing;
+  name_missing(error, missing);
 }
 
 void ShmTransport::add_testimonies(Testimonies& testimonies) {

@@ -27,9 +27,8 @@ void run_or_abort(Transport& transport, TcpMesh& mesh, std::uint32_t sequence,
     const AbortReason winner = mesh.aborted();
     if (winner.code != reason.code || winner.culprit != reason.culprit) error = mesh.error_of(winner);
     if (winner.code != ErrorCode::timeout) return error;
-    error.awaited = std::exchange(error.missing, ranks_of(missing));
-    error.is_deadlock = missing.test(kDeadlock);
-    if (!error.missing.empty()) error.peer = error.missing.front();
+    error.awaited = error.missing;
+    name_missing(error, missing);
     return error;
   };
   try {

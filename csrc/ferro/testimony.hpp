@@ -62,6 +62,13 @@ inline std::vector<int> ranks_of(const RankSet& set) {
   return ranks;
 }
 
+// Names in an error those that are missing. Its peer stays if there are none.
+inline void name_missing(Error& error, const RankSet& missing) {
+  error.missing = ranks_of(missing);
+  error.is_deadlock = missing.test(kDeadlock);
+  if (!error.missing.empty()) error.peer = error.missing.front();
+}
+
 // Of two reasons why a group ended, whether the first is the one to report: what is known for
 // certain comes before a wait that was given up, then the lowest reporter.
 inline bool precedes(const AbortReason& reason, const AbortReason& other) {

@@ -24,7 +24,8 @@ class Transport {
 
   // Runs one collective to its end on this rank. Throws Error{mismatch}, with
   // every buffer untouched and the group still usable, if ranks disagree; after
-  // any other Error the group cannot go on.
+  // any other Error the group cannot go on. Of a timeout it may say already what find_missing() finds; that
+  // gives the same answer again.
   virtual void run(Call& call, const Collective& collective) = 0;
 
   // Ends the group on every rank, for the first reason that anybody gave.
