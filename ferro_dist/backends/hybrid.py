@@ -207,9 +207,9 @@ class HybridBackend(Backend):
         return self._survivors
 
     def shrink(self, timeout: float | None = None) -> HybridBackend:
+        deadline = Deadline(self._seconds(timeout))
         # GPU work under way may be waiting for a rank that is gone, so it ends first.
         self._nccl.abort()
-        deadline = Deadline(self._seconds(timeout))
         try:
             while True:
                 self._shrink_host(deadline)

@@ -322,6 +322,19 @@ def test_survivors_go_on_with_both_kinds() -> None:
     assert outcomes[0] == outcomes[2] == ([2, 2], (0, 2))
 
 
+def shrink_within_no_time(rank: int, world_size: int, addr: str) -> float:
+    gpu = emulated_gpu()
+    with connect("hybrid", rank, world_size, addr) as group:
+        with pytest.raises(ValueError, match="timeout must be"):
+            group.shrink(-1)
+        total: float = fd.allreduce(gpu.array(np.ones(2)), group).numpy()[0]
+        return total
+
+
+def test_a_shrink_with_a_bad_timeout_leaves_the_group_as_it_was() -> None:
+    assert ranks(2, shrink_within_no_time) == [2.0, 2.0]
+
+
 def strike_while_gpus_connect(
     rank: int, world_size: int, addr: str, step: str, how: str, seconds: float
 ) -> Any:
