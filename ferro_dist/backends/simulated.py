@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -88,7 +89,12 @@ class SimulatedBackend(EngineBackend):
             self._num_splits += 1
             if self.rank == chosen[0]:
                 self._siblings.publish(key, self._make_part(len(chosen)))
-            self.barrier(False, deadline.remaining_s, 0)
+            try:
+                self.barrier(False, deadline.remaining_s, 0)
+            except BaseException:
+                if self.rank in chosen:
+                    self._siblings.discard(key, chosen.index(self.rank))
+                raise
         if self.rank not in chosen:
             return None
         part = self._siblings.take(key, chosen.index(self.rank))
@@ -140,6 +146,11 @@ class _Siblings:
             if not group:
                 del self._groups[key]
             return backend
+
+    def discard(self, key: int, rank: int) -> None:
+        """Drop what `take` would return, if the group has been published."""
+        with contextlib.suppress(KeyError):
+            self.take(key, rank)
 
 
 class _Succession:

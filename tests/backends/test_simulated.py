@@ -219,6 +219,29 @@ def test_all_members_hear_that_their_group_could_not_be_made() -> None:
         rank.close()
 
 
+def test_a_split_that_fails_keeps_no_group() -> None:
+    def backends() -> int:
+        gc.collect()
+        return sum(type(each) is fd.SimulatedBackend for each in gc.get_objects())
+
+    group = fd.SimulatedBackend.create_group(3, timeout=30)
+    before = backends()
+
+    def body(rank: fd.SimulatedBackend) -> None:
+        if rank.rank == 2:
+            rank._check_members([0, 1], 30)  # the first half of a split
+            rank.close()
+            return
+        with pytest.raises(fd.ChannelClosed):
+            rank.split([0, 1])
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(body, group))
+    assert backends() == before
+    for rank in group:
+        rank.close()
+
+
 def test_counts_above_two_to_the_31_are_moved() -> None:
     count = 2**31 + 5
     first, second = fd.SimulatedBackend.create_group(2, timeout=250)
