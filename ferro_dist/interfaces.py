@@ -61,7 +61,7 @@ def everywhere(port: int) -> Interface:
 
 
 def of_name(found: Sequence[Interface]) -> Sequence[Interface]:
-    """Return where to listen, if a name leads to these addresses: one of the result is enough.
+    """Return the addresses to try for a name that resolved to `found`; binding one suffices.
 
     The other hosts may look the name up elsewhere, and be told only some of them. Above all,
     Debian's /etc/hosts gives the machine's own name a loopback address, which would shut them out.

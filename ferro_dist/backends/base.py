@@ -59,9 +59,9 @@ class P2POp:
 class Backend(abc.ABC):
     """A group of ranks and the means to move arrays between them.
 
-    All ranks call the methods in the same order, except `close` and the point-to-point ones, which
-    concern two ranks. Shapes, dtypes and errors are documented with the functions of the same name
-    in `ferro_dist`.
+    All ranks call the methods in the same order, except `close`, which concerns one rank, and the
+    point-to-point ones, which concern two. Shapes, dtypes and errors are documented with the
+    functions of the same name in `ferro_dist`.
 
     In each collective, `out` None allocates the result with the library, dtype and device of `x`;
     `async_op` returns a `Work` at once; `timeout` is in seconds, None for the backend's own; `tag`

@@ -27,16 +27,16 @@ def _boot_id() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
     except (OSError, ValueError):
-        return _nobody_else()
+        return _unknown_id()
 
 
 def _namespace(name: str) -> str:
     try:
         return str(os.stat(f"/proc/self/ns/{name}").st_ino)
     except OSError:
-        return _nobody_else()
+        return _unknown_id()
 
 
-def _nobody_else() -> str:
+def _unknown_id() -> str:
     # What cannot be known is assumed to differ: TCP works in either case.
     return os.urandom(8).hex()
