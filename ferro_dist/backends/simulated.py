@@ -116,7 +116,7 @@ class SimulatedBackend(EngineBackend):
 
     def shrink(self, timeout: float | None = None) -> SimulatedBackend:
         seconds = self._time_to_shrink(timeout)
-        survivors, group = self._siblings.succession.await_group(
+        survivors, group = self._siblings.survivors.await_group(
             self.rank,
             lambda: set(range(self.world_size)).difference(self._communicator.lost_ranks()),
             lambda size: self.create_group(size, timeout=self.timeout),
@@ -129,7 +129,7 @@ class _Siblings:
     """Groups that were split off and wait for their ranks, and the group's own end."""
 
     def __init__(self) -> None:
-        self.succession = _Succession()
+        self.survivors = _Survivors()
         self._lock = threading.Lock()
         self._groups: dict[int, dict[int, SimulatedBackend | DistributedError]] = {}
 
@@ -153,7 +153,7 @@ class _Siblings:
             self.take(key, rank)
 
 
-class _Succession:
+class _Survivors:
     """Who goes on in a smaller group: those who are present when the first of them decides."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class _Succession:
         rank: int,
         expected: Callable[[], set[int]],
         create_group: Callable[[int], list[SimulatedBackend]],
-        deadline: float,
+        until: float,
     ) -> tuple[tuple[int, ...], SimulatedBackend]:
         """Return the members and this rank's backend, once all `expected` came or time is up."""
         with self._condition:
@@ -176,7 +176,7 @@ class _Succession:
             self._present.add(rank)
             self._condition.notify_all()
             try:
-                self._await_decision(expected, deadline)
+                self._await_decision(expected, until)
                 if not self._members:
                     self._decide(create_group)
             except BaseException:
@@ -193,9 +193,9 @@ class _Succession:
                 rank=rank,
             )
 
-    def _await_decision(self, expected: Callable[[], set[int]], deadline: float) -> None:
+    def _await_decision(self, expected: Callable[[], set[int]], until: float) -> None:
         while not self._members and not expected() <= self._present:
-            left = deadline - time.monotonic()
+            left = until - time.monotonic()
             if left <= 0:
                 return
             # A rank that closes meanwhile tells nobody here.

@@ -160,8 +160,8 @@ def _digest_of(*key: object) -> bytes:
     return hashlib.sha256(repr([str(part) for part in key]).encode()).digest()
 
 
-def resolve(address: Address, token: bytes, deadline: float) -> list[Target]:
-    """Look an address up; try again until `deadline` while its name is not known.
+def resolve(address: Address, token: bytes, until: float) -> list[Target]:
+    """Look an address up; try again up to `until` while its name is not known.
 
     Raises
     ------
@@ -171,10 +171,10 @@ def resolve(address: Address, token: bytes, deadline: float) -> list[Target]:
     if address.is_unix:
         return [Target(socket.AF_UNIX, _abstract_name(address.host, token))]
     while True:
-        found = _look_up(address, deadline)
+        found = _look_up(address, until)
         if not isinstance(found, OSError):
             return found
-        pause = min(RESOLVE_PAUSE_S, deadline - time.monotonic())
+        pause = min(RESOLVE_PAUSE_S, until - time.monotonic())
         if pause <= 0 or not address.is_named:
             raise NoConnection(f"{address.text}: {address.host!r} is not known: {found}")
         time.sleep(pause)
@@ -185,7 +185,7 @@ def _abstract_name(name: str, token: bytes) -> str:
     return "\0ferro-" + hmac.digest(token, b"ferro unix " + name.encode(), "sha256").hex()[:32]
 
 
-def _look_up(address: Address, deadline: float) -> list[Target] | OSError:
+def _look_up(address: Address, until: float) -> list[Target] | OSError:
     if not address.is_named:
         return _getaddrinfo(address)
     # The resolver can neither be interrupted nor given a deadline: leave it to a thread.
@@ -194,7 +194,7 @@ def _look_up(address: Address, deadline: float) -> list[Target] | OSError:
         target=lambda: answers.append(_getaddrinfo(address)), name=RESOLVER_THREAD, daemon=True
     )
     thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
+    thread.join(max(0.0, until - time.monotonic()))
     return answers[0] if answers else TimeoutError("the name service does not answer")
 
 

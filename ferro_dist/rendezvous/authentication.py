@@ -83,11 +83,11 @@ class Claim:
     role: Role
     rank: int
     world_size: int
-    group: bytes
+    group_id: bytes
 
     def hello(self, nonce: bytes) -> bytes:
         """Return the first message of this claim."""
-        facts = (self.role, self.rank, self.world_size, self.group)
+        facts = (self.role, self.rank, self.world_size, self.group_id)
         return HELLO.pack(MAGIC, VERSION, *facts, nonce)
 
 
@@ -131,11 +131,11 @@ def introduce(
         raise ProtocolError("what listens there belongs to another group of this token")
 
 
-def answer(token: bytes, rank: int, group: bytes) -> Generator[int | bytes, bytes, Claim]:
+def answer(token: bytes, rank: int, group_id: bytes) -> Generator[int | bytes, bytes, Claim]:
     """Hold the acceptor's side of the handshake, as `rank`; return who dialled.
 
-    The caller must close the connection if the claim's group is not `group`: it
-    has been refused.
+    The caller must close the connection if the claim's `group_id` is another: it has been
+    refused.
 
     Raises
     ------
@@ -153,17 +153,17 @@ def answer(token: bytes, rank: int, group: bytes) -> Generator[int | bytes, byte
     proof = yield PROOF_NBYTES
     if not hmac.compare_digest(proof, _prove(token, b"dialler", hello, rank, nonce)):
         raise AuthenticationFailed(f"an alleged rank {claim.rank} does not know the token")
-    yield ACKNOWLEDGEMENT if claim.group == group else REFUSAL
+    yield ACKNOWLEDGEMENT if claim.group_id == group_id else REFUSAL
     return claim
 
 
 def _parse_hello(hello: bytes) -> Claim:
-    magic, _, role, rank, world_size, group, _ = HELLO.unpack(hello)
+    magic, _, role, rank, world_size, group_id, _ = HELLO.unpack(hello)
     if magic != MAGIC:
         raise ProtocolError("what dialled is not ferro_dist")
     if role not in Role.__members__.values() or rank >= world_size:
         raise ProtocolError("a hello that says nothing sensible")
-    return Claim(Role(role), rank, world_size, group)
+    return Claim(Role(role), rank, world_size, group_id)
 
 
 def _describe_versions(who: str, version: int) -> str:
@@ -190,7 +190,7 @@ def token_source(environ: Mapping[str, str]) -> str:
 
 
 def find_token(
-    token: bytes | str | None, environ: Mapping[str, str], deadline: float = math.inf
+    token: bytes | str | None, environ: Mapping[str, str], until: float = math.inf
 ) -> tuple[bytes, bool]:
     """Find the token in the argument, the environment, else in this user's file.
 
@@ -198,7 +198,7 @@ def find_token(
     ----------
     token : bytes or str or None
     environ : mapping
-    deadline : float, optional
+    until : float, optional
         When to give up reading a descriptor, on the clock of `time.monotonic`.
 
     Returns
@@ -220,7 +220,7 @@ def find_token(
     if source == TOKEN_VARIABLE:
         return _checked(os.fsencode(environ[source]), source), True
     if source == TOKEN_FD_VARIABLE:
-        return _checked(_token_of_fd(environ[source], deadline), source), True
+        return _checked(_token_of_fd(environ[source], until), source), True
     return _token_of_file(_token_folder(environ)), False
 
 
@@ -242,13 +242,13 @@ def _checked(token: bytes, source: str) -> bytes:
     return token
 
 
-def _token_of_fd(text: str, deadline: float) -> bytes:
+def _token_of_fd(text: str, until: float) -> bytes:
     if not (text.isascii() and text.isdigit() and len(text) < 8):
         raise NoConnection(f"{TOKEN_FD_VARIABLE}={text!r} is no file descriptor")
     fd = int(text)
     try:
         if fd not in _tokens_of_fds:
-            _tokens_of_fds[fd] = _read_token_fd(fd, deadline)
+            _tokens_of_fds[fd] = _read_token_fd(fd, until)
     except NoConnection:
         raise
     except OSError as error:
@@ -264,7 +264,7 @@ _tokens_of_fds: dict[int, bytes] = {}
 _unfinished_tokens: dict[int, bytearray] = {}  # by the pipe's inode
 
 
-def _read_token_fd(fd: int, deadline: float) -> bytes:
+def _read_token_fd(fd: int, until: float) -> bytes:
     try:
         return os.pread(fd, MAX_TOKEN_NBYTES + 1, 0)
     except OSError as error:
@@ -273,7 +273,7 @@ def _read_token_fd(fd: int, deadline: float) -> bytes:
     pipe = os.fstat(fd).st_ino
     token = _unfinished_tokens.setdefault(pipe, bytearray())
     while len(token) <= MAX_TOKEN_NBYTES:
-        _await_readable(fd, deadline)
+        _await_readable(fd, until)
         piece = os.read(fd, MAX_TOKEN_NBYTES)
         if not piece:
             break
@@ -281,11 +281,11 @@ def _read_token_fd(fd: int, deadline: float) -> bytes:
     return bytes(_unfinished_tokens.pop(pipe))
 
 
-def _await_readable(fd: int, deadline: float) -> None:
+def _await_readable(fd: int, until: float) -> None:
     poller = select.poll()
     poller.register(fd, select.POLLIN)
-    while not poller.poll(1e3 * max(0.0, min(deadline - time.monotonic(), LONGEST_POLL_S))):
-        if time.monotonic() >= deadline:
+    while not poller.poll(1e3 * max(0.0, min(until - time.monotonic(), LONGEST_POLL_S))):
+        if time.monotonic() >= until:
             raise NoConnection(
                 f"{TOKEN_FD_VARIABLE}={fd} came to no end in time. A pipe ends when every copy of "
                 "its other descriptor is closed: close it where the token was written"

@@ -156,7 +156,7 @@ class Coordinator(Exchange):
         self._acceptor: Acceptor | None = None
         if listener is not None:
             self._acceptor = Acceptor(
-                loop, listener, token, 0, claim.group, self._on_accepted, claim.world_size
+                loop, listener, token, 0, claim.group_id, self._on_accepted, claim.world_size
             )
 
     def adopt(self, rank: int, sock: socket.socket, greeting: bytes) -> None:

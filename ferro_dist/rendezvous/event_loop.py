@@ -108,16 +108,16 @@ class EventLoop:
         heapq.heappush(self._timers, (when, next(self._order), timer))
         return timer
 
-    def run_until(self, is_done: Callable[[], bool], deadline: float) -> bool:
-        """Serve sockets and timers; return whether `is_done` came before `deadline`."""
+    def run_until(self, is_done: Callable[[], bool], until: float) -> bool:
+        """Serve sockets and timers; return whether `is_done` came before `until`."""
         while not is_done():
             now = time.monotonic()
-            if now >= deadline:
+            if now >= until:
                 return False
             self._call_due_timers(now)
             if is_done():
                 break
-            due = min(deadline, self._timers[0][0]) if self._timers else deadline
+            due = min(until, self._timers[0][0]) if self._timers else until
             pause = min(max(0.0, due - time.monotonic()), MAX_SELECT_S)
             for key, events in self._selector.select(pause):
                 # An earlier callback of this round may have closed it.
@@ -284,7 +284,7 @@ class Acceptor:
     ----------
     listener : socket
         Owned from here on.
-    token, rank, group
+    token, rank, group_id
         What to prove, and to whom; see `authentication.answer`.
     on_accepted : callable
         Takes the socket and the claim of a dialler that has proved to belong to the group.
@@ -299,7 +299,7 @@ class Acceptor:
         listener: socket.socket,
         token: bytes,
         rank: int,
-        group: bytes,
+        group_id: bytes,
         on_accepted: Callable[[socket.socket, Claim], None],
         num_ranks: int,
     ) -> None:
@@ -307,8 +307,8 @@ class Acceptor:
         self.last_stranger = ""
         self._loop = loop
         self._listener = listener
-        self._group = group
-        self._conversation: Callable[[], Conversation] = lambda: answer(token, rank, group)
+        self._group_id = group_id
+        self._conversation: Callable[[], Conversation] = lambda: answer(token, rank, group_id)
         self._on_accepted = on_accepted
         self._max_pending = MAX_STRANGERS + 2 * num_ranks
         self._pending: dict[Stream, Timer] = {}
@@ -361,7 +361,7 @@ class Acceptor:
 
     def _finish(self, stream: Stream, sock: socket.socket, claim: Claim) -> None:
         self._forget(stream)
-        if claim.group == self._group:
+        if claim.group_id == self._group_id:
             self._on_accepted(sock, claim)
         else:
             sock.close()

@@ -1,6 +1,6 @@
 """What the ranks of a group that has lost members tell the one that decides who goes on.
 
-A rank's claim is two sets of ranks, one bit for each rank of the group: whom it knows to
+A rank's report is two sets of ranks, one bit for each rank of the group: whom it knows to
 be lost, and the members that a former coordinator decided on, if it heard of them. The
 answer is the set of members, or a failure.
 """
@@ -25,10 +25,10 @@ from ferro_dist.rendezvous.frame import (
     read_frame,
 )
 
-__all__ = ["Answer", "Roll", "encode_claim", "encode_members", "unpack_ranks"]
+__all__ = ["Answer", "Roll", "encode_members", "encode_report", "unpack_ranks"]
 
 
-def encode_claim(lost: Iterable[int], former: Iterable[int], world_size: int) -> bytes:
+def encode_report(lost: Iterable[int], former: Iterable[int], world_size: int) -> bytes:
     """Return what a rank says first."""
     body = _pack(lost, world_size) + _pack(former, world_size)
     return encode_frame(FrameKind.CONTRIBUTION, body)
@@ -81,7 +81,7 @@ class Roll:
         stream = Stream(
             self._loop,
             sock,
-            _read_claim(self._world_size),
+            _read_report(self._world_size),
             lambda sock, said: self._keep(claim.rank, sock, *said),
             lambda error: None,
         )
@@ -138,14 +138,14 @@ class Answer:
         The caller's again once there is an answer.
     """
 
-    def __init__(self, loop: EventLoop, claim_frame: bytes) -> None:
+    def __init__(self, loop: EventLoop, report_frame: bytes) -> None:
         self.is_connected = False
         self.is_over = False
         self.kind: FrameKind | None = None
         self.body = b""
         self.socket: socket.socket
         self._loop = loop
-        self._claim_frame = claim_frame
+        self._report_frame = report_frame
         self._stream: Stream | None = None
         self._diallers: list[Dialler] = []
 
@@ -179,7 +179,7 @@ class Answer:
             dialler.close()
         self.is_connected = True
         self._stream = Stream(
-            self._loop, sock, _ask(self._claim_frame), self._on_answer, self._on_end
+            self._loop, sock, _ask(self._report_frame), self._on_answer, self._on_end
         )
         self._stream.start()
 
@@ -192,12 +192,12 @@ class Answer:
         self.is_over = True
 
 
-def _ask(claim_frame: bytes) -> Conversation:
-    yield claim_frame
+def _ask(report_frame: bytes) -> Conversation:
+    yield report_frame
     return (yield from read_frame(MAX_CONTRIBUTION_NBYTES))
 
 
-def _read_claim(world_size: int) -> Conversation:
+def _read_report(world_size: int) -> Conversation:
     nbytes = _packed_nbytes(world_size)
     kind, body = yield from read_frame(2 * nbytes)
     if kind is not FrameKind.CONTRIBUTION or len(body) != 2 * nbytes:

@@ -66,8 +66,8 @@ from ferro_dist.rendezvous.frame import FrameKind, ProtocolError, decode_error
 from ferro_dist.rendezvous.roll_call import (
     Answer,
     Roll,
-    encode_claim,
     encode_members,
+    encode_report,
     unpack_ranks,
 )
 from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring, wire
@@ -172,7 +172,7 @@ class _Succession(Generic[Group]):
         self._adopt = adopt
         self._deadline = Deadline(timeout)
         self._started_at = time.monotonic()
-        self._group = group_digest("succession", parent.identity.hex())
+        self._group_id = group_digest("succession", parent.group_id.hex())
         self._candidates = frozenset(range(parent.world_size))
         self._lost: set[int] = set()
         self._silent: set[int] = set()
@@ -277,7 +277,7 @@ class _Succession(Generic[Group]):
             self._listen(rank),
             self._parent.token,
             rank,
-            self._group,
+            self._group_id,
             roll.take,
             self._parent.world_size,
         )
@@ -292,7 +292,7 @@ class _Succession(Generic[Group]):
         roll.dismiss(roll.present - members, _left_out(self._rank, self._rank))
         if len(members) == 1:
             return None
-        claim = Claim(Role.CONTROL, 0, len(members), self._group)
+        claim = Claim(Role.CONTROL, 0, len(members), self._group_id)
         exchange = Coordinator(loop, None, self._parent.token, claim, self._deadline)
         decision = encode_members(members, self._parent.world_size)
         for new_rank, member in enumerate(sorted(members)):
@@ -339,8 +339,8 @@ class _Succession(Generic[Group]):
 
     def _follow(self, loop: EventLoop, leader: int) -> Exchange | None:
         """Let the coordinator decide; None if it is lost or silent."""
-        answer = Answer(loop, self._claim_frame())
-        claim = Claim(Role.CONTROL, self._rank, self._parent.world_size, self._group)
+        answer = Answer(loop, self._report_frame())
+        claim = Claim(Role.CONTROL, self._rank, self._parent.world_size, self._group_id)
         answer.dial(self._targets(leader), self._parent.token, claim, leader)
 
         def is_over() -> bool:
@@ -380,7 +380,7 @@ class _Succession(Generic[Group]):
             return None
         self._candidates, self._is_member, self._decider = members, True, leader
         new_rank = sorted(members).index(self._rank)
-        claim = Claim(Role.CONTROL, new_rank, len(members), self._group)
+        claim = Claim(Role.CONTROL, new_rank, len(members), self._group_id)
         exchange = Participant(loop, (), self._parent.token, claim, self._deadline)
         exchange.adopt(answer.socket)
         return exchange
@@ -410,14 +410,14 @@ class _Succession(Generic[Group]):
             raise failure
         raise NoConnection(f"shrink: rank {leader} sent {failure}", peer=leader)
 
-    def _claim_frame(self) -> bytes:
+    def _report_frame(self) -> bytes:
         former = self._candidates if self._is_member else ()
-        return encode_claim(self._lost, former, self._parent.world_size)
+        return encode_report(self._lost, former, self._parent.world_size)
 
     # Where
 
     def _key(self, leader: int) -> tuple[object, ...]:
-        return "succession", self._parent.identity.hex(), leader
+        return "succession", self._parent.group_id.hex(), leader
 
     def _unix_target(self, leader: int) -> Target:
         (address,) = parse_addresses(derived_unix_addr(*self._key(leader)))

@@ -73,7 +73,7 @@ class Wiring:
         Where this rank reaches each rank's host; for `connect_through`.
     token : bytes
         The secret that the group was made with; for `connect_through`.
-    identity : bytes
+    group_id : bytes
         Identifies the group; known only to its ranks.
     spans_networks : bool
         Whether some ranks cannot reach each other over the loopback.
@@ -88,7 +88,7 @@ class Wiring:
     num_cores: int = 1
     addresses: tuple[str, ...] = ()
     token: bytes = field(default=b"", repr=False)
-    identity: bytes = field(default=b"", repr=False)
+    group_id: bytes = field(default=b"", repr=False)
     spans_networks: bool = False
 
     @property
@@ -143,7 +143,7 @@ class _Wirer:
         self._create_segment = create_segment
         self._place = place
         self._members: list[Member] = []
-        self._group = b""
+        self._group_id = b""
 
     def wire(self, adopt: Callable[[Wiring], Group]) -> Group:
         own = Member.own(self._create_segment is not None, self._place)
@@ -151,7 +151,7 @@ class _Wirer:
         with listen(Target(socket.AF_UNIX, own.socket_name)) as server:
             parts = self._exchange.all_gather(own.encode())
             self._members = [Member.decode(part) for part in parts]
-            self._group = group_digest("wiring", self._members[0].nonce)
+            self._group_id = group_digest("wiring", self._members[0].nonce)
             self._check_agreement()
             wiring = self._plan()
             try:
@@ -209,7 +209,7 @@ class _Wirer:
             num_cores=count_cores(colocated),
             addresses=self._place.addresses_of(self._rank, self._members),
             token=self._token,
-            identity=self._group,
+            group_id=self._group_id,
             spans_networks=len({member.network for member in self._members}) > 1,
         )
 
@@ -320,7 +320,13 @@ class _Wirer:
     ) -> contextlib.AbstractContextManager[Acceptor]:
         return contextlib.closing(
             Acceptor(
-                self._loop, listener, self._token, self._rank, self._group, on_accepted, num_ranks
+                self._loop,
+                listener,
+                self._token,
+                self._rank,
+                self._group_id,
+                on_accepted,
+                num_ranks,
             )
         )
 
@@ -331,7 +337,7 @@ class _Wirer:
         peer: int,
         on_connected: Callable[[socket.socket], None],
     ) -> contextlib.AbstractContextManager[Dialler]:
-        claim = Claim(role, self._rank, self._exchange.world_size, self._group)
+        claim = Claim(role, self._rank, self._exchange.world_size, self._group_id)
 
         def conversation(commit: Callable[[], None]) -> Conversation:
             return introduce(self._token, claim, peer, commit)

@@ -899,7 +899,7 @@ def test_an_impostor_learns_no_proof() -> None:
 def handshake(claim: Claim, token: bytes, acceptor_token: bytes) -> list[bytes]:
     """Let both sides speak; return all messages."""
     dialler = authentication.introduce(token, claim, 0, lambda: None)
-    acceptor = authentication.answer(acceptor_token, 0, claim.group)
+    acceptor = authentication.answer(acceptor_token, 0, claim.group_id)
     messages = []
     next(acceptor)
     speaker: Any = dialler
