@@ -78,6 +78,8 @@ class HostBackend(EngineBackend):
         group: str = "world",
         epoch: str = "",
     ) -> None:
+        # First _read_settings, before another rank knows of this one; then the ranks connect; then
+        # _init_from, before they confirm to each other: from then on the group notices deaths.
         rendezvous.connect(
             rank,
             world_size,
@@ -89,7 +91,7 @@ class HostBackend(EngineBackend):
             group=group,
             epoch=epoch,
             check=self._read_settings,
-            adopt=lambda wiring: self._adopt(wiring, timeout),
+            adopt=lambda wiring: self._init_from(wiring, timeout),
         )
 
     @property
@@ -99,7 +101,7 @@ class HostBackend(EngineBackend):
     def _read_settings(self) -> None:
         self._peer_reads = peer_reads()
 
-    def _adopt(self, wiring: Wiring, timeout: float) -> HostBackend:
+    def _init_from(self, wiring: Wiring, timeout: float) -> HostBackend:
         """Make this the group that was wired, in place of __init__."""
         collective_sockets, message_sockets = [-1] * wiring.world_size, [-1] * wiring.world_size
         for peer, (collective, message) in wiring.sockets.items():
@@ -127,11 +129,11 @@ class HostBackend(EngineBackend):
         self._wiring = wiring
         return self
 
-    def _adopt_another(self, wiring: Wiring) -> HostBackend:
+    def _new_from(self, wiring: Wiring) -> HostBackend:
         """Make a group of this one's kind."""
         group = self.__class__.__new__(self.__class__)
         group._peer_reads = self._peer_reads
-        return group._adopt(wiring, self.timeout)
+        return group._init_from(wiring, self.timeout)
 
     @property
     def cores_per_rank(self) -> float:
@@ -161,7 +163,7 @@ class HostBackend(EngineBackend):
                     timeout=deadline.remaining_s,
                     create_segment=self._create_segment,
                     addresses=[self._wiring.addresses[member] for member in chosen],
-                    adopt=self._adopt_another,
+                    adopt=self._new_from,
                 )
 
     def _gather_for_split(self, blob: bytes, deadline: Deadline) -> list[bytes]:
@@ -179,7 +181,7 @@ class HostBackend(EngineBackend):
             self._communicator,
             self._wiring,
             create_segment=self._create_segment,
-            adopt=self._adopt_another,
+            adopt=self._new_from,
             timeout=seconds,
         )
         return self._succeeded_by(group, survivors)

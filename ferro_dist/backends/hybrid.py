@@ -94,12 +94,13 @@ class HybridBackend(Backend):
             epoch=epoch,
         )
         try:
-            self._start(host, _join_gpus(host, unique_id, device, config))
+            self._init_from(host, _join_gpus(host, unique_id, device, config))
         except BaseException:
             host.close()  # so the others, who wait for this rank, hear of it
             raise
 
-    def _start(self, host: HostBackend, nccl: NcclBackend) -> None:
+    def _init_from(self, host: HostBackend, nccl: NcclBackend) -> None:
+        """Make this the group of both sides, in place of __init__."""
         self._host = host
         self._nccl = nccl
         self._survivors = host.survivors
@@ -115,10 +116,10 @@ class HybridBackend(Backend):
             nccl.abort()
             raise
 
-    def _made_of(self, host: HostBackend, nccl: NcclBackend) -> HybridBackend:
+    def _new_from(self, host: HostBackend, nccl: NcclBackend) -> HybridBackend:
         """Return another group of this class."""
         group = type(self).__new__(type(self))
-        group._start(host, nccl)
+        group._init_from(host, nccl)
         return group
 
     @property
@@ -196,7 +197,7 @@ class HybridBackend(Backend):
             nccl = self._nccl.split(members, deadline.remaining_s)
             if host is None or nccl is None:
                 return None
-            return self._made_of(host, nccl)
+            return self._new_from(host, nccl)
         except BaseException:
             if host is not None:
                 host.close()
@@ -237,7 +238,7 @@ class HybridBackend(Backend):
         assert host is not None
         host.timeout = deadline.remaining_s
         try:
-            group = self._made_of(host, _join_gpus(host, None, nccl.device, nccl.config))
+            group = self._new_from(host, _join_gpus(host, None, nccl.device, nccl.config))
         except BackendUnavailable:  # on all ranks
             raise
         except BaseException as error:

@@ -78,7 +78,7 @@ class MpiBackend(MpiGroup):
         parent = mpi.COMM_WORLD if comm is None else intracomm(mpi, comm)
         timeout = arguments.check_timeout(timeout)
         deadline = Deadline(timeout)
-        self._join("init", mpi, duplicate("init", parent, deadline), deadline, timeout)
+        self._init_from("init", mpi, duplicate("init", parent, deadline), deadline, timeout)
 
     # Reductions
 

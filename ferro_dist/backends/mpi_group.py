@@ -37,8 +37,8 @@ _COLLECTIVES = "collectives"
 class MpiGroup(Backend):
     """One rank's side of a group, without the operations: see `MpiBackend`."""
 
-    def _join(self, op: str, mpi: Any, comm: Any, deadline: Deadline, timeout: float) -> None:
-        """Make the group of `comm`, which becomes its own, with the other ranks."""
+    def _init_from(self, op: str, mpi: Any, comm: Any, deadline: Deadline, timeout: float) -> None:
+        """Make this the group of `comm`, which it owns, in place of __init__; all ranks call it."""
         messages = duplicate(op, comm, deadline)
         self._cores_per_rank = count_cores_per_rank(op, comm, deadline)
         for owned in (comm, messages):
@@ -107,7 +107,7 @@ class MpiGroup(Backend):
         if not is_member:
             return None
         group = type(self).__new__(type(self))
-        group._join("split", self._mpi, comm, deadline, self._timeout)
+        group._init_from("split", self._mpi, comm, deadline, self._timeout)
         return group
 
     def shrink(self, timeout: float | None = None) -> Self:

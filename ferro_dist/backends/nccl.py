@@ -188,7 +188,7 @@ class NcclBackend(BoundBackend):
     ) -> None:
         options = dict(config or {})
         communicator = _connect(rank, world_size, unique_id, device, timeout, options, alarm)
-        self._adopt(communicator, None, options)
+        self._init_from(communicator, None, options)
 
     @classmethod
     def with_stream(
@@ -224,9 +224,9 @@ class NcclBackend(BoundBackend):
         lent = _lend(stream, device)  # an unsuitable stream is refused before the ranks connect
         options = dict(config or {})
         communicator = _connect(rank, world_size, unique_id, device, timeout, options)
-        return cls.__new__(cls)._adopt(communicator, lent, options)
+        return cls.__new__(cls)._init_from(communicator, lent, options)
 
-    def _adopt(
+    def _init_from(
         self, communicator: Communicator, stream: Any, config: dict[str, Any]
     ) -> NcclBackend:
         """Make this the group of the communicator, in place of __init__."""
@@ -362,7 +362,7 @@ class NcclBackend(BoundBackend):
         communicator = self.comm.split(color, key, timeout=deadline.remaining_s, **self._config)
         if communicator is None:
             return None
-        return type(self).__new__(type(self))._adopt(communicator, None, self._config)
+        return type(self).__new__(type(self))._init_from(communicator, None, self._config)
 
     def _check_open(self, op: str) -> None:
         if self.is_closed:

@@ -38,7 +38,7 @@ class SimulatedBackend(EngineBackend):
             "its own: SimulatedBackend.create_group(world_size)."
         )
 
-    def _adopt(self, communicator: Communicator, siblings: _Siblings) -> SimulatedBackend:
+    def _init_from(self, communicator: Communicator, siblings: _Siblings) -> SimulatedBackend:
         """Make this a rank of the group, in place of __init__."""
         super().__init__(communicator)
         self._siblings = siblings
@@ -72,7 +72,7 @@ class SimulatedBackend(EngineBackend):
         timeout = arguments.check_timeout(timeout)
         siblings = _Siblings()
         return [
-            cls.__new__(cls)._adopt(communicator, siblings)
+            cls.__new__(cls)._init_from(communicator, siblings)
             for communicator in Communicator.create_group(
                 world_size, count_own(), peer_reads(), timeout, results
             )

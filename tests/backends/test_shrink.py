@@ -119,7 +119,7 @@ def die_when_connected(backend: fd.Backend) -> Any:
     rank, world_size = backend.rank, backend.world_size
     die_among(backend, [1])
     if rank == 2:
-        backend._adopt_another = lambda _wiring: die()  # type: ignore[attr-defined]
+        backend._new_from = lambda _wiring: die()  # type: ignore[attr-defined]
     with backend.shrink(PATIENCE_S) as group:
         return group.survivors, group.rank, one_hot_sum(group, world_size, rank)
 
