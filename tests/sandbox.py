@@ -20,6 +20,15 @@ def prctl(*args: object) -> None:
 
 def refuse(call: int | None, unless_about: int = -1) -> None:
     """Let a system call fail with EPERM on this thread, but for one first argument."""
+    _filter(call, unless_about, 0x00050001)
+
+
+def forbid(call: int | None, unless_about: int = -1) -> None:
+    """Let a system call of this thread end the process, but for one first argument."""
+    _filter(call, unless_about, 0x80000000)
+
+
+def _filter(call: int | None, unless_about: int, action: int) -> None:
 
     class Instruction(ctypes.Structure):
         _fields_ = (
@@ -38,7 +47,7 @@ def refuse(call: int | None, unless_about: int = -1) -> None:
         Instruction(0x15, 0, 3, call),
         Instruction(0x20, 0, 0, 16),  # load its first argument
         Instruction(0x15, 1, 0, unless_about),
-        Instruction(0x06, 0, 0, 0x00050001),  # EPERM
+        Instruction(0x06, 0, 0, action),
         Instruction(0x06, 0, 0, 0x7FFF0000),  # allow
     )
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

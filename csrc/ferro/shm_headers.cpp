@@ -24,6 +24,7 @@ struct Places {
   std::uint64_t out_address;  // the output's, of an allreduce
   std::uint32_t staging_ns;   // how long that took, if it might have been pulled instead
   bool is_staged;             // there
+  bool is_pull_open;          // its input is staged or pulled, whichever is faster
   bool may_be_pulled;         // it can read its peers, and lets them read its arrays
   bool shall_be_pulled_next;  // the next time, if this is the rank that chooses for all: see PullChoice
 };
@@ -129,15 +130,17 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   Places places{};
   // An all_to_all in place overwrites what peers would still be reading.
   const bool is_readable_in_place = collective.op != Op::all_to_all || collective.in != collective.out;
-  const std::size_t least_nbytes = collective.op == Op::broadcast
-                                       ? shm_cost::symmetric_broadcast_nbytes(size_)
-                                       : shm_cost::kSymmetricNbytes;
-  if (nbytes >= least_nbytes && is_readable_in_place) {
+  if (nbytes >= shm_cost::kSymmetricNbytes && is_readable_in_place) {
     places.in = segment_->symmetric_offset(collective.in, nbytes);
     places.out = segment_->symmetric_offset(collective.out, nbytes);
   }
+  // Staging is faster than to read it where it stands; a system call would not change that.
+  const bool is_staged_nevertheless = places.in != 0 && collective.op == Op::broadcast &&
+                                      nbytes < shm_cost::symmetric_broadcast_nbytes(size_);
+  if (is_staged_nevertheless) places.in = places.out = 0;
   if (pull_choice_.is_open(collective)) {
-    if (lends_ && pull_choice_.is_pulled(collective) && peer_memory_->can_read_all())
+    places.is_pull_open = !is_staged_nevertheless;
+    if (places.is_pull_open && lends_ && pull_choice_.is_pulled(collective) && peer_memory_->can_read_all())
       offer_to_lend(collective, nbytes, places);
     places.shall_be_pulled_next =
         pull_choice_.is_chooser(collective) && pull_choice_.shall_pull_next(collective);
@@ -227,6 +230,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
     }
     const Places places = places_of(slot);
     inputs_.are_symmetric &= places.in != 0 && places.out != 0;
+    inputs_.is_choice_open &= places.is_pull_open;
     if (places.in != 0) {
       input = segment_->symmetric_pointer(places.in);
       find_output(peer, places.out, places.out_address);

@@ -95,8 +95,8 @@ bool ShmTransport::attempt(Call& call, const Collective& collective) {
     check_group();
     if (inputs_.are_pulled && !have_all_read()) return false;
   }
-  // Symmetric arrays were neither pulled nor staged.
-  if (is_timed && (inputs_.are_pulled || !inputs_.are_borrowed))
+  // Symmetric arrays were neither pulled nor staged, and some must be staged.
+  if (is_timed && inputs_.is_choice_open && (inputs_.are_pulled || !inputs_.are_borrowed))
     pull_choice_.note(collective, inputs_.are_pulled,
                       Clock::now() - start + std::chrono::nanoseconds(inputs_.staging_ns));
   return true;

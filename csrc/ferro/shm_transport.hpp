@@ -189,13 +189,14 @@ class ShmTransport final : public Transport {
     bool are_borrowed = false;     // some are the peers' own arrays: no rank may leave before all have read
     bool are_pulled = false;       // some are read out of their ranks' memory
     bool are_symmetric = true;     // all are, and so are all outputs
+    bool is_choice_open = true;    // all can be pulled, and all can be staged
     bool are_kept = true;          // whatever becomes of the collective: it can be repeated
     std::uint32_t staging_ns = 0;  // of the small ones, the longest
     bool were_read = true;         // by this rank, as far as they were pulled
 
     void reset() {
       if (are_pulled) std::fill(is_foreign.begin(), is_foreign.end(), false);
-      are_complete = are_symmetric = were_read = true;
+      are_complete = are_symmetric = is_choice_open = were_read = true;
       are_borrowed = are_pulled = false;
       staging_ns = 0;
     }

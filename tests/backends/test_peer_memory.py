@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import pytest
-from sandbox import READ_CALL, prctl, refuse
+from sandbox import READ_CALL, forbid, prctl, refuse
 
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
@@ -125,6 +125,25 @@ def move_repeatedly(rank: int, world_size: int, addr: str, peer_reads: str) -> N
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_arrays_arrive_however_they_are_moved(world_size: int, peer_reads: str) -> None:
     run_ranks(world_size, partial(move_repeatedly, peer_reads=peer_reads), backend="none")
+
+
+def broadcast_from_symmetric_memory(rank: int, world_size: int, addr: str) -> None:
+    with join(rank, world_size, addr, "always") as backend:
+        for _ in range(2):  # from the second one on, they are pulled
+            np.testing.assert_array_equal(fd.broadcast(values(rank, COUNT), backend), values(0))
+        forbid(READ_CALL, unless_about=os.getpid())
+        for count in (COUNT >> 3, COUNT >> 1, COUNT, COUNT << 1):
+            x = fd.empty(count, "int64", backend)
+            for turn in range(2):
+                x[...] = values(rank + turn, count)
+                got = fd.broadcast(x, backend)
+                np.testing.assert_array_equal(got, values(turn, count))
+
+
+# Staged or read where it is mapped, a copy of it needs no system call.
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_symmetric_memory_is_never_pulled(world_size: int) -> None:
+    run_ranks(world_size, broadcast_from_symmetric_memory, backend="none")
 
 
 def move_where_one_says_never(rank: int, world_size: int, addr: str) -> None:
