@@ -22,9 +22,9 @@ namespace ferro {
 using ReduceKernel = void (*)(void* dst, const void* const* srcs, int n, std::size_t count, int divisor);
 constexpr int divisor_of(ReduceOp op, int num_ranks) { return op == ReduceOp::mean ? num_ranks : 1; }
 
-// From this size on an output would only push the staging window out of the
-// caches, so it is written past them.
-constexpr std::size_t kStreamingNbytes = std::size_t{32} << 20;
+// From this size on an output would push the staging window, the inputs and itself
+// out of the caches, so it is written past them.
+constexpr std::size_t kStreamingNbytes = std::size_t{16} << 20;
 
 // Null where the reduction is not defined: MIN and MAX of complex numbers, MEAN
 // of integers, anything but MIN and MAX of booleans, any of the 8-bit floats.

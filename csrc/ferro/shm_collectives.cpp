@@ -133,7 +133,8 @@ void ShmTransport::reduce_inputs(const Collective& c, void* dst, std::size_t fir
 
 void ShmTransport::reduce_in_passes(Call& call, const Collective& c, void* dst, Range range) {
   const std::size_t itemsize = item_size(c.dtype);
-  if (size_ == 1) return copy_block(call, dst, c.in, range.count * itemsize);  // nothing, in place
+  if (size_ == 1)
+    return copy_block(call, dst, c.in, range.count * itemsize, range.count * itemsize);  // nothing, in place
   work_in_passes(call, range.count, itemsize * static_cast<std::size_t>(size_ + 1), [&](Range part) {
     unsigned char* const out = bytes(dst) + part.first * itemsize;
     if (inputs_.are_pulled) {
@@ -174,15 +175,16 @@ void ShmTransport::pull(int peer, void* dst, const void* src, std::size_t nbytes
   inputs_.were_read &= error == 0;
 }
 
-void ShmTransport::copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const {
+void ShmTransport::copy_block(Call& call, void* dst, const void* src, std::size_t nbytes,
+                              std::size_t output_nbytes) const {
   work_in_passes(call, nbytes, 2, [&](Range range) {
-    copy_part(bytes(dst) + range.first, bytes(src) + range.first, range.count, nbytes);
+    copy_part(bytes(dst) + range.first, bytes(src) + range.first, range.count, output_nbytes);
   });
 }
 
 void ShmTransport::copy_from(Call& call, int peer, bool is_foreign, void* dst, const void* src,
-                             std::size_t nbytes) {
-  if (!is_foreign) return copy_block(call, dst, src, nbytes);
+                             std::size_t nbytes, std::size_t output_nbytes) {
+  if (!is_foreign) return copy_block(call, dst, src, nbytes, output_nbytes);
   work_in_passes(call, nbytes, 2, [&](Range range) {
     pull(peer, bytes(dst) + range.first, bytes(src) + range.first, range.count);
   });
@@ -302,7 +304,7 @@ void ShmTransport::allreduce_pulled(Call& call, const Collective& c) {
     const int peer = (place_ + step) % size_;
     const std::size_t offset = share(peer).first * itemsize;
     copy_from(call, peer, inputs_.is_output_foreign[peer], bytes(c.out) + offset,
-              inputs_.output_at[peer] + offset, share(peer).count * itemsize);
+              inputs_.output_at[peer] + offset, share(peer).count * itemsize, c.nbytes());
   }
 }
 
@@ -424,7 +426,7 @@ void ShmTransport::broadcast(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
   const int root = place_of_[c.root];
   if (inputs_.are_complete)
-    return copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root], nbytes);
+    return copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root], nbytes, nbytes);
   const Slots slots = slots_for(nbytes, 1);
   const Rounds rounds(nbytes, slots.piece_nbytes);
   run_rounds(
@@ -445,11 +447,12 @@ void ShmTransport::all_gather(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
   unsigned char* own = bytes(c.out) + place_ * nbytes;
   if (inputs_.are_complete) {
-    copy_block(call, own, c.in, nbytes);
+    copy_block(call, own, c.in, nbytes, nbytes * size_);
     // Each rank begins with a different peer, so that none is read by all at once.
     for (int step = 1; step < size_; ++step) {
       const int peer = (place_ + step) % size_;
-      copy_from(call, peer, inputs_.is_foreign[peer], bytes(c.out) + peer * nbytes, inputs_.at[peer], nbytes);
+      copy_from(call, peer, inputs_.is_foreign[peer], bytes(c.out) + peer * nbytes, inputs_.at[peer], nbytes,
+                nbytes * size_);
     }
     return;
   }
@@ -473,10 +476,11 @@ void ShmTransport::all_gather(Call& call, const Collective& c) {
 void ShmTransport::gather(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
   const int root = place_of_[c.root];
-  if (place_ == root) copy_block(call, bytes(c.out) + place_ * nbytes, c.in, nbytes);
+  if (place_ == root) copy_block(call, bytes(c.out) + place_ * nbytes, c.in, nbytes, nbytes * size_);
   if (inputs_.are_complete) {
     for (int peer = 0; peer < size_ && place_ == root; ++peer)
-      if (peer != root) copy_block(call, bytes(c.out) + peer * nbytes, inputs_.at[peer], nbytes);
+      if (peer != root)
+        copy_block(call, bytes(c.out) + peer * nbytes, inputs_.at[peer], nbytes, nbytes * size_);
     return;
   }
   const Slots slots = slots_for(nbytes, 1);
@@ -498,8 +502,9 @@ void ShmTransport::scatter(Call& call, const Collective& c) {
   const std::size_t nbytes = c.nbytes();
   const int root = place_of_[c.root];
   if (inputs_.are_complete)
-    return copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root] + place_ * nbytes, nbytes);
-  if (place_ == root) copy_block(call, c.out, bytes(c.in) + root * nbytes, nbytes);
+    return copy_from(call, root, inputs_.is_foreign[root], c.out, inputs_.at[root] + place_ * nbytes, nbytes,
+                     nbytes);
+  if (place_ == root) copy_block(call, c.out, bytes(c.in) + root * nbytes, nbytes, nbytes);
   const Slots slots = slots_for(nbytes, size_ - 1);
   const Rounds rounds(nbytes, slots.piece_nbytes);
   run_rounds(
@@ -523,7 +528,7 @@ void ShmTransport::all_to_all(Call& call, const Collective& c) {
     for (int step = 0; step < size_; ++step) {
       const int peer = (place_ + step) % size_;
       copy_from(call, peer, inputs_.is_foreign[peer], bytes(c.out) + peer * nbytes,
-                inputs_.at[peer] + place_ * nbytes, nbytes);
+                inputs_.at[peer] + place_ * nbytes, nbytes, nbytes * size_);
     }
     return;
   }
@@ -559,8 +564,9 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
     const std::size_t first = std::min(range.first, count);
     return Range{first, std::min(range.count, count - first)};
   };
+  const std::size_t output_nbytes = (recv_first[size_ - 1] + recv_counts[size_ - 1]) * itemsize;
   copy_block(call, bytes(c.out) + recv_first[place_] * itemsize, bytes(c.in) + send_first[place_] * itemsize,
-             send_counts[place_] * itemsize);
+             send_counts[place_] * itemsize, output_nbytes);
   run_rounds(
       call, rounds.number(), slots, {},
       [&](std::uint64_t round, unsigned char* slot) {
@@ -577,7 +583,7 @@ void ShmTransport::all_to_all_rounds(Call& call, const Collective& c, const std:
           if (peer != place_)
             copy_to_user(bytes(c.out) + (recv_first[peer] + range.first) * itemsize,
                          inputs_.at[peer] + piece_offset(slots, peer, place_), range.count * itemsize,
-                         range.count * itemsize);
+                         output_nbytes);
         }
       });
 }

@@ -131,9 +131,12 @@ class ShmTransport final : public Transport {
   void reduce_foreign(const Collective& collective, void* dst, Range range);
   void pull(int peer, void* dst, const void* src, std::size_t nbytes);
   // Copies an array of `peer`. If it is foreign, `src` is an address in the peer's own memory.
-  void copy_from(Call& call, int peer, bool is_foreign, void* dst, const void* src, std::size_t nbytes);
+  void copy_from(Call& call, int peer, bool is_foreign, void* dst, const void* src, std::size_t nbytes,
+                 std::size_t output_nbytes);
   [[noreturn]] void throw_unreadable(int peer, int error) const;
-  void copy_block(Call& call, void* dst, const void* src, std::size_t nbytes) const;
+  // Copies a part of an output that has `output_nbytes` in all.
+  void copy_block(Call& call, void* dst, const void* src, std::size_t nbytes,
+                  std::size_t output_nbytes) const;
 
   // What one round of a collective asks of each rank.
   struct Roles {
