@@ -20,6 +20,8 @@ namespace ferro {
 // `divisor` is 1 except for MEAN. dst may be one of the sources, or overlap none;
 // pointers may be unaligned; n is at least 1.
 using ReduceKernel = void (*)(void* dst, const void* const* srcs, int n, std::size_t count, int divisor);
+
+// What a kernel that sees the inputs of all ranks divides by.
 constexpr int divisor_of(ReduceOp op, int num_ranks) { return op == ReduceOp::mean ? num_ranks : 1; }
 
 // From this size on an output would push the staging window, the inputs and itself

@@ -43,13 +43,13 @@ class PullChoice {
 
  private:
   bool is_open_to_long(const Collective& collective) const;
+  static std::size_t row_of(const Collective& collective) { return static_cast<std::size_t>(collective.op); }
 
   const PeerReads setting_;
   const int place_, size_;
   const std::vector<int>& place_of_;
   // Of the operations before the barrier.
   static constexpr auto kNumOps = static_cast<std::size_t>(Op::barrier);
-  static std::size_t row_of(const Collective& collective) { return static_cast<std::size_t>(collective.op); }
   std::array<CopyChoice, kNumOps> times_;
   std::array<std::bitset<64>, kNumOps> are_pulled_;  // by log2 of their bytes
 };

@@ -1,8 +1,8 @@
 // The memory that the ranks of one host share: who may write what, and where.
 //
-// Each rank has a place in it, counted from 0. Here and wherever shared memory is used, `place`, `peer`,
-// `src` and `dst` are places, and so is what a word in the segment names; ShmTransport knows the rank at
-// each. Abort reasons, and the ranks awaited in a RankControl, are ranks of the group.
+// Each rank has a place in it, counted from 0. Here, in shm_*, in peer_memory and in watchdog, `place`,
+// `peer`, `src` and `dst` are places, and so is what a word in the segment names. Abort reasons, and the
+// ranks awaited in a RankControl, are ranks of the group; so are the peers of a Messenger.
 #ifndef FERRO_SEGMENT_HPP
 #define FERRO_SEGMENT_HPP
 

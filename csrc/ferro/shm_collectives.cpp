@@ -40,12 +40,12 @@ void copy_part(void* dst, const void* src, std::size_t nbytes, std::size_t outpu
 
 std::size_t ceil_div(std::size_t n, std::size_t d) { return (n + d - 1) / d; }
 
-// The share of rank `index` of `size` in `whole`: whole cache lines, so that no
+// The share of `place` among `size` in `whole`: whole cache lines, so that no
 // two ranks write to the same one.
-Range share_of(Range whole, int size, int index, std::size_t itemsize) {
+Range share_of(Range whole, int size, int place, std::size_t itemsize) {
   const std::size_t line = std::max<std::size_t>(1, kCacheLine / itemsize);
   const std::size_t share = ceil_div(ceil_div(whole.count, size), line) * line;
-  const std::size_t begin = std::min(whole.count, share * index);
+  const std::size_t begin = std::min(whole.count, share * place);
   return {whole.first + begin, std::min(whole.count, begin + share) - begin};
 }
 
@@ -78,11 +78,11 @@ struct TwoShotSlots {
         nbytes(segment.layout().window_nbytes / kNumber),
         piece_nbytes(nbytes / size / kLinePair * kLinePair) {}
 
-  unsigned char* staged_at(int rank, std::uint64_t round, int share_owner) const {
-    return segment.window(rank) + (first_round + round) % kNumber * nbytes + share_owner * piece_nbytes;
+  unsigned char* staged_at(int place, std::uint64_t round, int share_owner) const {
+    return segment.window(place) + (first_round + round) % kNumber * nbytes + share_owner * piece_nbytes;
   }
-  unsigned char* result_at(int rank, std::uint64_t round) const {
-    return segment.results(rank) + (first_round + round) % kNumber * piece_nbytes;
+  unsigned char* result_at(int place, std::uint64_t round) const {
+    return segment.results(place) + (first_round + round) % kNumber * piece_nbytes;
   }
 
   Segment& segment;
@@ -230,8 +230,8 @@ void ShmTransport::run_phases(Call& call, std::uint64_t num_rounds, Phases... ph
 template <class Stage, class Consume>
 void ShmTransport::run_rounds(Call& call, std::uint64_t num_rounds, const Slots& slots, Roles roles,
                               Stage stage, Consume consume) {
-  const auto slot_of = [&](int rank, std::uint64_t round) {
-    return segment_->window(rank) + (round_ + round) % slots.number * slots.nbytes;
+  const auto slot_of = [&](int place, std::uint64_t round) {
+    return segment_->window(place) + (round_ + round) % slots.number * slots.nbytes;
   };
   const auto stage_round = [&](std::uint64_t round) {
     if (!roles.is_producer(place_)) return;
@@ -295,7 +295,7 @@ void ShmTransport::allreduce_symmetric(Call& call, const Collective& c) {
 // Each rank reduces its share from everybody's input, and then takes the others' from their outputs.
 void ShmTransport::allreduce_pulled(Call& call, const Collective& c) {
   const std::size_t itemsize = item_size(c.dtype);
-  const auto share = [&](int rank) { return share_of({0, c.count}, size_, rank, itemsize); };
+  const auto share = [&](int place) { return share_of({0, c.count}, size_, place, itemsize); };
   const Range own = share(place_);
   reduce_in_passes(call, c, bytes(c.out) + own.first * itemsize, own);
   fence(call, own.count * itemsize);
@@ -348,8 +348,8 @@ void ShmTransport::reduce_two_shot(Call& call, const Collective& c, int sole_col
   const TwoShotSlots slots(*segment_, size_, round_);
   const Rounds rounds(c.count, slots.piece_nbytes * size_ / itemsize);
   const bool is_collector = sole_collector == Roles::kEverybody || sole_collector == place_;
-  const auto share = [&](std::uint64_t round, int rank) {
-    return share_of(rounds[round], size_, rank, itemsize);
+  const auto share = [&](std::uint64_t round, int place) {
+    return share_of(rounds[round], size_, place, itemsize);
   };
 
   const auto stage = [&](std::uint64_t round) {

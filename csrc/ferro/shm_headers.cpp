@@ -152,7 +152,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
 }
 
 void ShmTransport::stage_small(const Collective& collective, std::size_t nbytes, Places& places) {
-  const std::int64_t start_ns = pull_choice_.is_open(collective) ? now_ns() : 0;
+  const std::int64_t start_ns = places.is_pull_open ? now_ns() : 0;
   places.staged_at = next_small(nbytes);
   places.is_staged = true;
   small_nbytes_ = nbytes;

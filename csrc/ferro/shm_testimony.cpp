@@ -113,7 +113,7 @@ bool ShmTransport::holds_up_rank(const Call& call) const {
          segment_->control(place_).has_several_callers.load(std::memory_order_relaxed) == 0;
 }
 
-// For whom a peer waits that is stuck; -1 if it is not. A peer may have noted a wait and yet be awake: either
+// For whom a peer waits, if it is stuck; else -1. A peer may have noted a wait and yet be awake: either
 // what it waited for has woken it, or it is between two slices of its sleep. The latter is not rare, since
 // many begin to wait at once and give up after a whole number of slices. So this looks again, until one slice
 // after `start`, whether the peer sleeps.

@@ -178,12 +178,13 @@ class ShmTransport final : public Transport {
   //
   //                                                                 complete  borrowed  pulled  symmetric
   //   copies, in headers and rings                                      1         0        0        0
-  //   arrays in symmetric memory, and copies                            1         1        0        0
+  //   arrays in symmetric memory; not of an allreduce                   1         1        0        0
   //   arrays in symmetric memory, and so are all outputs                1         1        0        1
   //   arrays in their ranks' own memory, or in symmetric memory         1         1        1        0
   //   nowhere yet: all go in rounds through the windows                 0         0        0        0
   //
-  // An uneven all_to_all finds nothing, and always takes rounds.
+  // In the second, some may be copies. A rank that is alone finds its own array, with the flags of the
+  // first. An uneven all_to_all finds nothing, and always takes rounds.
   struct Inputs {
     std::vector<const unsigned char*> at;
     std::vector<unsigned char*> output_at;            // if they are pulled or symmetric, else meaningless
@@ -192,7 +193,7 @@ class ShmTransport final : public Transport {
     bool are_borrowed = false;     // some are the peers' own arrays: no rank may leave before all have read
     bool are_pulled = false;       // some are read out of their ranks' memory
     bool are_symmetric = true;     // all are, and so are all outputs
-    bool is_choice_open = true;    // all can be pulled, and all can be staged
+    bool is_choice_open = true;    // no rank's input must be staged
     bool are_kept = true;          // whatever becomes of the collective: it can be repeated
     std::uint32_t staging_ns = 0;  // of the small ones, the longest
     bool were_read = true;         // by this rank, as far as they were pulled

@@ -197,7 +197,8 @@ class TcpMesh {
   std::atomic<std::uint64_t> word_{0};
   std::atomic<std::int64_t> ended_at_ns_{0};  // written before word_
   std::atomic<bool> has_told_{false};
-  RankSet told_testimony_;  // final once has_told_; guarded by streams_mutex_, as are the next five
+  RankSet told_testimony_;  // written under streams_mutex_, final once has_told_
+  // Guarded by streams_mutex_, as are the next four.
   RankSet awaited_in_collective_;
   RankSet awaited_in_messages_;  // and by calls that were given up
   bool is_stuck_ = false;        // a message is all that this rank waits for

@@ -44,8 +44,8 @@ class Transport {
   // each other.
   virtual RankSet find_missing() = 0;
 
-  // Adds the ranks for which this rank's collective in progress waits, as far as that is known. May be
-  // called from any thread.
+  // Adds the ranks for which this rank's collective in progress waits, or those that keep these waiting, as
+  // far as that is known. May be called from any thread.
   virtual void add_awaited(RankSet& ranks) const = 0;
   // For a rank that gives up, before it calls abort(): lets the others know for whom it waited.
   virtual void testify(const RankSet& awaited) noexcept = 0;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -132,25 +131,37 @@ class _Siblings:
         self.survivors = _Survivors()
         self._lock = threading.Lock()
         self._groups: dict[int, dict[int, SimulatedBackend | DistributedError]] = {}
+        # Who failed, of which split, before its group was published.
+        self._left: set[tuple[int, int]] = set()
 
     def publish(
         self, key: int, group: Sequence[SimulatedBackend] | Sequence[DistributedError]
     ) -> None:
         with self._lock:
             self._groups[key] = dict(enumerate(group))
+            for rank in range(len(group)):
+                if (key, rank) in self._left:
+                    self._left.discard((key, rank))
+                    self._drop(key, rank)
 
     def take(self, key: int, rank: int) -> SimulatedBackend | DistributedError:
         with self._lock:
-            group = self._groups[key]
-            backend = group.pop(rank)
-            if not group:
-                del self._groups[key]
-            return backend
+            return self._drop(key, rank)
 
     def discard(self, key: int, rank: int) -> None:
-        """Drop what `take` would return, if the group has been published."""
-        with contextlib.suppress(KeyError):
-            self.take(key, rank)
+        """Drop what `take` would return, also if the group is yet to be published."""
+        with self._lock:
+            if key in self._groups:
+                self._drop(key, rank)
+            else:
+                self._left.add((key, rank))
+
+    def _drop(self, key: int, rank: int) -> SimulatedBackend | DistributedError:
+        group = self._groups[key]
+        backend = group.pop(rank)
+        if not group:
+            del self._groups[key]
+        return backend
 
 
 class _Survivors:

@@ -2,8 +2,9 @@
 
 It puts together parts of which each knows one thing: `torch_wrapper` how to stand in another
 module's place, `torch_module` what must be equal on all ranks, `torch_backward` when a backward
-begins and ends, `torch_gradients` and `torch_sparse` where gradients are, and `torch_writes`
-whether replicas have drifted apart.
+begins and ends, `torch_gradients` and `torch_sparse` where gradients are, with `torch_accumulation`
+what they add up to and `torch_kept_views` which of them the user keeps, and `torch_writes` whether
+replicas have drifted apart.
 """
 
 from __future__ import annotations

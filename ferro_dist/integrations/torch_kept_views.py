@@ -9,7 +9,8 @@ than ours is given memory of its own first. All of ours are counted:
 - that of `Accumulation._averaged`, where this is the view's average;
 - where a gradient to be packed is the view itself, those of ``grad``, which only newer versions of
   torch count, and of the caller's list and variables. Such views are recognised by their identity,
-  whatever their count, and stay where they are.
+  whatever their count, and stay where they are;
+- that of `_Aside.own`, which is not counted: such numbers are `in_use`, and stay, too.
 
 `Bucket.own_views` and `Trace.content` are other tensors over the same memory: no references to the
 views.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["HEADER_NBYTES", "ROOM_NBYTES", "Call", "Header", "MessageKind", "RunId"]
+__all__ = ["HEADER_NBYTES", "ROOM_NBYTES", "Header", "MessageKind", "PipelineCall", "RunId"]
 
 _FIELDS = struct.Struct("<IBIiiII?I")
 HEADER_NBYTES = 256
@@ -19,7 +19,7 @@ ROOM_NBYTES = HEADER_NBYTES - _FIELDS.size
 """How much of a description a header has room for."""
 
 
-class Call(enum.IntEnum):
+class PipelineCall(enum.IntEnum):
     """A method of `Pipeline` that all ranks call together."""
 
     STEP = 0
@@ -31,14 +31,14 @@ class Call(enum.IntEnum):
     @property
     def is_training(self) -> bool:
         """Whether its forwards keep what backwards need."""
-        return self is not Call.EVAL
+        return self is not PipelineCall.EVAL
 
     @property
     def phase(self) -> str | None:
         """The half of the schedule that it runs, as `one_phase` names it; None for all of it."""
-        if self is Call.BACKWARD:
+        if self is PipelineCall.BACKWARD:
             return "backward"
-        return "forward" if self in (Call.FORWARD, Call.EVAL) else None
+        return "forward" if self in (PipelineCall.FORWARD, PipelineCall.EVAL) else None
 
 
 class MessageKind(enum.IntEnum):
@@ -54,7 +54,7 @@ class RunId(NamedTuple):
     """One run of a pipeline: its number, and the method that was called."""
 
     number: int
-    call: Call
+    call: PipelineCall
 
     def check(self, theirs: RunId, peer: int) -> None:
         """Raise RuntimeError if a header tells that its sender makes another call."""
@@ -90,5 +90,5 @@ class Header(NamedTuple):
         """Return the header, and as much of the description as it has room for."""
         head = received.tobytes()
         number, call, *fields = _FIELDS.unpack_from(head)
-        header = cls(RunId(number, Call(call)), *fields)
+        header = cls(RunId(number, PipelineCall(call)), *fields)
         return header, head[_FIELDS.size : _FIELDS.size + header.description_nbytes]

@@ -37,7 +37,7 @@ from ferro_dist.parallel.ends import (
 )
 from ferro_dist.parallel.executor import Measurements, Program, StepRun
 from ferro_dist.parallel.interruption import interrupt, telling
-from ferro_dist.parallel.message_header import Call, RunId
+from ferro_dist.parallel.message_header import PipelineCall, RunId
 from ferro_dist.parallel.outcome import run_on_all, share_outcome
 from ferro_dist.parallel.pipeline_arguments import (
     PipelineOptions,
@@ -320,7 +320,7 @@ class Pipeline(Generic[ModuleT]):
             A rank died or is silent. The group is unusable afterwards.
         """
         ends = TrainingEnds(self._end_stages, x, target, loss_fn, weight)
-        loss = self._train(Call.STEP, ends)
+        loss = self._train(PipelineCall.STEP, ends)
         self._input_grad = ends.deliver_input_gradient()
         return loss
 
@@ -346,7 +346,7 @@ class Pipeline(Generic[ModuleT]):
         kept = max(self._stages)
         ends = ForwardEnds(self._end_stages, input, kept)
         self._forget()
-        self._run(Call.FORWARD, ends)
+        self._run(PipelineCall.FORWARD, ends)
         self._pending_forward = ends
         return ends.outputs
 
@@ -372,7 +372,7 @@ class Pipeline(Generic[ModuleT]):
             raise RuntimeError("Pipeline: backward needs a forward before it")
         self._pending_forward = None
         ends = BackwardEnds(forward, outputs, grad_outputs)
-        self._train(Call.BACKWARD, ends)
+        self._train(PipelineCall.BACKWARD, ends)
         self._input_grad = ends.deliver_input_gradient()
 
     def eval(self, x: Tree = None) -> Tree:
@@ -402,7 +402,7 @@ class Pipeline(Generic[ModuleT]):
                 for stage in self._stages.values():
                     modes.enter_context(stage.evaluation())
 
-            self._run(Call.EVAL, ends, prepare)
+            self._run(PipelineCall.EVAL, ends, prepare)
         return ends.whole_output
 
     def plan(
@@ -430,7 +430,7 @@ class Pipeline(Generic[ModuleT]):
         ValueError, TypeError, StageFailed, PeerLostError, Timeout
             As for `step`.
         """
-        self._meet(Call.PLAN)
+        self._meet(PipelineCall.PLAN)
         if self._last_step is None:
             with contextlib.ExitStack() as untouched:
 
@@ -441,7 +441,9 @@ class Pipeline(Generic[ModuleT]):
                 run_on_all(protect, self.backend, self._options.replicas)
                 # Whatever takes longer the first time must not be taken for the rule.
                 for _ in range(2):
-                    self._train(Call.STEP, TrainingEnds(self._end_stages, x, target, loss_fn, None))
+                    self._train(
+                        PipelineCall.STEP, TrainingEnds(self._end_stages, x, target, loss_fn, None)
+                    )
             self._num_runs -= 2
         assert self._last_step is not None
         return make_plan(self._lists, self._last_step, self.backend)
@@ -470,7 +472,7 @@ class Pipeline(Generic[ModuleT]):
 
     # Runs
 
-    def _train(self, call: Call, ends: TrainingEnds | BackwardEnds) -> float:
+    def _train(self, call: PipelineCall, ends: TrainingEnds | BackwardEnds) -> float:
         """Run something with a backward in it, and reduce what it adds to the gradients."""
         connection = self._connected()
         reductions = connection.reductions
@@ -491,12 +493,12 @@ class Pipeline(Generic[ModuleT]):
 
     def _run(
         self,
-        call: Call,
+        call: PipelineCall,
         ends: Ends,
         prepare: Callable[[], None] = lambda: None,
     ) -> float:
         """Run what `call` asks for; return the loss, or raise what went wrong anywhere."""
-        if call is Call.STEP:
+        if call is PipelineCall.STEP:
             self._pending_forward = None
             self._forget()
         context, program = self._connected().context, self._program(call)
@@ -518,7 +520,7 @@ class Pipeline(Generic[ModuleT]):
         finally:
             with telling(self._interrupt):  # of a Ctrl-C; threads that nobody joins must end, too
                 run.close()
-        if call is Call.STEP:
+        if call is PipelineCall.STEP:
             self._last_step = run.measurements
         return loss
 
@@ -535,9 +537,9 @@ class Pipeline(Generic[ModuleT]):
                 run.abandon(error)
             return 0.0, error
 
-    def _meet(self, call: Call) -> None:
+    def _meet(self, call: PipelineCall) -> None:
         """Raise on all ranks if one that this rank has messages for makes another call."""
-        context, program = self._connected().context, self._program(Call.STEP)
+        context, program = self._connected().context, self._program(PipelineCall.STEP)
         senders = program.expected.keys()
         receivers = {peer for action, peer in program.peer_of.items() if action.kind.is_send}
         meet(context.link(RunId(self._num_runs, call)), receivers, senders)
@@ -555,12 +557,12 @@ class Pipeline(Generic[ModuleT]):
         first, last = self._stages.get(0), self._stages.get(self.num_stages - 1)
         return EndStages(first, last, self._placement[0], self._options)
 
-    def _program(self, call: Call) -> Program:
+    def _program(self, call: PipelineCall) -> Program:
         phase = call.phase
         program = self._programs.get(phase)
         if program is None:
             lists = self._lists if phase is None else one_phase(self._lists, phase)
-            if call is Call.BACKWARD and self._options.replicas is not None:
+            if call is PipelineCall.BACKWARD and self._options.replicas is not None:
                 lists = insert_reductions(lists)
             program = self._programs[phase] = Program(lists, self.backend.rank)
         return program

@@ -288,7 +288,7 @@ class Reducer:
         return tuple(order)
 
     def _make_bucket(self, index: int, members: list[int], specs: list[ParameterSpec]) -> Bucket:
-        # Every bucket has control lanes, so that its layout does not depend on its place.
+        # Every bucket has control lanes, so that its layout does not depend on its index.
         layout = BucketLayout(specs, self.averaging.num_counters, NUM_CONTROLS)
         wire = wire_dtype(self._compress, layout.dtype)
         if specs[0].is_on_gpu:
@@ -311,7 +311,9 @@ class Reducer:
         by_number = {number: bucket for bucket in buckets for number in bucket.members}
         self.bucket_of = [by_number[number] for number in range(len(self.specs))]
         self._streamed = {
-            bucket.members[place]: place for bucket in buckets for place in bucket.layout.streamed
+            bucket.members[position]: position
+            for bucket in buckets
+            for position in bucket.layout.streamed
         }
         place_of = {number: place for place, number in enumerate(self._order)}
         # How many gradients have come by the time each bucket is full, if they come in this order.

@@ -201,7 +201,7 @@ def _read_report(world_size: int) -> Conversation:
     nbytes = _packed_nbytes(world_size)
     kind, body = yield from read_frame(2 * nbytes)
     if kind is not FrameKind.CONTRIBUTION or len(body) != 2 * nbytes:
-        raise ProtocolError("no claim to a succession")
+        raise ProtocolError("no report of a survivor")
     return unpack_ranks(body[:nbytes], world_size), unpack_ranks(body[nbytes:], world_size)
 
 

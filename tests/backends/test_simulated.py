@@ -219,21 +219,23 @@ def test_all_members_hear_that_their_group_could_not_be_made() -> None:
         rank.close()
 
 
-def test_a_split_that_fails_keeps_no_group() -> None:
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_split_that_fails_keeps_no_group(absent: int) -> None:
     def backends() -> int:
         gc.collect()
         return sum(type(each) is fd.SimulatedBackend for each in gc.get_objects())
 
     group = fd.SimulatedBackend.create_group(3, timeout=30)
     before = backends()
+    members = [rank for rank in range(3) if rank != absent]
 
     def body(rank: fd.SimulatedBackend) -> None:
-        if rank.rank == 2:
-            rank._check_members([0, 1], 30)  # the first half of a split
+        if rank.rank == absent:
+            rank._check_members(members, 30)  # the first half of a split
             rank.close()
             return
         with pytest.raises(fd.ChannelClosed):
-            rank.split([0, 1])
+            rank.split(members)
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(body, group))

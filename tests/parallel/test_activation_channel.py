@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ferro_dist.parallel.activation_channel import Link, Sender
-from ferro_dist.parallel.message_header import Call, RunId
+from ferro_dist.parallel.message_header import PipelineCall, RunId
 from ferro_dist.work import Work
 
 
@@ -40,7 +40,7 @@ class OneSend:
 
 def test_the_error_of_a_send_that_ends_while_others_are_released_is_raised() -> None:
     backend: Any = OneSend(EndsBetweenQuestions())
-    sender = Sender(Link(backend, None, 0, RunId(0, Call.STEP), None))
+    sender = Sender(Link(backend, None, 0, RunId(0, PipelineCall.STEP), None))
     sender.abort(1)
     sender.release_sent()
     with pytest.raises(ConnectionError, match="the send failed"):

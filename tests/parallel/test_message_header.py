@@ -3,13 +3,13 @@ import pytest
 from ferro_dist.parallel.message_header import (
     HEADER_NBYTES,
     ROOM_NBYTES,
-    Call,
     Header,
     MessageKind,
+    PipelineCall,
     RunId,
 )
 
-RUN = RunId(7, Call.FORWARD)
+RUN = RunId(7, PipelineCall.FORWARD)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, ROOM_NBYTES, ROOM_NBYTES + 1])
@@ -27,6 +27,6 @@ def test_header_alone_is_a_message() -> None:
 
 
 def test_another_call_is_refused() -> None:
-    RUN.check(RunId(7, Call.FORWARD), peer=1)
+    RUN.check(RunId(7, PipelineCall.FORWARD), peer=1)
     with pytest.raises(RuntimeError, match=r"rank 1 has called step\(\), its run 8"):
-        RUN.check(RunId(8, Call.STEP), peer=1)
+        RUN.check(RunId(8, PipelineCall.STEP), peer=1)
