@@ -61,3 +61,8 @@ def test_each_turn_begins_with_another_contestant() -> None:
         ["a", "b", "c"], ["b", "c", "a"], ["a", "b", "c"],
     ]  # fmt: skip
     assert measure.rotated([], 1) == []
+
+
+def test_names_that_are_empty_choose_nothing() -> None:
+    assert measure.listed(str)("a,,b,") == ["a", "b"]
+    assert measure.listed(str)("") == []
