@@ -27,7 +27,13 @@ from ferro_dist.integrations.jax_leaves import (
 )
 from ferro_dist.integrations.jax_tap import tap_leaves
 from ferro_dist.parallel.averaging import REDUCE_OPS
-from ferro_dist.parallel.bucket import Bucket, BucketLayout, ParameterSpec, assign_buckets
+from ferro_dist.parallel.bucket import (
+    Bucket,
+    BucketLayout,
+    ParameterSpec,
+    assign_buckets,
+    real_parts,
+)
 from ferro_dist.parallel.compression import (
     Compression,
     UserReduction,
@@ -459,11 +465,12 @@ class _Bucket:
         # What is too large for 16 bits becomes infinite, visibly on all ranks.
         with np.errstate(over="ignore"):
             for view, gradient in zip(self._views, gradients, strict=True):
-                if factor == 0:
-                    gradient = np.zeros_like(gradient)  # whatever the gradient was
-                elif factor is not None:
-                    gradient = gradient * np.asarray(factor, gradient.dtype)
-                np.copyto(view, gradient, casting="unsafe")
+                if factor is None:
+                    np.copyto(view, gradient, casting="unsafe")
+                elif factor == 0:
+                    view.fill(0)  # whatever the gradient was
+                else:
+                    _multiply(gradient, factor, view)
 
     def averages(self) -> list[NumpyArray]:
         """Return what has been reduced, as views unless it travelled in another dtype."""
@@ -491,6 +498,12 @@ class _UserBucket(_Bucket):
         with telling(functools.partial(interrupt, backend)):
             reduce_by(self._reduction, self._bucket, backend, op, tag)
         return None
+
+
+def _multiply(gradient: NumpyArray, factor: float, out: NumpyArray) -> None:
+    parts = real_parts(gradient, gradient.dtype)
+    for part, out_part in zip(parts, real_parts(out, out.dtype), strict=True):
+        np.multiply(part, np.asarray(factor, part.dtype), out=out_part, casting="unsafe")
 
 
 def await_callbacks() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ferro_dist.parallel.bucket import COUNTABLE, Bucket
+from ferro_dist.parallel.bucket import COUNTABLE, Bucket, real_parts
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["REDUCE_OPS", "Averaging"]
@@ -65,13 +65,13 @@ class Averaging:
         """Divide what has been summed by the number of contributors."""
         if self.name != "contributors":
             return
-        counts = bucket.contributors()
+        counts, dtype = bucket.contributors(), bucket.layout.dtype
         if len(set(counts)) == 1 and counts[0]:
-            _divide(bucket.real_parts(bucket.gradients), counts[0])
+            _divide(real_parts(bucket.gradients, dtype), counts[0])
             return
         for gradient, count in zip(bucket.views, counts, strict=True):
             if count > 1:
-                _divide(bucket.real_parts(gradient), count)
+                _divide(real_parts(gradient, dtype), count)
 
 
 def _divide(arrays: Iterable[Any], count: int) -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "bucket_nbytes_of",
     "is_same_memory",
     "misplaced",
+    "real_parts",
     "view_of",
 ]
 
@@ -366,15 +367,6 @@ class Bucket:
         """The flat array without its lanes."""
         return self.flat[: self.layout.lanes_offset]
 
-    def real_parts(self, gradient: Any) -> tuple[Any, ...]:
-        """Return views of the real and the imaginary parts, or the array itself if it is real.
-
-        Averages are those of the parts. Libraries multiply and divide complex numbers by complex
-        ones, which makes NaN of what stands beside an infinity.
-        """
-        is_complex = self.layout.dtype.kind == "c"
-        return (gradient.real, gradient.imag) if is_complex else (gradient,)
-
     # Lanes
 
     def clear(self) -> None:
@@ -464,7 +456,7 @@ class Bucket:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients. Times zero they become zero, even NaN."""
-        for part in self.real_parts(self.gradients):
+        for part in real_parts(self.gradients, self.layout.dtype):
             if factor:
                 part *= factor
             else:
@@ -552,6 +544,15 @@ def view_of(buffer: Any, offset: int, spec: ParameterSpec) -> Any:
         return elements.reshape(spec.shape)
     stored = elements.reshape([spec.shape[axis] for axis in spec.axes])
     return stored.transpose([spec.axes.index(axis) for axis in range(stored.ndim)])
+
+
+def real_parts(array: Any, dtype: np.dtype[Any]) -> tuple[Any, ...]:
+    """Return views of the real and the imaginary parts, or the array itself if it is real.
+
+    Averages are those of the parts. Libraries multiply and divide complex numbers by complex
+    ones, which makes NaN of what stands beside an infinity.
+    """
+    return (array.real, array.imag) if dtype.kind == "c" else (array,)
 
 
 def is_same_memory(a: NumpyArray, b: NumpyArray) -> bool:

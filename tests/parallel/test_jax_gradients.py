@@ -188,6 +188,18 @@ def test_trees_are_synchronized_outside_of_jit() -> None:
         assert_array_equal(a, [3, 3, 3])
 
 
+def weigh_beside_an_infinity(backend: Any) -> Any:
+    gradient = np.array([complex(np.inf, 6), 3 + 6j], "complex64")
+    grads = {"a": jax.numpy.asarray(gradient), "scalar": jax.numpy.asarray(gradient[0])}
+    return as_numpy(reducer(backend).sync_gradients(grads, weight=2.0))
+
+
+def test_a_weight_keeps_what_stands_beside_an_infinity() -> None:
+    for mean in run_ranks(2, weigh_beside_an_infinity, timeout=DEADLINE_S):
+        assert mean["a"].tolist() == [complex(np.inf, 6), 3 + 6j]
+        assert mean["scalar"].tolist() == complex(np.inf, 6)
+
+
 def test_leaves_that_have_no_average_are_named() -> None:
     ones, key = jax.numpy.ones(3), jax.random.key(0)
     with fd.SimulatedBackend.create_group(1)[0] as backend:
