@@ -99,14 +99,19 @@ class SparseGradients(Accumulation):
         """
         own = list(gradients) if gradients is not None else [None] * len(self.parameters)
         with torch.no_grad():
+            own = [_as_real(gradient) for gradient in own]
             if factor is not None:
                 own = [None if gradient is None else _scaled(gradient, factor) for gradient in own]
             own = [_coalesced(gradient) for gradient in own]
-            return [
-                self._average(gradient, parameter, headers, factor is not None)
+            averages = [
+                self._average(gradient, _as_real(parameter), headers, factor is not None)
                 for gradient, parameter, headers in zip(
                     own, self.parameters, self._headers(own), strict=True
                 )
+            ]
+            return [
+                _as_complex(average) if parameter.is_complex() else average
+                for average, parameter in zip(averages, self.parameters, strict=True)
             ]
 
     def put(self, averages: Sequence[Tensor | None]) -> None:
@@ -186,6 +191,40 @@ def _rows_tensor(indices: Tensor, values: Tensor, shape: Any) -> Tensor:
 def lines_of(specs: Sequence[ParameterSpec]) -> list[str]:
     """Return a line for each parameter, of what ranks must agree on."""
     return [f"trained parameter with sparse gradients {spec}" for spec in specs]
+
+
+def _as_real(gradient: Tensor) -> Tensor:
+    """Return a complex gradient with a last dimension for its real and imaginary parts.
+
+    Averages are those of the parts. Torch multiplies complex numbers by complex ones, which makes
+    NaN of what stands beside an infinity: even by 1, where it adds up rows or makes them dense.
+    """
+    if gradient is None or not gradient.is_complex():
+        return gradient
+    if gradient.layout is torch.strided:
+        return torch.view_as_real(gradient.resolve_conj())
+    if gradient.layout is not torch.sparse_coo:
+        return gradient  # refused later
+    values = torch.view_as_real(gradient._values().resolve_conj())
+    return _with_values(gradient, values, (*gradient.shape, 2))
+
+
+def _as_complex(average: Tensor) -> Tensor:
+    if average is None:
+        return None
+    if average.layout is torch.strided:
+        return torch.view_as_complex(average)
+    return _with_values(average, torch.view_as_complex(average._values()), average.shape[:-1])
+
+
+def _with_values(rows: Tensor, values: Tensor, shape: Any) -> Tensor:
+    return torch.sparse_coo_tensor(
+        rows._indices(),
+        values,
+        shape,
+        is_coalesced=rows.is_coalesced(),
+        check_invariants=False,
+    )
 
 
 def _scaled(gradient: Tensor, factor: float) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,32 @@ def test_rows_of_any_dtype_are_averaged(on_ranks: OnRanks, dtype: str) -> None:
         return module.weight.grad.to_dense()[2].tolist()
 
     assert on_ranks(2, body) == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize(
+    ("average", "weight", "factor"),
+    [("mean", None, 1), ("contributors", None, 1), ("mean", 2.0, 1), ("sum", 2.0, 4)],
+)
+def test_what_stands_beside_an_infinity_is_kept(
+    on_ranks: OnRanks, average: str, weight: float | None, factor: int, is_dense: bool
+) -> None:
+    def body(backend: Any) -> Any:
+        zeros = torch.zeros(3, 1, dtype=torch.complex128)
+        module = nn.Embedding.from_pretrained(zeros, freeze=False, sparse=True)
+        rows = [[complex(math.inf, 5)], [1j], [3 + 6j]]
+        module.weight.grad = sparse([[2, 2, 0]], zeros.new_tensor(rows), (3, 1))
+        if is_dense and backend.rank:
+            module.weight.grad = zeros.new_tensor([[3 + 6j], [0], [complex(math.inf, 6)]])
+        fd.DDP(module, backend, average=average).sync_gradients(weight=weight)
+        grad = module.weight.grad
+        if is_dense:
+            return grad[[0, 2]].flatten().tolist()
+        assert grad.indices().tolist() == [[0, 2]]
+        return grad.values().flatten().tolist()
+
+    expected = [(3 + 6j) * factor, complex(math.inf, 6 * factor)]
+    assert on_ranks(2, body) == [expected] * 2
 
 
 @pytest.mark.parametrize("is_dense", [False, True])
