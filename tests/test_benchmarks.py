@@ -9,7 +9,7 @@ from pathlib import Path
 import measure
 import pytest
 from cases import Case
-from collectives import Contest, Options, parse_arguments, start_distance
+from collectives import Contest, Options, is_chosen, parse_arguments, start_distance
 from group import Group, start_all
 from peers import systems
 
@@ -66,3 +66,9 @@ def test_each_turn_begins_with_another_contestant() -> None:
 def test_names_that_are_empty_choose_nothing() -> None:
     assert measure.listed(str)("a,,b,") == ["a", "b"]
     assert measure.listed(str)("") == []
+
+
+@pytest.mark.parametrize("given", ["", ","])
+def test_only_chooses_every_system_if_it_names_none(given: str) -> None:
+    options = parse_arguments(["--only", given])
+    assert all(is_chosen(system, options) for system in systems(2, "host"))
