@@ -154,7 +154,8 @@ def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]
 
 
 def is_chosen(system: System, options: Options) -> bool:
-    return not options.only or bool({system.name, system.family} & set(options.only))
+    names = set(filter(None, options.only))
+    return not names or bool({system.name, system.family} & names)
 
 
 def start_distance(options: Options, directory: Path, stack: contextlib.ExitStack) -> Group | None:

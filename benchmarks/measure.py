@@ -201,7 +201,7 @@ def listed(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Return what reads "2,4" for `argparse`, each part by `read`."""
 
     def comma_separated(text: str) -> list[Any]:
-        return [read(part) for part in text.split(",") if part]
+        return [read(part) for part in text.split(",")]
 
     return comma_separated
 

@@ -63,11 +63,6 @@ def test_each_turn_begins_with_another_contestant() -> None:
     assert measure.rotated([], 1) == []
 
 
-def test_names_that_are_empty_choose_nothing() -> None:
-    assert measure.listed(str)("a,,b,") == ["a", "b"]
-    assert measure.listed(str)("") == []
-
-
 @pytest.mark.parametrize("given", ["", ","])
 def test_only_chooses_every_system_if_it_names_none(given: str) -> None:
     options = parse_arguments(["--only", given])
