@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "ferro/parking.hpp"
+#include "ferro/testimony.hpp"
 
 namespace ferro {
 namespace {
@@ -263,8 +264,7 @@ void Exchange::note_awaited() {
 
 Error Exchange::timeout_error() const {
   Error error(ErrorCode::timeout);
-  error.missing = ranks_of(mesh_.awaited());
-  error.peer = error.missing.empty() ? -1 : error.missing.front();
+  name_missing(error, mesh_.awaited());
   error.elapsed_s = call_.elapsed_s();
   return error;
 }
