@@ -6,14 +6,14 @@ them run the backwards of a stage in the order of its microbatches, so a stage's
 summed in the same order, and have the same bits, whatever the schedule.
 
 With p ranks, m microbatches, v stages on a rank, and F, I, W the times of a rank's forward,
-input gradient and weight gradient, B = I + W:
+input gradient and weight gradient, B = I + W, w the shortest of the three:
 
 | schedule     | idle over useful time            | most live microbatches on rank r      |
 |--------------|----------------------------------|---------------------------------------|
 | gpipe        | (p-1) / m                        | m                                     |
 | 1f1b         | (p-1) / m                        | p - r                                 |
 | interleaved  | (p-1) / (v m)                    | p + (p-1)/v on rank 0, less elsewhere |
-| zb_h1        | (p-1)(F+I-W) / (m (F+I+W))       | p                                     |
+| zb_h1        | (p-1)(F+I-w) / (m (F+I+W))       | p                                     |
 | zb_v         | (p-1) / (6m) if F = I = W        | p                                     |
 
 The figures hold if m is at least p, with zb_v at least 2p-1; those of interleaved's memory only if
