@@ -50,7 +50,7 @@ def test_step_equals_the_unpipelined_model(
     assert_same(pipelined, run_whole(model, x, y))
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=by_name)
+@pytest.mark.parametrize("case", SCHEDULES, ids=by_name)
 def test_gradients_add_up_over_steps_without_zero_grad(
     on_ranks: OnRanks, case: tuple[str, int, int]
 ) -> None:

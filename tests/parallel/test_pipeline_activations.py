@@ -15,11 +15,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from parallel.pipeline_models import (  # noqa: E402 - needs torch
     SCHEDULES,
     WIDTH,
+    Block,
     Case,
     assert_same,
     batch,
     by_name,
     chain,
+    make_pipeline,
     mean_square,
     run_pipelined,
     run_whole,
@@ -28,6 +30,7 @@ from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.parallel.activation_channel import ArraySpec  # noqa: E402
+from ferro_dist.parallel.schedules import generate, simulate  # noqa: E402
 from ferro_dist.parallel.stage import make_stage  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
@@ -382,6 +385,55 @@ def test_1f1b_keeps_no_more_microbatches_than_ranks_below(
         assert left == 0
 
 
+class Saved:
+    """What autograd has saved in one forward."""
+
+    def __init__(self, tensor: Any, forward: object) -> None:
+        self.tensor = tensor.detach()  # an output would keep itself, by way of its node
+        self.forward = forward
+
+
+class SavesCounted(Block):
+    """Adds what autograd saves to a set, and notes of how many forwards something is there."""
+
+    def __init__(self, alive: weakref.WeakSet[Saved], peak: list[int]) -> None:
+        super().__init__()
+        self.alive = alive
+        self.peak = peak
+
+    def forward(self, x: Any) -> Any:
+        forward = object()
+
+        def keep(tensor: Any) -> Saved:
+            saved = Saved(tensor, forward)
+            self.alive.add(saved)
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved.tensor):
+            output = super().forward(x)
+        self.peak[0] = max(self.peak[0], len({saved.forward for saved in self.alive}))
+        return output
+
+
+@pytest.mark.parametrize("case", SCHEDULES, ids=by_name)
+def test_microbatches_are_live_as_long_as_in_the_simulation(
+    on_ranks: OnRanks, case: tuple[str, int, int]
+) -> None:
+    """A divided backward keeps what it needs for the weights until it is through with them."""
+    size = Case(*case)
+    x, y = batch(24)
+
+    def body(backend: Any) -> Any:
+        alive, peak = weakref.WeakSet[Saved](), [0]
+        model = nn.Sequential(*(SavesCounted(alive, peak) for _ in range(size.num_stages)))
+        make_pipeline(model.double(), size, backend, 12).step(x, y, mean_square)
+        return peak[0], len(alive)
+
+    lists = generate(size.schedule, size.num_ranks, 12, size.stages_per_rank)
+    expected = [(live, 0) for live in simulate(lists).peak_live]
+    assert on_ranks(size.num_ranks, body) == expected
+
+
 def test_output_is_released_once_it_has_been_sent(on_ranks: OnRanks) -> None:
     class Watched(nn.Module):
         def __init__(self) -> None:
@@ -424,20 +476,33 @@ def test_batch_is_released_after_its_step(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
 
 
-def test_receive_buffers_do_not_grow_with_microbatches(on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize(
+    ("case", "most"),
+    [
+        (("1f1b", 2, 1), 4),
+        (("zb_h1", 3, 1), 9),
+        (("interleaved_1f1b", 2, 2), 12),
+        (("zb_v", 2, 2), 12),
+    ],
+)
+def test_receive_buffers_do_not_grow_with_microbatches(
+    on_ranks: OnRanks, case: tuple[str, int, int], most: int
+) -> None:
+    size = Case(*case)
     x, y = torch.zeros(64, 4096), torch.zeros(64, 4096)
 
-    def body(backend: Any, schedule: str) -> int:
-        class Identity(nn.Module):
-            def forward(self, h: Any) -> Any:
-                return h * 1.0
+    class Scaled(nn.Module):
+        def forward(self, h: Any) -> Any:
+            return h * 1.0
 
-        pipe = fd.Pipeline(Identity(), backend, 32, schedule)
+    def body(backend: Any) -> int:
+        model = nn.Sequential(*(Scaled() for _ in range(size.num_stages)))
+        pipe = make_pipeline(model, size, backend, 32)
         pipe.step(x, y, mean_square)
         return sum(len(blocks) for s in pipe._stages.values() for blocks in s.pool._free.values())
 
-    for num_blocks in on_ranks(2, body, "1f1b"):
-        assert num_blocks <= 4
+    for num_blocks in on_ranks(size.num_ranks, body):
+        assert num_blocks <= most
 
 
 def test_stages_of_a_rank_may_compute_with_different_libraries(on_ranks: OnRanks) -> None:

@@ -31,6 +31,7 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
     run_whole,
 )
 from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
@@ -670,6 +671,39 @@ def test_function_that_the_split_would_run_twice_is_told_and_runs_once(on_ranks:
         assert stage.calls == [3]
         for name, parameter in stage.named_parameters():
             assert_equal_gradients(parameter.grad, expected.gradients[f"{rank}.{name}"], name)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, those of backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", [("zb_h1", 3, 1), ("zb_v", 2, 2)], ids=by_name)
+def test_a_divided_backward_computes_each_product_once(
+    on_ranks: OnRanks, case: tuple[str, int, int]
+) -> None:
+    size = Case(*case)
+    model = chain(size.num_stages)
+    x, y = batch(6)
+
+    def body(backend: Any) -> Any:
+        pipe = make_pipeline(copy.deepcopy(model), size, backend, 1)
+        with Products() as products:
+            pipe.step(x.clone().requires_grad_(), y, mean_square)
+        return products.count
+
+    with Products() as products:
+        run_whole(copy.deepcopy(model), x, y)
+    assert sum(on_ranks(size.num_ranks, body)) == products.count > 0
 
 
 class Scaled(torch.autograd.Function):  # type: ignore[name-defined]
