@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -329,6 +330,33 @@ def test_input_that_some_microbatches_do_not_use_has_zeros_there(
     assert of_tree["gate"] is None
     for found in (of_tree["more"], gradient):
         torch.testing.assert_close(found, whole["more"].grad)
+
+
+def test_sends_do_not_hold_up_compute(on_ranks: OnRanks) -> None:
+    has_run_all = threading.Event()
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = 8
+
+        def forward(self, x: Any) -> Any:
+            self.left -= 1
+            if not self.left:
+                has_run_all.set()
+            return x.repeat(1, 1 << 20)  # more than what any buffer holds
+
+    class Second(nn.Module):
+        def forward(self, x: Any) -> Any:
+            assert has_run_all.wait(60), "rank 0 waits until what it has sent is received"
+            return x.mean()
+
+    def body(backend: Any) -> None:
+        stage = Second() if backend.rank else First()
+        # Without a seed: with one, threads run forward one at a time.
+        fd.Pipeline(stage, backend, 8, "gpipe", seed=None).step(torch.zeros(8, 1))
+
+    on_ranks(2, body)
 
 
 # Memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,10 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
+from ferro_dist.parallel.activation_channel import Receiver, Sender  # noqa: E402
+from ferro_dist.parallel.gradient_reduction import GradientReduction  # noqa: E402
 from ferro_dist.parallel.schedules import ActionKind  # noqa: E402
+from ferro_dist.parallel.stage import Stage  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
@@ -83,6 +87,40 @@ def test_replicas_have_the_gradient_of_all_their_batches(
             for name, parameter in stage.named_parameters():
                 theirs = expected.gradients[f"{number}.{name}"]
                 assert_equal_gradients(parameter.grad, theirs, f"{number}.{name}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_ranks_start_exactly_what_their_lists_hold(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, case: tuple[str, int, int]
+) -> None:
+    """Reductions among it: that of a stage starts while the others still run backward."""
+    started: dict[int, list[str]] = defaultdict(list)  # by thread
+
+    def note(owner: type, method: str, action_of: Callable[..., object]) -> None:
+        call = getattr(owner, method)
+
+        def noted(*arguments: Any) -> Any:
+            started[threading.get_ident()].append(str(action_of(*arguments)))
+            return call(*arguments)
+
+        monkeypatch.setattr(owner, method, noted)
+
+    note(Stage, "forward", lambda stage, m, *_: f"{stage.number}F{m}")
+    note(Stage, "backward", lambda stage, m, _: f"{stage.number}B{m}")
+    note(Stage, "backward_input", lambda stage, m, _: f"{stage.number}I{m}")
+    note(Stage, "backward_weight", lambda stage, m: f"{stage.number}W{m}")
+    note(Sender, "send", lambda sender, peer, receive, *_: receive.other_side)
+    note(Receiver, "post", lambda receiver, receive: receive)
+    note(GradientReduction, "start", lambda sums: f"{sums._weights[0].stage.number}REDUCE")
+    size = Case(*case)
+    x, y = batch(6)
+
+    def body(pipe: Any, own: Any, replica: int) -> None:
+        pipe.step(x, y, mean_square)
+        expected = [str(action) for action in pipe._lists[pipe.backend.rank]]
+        assert started[threading.get_ident()] == expected
+
+    run_on_grid(on_ranks, size, chain(size.num_stages), body)
 
 
 @pytest.mark.parametrize("average", ["mean", "sum"])
