@@ -23,12 +23,9 @@ struct Cudart {
   decltype(&::cudaGetDevice) cudaGetDevice = ::cudaGetDevice;
   decltype(&::cudaSetDevice) cudaSetDevice = ::cudaSetDevice;
   decltype(&::cudaDeviceGetAttribute) cudaDeviceGetAttribute = ::cudaDeviceGetAttribute;
-  decltype(&::cudaDeviceGetPCIBusId) cudaDeviceGetPCIBusId = ::cudaDeviceGetPCIBusId;
 
   decltype(&::cudaStreamCreateWithFlags) cudaStreamCreateWithFlags = ::cudaStreamCreateWithFlags;
   decltype(&::cudaStreamCreateWithPriority) cudaStreamCreateWithPriority = ::cudaStreamCreateWithPriority;
-  decltype(&::cudaDeviceGetStreamPriorityRange) cudaDeviceGetStreamPriorityRange =
-      ::cudaDeviceGetStreamPriorityRange;
   decltype(&::cudaStreamDestroy) cudaStreamDestroy = ::cudaStreamDestroy;
   decltype(&::cudaStreamSynchronize) cudaStreamSynchronize = ::cudaStreamSynchronize;
   decltype(&::cudaStreamQuery) cudaStreamQuery = ::cudaStreamQuery;
@@ -42,7 +39,6 @@ struct Cudart {
   decltype(&::cudaEventRecord) cudaEventRecord = ::cudaEventRecord;
   decltype(&::cudaEventQuery) cudaEventQuery = ::cudaEventQuery;
   decltype(&::cudaEventSynchronize) cudaEventSynchronize = ::cudaEventSynchronize;
-  decltype(&::cudaEventElapsedTime) cudaEventElapsedTime = ::cudaEventElapsedTime;
 
   decltype(&::cudaMalloc) cudaMalloc = ::cudaMalloc;
   decltype(&::cudaFree) cudaFree = ::cudaFree;

@@ -20,7 +20,6 @@ __all__ = [
     "device_count",
     "device_number",
     "driver_version",
-    "pci_bus_id",
     "runtime_version", "set_device",
     "versions_of",
 ]
@@ -162,13 +161,6 @@ def compute_capability(int device):
         cuda.cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
         "cudaDeviceGetAttribute")
     return 10 * major + minor
-
-
-def pci_bus_id(int device):
-    """Return what identifies a device on its machine: ``"0000:3b:00.0"``."""
-    cdef char[32] text
-    CHECK_CUDA(cudart().cudaDeviceGetPCIBusId(text, sizeof(text), device), "cudaDeviceGetPCIBusId")
-    return text.decode()
 
 
 @cython.final

@@ -193,22 +193,15 @@ cdef class Stream:
 
 @cython.final
 cdef class Event:
-    """A point in a stream's work, that other streams and the host can wait for.
+    """A point in a stream's work, that other streams and the host can wait for."""
 
-    Parameters
-    ----------
-    timing : bool, optional
-        Whether `elapsed_ms` works; costs time on the GPU.
-    """
-
-    def __init__(self, bint timing=False):
+    def __init__(self):
         cdef cudaEvent_t handle = NULL
         cdef const Cudart* cuda = cudart()
-        cdef unsigned int flags = 0 if timing else cudaEventDisableTiming
         cdef int device = current_device()
         cdef cudaError_t status
         with nogil:
-            status = cuda.cudaEventCreateWithFlags(&handle, flags)
+            status = cuda.cudaEventCreateWithFlags(&handle, cudaEventDisableTiming)
         CHECK_CUDA(status, "cudaEventCreateWithFlags")
         self._handle = handle
         self._device = device
@@ -234,16 +227,6 @@ cdef class Event:
         with nogil:
             status = relaxed(cuda[0], cuda.cudaEventSynchronize, self._handle)
         CHECK_CUDA(status, "cudaEventSynchronize")
-
-    def elapsed_ms(self, Event since not None):
-        """Return the milliseconds from `since` to this event, both recorded with timing."""
-        cdef float milliseconds = 0
-        cdef const Cudart* cuda = cudart()
-        cdef cudaError_t status
-        with nogil:
-            status = cuda.cudaEventElapsedTime(&milliseconds, since._handle, self._handle)
-        CHECK_CUDA(status, "cudaEventElapsedTime")
-        return milliseconds
 
     def __dealloc__(self):
         # In a forked child the event is the parent's.

@@ -55,12 +55,10 @@ cdef extern from "abi/cudart_table.hpp" namespace "ferro" nogil:
         cudaError_t cudaGetDevice(int* device) noexcept
         cudaError_t cudaSetDevice(int device) noexcept
         cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attr, int device) noexcept
-        cudaError_t cudaDeviceGetPCIBusId(char* bus_id, int size, int device) noexcept
 
         cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) noexcept
         cudaError_t cudaStreamCreateWithPriority(
             cudaStream_t* stream, unsigned int flags, int priority) noexcept
-        cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) noexcept
         cudaError_t cudaStreamDestroy(cudaStream_t stream) noexcept
         cudaError_t cudaStreamSynchronize(cudaStream_t stream) noexcept
         cudaError_t cudaStreamQuery(cudaStream_t stream) noexcept
@@ -72,7 +70,6 @@ cdef extern from "abi/cudart_table.hpp" namespace "ferro" nogil:
         cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) noexcept
         cudaError_t cudaEventQuery(cudaEvent_t event) noexcept
         cudaError_t cudaEventSynchronize(cudaEvent_t event) noexcept
-        cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) noexcept
 
         cudaError_t cudaMalloc(void** data, size_t nbytes) noexcept
         cudaError_t cudaFree(void* data) noexcept

@@ -27,7 +27,6 @@ cdef extern from "abi/nccl.h" nogil:
         NCCL_WIN_DEFAULT
         NCCL_WIN_COLL_SYMMETRIC
         NCCL_WIN_REQUIRED_ALIGNMENT
-        NCCL_WIN_STRICT_ORDERING
         NCCL_SHRINK_DEFAULT
         NCCL_SHRINK_ABORT
 
@@ -36,9 +35,6 @@ cdef extern from "abi/nccl.h" nogil:
 
     ctypedef enum ncclResult_t:
         ncclSuccess
-        ncclUnhandledCudaError
-        ncclSystemError
-        ncclInternalError
         ncclInvalidArgument
         ncclInvalidUsage
         ncclRemoteError
@@ -68,7 +64,6 @@ cdef extern from "abi/nccl.h" nogil:
         ncclNumTypes
 
     ctypedef enum ncclScalarResidence_t:
-        ncclScalarDevice
         ncclScalarHostImmediate
 
     ctypedef enum ncclCommMemStat_t:
@@ -109,8 +104,6 @@ cdef extern from "abi/nccl.h" nogil:
     ncclResult_t ncclGetUniqueId(ncclUniqueId* unique_id) noexcept
     const char* ncclGetErrorString(ncclResult_t result) noexcept
     const char* ncclGetLastError(void* comm) noexcept
-    ncclResult_t ncclMemAlloc(void** data, size_t nbytes) noexcept
-    ncclResult_t ncclMemFree(void* data) noexcept
 
 
 cdef extern from "nccl/error.hpp" namespace "ferro::nccl" nogil:
