@@ -107,6 +107,8 @@ def test_a_wheel_comes_before_the_system_and_behind_the_library_path(
     for folder, version in ((wheel, 22301), (other, 22302)):
         folder.mkdir(parents=True)
         build_old_nccl(folder, version)
+    # As NCCL 2.21 has it: where its wheel is installed, that would hide a mere folder of this name.
+    (tmp_path / "nvidia" / "__init__.py").touch()
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     assert run(WITH_A_WHEEL).split() == ["True", "2.23.1"]
