@@ -745,6 +745,11 @@ sys.exit("no data")
         ("assert 0, 'a\\n\\n  list:\\n  - of two\\n  - things'", "AssertionError: a ... - things"),
         ("sys.exit('no data')", "no data"),
         (CAUGHT_BEFORE, "no data"),
+        pytest.param(
+            "raise ExceptionGroup('both', [OSError('first'), ValueError('last')])",
+            "ExceptionGroup: both (2 sub-exceptions) ... ValueError: last",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups"),
+        ),
     ],
 )
 def test_the_job_ends_with_how_its_errors_end(launch: Launch, script: str, words: str) -> None:

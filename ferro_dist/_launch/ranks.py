@@ -18,6 +18,7 @@ EXIT_CANNOT_RUN = 126
 LAST_LINE_LENGTH = 300
 TRACEBACK = "Traceback (most recent call last):"
 EXCEPTION_LINES = 8
+GROUP_TRACEBACK = "  + Exception Group Traceback (most recent call last):"
 
 
 class Rank:
@@ -65,6 +66,8 @@ def ending(text: str) -> str:
     If it ends an exception of several lines, by message or by notes, the first of these as well.
     """
     lines = [line for line in text.splitlines() if line.strip()]
+    if lines and lines[-1].strip(" -") == "+":
+        return _ending_of_group(lines)
     end = len(lines)
     traceback = max((n for n, line in enumerate(lines) if line.startswith(TRACEBACK)), default=end)
     first = next((n for n in range(traceback + 1, end) if not lines[n][0].isspace()), end)
@@ -73,6 +76,18 @@ def ending(text: str) -> str:
     if 1 < end - first <= EXCEPTION_LINES:
         return f"{lines[first][:LAST_LINE_LENGTH]} ... {last}"
     return last
+
+
+def _ending_of_group(lines: list[str]) -> str:
+    """Return what an exception group says, and the last line of its last exception.
+
+    They stand in a frame whose bottom says nothing.
+    """
+    if GROUP_TRACEBACK in lines:
+        lines = lines[len(lines) - lines[::-1].index(GROUP_TRACEBACK) :]
+    own = next((line[4:] for line in lines if line.startswith("  | ") and line[4:5] > " "), "")
+    last = next((line.strip(" |") for line in lines[::-1] if line.strip().startswith("|")), "")
+    return " ... ".join(words[:LAST_LINE_LENGTH] for words in (own, last) if words)
 
 
 class Spawner:
