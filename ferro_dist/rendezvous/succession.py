@@ -197,7 +197,8 @@ class _Succession(Generic[Group]):
                 except PeerLostError as error:
                     self._begin_again(error, members)
                 except Timeout as error:
-                    raise self._timeout([members[rank] for rank in error.missing]) from error
+                    missing = [members[rank] for rank in error.missing]
+                    raise self._timeout(missing, have_come=True) from error
 
     def _wire(self, exchange: Exchange, members: tuple[int, ...]) -> Group:
         place = KnownPlace([self._parent.addresses[member] for member in members])
@@ -254,14 +255,19 @@ class _Succession(Generic[Group]):
             return math.inf
         return self._started_at + seconds * (1 - 0.5 ** (num_passed + 1))
 
-    def _timeout(self, missing: Collection[int], why: str = "") -> Timeout:
+    def _timeout(
+        self, missing: Collection[int], why: str = "", *, have_come: bool = False
+    ) -> Timeout:
         names = describe_ranks(sorted(missing))
+        if have_come:
+            what, remedy = "came, but without a connection to every other", "they still run"
+        else:
+            what, remedy = "did not come", "every survivor calls shrink()"
         # Not the whole timeout, where no majority has come by half of it.
         waited_s = time.monotonic() - self._started_at
         return Timeout(
-            f"shrink: {names} did not come within {waited_s:.1f} s.{why}\nCheck that every "
-            "survivor calls shrink(); pass a larger timeout if some are only slow, or make a new "
-            "group.",
+            f"shrink: {names} {what} within {waited_s:.1f} s.{why}\nCheck that {remedy}; pass a "
+            "larger timeout if some are only slow, or make a new group.",
             peer=min(missing) if len(missing) == 1 else None,
             missing=sorted(missing),
             seconds=waited_s,

@@ -200,6 +200,31 @@ def shrink_and_close(backend: fd.Backend) -> None:
         raise fd.DistributedError("the rank went on")
 
 
+def come_and_get_no_further(backend: fd.HostBackend) -> Told:
+    other = backend.split([0, 1])
+    assert other is not None
+    if backend.rank == 1:
+        make = backend._new_from
+
+        def make_late(wiring: Any) -> fd.HostBackend:
+            fd.recv(np.empty(0), other, 0)  # rank 0 waits for this rank no more
+            return make(wiring)
+
+        backend._new_from = make_late  # type: ignore[method-assign]
+    error = error_of(lambda: backend.shrink(timeout=SILENCE_S))
+    if backend.rank == 0:
+        fd.send(np.empty(0), other, 1)
+    fd.barrier(other)
+    return error
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_came_is_not_said_not_to_have_come(transport: str) -> None:
+    error, _ = run_ranks(2, come_and_get_no_further, backend=transport)
+    assert (error.kind, error.op, error.missing) == ("Timeout", "shrink", (1,)), error
+    assert error.message.startswith("shrink: rank 1 came, but without a connection"), error
+
+
 def outlive_a_stopped_rank(backend: fd.HostBackend, victim: int) -> Any:
     rank, world_size = backend.rank, backend.world_size
     pids = fd.all_gather(np.array([os.getpid()]), backend)
