@@ -156,7 +156,7 @@ def test_it_runs_alone() -> None:
     assert re.search(EQUALS, result.stdout)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_it_runs_under_ferrorun(world_size: int) -> None:
     result = run_command("ferro_dist.launch", "-n", str(world_size), "-m", "ferro_dist.demo")
     assert result.returncode == 0, result.stderr
