@@ -279,8 +279,11 @@ class Coordinator(Exchange):
         if failure is None or self._is_over:
             return
         if isinstance(failure, Timeout) and not failure.missing:
-            # That rank's time is up earlier; who is missing is known only here.
-            failure = self.timeout(self._missing(), f" Rank {rank} waits no longer.")
+            # That rank's time is up earlier; who is missing is known only here. This rank may have
+            # yet to give its part, too, because it waits for one of them.
+            missing = self._missing()
+            others = [each for each in missing if each != self.rank]
+            failure = self.timeout(others or missing, f" Rank {rank} waits no longer.")
         raise failure
 
     def _on_lost(self, rank: int, stream: Stream, error: Exception) -> None:

@@ -51,6 +51,7 @@ from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import EventLoop
 from ferro_dist.rendezvous.member import Member
+from ferro_dist.rendezvous.wiring import _Wirer
 from ferro_dist.testing import run_ranks
 
 TOKEN = b"a secret of these tests"
@@ -1045,6 +1046,33 @@ def test_the_token_file_serves_this_machine(tmp_path: Any) -> None:
     environ = {"HOME": str(tmp_path)}
     with closing(join_all(2, token=None, environ=environ)):
         pass
+
+
+def test_a_rank_0_that_waits_itself_is_not_named_as_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    share_segment = _Wirer._share_segment
+    are_others_done = threading.Event()
+
+    def share_late(wirer: Any, made: Wiring, server: socket.socket) -> None:
+        if wirer._rank == 1:
+            are_others_done.wait(PATIENCE_S)
+        share_segment(wirer, made, server)
+
+    monkeypatch.setattr(_Wirer, "_share_segment", share_late)
+    addr = unix_addr()
+
+    def body(rank: int) -> Wiring:
+        try:
+            # Rank 2 has all that it needs, and is the first to give up.
+            return join(rank, 3, addr, timeout=SHORT_S if rank == 2 else PATIENCE_S)
+        finally:
+            if rank != 1:
+                are_others_done.set()
+
+    for outcome in run_threads(3, body)[::2]:
+        assert isinstance(outcome, Timeout), outcome
+        assert outcome.missing == (1,), outcome
 
 
 # Through a group that exists
