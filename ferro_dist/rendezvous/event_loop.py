@@ -29,6 +29,8 @@ __all__ = ["Acceptor", "Dialler", "EventLoop", "Stream", "describe_error"]
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 HANDSHAKE_S = 2.0
+# How long a dialler waits for an answer once it has waited in vain several times.
+MAX_PATIENCE_S = 16.0
 RECV_NBYTES = 1 << 16
 # Turns that one socket gets before the others have theirs.
 MAX_TURNS = 64
@@ -407,6 +409,7 @@ class Dialler:
         self._on_connected = on_connected
         self._on_failed = on_failed
         self._started_at = time.monotonic()
+        self._patience_s = HANDSHAKE_S
         self._socket: socket.socket | None = None
         self._stream: Stream | None = None
         self._timer: Timer | None = None
@@ -421,7 +424,7 @@ class Dialler:
             self._fail(error)
             return
         set_options(self._socket)
-        self._limit(HANDSHAKE_S, TimeoutError(errno.ETIMEDOUT, "no answer"))
+        self._timer = self._loop.call_at(time.monotonic() + self._patience_s, self._lose_patience)
         code = self._socket.connect_ex(self.target.sockaddr)
         if code == errno.EINPROGRESS:
             self._loop.watch(self._socket, WRITE, lambda _: self._on_reached())
@@ -481,8 +484,11 @@ class Dialler:
         self._timer = self._loop.call_at(time.monotonic() + pause, self.dial)
         self._on_failed(error)
 
-    def _limit(self, seconds: float, error: Exception) -> None:
-        self._timer = self._loop.call_at(time.monotonic() + seconds, lambda: self._fail(error))
+    def _lose_patience(self) -> None:
+        # Each attempt begins at the end of the listener's queue. Strangers may make that so long
+        # that no attempt of HANDSHAKE_S would last until its turn.
+        self._patience_s = min(2 * self._patience_s, MAX_PATIENCE_S)
+        self._fail(TimeoutError(errno.ETIMEDOUT, "no answer"))
 
 
 def set_options(sock: socket.socket) -> None:

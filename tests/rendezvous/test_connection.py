@@ -43,10 +43,11 @@ from ferro_dist.rendezvous import (
     connect_through,
     connection,
     control_plane,
+    event_loop,
     frame,
     machine,
 )
-from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr
+from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr, target_of
 from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_digest
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import EventLoop
@@ -868,6 +869,43 @@ def test_strangers_disturb_nobody() -> None:
         pest.join()
         for stranger in strangers:
             stranger.close()
+
+
+def test_a_rank_whose_turn_comes_late_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers may fill the queue of rank 0 faster than it turns them away."""
+    monkeypatch.setattr(event_loop, "HANDSHAKE_S", 0.1)
+    listener, addr = local_listener()
+    listener.setblocking(False)
+    claim = Claim(Role.CONTROL, 1, 2, bytes(16))
+    accepted: list[Claim] = []
+    connected: list[socket.socket] = []
+
+    def take_turn(sock: socket.socket) -> None:
+        def finish(sock: socket.socket, claim: Claim) -> None:
+            accepted.append(claim)
+            sock.close()
+
+        conversation = authentication.answer(TOKEN, 0, claim.group_id)
+        event_loop.Stream(loop, sock, conversation, finish, lambda error: None).start()
+
+    def wait_for_turn(_: int) -> None:
+        sock = loop.own(listener.accept()[0])
+        event_loop.set_options(sock)
+        loop.call_at(time.monotonic() + 0.5, lambda: take_turn(sock))
+
+    with contextlib.closing(EventLoop()) as loop:
+        loop.watch(listener, event_loop.READ, wait_for_turn)
+        host, _, port = addr.rpartition(":")
+        dialler = event_loop.Dialler(
+            loop,
+            target_of(host, int(port)),
+            lambda commit: authentication.introduce(TOKEN, claim, 0, commit),
+            connected.append,
+        )
+        dialler.dial()
+        assert loop.run_until(lambda: bool(connected and accepted), time.monotonic() + SOON_S)
+    connected[0].close()
+    assert accepted == [claim]
 
 
 def test_a_replayed_handshake_is_refused() -> None:
