@@ -48,6 +48,7 @@ class Adopted(Protocol):
 
 
 Group = TypeVar("Group", bound=Adopted)
+Said = TypeVar("Said")
 
 
 @dataclass
@@ -150,7 +151,7 @@ class _Wirer:
         # Listen before anybody can know the name.
         with listen(Target(socket.AF_UNIX, own.socket_name)) as server:
             parts = self._exchange.all_gather(own.encode())
-            self._members = [Member.decode(part) for part in parts]
+            self._members = self._parse_each(Member.decode, parts)
             self._group_id = group_digest("wiring", self._members[0].nonce)
             self._check_agreement()
             wiring = self._plan()
@@ -306,9 +307,17 @@ class _Wirer:
 
     def _exchange_ports(self, port: int) -> list[int]:
         parts = self._exchange.all_gather(PORT.pack(port))
-        if any(len(part) != PORT.size for part in parts):
-            raise ProtocolError("a port that is none")
-        return [int.from_bytes(part, "big") for part in parts]
+        return self._parse_each(_parse_port, parts)
+
+    def _parse_each(self, parse: Callable[[bytes], Said], parts: Sequence[bytes]) -> list[Said]:
+        return [self._parse(parse, rank, part) for rank, part in enumerate(parts)]
+
+    def _parse(self, parse: Callable[[bytes], Said], rank: int, part: bytes) -> Said:
+        try:
+            return parse(part)
+        except ProtocolError as error:
+            what = f"rendezvous: rank {rank} sent {error}"
+            raise Io(what, op="init", rank=self._rank, peer=rank) from error
 
     # Connections of the group
 
@@ -415,6 +424,12 @@ class _Mesh:
         for sock in self._sockets.values():
             sock.close()
         self._sockets.clear()
+
+
+def _parse_port(part: bytes) -> int:
+    if len(part) != PORT.size:
+        raise ProtocolError("a port that is none")
+    return int.from_bytes(part, "big")
 
 
 def _can_reach(leader: Member) -> bool:
