@@ -286,21 +286,22 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
     def _average_own(self, weight: float | None) -> None:
         if weight:
             self._refuse_averaged()
-        self._reducer.begin(
-            self._gradients, weight=weight, wants_comparison=self._wants_comparison()
-        )
         with torch.inference_mode(False):  # averages are added to in backward
             with telling(self._tell_the_others):
+                self._reducer.begin(
+                    self._gradients, weight=weight, wants_comparison=self._wants_comparison()
+                )
                 self._begin_accumulation()
             self._finish_own_round()
         self._ddp_state.has_backward_averaged = False
 
     def _average_given(self, given: GivenGradients, weight: float | None) -> None:
-        with torch.inference_mode(False):  # what is moved is added to in backward
+        with torch.inference_mode(False):  # what is moved, and buckets, are written to in backward
             self._gradients.make_way_for(given)
+            with telling(self._tell_the_others):
+                self._reducer.begin(given, weight=weight, wants_comparison=self._wants_comparison())
         self._ddp_state.given = given
         try:
-            self._reducer.begin(given, weight=weight, wants_comparison=self._wants_comparison())
             self._finish_round()
         finally:
             self._ddp_state.given = None
@@ -347,6 +348,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
         # One that was frozen when both were made. If it is frozen again, all goes on as before.
         own = self._watcher.watched()
         refuse_watched({n: p for n, p in parameters.trained.items() if id(p) not in own})
+        self._gradients.let_go()
         with torch.inference_mode(False):  # buckets are written to in backward
             self._reducer.lay_out(specs)
         self._watch()

@@ -84,6 +84,12 @@ class TorchGradients(Accumulation, Gradients):
         super().__init__()
         self.is_ready: Callable[[int], bool] = lambda number: False
 
+    def let_go(self) -> None:
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                self._averaged[number] = None
+                self._traces.pop(number, None)
+
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
         parameters = [self.parameters[number] for number in bucket.members]
         gradients = [parameter.grad for parameter in parameters]

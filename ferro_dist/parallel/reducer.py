@@ -20,7 +20,8 @@ in another order on a rank that has other gradients.
 
 Buckets are laid out again after the first round, in the order in which its gradients became ready
 on rank 0, and again after the first round in which a parameter is trained that was frozen until
-then.
+then. In host memory this is done as the next round begins: gradients of the last one are mostly
+gone by then, and the new buckets take their place.
 
 A gradient is marked ready a second time if something was added after its bucket was packed, as in a
 layer that two re-entrant checkpoints share. If the bucket has not left yet, it is added there;
@@ -123,6 +124,10 @@ class Gradients(abc.ABC):
     """
 
     memory = BucketMemory()
+
+    def let_go(self) -> None:
+        """Keep no slot that is no gradient any more, so that its memory can be used again."""
+        return
 
     @abc.abstractmethod
     def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
@@ -263,6 +268,11 @@ class Reducer:
         Gradients that lie in earlier buckets keep them alive.
         """
         self.specs = tuple(specs)
+        # Also if there is no memory for them: the next round tries again.
+        self._must_lay_out = True
+        # Let go of those before: their memory may be used again.
+        self.buckets: list[Bucket] = []
+        self.bucket_of: list[Bucket] = []
         # A rank that alone freezes parameters, and unfreezes them before the others notice, must
         # return to the order of all ranks: so no layout forgets that order.
         places = self._agreed_places
@@ -276,6 +286,7 @@ class Reducer:
         ]
         self._index_buckets()
         self._tag = self._first_tag + _digest(specs, self._order)
+        self._must_lay_out = False
         self._reset()
         self._round = _Round()
 
@@ -340,6 +351,9 @@ class Reducer:
         If it is held, this rank's gradients stay as and where they are until `finish`. If any rank
         wants the parameters of all to be compared, `must_compare` says so afterwards.
         """
+        if self._must_lay_out:
+            gradients.let_go()
+            self.lay_out(self.specs)
         self._reset()
         self._round = current = _Round(
             gradients,
@@ -611,7 +625,9 @@ class Reducer:
         agreed = broadcast_row(order, self.backend, tag_of(self._tag, Call.ORDER)).tolist()
         self._agreed_places.update((self.specs[n].name, place) for place, n in enumerate(agreed))
         self._has_order = True
-        if tuple(agreed) != self._order:
+        self._must_lay_out = tuple(agreed) != self._order
+        # A GPU's memory is given back; and the next round may be captured in a graph.
+        if self._must_lay_out and self._is_on_gpu:
             self.lay_out(self.specs)
 
     # Ranks that disagree

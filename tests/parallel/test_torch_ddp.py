@@ -1024,3 +1024,40 @@ def test_memory_is_that_of_gradients_and_one_bucket(on_ranks: OnRanks, overlap: 
         )
 
     on_ranks(2, body)
+
+
+class Upwards(nn.Module):
+    """Layers whose gradients become ready in the order in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8))
+
+    def forward(self, x: Any) -> Any:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+@OVERLAP
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_buckets_in_another_order_take_the_memory_of_those_before(
+    on_ranks: OnRanks, average: str, overlap: Any
+) -> None:
+    def memory_of(ddp: Any) -> tuple[int, int]:
+        extents = [bucket.extent for bucket in ddp._reducer.buckets]
+        return min(begin for begin, _ in extents), max(end for _, end in extents)
+
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(Upwards(), backend, bucket_mb=2.5, average=average, overlap=overlap)
+        begin, end = memory_of(ddp)
+        for _ in range(3):
+            ddp(torch.ones(1, 512)).sum().backward()
+            ddp.zero_grad()
+        names = [name for bucket in ddp.statistics().buckets for name in bucket.names]
+        assert names == [f"layers.{number}.weight" for number in range(8)]
+        new_begin, new_end = memory_of(ddp)
+        assert begin <= new_begin
+        assert new_end - end <= 2.5 * 2**20  # other buckets, of which one may be larger
+
+    on_ranks(2, body)
