@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
@@ -127,28 +127,25 @@ def _stream_of(view: BufferView) -> Stream:
 
 
 def _in_one(source: BufferView | None, target: BufferView | None, run: Run, stream: Stream) -> None:
-    from ferro_dist._native.cuda_memory import PinnedMemory, copy_async
+    from ferro_dist._native.cuda_memory import copy_async
 
-    sent = None if source is None else PinnedMemory(max(1, source.nbytes))
-    received = None if target is None else PinnedMemory(max(1, target.nbytes))
-    if sent is not None and source is not None:
-        copy_async(sent.address, source.address, source.nbytes, stream)
-        stream.synchronize()
-    run(
-        0 if sent is None else sent.address,
-        0 if received is None else received.address,
-        0,
-    )
-    if received is not None and target is not None:
-        copy_async(target.address, received.address, target.nbytes, stream)
-        stream.synchronize()  # the memory is freed on return
+    sizes = [each.nbytes for each in (source, target) if each is not None]
+    with _buffers(sizes, stream) as buffers:
+        sent = 0 if source is None else buffers[0].address
+        received = 0 if target is None else buffers[-1].address
+        if source is not None:
+            copy_async(sent, source.address, source.nbytes, stream)
+            stream.synchronize()
+        run(sent, received, 0)
+        if target is not None:
+            copy_async(target.address, received, target.nbytes, stream)
 
 
 def _in_pieces(
     source: BufferView | None, target: BufferView | None, run: Run, view: BufferView, stream: Stream
 ) -> None:
     pieces = list(_pieces(view.count, view.itemsize))
-    with _buffers(min(len(pieces), _NUM_BUFFERS), stream) as buffers:
+    with _buffers([_PIECE_NBYTES] * min(len(pieces), _NUM_BUFFERS), stream) as buffers:
 
         def bring(index: int) -> Event | None:
             if source is None or index >= len(pieces):
@@ -194,22 +191,30 @@ def _copy(
     copy_async(*ends, len(piece) * view.itemsize, stream)
 
 
-# Pinning memory takes milliseconds. Guarded by the lock.
+# Of `_PIECE_NBYTES` each: pinning memory takes milliseconds. Guarded by the lock.
 _spare: list[PinnedMemory] = []
 _spare_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _buffers(number: int, stream: Stream) -> Iterator[list[PinnedMemory]]:
-    """Lend buffers, until what `stream` does with them is done."""
-    from ferro_dist._native.cuda_memory import PinnedMemory
-
-    with _spare_lock:
-        lent = [_spare.pop() for _ in range(min(number, len(_spare)))]
-    lent += [PinnedMemory(_PIECE_NBYTES) for _ in range(number - len(lent))]
+def _buffers(sizes: Sequence[int], stream: Stream) -> Iterator[list[PinnedMemory]]:
+    """Lend buffers of these sizes or more, until what `stream` does with them is done."""
+    lent = [_take_buffer(nbytes) for nbytes in sizes]
     try:
         yield lent
     finally:
         stream.synchronize()
+        usual = [buffer for buffer in lent if buffer.nbytes == _PIECE_NBYTES]
         with _spare_lock:
-            _spare.extend(lent[: max(0, _NUM_BUFFERS - len(_spare))])
+            _spare.extend(usual[: max(0, _NUM_BUFFERS - len(_spare))])
+
+
+def _take_buffer(nbytes: int) -> PinnedMemory:
+    from ferro_dist._native.cuda_memory import PinnedMemory
+
+    if nbytes > _PIECE_NBYTES:
+        return PinnedMemory(nbytes)
+    with _spare_lock:
+        if _spare:
+            return _spare.pop()
+    return PinnedMemory(_PIECE_NBYTES)

@@ -204,6 +204,24 @@ def test_large_arrays_go_in_pieces(op: str) -> None:
     ranks(2, go_in_pieces, op)
 
 
+def gather_again_and_again(group: Any) -> None:
+    from ferro_dist.gpu_fallback import _spare
+
+    os.environ[VARIABLE] = "1"
+    warnings.simplefilter("ignore")
+    x = emulated_gpu().array(np.ones(3))
+    fd.all_gather(x, group)
+    kept = set(map(id, _spare))
+    assert len(kept) == 2  # for what is sent, and for what is received
+    for _ in range(3):
+        fd.all_gather(x, group)
+        assert set(map(id, _spare)) == kept
+
+
+def test_pinned_memory_is_used_again() -> None:
+    ranks(2, gather_again_and_again)
+
+
 def take_long_for_each_piece(group: Any) -> bool:
     """Each piece takes rank 1 less than the timeout, and all five together take longer."""
     os.environ[VARIABLE] = "1"
