@@ -55,8 +55,8 @@ def texts(schedule: list[list[Action]]) -> list[list[str]]:
 def test_every_schedule_of_any_size_is_sound(
     name: str, p: int, m: int, reduces: bool, prefetch: int
 ) -> None:
-    lists = complete(name, p, m, reduces_gradients=reduces, prefetch=prefetch)
-    validate(lists, num_ranks=p, num_microbatches=m)
+    lists = complete(name, p, m, reduces_gradients=reduces)
+    validate(insert_messages(lists, prefetch=prefetch), num_ranks=p, num_microbatches=m)
 
 
 @given(ranks, microbatches, st.integers(1, 5))

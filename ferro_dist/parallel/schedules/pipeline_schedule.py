@@ -141,7 +141,6 @@ def complete(
     stages_per_rank: int | None = None,
     *,
     reduces_gradients: bool = False,
-    prefetch: int = 1,
 ) -> list[list[Action]]:
     """Return the lists that an executor runs: with messages, and proven to be sound.
 
@@ -151,8 +150,6 @@ def complete(
         As for `generate`. Messages and reductions of a written schedule are kept.
     reduces_gradients : bool, default False
         Whether gradients are summed over replicas of the pipeline.
-    prefetch : int, default 1
-        As for `insert_messages`.
 
     Raises
     ------
@@ -164,12 +161,12 @@ def complete(
     if reduces_gradients and ActionKind.REDUCE not in kinds:
         lists = insert_reductions(lists)
     if not any(kind.is_send or kind.is_recv for kind in kinds):
-        lists = insert_messages(lists, prefetch=prefetch)
+        lists = insert_messages(lists)
     validate(lists, num_ranks=num_ranks, num_microbatches=num_microbatches)
     return lists
 
 
-def one_phase(schedule: WrittenSchedule, phase: str, *, prefetch: int = 1) -> list[list[Action]]:
+def one_phase(schedule: WrittenSchedule, phase: str) -> list[list[Action]]:
     """Return the forwards or the backwards of a schedule alone, with their messages.
 
     Either half of a sound schedule is sound: neither forwards nor their messages wait for anything
@@ -180,8 +177,6 @@ def one_phase(schedule: WrittenSchedule, phase: str, *, prefetch: int = 1) -> li
     schedule : lists of Action or of text
         A sound one. Its messages and reductions are left out.
     phase : {"forward", "backward"}
-    prefetch : int, default 1
-        As for `insert_messages`.
     """
     if phase not in ("forward", "backward"):
         raise ValueError(f"phase must be 'forward' or 'backward', not {phase!r}.")
@@ -189,7 +184,7 @@ def one_phase(schedule: WrittenSchedule, phase: str, *, prefetch: int = 1) -> li
         [a for a in actions if a.kind.is_compute and (a.kind is F) == (phase == "forward")]
         for actions in parse_schedule(schedule)
     ]
-    return insert_messages(lists, prefetch=prefetch, phase=phase)
+    return insert_messages(lists, phase=phase)
 
 
 def _stages_per_rank(schedule: PipelineSchedule, count: int | None) -> int:

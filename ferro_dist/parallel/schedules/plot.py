@@ -7,23 +7,20 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ferro_dist.parallel.schedules.action import Action, ActionKind
-from ferro_dist.parallel.schedules.durations import UNIT_DURATIONS, DurationsLike
+from ferro_dist.parallel.schedules.action import ActionKind
 from ferro_dist.parallel.schedules.notation import WrittenSchedule
 from ferro_dist.parallel.schedules.simulation import Simulation, simulate
-from ferro_dist.parallel.schedules.timeline import Span, busy_times, parse_timeline
+from ferro_dist.parallel.schedules.timeline import Span, busy_times
 
 __all__ = ["Drawable", "plot"]
 
-Timeline = Iterable[tuple[int, Action | str, float, float]]
-
-Drawable = Simulation | WrittenSchedule | Timeline
-"""A schedule, a simulation of one, or (rank, action, start_s, end_s) of each action of a run."""
+Drawable = WrittenSchedule | Simulation | Sequence[Span]
+"""A schedule, a simulation of one, or the spans of a run."""
 
 Colour = tuple[float, float, float]
 
@@ -68,8 +65,6 @@ def plot(
     run: Drawable | Mapping[str, Drawable],
     path: str | os.PathLike[str],
     *,
-    durations: DurationsLike = UNIT_DURATIONS,
-    latency: float | Iterable[float] = 0.0,
     ideal: Drawable | None = None,
     time_label: str = "time",
 ) -> Path:
@@ -80,14 +75,12 @@ def plot(
 
     Parameters
     ----------
-    run : schedule, Simulation or timeline, or mapping of titles to these
-        A timeline is a list of (rank, action, start_s, end_s), as measured. Several are drawn
-        one below the other on one scale of time.
+    run : schedule, Simulation or list of Span, or mapping of titles to these
+        Spans may be measured, as those of a `PipelinePlan`. Several runs are drawn one below the
+        other on one scale of time.
     path : path
         Its suffix gives the format: ``.svg``, ``.png``, ``.pdf``.
-    durations, latency
-        For schedules; see `simulate`.
-    ideal : schedule, Simulation or timeline, optional
+    ideal : schedule, Simulation or list of Span, optional
         Drawn pale behind the run.
     time_label : str, default "time"
 
@@ -125,7 +118,8 @@ def plot(
     titled = run if isinstance(run, Mapping) else {"": run}
     if not titled:
         raise ValueError("There is no run to plot: the mapping of titles is empty.")
-    panels = [_Panel.of(title, one, ideal, durations, latency) for title, one in titled.items()]
+    behind = [] if ideal is None else _spans(ideal)
+    panels = [_Panel(title, _spans(one), behind) for title, one in titled.items()]
     # Text as text, and the same bytes for the same picture.
     style = {"svg.fonttype": "none", "svg.hashsalt": "ferro_dist", "font.size": 9.0}
     with matplotlib.rc_context(style):
@@ -155,18 +149,6 @@ class _Panel:
     spans: list[Span]
     ideal: list[Span]
 
-    @classmethod
-    def of(
-        cls,
-        title: str,
-        run: Drawable,
-        ideal: Drawable | None,
-        durations: DurationsLike,
-        latency: float | Iterable[float],
-    ) -> _Panel:
-        spans = _spans(run, durations, latency)
-        return cls(title, spans, _spans(ideal, durations, latency) if ideal is not None else [])
-
     @property
     def num_ranks(self) -> int:
         return max(span.rank for span in self.spans) + 1
@@ -188,13 +170,15 @@ class _Panel:
         return text
 
 
-def _spans(run: Drawable, durations: DurationsLike, latency: float | Iterable[float]) -> list[Span]:
+def _spans(run: Drawable) -> list[Span]:
+    """Return the spans of a run, which begins at time 0."""
     if isinstance(run, Simulation):
         return run.spans
-    timeline = parse_timeline(run)
-    if timeline is not None:
-        return timeline
-    return simulate(cast("WrittenSchedule", run), durations, latency).spans
+    if not (isinstance(run, Sequence) and run and isinstance(run[0], Span)):
+        return simulate(cast("WrittenSchedule", run)).spans
+    spans = cast("Sequence[Span]", run)
+    origin_s = min(span.start_s for span in spans)
+    return [s._replace(start_s=s.start_s - origin_s, end_s=s.end_s - origin_s) for s in spans]
 
 
 # Drawing
