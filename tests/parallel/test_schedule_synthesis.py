@@ -21,7 +21,6 @@ from ferro_dist.parallel.schedules import (
     v_placement,
     validate,
     zb_h1,
-    zb_v,
 )
 from ferro_dist.parallel.schedules.durations import Durations
 from ferro_dist.parallel.schedules.list_scheduling import Policy, Problem, schedule_greedily
@@ -117,13 +116,15 @@ def test_equal_stages_leave_no_bubble_but_the_first_input_takes() -> None:
 
 
 def test_unequal_stages_gain_by_it() -> None:
-    rng = random.Random(6)
+    rng = random.Random(11)
     durations: dict[Any, float] = {
-        (stage, kind): rng.uniform(0.5, 1.5) for stage in range(8) for kind in ("F", "I", "W")
+        (stage, kind): rng.uniform(0.5, 1.5) for stage in range(4) for kind in ("F", "I", "W")
     }
-    placement = placement_for("zb_v", 4)
-    lists = synthesize(durations, 4, placement=placement, num_microbatches=12)
-    assert simulate(lists, durations).makespan_s < simulate(zb_v(4, 12), durations).makespan_s
+    lists = synthesize(durations, 8, placement=loop_placement(4), num_microbatches=12)
+    builtin_s = [
+        simulate(generate(name, 4, 12), durations).makespan_s for name in ("gpipe", "1f1b", "zb_h1")
+    ]
+    assert simulate(lists, durations).makespan_s < 0.95 * min(builtin_s)
 
 
 def test_a_single_microbatch_may_be_all_that_fits() -> None:

@@ -1,19 +1,14 @@
 """Synthesis: a schedule made to measure, for stages of any cost.
 
-1. Collect candidates: the built-in schedules for this placement that fit the memory, and those
-   that list scheduling makes under a number of policies.
-2. Simulate them and keep those with the shortest makespans.
-3. Improve each: along its critical path, swap neighbours on a rank or put weight gradients off, for
-   as long as that makes it shorter. Only a change on that path can.
-4. Join the two parts of a backward where that costs nothing: whole backwards are cheaper to run.
+1. Simulate the built-in schedules for this placement, and those that list scheduling makes under a
+   number of policies. Take the one with the shortest makespan that fits the memory.
+2. Join the two parts of a backward where that costs nothing: whole backwards are cheaper to run.
 
 The result depends on the arguments alone, so ranks that share them make the same schedule.
 
 References
 ----------
 P. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024: list scheduling of split backwards.
-P. J. M. van Laarhoven et al., "Job Shop Scheduling by Simulated Annealing", Operations
-Research 1992: swaps on the critical path.
 """
 
 from __future__ import annotations
@@ -25,14 +20,11 @@ from dataclasses import dataclass
 
 from ferro_dist.arguments import in_order
 from ferro_dist.parallel.schedules import builtin
-from ferro_dist.parallel.schedules.action import Action, ActionKind, B, F, I, W
+from ferro_dist.parallel.schedules.action import Action, B, F, I, W
 from ferro_dist.parallel.schedules.arguments import check_count, one_per
-from ferro_dist.parallel.schedules.critical_path import critical_moves
 from ferro_dist.parallel.schedules.dependencies import Dependencies
 from ferro_dist.parallel.schedules.durations import Durations, DurationsLike
-from ferro_dist.parallel.schedules.invalid_schedule import InvalidSchedule
 from ferro_dist.parallel.schedules.list_scheduling import Policy, Problem, schedule_greedily
-from ferro_dist.parallel.schedules.notation import format_schedule
 from ferro_dist.parallel.schedules.placement import loop_placement, v_placement
 from ferro_dist.parallel.schedules.simulation import Simulation, simulate_checked
 
@@ -41,10 +33,7 @@ __all__ = ["synthesize"]
 Lists = list[list[Action]]
 
 SIMULATED_ACTIONS = 200_000
-"""How many actions the search simulates, however many the schedule has: it takes seconds."""
-
-NUM_IMPROVED = 8
-"""How many of the candidates are improved."""
+"""Once so many are simulated, no further schedule is made: large ones take seconds, too."""
 
 
 def synthesize(
@@ -58,8 +47,9 @@ def synthesize(
 ) -> list[list[Action]]:
     """Make a schedule for measured stages, under a limit on memory.
 
-    It is never slower in simulation than the best of the built-in schedules that have this
-    placement and keep the limit.
+    This simulates the built-in schedules for this placement and up to 60 that list scheduling makes
+    (fewer if they are large), and takes the fastest that keeps the limit. So in simulation it is
+    never slower than a built-in schedule that keeps the limit; a faster one may exist.
 
     Parameters
     ----------
@@ -158,7 +148,6 @@ class _Candidate:
     """A schedule with what is known of it."""
 
     lists: Lists
-    dependencies: Dependencies
     simulation: Simulation
 
     @property
@@ -173,48 +162,26 @@ class _Search:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._bound_s = _least_makespan(problem) * (1 + _ROUNDING)
         self._budget = SIMULATED_ACTIONS
 
     def run(self) -> Lists:
         """Return the best schedule found."""
-        candidates = self._candidates()
-        # The best start seldom has the best end.
-        improved = [self._improved(candidate) for candidate in candidates[:NUM_IMPROVED]]
-        return self._joined(min(improved, key=_score)).lists
-
-    def _candidates(self) -> list[_Candidate]:
-        """Return what fits, best first, each once."""
-        found: dict[str, _Candidate] = {}
+        best: _Candidate | None = None
         # All of these, whatever it takes: the result must be no worse than any.
         for lists in _builtin_schedules(self._problem):
-            self._add(lists, found)
+            best = self._better(best, lists)
         for lists in _greedy_schedules(self._problem):
-            if any(map(self._is_over, found.values())):
+            best = self._better(best, lists)
+            if self._budget <= 0:
                 break
-            self._add(lists, found)
-        return sorted(found.values(), key=_score)
+        assert best is not None  # list scheduling keeps within the memory
+        return self._joined(best).lists
 
-    def _add(self, lists: Lists, found: dict[str, _Candidate]) -> None:
-        candidate = self._evaluate(lists, Dependencies(lists))
-        if candidate is not None:
-            found.setdefault(format_schedule(lists), candidate)
-
-    def _improved(self, candidate: _Candidate) -> _Candidate:
-        """Take the first move that helps, over and over, until none does."""
-        best: _Candidate | None = candidate
-        while best is not None:
-            candidate = best
-            best = next(self._better(candidate), None)
+    def _better(self, best: _Candidate | None, lists: Lists) -> _Candidate | None:
+        candidate = self._evaluate(lists)
+        if candidate is None or (best is not None and best.score <= candidate.score):
+            return best
         return candidate
-
-    def _better(self, candidate: _Candidate) -> Iterator[_Candidate]:
-        for lists in critical_moves(candidate.lists, candidate.simulation, candidate.dependencies):
-            if self._is_over(candidate):
-                return
-            moved = self._evaluate(lists, candidate.dependencies)
-            if moved is not None and moved.score < candidate.score:
-                yield moved
 
     def _joined(self, candidate: _Candidate) -> _Candidate:
         """Join the parts of backwards on all stages, or else on those where it costs nothing."""
@@ -224,74 +191,22 @@ class _Search:
         for chosen in (set(stages), *({stage} for stage in stages)):
             if self._budget <= 0:
                 break
-            lists = _join_backwards(candidate.lists, chosen)
-            joined = self._evaluate(lists, Dependencies(lists))
+            joined = self._evaluate(_join_backwards(candidate.lists, chosen))
             if joined is not None and joined.score <= candidate.score:
                 candidate = joined
         return candidate
 
-    def _is_over(self, candidate: _Candidate) -> bool:
-        return self._budget <= 0 or candidate.simulation.makespan_s <= self._bound_s
-
-    def _evaluate(self, lists: Lists, dependencies: Dependencies) -> _Candidate | None:
-        """Return a candidate, or None if it takes too much memory or cannot be run."""
+    def _evaluate(self, lists: Lists) -> _Candidate | None:
+        """Return a candidate, or None if it takes too much memory."""
         problem = self._problem
         self._budget -= sum(map(len, lists))
-        try:
-            simulation = simulate_checked(
-                lists, dependencies, problem.durations, problem.latency, problem.weights
-            )
-        except InvalidSchedule:
-            return None  # a move that made ranks wait for each other
+        simulation = simulate_checked(
+            lists, Dependencies(lists), problem.durations, problem.latency, problem.weights
+        )
         peaks = simulation.peak_nbytes or []
         pairs = zip(peaks, problem.capacity, strict=True)
         fits = all(peak <= capacity * (1 + _ROUNDING) for peak, capacity in pairs)
-        return _Candidate(lists, dependencies, simulation) if fits else None
-
-
-def _score(candidate: _Candidate) -> tuple[float, float]:
-    return candidate.score
-
-
-def _least_makespan(problem: Problem) -> float:
-    """Return a makespan that no schedule can beat.
-
-    This is the larger of two times: that of the slowest rank's work after its first input has come,
-    and that of one microbatch through all stages and back.
-    """
-    stages = range(len(problem.placement))
-    arrival = [0.0]
-    for stage in stages[:-1]:
-        travel = problem.travel_time(stage, stage + 1)
-        arrival.append(arrival[-1] + _time(problem, stage, F) + travel)
-    rank_bounds = (
-        arrival[min(owned)]
-        + problem.num_microbatches
-        * math.fsum(_time(problem, s, F) + _backward(problem, s) for s in owned)
-        for owned in map(problem.stages_of, range(problem.num_ranks))
-    )
-    way_down = arrival[-1] + _time(problem, stages[-1], F)
-    way_up = arrival[-1] - math.fsum(_time(problem, s, F) for s in stages[:-1])
-    way_up += math.fsum(_gradient(problem, s) for s in stages[1:]) + _backward(problem, 0)
-    return max(way_down + way_up, *rank_bounds)
-
-
-def _time(problem: Problem, stage: int, kind: ActionKind) -> float:
-    return problem.durations.of(Action(stage, kind))
-
-
-def _backward(problem: Problem, stage: int) -> float:
-    """Return the least time of a stage's backward."""
-    whole = _time(problem, stage, B)
-    if not _can_split(problem):
-        return whole
-    return min(whole, _time(problem, stage, I) + _time(problem, stage, W))
-
-
-def _gradient(problem: Problem, stage: int) -> float:
-    """Return the least time in which a stage's input gradient is made."""
-    whole = _time(problem, stage, B)
-    return min(whole, _time(problem, stage, I)) if _can_split(problem) else whole
+        return _Candidate(lists, simulation) if fits else None
 
 
 def _can_split(problem: Problem) -> bool:
