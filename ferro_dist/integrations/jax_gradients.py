@@ -494,7 +494,7 @@ class _UserBucket(_Bucket):
         self._bucket, self._reduction = bucket, reduction
 
     def reduce(self, backend: Backend, op: ReduceOp, tag: int) -> Work | None:
-        self._bucket.mark(0)  # all gradients are there, if only zeros
+        self._bucket.mark()  # all gradients are there, if only zeros
         with telling(functools.partial(interrupt, backend)):
             reduce_by(self._reduction, self._bucket, backend, op, tag)
         return None

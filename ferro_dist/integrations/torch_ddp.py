@@ -219,7 +219,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
                 f"DDP: {type(module).__name__} has no parameters: there is nothing to be averaged"
             )
         refuse_watched(parameters.named)
-        options.check_compression(specs_of(parameters.dense))
+        options.check_parameters(specs_of(parameters.dense))
         buffers = BufferShare(module, options.backend) if options.sync_buffers else None
         self._hold(module)
         self.__dict__.update(
@@ -340,6 +340,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
         if not parameters.have_changed():
             return
         specs = specs_of(parameters.dense)
+        self._options.check_parameters(specs)
         if not self._backend.moves_host_arrays:
             # NCCL alone does not compare the ranks' calls: they must agree before they make them.
             lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(specs)]

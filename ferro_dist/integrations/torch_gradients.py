@@ -90,13 +90,13 @@ class TorchGradients(Accumulation, Gradients):
                 self._averaged[number] = None
                 self._traces.pop(number, None)
 
-    def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+    def pack(self, bucket: Bucket, is_leaving: bool) -> None:
         parameters = [self.parameters[number] for number in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
         if may_be_kept(bucket, gradients, self._averaged):
             leave_kept(bucket, gradients, self._averaged, self._aside)
         _renew_views(bucket)
-        marks = self._mark(bucket, counter, gradients)
+        marks = self._mark(bucket, gradients)
         left = _copy_plain(bucket, bucket.views, gradients, self.memory)
         if left:
             self._copy(bucket, left, gradients, marks)
@@ -190,18 +190,16 @@ class TorchGradients(Accumulation, Gradients):
                 self.parameters[number].grad = own.detach().clone()
         self.end_local()
 
-    def _mark(
-        self, bucket: Bucket, counter: int, gradients: Sequence[Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
+    def _mark(self, bucket: Bucket, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Mark what this rank contributes, save for what `Bucket.mark_all` leaves to be copied."""
         if not bucket.num_missing:
-            return bucket.mark_all(counter)
+            return bucket.mark_all()
         is_given = [
             gradient is not None
             and (gradient is not self._averaged[number] or self.is_ready(number))
             for number, gradient in zip(bucket.members, gradients, strict=True)
         ]
-        bucket.mark(counter, is_given)
+        bucket.mark(is_given)
         return []
 
     def _copy(
@@ -344,7 +342,7 @@ class GivenGradients(Gradients):
         for key, (name, parameter) in zip(keys, parameters.items(), strict=True):
             _check_fits(name, grads.get(key) if is_named else grads[key], parameter)
 
-    def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+    def pack(self, bucket: Bucket, is_leaving: bool) -> None:
         gradients = [self.get(number) for number in bucket.members]
         leave_kept(bucket, gradients)
         _renew_views(bucket)
@@ -354,7 +352,7 @@ class GivenGradients(Gradients):
                 view.zero_()
             else:
                 view.copy_(as_dense(gradient.detach()))
-        bucket.mark(counter, [gradient is not None for gradient in gradients])
+        bucket.mark([gradient is not None for gradient in gradients])
 
     def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
         flags = is_contributed or [True] * len(bucket.members)

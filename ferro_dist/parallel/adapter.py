@@ -130,14 +130,14 @@ class ArrayGradients(Gradients):
         self.views = views
         self.holder = holder
 
-    def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+    def pack(self, bucket: Bucket, is_leaving: bool) -> None:
         gradients = [self.views.get(spec.name) for spec in bucket.layout.specs]
         for position, gradient in enumerate(gradients):
             if gradient is not None and self._is_misplaced(gradient, bucket.views[position]):
                 raise misplaced(bucket.layout.names[position])
         for position, gradient in enumerate(gradients):
             bucket.put_in(position, gradient)
-        bucket.mark(counter, [gradient is not None for gradient in gradients])
+        bucket.mark([gradient is not None for gradient in gradients])
 
     def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
         specs = bucket.layout.specs

@@ -36,7 +36,7 @@ class ArrayDDP(ReducingDDP[ModuleT], Generic[ModuleT]):
         self._given: ArrayGradients | None = None
         for name, device in self._adapter.devices.items():
             check_reach(f"parameter {name!r}", device, options.backend)
-        options.check_compression(self._adapter.specs.values())
+        options.check_parameters(tuple(self._adapter.specs.values()))
         return [f"parameter {i} {spec}" for i, spec in enumerate(self._adapter.specs.values())]
 
     def _prepare(self, options: Options, first_tag: int) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ferro_dist.parallel.bucket import COUNTABLE, Bucket, real_parts
+import numpy as np
+
+from ferro_dist.parallel.bucket import Bucket, real_parts
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["REDUCE_OPS", "Averaging"]
@@ -46,20 +48,23 @@ class Averaging:
         return REDUCE_OPS.get(self.name, ReduceOp.SUM)
 
     @property
-    def num_counters(self) -> int:
-        """Lanes of each gradient, so many that none has to count further than it can."""
-        if self.name != "contributors":
-            return 1
-        return -(-self.world_size // COUNTABLE)
-
-    def counter(self, rank: int) -> int:
-        """Return which of a gradient's lanes this rank writes to."""
-        return rank // COUNTABLE if self.name == "contributors" else 0
-
-    @property
     def is_idempotent(self) -> bool:
         """Whether a gradient that is equal on all ranks stays the same."""
         return self.name == "mean"
+
+    def check_countable(self, name: str, dtype: np.dtype[Any]) -> None:
+        """Raise ValueError if a gradient travels as a dtype that cannot count all ranks."""
+        if self.name != "contributors":
+            return
+        limit = 1
+        while complex(dtype.type(limit + 1)) == limit + 1:
+            limit *= 2
+        if self.world_size > limit:
+            raise ValueError(
+                f"DDP: the gradient of {name!r} travels as {dtype.name}, where "
+                f"average='contributors' counts up to {limit} ranks, not {self.world_size}. Use "
+                "average='mean' or 'sum', or let it travel as a wider dtype."
+            )
 
     def complete(self, bucket: Bucket) -> None:
         """Divide what has been summed by the number of contributors."""

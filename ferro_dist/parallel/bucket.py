@@ -6,10 +6,10 @@ its slot in one flat array, `Bucket` is that array. A *slot* is an array, the pa
 that holds one gradient; a *position* counts the gradients of a bucket, a *number* the parameters of
 the module.
 
-    | gradient | gradient | gradient | lanes of each gradient | control lanes |
+    | gradient | gradient | gradient | a lane for each gradient | control lanes |
 
 Lanes are elements of the same dtype that travel with the same allreduce. Each rank that contributes
-a gradient *i* writes 1 to a lane of *i*; reduced, the lanes tell whether any rank had one, or, if
+a gradient *i* writes 1 to the lane of *i*; reduced, the lanes tell whether any rank had one, or, if
 they are summed, how many. So ranks agree on what was used without another message, and without
 walking a graph. Control lanes are the reducer's, for anything else that ranks must agree on.
 """
@@ -58,9 +58,6 @@ ALIGNMENT_NBYTES = 64
 
 STREAMED_NBYTES = MIB
 """From this size on, the slot of a gradient is in no cache when the gradient is copied there."""
-
-COUNTABLE = 256
-"""Up to here bfloat16 has every integer: a lane that is summed must not lose count."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +211,6 @@ class BucketLayout:
     ----------
     specs : sequence of ParameterSpec
         One or more, of one dtype.
-    num_counters : int
-        Lanes for each gradient.
     num_controls : int
         Control lanes.
 
@@ -231,18 +226,15 @@ class BucketLayout:
     streamed : list of int
         Positions of gradients that are copied past the caches.
     lanes_offset : int
-        First of the lanes of gradients; those of one gradient are side by side.
+        First of the lanes of gradients.
     controls_offset : int
         First of the control lanes.
     count : int
         Elements in the bucket.
     """
 
-    def __init__(
-        self, specs: Sequence[ParameterSpec], num_counters: int = 1, num_controls: int = 0
-    ) -> None:
+    def __init__(self, specs: Sequence[ParameterSpec], num_controls: int = 0) -> None:
         self.specs = tuple(specs)
-        self.num_counters = num_counters
         self.dtype = self.specs[0].dtype
         self.names = tuple(spec.name for spec in self.specs)
         offsets, end = [], 0
@@ -253,7 +245,7 @@ class BucketLayout:
         self.strides = [spec.strides for spec in self.specs]
         self.streamed = [n for n, each in enumerate(self.specs) if each.is_streamed]
         self.lanes_offset = end
-        self.controls_offset = end + len(self.specs) * num_counters
+        self.controls_offset = end + len(self.specs)
         self.count = self.controls_offset + num_controls
 
     @property
@@ -291,7 +283,7 @@ class Bucket:
         The buffer, in the module's library.
     views : list of array
         The gradients' slots, as arrays of the module's library.
-    lanes : numpy.ndarray, shape (gradients, lanes for each)
+    lanes : numpy.ndarray, shape (gradients,)
     controls : numpy.ndarray
     num_missing : int
         Gradients that are not ready yet.
@@ -331,9 +323,7 @@ class Bucket:
         self.wire = buffer if wire is None else wire
         self._flat_wire = self.flat if wire is None else as_array(wire)
         self.views = list(map(self.new_view, range(len(members))))
-        self.lanes = buffer[layout.lanes_offset : layout.controls_offset].reshape(
-            -1, layout.num_counters
-        )
+        self.lanes = buffer[layout.lanes_offset : layout.controls_offset]
         self.controls = buffer[layout.controls_offset :]
         self.reset()
 
@@ -374,29 +364,27 @@ class Bucket:
         self.buffer.fill(0)
         self.is_full = False
 
-    def mark(self, counter: int, is_contributed: Sequence[bool] | None = None) -> None:
+    def mark(self, is_contributed: Sequence[bool] | None = None) -> None:
         """Write into the lanes which gradients this rank contributes; None for all of them."""
         self.is_full = is_contributed is None or all(is_contributed)
-        self.lanes.fill(0)
-        self.lanes[:, counter] = 1 if is_contributed is None else is_contributed
+        self.lanes[:] = 1 if is_contributed is None else is_contributed
 
     def contributors(self) -> list[int]:
         """How many ranks contributed each gradient, once the bucket has been summed."""
-        lanes = self._reduced_lanes()
-        counts: list[int] = np.rint(lanes.real.astype(np.float64)).sum(axis=1).astype(int).tolist()
+        counts: list[int] = self._reduced_lanes().real.astype(int).tolist()
         return counts
 
     def contributed(self) -> list[bool] | None:
         """Whether any rank contributed each gradient, once it was reduced; None if all were."""
         if self.is_full:
             return None
-        is_given = (self._reduced_lanes() != 0).any(axis=1)
+        is_given = self._reduced_lanes() != 0
         if is_given.all():
             return None
         flags: list[bool] = is_given.tolist()
         return flags
 
-    def mark_all(self, counter: int) -> list[tuple[Any, Any]]:
+    def mark_all(self) -> list[tuple[Any, Any]]:
         """Do what `mark` does if all gradients are there, save for what this returns.
 
         Returns
@@ -404,7 +392,7 @@ class Bucket:
         list of tuple of array
             Targets, and what the caller copies to each, as it copies gradients to their slots.
         """
-        self.mark(counter)
+        self.mark()
         return []
 
     def set_control(self, control: int, is_set: bool) -> None:

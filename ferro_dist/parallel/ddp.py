@@ -76,7 +76,8 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         How the gradients of the ranks are combined. ``"sum"`` is right if each rank has divided its
         loss by the size of the whole batch. ``"contributors"`` divides each gradient by the number
         of ranks that had one, not by the number of all ranks. A gradient that was zeroed in place,
-        as by ``zero_grad(set_to_none=False)``, counts as one.
+        as by ``zero_grad(set_to_none=False)``, counts as one. They are counted in the dtype as
+        which the gradient travels: in bfloat16 up to 256 ranks, in float16 up to 2048.
     compress : {None, "fp16", "bf16"}, PowerSGD or callable, optional
         How real gradients of 32 and 64 bits travel. A callable gets a
         `ferro_dist.parallel.bucket.Bucket`, the backend and a `ReduceOp`, and reduces

@@ -68,7 +68,7 @@ class GpuBucket(Bucket):
         whole = memory.empty(layout.count + self._tail_count, layout.dtype)
         self.buffer = self.flat = whole[: layout.count]
         # What a rank that contributes all gradients copies to the tail.
-        self._full_tail, self._full_counter = whole[layout.count :], -1
+        self._full_tail = whole[layout.count :]
         self._tail = whole[layout.lanes_offset : layout.count]
         self.wire = self._flat_wire = (
             self.buffer if wire_dtype is None else memory.empty(layout.count, wire_dtype)
@@ -77,7 +77,7 @@ class GpuBucket(Bucket):
         self._view = interop.as_view(self.buffer)
         self._address = self._view.address
         self.reset()
-        self._clear_at_once()
+        self._fill_at_once()
 
     def reset(self) -> None:
         super().reset()
@@ -93,26 +93,27 @@ class GpuBucket(Bucket):
             fill_async(self._address, 0, self.layout.nbytes, stream)
         self.is_full = False
 
-    def _clear_at_once(self) -> None:
-        """Clear new memory at once: what comes may be written on any stream, without a wait."""
+    def _fill_at_once(self) -> None:
+        """Fill new memory at once: what comes may be done on any stream, without a wait."""
+        full = self._new_tail([True] * len(self.members))
         with self._on_device():
             stream = Stream()  # which has nothing else to do first
             fill_async(self._address, 0, self.layout.nbytes, stream)
+            full_address = interop.as_view(self._full_tail).address
+            copy_async(full_address, full.ctypes.data, full.nbytes, stream)
             stream.synchronize()
         self.is_full = False
 
-    def mark(self, counter: int, is_contributed: Sequence[bool] | None = None) -> None:
+    def mark(self, is_contributed: Sequence[bool] | None = None) -> None:
         if is_contributed is None or all(is_contributed):
-            for target, content in self.mark_all(counter):
+            for target, content in self.mark_all():
                 self._assign(target, content)
             return
         self.is_full = False
-        self._upload(self._new_tail(counter, is_contributed), self._tail_address)
+        self._upload(self._new_tail(is_contributed), self._tail_address)
 
-    def mark_all(self, counter: int) -> list[tuple[Array, Array]]:
+    def mark_all(self) -> list[tuple[Array, Array]]:
         self.is_full = True
-        if counter != self._full_counter:
-            self._make_full_tail(counter)
         # Not from the host: a graph may hold this, and nothing waits.
         return [(self._tail, self._full_tail)]
 
@@ -125,8 +126,7 @@ class GpuBucket(Bucket):
         return bool(self._read_tail()[self.layout.controls_offset - self.layout.count :][control])
 
     def _reduced_lanes(self) -> NumpyArray:
-        num_lanes = self.layout.controls_offset - self.layout.lanes_offset
-        return self._read_tail()[:num_lanes].reshape(-1, self.layout.num_counters)
+        return self._read_tail()[: len(self.members)]
 
     @property
     def _tail_count(self) -> int:
@@ -136,19 +136,10 @@ class GpuBucket(Bucket):
     def _tail_address(self) -> int:
         return self._address + self.layout.lanes_offset * self.layout.dtype.itemsize
 
-    def _new_tail(self, counter: int, is_contributed: Sequence[bool] | None) -> NumpyArray:
+    def _new_tail(self, is_contributed: Sequence[bool]) -> NumpyArray:
         tail: NumpyArray = np.zeros(self._tail_count, self.layout.dtype)
-        lanes = tail[: len(self.members) * self.layout.num_counters]
-        lanes.reshape(-1, self.layout.num_counters)[:, counter] = (
-            1 if is_contributed is None else is_contributed
-        )
+        tail[: len(self.members)] = is_contributed
         return tail
-
-    def _make_full_tail(self, counter: int) -> None:
-        self._upload(self._new_tail(counter, None), interop.as_view(self._full_tail).address)
-        with self._working_stream() as stream:
-            stream.synchronize()  # once, so that it may be read on any stream
-        self._full_counter = counter
 
     def _read_tail(self) -> NumpyArray:
         """Wait for the reduction on the host, and return the reduced tail."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from ferro_dist.arguments import check_root, integer
 from ferro_dist.backends.base import Backend
 from ferro_dist.parallel.averaging import Averaging
 from ferro_dist.parallel.bucket import ParameterSpec, bucket_nbytes_of
-from ferro_dist.parallel.compression import Compression, check_compress, name_of
+from ferro_dist.parallel.compression import Compression, check_compress, name_of, wire_dtype
 from ferro_dist.parallel.power_sgd import PowerSGD
 
 __all__ = ["Options"]
@@ -77,10 +77,13 @@ class Options:
         """Whether to do so with these parameters: what a GPU reduces takes no core's time."""
         return self.is_overlapped or (bool(self.overlap) and any(spec.is_on_gpu for spec in specs))
 
-    def check_compression(self, specs: Iterable[ParameterSpec]) -> None:
-        """Raise InvalidArray unless gradients of these parameters can be compressed as asked."""
+    def check_parameters(self, specs: Sequence[ParameterSpec]) -> None:
+        """Raise InvalidArray or ValueError unless their gradients can be averaged as asked."""
         if isinstance(self.compress, PowerSGD) and self.backend.world_size > 1:
             self.compress.check_reach(specs)
+        for spec in specs:
+            travelling = wire_dtype(self.compress, spec.dtype) or spec.dtype
+            self.averaging.check_countable(spec.name, travelling)
 
     def __str__(self) -> str:
         compress = name_of(self.compress)

@@ -130,7 +130,7 @@ class Gradients(abc.ABC):
         return
 
     @abc.abstractmethod
-    def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+    def pack(self, bucket: Bucket, is_leaving: bool) -> None:
         """Copy this rank's gradients into a bucket, zeros for absent ones, and mark them.
 
         If the bucket is leaving, nothing may be added to its gradients in their slots.
@@ -156,7 +156,7 @@ class Gradients(abc.ABC):
 class NoGradients(Gradients):
     """The gradients of a rank that has run out of data, and stays only for the others."""
 
-    def pack(self, bucket: Bucket, counter: int, is_leaving: bool) -> None:
+    def pack(self, bucket: Bucket, is_leaving: bool) -> None:
         bucket.clear()
 
     def put(self, bucket: Bucket, is_contributed: Sequence[bool] | None) -> None:
@@ -256,7 +256,6 @@ class Reducer:
         self._agreement = Agreement(backend) if has_both and backend.world_size > 1 else None
         # Gradients on the CPU and on GPUs become ready on different threads.
         self._lock = threading.RLock()
-        self._counter = self.averaging.counter(backend.rank)
         self._round = _Round()
         self.lay_out(specs)
 
@@ -300,7 +299,7 @@ class Reducer:
 
     def _make_bucket(self, index: int, members: list[int], specs: list[ParameterSpec]) -> Bucket:
         # Every bucket has control lanes, so that its layout does not depend on its index.
-        layout = BucketLayout(specs, self.averaging.num_counters, NUM_CONTROLS)
+        layout = BucketLayout(specs, NUM_CONTROLS)
         wire = wire_dtype(self._compress, layout.dtype)
         if specs[0].is_on_gpu:
             from ferro_dist.parallel.gpu_bucket import GpuBucket
@@ -511,7 +510,7 @@ class Reducer:
     def _pack(self, bucket: Bucket, is_leaving: bool) -> None:
         self.statistics.buckets[bucket.index].ready_s = perf_counter()
         bucket.join_streams()
-        self._round.gradients.pack(bucket, self._counter, is_leaving)
+        self._round.gradients.pack(bucket, is_leaving)
         bucket.release_streams()
         bucket.is_packed, bucket.is_leaving = True, is_leaving
 

@@ -654,6 +654,23 @@ def test_arguments_that_make_no_sense(
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "compress", "limit"),
+    [("float16", None, 2048), (ml_dtypes.bfloat16, None, 256), ("float32", "bf16", 256)],
+)
+def test_more_ranks_than_a_dtype_counts_are_refused(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, dtype: Any, compress: Any, limit: int
+) -> None:
+    def body(backend: Any) -> None:
+        parameters = {"double": np.zeros(1, "complex128"), "w": np.zeros(1, dtype)}
+        with monkeypatch.context() as patch:
+            patch.setattr(type(backend), "world_size", limit + 1)
+            with pytest.raises(ValueError, match=f"of 'w' .* up to {limit} ranks, .* Use"):
+                fd.DDP(parameters, backend, average="contributors", compress=compress)
+
+    on_ranks(1, body)
+
+
 def reduce_a_copy(bucket: Any, backend: Any, op: Any) -> Any:
     return fd.allreduce(bucket.gradients, backend, op)
 

@@ -321,10 +321,10 @@ def mark_in_part(rank: int, world_size: int, addr: str) -> None:
         specs = [ParameterSpec(name, (2,), np.dtype("float64"), is_on_gpu=True) for name in "ab"]
         bucket = GpuBucket(0, [0, 1], BucketLayout(specs), memory)
         go_on = hold(gpu)
-        bucket.mark(0, [True, False])
+        bucket.mark([True, False])
         taken = [np.full(2, 7.0) for _ in range(100)]  # what was let go of, among others
         go_on()
-        assert bucket._reduced_lanes().tolist() == [[1.0], [0.0]]
+        assert bucket._reduced_lanes().tolist() == [1.0, 0.0]
         del taken
 
 

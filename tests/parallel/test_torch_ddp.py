@@ -553,6 +553,20 @@ def test_a_gradient_of_one_rank_is_averaged_as_asked(
     assert on_ranks(2, body) == [expected] * 2
 
 
+def test_a_module_converted_to_what_cannot_count_its_ranks_is_refused(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend, average="contributors")
+        ddp.bfloat16()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(backend), "world_size", 257)
+            with pytest.raises(ValueError, match="up to 256 ranks, not 257"):
+                ddp(1.0)
+
+    on_ranks(1, body)
+
+
 # Backward passes that are none of DDP's
 
 
