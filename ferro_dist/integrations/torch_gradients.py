@@ -400,10 +400,11 @@ def dtype_of_gradient(parameter: Tensor) -> Any:
 
 
 def as_tensor(buffer: np.ndarray[Any, Any]) -> Tensor:
-    """Return torch's view of a NumPy array."""
-    if buffer.dtype.name == "bfloat16":  # which torch does not accept from NumPy
-        return torch.from_numpy(buffer.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(buffer)
+    """Return torch's view of a NumPy array, which may be written to outside inference mode, too."""
+    with torch.inference_mode(False):
+        if buffer.dtype.name == "bfloat16":  # which torch does not accept from NumPy
+            return torch.from_numpy(buffer.view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(buffer)
 
 
 def zeros_in_group(shape: int | tuple[int, ...], like: Tensor, backend: Backend) -> Tensor:

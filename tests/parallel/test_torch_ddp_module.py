@@ -475,6 +475,31 @@ def test_gradients_may_be_averaged_in_inference_mode(on_ranks: OnRanks, is_given
     assert on_ranks(2, body) == [[True, True] + [not is_given] * 4] * 2
 
 
+class Upwards(nn.Sequential):
+    """Layers whose gradients become ready in the order in which they are registered."""
+
+    def forward(self, x: Any) -> Any:
+        for layer in reversed(list(self)):
+            x = layer(x)
+        return x
+
+
+def test_backward_may_lay_buckets_out_in_inference_mode(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp: Any = fd.DDP(Upwards(Scale(), Scale()), backend)
+        ddp(1.0).sum().backward()
+        ddp.zero_grad()
+        y = ddp(1.0).sum()
+        with torch.inference_mode():
+            y.backward()
+        ddp.zero_grad()
+        for _ in range(2):
+            ddp(backend.rank + 1.0).sum().backward()
+        assert [p.grad.item() for p in ddp.parameters()] == [3, 2, 3, 2]
+
+    on_ranks(2, body)
+
+
 @OVERLAP
 @pytest.mark.parametrize("compress", [None, fd.PowerSGD(1)], ids=["plain", "power_sgd"])
 @pytest.mark.parametrize("shape", [(3, 4), (6, 2), (12,)])
