@@ -26,6 +26,7 @@ from ferro_dist.integrations.torch_backward import (
 )
 from ferro_dist.integrations.torch_gradients import (
     GivenGradients,
+    NoTorchGradients,
     TorchGradients,
     as_tensor,
     gpu_view,
@@ -465,6 +466,9 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
             # On all ranks: others may have gradients to be weighted, and wait for this one.
             self._reducer.begin(NoGradients(), weight=REFUSED)
             self._finish_round()
+
+    def _no_gradients(self) -> NoGradients:
+        return NoTorchGradients(self._gradients)
 
     def _after_round(self, root: int, participation: Participation | None) -> None:
         is_present = participation is None or self._backend.rank in participation.present

@@ -34,13 +34,14 @@ from ferro_dist.parallel.bucket import (
     ParameterSpec,
     misplaced,
 )
-from ferro_dist.parallel.reducer import Gradients
+from ferro_dist.parallel.reducer import Gradients, NoGradients
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
 __all__ = [
     "GivenGradients",
+    "NoTorchGradients",
     "TorchGradients",
     "as_tensor",
     "copy_or_clear",
@@ -178,6 +179,12 @@ class TorchGradients(Accumulation, Gradients):
             if self.memory.contains(address) and address not in addresses:
                 self._replace(number, gradient.detach().clone())
 
+    def leave_kept(self, bucket: Bucket) -> None:
+        """Leave averages to a user who keeps them, as the bucket will be filled by others alone."""
+        gradients = [self.parameters[number].grad for number in bucket.members]
+        leave_kept(bucket, gradients, self._averaged)
+        _renew_views(bucket)
+
     def take_back(self) -> None:
         # The slots in buckets hold this rank's own gradients again. Those that were averaged
         # before, and are not put aside, are contributed once more, by all ranks, which changes
@@ -237,6 +244,23 @@ class TorchGradients(Accumulation, Gradients):
                 "averaged, perhaps by a hook that steps an optimizer. Use "
                 "ddp.step_in_backward(optimizer), which steps with averages."
             )
+
+
+class NoTorchGradients(NoGradients):
+    """The gradients of a rank that has run out of data. Earlier averages stay with their user.
+
+    Parameters
+    ----------
+    own : TorchGradients
+        The earlier ones.
+    """
+
+    def __init__(self, own: TorchGradients) -> None:
+        self._own = own
+
+    def pack(self, bucket: Bucket, is_leaving: bool) -> None:
+        self._own.leave_kept(bucket)
+        super().pack(bucket, is_leaving)
 
 
 def _renew_views(bucket: Bucket) -> None:

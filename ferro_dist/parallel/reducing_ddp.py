@@ -61,8 +61,12 @@ class ReducingDDP(DDP[ModuleT], Generic[ModuleT]):
 
     def _attend(self) -> bool:
         """Take part in a round of the others; return whether there were any others."""
-        self._reducer.begin(NoGradients(), is_present=False)
+        self._reducer.begin(self._no_gradients(), is_present=False)
         return self._finish_round()
+
+    def _no_gradients(self) -> NoGradients:
+        """Return what this rank gives to rounds of the others."""
+        return NoGradients()
 
     def _follow_the_last(self, optimizers: Sequence[Any]) -> None:
         root = min(self._last_present, default=None)

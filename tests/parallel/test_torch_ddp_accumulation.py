@@ -995,6 +995,30 @@ def test_gradients_of_no_sync_add_up_where_ranks_have_run_out(on_ranks: OnRanks)
     assert total == 1111 / 2 + 10000
 
 
+@OVERLAP
+@pytest.mark.parametrize("average", ["mean", "sum", "contributors"])
+def test_averages_that_are_kept_stay_where_a_rank_has_run_out(
+    on_ranks: OnRanks, average: str, overlap: Any
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend, average=average, overlap=overlap)
+        for _ in range(2):  # the order of buckets is settled
+            ddp.zero_grad()
+            ddp(1.0).sum().backward()
+        kept = [p.grad for p in ddp.parameters()]
+        before = gradients_of(ddp)
+        ddp.zero_grad()
+        with ddp.join():
+            for _ in range(2 * backend.rank):
+                ddp(7.0).sum().backward()
+                ddp.zero_grad()
+        ddp(5.0).sum().backward()
+        assert tuple(gradient.item() for gradient in kept) == before
+        assert gradients_of(ddp) == ((10, 2) if average == "sum" else (5, 1))
+
+    on_ranks(2, body)
+
+
 def test_gradients_written_to_are_a_ranks_own_where_others_have_run_out(
     on_ranks: OnRanks,
 ) -> None:
