@@ -152,6 +152,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
                 "none can leave before the others. Let a rank without data give empty batches, or "
                 "put these layers into evaluation mode."
             )
+        self._check_parameters()  # a rank without a batch has no forward in which to notice
         self._gradients.note_averages()
         self._sparse.note_averages()
         with super().join(*optimizers):

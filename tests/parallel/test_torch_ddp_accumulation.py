@@ -995,6 +995,27 @@ def test_gradients_of_no_sync_add_up_where_ranks_have_run_out(on_ranks: OnRanks)
     assert total == 1111 / 2 + 10000
 
 
+@pytest.mark.parametrize("change", ["unfreeze", "convert"])
+def test_a_rank_without_any_batch_notices_what_has_become_of_the_module(
+    on_ranks: OnRanks, change: str
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        ddp.module.weight.requires_grad_(False)
+        ddp(1.0).sum().backward()
+        ddp.zero_grad()
+        if change == "unfreeze":
+            ddp.module.weight.requires_grad_(True)
+        else:
+            ddp.half()
+        with ddp.join():
+            for _ in range(backend.rank):
+                ddp(1.0).sum().backward()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body)[1] == (0.5 if change == "unfreeze" else None, 0.5)
+
+
 @OVERLAP
 @pytest.mark.parametrize("average", ["mean", "sum", "contributors"])
 def test_averages_that_are_kept_stay_where_a_rank_has_run_out(
