@@ -299,7 +299,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
 
     def _average_given(self, given: GivenGradients, weight: float | None) -> None:
         with torch.inference_mode(False):  # what is moved, and buckets, are written to in backward
-            self._gradients.make_way_for(given)
+            self._gradients.make_way_for(given, self._reducer.memory)
             with telling(self._tell_the_others):
                 self._reducer.begin(given, weight=weight, wants_comparison=self._wants_comparison())
         self._ddp_state.given = given

@@ -164,7 +164,7 @@ class TorchGradients(Accumulation, Gradients):
                 if not self._is_idempotent:
                     self._traces[number] = Trace(version_of(view), contents[position])
 
-    def make_way_for(self, given: GivenGradients) -> None:
+    def make_way_for(self, given: GivenGradients, memory: BucketMemory) -> None:
         """Move what lies in buckets to memory of its own, save for what is given itself."""
         numbers = range(len(self.parameters))
         dense = [g for g in map(given.get, numbers) if g is not None and not _is_sparse(g)]
@@ -176,7 +176,7 @@ class TorchGradients(Accumulation, Gradients):
             if gradient is None or _is_sparse(gradient):
                 continue
             address = gradient.data_ptr()
-            if self.memory.contains(address) and address not in addresses:
+            if memory.contains(address) and address not in addresses:
                 self._replace(number, gradient.detach().clone())
 
     def leave_kept(self, bucket: Bucket) -> None:

@@ -219,6 +219,8 @@ class Reducer:
     buckets : list of Bucket
     bucket_of : list of Bucket
         By number of the parameter.
+    memory : BucketMemory
+        Of these buckets.
     ranks_may_leave : bool
         Whether ranks may run out of data: every round then begins with a roll call.
     must_compare : bool
@@ -316,7 +318,7 @@ class Reducer:
     def _index_buckets(self) -> None:
         """Note about the buckets what would take long to find out in a round."""
         buckets = self.buckets
-        self._memory = BucketMemory(buckets)
+        self.memory = BucketMemory(buckets)
         self._is_on_gpu = any(bucket.is_on_gpu for bucket in buckets)
         by_number = {number: bucket for bucket in buckets for number in bucket.members}
         self.bucket_of = [by_number[number] for number in range(len(self.specs))]
@@ -362,7 +364,7 @@ class Reducer:
         )
         self.must_compare = False
         self._under_way.add(self)
-        gradients.memory = self._memory
+        gradients.memory = self.memory
         if self._agreement is not None and self._is_on_gpu:
             self._agreement.ask(tag_of(self._tag, Call.AGREEMENT), wants_comparison)
         if self.ranks_may_leave or weight is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from parallel.torch_scale import OVERLAP, Scale, gradients_of, note_copies, scal
 from torch import nn  # noqa: E402 - needs torch
 
 import ferro_dist as fd  # noqa: E402
+from ferro_dist.integrations import torch_accumulation  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
@@ -672,6 +674,32 @@ def test_averages_that_are_kept_can_be_used_after_an_average_in_inference_mode(
             gradient.requires_grad_().square().sum().backward()
 
     on_ranks(2, body)
+
+
+def test_a_sum_that_lies_where_buckets_were_is_left_alone(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: dict[int, Any] = {}
+
+    def add(a: Any, b: Any) -> Any:
+        place = places.pop(get_ident(), None)
+        return a + b if place is None else place.copy_(a + b)
+
+    monkeypatch.setattr(torch_accumulation, "add", add)
+
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, average="sum")
+        ddp(1.0).sum().backward()
+        places[get_ident()] = ddp._reducer.bucket_of[0].flat[:1]  # as if it was freed since
+        ddp.module.bias.requires_grad_(False)  # buckets are laid out anew
+        with ddp.no_sync():
+            ddp(10.0).sum().backward()
+        ddp.sync_gradients([torch.ones(1, dtype=torch.float64)])
+        ddp.sync_gradients()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(2 + 20, 2)] * 2
+    assert not places
 
 
 def test_averages_that_are_not_kept_are_not_copied_for_gradients_handed_over(
