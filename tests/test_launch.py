@@ -745,6 +745,7 @@ sys.exit("no data")
         ("assert 0, 'a\\n\\n  list:\\n  - of two\\n  - things'", "AssertionError: a ... - things"),
         ("sys.exit('no data')", "no data"),
         (CAUGHT_BEFORE, "no data"),
+        ("sys.exit('no data\\n+------')", "+------"),
         pytest.param(
             "raise ExceptionGroup('both', [OSError('first'), ValueError('last')])",
             "ExceptionGroup: both (2 sub-exceptions) ... ValueError: last",

@@ -66,8 +66,8 @@ def ending(text: str) -> str:
     If it ends an exception of several lines, by message or by notes, the first of these as well.
     """
     lines = [line for line in text.splitlines() if line.strip()]
-    if lines and lines[-1].strip(" -") == "+":
-        return _ending_of_group(lines)
+    if lines and lines[-1].strip(" -") == "+" and (words := _ending_of_group(lines)):
+        return words
     end = len(lines)
     traceback = max((n for n, line in enumerate(lines) if line.startswith(TRACEBACK)), default=end)
     first = next((n for n in range(traceback + 1, end) if not lines[n][0].isspace()), end)
