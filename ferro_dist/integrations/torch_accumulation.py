@@ -258,18 +258,22 @@ class _Aside:
         The sum of both, which the user sees.
     version : Version or None
         Of the sum, as it was made.
+    content : torch.Tensor or None
+        Another tensor over the memory of the sum. If that is given other memory, nothing else comes
+        to lie here, such as the same sum rounded.
     """
 
     averaged: Tensor
     own: Tensor = None
     shown: Tensor = None
     version: Version | None = None
+    content: Tensor = None
 
     def show(self, parameter: Tensor, own: Tensor) -> None:
         with torch.no_grad():
             self.own, self.shown = own, add(self.averaged, own)
         parameter.grad = self.shown
-        self.version = version_of(self.shown)
+        self.version, self.content = trace_of(self.shown)
 
     def is_shown_by(self, gradient: Tensor) -> bool:
         """Whether this is the sum, and nobody has written to it: zeroed it, for instance."""

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from parallel.torch_scale import OVERLAP, Scale, gradients_of, note_copies, scale  # noqa: E402
 from torch import nn  # noqa: E402 - needs torch
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations import torch_accumulation  # noqa: E402
@@ -196,6 +197,23 @@ PLACES = {
 def images(rank: int) -> Any:
     generator = torch.Generator().manual_seed(rank)
     return torch.rand(3, 2, 2, 5, 5, dtype=torch.float64, generator=generator)
+
+
+def test_memory_of_a_sum_that_was_converted_is_not_used_for_its_successor(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(nn.Linear(40, 1, bias=False).double(), backend, average="sum")
+        x = torch.ones(40, dtype=torch.float64)
+        ddp(x).sum().backward()
+        with ddp.no_sync():
+            ddp(x).sum().backward()
+        memory = StorageWeakRef(ddp.module.weight.grad.untyped_storage())
+        ddp.float()
+        # Gradients are known by their addresses, too: a rounded one must not come back to this one.
+        assert not memory.expired()
+
+    on_ranks(2, body)
 
 
 @pytest.mark.parametrize("is_local", [False, True])
