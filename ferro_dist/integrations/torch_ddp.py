@@ -290,6 +290,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
             self._refuse_averaged()
         with torch.inference_mode(False):  # averages are added to in backward
             with telling(self._tell_the_others):
+                self._check_accumulation()
                 self._reducer.begin(
                     self._gradients, weight=weight, wants_comparison=self._wants_comparison()
                 )
@@ -377,6 +378,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
             state.is_checked = False
             if first is not None and not self._reducer.is_idempotent:
                 self._refuse_added(first)
+            self._check_accumulation()
             if state.is_local:
                 self._writes.begin_local()
             else:
@@ -409,11 +411,15 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
         # Ranks that have run out of data take no steps.
         return not self._reducer.ranks_may_leave and self._writes.are_unexpected()
 
-    def _begin_accumulation(self) -> None:
-        is_idempotent = self._reducer.is_idempotent
-        if not is_idempotent:  # raises while all gradients are as they were
+    def _check_accumulation(self) -> None:
+        # Raises while all gradients are as they were, and before the round needs the group, which
+        # another rank that raises here may have ended.
+        if not self._reducer.is_idempotent:
             self._gradients.check()
             self._sparse.check()
+
+    def _begin_accumulation(self) -> None:
+        is_idempotent = self._reducer.is_idempotent
         self._gradients.begin(is_idempotent)
         self._sparse.begin(is_idempotent)
 
