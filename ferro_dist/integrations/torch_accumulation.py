@@ -256,28 +256,25 @@ class _Aside:
         What this rank has added.
     shown : torch.Tensor or None
         The sum of both, which the user sees.
-    version : Version or None
-        Of the sum, as it was made.
-    content : torch.Tensor or None
-        Another tensor over the memory of the sum. If that is given other memory, nothing else comes
-        to lie here, such as the same sum rounded.
+    trace : Trace or None
+        Of the sum, as it was made. While it is known, nothing else comes to lie in its memory, such
+        as the same sum rounded.
     """
 
     averaged: Tensor
     own: Tensor = None
     shown: Tensor = None
-    version: Version | None = None
-    content: Tensor = None
+    trace: Trace | None = None
 
     def show(self, parameter: Tensor, own: Tensor) -> None:
         with torch.no_grad():
             self.own, self.shown = own, add(self.averaged, own)
         parameter.grad = self.shown
-        self.version, self.content = trace_of(self.shown)
+        self.trace = trace_of(self.shown)
 
     def is_shown_by(self, gradient: Tensor) -> bool:
         """Whether this is the sum, and nobody has written to it: zeroed it, for instance."""
-        if self.version is None or not self.version.is_in_place(version_of(gradient)):
+        if self.trace is None or not self.trace.version.is_in_place(version_of(gradient)):
             return False
         # What is written through `grad.data` is not in the version.
         sum_values, values = _values_of(add(self.averaged, self.own)), _values_of(gradient)
@@ -295,9 +292,8 @@ class _Record(NamedTuple):
     @property
     def version(self) -> Version | None:
         """Of the gradient that the user sees."""
-        if self.aside is not None:
-            return self.aside.version
-        return None if self.trace is None else self.trace.version
+        trace = self.trace if self.aside is None else self.aside.trace
+        return None if trace is None else trace.version
 
     def is_current(self) -> bool:
         """Whether the parameter still has that gradient."""
