@@ -12,7 +12,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from parallel.torch_cases import Branches, Repeated, reentrant  # noqa: E402
-from parallel.torch_scale import OVERLAP, Scale, gradients_of, note_copies, scale  # noqa: E402
+from parallel.torch_scale import (  # noqa: E402
+    OVERLAP,
+    Scale,
+    Upwards,
+    gradients_of,
+    note_copies,
+    scale,
+)
 from torch import nn  # noqa: E402 - needs torch
 
 import ferro_dist as fd  # noqa: E402
@@ -1040,19 +1047,6 @@ def test_memory_is_that_of_gradients_and_one_bucket(on_ranks: OnRanks, overlap: 
     on_ranks(2, body)
 
 
-class Upwards(nn.Module):
-    """Layers whose gradients become ready in the order in which they are registered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8))
-
-    def forward(self, x: Any) -> Any:
-        for layer in reversed(self.layers):
-            x = layer(x)
-        return x
-
-
 @OVERLAP
 @pytest.mark.parametrize("average", ["mean", "sum"])
 def test_buckets_in_another_order_take_the_memory_of_those_before(
@@ -1063,7 +1057,8 @@ def test_buckets_in_another_order_take_the_memory_of_those_before(
         return min(begin for begin, _ in extents), max(end for _, end in extents)
 
     def body(backend: Any) -> None:
-        ddp = fd.DDP(Upwards(), backend, bucket_mb=2.5, average=average, overlap=overlap)
+        module = Upwards(nn.Linear(512, 512, bias=False) for _ in range(8))
+        ddp = fd.DDP(module, backend, bucket_mb=2.5, average=average, overlap=overlap)
         begin, end = memory_of(ddp)
         for _ in range(3):
             ddp(torch.ones(1, 512)).sum().backward()

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from parallel.torch_cases import non_reentrant  # noqa: E402
-from parallel.torch_scale import OVERLAP, Scale, gradients_of, scale  # noqa: E402
+from parallel.torch_scale import OVERLAP, Scale, Upwards, gradients_of, scale  # noqa: E402
 from torch import nn  # noqa: E402 - needs torch
 
 import ferro_dist as fd  # noqa: E402
@@ -475,18 +475,9 @@ def test_gradients_may_be_averaged_in_inference_mode(on_ranks: OnRanks, is_given
     assert on_ranks(2, body) == [[True, True] + [not is_given] * 4] * 2
 
 
-class Upwards(nn.Sequential):
-    """Layers whose gradients become ready in the order in which they are registered."""
-
-    def forward(self, x: Any) -> Any:
-        for layer in reversed(list(self)):
-            x = layer(x)
-        return x
-
-
 def test_backward_may_lay_buckets_out_in_inference_mode(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
-        ddp: Any = fd.DDP(Upwards(Scale(), Scale()), backend)
+        ddp: Any = fd.DDP(Upwards([Scale(), Scale()]), backend)
         ddp(1.0).sum().backward()
         ddp.zero_grad()
         y = ddp(1.0).sum()

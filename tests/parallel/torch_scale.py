@@ -1,7 +1,8 @@
-"""A torch module of which every gradient is known by heart."""
+"""Torch modules of which every gradient, or the order of them, is known by heart."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -26,6 +27,19 @@ class Scale(nn.Module):
 
     def forward(self, x: float) -> Any:
         return self.weight * x + self.bias
+
+
+class Upwards(nn.Module):
+    """Layers whose gradients become ready in the order in which they are registered."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Any) -> Any:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
 
 
 def scale(backend: Any, **options: Any) -> Any:
