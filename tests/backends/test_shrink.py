@@ -212,7 +212,8 @@ def come_and_get_no_further(backend: fd.HostBackend) -> Told:
 
         backend._new_from = make_late  # type: ignore[method-assign]
     error = error_of(lambda: backend.shrink(timeout=SILENCE_S))
-    with other:  # a rank that ends without a farewell has died, for one that is still in the barrier
+    # For one that is still in the barrier, a rank that ends without a farewell has died.
+    with other:
         if backend.rank == 0:
             fd.send(np.empty(0), other, 1)
         fd.barrier(other)
