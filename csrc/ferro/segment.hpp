@@ -45,7 +45,7 @@ struct RankControl {
   alignas(kLinePair) std::atomic<std::uint64_t> staged;    // rounds whose input is in its window
   alignas(kLinePair) std::atomic<std::uint64_t> reduced;   // rounds whose result is in its results
   alignas(kLinePair) std::atomic<std::uint64_t> consumed;  // rounds read from every peer
-  // The thread id of its watchdog; marked and woken by the kernel when that dies.
+  // The id of a thread of its process; marked and woken by the kernel when that ends.
   alignas(kLinePair) std::atomic<std::uint32_t> liveness;
   std::atomic<std::uint32_t> has_departed;  // closed its side, having published all it ever will
   // Whom it was waiting for when it gave up or, if the group spans hosts, when the group ended.

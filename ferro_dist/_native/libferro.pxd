@@ -68,7 +68,7 @@ cdef extern from "ferro/segment.hpp" namespace "ferro" nogil:
         int create_file(int size) except +raise_native
 
 
-cdef extern from "ferro/watchdog.hpp" namespace "ferro" nogil:
+cdef extern from "ferro/life_sign.hpp" namespace "ferro" nogil:
     cpp_bool kernel_notices_deaths() noexcept
 
 
