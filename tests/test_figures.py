@@ -171,7 +171,7 @@ def pipelines(kind: str) -> list[str]:
 
 
 def told_of_a_death() -> str:
-    (record,) = load("faults-2026-11-21.jsonl")
+    (record,) = load("faults-2026-11-28.jsonl")
     return f"{record['median_ms']:.1f} ms (p99 {record['p99_ms']:.0f} ms)"
 
 
