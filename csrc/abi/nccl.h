@@ -91,35 +91,36 @@ typedef enum {
 #define NCCL_SUSPEND_MEM 0x01
 
 // As of 2.32. A library that is older reads the fields that it knows of and no
-// further; a newer one takes its defaults for the fields that are not here.
+// further; a newer one takes its defaults for the fields that are not here. The
+// values are those of NCCL_CONFIG_INITIALIZER.
 #define NCCL_VERSION_CODE 23203
 typedef struct ncclConfig_v23100 {
-  size_t size;
-  unsigned int magic;
-  unsigned int version;
-  int blocking;  // fields to here since 2.14
-  int cgaClusterSize;
-  int minCTAs;
-  int maxCTAs;
-  const char* netName;  // to here since 2.17
-  int splitShare;       // since 2.18
-  int trafficClass;     // since 2.26
-  const char* commName;
-  int collnetEnable;
-  int CTAPolicy;
-  int shrinkShare;
-  int nvlsCTAs;  // to here since 2.27
-  int nChannelsPerNetPeer;
-  int nvlinkCentricSched;  // to here since 2.28
-  int graphUsageMode;
-  int numRmaCtx;            // to here since 2.29
-  int maxP2pPeers;          // since 2.30
-  int graphStreamOrdering;  // to here since 2.30.7
-  int launchOrderImplicit;
-  int numRmaSig;
-  int rmaEagerInit;
-  int hostCftMode;   // to here since 2.31
-  int nvlsHostMode;  // since 2.32
+  size_t size = sizeof(ncclConfig_v23100);
+  unsigned int magic = NCCL_API_MAGIC;
+  unsigned int version = NCCL_VERSION_CODE;
+  int blocking = NCCL_CONFIG_UNDEF_INT;  // fields to here since 2.14
+  int cgaClusterSize = NCCL_CONFIG_UNDEF_INT;
+  int minCTAs = NCCL_CONFIG_UNDEF_INT;
+  int maxCTAs = NCCL_CONFIG_UNDEF_INT;
+  const char* netName = NCCL_CONFIG_UNDEF_PTR;  // to here since 2.17
+  int splitShare = NCCL_CONFIG_UNDEF_INT;       // since 2.18
+  int trafficClass = NCCL_CONFIG_UNDEF_INT;     // since 2.26
+  const char* commName = NCCL_CONFIG_UNDEF_PTR;
+  int collnetEnable = NCCL_CONFIG_UNDEF_INT;
+  int CTAPolicy = NCCL_CONFIG_UNDEF_INT;
+  int shrinkShare = NCCL_CONFIG_UNDEF_INT;
+  int nvlsCTAs = NCCL_CONFIG_UNDEF_INT;  // to here since 2.27
+  int nChannelsPerNetPeer = NCCL_CONFIG_UNDEF_INT;
+  int nvlinkCentricSched = NCCL_CONFIG_UNDEF_INT;  // to here since 2.28
+  int graphUsageMode = NCCL_CONFIG_UNDEF_INT;
+  int numRmaCtx = NCCL_CONFIG_UNDEF_INT;            // to here since 2.29
+  int maxP2pPeers = NCCL_CONFIG_UNDEF_INT;          // since 2.30
+  int graphStreamOrdering = NCCL_CONFIG_UNDEF_INT;  // to here since 2.30.7
+  int launchOrderImplicit = NCCL_CONFIG_UNDEF_INT;
+  int numRmaSig = NCCL_CONFIG_UNDEF_INT;
+  int rmaEagerInit = NCCL_CONFIG_UNDEF_INT;
+  int hostCftMode = NCCL_CONFIG_UNDEF_INT;   // to here since 2.31
+  int nvlsHostMode = NCCL_CONFIG_UNDEF_INT;  // since 2.32
 } ncclConfig_t;
 
 typedef struct {

@@ -20,8 +20,6 @@ cdef extern from "abi/nccl.h" nogil:
 
     enum:
         NCCL_UNIQUE_ID_BYTES
-        NCCL_VERSION_CODE
-        NCCL_API_MAGIC
         NCCL_CONFIG_UNDEF_INT
         NCCL_SPLIT_NOCOLOR
         NCCL_WIN_DEFAULT

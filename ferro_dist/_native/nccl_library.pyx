@@ -4,12 +4,11 @@
 from operator import index
 
 cimport cython
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcmp, memcpy
 
 from ferro_dist._native.libnccl cimport (
-    NCCL_API_MAGIC, NCCL_CONFIG_UNDEF_INT, ncclConfig_t, ncclGetErrorString, ncclGetLastError,
-    ncclGetUniqueId, ncclGetVersion, ncclResult_t, ncclSuccess, NCCL_UNIQUE_ID_BYTES,
-    NCCL_VERSION_CODE,
+    ncclConfig_t, ncclGetErrorString, ncclGetLastError, ncclGetUniqueId, ncclGetVersion,
+    ncclResult_t, ncclSuccess, NCCL_UNIQUE_ID_BYTES,
 )
 
 from ferro_dist._native.cuda_libraries import OLDEST_NCCL
@@ -127,27 +126,12 @@ cdef dict CONFIG_FIELDS = _config_fields()
 CONFIG_OPTIONS = tuple(CONFIG_FIELDS)
 
 
-cdef ncclConfig_t _default_config() noexcept:
-    cdef ncclConfig_t config
-    cdef int* field = &config.blocking
-    memset(&config, 0, sizeof(config))
-    while <char*> field < <char*> &config + sizeof(config):
-        field[0] = NCCL_CONFIG_UNDEF_INT
-        field += 1
-    config.netName = NULL
-    config.commName = NULL
-    config.size = sizeof(config)
-    config.magic = NCCL_API_MAGIC
-    config.version = NCCL_VERSION_CODE
-    # Its calls then return at once, and we wait for them as long as the timeout says.
-    config.blocking = 0
-    return config
-
-
 cdef ncclConfig_t config_of(dict options) except *:
     """Fill in what is given; texts must live in `options` until the communicator has copied them."""
-    cdef ncclConfig_t config = _default_config()
+    cdef ncclConfig_t config  # of C++: its fields are initialized
     cdef char* place
+    # Its calls then return at once, and we wait for them as long as the timeout says.
+    config.blocking = 0
     for name, value in options.items():
         if name not in CONFIG_FIELDS:
             raise TypeError(f"There is no option {name!r}. Options are {', '.join(CONFIG_OPTIONS)}.")

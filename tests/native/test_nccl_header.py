@@ -66,7 +66,7 @@ def constants(header: Path) -> list[str]:
 def fields(header: Path, struct: str) -> list[str]:
     """Name the fields of a struct in their order; none where the header has no such struct."""
     body = re.search(rf"struct (?:\w+ )?\{{([^}}]*)\}} {struct};", code_of(header))
-    return re.findall(r"(\w+)(?:\[\w+\])?;", body.group(1)) if body else []
+    return re.findall(r"(\w+)(?:\[\w+\]| = [^;]+)?;", body.group(1)) if body else []
 
 
 def numbers_to_compare(ours: Path, real: Path) -> dict[str, str]:

@@ -49,35 +49,10 @@ ncclConfig_t resolve(const ncclConfig_t* given, const ncclConfig_t& otherwise) {
   return config;
 }
 
-// As NCCL_CONFIG_INITIALIZER, but blocking.
 ncclConfig_t default_config() {
-  constexpr int unset = NCCL_CONFIG_UNDEF_INT;
-  return {sizeof(ncclConfig_t),
-          NCCL_API_MAGIC,
-          NCCL_VERSION_CODE,
-          1,
-          unset,
-          unset,
-          unset,
-          nullptr,
-          unset,
-          unset,
-          nullptr,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset,
-          unset};
+  ncclConfig_t config;
+  config.blocking = 1;
+  return config;
 }
 
 int current_device() {
