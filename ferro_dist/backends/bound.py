@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ferro_dist.arguments import check_timeout
 from ferro_dist.backends.base import Backend
+
+if TYPE_CHECKING:
+    from ferro_dist._native.host import Communicator
+    from ferro_dist._native.nccl_group import NcclGroup
 
 __all__ = ["BoundBackend"]
 
@@ -26,7 +31,7 @@ _CALLS = (
 
 
 class BoundBackend(Backend):
-    """A backend over an object whose methods take the same arguments as `Backend`'s.
+    """A backend over an object with the same properties, and methods of the same arguments.
 
     Instances hold these methods in slots: a Python method in between would cost a third of a small
     collective.
@@ -48,5 +53,26 @@ class BoundBackend(Backend):
     sendrecv: Any
 
     def _bind(self, calls: Any) -> None:
+        self._calls: Communicator | NcclGroup = calls
         for name in _CALLS:
             setattr(self, name, getattr(calls, name))
+
+    @property
+    def rank(self) -> int:
+        return self._calls.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._calls.world_size
+
+    @property
+    def timeout(self) -> float:
+        return self._calls.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._calls.timeout = check_timeout(seconds)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._calls.is_closed

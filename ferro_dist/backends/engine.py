@@ -66,26 +66,6 @@ class EngineBackend(BoundBackend):
         if self._sockets:
             _holders_of_sockets.add(self)
 
-    @property
-    def rank(self) -> int:
-        return self._communicator.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._communicator.world_size
-
-    @property
-    def timeout(self) -> float:
-        return self._communicator.timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self._communicator.timeout = arguments.check_timeout(seconds)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._communicator.is_closed
-
     def alarm(self) -> object:
         """Return what tells a GPU group of the same ranks that one is lost; see its `heed`."""
         return self._communicator.alarm()

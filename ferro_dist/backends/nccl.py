@@ -239,26 +239,6 @@ class NcclBackend(BoundBackend):
         return self
 
     @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._group.world_size
-
-    @property
-    def timeout(self) -> float:
-        return self._group.timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self._group.timeout = arguments.check_timeout(seconds)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._group.is_closed
-
-    @property
     def device(self) -> int:
         """The number of this rank's GPU in this process."""
         return self._group.communicator.device
