@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ferro_dist.errors import UnsupportedOp
-from ferro_dist.integrations.jax_gradients import PytreeReducer, await_callbacks
+from ferro_dist.errors import CollectiveMismatch, UnsupportedOp
+from ferro_dist.integrations.jax_gradients import Reduction, Terms, await_callbacks
 from ferro_dist.integrations.jax_leaves import (
     as_jax_array,
+    broadcast_leaf,
+    delivered,
     describe_leaves,
     float_positions,
     is_array,
     is_number,
+    refuse_unaveraged,
+    specs_of,
     text_of,
 )
+from ferro_dist.integrations.jax_tap import tap_leaves
+from ferro_dist.parallel.averaging import REDUCE_OPS
+from ferro_dist.parallel.compression import name_of
 from ferro_dist.parallel.ddp import DDP, compare
+from ferro_dist.parallel.manifest import agree_on_manifest
 
 if TYPE_CHECKING:
     from ferro_dist.parallel.options import Options
@@ -68,16 +76,20 @@ class JaxDDP(DDP[Any]):
     >>> gradients = ddp.sync_gradients(jax.jit(jax.grad(loss))(params, batch))
     """
 
-    __slots__ = ("__weakref__", "_pytrees", "_tree")
+    __slots__ = ("__weakref__", "_reductions", "_terms", "_tree")
 
     def _wrap(self, module: Pytree, options: Options) -> list[str]:
         if _is_traced(module):
             raise TypeError("DDP: these parameters are traced. Wrap them outside jit and grad.")
-        if not float_positions(jax.tree.leaves(module)):
+        floats = float_positions(jax.tree.leaves(module))
+        if not floats:
             raise ValueError("DDP: the pytree has no parameters: none of its leaves are floats")
         self._tree = module
-        self._pytrees = PytreeReducer(options)
-        self._pytrees.check(module)
+        self._terms = _terms_of(options)
+        # By structure of the tree: if a program is traced again on one rank alone, for another
+        # batch size, the ranks must not have to agree again.
+        self._reductions: dict[Hashable, Reduction] = {}
+        specs_of(module, floats)  # raises if there is a float whose gradient cannot be averaged
         return [f"leaf {number} {line}" for number, line in enumerate(describe_leaves(module))]
 
     def _prepare(self, options: Options, first_tag: int) -> None:
@@ -107,10 +119,54 @@ class JaxDDP(DDP[Any]):
             The trees of the ranks differ. Raised while the program is traced.
         """
         _ = self.module  # raises if it was given back
-        return self._pytrees.tap(params)
+        leaves, tree = jax.tree.flatten(params)
+        # A number has no gradient here, or `jax.grad` would have made an array of it. The layer
+        # that it is an option of may test it.
+        floats = [i for i in float_positions(leaves) if not is_number(leaves[i])]
+        if not floats:
+            return params
+        reduction = self._reduction(params, floats)
+        step = object()  # tells one call of tap from another
+        tapped = tap_leaves(
+            [leaves[position] for position in floats],
+            reduction.groups,
+            lambda number, gradients: reduction.ready(step, number, gradients),
+            lambda: reduction.finish(step),
+        )
+        for position, leaf in zip(floats, tapped, strict=True):
+            leaves[position] = leaf
+        return tree.unflatten(leaves)
+
+    def sync_gradients(self, grads: Pytree = None, *, weight: float | None = None) -> Pytree:
+        """Return the averages of a tree of gradients. Called outside compiled programs.
+
+        Parameters
+        ----------
+        grads : pytree
+            Of floats. Leaves that are no arrays or numbers are left alone, as are the ``float0``
+            that `jax.grad` gives for an integer.
+        weight : float, optional
+            How much this rank's gradients count, at least 0; given on all ranks or on none. The
+            mean is then the weighted mean; in a sum each gradient is multiplied by its weight.
+
+        Raises
+        ------
+        TypeError
+            A leaf is an integer, a bool, a random key or a masked array, or is traced. Nothing was
+            sent.
+        CollectiveMismatch
+            The trees of the ranks differ, or only some gave a weight. Raised on all of them; the
+            group and this wrapper stay usable.
+        ValueError
+            The weights of all ranks are 0. Raised on all of them.
+        """
+        return super().sync_gradients(grads, weight=weight)
 
     def broadcast_parameters(self, root: int | None = None, params: Pytree = None) -> Pytree:
         """Return the parameters of one rank, on all of them; `module` then holds these.
+
+        Called outside compiled programs. Arrays come as those of JAX, numbers of Python as such.
+        Other leaves, such as the functions in a tree of layers, are left alone.
 
         Parameters
         ----------
@@ -118,9 +174,18 @@ class JaxDDP(DDP[Any]):
             The rank whose parameters are used. None means the `root` given to the constructor.
         params : pytree, optional
             Of the same structure on all ranks. None means `module`, which was broadcast last.
+
+        Raises
+        ------
+        CollectiveMismatch
+            The ranks' trees or roots differ. Raised on all of them; the group stays usable.
         """
         tree = self.module if params is None else params
-        self._tree = self._pytrees.broadcast_parameters(tree, self._checked_root(root))
+        backend, root = self._backend, self._checked_root(root)
+        await_callbacks()
+        lines = [f"root {root}", *describe_leaves(tree)]
+        agree_on_manifest(lines, backend, op="broadcast_parameters")
+        self._tree = jax.tree.map(lambda leaf: broadcast_leaf(leaf, backend, root), tree)
         return self._tree
 
     def verify(self, params: Pytree = None) -> None:
@@ -147,8 +212,14 @@ class JaxDDP(DDP[Any]):
         A step that taps its parameters, whether compiled outside the block or inside, returns this
         rank's own gradients. Average their sum with `sync_gradients`.
         """
-        with self._pytrees.no_sync():
+        # Programs run asynchronously: those from before, and those of the block, must have ended.
+        await_callbacks()
+        before, self._terms.is_local = self._terms.is_local, True
+        try:
             yield
+            await_callbacks()
+        finally:
+            self._terms.is_local = before
 
     def join(self, *optimizers: Any) -> Any:
         """Refuse: see the error."""
@@ -161,7 +232,7 @@ class JaxDDP(DDP[Any]):
 
     def statistics(self) -> Statistics:
         """When each bucket of the last average was ready, sent and reduced, on this rank."""
-        return self._pytrees.statistics()
+        return self._terms.statistics
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -177,7 +248,47 @@ class JaxDDP(DDP[Any]):
     def _average(self, grads: Pytree, weight: float | None) -> Pytree:
         if grads is None:
             raise ValueError("DDP.sync_gradients: pass the gradients; a pytree has none of its own")
-        return self._pytrees.sync_gradients(grads, weight=weight)
+        if _is_traced(grads):
+            raise TypeError(
+                "sync_gradients: these gradients are traced, not computed. Call it on what the "
+                "compiled function returns, or use tap() inside of it."
+            )
+        leaves, tree = jax.tree.flatten(grads)
+        floats = float_positions(leaves)
+        refuse_unaveraged(grads, floats)
+        if not floats or self._terms.is_local:
+            return grads
+        await_callbacks()
+        # Read all of them first: an error must come before the others wait for this rank.
+        own = [np.asarray(leaves[position]) for position in floats]
+        reduction = self._reduction(grads, floats)
+        if weight is not None:
+            reduction.weigh(weight)
+        step = object()
+        for number, group in enumerate(reduction.groups):
+            reduction.ready(step, number, [own[i] for i in group])
+        averages = delivered([leaves[i] for i in floats], reduction.finish(step))
+        for position, average in zip(floats, averages, strict=True):
+            leaves[position] = average
+        return tree.unflatten(leaves)
+
+    def _reduction(self, tree: Pytree, floats: Sequence[int]) -> Reduction:
+        specs = specs_of(tree, floats)
+        reduction = self._reductions.get(specs)
+        if reduction is None:
+            await_callbacks()
+            terms = self._terms
+            settings = (
+                f"{terms.reduce_op.name}, buckets of {terms.bucket_nbytes} bytes, "
+                f"compress={name_of(terms.compress)}"
+            )
+            lines = [settings, *(f"leaf {spec}" for spec in specs)]
+            try:
+                tag = agree_on_manifest(lines, terms.backend, op="DDP")
+            except CollectiveMismatch as error:
+                raise terms.explained(error, lines) from None
+            reduction = self._reductions[specs] = Reduction(terms, specs, lines, tag)
+        return reduction
 
     def _broadcast(self, root: int) -> None:
         self.broadcast_parameters(root)
@@ -197,6 +308,26 @@ def has_jax_arrays(module: object) -> bool:
     except (TypeError, ValueError):  # a dict whose keys cannot be sorted, for instance
         return False
     return any(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+def _terms_of(options: Options) -> Terms:
+    backend, compress = options.backend, options.compress
+    if options.average not in REDUCE_OPS:
+        raise ValueError(
+            "DDP: average must be 'mean' or 'sum' for JAX, where all ranks contribute to "
+            "every gradient, if only zeros"
+        )
+    if not backend.moves_host_arrays:
+        raise UnsupportedOp(
+            f"DDP of JAX arrays averages in host memory, but {type(backend).__name__} moves "
+            "only GPU arrays. Use a HybridBackend.",
+            op="DDP",
+            rank=backend.rank,
+        )
+    reduce_op = REDUCE_OPS[options.average]
+    # A user's own reduction runs on the thread that needs the averages.
+    is_overlapped = options.is_overlapped and not callable(compress)
+    return Terms(backend, reduce_op, options.bucket_nbytes, compress, is_overlapped)
 
 
 def _is_traced(tree: Pytree) -> bool:

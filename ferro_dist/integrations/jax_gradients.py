@@ -1,4 +1,4 @@
-"""Averages of pytrees of gradients, for JAX: after a step, or while its backward runs."""
+"""Buckets of pytrees of gradients, for JAX: reduced after a step, or while its backward runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -15,18 +15,7 @@ import jax
 import numpy as np
 
 from ferro_dist.collective import allreduce, broadcast
-from ferro_dist.errors import CollectiveMismatch, UnsupportedOp
-from ferro_dist.integrations.jax_leaves import (
-    broadcast_leaf,
-    delivered,
-    describe_leaves,
-    float_positions,
-    is_number,
-    refuse_unaveraged,
-    specs_of,
-)
-from ferro_dist.integrations.jax_tap import tap_leaves
-from ferro_dist.parallel.averaging import REDUCE_OPS
+from ferro_dist.errors import CollectiveMismatch
 from ferro_dist.parallel.bucket import (
     Bucket,
     BucketLayout,
@@ -34,35 +23,25 @@ from ferro_dist.parallel.bucket import (
     assign_buckets,
     real_parts,
 )
-from ferro_dist.parallel.compression import (
-    Compression,
-    UserReduction,
-    name_of,
-    reduce_by,
-    wire_dtype,
-)
+from ferro_dist.parallel.compression import Compression, UserReduction, reduce_by, wire_dtype
 from ferro_dist.parallel.interruption import interrupt, telling
-from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
-from ferro_dist.parallel.participation import RollCall, check_weight
+from ferro_dist.parallel.manifest import explain_mismatch
+from ferro_dist.parallel.participation import RollCall
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
-    from ferro_dist.parallel.options import Options
     from ferro_dist.work import Work
 
-__all__ = ["PytreeReducer", "await_callbacks"]
+__all__ = ["Reduction", "Terms", "await_callbacks"]
 
 NumpyArray = np.ndarray[Any, Any]
-Pytree = Any
-
-_OP = "DDP"
 
 
 @dataclass
-class _Terms:
-    """What all trees of a reducer share."""
+class Terms:
+    """What all trees of a wrapper share."""
 
     backend: Backend
     reduce_op: ReduceOp
@@ -76,181 +55,10 @@ class _Terms:
 
     def explained(self, error: CollectiveMismatch, lines: Sequence[str]) -> CollectiveMismatch:
         """Return the error that says how the trees of the ranks differ, if they do."""
-        return explain_mismatch(error, lines, self.backend, _OP, self.most_buckets)
+        return explain_mismatch(error, lines, self.backend, "DDP", self.most_buckets)
 
 
-class PytreeReducer:
-    """Average pytrees of gradients over the ranks.
-
-    `JaxDDP` is made of this, and documents what both do; this holds no parameters itself. All ranks
-    make the same calls, with trees of the same structure.
-
-    Parameters
-    ----------
-    options : ferro_dist.parallel.options.Options
-        Those of `DDP`; `sync_buffers` and `root` have no effect here.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedOp
-        An option, or the group, is not for JAX arrays.
-    """
-
-    def __init__(self, options: Options) -> None:
-        backend, compress = options.backend, options.compress
-        if options.average not in REDUCE_OPS:
-            raise ValueError(
-                "DDP: average must be 'mean' or 'sum' for JAX, where all ranks contribute to "
-                "every gradient, if only zeros"
-            )
-        if not backend.moves_host_arrays:
-            raise UnsupportedOp(
-                f"DDP of JAX arrays averages in host memory, but {type(backend).__name__} moves "
-                "only GPU arrays. Use a HybridBackend.",
-                op="DDP",
-                rank=backend.rank,
-            )
-        reduce_op = REDUCE_OPS[options.average]
-        # A user's own reduction runs on the thread that needs the averages.
-        is_overlapped = options.is_overlapped and not callable(compress)
-        self._terms = _Terms(backend, reduce_op, options.bucket_nbytes, compress, is_overlapped)
-        # By structure of the tree: if a program is traced again on one rank alone, for another
-        # batch size, the ranks must not have to agree again.
-        self._reductions: dict[Hashable, _Reduction] = {}
-
-    def check(self, tree: Pytree) -> None:
-        """Raise InvalidArray if there is a float whose gradient cannot be averaged."""
-        specs_of(tree, float_positions(jax.tree.leaves(tree)))
-
-    def statistics(self) -> Statistics:
-        """When each bucket of the last average was ready, sent and reduced, on this rank."""
-        return self._terms.statistics
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Do not average gradients inside the block, even in programs compiled outside."""
-        # Programs run asynchronously: those from before, and those of the block, must have ended.
-        await_callbacks()
-        before, self._terms.is_local = self._terms.is_local, True
-        try:
-            yield
-            await_callbacks()
-        finally:
-            self._terms.is_local = before
-
-    def broadcast_parameters(self, params: Pytree, root: int = 0) -> Pytree:
-        """Return the tree of `root`, on all ranks. Called outside compiled programs.
-
-        Arrays come as those of JAX, numbers of Python as such. Other leaves, such as the functions
-        in a tree of layers, are left alone.
-
-        Raises
-        ------
-        CollectiveMismatch
-            The ranks' trees or roots differ. Raised on all of them; the group stays usable.
-        """
-        await_callbacks()
-        lines = [f"root {root}", *describe_leaves(params)]
-        agree_on_manifest(lines, self._terms.backend, op="broadcast_parameters")
-        return jax.tree.map(lambda leaf: broadcast_leaf(leaf, self._terms.backend, root), params)
-
-    def sync_gradients(self, grads: Pytree, *, weight: float | None = None) -> Pytree:
-        """Return the averages of a tree of gradients. Called outside compiled programs.
-
-        Parameters
-        ----------
-        grads : pytree
-            Of floats. Leaves that are no arrays or numbers are left alone, as are the ``float0``
-            that `jax.grad` gives for an integer.
-        weight : float, optional
-            How much this rank's gradients count, at least 0; given on all ranks or on none. The
-            mean is then the weighted mean; in a sum each gradient is multiplied by its weight.
-
-        Raises
-        ------
-        TypeError
-            A leaf is an integer, a bool, a random key or a masked array, or is traced. Nothing was
-            sent.
-        CollectiveMismatch
-            The trees of the ranks differ, or only some gave a weight. Raised on all of them; the
-            group and this reducer stay usable.
-        ValueError
-            The weights of all ranks are 0. Raised on all of them.
-        """
-        weight = check_weight(weight)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(grads)):
-            raise TypeError(
-                "sync_gradients: these gradients are traced, not computed. Call it on what the "
-                "compiled function returns, or use tap() inside of it."
-            )
-        leaves, tree = jax.tree.flatten(grads)
-        floats = float_positions(leaves)
-        refuse_unaveraged(grads, floats)
-        if not floats or self._terms.is_local:
-            return grads
-        await_callbacks()
-        # Read all of them first: an error must come before the others wait for this rank.
-        own = [np.asarray(leaves[position]) for position in floats]
-        reduction = self._reduction(grads, floats)
-        if weight is not None:
-            reduction.weigh(weight)
-        step = object()
-        for number, group in enumerate(reduction.groups):
-            reduction.ready(step, number, [own[i] for i in group])
-        averages = delivered([leaves[i] for i in floats], reduction.finish(step))
-        for position, average in zip(floats, averages, strict=True):
-            leaves[position] = average
-        return tree.unflatten(leaves)
-
-    def tap(self, params: Pytree) -> Pytree:
-        """Return `params` unchanged; their gradients will be averages over the ranks.
-
-        Called inside the function that is differentiated, compiled or not, once per step. The
-        average of each bucket is under way while the rest of backward runs.
-
-        Raises
-        ------
-        CollectiveMismatch
-            The trees of the ranks differ. Raised while the program is traced.
-        """
-        leaves, tree = jax.tree.flatten(params)
-        # A number has no gradient here, or `jax.grad` would have made an array of it. The layer
-        # that it is an option of may test it.
-        floats = [i for i in float_positions(leaves) if not is_number(leaves[i])]
-        if not floats:
-            return params
-        reduction = self._reduction(params, floats)
-        step = object()  # tells one call of tap from another
-        tapped = tap_leaves(
-            [leaves[position] for position in floats],
-            reduction.groups,
-            lambda number, gradients: reduction.ready(step, number, gradients),
-            lambda: reduction.finish(step),
-        )
-        for position, leaf in zip(floats, tapped, strict=True):
-            leaves[position] = leaf
-        return tree.unflatten(leaves)
-
-    def _reduction(self, tree: Pytree, floats: Sequence[int]) -> _Reduction:
-        specs = specs_of(tree, floats)
-        reduction = self._reductions.get(specs)
-        if reduction is None:
-            await_callbacks()
-            terms = self._terms
-            settings = (
-                f"{terms.reduce_op.name}, buckets of {terms.bucket_nbytes} bytes, "
-                f"compress={name_of(terms.compress)}"
-            )
-            lines = [settings, *(f"leaf {spec}" for spec in specs)]
-            try:
-                tag = agree_on_manifest(lines, terms.backend, op=_OP)
-            except CollectiveMismatch as error:
-                raise terms.explained(error, lines) from None
-            reduction = self._reductions[specs] = _Reduction(terms, specs, lines, tag)
-        return reduction
-
-
-class _Reduction:
+class Reduction:
     """The buckets of trees of one structure.
 
     Buckets are reduced in the same order on all ranks, whatever the order in which they become
@@ -259,7 +67,7 @@ class _Reduction:
     """
 
     def __init__(
-        self, terms: _Terms, specs: Sequence[ParameterSpec], lines: Sequence[str], tag: int
+        self, terms: Terms, specs: Sequence[ParameterSpec], lines: Sequence[str], tag: int
     ) -> None:
         self._terms, self._backend, self._lines, self._tag = terms, terms.backend, lines, tag
         # Last layers first, as in backward. Names are in natural order: layer 10 after 9.

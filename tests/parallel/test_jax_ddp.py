@@ -33,6 +33,9 @@ def halved(bucket: Any, backend: Any, op: Any) -> Any:
 
 WAYS: dict[str, dict[str, Any]] = {
     "tap": {"bucket_mb": 1e-4, "overlap": "always"},
+    "one bucket": {"overlap": "always"},
+    "not compiled": {"bucket_mb": 1e-6, "overlap": "always"},
+    "after the step": {},
     "tap after backward": {"overlap": False, "compress": "fp16"},
     "accumulated": {"bucket_mb": 1e-4},
     "PowerSGD": {"compress": fd.PowerSGD(2)},
@@ -74,7 +77,12 @@ def train(backend: Any) -> dict[str, Any]:
     for name, options in WAYS.items():
         ddp = fd.DDP(make_params(seed=backend.rank), backend, **options)
         params = ddp.module
-        gradient = jax.jit(lambda p, i, d=ddp: jax.grad(lambda q: loss(d.tap(q), rows, i))(p))
+
+        def gradient(params: Any, step: Any, tap: Any = ddp.tap) -> Any:
+            return jax.grad(lambda p: loss(tap(p), rows, step))(params)
+
+        if name != "not compiled":
+            gradient = jax.jit(gradient)
         for step in range(STEPS):
             if name == "accumulated":
                 with ddp.no_sync():
@@ -82,6 +90,8 @@ def train(backend: Any) -> dict[str, Any]:
                     own = gradient(params, step)
                 first = ddp.sync_gradients(own, weight=7)
                 grads = jax.tree.map(lambda a, b: (a + b) / 2, first, gradient(params, step))
+            elif name == "after the step":
+                grads = ddp.sync_gradients(jax.grad(loss)(params, rows, step))
             else:
                 grads = gradient(params, step)
             params = descend(params, grads)

@@ -9,127 +9,32 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import ferro_dist as fd
-from ferro_dist.parallel.options import Options
 from ferro_dist.testing import run_ranks
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 
 DEADLINE_S = 500.0  # a busy machine compiles for minutes
-ROWS = 12
-STEPS = 20
 
 
-def reducer(backend: Any, bucket_mb: float = 25, average: str = "mean") -> Any:
-    from ferro_dist.integrations.jax_gradients import PytreeReducer
-
-    options = Options(
-        backend,
-        bucket_mb,
-        average,
-        compress=None,
-        overlap="always",
-        sync_buffers=True,
-        root=0,
-    )
-    return PytreeReducer(options)
-
-
-def make_params(seed: int = 0) -> Any:
-    rng = np.random.default_rng(seed)
-    sizes = [7, 9, 8, 3]
-    return {
-        f"layer{i}": {
-            "weight": jax.numpy.asarray(rng.normal(size=sizes[i : i + 2]) / 3, "float32"),
-            "bias": jax.numpy.zeros(sizes[i + 1], "float32"),
-        }
-        for i in range(3)
-    }
-
-
-def data() -> tuple[Any, Any]:
-    rng = np.random.default_rng(7)
-    return rng.normal(size=(ROWS, 7)).astype("f4"), rng.normal(size=(ROWS, 3)).astype("f4")
-
-
-def loss(params: Any, x: Any, y: Any) -> Any:
-    for i in range(3):
-        x = jax.numpy.tanh(x @ params[f"layer{i}"]["weight"] + params[f"layer{i}"]["bias"])
-    return ((x - y) ** 2).mean()
-
-
-def descend(params: Any, grads: Any) -> Any:
-    return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
-
-
-def train_whole() -> Any:
-    params = make_params()
-    step = jax.jit(lambda params: descend(params, jax.grad(loss)(params, *data())))
-    for _ in range(STEPS):
-        params = step(params)
-    return as_numpy(params)
+def wrap(backend: Any, bucket_mb: float = 25, average: str = "mean") -> Any:
+    """Wrap a tree of its own; the trees of gradients are others."""
+    tree = [jax.numpy.ones(1)]
+    return fd.DDP(tree, backend, bucket_mb=bucket_mb, average=average, overlap="always")
 
 
 def as_numpy(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
 
 
-def own_rows(backend: Any) -> tuple[Any, Any]:
-    x, y = data()
-    return x[backend.rank :: backend.world_size], y[backend.rank :: backend.world_size]
-
-
-def train_by_tap(backend: Any, bucket_mb: float, compiled: bool) -> Any:
-    reduce = reducer(backend, bucket_mb=bucket_mb)
-    params = reduce.broadcast_parameters(make_params(seed=backend.rank))
-
-    def step(params: Any) -> Any:
-        grads = jax.grad(lambda p: loss(reduce.tap(p), *own_rows(backend)))(params)
-        return descend(params, grads)
-
-    if compiled:
-        step = jax.jit(step)
-    for _ in range(STEPS):
-        params = step(params)
-    return as_numpy(params)
-
-
-def train_by_sync(backend: Any) -> Any:
-    reduce = reducer(backend)
-    params = reduce.broadcast_parameters(make_params(seed=backend.rank))
-    gradient = jax.jit(jax.grad(loss))
-    for _ in range(STEPS):
-        params = descend(params, reduce.sync_gradients(gradient(params, *own_rows(backend))))
-    return as_numpy(params)
-
-
-def assert_trained(outcomes: list[Any]) -> None:
-    jax.tree.map(assert_array_equal, *outcomes)
-    # float32 sums in other order, over 20 steps of a well-conditioned descent.
-    jax.tree.map(
-        lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), outcomes[0], train_whole()
-    )
-
-
-# One bucket for all, and one for each leaf.
-@pytest.mark.parametrize("bucket_mb", [25, 1e-6])
-@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
-def test_tapped_steps_are_those_of_one_process(bucket_mb: float, compiled: bool) -> None:
-    assert_trained(run_ranks(2, train_by_tap, bucket_mb, compiled, timeout=DEADLINE_S))
-
-
-def test_synchronized_steps_are_those_of_one_process() -> None:
-    assert_trained(run_ranks(2, train_by_sync, timeout=DEADLINE_S))
-
-
 def tap_everything(backend: Any) -> Any:
     """Exercise what else a backward may be; return what to compare."""
-    reduce = reducer(backend, bucket_mb=1e-6)
+    ddp = wrap(backend, bucket_mb=1e-6)
     w = jax.numpy.full(3, 2.0)
     scale = backend.rank + 1.0
     outcome: dict[str, Any] = {}
 
     def gradient(function: Any, params: Any) -> Any:
-        return as_numpy(jax.jit(jax.grad(lambda p: function(reduce.tap(p))))(params))
+        return as_numpy(jax.jit(jax.grad(lambda p: function(ddp.tap(p))))(params))
 
     outcome["checkpoint"] = gradient(
         jax.checkpoint(lambda p: scale * (p["a"] ** 2).sum()), {"a": w}
@@ -146,7 +51,7 @@ def tap_everything(backend: Any) -> Any:
     )
 
     def body(p: Any, x: Any) -> tuple[Any, Any]:
-        g = jax.grad(lambda q: scale * x * (reduce.tap({"z": q})["z"] ** 2).sum())(p)
+        g = jax.grad(lambda q: scale * x * (ddp.tap({"z": q})["z"] ** 2).sum())(p)
         return p - 0.1 * g, None
 
     outcome["scan"] = np.asarray(jax.jit(lambda p: jax.lax.scan(body, p, np.ones(3, "f4"))[0])(w))
@@ -169,17 +74,17 @@ def test_backward_of_any_kind_is_averaged() -> None:
 
 
 def synchronize_trees(backend: Any) -> Any:
-    reduce = reducer(backend, average="sum")
+    ddp = wrap(backend, average="sum")
     params = {"a": jax.numpy.ones(3), "count": jax.numpy.asarray(backend.rank + 1), "f": None}
     grads = jax.grad(lambda p: (p["a"] * p["count"]).sum(), allow_int=True)(params)
-    synced = reduce.sync_gradients(grads)
+    synced = ddp.sync_gradients(grads)
     assert isinstance(synced["a"], jax.Array)
     assert synced["count"].dtype == jax.dtypes.float0  # which is to say that there is no gradient
     first = np.asarray(synced["a"])
-    reduce.sync_gradients({"a": jax.numpy.zeros(3)})
+    ddp.sync_gradients({"a": jax.numpy.zeros(3)})
     assert_array_equal(first, [3, 3, 3])  # results of one step are not the next one's
     with pytest.raises(TypeError, match="traced"):
-        jax.jit(reduce.sync_gradients)(grads)
+        jax.jit(ddp.sync_gradients)(grads)
     return first
 
 
@@ -191,7 +96,7 @@ def test_trees_are_synchronized_outside_of_jit() -> None:
 def weigh_beside_an_infinity(backend: Any) -> Any:
     gradient = np.array([complex(np.inf, 6), 3 + 6j], "complex64")
     grads = {"a": jax.numpy.asarray(gradient), "scalar": jax.numpy.asarray(gradient[0])}
-    return as_numpy(reducer(backend).sync_gradients(grads, weight=2.0))
+    return as_numpy(wrap(backend).sync_gradients(grads, weight=2.0))
 
 
 def test_a_weight_keeps_what_stands_beside_an_infinity() -> None:
@@ -203,17 +108,17 @@ def test_a_weight_keeps_what_stands_beside_an_infinity() -> None:
 def test_leaves_that_have_no_average_are_named() -> None:
     ones, key = jax.numpy.ones(3), jax.random.key(0)
     with fd.SimulatedBackend.create_group(1)[0] as backend:
-        reduce = reducer(backend)
+        ddp = wrap(backend)
         for leaf, kind in (ones.astype("int32"), "int32"), (True, "bool"), (key, "key<fry>"):
             with pytest.raises(TypeError, match=rf"\['n'\].* is {kind}, which has no average"):
-                reduce.sync_gradients({"a": ones, "n": leaf})
+                ddp.sync_gradients({"a": ones, "n": leaf})
         with pytest.raises(fd.InvalidArray, match=r"\['n'\].* is masked"):
-            reduce.sync_gradients({"a": ones, "n": np.ma.masked_less(np.arange(3.0), 1)})
+            ddp.sync_gradients({"a": ones, "n": np.ma.masked_less(np.arange(3.0), 1)})
 
 
 def trace_anew_on_one_rank(backend: Any) -> list[float]:
-    reduce = reducer(backend, bucket_mb=1e-6)
-    gradient = jax.jit(jax.grad(lambda p, x: (reduce.tap(p)["a"] * x.sum() + p["b"] * 0).sum()))
+    ddp = wrap(backend, bucket_mb=1e-6)
+    gradient = jax.jit(jax.grad(lambda p, x: (ddp.tap(p)["a"] * x.sum() + p["b"] * 0).sum()))
     params = {"a": jax.numpy.ones(2), "b": jax.numpy.ones(2)}
     # The last batch of rank 1 is shorter: it alone compiles a second time.
     sizes = [4, 4] if backend.rank == 0 else [4, 2]
@@ -225,18 +130,18 @@ def test_ranks_may_compile_at_different_times() -> None:
 
 
 def disagree(backend: Any) -> None:
-    reduce = reducer(backend)
+    ddp = wrap(backend)
     with pytest.raises(fd.CollectiveMismatch, match=r"float32 \(3,\)"):
-        reduce.sync_gradients([jax.numpy.ones(2 + backend.rank)])
+        ddp.sync_gradients([jax.numpy.ones(2 + backend.rank)])
     # A batch of trees is more than one gradient for each leaf.
     w = jax.numpy.ones(2)
-    batched = jax.vmap(jax.grad(lambda p, x: (reduce.tap([p])[0] * x).sum()), (None, 0))
+    batched = jax.vmap(jax.grad(lambda p, x: (ddp.tap([p])[0] * x).sum()), (None, 0))
     with pytest.raises(Exception, match="outside of vmap"):
         jax.block_until_ready(batched(w, jax.numpy.ones((3, 2))))
     with pytest.raises(
         RuntimeError, match="an earlier step has failed: tap: a gradient came twice"
     ):
-        reduce.sync_gradients([w])
+        ddp.sync_gradients([w])
 
 
 def test_trees_that_differ_and_batches_of_trees_are_refused() -> None:
@@ -244,32 +149,32 @@ def test_trees_that_differ_and_batches_of_trees_are_refused() -> None:
 
 
 def weigh_on_one_rank(backend: Any) -> None:
-    reduce = reducer(backend, bucket_mb=1e-6, average="sum")
+    ddp = wrap(backend, bucket_mb=1e-6, average="sum")
     grads = {name: jax.numpy.full(2, backend.rank + 1.0) for name in "abc"}
 
     def loss_of(params: Any) -> Any:
-        return sum((backend.rank + 1) * leaf.sum() for leaf in reduce.tap(params).values())
+        return sum((backend.rank + 1) * leaf.sum() for leaf in ddp.tap(params).values())
 
     tapped = jax.jit(jax.grad(loss_of))
 
     def assert_both_go_on() -> None:
-        for synced in (reduce.sync_gradients(grads), tapped(grads)):
+        for synced in (ddp.sync_gradients(grads), tapped(grads)):
             for leaf in synced.values():
                 assert_array_equal(leaf, [3] * 2)
 
     assert_both_go_on()
     weight = 5 if backend.rank else None
     with pytest.raises(fd.CollectiveMismatch):
-        reduce.sync_gradients(grads, weight=weight)
+        ddp.sync_gradients(grads, weight=weight)
     assert_both_go_on()
     with pytest.raises(fd.CollectiveMismatch if weight else Exception) as caught:
-        jax.block_until_ready(reduce.sync_gradients(grads, weight=5) if weight else tapped(grads))
+        jax.block_until_ready(ddp.sync_gradients(grads, weight=5) if weight else tapped(grads))
     assert weight or "CollectiveMismatch" in str(caught.value)
     assert_both_go_on()
     # One of them knows the tree, and has three buckets under way.
     other = {"new": jax.numpy.ones(2)}
     with pytest.raises(fd.CollectiveMismatch, match="'new'"):
-        reduce.sync_gradients(other if weight else grads)
+        ddp.sync_gradients(other if weight else grads)
     assert_both_go_on()
 
 
