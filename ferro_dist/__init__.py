@@ -79,64 +79,37 @@ if TYPE_CHECKING:
 # Names are loaded when they are first used: `ferrorun`, which uses none of them, starts in a third
 # of the time.
 _MODULES = {
-    "backends.base": ["Backend"],
-    "backends.host": ["HostBackend", "TcpBackend"],
-    "backends.hybrid": ["HybridBackend"],
-    "backends.mpi": ["MpiBackend"],
-    "backends.nccl": [
-        "NcclBackend",
-        "dtype_to_nccl",
-        "get_unique_id",
-        "is_nccl_available",
-        "reduce_op_to_nccl",
-    ],
-    "backends.simulated": ["SimulatedBackend"],
-    "collective": [
-        "all_gather",
-        "all_to_all",
-        "allreduce",
-        "barrier",
-        "broadcast",
-        "empty",
-        "gather",
-        "reduce",
-        "reduce_scatter",
-        "scatter",
-    ],
-    "errors": [
-        "BackendUnavailable",
-        "ChannelClosed",
-        "CollectiveMismatch",
-        "DistributedError",
-        "GpuFallbackWarning",
-        "InvalidArray",
-        "InvalidRank",
-        "InvalidWorldSize",
-        "Io",
-        "LockPoisoned",
-        "NoConnection",
-        "PeerLostError",
-        "SelfSend",
-        "SizeMismatch",
-        "Timeout",
-        "UnsupportedOp",
-    ],
-    "gpu_collective": ["gpu_allreduce", "gpu_broadcast"],
-    "group": ["init"],
-    "integrations.torch_sharded_optimizer": ["ShardedOptimizer"],
-    "integrations.torch_sync_batch_norm": ["convert_sync_batchnorm"],
-    "parallel.ddp": ["DDP"],
-    "parallel.outcome": ["StageFailed"],
-    "parallel.pipeline": ["Pipeline"],
-    "parallel.power_sgd": ["PowerSGD"],
-    "parallel.rank_grid": ["RankGrid"],
-    "parallel.schedules": ["InvalidSchedule", "PipelineSchedule"],
-    "parallel.split_sequential": ["split_sequential"],
-    "point_to_point": ["P2POp", "batch", "recv", "send", "sendrecv"],
-    "reduce_op": ["ReduceOp"],
-    "work": ["Work"],
+    "backends.base": "Backend",
+    "backends.host": "HostBackend TcpBackend",
+    "backends.hybrid": "HybridBackend",
+    "backends.mpi": "MpiBackend",
+    "backends.nccl": "NcclBackend dtype_to_nccl get_unique_id is_nccl_available reduce_op_to_nccl",
+    "backends.simulated": "SimulatedBackend",
+    "collective": (
+        "all_gather all_to_all allreduce barrier broadcast empty gather reduce reduce_scatter "
+        "scatter"
+    ),
+    "errors": (
+        "BackendUnavailable ChannelClosed CollectiveMismatch DistributedError GpuFallbackWarning "
+        "InvalidArray InvalidRank InvalidWorldSize Io LockPoisoned NoConnection PeerLostError "
+        "SelfSend SizeMismatch Timeout UnsupportedOp"
+    ),
+    "gpu_collective": "gpu_allreduce gpu_broadcast",
+    "group": "init",
+    "integrations.torch_sharded_optimizer": "ShardedOptimizer",
+    "integrations.torch_sync_batch_norm": "convert_sync_batchnorm",
+    "parallel.ddp": "DDP",
+    "parallel.outcome": "StageFailed",
+    "parallel.pipeline": "Pipeline",
+    "parallel.power_sgd": "PowerSGD",
+    "parallel.rank_grid": "RankGrid",
+    "parallel.schedules": "InvalidSchedule PipelineSchedule",
+    "parallel.split_sequential": "split_sequential",
+    "point_to_point": "P2POp batch recv send sendrecv",
+    "reduce_op": "ReduceOp",
+    "work": "Work",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 # A star import must not need torch.
 __all__ = sorted(n for n, module in _MODULE_OF.items() if not module.startswith("integrations."))

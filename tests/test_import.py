@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -72,6 +73,16 @@ def test_every_public_name_loads_and_has_a_docstring(name: str) -> None:
 
 def test_public_names_are_listed() -> None:
     assert set(fd.__all__) <= set(dir(fd))
+
+
+def test_type_checkers_are_told_of_the_names_that_are_loaded() -> None:
+    told = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(inspect.getsource(fd)))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ferro_dist.")
+        for alias in node.names
+    }
+    assert told == {name: f"ferro_dist.{module}" for name, module in fd._MODULE_OF.items()}
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
