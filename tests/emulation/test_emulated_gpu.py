@@ -89,7 +89,7 @@ def compute_in_place(rank: int, world_size: int, addr: str) -> list[list[Any]]:
         x /= 2
         half = gpu.empty(6, "float16")
         half[...] = x.reshape(6)
-    return [x.numpy().tolist(), half.numpy().tolist()]
+        return [x.numpy().tolist(), half.numpy().tolist()]
 
 
 def test_arrays_are_written_to_and_scaled_in_the_order_of_the_stream() -> None:
