@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch_uncompiled import uncompiled
 
 __all__ = [
@@ -179,7 +180,8 @@ class BackwardWatcher:
         for number, parameter in enumerate(self._parameters):
             # One that was frozen since forward has none.
             if number not in self._accumulators and parameter.requires_grad:
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                with outside_inference_mode():  # in which there are no nodes
+                    node = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._accumulators[number] = node
                 yield node
 

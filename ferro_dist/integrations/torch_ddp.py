@@ -31,6 +31,7 @@ from ferro_dist.integrations.torch_gradients import (
     as_tensor,
     gpu_view,
 )
+from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch_module import (
     BufferShare,
     ModuleParameters,
@@ -232,7 +233,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
     def _prepare(self, options: Options, first_tag: int) -> None:
         gradients = TorchGradients()
         has_gpu = options.backend.device is not None
-        with torch.inference_mode(False):  # buckets are written to in backward
+        with outside_inference_mode():  # buckets are written to in backward
             gpu_memory = GpuMemory(options.backend, torch.empty(0), gpu_view) if has_gpu else None
             reducer = Reducer(
                 specs_of(self._parameters_of_module.dense),
@@ -288,7 +289,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
     def _average_own(self, weight: float | None) -> None:
         if weight:
             self._refuse_averaged()
-        with torch.inference_mode(False):  # averages are added to in backward
+        with outside_inference_mode():  # averages are added to in backward
             with telling(self._tell_the_others):
                 self._check_accumulation()
                 self._reducer.begin(
@@ -299,7 +300,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
         self._ddp_state.has_backward_averaged = False
 
     def _average_given(self, given: GivenGradients, weight: float | None) -> None:
-        with torch.inference_mode(False):  # what is moved, and buckets, are written to in backward
+        with outside_inference_mode():  # what is moved, and buckets, are written to in backward
             self._gradients.make_way_for(given, self._reducer.memory)
             with telling(self._tell_the_others):
                 self._reducer.begin(given, weight=weight, wants_comparison=self._wants_comparison())
@@ -353,7 +354,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
         own = self._watcher.watched()
         refuse_watched({n: p for n, p in parameters.trained.items() if id(p) not in own})
         self._gradients.let_go()
-        with torch.inference_mode(False):  # buckets are written to in backward
+        with outside_inference_mode():  # buckets are written to in backward
             self._reducer.lay_out(specs)
         self._watch()
         parameters.accept_changes()
@@ -370,7 +371,8 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
         """
         state = self._ddp_state
         state.is_local = self._no_sync_depth > 0
-        with telling(self._tell_layers if state.is_local else self._tell_the_others):
+        tell = self._tell_layers if state.is_local else self._tell_the_others
+        with outside_inference_mode(), telling(tell):  # sums and averages outlast it
             refuse_compiled()
             # A backward that has passed no output may be of a forward past the wrapper, since then.
             if first is not None or not state.is_checked:
@@ -434,21 +436,23 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
             )
 
     def _end(self) -> None:
-        if self._ddp_state.is_local:
-            self._end_local()
-            return
-        self._finish_own_round()
-        self._ddp_state.has_backward_averaged = True
+        with outside_inference_mode():
+            if self._ddp_state.is_local:
+                self._end_local()
+                return
+            self._finish_own_round()
+            self._ddp_state.has_backward_averaged = True
 
     def _fail(self) -> None:
         # The others would wait in vain, for buckets or for what a layer sends.
         error = RuntimeError("backward raised")
-        if self._ddp_state.is_local:
-            self._end_local()
-            self._tell_layers(error)
-            return
-        self._reducer.abandon()
-        self._sparse.end_local()
+        with outside_inference_mode():
+            if self._ddp_state.is_local:
+                self._end_local()
+                self._tell_layers(error)
+                return
+            self._reducer.abandon()
+            self._sparse.end_local()
         self._tell_the_others(error)
 
     def _end_local(self) -> None:

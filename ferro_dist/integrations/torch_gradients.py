@@ -25,6 +25,7 @@ from ferro_dist.integrations.torch_accumulation import (
     elements_of,
     version_of,
 )
+from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch_kept_views import leave_kept, may_be_kept
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.bucket import (
@@ -425,7 +426,7 @@ def dtype_of_gradient(parameter: Tensor) -> Any:
 
 def as_tensor(buffer: np.ndarray[Any, Any]) -> Tensor:
     """Return torch's view of a NumPy array, which may be written to outside inference mode, too."""
-    with torch.inference_mode(False):
+    with outside_inference_mode():
         if buffer.dtype.name == "bfloat16":  # which torch does not accept from NumPy
             return torch.from_numpy(buffer.view(np.uint16)).view(torch.bfloat16)
         return torch.from_numpy(buffer)

@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
 from ferro_dist.parallel.bucket import Bucket
 
 __all__ = ["leave_kept", "may_be_kept"]
@@ -88,7 +89,7 @@ def leave_kept(
         if _is_at(address, view) and not _is_at(address, gradient):
             # What stays behind counts changes with it, and no longer with what fills the slot.
             torch.autograd.graph.increment_version(view)
-            with torch.inference_mode(False):  # it stays a tensor that autograd takes
+            with outside_inference_mode():  # it stays a tensor that autograd takes
                 view.data = view.detach().clone()
 
 

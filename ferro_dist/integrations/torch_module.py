@@ -15,6 +15,7 @@ from ferro_dist import interop
 from ferro_dist.collective import broadcast
 from ferro_dist.errors import CollectiveMismatch, InvalidArray
 from ferro_dist.integrations.torch_gradients import dtype_of_gradient, spec_of
+from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch_surroundings import version
 from ferro_dist.parallel.adapter import GRADIENT_DTYPES
 from ferro_dist.parallel.bucket import ParameterSpec
@@ -254,7 +255,7 @@ class BufferShare:
                 self._follow(kinds)
                 self._note(current, buffers)
             if buffers and not self._parts:
-                with torch.inference_mode(False):  # they are written to in backward
+                with outside_inference_mode():  # they are written to in backward
                     self._parts = self._laid_out(buffers)
             for part in self._parts:
                 part.broadcast(buffers, self._backend, root, tag)

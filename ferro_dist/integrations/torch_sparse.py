@@ -233,8 +233,10 @@ def _scaled(gradient: Tensor, factor: float) -> Tensor:
 
 
 def _coalesced(gradient: Tensor) -> Tensor:
-    is_sparse = gradient is not None and gradient.layout is torch.sparse_coo
-    return gradient.coalesce() if is_sparse else gradient
+    if gradient is None or gradient.layout is not torch.sparse_coo:
+        return gradient
+    # What was made in inference mode fails an assertion of torch's outside it; a copy does not.
+    return (gradient.clone() if gradient.is_inference() else gradient).coalesce()
 
 
 def _header(gradient: Tensor) -> _Header:

@@ -22,6 +22,7 @@ from ferro_dist.integrations.torch_accumulation import add
 from ferro_dist.integrations.torch_backward import find_tensors
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
 from ferro_dist.integrations.torch_gradients import copy_or_clear, zeros_in_group
+from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch_module import check_shareable
 from ferro_dist.integrations.torch_random import Seeded, draw_seed
 from ferro_dist.integrations.torch_surroundings import (
@@ -230,11 +231,11 @@ class TorchStage(Stage):
                 parameter.grad = add(parameter.grad, gradient)
 
     def new_bucket(self, group: Backend, like: Tensor, count: int) -> Tensor:
-        with torch.inference_mode(False):  # an evaluation may come first; steps write to it
+        with outside_inference_mode():  # an evaluation may come first; steps write to it
             return zeros_in_group(count, like, group)
 
     def place(self, bucket: Tensor, offset: int, like: Tensor) -> Tensor:
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             return bucket[offset : offset + like.numel()].view(like.shape)
 
     def write(self, places: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -491,6 +491,37 @@ def test_backward_may_lay_buckets_out_in_inference_mode(on_ranks: OnRanks) -> No
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_the_first_backward_may_run_in_inference_mode(
+    on_ranks: OnRanks, average: str, is_sparse: bool
+) -> None:
+    def body(backend: Any) -> Any:
+        embedding = nn.Embedding(3, 1, sparse=is_sparse)
+        ddp: Any = fd.DDP(embedding, backend, average=average)
+        for number in range(3):
+            y = ddp(torch.tensor([0, 0, 1 + backend.rank])).sum()
+            with torch.inference_mode(number == 0):
+                y.backward()
+        return embedding.weight.grad.to_dense().flatten().tolist()
+
+    factor = 1 if average == "mean" else 2
+    assert on_ranks(2, body) == [[6 * factor, 1.5 * factor, 1.5 * factor]] * 2
+
+
+def test_a_step_in_backward_may_be_taken_in_inference_mode(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp: Any = scale(backend)
+        ddp.step_in_backward(torch.optim.SGD(ddp.parameters(), 1.0, momentum=0.5))
+        for number in range(2):
+            y = ddp(backend.rank + 1.0).sum()
+            with torch.inference_mode(number == 0):
+                y.backward()
+        return ddp.weight.item()
+
+    assert on_ranks(2, body) == [1 - 1.5 * (1 + 1.5)] * 2
+
+
 @OVERLAP
 @pytest.mark.parametrize("compress", [None, fd.PowerSGD(1)], ids=["plain", "power_sgd"])
 @pytest.mark.parametrize("shape", [(3, 4), (6, 2), (12,)])
