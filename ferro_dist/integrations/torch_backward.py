@@ -11,6 +11,9 @@ autograd reports each by a hook, and no hook is enough on its own:
 
 `torch.autograd.grad` also fires hooks of outputs, but accumulates nothing: it is recognized by
 asking the engine whether it will reach any parameter at all.
+
+A backward that raises before it reaches an output, in what the loss adds to the graph, calls none
+of them: it cannot be told from one of another model, or from a forward without backward.
 """
 
 from __future__ import annotations

@@ -124,10 +124,10 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     An exception on a single rank ends the group, as the others would wait for that rank. This holds
     for a torch module's forward (but not in evaluation mode, inside `no_sync` or under
     ``torch.no_grad()``), for backward once it has reached the module's outputs, and while gradients
-    are averaged. An exception elsewhere, such as in the computation of the loss, should end its
-    rank: if the rank goes on, its next batch is averaged with the others' last. To skip a batch
-    that does not fit, check it beforehand, or give all ranks another. The group's ``shrink`` makes
-    a new group. A group of one rank goes on.
+    are averaged. An exception elsewhere, such as in the loss or its own part of backward, should
+    end its rank, which tells the others: if the rank goes on, they wait, and its next batch is
+    averaged with their last. To skip a batch that does not fit, check it beforehand, or give all
+    ranks another. The group's ``shrink`` makes a new group. A group of one rank goes on.
 
     Gradients are views of buckets: the next average overwrites what this one left. Copy what you
     want to keep. For torch, a former ``grad`` that somebody still holds is copied first; what else
