@@ -61,22 +61,25 @@ def check_enabled(op: str, rank: int) -> None:
             alternative=f" With {VARIABLE}=1 in the environment it is copied there and back, at a "
             "tenth of the speed or less.",
         )
+    called, depth = _call_of_user(op)
     warnings.warn(
-        f"{op} of a GPU array goes through host memory, which is slow. Use HybridBackend, "
+        f"{called} of a GPU array goes through host memory, which is slow. Use HybridBackend, "
         f"or unset {VARIABLE} to make this an error.",
         GpuFallbackWarning,
-        stacklevel=_depth_of_caller(),
+        stacklevel=depth,
     )
 
 
-def _depth_of_caller() -> int:
-    """Return the stack level, for `check_enabled`, of the line that called this package."""
+def _call_of_user(op: str) -> tuple[str, int]:
+    """Return `op` as the user called it, and the stack level of that call for `check_enabled`."""
     frame: FrameType | None = sys._getframe(1)
-    depth = 1
+    called, depth = op, 1
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_code.co_name == f"gpu_{op}":
+            called = f"gpu_{op}"
         frame = frame.f_back
         depth += 1
-    return depth
+    return called, depth
 
 
 def round_trip(

@@ -394,8 +394,10 @@ def insist_on_gpu(group: Any) -> None:
     os.environ[VARIABLE] = "1"
     y, texts = warnings_of(lambda: fd.gpu_allreduce(x, group, "max"))
     assert (y.numpy().tolist(), len(texts)) == ([2.0] * 3, 1)
+    assert texts[0].startswith("gpu_allreduce of a GPU array")
     y, texts = warnings_of(lambda: fd.gpu_broadcast(x, group, 1, async_op=True).result())
     assert (y.numpy().tolist(), len(texts)) == ([2.0] * 3, 1)
+    assert texts[0].startswith("gpu_broadcast of a GPU array")
 
 
 def test_gpu_collectives_insist_on_arrays_of_a_gpu() -> None:
