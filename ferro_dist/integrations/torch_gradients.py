@@ -259,6 +259,9 @@ class NoTorchGradients(NoGradients):
     def __init__(self, own: TorchGradients) -> None:
         self._own = own
 
+    def let_go(self) -> None:
+        self._own.let_go()
+
     def pack(self, bucket: Bucket, is_leaving: bool) -> None:
         self._own.leave_kept(bucket)
         super().pack(bucket, is_leaving)

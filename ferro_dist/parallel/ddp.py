@@ -333,8 +333,9 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         with ``average="contributors"`` they do not count.
 
         Use it with one wrapper at a time: ranks that train two in turn must leave both together.
-        Inside the block each average costs one more small all_gather. Gradients themselves are not
-        made equal at the end: set them to zero after the block.
+        Freeze and unfreeze before the block: for a rank that is done, what is trained stays as it
+        was. Inside the block each average costs one more small all_gather. Gradients themselves are
+        not made equal at the end: set them to zero after the block.
 
         Parameters
         ----------
