@@ -201,11 +201,12 @@ def nccl() -> str:
     except BackendUnavailable as error:
         return f"no: {one_line(error)}"
     text = f"yes: NCCL {'.'.join(map(str, version))} ({loaded_path('libnccl.so.2')})"
-    return f"{text}; {mixed_nccl()}" if mixed_nccl() else text
+    mixed = mixed_nccl()
+    return f"{text}; {mixed}" if mixed else text
 
 
 def mixed_nccl() -> str:
-    """Say what is wrong where wheels of two CUDA versions are installed, "" if nothing is.
+    """Say what is wrong where NCCL and the CUDA runtime are for two versions, "" if nothing is.
 
     Both NCCL wheels install the same file: the last one wins, whatever the others need.
     """
@@ -222,7 +223,29 @@ def mixed_nccl() -> str:
                 f"MIXED: NCCL is for CUDA {major} and the CUDA runtime {runtimes[other]} for "
                 f'{other}; pip install "ferro_dist[cu{major}]"'
             )
+        if found[major] and not runtimes[major]:
+            return mixed_with_system(major)
     return ""
+
+
+def mixed_with_system(major: int) -> str:
+    """Say what is wrong where the wheel of NCCL is for another CUDA version than the system's."""
+    if not is_built("cuda_runtime"):
+        return ""
+    from ferro_dist._native.cuda_runtime import runtime_version
+    from ferro_dist.errors import BackendUnavailable
+
+    try:
+        runtime = runtime_version()
+    except BackendUnavailable:
+        return ""
+    if runtime // 1000 == major:
+        return ""
+    return (
+        f"MIXED: the wheel nvidia-nccl-cu{major} is for CUDA {major}, and the CUDA runtime of this "
+        f"system is {cuda_version(runtime)}; pip uninstall nvidia-nccl-cu{major}, then "
+        f'pip install "ferro_dist[cu{runtime // 1000}]"'
+    )
 
 
 def cuda() -> str:

@@ -260,6 +260,19 @@ def test_wheels_of_two_cuda_versions_are_reported(
     assert bool(report.mixed_nccl()) == bool(expected)
 
 
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_a_wheel_of_nccl_beside_a_system_of_another_cuda_version_is_reported(cuda: int) -> None:
+    program = (
+        f"from ferro_dist.testing import emulated_gpu; emulated_gpu(cuda={cuda})\n"
+        "from ferro_dist import __main__ as report\n"
+        "report.version_of = {'nvidia-nccl-cu12': '2.27.3'}.get"
+    )
+    found = rows(program)["NCCL"]
+    assert found.startswith("yes: NCCL")
+    assert ("MIXED: the wheel nvidia-nccl-cu12 is for CUDA 12" in found) == (cuda == 13)
+    assert ('pip install "ferro_dist[cu13]"' in found) == (cuda == 13)
+
+
 def test_devices_are_those_of_the_driver() -> None:
     count = len(list(Path("/dev").glob("nvidia[0-9]*")))
     assert rows()["GPU"].startswith(f"{count} (" if count else "none: no /dev/nvidia*")
