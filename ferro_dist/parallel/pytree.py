@@ -170,8 +170,8 @@ def _key(key: object) -> Structure:
     if isinstance(key, (bool, int, float, str)):
         return _constant(key)
     raise TypeError(
-        "what travels between stages may hold a dict with keys that are bool, int, float or str, "
-        f"not {key!r}"
+        "Pipeline: what travels between stages may hold a dict with keys that are bool, int, float "
+        f"or str, not {key!r}"
     )
 
 
@@ -192,8 +192,8 @@ def _constant(value: object) -> Structure:
         else f": the stage after it would get a plain {plain.__name__}, so make one of it"
     )
     raise TypeError(
-        "what travels between stages is made of arrays, None, bool, int, float, str, tuple, list "
-        f"and dict, not {kind.__module__}.{kind.__qualname__}{remedy}"
+        "Pipeline: what travels between stages is made of arrays, None, bool, int, float, str, "
+        f"tuple, list and dict, not {kind.__module__}.{kind.__qualname__}{remedy}"
     )
 
 

@@ -146,6 +146,8 @@ def test_constructor_refuses_closed_groups() -> None:
         (batch(4)[0], batch(6)[1], mean_square, None, ValueError, "target has 6 rows, the input 4"),
         (batch(4)[0].numpy(), batch(4)[1], mean_square, None, TypeError, "input holds a numpy"),
         (3.0, batch(4)[1], mean_square, None, ValueError, "input holds no array"),
+        (b"", batch(4)[1], mean_square, None, TypeError, "^Pipeline: what travels"),
+        ({None: batch(4)[0]}, None, None, None, TypeError, "^Pipeline: what travels"),
         (batch(4)[0], None, mean_square, None, ValueError, "give the target, too"),
         (batch(4)[0], None, nn.MSELoss(), None, ValueError, "give the target, too"),
         (batch(4)[0], batch(4)[1], nn.MSELoss, None, TypeError, r"make one: MSELoss\(\)"),

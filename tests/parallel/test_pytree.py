@@ -65,7 +65,7 @@ Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - what users have
     "tree", [{1, 2}, object(), b"bytes", 1j, Pair(1, 2), OrderedDict(a=1), [lambda: 0]]
 )
 def test_other_types_are_refused_by_name(tree: Any) -> None:
-    with pytest.raises(TypeError, match="what travels between stages"):
+    with pytest.raises(TypeError, match="Pipeline: what travels between stages"):
         pytree.flatten(tree)
 
 
