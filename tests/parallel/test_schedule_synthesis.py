@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from typing import Any
@@ -24,6 +25,7 @@ from ferro_dist.parallel.schedules import (
 )
 from ferro_dist.parallel.schedules.durations import Durations
 from ferro_dist.parallel.schedules.list_scheduling import Policy, Problem, schedule_greedily
+from ferro_dist.parallel.schedules.synthesis import _policies
 
 THIRDS = {"F": 1.0, "I": 1.0, "W": 1.0}
 BUILTIN = [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("interleaved_1f1b", 2)]
@@ -96,6 +98,25 @@ def test_every_policy_makes_a_sound_schedule_that_fits(data: st.DataObject, p: i
     lists = schedule_greedily(problem, policy)
     validate(lists, num_ranks=p, num_microbatches=m)
     assert max(simulate(lists).peak_live) <= problem.capacity[0]
+
+
+@pytest.mark.parametrize(
+    ("placement", "capacity", "count"),
+    [
+        (loop_placement(4), math.inf, 10),
+        (loop_placement(4), 4.0, 30),
+        (v_placement(4), math.inf, 20),
+        (v_placement(4), 4.0, 60),
+    ],
+)
+def test_policies_that_cannot_differ_are_tried_once(
+    placement: list[int], capacity: float, count: int
+) -> None:
+    stages = len(placement)
+    problem = Problem(
+        placement, 8, Durations(THIRDS), [0.0] * (stages - 1), [1.0] * stages, [capacity] * 4
+    )
+    assert len(list(_policies(problem))) == count
 
 
 @few

@@ -19,6 +19,7 @@ E. W. Dijkstra, "Cooperating sequential processes", 1965: the banker's algorithm
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -205,6 +206,8 @@ class _Grower:
 
     def _has_room(self, rank: int, stage: _Stage) -> bool:
         """Whether the rank could finish all that it has begun if it lets this forward in."""
+        if self._limits[rank] == math.inf:
+            return True
         weights, stages = self._problem.weights, self._ranks[rank]
         released = [other.counts[self._release_kind] for other in stages]
         admitted = [other.counts[F] + (other is stage) for other in stages]
@@ -213,6 +216,8 @@ class _Grower:
             for other, start, end in zip(stages, released, admitted, strict=True)
         )
         limit = self._limits[rank] * (1 + 1e-9)
+        if len(stages) == 1:
+            return live <= limit  # nothing else is to come of what it has begun
         for microbatch in range(min(released), max(admitted)):
             held = to_come = 0.0
             for other, start, end in zip(stages, released, admitted, strict=True):

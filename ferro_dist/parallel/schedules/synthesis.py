@@ -48,8 +48,9 @@ def synthesize(
     """Make a schedule for measured stages, under a limit on memory.
 
     This simulates the built-in schedules for this placement and up to 60 that list scheduling makes
-    (fewer if they are large), and takes the fastest that keeps the limit. So in simulation it is
-    never slower than a built-in schedule that keeps the limit; a faster one may exist.
+    (fewer if they are large, or without a limit), and takes the fastest that keeps the limit. So in
+    simulation it is never slower than a built-in schedule that keeps the limit; a faster one may
+    exist.
 
     Parameters
     ----------
@@ -239,13 +240,16 @@ def _greedy_schedules(problem: Problem) -> Iterator[Lists]:
 
 def _policies(problem: Problem) -> Iterator[Policy]:
     """Yield policies, the most successful first."""
-    shares = (1.0, 0.75, 0.5)
+    # Only those that can differ here: there is no share of no limit, and no choice of one stage.
+    shares = (1.0, 0.75, 0.5) if math.isfinite(max(problem.capacity)) else (1.0,)
+    has_choice = len(problem.placement) > problem.num_ranks
+    are_late = (True, False) if has_choice else (True,)
     if _can_split(problem):
         for share, prompt, patience, late, forward in itertools.product(
-            shares, (False, True), (0.0, 0.9), (True, False), (False, True)
+            shares, (False, True), (0.0, 0.9), are_late, (False, True)
         ):
             yield Policy(True, forward, late, prompt, patience, share)
-    for share, late, forward in itertools.product(shares, (True, False), (False, True)):
+    for share, late, forward in itertools.product(shares, are_late, (False, True)):
         yield Policy(False, forward, late, memory_share=share)
 
 
