@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline.py
     python benchmarks/pipeline.py --quick --output pipeline.jsonl
+    python benchmarks/pipeline.py --plot docs/pipeline-run.png
 
 The ideal is the makespan of the schedule on paper, with messages that take no time. How long an
 action takes is measured on the same ranks right after the steps: that of a sleep, or for real
@@ -12,6 +13,8 @@ processes of its own. A step is timed from the end of one barrier to the end of 
 The goals: 1F1B with real compute at most 1.02 of ideal, with 8 sleeping stages 1.03, ZB-V 1.08,
 4 MiB activations 1.08; 60 µs an action for the executor itself. torch's pipelining on Gloo
 measured 1.04 to 1.07, 1.10, 1.23, and 1.2 to 1.7 when the goals were set.
+
+--plot measures nothing: it draws a step of ferro_dist under ZB-H1, for the README.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 import measure
 from pipeline_probes import PROBES, run_probe
 from pipeline_stages import ACTION_S
-from pipeline_systems import Case, Sample, run_ours, run_torch
+from pipeline_systems import Case, Sample, draw_ours, run_ours, run_torch
 
 from ferro_dist.parallel.schedules import complete, simulate
 from ferro_dist.testing import run_ranks
@@ -42,11 +45,15 @@ CASES = [
     Case("4 MiB", "1f1b", 4, 8, 1, 4096 * FLOATS_PER_KIB, "sleep", ACTION_S),
     Case("empty", "1f1b", 2, 16, 1, 256, "empty"),
 ]
+DRAWN = Case("drawn", "zb_h1", 4, 8, 1, FLOATS_PER_KIB, "sleep", 2 * ACTION_S)
 GOALS = {"compute": 1.02, "256 KiB": 1.03, "zb_v": 1.08, "4 MiB": 1.08}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
+    if options.plot is not None:
+        run_ranks(DRAWN.ranks, draw_ours, DRAWN, options.plot, timeout=240)
+        return
     chosen = [case for case in CASES if options.cases is None or case.name in options.cases]
     records = [_measure(case, options) for case in chosen]
     if options.cases is None:
@@ -66,6 +73,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="one turn of two steps")
+    parser.add_argument("--plot", metavar="PATH", help="only draw a step, into this file")
     parser.add_argument("--output", help="JSON lines; default: benchmarks/results/pipeline.jsonl")
     options = parser.parse_args(arguments)
     if options.quick:

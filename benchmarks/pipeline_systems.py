@@ -59,18 +59,32 @@ class Sample(NamedTuple):
 
 def run_ours(backend: Any, case: Case, steps: int) -> Sample:
     """Be one rank of ferro_dist's pipeline."""
+    times, pipe = _run_ours(backend, case, case.batch(), steps)
+    plan = pipe.plan()
+    overhead_us = 1e6 * plan.overhead_s[backend.rank] / len(pipe._lists[backend.rank])
+    return Sample(times, _action_s(case), overhead_us, plan.peak_live[backend.rank])
+
+
+def draw_ours(backend: Any, case: Case, path: str) -> None:
+    """Be one rank of it; the first draws the last of a few steps."""
+    # With a small input, too: the first stage then divides its backward as the others do.
+    x = torch.zeros(case.num_microbatches, case.width, requires_grad=True)
+    _, pipe = _run_ours(backend, case, (x, case.batch()), 3)
+    plan = pipe.plan()
+    if backend.rank == 0:
+        plan.plot(path)
+
+
+def _run_ours(backend: Any, case: Case, x: Any, steps: int) -> tuple[list[float], Any]:
     torch.set_num_threads(1)
     modules = [case.module() for _ in case.stages_of(backend.rank)]
     module = modules if len(modules) > 1 else modules[0]
     pipe = fd.Pipeline(module, backend, case.num_microbatches, case.schedule)
-    x = case.batch()
-    target = torch.zeros(len(x), 1)
+    target = torch.zeros(case.rows * case.num_microbatches, 1)
     times = _time_steps(
         lambda: pipe.step(x, target, cheap_loss), lambda: fd.barrier(backend), steps
     )
-    plan = pipe.plan()
-    overhead_us = 1e6 * plan.overhead_s[backend.rank] / len(pipe._lists[backend.rank])
-    return Sample(times, _action_s(case), overhead_us, plan.peak_live[backend.rank])
+    return times, pipe
 
 
 def run_torch(
