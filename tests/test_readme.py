@@ -226,6 +226,18 @@ def test_files_that_a_document_names_exist(document: str) -> None:
     assert [name for name in missing if name not in SCRIPTS] == []
 
 
+def test_what_a_model_stands_for_exists() -> None:
+    text = (ROOT / "tests/model/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `\w+\.pml` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
+    files = [*(ROOT / "csrc/ferro").glob("*.?pp"), *(ROOT / "tests/model").glob("*.pml")]
+    names = {file.name for file in files}
+    for file in files:
+        names.update(re.findall(r"~?\w+", file.read_text(encoding="utf-8")))
+    named = re.findall(r"`(?:\w+::)*([^`()]+)(?:\(\))?`", "".join(rows))
+    assert named
+    assert [name for name in named if name not in names] == []
+
+
 def test_every_picture_is_in_a_document() -> None:
     # Of results, those with a date are kept.
     pictures = [*(ROOT / "docs").glob("*.png"), *(ROOT / "benchmarks/results").glob("*-20*.png")]

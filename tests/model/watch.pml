@@ -1,7 +1,7 @@
 /* The watchdog ring: no death goes unseen, nobody living is convicted. Nor does a second
  * one: survivors that make a smaller group must not wait for it.
  *
- * Each rank holds a liveness word and has a thread that sleeps on its successor's.
+ * Each rank has a thread that holds a liveness word, and one that sleeps on its successor's.
  * Up to DEATHS ranks are killed at any step; the kernel then marks the word and
  * wakes one of its sleepers. Ranks may close at any time; their watcher goes on
  * to the next one. Aborting is one step here (abort.pml has it in full).
@@ -61,7 +61,8 @@ proctype watchdog(byte r) {
     :: WORD_OF_WATCHED(r) == DIED && !is_departed[watched[r]] ->
        abort_group(watched[r]); watched[r] = NEXT(watched[r])
 #elif defined(BUG_STOPS_AFTER_DEAD)
-       /* Its own word is released then, and its own death is marked by nobody. */
+       /* As if this thread held its rank's word: that is released then, and its own death is
+        * marked by nobody. */
     :: WORD_OF_WATCHED(r) == DIED -> abort_group(watched[r]); liveness[r] = RELEASED; break
 #else
     :: WORD_OF_WATCHED(r) == DIED -> abort_group(watched[r]); watched[r] = NEXT(watched[r])
