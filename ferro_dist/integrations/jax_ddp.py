@@ -152,13 +152,14 @@ class JaxDDP(DDP[Any]):
         Raises
         ------
         TypeError
-            A leaf is an integer, a bool, a random key or a masked array, or is traced. Nothing was
-            sent.
+            A leaf is an integer, a bool, a random key or a masked array, or is traced; or the
+            weight is no number. Nothing was sent.
         CollectiveMismatch
             The trees of the ranks differ, or only some gave a weight. Raised on all of them; the
             group and this wrapper stay usable.
         ValueError
-            The weights of all ranks are 0. Raised on all of them.
+            No gradients were given, the weight is negative or not finite, or the module was given
+            back: nothing was sent. Or the weights of all ranks are 0: raised on all of them.
         """
         return super().sync_gradients(grads, weight=weight)
 
