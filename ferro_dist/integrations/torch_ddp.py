@@ -551,7 +551,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
     def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
         stepped = [] if self._ddp_state.optimizer is None else [self._ddp_state.optimizer]
         device = next(iter(self._parameters_of_module.named.values())).device
-        with telling(self._tell_the_others):
+        with outside_inference_mode(), telling(self._tell_the_others):  # steps write to the state
             for optimizer in {id(each): each for each in (*optimizers, *stepped)}.values():
                 broadcast_optimizer("DDP.join", optimizer, self._backend, root, device)
 

@@ -522,6 +522,28 @@ def test_a_step_in_backward_may_be_taken_in_inference_mode(on_ranks: OnRanks) ->
     assert on_ranks(2, body) == [1 - 1.5 * (1 + 1.5)] * 2
 
 
+def test_an_optimizer_that_was_joined_in_inference_mode_goes_on_after_it(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp: Any = scale(backend)
+        optimizer = torch.optim.SGD(ddp.parameters(), 1.0, momentum=0.5)
+
+        def step() -> None:
+            ddp(1.0).sum().backward()
+            optimizer.step()
+            ddp.zero_grad()
+
+        with torch.inference_mode(), ddp.join(optimizer), torch.inference_mode(False):
+            for _ in range(backend.rank):
+                step()
+        step()
+        return ddp.weight.item()
+
+    # In the first step rank 0 counts with a gradient of 0.
+    assert on_ranks(2, body) == [1 - 0.5 - (0.25 + 1)] * 2
+
+
 @OVERLAP
 @pytest.mark.parametrize("compress", [None, fd.PowerSGD(1)], ids=["plain", "power_sgd"])
 @pytest.mark.parametrize("shape", [(3, 4), (6, 2), (12,)])
