@@ -2,8 +2,8 @@
 //
 // A thread holds a robust futex: a word with the thread's id, which the kernel marks, waking one
 // waiter, when the thread ends for whatever reason. That happens before the memory of a dying process
-// is torn down, so it takes no longer for one with gigabytes resident, and a forked child that
-// holds the same descriptors does not delay it.
+// is torn down, which takes long for gigabytes, and a forked child that holds the same descriptors
+// does not delay it.
 //
 // The thread does nothing else. It may be the last of its process to end, and then it is the one that
 // gives the memory back. With the short slices of a watchdog, it would do so before all whom it woke.
