@@ -324,7 +324,7 @@ class Receiver:
 
     def _receive(self, receive: Action) -> _Arrival:
         self._recv(self._header)
-        header, description = Header.unpack(self._header)
+        header, description = _unpack_header(self._link, self._peer, self._header)
         self._check(header, receive)
         rest = np.empty(header.description_nbytes - len(description), np.uint8)
         if rest.size:
@@ -397,10 +397,23 @@ def meet(link: Link, receivers: Iterable[int], senders: Iterable[int]) -> None:
     link.backend.batch(ops, False, link.timeout, link.tag)
     try:
         for peer, header in headers.items():
-            link.run_id.check(Header.unpack(header)[0].run_id, peer)
+            link.run_id.check(_unpack_header(link, peer, header)[0].run_id, peer)
     except RuntimeError as error:
         link.backend.interrupt(error)  # the peer waits for what will not come
         raise
+
+
+def _unpack_header(link: Link, peer: int, received: np.ndarray[Any, Any]) -> tuple[Header, bytes]:
+    """Unpack a header that was received, or the next one if that is left of an earlier run.
+
+    If Ctrl-C strikes a rank right after its last message of a run to this one, it sends an abort
+    nevertheless, for which no receive is posted.
+    """
+    header, description = Header.unpack(received)
+    while header.kind == MessageKind.ABORT and header.run_id.number < link.run_id.number:
+        link.backend.recv(received, peer, False, link.timeout, link.tag)
+        header, description = Header.unpack(received)
+    return header, description
 
 
 def _by_place(

@@ -29,7 +29,9 @@ from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.parallel import pipeline_connection  # noqa: E402
+from ferro_dist.parallel.activation_channel import Sender  # noqa: E402
 from ferro_dist.parallel.handwritten_stage import HandwrittenStage  # noqa: E402
+from ferro_dist.parallel.schedules import Action  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
@@ -686,6 +688,37 @@ def test_ctrl_c_while_a_thread_starts_leaves_none(
     (thread,) = interrupted
     thread.join(timeout=60)
     assert not thread.is_alive()
+
+
+def test_ctrl_c_after_the_last_message_to_a_peer_spoils_no_later_run(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Sender.send
+    interrupted: list[int] = []
+
+    def send_and_interrupt(sender: Sender, peer: int, receive: Action, *rest: Any) -> int:
+        nbytes = send(sender, peer, receive, *rest)
+        if str(receive) == "1RECV_F3" and len(interrupted) < 2:
+            interrupted.append(peer)
+            raise KeyboardInterrupt
+        return nbytes
+
+    def body(backend: Any) -> list[Any]:
+        pipe = fd.Pipeline(HandwrittenStage(Doubling()), backend, 4)
+
+        def step() -> float:
+            return pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones)
+
+        def plan() -> None:
+            pipe.plan(np.ones((4, 3)), loss_fn=sum_and_ones)
+
+        errors = [type(raised_by(call)).__name__ for call in (step, step, plan)]
+        return [*errors, step(), step()]
+
+    monkeypatch.setattr(Sender, "send", send_and_interrupt)
+    ctrl_c, others = on_ranks(3, body)[:2]
+    assert ctrl_c == ["KeyboardInterrupt", "KeyboardInterrupt", "NoneType", 24.0, 24.0]
+    assert others == ["StageFailed", "StageFailed", "NoneType", 24.0, 24.0]
 
 
 @pytest.mark.parametrize("part", ["find_tied_weights", "agree_on_ties"])
