@@ -359,12 +359,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kinds: dict[tuple[Any, Any, Any], list[Tensor]] = {}
         for p in (p for group in groups for p in group["params"]):
             kinds.setdefault((p.dtype, dtype_of_gradient(p), p.device), []).append(p)
-        shards = [
-            Shard(parameters, self._backend, self._divides_parameters, tag)
-            for parameters in kinds.values()
-        ]
-        for shard in shards:
-            shard.broadcast_parameters()
+        with telling(self._tell_the_others):
+            shards = [
+                Shard(parameters, self._backend, self._divides_parameters, tag)
+                for parameters in kinds.values()
+            ]
+            for shard in shards:
+                shard.broadcast_parameters()
         return shards
 
     def _parameters(self) -> list[Tensor]:

@@ -22,6 +22,7 @@ Torch modules and arrays are averaged in rounds: `ferro_dist.parallel.reducing_d
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ from ferro_dist.backends.base import Backend
 from ferro_dist.parallel.compression import Compression
 from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.integration import TORCH_MODULE, has_base, integration
+from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.options import Options
 from ferro_dist.parallel.participation import check_weight
@@ -192,8 +194,9 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         # Drawn at random for this wrapper: two of the same shape, synchronized in different order
         # on different ranks, would otherwise mix up their gradients unnoticed.
         first_tag = agree_on_manifest([f"settings {options}", *lines], backend, op="DDP")
-        self._start(options, first_tag)
-        self._broadcast(options.root)
+        with telling(functools.partial(interrupt, backend)):
+            self._start(options, first_tag)
+            self._broadcast(options.root)
 
     def _start(self, options: Options, first_tag: int) -> None:
         self._backend, self._options = options.backend, options
