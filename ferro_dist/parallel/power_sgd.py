@@ -67,7 +67,8 @@ class PowerSGD:
     float64 for gradients of that dtype. Each rank keeps the errors, which take as much memory as
     the compressed gradients.
 
-    A gradient with NaN or infinity becomes NaN on all ranks, and leaves no error behind.
+    A gradient with NaN or infinity, or whose average is too large for its dtype, becomes NaN on all
+    ranks, and leaves no error behind.
 
     All ranks compute the product of the factors themselves: they get the same bits if their
     processors and BLAS are the same.
@@ -192,13 +193,15 @@ class _Factors:
 
     def _put(self, k: int, gradient: NumpyArray, num_parts: int) -> None:
         left, right, error = self._left[k], self._right[k], self._errors[k]
-        if not (np.isfinite(left).all() and np.isfinite(right).all()):
+        gradient[...] = (left @ right.T).reshape(gradient.shape)
+        # What was really written: for 16-bit floats that includes the rounding, and what overflows.
+        written = gradient.reshape(error.shape).astype(error.dtype)
+        if not np.isfinite(written).all():
             gradient.fill(np.nan)
             self._forget(k)
             return
-        gradient[...] = (left @ right.T).reshape(gradient.shape)
-        # Less what was really written: for 16-bit floats that includes the rounding.
-        error -= gradient.reshape(error.shape).astype(error.dtype) / num_parts
+        written /= num_parts
+        error -= written
 
     def _forget(self, k: int) -> None:
         """Start over with the k-th matrix."""

@@ -206,6 +206,21 @@ def test_infinity_is_passed_on_and_forgotten(on_ranks: OnRanks) -> None:
         assert all(np.isfinite(gradient).all() for gradient in good)
 
 
+def overflowing(backend: Any) -> tuple[Array, Array]:
+    compress = PowerSGD(2)
+    large, small = (np.full((64, 64), value, np.float16) for value in (40_000, 1))
+    bucket = FlatGradients([large])
+    (bad,) = bucket.reduced(compress, [large], backend, fd.ReduceOp.SUM)
+    (good,) = bucket.reduced(compress, [small], backend, fd.ReduceOp.SUM)
+    return bad, good
+
+
+def test_a_sum_too_large_for_its_dtype_is_forgotten(on_ranks: OnRanks) -> None:
+    for bad, good in on_ranks(2, overflowing):
+        assert np.isnan(bad).all()
+        assert (good == 2).all()
+
+
 def test_complex_gradients_are_averaged_as_they_are(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Array:
         gradient = np.full((40, 40), backend.rank + 2j, "complex64")
