@@ -435,11 +435,13 @@ def as_tensor(buffer: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(buffer)
 
 
-def zeros_in_group(shape: int | tuple[int, ...], like: Tensor, backend: Backend) -> Tensor:
-    """Return zeros on the device of `like`; on the CPU in memory that the ranks of a host share."""
-    if like.device.type != "cpu":
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    return as_tensor(backend.empty(shape, like.dtype)).zero_()
+def zeros_in_group(
+    shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device, backend: Backend
+) -> Tensor:
+    """Return zeros on a device; on the CPU in memory that the ranks of a host share."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return as_tensor(backend.empty(shape, dtype)).zero_()
 
 
 def gpu_view(flat: Tensor, offset: int, spec: ParameterSpec) -> Tensor:

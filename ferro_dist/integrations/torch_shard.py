@@ -144,11 +144,11 @@ class Shard:
 
     def _flat(self, dtype: Any) -> _Flat:
         """Return the flat array: that of gradients is another one if their dtype is."""
-        like = self.parameters[0].detach()
+        device = self.parameters[0].device
         flat = self._flats.get(dtype)
-        if flat is None or flat.rows.device != like.device:
+        if flat is None or flat.rows.device != device:
             shape = self._backend.world_size, self._layout.row_count
-            rows = zeros_in_group(shape, like.new_empty(0, dtype=dtype), self._backend)
+            rows = zeros_in_group(shape, dtype, device, self._backend)
             places = [
                 row[fragment.place]
                 for row, fragments in zip(rows, self._layout.fragments, strict=True)

@@ -21,7 +21,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ferro_dist.integrations.torch_accumulation import add
 from ferro_dist.integrations.torch_backward import find_tensors
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
-from ferro_dist.integrations.torch_gradients import copy_or_clear, zeros_in_group
+from ferro_dist.integrations.torch_gradients import (
+    copy_or_clear,
+    dtype_of_gradient,
+    zeros_in_group,
+)
 from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch_module import check_shareable
 from ferro_dist.integrations.torch_random import Seeded, draw_seed
@@ -100,6 +104,9 @@ class TorchStage(Stage):
     def describe(self, array: Tensor) -> ArraySpec:
         is_on_host = array.is_cpu
         return ArraySpec(_name(array.dtype), tuple(array.shape), array.requires_grad, is_on_host)
+
+    def describe_gradient(self, weight: Tensor) -> ArraySpec:
+        return self.describe(weight)._replace(dtype=_name(dtype_of_gradient(weight)))
 
     def allocate(self, spec: ArraySpec) -> Tensor:
         dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -232,7 +239,7 @@ class TorchStage(Stage):
 
     def new_bucket(self, group: Backend, like: Tensor, count: int) -> Tensor:
         with outside_inference_mode():  # an evaluation may come first; steps write to it
-            return zeros_in_group(count, like, group)
+            return zeros_in_group(count, dtype_of_gradient(like), like.device, group)
 
     def place(self, bucket: Tensor, offset: int, like: Tensor) -> Tensor:
         with outside_inference_mode():

@@ -142,6 +142,6 @@ def _by_stage(weights: Iterable[Weight]) -> list[tuple[Stage, list[Weight]]]:
 
 
 def _spec(name: str, weight: Weight) -> ParameterSpec:
-    spec = weight.stage.describe(weight.value)
+    spec = weight.stage.describe_gradient(weight.value)
     dtype = numpy_dtype(dtype_code(spec.dtype))
     return ParameterSpec(name, spec.shape, dtype, is_on_gpu=not spec.is_on_host)

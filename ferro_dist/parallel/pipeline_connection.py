@@ -177,5 +177,5 @@ def connect(
 
 
 def _specs(stage: Stage) -> set[tuple[str, ArraySpec]]:
-    """Return the name of each weight, with the dtype, shape and memory of its gradient."""
+    """Return the name of each weight, with its dtype, shape and memory."""
     return {(name, stage.describe(weight)) for name, weight in stage.parameters().items()}

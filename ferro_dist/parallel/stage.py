@@ -157,6 +157,10 @@ class Stage(abc.ABC):
     @abc.abstractmethod
     def describe(self, array: Array) -> ArraySpec: ...
 
+    def describe_gradient(self, weight: Array) -> ArraySpec:
+        """Describe the gradient that a weight gets."""
+        return self.describe(weight)
+
     def note_thread(self) -> None:
         """Note how the calling thread computes: on which stream of a GPU, how precisely.
 
@@ -258,7 +262,7 @@ class Stage(abc.ABC):
 
     @abc.abstractmethod
     def new_bucket(self, group: Backend, like: Array, count: int) -> Array:
-        """Return an array of zeros in the group's best memory, of the dtype of `like`."""
+        """Return zeros in the group's best memory, for gradients of weights like this one."""
 
     @abc.abstractmethod
     def place(self, bucket: Array, offset: int, like: Array) -> Array:

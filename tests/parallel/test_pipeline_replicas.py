@@ -381,6 +381,24 @@ def test_gradients_of_several_dtypes_and_buckets_are_averaged(
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have their parameters' dtype"
+)
+def test_gradients_of_another_dtype_are_averaged_in_it(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = nn.Linear(1, 1, bias=False).bfloat16()
+            stage.weight.data.fill_(1)
+            stage.weight.grad_dtype = torch.float32
+            pipe = fd.Pipeline(stage, grid.pipeline, 1, dp=grid.data)
+            x = torch.full((1, 1), 2.0 ** (-10 * grid.data.rank), dtype=torch.bfloat16)
+            pipe.step(x, loss_fn=torch.sum)
+            return stage.weight.grad.dtype, stage.weight.grad.item()
+
+    more_than_bfloat16_holds = (1 + 2.0**-10) / 2
+    assert on_ranks(4, body) == [(torch.float32, more_than_bfloat16_holds)] * 4
+
+
 def test_sparse_gradients_are_averaged(on_ranks: OnRanks) -> None:
     model = nn.Sequential(nn.Embedding(5, WIDTH, sparse=True), Block()).double()
     tokens, (_, y) = torch.arange(12) % 5, batch(12)
