@@ -174,8 +174,8 @@ class SparseGradients(Accumulation):
             values[: own._nnz()] = own.values()
         if not longest:
             return _rows_tensor(indices, values, shape)
-        is_row = [n < header.num_rows for header in headers for n in range(longest)]
-        rows = torch.tensor(is_row, device=parameter.device)
+        counts = torch.tensor([header.num_rows for header in headers], device=parameter.device)
+        rows = (torch.arange(longest, device=parameter.device) < counts[:, None]).flatten()
         all_indices = all_gather(indices, self._backend, tag=self._tag)[rows]
         all_values = all_gather(values, self._backend, tag=self._tag)[rows]
         if values.dtype in (torch.float16, torch.bfloat16):
