@@ -529,7 +529,8 @@ class Reducer:
     def _reduce_all(self, participation: Participation | None) -> None:
         self.statistics.backward_end_s = perf_counter()
         # Raises, if at all, while gradients are where they were.
-        factor = self._factor(participation)
+        is_mean = self.averaging.reduce_op is ReduceOp.MEAN
+        factor = None if participation is None else participation.factor(is_mean)
         self._pack_rest()
         if not self.buckets:
             return
@@ -566,15 +567,6 @@ class Reducer:
     def _reads_controls(self) -> bool:
         """Whether all ranks read the control lanes of the last bucket in this round."""
         return not self.buckets[-1].is_on_gpu or not self._has_order
-
-    def _factor(self, participation: Participation | None) -> float | None:
-        """Return the factor for this rank's gradients; None if they stay as they are."""
-        if participation is None:
-            return None
-        factor = participation.factor(self.averaging.reduce_op is ReduceOp.MEAN)
-        if factor is not None and self._round.num_sent:
-            raise ValueError("DDP: gradients that are on their way cannot be weighted any more")
-        return factor
 
     def _weigh(self, factor: float) -> ReduceOp:
         """Multiply gradients by their weight; return how to reduce them."""
