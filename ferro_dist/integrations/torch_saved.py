@@ -6,7 +6,7 @@ It is read with ``weights_only``, so that no rank runs another's code.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,16 +18,7 @@ from ferro_dist.parallel.interruption import KnownToAll
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["broadcast_optimizer", "broadcast_saved", "loaded", "saved"]
-
-STATE, REFUSAL = "state", "refusal"  # what a message about an optimizer holds
-
-
-def saved(content: Any) -> bytes:
-    """Return what ``torch.save`` writes for dicts, lists, tensors and numbers, also NumPy's."""
-    buffer = io.BytesIO()
-    torch.save(_plain(content), buffer)
-    return buffer.getvalue()
+__all__ = ["broadcast_optimizer", "broadcast_saved", "loaded"]
 
 
 def loaded(data: bytes) -> Any:
@@ -35,49 +26,75 @@ def loaded(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def broadcast_saved(data: bytes, backend: Backend, root: int, device: Any, tag: int = 0) -> bytes:
-    """Give every rank the root's bytes, by way of tensors on `device`. Two broadcasts."""
-    size = torch.tensor([len(data)], device=device)
-    length = int(broadcast(size, backend, root, tag=tag))
-    if root == backend.rank:
-        content = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    else:
-        content = torch.empty(length, dtype=torch.uint8, device=device)
-    received: bytes = (
-        broadcast(content, backend, root, out=content, tag=tag).cpu().numpy().tobytes()
-    )
-    return received
+def broadcast_saved(
+    op: str,
+    what: str,
+    content: Callable[[], Any],
+    backend: Backend,
+    root: int,
+    device: Any,
+    tag: int = 0,
+) -> bytes:
+    """Give every rank what the root has, as `loaded` reads it. Two broadcasts.
 
-
-def broadcast_optimizer(op: str, optimizer: Any, backend: Backend, root: int, device: Any) -> None:
-    """Give the optimizer of every rank the state and options of the root's.
+    Parameters
+    ----------
+    op, what : str
+        Who asks, and for what, for the error: ``"the state of SGD"``.
+    content : callable
+        Returns dicts, lists, tensors and numbers, also NumPy's; called on the root alone.
+    backend : Backend
+    root : int
+    device : torch.device
+        Where tensors are that the group moves.
+    tag : int
 
     Raises
     ------
     KnownToAll
-        The state holds something that cannot be sent. Raised on all ranks, on behalf of `op`.
+        There is something else in it, which cannot be sent. Raised on all ranks.
     """
-    is_root = backend.rank == root
-    own = _message_of(optimizer) if is_root else b""
-    message = loaded(broadcast_saved(own, backend, root, device))
-    if REFUSAL in message:
+    data, is_saved = _saved(content) if backend.rank == root else (b"", True)
+    header = torch.tensor([len(data), is_saved], device=device)
+    length, is_saved = broadcast(header, backend, root, tag=tag).tolist()
+    if root == backend.rank:
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    else:
+        sent = torch.empty(length, dtype=torch.uint8, device=device)
+    received: bytes = broadcast(sent, backend, root, out=sent, tag=tag).cpu().numpy().tobytes()
+    if not is_saved:
         raise KnownToAll(
-            f"{op}: the state of {type(optimizer).__name__} cannot be given to other ranks: it may "
-            f"hold tensors, numbers, strings, dicts, lists and tuples. {message[REFUSAL]}"
+            f"{op}: {what} cannot be given to other ranks: it may hold tensors, numbers, strings, "
+            f"dicts, lists and tuples. {received.decode()}"
         )
-    if not is_root:
-        _load_exactly(optimizer, message[STATE])
+    return received
 
 
-def _message_of(optimizer: Any) -> bytes:
-    """Return what others can load: a dict of the state, or of the reason why it is not sent."""
+def _saved(content: Callable[[], Any]) -> tuple[bytes, bool]:
+    """Return what ``torch.save`` writes, or the reason why that is not sent; and which it is."""
+    buffer = io.BytesIO()
     try:
-        data = saved({STATE: optimizer.state_dict()})
-        loaded(data)
+        torch.save(_plain(content()), buffer)
+        loaded(buffer.getvalue())
     except Exception as error:
         # Torch surrounds its message with advice that is meant for files.
-        return saved({REFUSAL: str(error.__context__ or error)})
-    return data
+        reason = error.__context__ or error
+        return (str(reason) or type(reason).__name__).encode(), False
+    return buffer.getvalue(), True
+
+
+def broadcast_optimizer(op: str, optimizer: Any, backend: Backend, root: int, device: Any) -> None:
+    """Give the optimizer of every rank the state and options of the root's, on behalf of `op`.
+
+    Raises
+    ------
+    KnownToAll
+        As `broadcast_saved`.
+    """
+    what = f"the state of {type(optimizer).__name__}"
+    received = broadcast_saved(op, what, optimizer.state_dict, backend, root, device)
+    if backend.rank != root:
+        _load_exactly(optimizer, loaded(received))
 
 
 def _load_exactly(optimizer: Any, state: Any) -> None:

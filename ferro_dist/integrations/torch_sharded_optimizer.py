@@ -274,11 +274,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ------
         InvalidRank
             The root is not a rank of the group. Nothing was sent.
+        ValueError
+            The state holds something other than tensors and plain values. Raised on all ranks; the
+            group stays usable.
         """
         if root is not None:
             op, backend = "ShardedOptimizer", self._backend
             root = check_root(op, root, rank=backend.rank, world_size=backend.world_size)
-        states = gather_states(self._own_states(), self._backend, root, self._device(), self._tag)
+        what = f"the state of {type(self._inner).__name__}"
+        states = gather_states(
+            self._own_states(), what, self._backend, root, self._device(), self._tag
+        )
         self._consolidated = None
         if states is not None:
             joined = join_states(states, self._parameters())

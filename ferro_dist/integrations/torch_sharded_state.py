@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferro_dist.integrations.torch_saved import broadcast_saved, loaded, saved
+from ferro_dist.integrations.torch_saved import broadcast_saved, loaded
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -24,7 +24,7 @@ Pieces = dict[tuple[int, int, int], State]
 
 
 def gather_states(
-    own: Pieces, backend: Backend, root: int | None, device: Any, tag: int
+    own: Pieces, what: str, backend: Backend, root: int | None, device: Any, tag: int
 ) -> Pieces | None:
     """Return the states of all ranks, on `root` or, if that is None, on every rank.
 
@@ -33,8 +33,9 @@ def gather_states(
     keeps = root is None or backend.rank == root
     states: Pieces = {}
     for source in range(backend.world_size):
-        data = saved(own) if source == backend.rank else b""
-        received = broadcast_saved(data, backend, source, device, tag)
+        received = broadcast_saved(
+            "ShardedOptimizer", what, lambda: own, backend, source, device, tag
+        )
         if keeps:
             states.update(loaded(received))
     return states if keeps else None

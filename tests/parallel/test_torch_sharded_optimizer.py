@@ -313,6 +313,31 @@ def test_state_is_brought_together_on_demand_alone(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
 
 
+class Forgetful(SGD):
+    """Keeps what no other rank may be given: at first a function, later a class."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["kept"] = torch.Generator if self.state[p] else lambda: None
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("root", [1, None])
+def test_a_state_that_cannot_be_sent_is_told_on_all_ranks(
+    on_ranks: OnRanks, root: int | None
+) -> None:
+    def body(backend: Any) -> None:
+        p = torch.nn.Parameter(torch.ones(30))
+        optimizer = fd.ShardedOptimizer([p], Forgetful, backend, divides_parameters=True, lr=1.0)
+        for reason in ("pickle", "torch._C.Generator"):
+            p.grad = torch.ones(30)
+            optimizer.step()
+            with pytest.raises(ValueError, match=f"state of Forgetful cannot be given.*{reason}"):
+                optimizer.consolidate_state_dict(root)
+
+    on_ranks(3, body)
+
+
 def test_a_state_is_loaded_by_its_own_numbers_as_hooks_leave_it(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         a, b = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(5))
