@@ -13,7 +13,7 @@ import numpy as np
 from ferro_dist import interop
 from ferro_dist.collective import broadcast
 from ferro_dist.errors import InvalidArray
-from ferro_dist.parallel.adapter import GRADIENT_DTYPES
+from ferro_dist.parallel.averaging import check_averageable
 from ferro_dist.parallel.bucket import ParameterSpec
 from ferro_dist.parallel.exchange import all_gather_bytes
 
@@ -111,12 +111,7 @@ def specs_of(tree: Pytree, positions: Sequence[int]) -> tuple[ParameterSpec, ...
 
 def _spec(name: str, leaf: Any) -> ParameterSpec:
     dtype = np.dtype(dtype_of(leaf))
-    if dtype.name not in GRADIENT_DTYPES:
-        raise InvalidArray(
-            f"DDP: leaf {name!r} is {dtype}; gradients are averaged in "
-            f"{', '.join(GRADIENT_DTYPES)}.",
-            op="DDP",
-        )
+    check_averageable(f"leaf {name!r}", dtype)
     return ParameterSpec(name, jnp.shape(leaf), dtype)
 
 

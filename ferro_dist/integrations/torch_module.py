@@ -17,7 +17,7 @@ from ferro_dist.errors import CollectiveMismatch, InvalidArray
 from ferro_dist.integrations.torch_gradients import dtype_of_gradient, spec_of
 from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch_surroundings import version
-from ferro_dist.parallel.adapter import GRADIENT_DTYPES
+from ferro_dist.parallel.averaging import check_averageable
 from ferro_dist.parallel.bucket import ParameterSpec
 from ferro_dist.parallel.group_checks import check_reach
 from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
@@ -410,10 +410,5 @@ def _trainable_spec(name: str, parameter: Tensor) -> ParameterSpec:
     dtype = dtype_of_gradient(parameter)
     if dtype != parameter.dtype:
         spec = dataclasses.replace(spec, dtype=interop.numpy_dtype(interop.dtype_code(dtype)))
-    if spec.dtype.name not in GRADIENT_DTYPES:
-        raise InvalidArray(
-            f"DDP: parameter {name!r} is {spec.dtype}; gradients are averaged in "
-            f"{', '.join(GRADIENT_DTYPES)}.",
-            op="DDP",
-        )
+    check_averageable(f"parameter {name!r}", spec.dtype)
     return spec

@@ -17,14 +17,13 @@ import numpy as np
 from ferro_dist import interop
 from ferro_dist.arguments import in_order
 from ferro_dist.errors import InvalidArray
+from ferro_dist.parallel.averaging import check_averageable
 from ferro_dist.parallel.bucket import Bucket, ParameterSpec, misplaced
 from ferro_dist.parallel.reducer import Gradients
 
-__all__ = ["GRADIENT_DTYPES", "ArrayGradients", "ModuleAdapter"]
+__all__ = ["ArrayGradients", "ModuleAdapter"]
 
 NumpyArray = np.ndarray[Any, Any]
-
-GRADIENT_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 
 class ModuleAdapter:
@@ -186,12 +185,8 @@ def _named(kind: str, arrays: Any) -> Mapping[str, Any]:
 
 def _spec_of(name: str, array: Any) -> ParameterSpec:
     spec = _described(name, _view("parameter", name, array))
-    if spec.dtype.name not in GRADIENT_DTYPES:
-        raise InvalidArray(
-            f"DDP: parameter {name!r} is {spec.dtype}; gradients are averaged in "
-            f"{', '.join(GRADIENT_DTYPES)}. Leave what is not trained out of parameters().",
-            op="DDP",
-        )
+    remedy = " Leave what is not trained out of parameters()."
+    check_averageable(f"parameter {name!r}", spec.dtype, remedy)
     return spec
 
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from ferro_dist.errors import InvalidArray
 from ferro_dist.parallel.bucket import Bucket, real_parts
 from ferro_dist.reduce_op import ReduceOp
 
-__all__ = ["REDUCE_OPS", "Averaging"]
+__all__ = ["REDUCE_OPS", "Averaging", "check_averageable"]
+
+GRADIENT_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 REDUCE_OPS = {"mean": ReduceOp.MEAN, "sum": ReduceOp.SUM}
 """Averages that are a single reduction. The mean's division is part of it."""
@@ -77,6 +80,19 @@ class Averaging:
         for gradient, count in zip(bucket.views, counts, strict=True):
             if count > 1:
                 _divide(real_parts(gradient, dtype), count)
+
+
+def check_averageable(what: str, dtype: np.dtype[Any], remedy: str = "") -> None:
+    """Raise InvalidArray unless gradients of this dtype are averaged.
+
+    `what` names whose they are: ``"parameter 'weight'"``.
+    """
+    if dtype.name not in GRADIENT_DTYPES:
+        raise InvalidArray(
+            f"DDP: {what} is {dtype}; gradients are averaged in {', '.join(GRADIENT_DTYPES)}."
+            f"{remedy}",
+            op="DDP",
+        )
 
 
 def _divide(arrays: Iterable[Any], count: int) -> None:
