@@ -114,8 +114,7 @@ class Reduction:
         """Give this rank's gradients a weight in the next step."""
         with self._lock, self._failing_for_good():
             participation = self._roll_call.ask(True, weight, self._tag + 1).result()
-        is_mean = self._terms.reduce_op is ReduceOp.MEAN
-        self._factor = participation.factor(is_mean)
+        self._factor = participation.factor(self._terms.reduce_op)
 
     def ready(self, step: object, number: int, gradients: Sequence[NumpyArray]) -> None:
         """Take the gradients of a bucket, and start all buckets whose turn has come."""

@@ -55,7 +55,6 @@ from ferro_dist.parallel.options import Options
 from ferro_dist.parallel.participation import REFUSED, Participation
 from ferro_dist.parallel.reducer import Call, NoGradients, Reducer, tag_of
 from ferro_dist.parallel.reducing_ddp import ReducingDDP
-from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["TorchDDP"]
 
@@ -484,8 +483,8 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
     def _after_round(self, root: int, participation: Participation | None) -> None:
         is_present = participation is None or self._backend.rank in participation.present
         if self._sparse.is_used:
-            is_mean = self._options.averaging.reduce_op is ReduceOp.MEAN
-            factor = None if participation is None else participation.factor(is_mean)
+            op = self._options.averaging.reduce_op
+            factor = None if participation is None else participation.factor(op)
             self._average_sparse(factor, is_present)
         if not self._reducer.ranks_may_leave:
             self._writes.end_round()

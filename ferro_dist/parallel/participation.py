@@ -14,6 +14,7 @@ import numpy as np
 
 from ferro_dist.parallel.exchange import Rows
 from ferro_dist.parallel.interruption import KnownToAll
+from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -48,8 +49,10 @@ class Participation:
     total_weight: float
     own_weight: float
 
-    def factor(self, is_mean: bool) -> float | None:
+    def factor(self, op: ReduceOp) -> float | None:
         """Return what this rank's gradients are multiplied by; None if they stay as they are.
+
+        The sum of these products over the ranks is the weighted mean if `op` is `MEAN`.
 
         Raises
         ------
@@ -74,7 +77,7 @@ class Participation:
             raise WeightError("DDP: the weights of all ranks are 0: there is nothing to average.")
         if math.isinf(self.total_weight):
             raise WeightError("DDP: the sum of the weights of all ranks is infinite.")
-        return self.own_weight / self.total_weight if is_mean else self.own_weight
+        return self.own_weight / self.total_weight if op is ReduceOp.MEAN else self.own_weight
 
 
 class RollCall:

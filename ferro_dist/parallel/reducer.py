@@ -529,13 +529,12 @@ class Reducer:
     def _reduce_all(self, participation: Participation | None) -> None:
         self.statistics.backward_end_s = perf_counter()
         # Raises, if at all, while gradients are where they were.
-        is_mean = self.averaging.reduce_op is ReduceOp.MEAN
-        factor = None if participation is None else participation.factor(is_mean)
+        op = self.averaging.reduce_op
+        factor = None if participation is None else participation.factor(op)
         self._pack_rest()
         if not self.buckets:
             return
-        op = self.averaging.reduce_op if factor is None else self._weigh(factor)
-        self._reduce_rest(op)
+        self._reduce_rest(op if factor is None else self._weigh(factor))
         if self._reads_controls:
             self.must_compare |= self.buckets[-1].has_control(COMPARE)
             if self.buckets[-1].has_control(LATE):
