@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferro_dist import interop
-from ferro_dist.integrations.jax_leaves import dtype_of, is_array
+from ferro_dist.integrations.jax_leaves import dtype_of, is_array, is_number
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.stage import Keyed, LossOf, Stage
@@ -183,11 +183,11 @@ class PipelinedJaxStage(Stage):
     # Weights
 
     def parameters(self) -> dict[str, Array]:
-        return _named(self.module.params)
+        return {name: _as_array(leaf) for name, leaf in _named(self.module.params).items()}
 
     def parameter(self, name: str) -> Array:
         leaves, _, positions = self._flattened(self.module.params)
-        return leaves[positions[name]]
+        return _as_array(leaves[positions[name]])
 
     def gradient_owner(self, name: str) -> object:
         # Each has its own, also of weights that begin as one array.
@@ -354,6 +354,11 @@ class PipelinedJaxStage(Stage):
 def _named(tree: Tree) -> dict[str, Array]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def _as_array(weight: Any) -> Array:
+    """Return a weight that may be a number of Python, of which `jax.grad` gives a gradient, too."""
+    return jnp.asarray(weight) if is_number(weight) else weight
 
 
 # Compiled separately: what a half does not return, XLA does not compute.

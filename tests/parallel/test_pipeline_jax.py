@@ -389,6 +389,19 @@ def test_weights_that_begin_as_one_array_are_reduced_each(on_ranks: OnRanks) -> 
     assert on_ranks(4, body) == [[1.5, 1.5]] * 4
 
 
+@pytest.mark.parametrize("tied", [None, {"slope": "['slope']"}])
+def test_weights_may_be_numbers(on_ranks: OnRanks, tied: Any) -> None:
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = JaxStage(lambda p, x: x * p["slope"] + p["shift"], {"slope": 1.0, "shift": 0.5})
+            pipe = fd.Pipeline(stage, grid.pipeline, 2, dp=grid.data, tied=tied)
+            pipe.step(jnp.full((4, 1), 2.0 * grid.data.rank), loss_fn=jnp.mean)
+            return [float(stage.grads[name]) for name in ("slope", "shift")]
+
+    of_slopes = [1.0, 1.5] if tied is None else [2.5, 2.5]  # the means of 0, 2 and of 0.5, 2.5
+    assert on_ranks(4, body) == [[of_slopes[rank % 2], 1.0] for rank in range(4)]
+
+
 def test_parameters_may_be_replaced_by_those_of_another_tree(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         with fd.RankGrid(backend, pipeline=2) as grid:
