@@ -22,7 +22,7 @@ from ferro_dist import interop
 from ferro_dist.integrations.jax_leaves import dtype_of, is_array, is_number
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
-from ferro_dist.parallel.stage import Keyed, LossOf, Stage
+from ferro_dist.parallel.stage import ForwardInput, LossOf, Stage
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -263,19 +263,15 @@ class PipelinedJaxStage(Stage):
 
     # Forward and backward
 
-    def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Saved]:
-        return self._run_with(self.module.params, keyed, loss_of)
+    def _run_forward(self, given: ForwardInput) -> tuple[Parcel, _Saved]:
+        return self._run_with(self.module.params, given)
 
-    def _run_with(
-        self, params: Tree, keyed: Keyed, loss_of: LossOf | None
-    ) -> tuple[Parcel, _Saved]:
-        parcel = keyed.parcel
+    def _run_with(self, params: Tree, given: ForwardInput) -> tuple[Parcel, _Saved]:
+        parcel, seed, loss_of = given
         is_input_differentiable = [_is_differentiable(x) for x in parcel.arrays]
         inputs, others = _divided(parcel.arrays, is_input_differentiable)
         forward = self.module._forward_of(parcel.structure, tuple(is_input_differentiable))
-        (outputs, other_outputs, structure), vjp = forward(
-            params, inputs, others, self._key(keyed.seed)
-        )
+        (outputs, other_outputs, structure), vjp = forward(params, inputs, others, self._key(seed))
         flags, out_structure = structure.structure
         shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs]
         saved = _Saved(vjp, is_input_differentiable, list(flags), shapes, None)
@@ -301,12 +297,12 @@ class PipelinedJaxStage(Stage):
             of_loss=gradients
         )
 
-    def _run_unsaved(self, keyed: Keyed, loss_of: LossOf | None, will_replay: bool) -> Parcel:
-        return self._run_forward(keyed, loss_of)[0]
+    def _run_unsaved(self, given: ForwardInput, will_replay: bool) -> Parcel:
+        return self._run_forward(given)[0]
 
-    def _run_replayable(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, Any]:
+    def _run_replayable(self, given: ForwardInput) -> tuple[Parcel, Any]:
         params = self.module.params  # by backward, the caller may have replaced them
-        return self._run_with(params, keyed, loss_of)[0], (params, keyed, loss_of)
+        return self._run_with(params, given)[0], (params, given)
 
     def _replay(self, kept: Any) -> _Saved:
         return self._run_with(*kept)[1]

@@ -40,7 +40,7 @@ from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.receive_pool import SMALLEST_NBYTES
-from ferro_dist.parallel.stage import Keyed, LossOf, Stage
+from ferro_dist.parallel.stage import ForwardInput, Stage
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -66,8 +66,7 @@ class _Saved(NamedTuple):
 class _Checkpoint(NamedTuple):
     """What is kept of a microbatch whose forward will be run again."""
 
-    keyed: Keyed
-    loss_of: LossOf | None
+    given: ForwardInput
     versions: list[int | None]
     """Of its input, before the first forward."""
     surroundings: Surroundings
@@ -266,15 +265,15 @@ class TorchStage(Stage):
     def plain(self, weight: Tensor) -> Tensor:
         return weight.detach().contiguous()
 
-    def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Saved]:
-        parcel = keyed.parcel
+    def _run_forward(self, given: ForwardInput) -> tuple[Parcel, _Saved]:
+        parcel, _, loss_of = given
         if torch.is_inference_mode_enabled():
             # Autograd would record nothing, and backward find nothing to do.
             raise RuntimeError(
                 "Pipeline: under torch.inference_mode() nothing can be kept for backward, while "
                 "torch.no_grad() does no harm. If you need only outputs, call eval()"
             )
-        with torch.enable_grad(), self._random_numbers(keyed):
+        with torch.enable_grad(), self._random_numbers(given):
             with _explaining_writes(self.number):
                 output = self.module(pytree.unflatten(parcel.structure, parcel.arrays))
             if loss_of is not None:
@@ -291,9 +290,9 @@ class TorchStage(Stage):
         detached = [y.detach().requires_grad_(y.requires_grad) for y in arrays]
         return parcel._replace(structure=structure, arrays=detached), saved
 
-    def _run_unsaved(self, keyed: Keyed, loss_of: LossOf | None, will_replay: bool) -> Parcel:
-        parcel = keyed.parcel
-        with torch.no_grad(), self._random_numbers(keyed):
+    def _run_unsaved(self, given: ForwardInput, will_replay: bool) -> Parcel:
+        parcel, _, loss_of = given
+        with torch.no_grad(), self._random_numbers(given):
             output = self.module(pytree.unflatten(parcel.structure, parcel.arrays))
             if loss_of is not None:
                 output = _checked_loss(loss_of.function(output))
@@ -302,15 +301,16 @@ class TorchStage(Stage):
         arrays = [y.detach().requires_grad_(will_replay and _is_differentiable(y)) for y in arrays]
         return parcel._replace(structure=structure, arrays=arrays)
 
-    def _run_replayable(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Checkpoint]:
-        versions = [version(x) for x in keyed.parcel.arrays]
-        checkpoint = _Checkpoint(keyed, loss_of, versions, Surroundings(self.module))
+    def _run_replayable(self, given: ForwardInput) -> tuple[Parcel, _Checkpoint]:
+        parcel = given.parcel
+        versions = [version(x) for x in parcel.arrays]
+        checkpoint = _Checkpoint(given, versions, Surroundings(self.module))
         # Not the inputs themselves: the module may register a hook on one in both runs, and both
         # hooks would fire in backward.
-        inputs = [x.detach().requires_grad_(x.requires_grad) for x in keyed.parcel.arrays]
-        first = keyed._replace(parcel=keyed.parcel._replace(arrays=inputs))
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in parcel.arrays]
+        first = given._replace(parcel=parcel._replace(arrays=inputs))
         with uncached_casts():
-            output = self._run_unsaved(first, loss_of, will_replay=True)
+            output = self._run_unsaved(first, will_replay=True)
         self._check_unchanged(checkpoint)
         checkpoint.surroundings.keep_changed()
         return output, checkpoint
@@ -326,10 +326,10 @@ class TorchStage(Stage):
                 "in a hook."
             )
         with kept.surroundings.again():
-            return self._run_forward(kept.keyed, kept.loss_of)[1]
+            return self._run_forward(kept.given)[1]
 
     def _check_unchanged(self, checkpoint: _Checkpoint) -> None:
-        if [version(x) for x in checkpoint.keyed.parcel.arrays] == checkpoint.versions:
+        if [version(x) for x in checkpoint.given.parcel.arrays] == checkpoint.versions:
             return
         raise ValueError(
             f"Pipeline: stage {self.number} is checkpointed, so its forward runs twice, and its "
@@ -374,14 +374,14 @@ class TorchStage(Stage):
         # The second run must draw what the first has drawn.
         return draw_seed()
 
-    def _random_numbers(self, keyed: Keyed) -> contextlib.AbstractContextManager[Any]:
+    def _random_numbers(self, given: ForwardInput) -> contextlib.AbstractContextManager[Any]:
         """Draw random numbers by a microbatch's seed, and leave the user's as they were."""
-        if keyed.seed is None:
+        if given.seed is None:
             return contextlib.nullcontext()
         generators = [torch.default_generator]
         if torch.cuda.is_initialized():
-            generators += [torch.cuda.default_generators[i] for i in self._gpus_of(keyed.parcel)]
-        return Seeded(generators, keyed.seed)
+            generators += [torch.cuda.default_generators[i] for i in self._gpus_of(given.parcel)]
+        return Seeded(generators, given.seed)
 
     def _gpus_of(self, inputs: Parcel) -> set[int]:
         """Return the GPUs on which the module draws random numbers: its own, and its input's."""

@@ -21,7 +21,7 @@ from ferro_dist.parallel.activation_channel import Forecasts, Link, Parcel, Rece
 from ferro_dist.parallel.ends import Ends
 from ferro_dist.parallel.message_header import RunId
 from ferro_dist.parallel.schedules import Action, ActionKind, Span, placement_of
-from ferro_dist.parallel.stage import Keyed, Stage, microbatch_seed
+from ferro_dist.parallel.stage import ForwardInput, Stage, microbatch_seed
 
 if TYPE_CHECKING:
     from ferro_dist.parallel.gpu_channels import GpuChannels
@@ -229,9 +229,9 @@ class StepRun:
         started_s = time.perf_counter()
         if self._is_training:
             loss_of = self._ends.loss_of(microbatch, parcel) if is_last else None
-            output = stage.forward(microbatch, Keyed(parcel, seed), loss_of)
+            output = stage.forward(microbatch, ForwardInput(parcel, seed, loss_of))
         else:
-            output = stage.evaluate(Keyed(parcel, seed))
+            output = stage.evaluate(ForwardInput(parcel, seed))
         self._note(action, started_s)
         self._num_live += self._is_training
         self.peak_live = max(self.peak_live, self._num_live)

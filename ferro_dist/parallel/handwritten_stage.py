@@ -42,7 +42,7 @@ from ferro_dist import interop
 from ferro_dist.arguments import in_order
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
-from ferro_dist.parallel.stage import Keyed, LossOf, Stage
+from ferro_dist.parallel.stage import ForwardInput, Stage
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -216,10 +216,10 @@ class HandwrittenStage(Stage):
             return dict(arrays)
         return {str(position): array for position, array in enumerate(in_order(arrays))}
 
-    def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, _Saved]:
-        parcel = keyed.parcel
+    def _run_forward(self, given: ForwardInput) -> tuple[Parcel, _Saved]:
+        parcel, seed, loss_of = given
         result = self.module.forward(
-            pytree.unflatten(parcel.structure, parcel.arrays), **self._rng(keyed.seed)
+            pytree.unflatten(parcel.structure, parcel.arrays), **self._rng(seed)
         )
         output, of_module = _pair(result, "forward() must return (output, saved)")
         structure, arrays = pytree.flatten(output)
@@ -236,12 +236,12 @@ class HandwrittenStage(Stage):
         loss = parcel._replace(structure=pytree.ARRAY, arrays=[_checked_loss(loss)])
         return loss, saved._replace(of_loss=of_loss)
 
-    def _run_unsaved(self, keyed: Keyed, loss_of: LossOf | None, will_replay: bool) -> Parcel:
+    def _run_unsaved(self, given: ForwardInput, will_replay: bool) -> Parcel:
         if will_replay:
             # Nothing shows whether the module writes into its input, which is needed again.
-            copies = [_copy(x) for x in keyed.parcel.arrays]
-            keyed = keyed._replace(parcel=keyed.parcel._replace(arrays=copies))
-        return self._run_forward(keyed, loss_of)[0]
+            copies = [_copy(x) for x in given.parcel.arrays]
+            given = given._replace(parcel=given.parcel._replace(arrays=copies))
+        return self._run_forward(given)[0]
 
     def _run_backward(self, saved: _Saved, gradients: Sequence[Any]) -> list[Array | None]:
         gradient = _gradient_tree(saved, gradients)

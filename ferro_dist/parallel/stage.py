@@ -29,7 +29,7 @@ from ferro_dist.parallel.receive_pool import ReceivePool
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["Keyed", "LossOf", "Stage", "make_stage", "microbatch_seed"]
+__all__ = ["ForwardInput", "LossOf", "Stage", "make_stage", "microbatch_seed"]
 
 Array = Any
 Tree = Any
@@ -56,13 +56,6 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
-class Keyed(NamedTuple):
-    """One microbatch's input and the seed of its random numbers, None to leave them alone."""
-
-    parcel: Parcel
-    seed: int | None
-
-
 class LossOf(NamedTuple):
     """What the last stage applies to its output in training."""
 
@@ -70,6 +63,16 @@ class LossOf(NamedTuple):
     """From output to loss."""
     counts: bool
     """Whether the loss has any weight. If not, its gradient is 0, even where it would be 0 / 0."""
+
+
+class ForwardInput(NamedTuple):
+    """What the forward of one microbatch depends on, besides the weights."""
+
+    parcel: Parcel
+    seed: int | None
+    """Of its random numbers; None to leave them alone."""
+    loss_of: LossOf | None = None
+    """If there is one, the output is the loss."""
 
 
 class Stage(abc.ABC):
@@ -101,17 +104,17 @@ class Stage(abc.ABC):
 
     # What the executor asks for
 
-    def forward(self, microbatch: int, keyed: Keyed, loss_of: LossOf | None) -> Parcel:
-        """Run forward and keep what backward needs. With `loss_of`, the output is the loss."""
-        keyed = self._with_seed(keyed, self.is_checkpointed)
+    def forward(self, microbatch: int, given: ForwardInput) -> Parcel:
+        """Run forward and keep what backward needs."""
+        given = self._with_seed(given, self.is_checkpointed)
         run = self._run_replayable if self.is_checkpointed else self._run_forward
-        output, self._saved[microbatch] = run(keyed, loss_of)
+        output, self._saved[microbatch] = run(given)
         return output
 
-    def evaluate(self, keyed: Keyed) -> Parcel:
+    def evaluate(self, given: ForwardInput) -> Parcel:
         """Run forward and keep nothing."""
-        keyed = self._with_seed(keyed, will_replay=False)
-        return self._run_unsaved(keyed, None, will_replay=False)
+        given = self._with_seed(given, will_replay=False)
+        return self._run_unsaved(given, will_replay=False)
 
     def backward(self, microbatch: int, gradients: Sequence[Any]) -> list[Array | None]:
         """Add to the weights' gradients, and return those of the input's arrays.
@@ -285,10 +288,10 @@ class Stage(abc.ABC):
         found: list[bool] = (bucket[first:] != 0).tolist()
         return found
 
-    def _with_seed(self, keyed: Keyed, will_replay: bool) -> Keyed:
-        if keyed.seed is not None:
-            return keyed
-        return keyed._replace(seed=self._draw_seed(will_replay))
+    def _with_seed(self, given: ForwardInput, will_replay: bool) -> ForwardInput:
+        if given.seed is not None:
+            return given
+        return given._replace(seed=self._draw_seed(will_replay))
 
     # What subclasses do; they keep nothing of a microbatch themselves
 
@@ -297,10 +300,10 @@ class Stage(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def _run_forward(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, Any]: ...
+    def _run_forward(self, given: ForwardInput) -> tuple[Parcel, Any]: ...
 
     @abc.abstractmethod
-    def _run_unsaved(self, keyed: Keyed, loss_of: LossOf | None, will_replay: bool) -> Parcel: ...
+    def _run_unsaved(self, given: ForwardInput, will_replay: bool) -> Parcel: ...
 
     @abc.abstractmethod
     def _run_backward(self, saved: Any, gradients: Sequence[Any]) -> list[Array | None]: ...
@@ -314,13 +317,13 @@ class Stage(abc.ABC):
     def _run_backward_weight(self, deferred: Any) -> None:
         return
 
-    def _run_replayable(self, keyed: Keyed, loss_of: LossOf | None) -> tuple[Parcel, Any]:
+    def _run_replayable(self, given: ForwardInput) -> tuple[Parcel, Any]:
         """Run forward and keep only what `_replay` needs."""
-        return self._run_unsaved(keyed, loss_of, will_replay=True), (keyed, loss_of)
+        return self._run_unsaved(given, will_replay=True), given
 
     def _replay(self, kept: Any) -> Any:
         """Run forward again, for what it saves."""
-        return self._run_forward(*kept)[1]
+        return self._run_forward(kept)[1]
 
     def _take_saved(self, microbatch: int) -> Any:
         saved = self._saved.pop(microbatch)
