@@ -89,7 +89,7 @@ def test_every_policy_makes_a_sound_schedule_that_fits(data: st.DataObject, p: i
         num_microbatches=m,
         durations=Durations(data.draw(costs(len(placement)))),
         latency=[data.draw(seconds)] * (len(placement) - 1),
-        weights=[1.0] * len(placement),
+        memory=[1.0] * len(placement),
         capacity=[float(data.draw(st.integers(3, 9)))] * p,
     )
     flags = st.booleans()

@@ -41,17 +41,17 @@ class Problem:
     durations : Durations
     latency : sequence of float
         For each stage but the last, that of messages between it and the next.
-    weights : sequence of float
-        The memory that a live microbatch of each stage holds.
+    memory : sequence of float
+        What a live microbatch of each stage holds.
     capacity : sequence of float
-        The memory that each rank may hold, in the same unit.
+        How much each rank may hold, in the same unit.
     """
 
     placement: Sequence[int]
     num_microbatches: int
     durations: Durations
     latency: Sequence[float]
-    weights: Sequence[float]
+    memory: Sequence[float]
     capacity: Sequence[float]
 
     @property
@@ -154,7 +154,7 @@ class _Grower:
         return self._lists
 
     def _limit(self, rank: int) -> float:
-        one_microbatch = sum(self._problem.weights[s] for s in self._problem.stages_of(rank))
+        one_microbatch = sum(self._problem.memory[s] for s in self._problem.stages_of(rank))
         return max(one_microbatch, self._policy.memory_share * self._problem.capacity[rank])
 
     # Choosing
@@ -208,11 +208,11 @@ class _Grower:
         """Whether the rank could finish all that it has begun if it lets this forward in."""
         if self._limits[rank] == math.inf:
             return True
-        weights, stages = self._problem.weights, self._ranks[rank]
+        memory, stages = self._problem.memory, self._ranks[rank]
         released = [other.counts[self._release_kind] for other in stages]
         admitted = [other.counts[F] + (other is stage) for other in stages]
         live = sum(
-            weights[other.index] * (end - start)
+            memory[other.index] * (end - start)
             for other, start, end in zip(stages, released, admitted, strict=True)
         )
         limit = self._limits[rank] * (1 + 1e-9)
@@ -222,9 +222,9 @@ class _Grower:
             held = to_come = 0.0
             for other, start, end in zip(stages, released, admitted, strict=True):
                 if microbatch >= end:
-                    to_come += weights[other.index]
+                    to_come += memory[other.index]
                 elif microbatch >= start:
-                    held += weights[other.index]
+                    held += memory[other.index]
             if live + to_come > limit:
                 return False
             live -= held

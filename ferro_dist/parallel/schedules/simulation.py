@@ -212,15 +212,18 @@ class _Residents:
             [(a.stage, _LIFE[a.kind]) for a in actions if a.kind in _LIFE] for actions in schedule
         ]
 
-    def peaks(self, weights: Sequence[float]) -> list[float]:
-        """Return the most that the live microbatches of each rank weigh at any time."""
-        return [self._peak(changes, weights) for changes in self._changes]
+    def peaks(self, memory: Sequence[float]) -> list[float]:
+        """Return the most that the live microbatches of each rank hold at any time.
+
+        `memory` is what each holds, by stage.
+        """
+        return [self._peak(changes, memory) for changes in self._changes]
 
     @staticmethod
-    def _peak(changes: list[tuple[int, int]], weights: Sequence[float]) -> float:
+    def _peak(changes: list[tuple[int, int]], memory: Sequence[float]) -> float:
         live = peak = 0.0
         for stage, sign in changes:
-            live += sign * weights[stage]
+            live += sign * memory[stage]
             peak = max(peak, live)
         return peak
 

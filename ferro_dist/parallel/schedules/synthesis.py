@@ -96,9 +96,9 @@ def _problem(
     ranks = _checked_placement(placement)
     num_ranks = max(ranks) + 1
     if memory is None:
-        weights = [1 / ranks.count(rank) for rank in ranks]
+        held = [1 / ranks.count(rank) for rank in ranks]
     else:
-        weights = one_per("memory", memory, len(ranks))
+        held = one_per("memory", memory, len(ranks))
     times = Durations(durations)
     for stage, kind in itertools.product(range(len(ranks)), (F, B)):
         times.of(Action(stage, kind))  # raises for a stage of which nothing is known
@@ -106,14 +106,14 @@ def _problem(
     if memory_cap is not None:
         caps = one_per("memory_cap", memory_cap, num_ranks)
     shares = [0.0] * num_ranks
-    for rank, weight in zip(ranks, weights, strict=True):
-        shares[rank] += weight
+    for rank, of_stage in zip(ranks, held, strict=True):
+        shares[rank] += of_stage
     return Problem(
         placement=ranks,
         num_microbatches=check_count("num_microbatches", num_microbatches),
         durations=times,
         latency=one_per("latency", latency, len(ranks) - 1),
-        weights=weights,
+        memory=held,
         capacity=[_capacity(rank, cap, shares[rank]) for rank, cap in enumerate(caps)],
     )
 
@@ -202,7 +202,7 @@ class _Search:
         problem = self._problem
         self._budget -= sum(map(len, lists))
         simulation = simulate_checked(
-            lists, Dependencies(lists), problem.durations, problem.latency, problem.weights
+            lists, Dependencies(lists), problem.durations, problem.latency, problem.memory
         )
         peaks = simulation.peak_nbytes or []
         pairs = zip(peaks, problem.capacity, strict=True)
