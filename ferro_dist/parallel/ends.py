@@ -251,34 +251,34 @@ class ForwardEnds(Ends):
     Parameters
     ----------
     x : tree
-    kept : int
-        The stage whose outputs are kept.
+    source : int
+        The stage whose outputs these are.
     """
 
-    def __init__(self, stages: EndStages, x: Tree, kept: int) -> None:
+    def __init__(self, stages: EndStages, x: Tree, source: int) -> None:
         super().__init__(stages)
         self._given = x
-        self._kept = kept
+        self._source = source
         self._parcels: dict[int, Parcel] = {}
 
     def _check(self) -> None:
         self._cut_input(self._given)
 
     def put_output(self, stage: int, microbatch: int, output: Parcel) -> None:
-        if stage == self._kept:
+        if stage == self._source:
             self._parcels[microbatch] = output
 
     @property
     def outputs(self) -> list[Tree]:
-        """The output of stage `kept` for each microbatch."""
-        return [pytree.unflatten(p.structure, p.arrays) for p in self._kept_parcels()]
+        """The output for each microbatch."""
+        return [pytree.unflatten(p.structure, p.arrays) for p in self._in_order()]
 
     def are_outputs(self, given: Sequence[Tree]) -> bool:
         """Whether these are the outputs, in their order, not merely equal."""
-        pairs = zip(self._kept_parcels(), given, strict=True)
-        return all(_are_same(kept.arrays, pytree.flatten(tree)[1]) for kept, tree in pairs)
+        pairs = zip(self._in_order(), given, strict=True)
+        return all(_are_same(own.arrays, pytree.flatten(tree)[1]) for own, tree in pairs)
 
-    def _kept_parcels(self) -> list[Parcel]:
+    def _in_order(self) -> list[Parcel]:
         return [self._parcels[microbatch] for microbatch in sorted(self._parcels)]
 
 
@@ -291,12 +291,12 @@ class EvaluationEnds(ForwardEnds):
         The outputs of all microbatches, joined; None on other ranks than the last stage's.
     """
 
-    def __init__(self, stages: EndStages, x: Tree, kept: int) -> None:
-        super().__init__(stages, x, kept)
+    def __init__(self, stages: EndStages, x: Tree, source: int) -> None:
+        super().__init__(stages, x, source)
         self.whole_output: Tree = None
 
     def finish(self) -> float:
-        parcels = self._kept_parcels()
+        parcels = self._in_order()
         try:
             self.whole_output = concatenate(parcels) if parcels else None
         except ValueError as error:

@@ -343,8 +343,7 @@ class Pipeline(Generic[ModuleT]):
             As for `step`.
         """
         self._pending_forward = None  # this drops what it had kept
-        kept = max(self._stages)
-        ends = ForwardEnds(self._end_stages, input, kept)
+        ends = ForwardEnds(self._end_stages, input, source=max(self._stages))
         self._forget()
         self._run(PipelineCall.FORWARD, ends)
         self._pending_forward = ends
