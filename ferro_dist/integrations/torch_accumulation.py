@@ -170,15 +170,15 @@ class Accumulation:
 
     def end_local(self) -> None:
         """Show the sums of what was put aside and what has come since."""
-        for number, kept in list(self._aside.items()):
+        for number, aside in list(self._aside.items()):
             parameter = self.parameters[number]
             own = parameter.grad
             if own is None:
-                parameter.grad = self._averaged[number] = kept.averaged
-                self._traces[number] = trace_of(kept.averaged)
+                parameter.grad = self._averaged[number] = aside.averaged
+                self._traces[number] = trace_of(aside.averaged)
                 del self._aside[number]
             else:
-                kept.show(parameter, own)
+                aside.show(parameter, own)
 
     def _replace(self, number: int, copy: Tensor) -> None:
         """Put a copy in place of a gradient, which counts as that did."""
@@ -210,8 +210,8 @@ class Accumulation:
 
     def _known_content(self, number: int) -> Tensor:
         """Return what the gradient was whose version is known."""
-        kept = self._aside.get(number)
-        return self._traces[number].content if kept is None else add(kept.averaged, kept.own)
+        aside = self._aside.get(number)
+        return self._traces[number].content if aside is None else add(aside.averaged, aside.own)
 
     def _refuse_changed(self, number: int, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -231,14 +231,14 @@ class Accumulation:
 
     def _put_aside(self, number: int, parameter: Tensor) -> None:
         gradient = parameter.grad
-        kept = self._aside.pop(number, None)
+        aside = self._aside.pop(number, None)
         is_average = gradient is not None and self._is_average(number, gradient)
         self._averaged[number] = None
         self._traces.pop(number, None)
-        if kept is not None:
-            if gradient is not None and kept.is_shown_by(gradient):
-                parameter.grad = kept.own
-                self._aside[number] = kept
+        if aside is not None:
+            if gradient is not None and aside.is_shown_by(gradient):
+                parameter.grad = aside.own
+                self._aside[number] = aside
         elif is_average:
             parameter.grad = None
             # A copy: it lies in the bucket that will be filled.

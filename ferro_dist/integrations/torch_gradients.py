@@ -155,10 +155,10 @@ class TorchGradients(Accumulation, Gradients):
             zip(bucket.members, bucket.views, flags, strict=True)
         ):
             parameter = parameters[number]
-            kept = self._aside.pop(number, None)
-            if kept is not None:
-                view += kept.averaged
-            if is_wanted or kept is not None or parameter.grad is not None:
+            aside = self._aside.pop(number, None)
+            if aside is not None:
+                view += aside.averaged
+            if is_wanted or aside is not None or parameter.grad is not None:
                 averaged[number] = view
                 if parameter.grad is not view:
                     parameter.grad = view

@@ -117,9 +117,9 @@ class SparseGradients(Accumulation):
     def put(self, averages: Sequence[Tensor | None]) -> None:
         """Give the averages to the parameters, and add what was put aside."""
         for number, (parameter, average) in enumerate(zip(self.parameters, averages, strict=True)):
-            kept = self._aside.pop(number, None)
-            if kept is not None:
-                average = kept.averaged if average is None else add(average, kept.averaged)
+            aside = self._aside.pop(number, None)
+            if aside is not None:
+                average = aside.averaged if average is None else add(average, aside.averaged)
             parameter.grad = self._averaged[number] = average
             if average is not None and not self._is_idempotent:
                 self._traces[number] = trace_of(average)
