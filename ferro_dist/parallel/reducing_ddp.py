@@ -61,7 +61,8 @@ class ReducingDDP(DDP[ModuleT], Generic[ModuleT]):
 
     def _attend(self) -> bool:
         """Take part in a round of the others; return whether there were any others."""
-        self._reducer.begin(self._no_gradients(), is_present=False)
+        with telling(self._tell_the_others):
+            self._reducer.begin(self._no_gradients(), is_present=False)
         return self._finish_round()
 
     def _no_gradients(self) -> NoGradients:

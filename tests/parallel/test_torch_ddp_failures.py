@@ -256,6 +256,42 @@ def test_a_reduction_of_the_users_own_that_fails_tells_the_others(on_ranks: OnRa
     assert_refusal_is_told(on_ranks, make)
 
 
+class LastFirst(nn.Module):
+    """Runs its second layer first: buckets are laid out again after the first backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+
+def test_a_rank_without_data_that_has_no_memory_tells_the_others(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = threading.Barrier(2)
+
+    def body(backend: Any) -> None:
+        ddp = fd.DDP(LastFirst(), backend)
+        if backend.rank == 1:
+            monkeypatch.setattr(ddp._reducer, "lay_out", refuse)
+        error = MemoryError if backend.rank == 1 else fd.DistributedError
+        with pytest.raises(error, match=r"no room|rank 1 was interrupted"):
+            train(ddp, num_batches=2 if backend.rank == 0 else 0)
+        told.wait(60)  # before any rank leaves the group
+
+    def train(ddp: Any, num_batches: int) -> None:
+        with ddp.join():
+            for _ in range(num_batches):
+                ddp(torch.ones(1, 2)).sum().backward()
+
+    def refuse(_: Any) -> None:
+        raise MemoryError("no room")
+
+    on_ranks(2, body)
+
+
 def test_a_graph_outlives_its_wrapper(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         module = Scale()
