@@ -70,17 +70,17 @@ class Shard:
             for p in (self.parameters[fragment.parameter],)
         ]
 
-    def broadcast_parameters(self, root: int = 0) -> None:
-        """Give all ranks the parameters of one."""
+    def broadcast_parameters(self) -> None:
+        """Give all ranks the parameters of rank 0."""
         flat = self._flat_of_parameters().rows.view(-1)
         counts = [p.numel() for p in self.parameters]
         *places, _ = flat.split([*counts, flat.numel() - sum(counts)])
-        is_root = self._backend.rank == root
+        is_root = self._backend.rank == 0
         if is_root:
             for place, p in zip(places, self.parameters, strict=True):
                 place.view(p.shape).copy_(p.detach())
         whole = flat[: sum(counts)]
-        broadcast(whole, self._backend, root, out=whole, tag=self._tag)
+        broadcast(whole, self._backend, out=whole, tag=self._tag)
         if not is_root:
             for place, p in zip(places, self.parameters, strict=True):
                 p.detach().copy_(place.view(p.shape))

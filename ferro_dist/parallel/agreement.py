@@ -34,7 +34,7 @@ class Agreement:
         self._is_asked = self._is_any_set = False
         self._mismatch: CollectiveMismatch | None = None
 
-    def ask(self, tag: int, flag: bool = False) -> None:
+    def ask(self, tag: int, flag: bool) -> None:
         """Ask all ranks; all of them must do so, with this tag if they agree, and any flag."""
         self._mismatch, self._is_any_set = None, False
         self._answers.start(np.array([flag], np.uint8), tag)
