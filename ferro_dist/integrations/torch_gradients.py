@@ -59,17 +59,6 @@ Tensor: TypeAlias = Any
 FEW_THREADS = 4
 SHARED_NBYTES = 64 << 10
 
-
-def _copies_plainly() -> bool:
-    """Whether this torch gives out addresses quickly, and can be told what was written there."""
-    try:
-        torch.autograd.graph.increment_version(())
-    except (AttributeError, RuntimeError, TypeError):  # an older torch, which takes only one tensor
-        return False
-    return hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-
-
-_COPIES_PLAINLY = _copies_plainly()
 _NOTHING_TO_DO = contextlib.nullcontext()
 
 
@@ -312,7 +301,7 @@ def _copy_plain(
     bucket: Bucket, slots: list[Tensor], gradients: list[Tensor | None], memory: BucketMemory
 ) -> Sequence[int]:
     """Copy gradients to their slots as `copy_plain` does; return the positions of those left."""
-    if not _COPIES_PLAINLY or bucket.is_on_gpu:
+    if bucket.is_on_gpu:
         return range(len(slots))
     left = copy_plain(
         slots,

@@ -33,7 +33,6 @@ from ferro_dist.integrations.torch_surroundings import (
     Buffers,
     Modes,
     Surroundings,
-    uncached_casts,
     version,
 )
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
@@ -309,8 +308,7 @@ class TorchStage(Stage):
         # hooks would fire in backward.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in parcel.arrays]
         first = given._replace(parcel=parcel._replace(arrays=inputs))
-        with uncached_casts():
-            output = self._run_unsaved(first, will_replay=True)
+        output = self._run_unsaved(first, will_replay=True)
         self._check_unchanged(checkpoint)
         checkpoint.surroundings.keep_changed()
         return output, checkpoint

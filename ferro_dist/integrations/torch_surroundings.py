@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Buffers", "Modes", "Surroundings", "uncached_casts", "version"]
+__all__ = ["Buffers", "Modes", "Surroundings", "version"]
 
 Module = Any
 Tensor = Any
@@ -137,21 +137,6 @@ class Surroundings:
             # Modes first, as before: a module may write to buffers when its mode changes.
             modes.restore()
             now.restore()
-
-
-@contextlib.contextmanager
-def uncached_casts() -> Iterator[None]:
-    """Let autocast keep no weight that it casts.
-
-    Until 2.10, torch takes a weight that was cast without a graph for later forwards with a graph,
-    too, which then lead to no gradient of it.
-    """
-    was_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was_enabled)
 
 
 def version(tensor: Any) -> int | None:
