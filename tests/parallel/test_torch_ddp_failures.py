@@ -449,3 +449,20 @@ def test_modules_that_cannot_be_wrapped(
         fd.barrier(backend)
 
     on_ranks(2, body)
+
+
+def test_a_torch_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    refusal = r'DDP and Pipeline need torch 2\.10 or newer, and this is 2\.9\.1\+cu128: .*"torch>='
+    with (
+        fd.init(rank=0, world_size=1) as backend,
+        pytest.raises(fd.BackendUnavailable, match=refusal),
+    ):
+        fd.DDP(nn.Linear(1, 1), backend)
+
+
+@pytest.mark.parametrize("version", ["2.10.0a0+git1a2b", "3.0", "main"])
+def test_other_versions_of_torch_are_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with fd.init(rank=0, world_size=1) as backend:
+        assert isinstance(fd.DDP(nn.Linear(1, 1), backend), nn.Module)
