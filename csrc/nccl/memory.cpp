@@ -1,9 +1,11 @@
 #include "nccl/memory.hpp"
 
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <mutex>
 
+#include "abi/own_device.hpp"
 #include "nccl/device_guard.hpp"
 #include "nccl/device_lock.hpp"
 #include "nccl/event.hpp"
@@ -27,7 +29,7 @@ class LastUse {
     mark_what_can_be();
   }
   ~LastUse() {
-    for (cudaEvent_t event : events_) cuda_.cudaEventDestroy(event);
+    for (cudaEvent_t event : events_) on_own_device(cuda_, device_, cuda_.cudaEventDestroy, event);
   }
   LastUse(const LastUse&) = delete;
   LastUse& operator=(const LastUse&) = delete;
@@ -45,7 +47,23 @@ class LastUse {
  private:
   void mark_what_can_be() {
     if (is_marked()) return;
-    const DeviceGuard guard(cuda_, device_);
+    // This thread alone can mark its own default stream.
+    if (std::find(unmarked_.begin(), unmarked_.end(), cudaStreamPerThread) != unmarked_.end()) {
+      const DeviceGuard guard(cuda_, device_);
+      return mark_on_this_thread();
+    }
+    std::exception_ptr error;
+    run_on_own_device(cuda_, device_, [&] {
+      try {
+        mark_on_this_thread();
+      } catch (const std::exception&) {
+        error = std::current_exception();
+      }
+    });
+    if (error != nullptr) std::rethrow_exception(error);
+  }
+
+  void mark_on_this_thread() {
     const auto is_settled = [this](cudaStream_t stream) {
       const Capture capture = capture_of(cuda_, stream);
       if (capture == Capture::none) mark(stream);  // what goes into a graph uses nothing now

@@ -100,8 +100,15 @@ class _RegisteredMemory:
         return interface
 
     def __del__(self) -> None:
-        if hasattr(self, "_registration") and not sys.is_finalizing():
-            _end(_Ending((self._memory, self._registration), self._probe, None))
+        if not hasattr(self, "_registration") or sys.is_finalizing():
+            return
+        from ferro_dist._native.cuda_runtime import current_device
+
+        ending = _Ending((self._memory, self._registration), self._probe, None)
+        if current_device() == self.device:
+            _end(ending)
+        else:  # any thread may run the collector: CUDA would make a context on that one's GPU
+            _ending.append(ending)
 
 
 def _allocate(nbytes: int, device: int) -> GpuBytes:

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,36 @@ def drop_a_group_elsewhere(rank: int, world_size: int, addr: str) -> list[bool]:
 
 def test_a_group_that_is_dropped_by_any_thread_puts_nothing_on_other_gpus() -> None:
     assert run_ranks(1, drop_a_group_elsewhere, backend="none") == [[False, True]]
+
+
+def drop_memory_of_nccl_elsewhere(rank: int, world_size: int, addr: str) -> list[Any]:
+    gpu = emulated_gpu(devices=2)
+    from ferro_dist._native.cuda_memory import location_of
+    from ferro_dist._native.cuda_runtime import set_device
+    from ferro_dist._native.nccl_memory import NcclMemory
+    from ferro_dist.parallel.nccl_memory import GpuMemory, release_what_has_ended
+
+    set_device(1)
+    x = gpu.array(np.ones(4))
+    with connect("nccl", rank, world_size, addr) as group:
+        memory, bucket = NcclMemory(4), GpuMemory(group, x).empty(4, np.float32)
+        addresses = [memory.address, bucket.address]
+        held = [memory, bucket]
+        del memory, bucket
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(held.clear).result()
+
+        def places() -> list[str]:
+            release_what_has_ended()  # as each round does
+            return [location_of(address)[0] for address in addresses]
+
+        freed = ["unregistered"] * 2
+        assert settled(places, freed) == freed
+        return [gpu.has_context(number) for number in range(2)]
+
+
+def test_memory_of_nccl_that_any_thread_drops_puts_nothing_on_other_gpus() -> None:
+    assert run_ranks(1, drop_memory_of_nccl_elsewhere, backend="none") == [[False, True]]
 
 
 def drop_small_things_elsewhere(rank: int, world_size: int, addr: str) -> list[bool]:
