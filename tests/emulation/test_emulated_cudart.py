@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,37 @@ def test_capture_records_a_graph_and_forbids_what_a_gpu_does() -> None:
         "query": 900,
         "malloc": 900,
     }
+
+
+def call_on_the_first_device(rank: int, world_size: int, addr: str, name: str) -> list[bool]:
+    """Use what belongs to the second device in a thread that is still on the first."""
+    gpu = emulated_gpu(devices=2)
+    gpu.check(gpu.cudart.cudaSetDevice(1))
+    stream, event, x = gpu.stream(), ctypes.c_void_p(), gpu.empty(4)
+    gpu.check(gpu.cudart.cudaEventCreateWithFlags(ctypes.byref(event), 2))
+    arguments: tuple[Any, ...] = {
+        "cudaEventRecord": (event, _p(stream)),
+        "cudaEventSynchronize": (event,),
+        "cudaMemcpyAsync": (_p(x.address), _p(x.address), ctypes.c_size_t(4), 3, _p(stream)),
+        "cudaPointerGetAttributes": ((ctypes.c_char * 64)(), _p(x.address)),
+        "cudaStreamWaitEvent": (_p(stream), event, 0),
+    }[name]
+    before = gpu.has_context(0)
+    with ThreadPoolExecutor(1) as thread:
+        gpu.check(thread.submit(getattr(gpu.cudart, name), *arguments).result())
+    return [before, gpu.has_context(0)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cudaEventRecord", "cudaEventSynchronize", "cudaMemcpyAsync"),
+        *("cudaPointerGetAttributes", "cudaStreamWaitEvent"),
+    ],
+)
+def test_calls_make_a_context_on_the_current_device(name: str) -> None:
+    outcome = run_ranks(1, call_on_the_first_device, name, backend="none")
+    assert outcome == [[False, True]]
 
 
 def run_out_of_memory(rank: int, world_size: int, addr: str) -> list[int]:

@@ -145,6 +145,7 @@ EMULATION_API cudaError_t cudaMalloc(void** data, std::size_t nbytes) {
 EMULATION_API cudaError_t cudaMallocManaged(void** data, std::size_t nbytes, unsigned) {
   return guarded([&] {
     refuse_locked();
+    make_context();
     allocate(data, MemoryKind::managed, nbytes);
   });
 }
@@ -204,6 +205,7 @@ EMULATION_API cudaError_t cudaFreeHost(void* data) {
 EMULATION_API cudaError_t cudaHostRegister(void* data, std::size_t nbytes, unsigned) {
   return guarded([&] {
     require(data != nullptr && nbytes > 0);
+    make_context();
     require(runtime().memory.register_host(data, nbytes, current_device()),
             cudaErrorHostMemoryAlreadyRegistered);
   });
@@ -225,6 +227,7 @@ EMULATION_API cudaError_t cudaHostGetDevicePointer(void** device_data, void* dat
 EMULATION_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
   return guarded([&] {
     require(attributes != nullptr);
+    make_context();
     // Field by field: programs built for CUDA 12 have no room for `reserved`.
     attributes->type = cudaMemoryTypeUnregistered;
     attributes->device = -2;  // cudaInvalidDeviceId

@@ -111,6 +111,7 @@ cudaStreamCaptureMode& capture_mode_of_thread() {
 
 StreamPtr find_stream(cudaStream_t handle) {
   require(runtime().num_devices > 0, cudaErrorNoDevice);
+  make_context();
   if (is_legacy(handle)) return legacy_stream(current_device());
   if (reinterpret_cast<std::uintptr_t>(handle) == 2) return per_thread_stream();
   return runtime().streams.get(handle);

@@ -299,6 +299,7 @@ EMULATION_API cudaError_t cudaEventQuery(cudaEvent_t event) {
 
 EMULATION_API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   return guarded([&] {
+    make_context();
     const MilestonePtr milestone = milestone_of(event);
     if (milestone) milestone->wait();
   });
