@@ -228,6 +228,23 @@ def test_capture_records_a_graph_and_forbids_what_a_gpu_does() -> None:
     }
 
 
+def ask_the_legacy_stream(rank: int, world_size: int, addr: str, name: str) -> int:
+    """Wait for all blocking streams, one of which is being captured."""
+    gpu = emulated_gpu()
+    stream = gpu.stream(is_blocking=True)
+    with (
+        pytest.raises(RuntimeError, match="previous error"),
+        gpu.capture(stream, "relaxed"),  # in which a thread may wait for anything else
+    ):
+        error: int = getattr(gpu.cudart, name)(_p(0))
+    return error
+
+
+@pytest.mark.parametrize("name", ["cudaStreamQuery", "cudaStreamSynchronize"])
+def test_the_legacy_stream_cannot_be_asked_beside_a_captured_one(name: str) -> None:
+    assert run_alone(ask_the_legacy_stream, name) == 906
+
+
 def call_on_the_first_device(rank: int, world_size: int, addr: str, name: str) -> list[bool]:
     """Use what belongs to the second device in a thread that is still on the first."""
     gpu = emulated_gpu(devices=2)

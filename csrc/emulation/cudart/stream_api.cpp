@@ -110,14 +110,15 @@ cudaGraph_t end_capture(const StreamPtr& stream) {
   return capture->handle;
 }
 
-// While a stream is captured that it would wait for, the legacy default stream cannot be used, and
-// tells nothing of itself. To ask it ends no capture.
-bool is_kept_from_use(const StreamPtr& stream) {
-  if (reinterpret_cast<std::uintptr_t>(stream->handle) > 1) return false;
+// While a stream is captured that it would wait for, the legacy default stream cannot be used: returns that
+// capture, null if nothing is in the way.
+CapturePtr capture_in_the_way(const StreamPtr& stream) {
+  if (reinterpret_cast<std::uintptr_t>(stream->handle) > 1) return nullptr;
   const std::vector<StreamPtr> streams = live_streams(stream->device);
-  return std::any_of(streams.begin(), streams.end(), [](const StreamPtr& other) {
+  const auto found = std::find_if(streams.begin(), streams.end(), [](const StreamPtr& other) {
     return other->capture != nullptr && other->synchronizes_with_legacy();
   });
+  return found == streams.end() ? nullptr : (*found)->capture;
 }
 
 cudaStreamCaptureStatus status_of(const StreamPtr& stream) {
@@ -131,7 +132,7 @@ cudaError_t capture_info(cudaStream_t handle, cudaStreamCaptureStatus* status, u
     require(status != nullptr);
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     const StreamPtr stream = find_stream(handle);
-    require(!is_kept_from_use(stream), cudaErrorStreamCaptureImplicit);
+    require(capture_in_the_way(stream) == nullptr, cudaErrorStreamCaptureImplicit);  // to ask ends no capture
     *status = status_of(stream);
     if (*status != cudaStreamCaptureStatusActive) return;
     if (id != nullptr) *id = stream->capture->id;
@@ -155,6 +156,10 @@ MilestonePtr latest_of(cudaStream_t handle) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const StreamPtr stream = find_stream(handle);
   require_not_captured(stream);
+  if (const CapturePtr capture = capture_in_the_way(stream); capture != nullptr) {
+    capture->is_invalid = true;
+    throw Failure{cudaErrorStreamCaptureImplicit};
+  }
   refuse_during_capture();
   return stream->latest();
 }
