@@ -775,6 +775,23 @@ def test_puts_arrive_with_their_signal() -> None:
     ]
 
 
+def register_without_windows(rank: int, world_size: int, addr: str) -> list[Any]:
+    os.environ["NCCL_WIN_ENABLE"] = "0"
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    memory, window = ctypes.c_void_p(), ctypes.c_void_p(1)
+    nccl.MemAlloc(ctypes.byref(memory), size(1 << 20))
+    nccl.CommWindowRegister(comm, memory, size(1 << 20), ctypes.byref(window), 1)
+    signal = nccl.result("Signal", 1 - rank, 0, 0, 0, comm, DEFAULT)
+    nccl.MemFree(memory)
+    nccl.CommDestroy(comm)
+    return [window.value, signal]
+
+
+def test_no_window_is_made_where_nccl_may_not() -> None:
+    assert run_emulated(2, register_without_windows) == [[None, INVALID_ARGUMENT]] * 2
+
+
 def replay_graph(rank: int, world_size: int, addr: str) -> list[float]:
     nccl = Nccl()
     comm = nccl.communicator(world_size, shared_id(addr), rank)

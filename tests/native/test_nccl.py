@@ -1322,6 +1322,29 @@ def test_puts_and_signals_arrive_in_windows() -> None:
         assert received == [[float(i + (rank - 1) % 3) for i in range(4)]] * 2
 
 
+def put_without_windows(backend: Any) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_WIN_ENABLE", "0")  # as where GPUs do not reach each other's memory
+        emulated_gpu()
+        from ferro_dist._native.nccl_memory import NcclMemory
+
+        communicator = connect(backend)
+        window = communicator.register_window(memory := NcclMemory(1 << 12))
+        with pytest.raises(UnsupportedOp, match="NCCL has made no window of this memory"):
+            communicator.put(memory, 1 - backend.rank, window)
+        window.close()
+        x = ranked(backend.rank)
+        communicator.allreduce(x, x)
+        received = values(x)
+        communicator.close()
+        return received
+
+
+def test_memory_of_which_nccl_makes_no_window_is_refused_where_one_is_needed() -> None:
+    first, second = ranks(2, put_without_windows)
+    assert first == second
+
+
 def memory_of_nccl(count: int) -> Any:
     from ferro_dist._native.nccl_memory import NcclMemory
 

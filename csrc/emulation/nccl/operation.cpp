@@ -134,6 +134,10 @@ bool is_in_symmetric_window(const Communicator& communicator, const Operation& o
 
 void check_one_sided(Communicator& communicator, Operation& operation, std::size_t nbytes) {
   const char* function = function_of(operation.kind);
+  const bool is_one_sided =
+      operation.kind == Kind::put || operation.kind == Kind::signal || operation.kind == Kind::wait_signal;
+  require(!is_one_sided || has_windows(), ncclInvalidArgument, function,
+          ": no one-sided operations on a communicator that has no windows");
   for (const ncclWaitSignalDesc_t& awaited : operation.awaited) {
     check_signal(communicator, awaited.sigIdx, awaited.ctx, function);
     require(awaited.peer >= 0 && awaited.peer < communicator.num_ranks && awaited.opCnt > 0,

@@ -212,6 +212,8 @@ EMULATION_API ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, s
     const Use use(comm, "ncclCommWindowRegister");
     use->require_usable("ncclCommWindowRegister");
     require(out != nullptr, ncclInvalidArgument, "ncclCommWindowRegister: the window is NULL");
+    *out = nullptr;
+    if (!has_windows()) return ncclSuccess;
     require_device_range("ncclCommWindowRegister", data, nbytes);
     const auto address = reinterpret_cast<std::uintptr_t>(data);
     const CommunicatorPtr communicator = use.get();
@@ -223,7 +225,6 @@ EMULATION_API ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, s
     static std::atomic<std::uintptr_t> last{std::uintptr_t{0x6eaa} << 48};
     const auto handle = reinterpret_cast<ncclWindow_t>(last.fetch_add(16, std::memory_order_relaxed) + 16);
     communicator->windows[handle] = window;
-    *out = nullptr;
     const Fault fault = fault_plan().next("register", communicator->rank);
     const ncclResult_t result = submit(communicator, [=] {
       suffer(fault, "ncclCommWindowRegister", *communicator);

@@ -2,12 +2,18 @@
 
 #include <signal.h>
 
+#include <cstdlib>
 #include <cstring>
 
 #include "emulation/complaint.hpp"
 #include "emulation/nccl/cudart_functions.hpp"
 
 namespace emulation {
+
+bool has_windows() {
+  const char* value = std::getenv("NCCL_WIN_ENABLE");
+  return value == nullptr || *value == '\0' || std::atoi(value) != 0;
+}
 
 WindowService::WindowService(Segment& segment) : segment_(segment) {
   sigset_t all;

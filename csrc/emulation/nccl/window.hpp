@@ -18,6 +18,10 @@
 
 namespace emulation {
 
+// Whether NCCL makes windows. A real one does not either where GPUs do not reach each other's memory; there
+// it says success, too.
+bool has_windows();
+
 struct Window {
   std::uint32_t number = 0;  // the same on all ranks
   char* base = nullptr;
