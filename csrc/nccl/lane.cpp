@@ -410,8 +410,13 @@ void Lane::observe() noexcept {
 }
 
 void Lane::look_after() noexcept {
-  if (has_lost_rank() || is_overdue() || is_deserted() || is_forsaken())
-    Reaper::instance().end(communicator_);
+  for (const auto look_for :
+       {&Lane::lost_rank, &Lane::overdue_call, &Lane::deserted_call, &Lane::forsaken_end}) {
+    const Error reason = (this->*look_for)();
+    if (reason.kind == ErrorKind::none) continue;
+    communicator_->fail(reason);
+    return Reaper::instance().end(communicator_);
+  }
 }
 
 Error Lane::culprit() noexcept {
@@ -433,64 +438,46 @@ Error Lane::desertion(Op op, const Attendance::Entry& entry) const {
   return deserter < 0 ? Error() : Error(ErrorKind::deserted, function_of(op), deserter);
 }
 
-bool Lane::has_lost_rank() noexcept {
-  Error error;
-  {
-    const std::lock_guard<std::mutex> lock(lock_);
-    if (communicator_->has_failed()) return false;
-    error = culprit_of_loss();
-  }
-  if (error.kind == ErrorKind::none) return false;
-  communicator_->fail(error);
-  return true;
+Error Lane::lost_rank() noexcept {
+  const std::lock_guard<std::mutex> lock(lock_);
+  return communicator_->has_failed() ? Error() : culprit_of_loss();
 }
 
-bool Lane::is_overdue() noexcept {
-  Error error(ErrorKind::timeout);
-  {
-    const std::lock_guard<std::mutex> lock(lock_);
-    if (flights_.empty() || is_device_lost_.load(std::memory_order_relaxed)) return false;
-    const Flight& oldest = flights_.front();
-    error.elapsed_s = now_s() - oldest.begin_s;
-    if (error.elapsed_s < oldest.timeout_s) return false;
-    // It may have been done in time without anybody having asked since.
-    const bool has_asked = asked_s_ > oldest.begin_s + oldest.timeout_s;
-    if (!has_asked && error.elapsed_s < oldest.timeout_s + kAnswerGrace) return false;
-    error.function = function_of(oldest.op);
-    const Entered entered{attendance_.get(), &oldest.entry};
-    if (attendance_ != nullptr) tell_missing(&entered, error);
-  }
-  communicator_->fail(error);
-  return true;
+Error Lane::overdue_call() noexcept {
+  const std::lock_guard<std::mutex> lock(lock_);
+  if (flights_.empty() || is_device_lost_.load(std::memory_order_relaxed)) return Error();
+  const Flight& oldest = flights_.front();
+  Error error(ErrorKind::timeout, function_of(oldest.op));
+  error.elapsed_s = now_s() - oldest.begin_s;
+  if (error.elapsed_s < oldest.timeout_s) return Error();
+  // It may have been done in time without anybody having asked since.
+  const bool has_asked = asked_s_ > oldest.begin_s + oldest.timeout_s;
+  if (!has_asked && error.elapsed_s < oldest.timeout_s + kAnswerGrace) return Error();
+  const Entered entered{attendance_.get(), &oldest.entry};
+  if (attendance_ != nullptr) tell_missing(&entered, error);
+  return error;
 }
 
-bool Lane::is_deserted() noexcept {
+Error Lane::deserted_call() noexcept {
+  const std::lock_guard<std::mutex> lock(lock_);
+  if (communicator_->has_failed()) return Error();
   Error error;
-  {
-    const std::lock_guard<std::mutex> lock(lock_);
-    if (communicator_->has_failed()) return false;
-    if (!flights_.empty())
-      error = desertion(flights_.front().op, flights_.front().entry);
-    else if (connecting_ != nullptr)
-      error = desertion(connecting_->op, connecting_->entry);
-  }
+  if (!flights_.empty())
+    error = desertion(flights_.front().op, flights_.front().entry);
+  else if (connecting_ != nullptr)
+    error = desertion(connecting_->op, connecting_->entry);
   if (error.kind == ErrorKind::none) {
     deserted_since_s_ = 0;
-    return false;
+    return Error();
   }
   if (deserted_since_s_ == 0) deserted_since_s_ = now_s();
-  if (now_s() - deserted_since_s_ < kDrainGrace) return false;
-  communicator_->fail(error);
-  return true;
+  return now_s() - deserted_since_s_ < kDrainGrace ? Error() : error;
 }
 
-// Whether the end, in which all ranks have to take part, is waited for in vain.
-bool Lane::is_forsaken() noexcept {
-  if (!has_left_.load(std::memory_order_acquire) || communicator_->has_failed()) return false;
+Error Lane::forsaken_end() noexcept {
+  if (!has_left_.load(std::memory_order_acquire) || communicator_->has_failed()) return Error();
   const int quitter = attendance_->quitter();
-  if (quitter < 0) return false;
-  communicator_->fail(Error(ErrorKind::deserted, "ncclCommFinalize", quitter));
-  return true;
+  return quitter < 0 ? Error() : Error(ErrorKind::deserted, "ncclCommFinalize", quitter);
 }
 
 }  // namespace ferro::nccl

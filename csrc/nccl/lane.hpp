@@ -113,10 +113,12 @@ class Lane : public std::enable_shared_from_this<Lane> {
   Error culprit_of_desertion() const;  // from any call
   Error desertion(Op op, const Attendance::Entry& entry) const;
   void bear_witness();
-  bool has_lost_rank() noexcept;
-  bool is_overdue() noexcept;
-  bool is_deserted() noexcept;
-  bool is_forsaken() noexcept;
+  // What the watchdog looks for, in this order: an error for which the communicator has to end, of
+  // ErrorKind::none if there is none.
+  Error lost_rank() noexcept;
+  Error overdue_call() noexcept;
+  Error deserted_call() noexcept;  // that a rank has left without making
+  Error forsaken_end() noexcept;   // which a rank that has left takes no part in
   cudaStream_t place_of(Span<cudaStream_t> callers, bool is_async) const noexcept;
   void order_after(cudaStream_t stream, Span<cudaStream_t> callers);
   void order_after_last(cudaStream_t stream);
