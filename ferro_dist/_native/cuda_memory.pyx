@@ -5,7 +5,7 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport SIZE_MAX, uintptr_t
 
 from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
-from ferro_dist._native.cuda_stream cimport held_stream, on_device_of, StreamHandle
+from ferro_dist._native.cuda_stream cimport held_stream, on_device_of, HeldStream
 from ferro_dist._native.dlpack cimport CUDA
 from ferro_dist._native.libcudart cimport (
     Cudart, cudaError_t, cudaHostAllocDefault, cudaMemcpyDefault, cudaMemoryTypeDevice,
@@ -138,7 +138,7 @@ def copy_async(uintptr_t target, uintptr_t source, size_t nbytes, stream):
     The caller keeps both alive until the stream has passed. From or to memory of the
     host that is not pinned, the call may block.
     """
-    cdef StreamHandle held = held_stream(stream)
+    cdef HeldStream held = held_stream(stream)
     cdef const Cudart* cuda = cudart()
     cdef cudaError_t status
     with on_device_of(held), nogil:
@@ -149,7 +149,7 @@ def copy_async(uintptr_t target, uintptr_t source, size_t nbytes, stream):
 
 def fill_async(uintptr_t target, unsigned char value, size_t nbytes, stream):
     """Set bytes of a GPU to `value`, in the order of `stream`."""
-    cdef StreamHandle held = held_stream(stream)
+    cdef HeldStream held = held_stream(stream)
     cdef const Cudart* cuda = cudart()
     cdef cudaError_t status
     with on_device_of(held), nogil:

@@ -7,7 +7,7 @@ from ferro_dist._native.buffer_view cimport BufferView
 from ferro_dist._native.libcudart cimport cudaError_t, cudaEvent_t, cudaStream_t
 
 
-cdef class StreamHandle:
+cdef class HeldStream:
     cdef cudaStream_t stream
     cdef int device           # -1 if the lender did not say
     cdef object _lender       # keeps a borrowed stream alive; None if it is our own
@@ -18,10 +18,10 @@ cdef class StreamHandle:
 
 
 cdef class Stream:
-    cdef StreamHandle _handle  # None once the stream is closed
+    cdef HeldStream _held  # None once the stream is closed
     cdef readonly int device
 
-    cdef StreamHandle open(self)
+    cdef HeldStream open(self)
 
 
 cdef class Event:
@@ -35,11 +35,11 @@ cdef class Event:
 cdef cudaStream_t stream_handle(object stream) except? NULL
 
 # The same, held for as long as the result lives, even if the stream is one of ours and closed meanwhile.
-cdef StreamHandle held_stream(object stream)
+cdef HeldStream held_stream(object stream)
 
 # The context in which to use a stream. Each device has its own default streams, of which the current
 # device's would be used.
-cdef object on_device_of(StreamHandle handle)
+cdef object on_device_of(HeldStream held)
 
 # The stream on which the owner of `view` works now.
 cdef cudaStream_t current_stream(BufferView view) except? NULL

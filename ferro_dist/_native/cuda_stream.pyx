@@ -29,7 +29,7 @@ cdef object NO_GUARD = contextlib.nullcontext()
 
 
 @cython.final
-cdef class StreamHandle:
+cdef class HeldStream:
     """A stream's address, and what keeps it valid.
 
     Whoever lets go of the interpreter holds one: `Stream.close` in another thread then destroys
@@ -37,7 +37,7 @@ cdef class StreamHandle:
     """
 
     def __init__(self):
-        raise TypeError("A StreamHandle is made by Stream")
+        raise TypeError("A HeldStream is made by Stream")
 
     def __dealloc__(self):
         self.destroy()
@@ -72,7 +72,7 @@ cdef class Stream:
     """
 
     def __init__(self, device=None, *, int priority=0):
-        cdef StreamHandle made = StreamHandle.__new__(StreamHandle)
+        cdef HeldStream made = HeldStream.__new__(HeldStream)
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
         self.device = device_number(device)
@@ -83,7 +83,7 @@ cdef class Stream:
             made.is_own = True
             made.device = self.device
             made._num_forks = num_forks()
-        self._handle = made
+        self._held = made
 
     @staticmethod
     def borrow(stream, int device):
@@ -98,9 +98,9 @@ cdef class Stream:
             The device that it works on.
         """
         cdef Stream borrowed = Stream.__new__(Stream)
-        borrowed._handle = held_stream(stream)
-        if borrowed._handle.device < 0:
-            borrowed._handle.device = device
+        borrowed._held = held_stream(stream)
+        if borrowed._held.device < 0:
+            borrowed._held.device = device
         borrowed.device = device
         return borrowed
 
@@ -111,27 +111,27 @@ cdef class Stream:
 
     @property
     def is_closed(self):
-        return self._handle is None
+        return self._held is None
 
     def __cuda_stream__(self):
         return 0, self.handle
 
     def synchronize(self):
         """Block until all that was queued so far is done."""
-        cdef StreamHandle handle = self.open()
+        cdef HeldStream held = self.open()
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
-        with on_device_of(handle), nogil:
-            status = relaxed(cuda[0], cuda.cudaStreamSynchronize, handle.stream)
+        with on_device_of(held), nogil:
+            status = relaxed(cuda[0], cuda.cudaStreamSynchronize, held.stream)
         CHECK_CUDA(status, "cudaStreamSynchronize")
 
     def is_done(self):
         """Tell whether all that was queued so far is done."""
-        cdef StreamHandle handle = self.open()
+        cdef HeldStream held = self.open()
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
-        with on_device_of(handle), nogil:
-            status = relaxed(cuda[0], cuda.cudaStreamQuery, handle.stream)
+        with on_device_of(held), nogil:
+            status = relaxed(cuda[0], cuda.cudaStreamQuery, held.stream)
         return _is_ready(status, "cudaStreamQuery")
 
     def is_capturing(self):
@@ -140,22 +140,22 @@ cdef class Stream:
         True, too, of the legacy default stream while one is captured that it would wait for: it
         can be given nothing then.
         """
-        cdef StreamHandle handle = self.open()
+        cdef HeldStream held = self.open()
         cdef const Cudart* cuda = cudart()
         cdef Capture capture = Capture.none
         cdef cudaError_t status
-        with on_device_of(handle), nogil:
-            status = capture_of(cuda[0], handle.stream, &capture)
+        with on_device_of(held), nogil:
+            status = capture_of(cuda[0], held.stream, &capture)
         CHECK_CUDA(status, "cudaStreamIsCapturing")
         return capture != Capture.none
 
     def wait(self, Event event not None):
         """Let all that is queued from now on wait for `event`. Blocks no host."""
-        cdef StreamHandle handle = self.open()
+        cdef HeldStream held = self.open()
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
-        with on_device_of(handle), nogil:
-            status = cuda.cudaStreamWaitEvent(handle.stream, event._handle, 0)
+        with on_device_of(held), nogil:
+            status = cuda.cudaStreamWaitEvent(held.stream, event._handle, 0)
         CHECK_CUDA(status, "cudaStreamWaitEvent")
 
     def record(self, Event event=None):
@@ -163,11 +163,11 @@ cdef class Stream:
         if event is None:
             with DeviceGuard(self.device):
                 event = Event()
-        cdef StreamHandle handle = self.open()
+        cdef HeldStream held = self.open()
         cdef const Cudart* cuda = cudart()
         cdef cudaError_t status
-        with on_device_of(handle), nogil:
-            status = cuda.cudaEventRecord(event._handle, handle.stream)
+        with on_device_of(held), nogil:
+            status = cuda.cudaEventRecord(event._handle, held.stream)
         CHECK_CUDA(status, "cudaEventRecord")
         return event
 
@@ -176,18 +176,18 @@ cdef class Stream:
 
         Where other threads are in the middle of a call on it, the last of these ends the stream.
         """
-        cdef StreamHandle handle = self._handle
-        self._handle = None
-        if handle is not None and Py_REFCNT(handle) == 1:  # nobody else has it, nor can get it now
-            CHECK_CUDA(handle.destroy(), "cudaStreamDestroy")
+        cdef HeldStream held = self._held
+        self._held = None
+        if held is not None and Py_REFCNT(held) == 1:  # nobody else has it, nor can get it now
+            CHECK_CUDA(held.destroy(), "cudaStreamDestroy")
 
-    cdef StreamHandle open(self):
-        if self._handle is None:
+    cdef HeldStream open(self):
+        if self._held is None:
             raise ValueError("This stream is closed.")
-        return self._handle
+        return self._held
 
     def __repr__(self):
-        state = "closed" if self._handle is None else f"{<uintptr_t> self._handle.stream:#x}"
+        state = "closed" if self._held is None else f"{<uintptr_t> self._held.stream:#x}"
         return f"<Stream {state} on device {self.device}>"
 
 
@@ -267,21 +267,21 @@ cdef cudaStream_t stream_handle(object stream) except? NULL:
         f"the address of a CUDA stream, not {stream!r}.")
 
 
-cdef StreamHandle held_stream(object stream):
-    cdef StreamHandle held
+cdef HeldStream held_stream(object stream):
+    cdef HeldStream held
     if type(stream) is Stream:
         return (<Stream> stream).open()
-    held = StreamHandle.__new__(StreamHandle)
+    held = HeldStream.__new__(HeldStream)
     held.stream = stream_handle(stream)
     held.device = -1
     held._lender = stream
     return held
 
 
-cdef object on_device_of(StreamHandle handle):
-    cdef cudaStream_t stream = handle.stream
+cdef object on_device_of(HeldStream held):
+    cdef cudaStream_t stream = held.stream
     is_default = stream == NULL or stream == cudaStreamLegacy or stream == cudaStreamPerThread
-    return DeviceGuard(handle.device) if is_default and handle.device >= 0 else NO_GUARD
+    return DeviceGuard(held.device) if is_default and held.device >= 0 else NO_GUARD
 
 
 cdef cudaStream_t current_stream(BufferView view) except? NULL:

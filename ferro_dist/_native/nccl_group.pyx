@@ -14,7 +14,7 @@ from ferro_dist._native.buffer_view cimport (
     BufferView, delivered, NEVER_IN_PLACE, output_of, output_view_of, overlap, view_of,
 )
 from ferro_dist._native.cuda_stream cimport (
-    current_stream, held_stream, known_stream, KnownStream, StreamHandle,
+    current_stream, held_stream, known_stream, KnownStream, HeldStream,
 )
 from ferro_dist._native.libcudart cimport cudaStream_t
 from ferro_dist._native.libnccl cimport Alarm, Lane, ncclRedOp_t, Op, Operation, Patience, Span
@@ -132,7 +132,7 @@ cdef class NcclGroup:
     cdef readonly int rank
     cdef readonly int world_size
     cdef object _arrays
-    cdef StreamHandle _lent      # a stream that is not the group's own
+    cdef HeldStream _lent      # a stream that is not the group's own
     # What calls keep alive until they are done, two places for each call, in the order of their
     # tickets; and how many calls came before the first of them.
     cdef list _kept
