@@ -52,27 +52,29 @@ class BoundBackend(Backend):
     send: Any
     sendrecv: Any
 
-    def _bind(self, calls: Any) -> None:
-        self._calls: Communicator | NcclGroup = calls
+    _group: Communicator | NcclGroup  # the object
+
+    def _bind(self, group: Any) -> None:
+        self._group = group
         for name in _CALLS:
-            setattr(self, name, getattr(calls, name))
+            setattr(self, name, getattr(group, name))
 
     @property
     def rank(self) -> int:
-        return self._calls.rank
+        return self._group.rank
 
     @property
     def world_size(self) -> int:
-        return self._calls.world_size
+        return self._group.world_size
 
     @property
     def timeout(self) -> float:
-        return self._calls.timeout
+        return self._group.timeout
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._calls.timeout = check_timeout(seconds)
+        self._group.timeout = check_timeout(seconds)
 
     @property
     def is_closed(self) -> bool:
-        return self._calls.is_closed
+        return self._group.is_closed

@@ -52,8 +52,9 @@ def peer_reads() -> int:
 class EngineBackend(BoundBackend):
     """A group run by the host engine."""
 
+    _group: Communicator
+
     def __init__(self, communicator: Communicator, sockets: Sequence[int] = ()) -> None:
-        self._communicator = communicator
         self._survivors: tuple[int, ...] = ()
         self._sockets = tuple(sockets)
         self._bind(communicator)
@@ -68,7 +69,7 @@ class EngineBackend(BoundBackend):
 
     def alarm(self) -> object:
         """Return what tells a GPU group of the same ranks that one is lost; see its `heed`."""
-        return self._communicator.alarm()
+        return self._group.alarm()
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         resolved = interop.numpy_dtype(interop.dtype_code(dtype))
@@ -76,7 +77,7 @@ class EngineBackend(BoundBackend):
         nbytes = math.prod(dims) * resolved.itemsize
         if nbytes > sys.maxsize:
             raise MemoryError(f"no room for {nbytes} bytes")
-        memory = self._communicator.allocate(nbytes)
+        memory = self._group.allocate(nbytes)
         if memory is None:
             return np.empty(dims, resolved)
         buffer: Any = memory  # has the buffer protocol, which a stub cannot say before Python 3.12
@@ -88,12 +89,12 @@ class EngineBackend(BoundBackend):
 
     def interrupt(self, error: BaseException) -> None:
         if not self.is_closed:
-            self._communicator.interrupt(error)
+            self._group.interrupt(error)
 
     def _time_to_shrink(self, timeout: float | None) -> float:
         """Return a timeout for `shrink`, if this rank may call it at all."""
         seconds = self._seconds(timeout)
-        self._communicator.check_own()  # else a child alone in its group would end its parent's
+        self._group.check_own()  # else a child alone in its group would end its parent's
         if self.is_closed:
             raise arguments.closed_error("shrink", rank=self.rank)
         return seconds
@@ -103,12 +104,12 @@ class EngineBackend(BoundBackend):
         group._survivors = survivors
         # Not just closed: ranks that were left out, and only come now, must not take this for the
         # end of one rank, and go on as if the group were theirs.
-        self._communicator.supersede()
+        self._group.supersede()
         self.close()
         return group
 
     def close(self) -> None:
-        if self._communicator.close():
+        if self._group.close():
             self._finalizer.detach()
 
     @contextlib.contextmanager
@@ -124,14 +125,14 @@ class EngineBackend(BoundBackend):
             raise
         except BaseException as error:
             if isinstance(error, MemoryError) or not isinstance(error, Exception):
-                self._communicator.interrupt(error)
+                self._group.interrupt(error)
             raise
 
     def _check_members(self, members: Sequence[int], timeout: float) -> tuple[int, ...]:
         """Return `members` once all ranks of this group have named the same ones."""
         chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
         digest = np.frombuffer(hashlib.sha256(repr(chosen).encode()).digest(), np.uint8)
-        digests = self._communicator.gather_for_split(digest, timeout).reshape(self.world_size, -1)
+        digests = self._group.gather_for_split(digest, timeout).reshape(self.world_size, -1)
         arguments.check_same_members([row.tobytes() for row in digests], chosen, rank=self.rank)
         return chosen
 

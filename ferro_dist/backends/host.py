@@ -169,16 +169,16 @@ class HostBackend(EngineBackend):
     def _gather_for_split(self, blob: bytes, deadline: Deadline) -> list[bytes]:
         """Exchange byte strings among all ranks: first sizes, then contents."""
         own = np.array([len(blob)])
-        sizes = self._communicator.gather_for_split(own, deadline.remaining_s).ravel()
+        sizes = self._group.gather_for_split(own, deadline.remaining_s).ravel()
         padded = np.frombuffer(blob.ljust(int(sizes.max())), np.uint8)
-        rows = self._communicator.gather_for_split(padded, deadline.remaining_s)
+        rows = self._group.gather_for_split(padded, deadline.remaining_s)
         rows = rows.reshape(self.world_size, -1)
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def shrink(self, timeout: float | None = None) -> HostBackend:
         seconds = self._time_to_shrink(timeout)
         survivors, group = rendezvous.connect_survivors(
-            self._communicator,
+            self._group,
             self._wiring,
             create_segment=self._create_segment,
             adopt=self._new_from,

@@ -20,6 +20,7 @@ from ferro_dist.work import Work
 if TYPE_CHECKING:
     from ferro_dist._native.cuda_stream import Stream
     from ferro_dist._native.nccl import Communicator, UniqueId
+    from ferro_dist._native.nccl_group import NcclGroup
 
 __all__ = [
     "END_GRACE_S",
@@ -175,6 +176,8 @@ class NcclBackend(BoundBackend):
 
     name = "nccl"
 
+    _group: NcclGroup
+
     def __init__(
         self,
         rank: int,
@@ -233,8 +236,7 @@ class NcclBackend(BoundBackend):
         from ferro_dist._native.nccl_group import NcclGroup, NcclWork
 
         Work.register(NcclWork)
-        self._group = NcclGroup(communicator, results, stream)
-        self._bind(self._group)
+        self._bind(NcclGroup(communicator, results, stream))
         self._config = config
         return self
 

@@ -117,7 +117,7 @@ class SimulatedBackend(EngineBackend):
         seconds = self._time_to_shrink(timeout)
         survivors, group = self._siblings.survivors.await_group(
             self.rank,
-            lambda: set(range(self.world_size)).difference(self._communicator.lost_ranks()),
+            lambda: set(range(self.world_size)).difference(self._group.lost_ranks()),
             lambda size: self.create_group(size, timeout=self.timeout),
             time.monotonic() + seconds / 2,
         )
