@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "END_GRACE_S",
+    "STREAM_PER_THREAD",
     "WATCHDOG_GRACE_S",
     "NcclBackend",
     "dtype_to_nccl",
@@ -36,9 +37,10 @@ WATCHDOG_GRACE_S = 10.0
 """A moment after a call's timeout the watchdog ends the group, and says why."""
 END_GRACE_S = 10.0
 """How long closing waits for the other ranks to close, when all calls are done."""
+STREAM_PER_THREAD = 2
+"""CUDA's name of the default stream of whatever thread uses it."""
 # CUDA's other name of the legacy default stream, whose address is null.
 _LEGACY_STREAM = 1
-_STREAM_PER_THREAD = 2
 
 
 def is_nccl_available() -> bool:
@@ -420,7 +422,7 @@ def _lend(stream: Any, device: int | None) -> Stream:
 
     number = current_device() if device is None else device
     lent = Stream.borrow(stream, number)
-    if lent.handle == _STREAM_PER_THREAD:
+    if lent.handle == STREAM_PER_THREAD:
         raise ValueError(
             "A group needs a single stream; cudaStreamPerThread is a different one in each thread."
         )

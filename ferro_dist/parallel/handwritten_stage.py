@@ -40,6 +40,7 @@ import numpy as np
 
 from ferro_dist import interop
 from ferro_dist.arguments import in_order
+from ferro_dist.backends.nccl import STREAM_PER_THREAD
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.stage import ForwardInput, Stage
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["HandwrittenStage"]
 
 Array = Any
-
-_STREAM_PER_THREAD = 2  # CUDA's number
 
 
 class _Saved(NamedTuple):
@@ -113,7 +112,7 @@ class HandwrittenStage(Stage):
 
         # Called by the thread that receives, whose stream of that name is another one: its library
         # would reuse memory there that the stage's own stream still reads.
-        if current_stream_of_array(parameter) == _STREAM_PER_THREAD:
+        if current_stream_of_array(parameter) == STREAM_PER_THREAD:
             raise TypeError(
                 f"Pipeline: stage {self.number} is sent an array in GPU memory, but works on the "
                 "default stream of a thread, which is another one in the thread that receives. "
