@@ -59,7 +59,7 @@ class Collective {
  private:
   using Piece = std::size_t;  // elements
 
-  void barrier() { segment_.barrier(Lane::stream, communicator_.operations_stop()); }
+  void barrier() { segment_.barrier(Barrier::stream, communicator_.operations_stop()); }
   bool is_root() const { return communicator_.rank == operation_.peer; }
   const char* in(std::size_t element) const {
     return static_cast<const char*>(operation_.in) + element * element_nbytes_;

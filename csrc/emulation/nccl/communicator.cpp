@@ -168,14 +168,14 @@ void Communicator::connect() {
   self.device = device;
   self.num_devices = num_devices;
   segment_ = std::make_unique<Segment>(meet(id, self, stop_), rank, num_ranks);
-  segment_->barrier(Lane::control, stop_);
+  segment_->barrier(Barrier::control, stop_);
 }
 
 void Communicator::finalize() {
   await_no_pending();
   await_graphs("ncclCommFinalize");
   // Over a network it waits for nobody.
-  if (!Segment::notices_ends()) segment_->barrier(Lane::control, stop_);
+  if (!Segment::notices_ends()) segment_->barrier(Barrier::control, stop_);
   is_finalized = true;
 }
 

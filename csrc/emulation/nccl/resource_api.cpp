@@ -73,7 +73,7 @@ ncclResult_t set_suspended(ncclComm_t comm, bool is_suspended, const char* funct
   return submit(communicator, [=] {
     require(communicator->is_suspended != is_suspended, ncclInvalidUsage, function,
             ": the communicator is so already");
-    communicator->segment().barrier(Lane::control, communicator->stop());
+    communicator->segment().barrier(Barrier::control, communicator->stop());
     communicator->is_suspended = is_suspended;
   });
 }

@@ -92,8 +92,8 @@ std::atomic<std::uint32_t>& Segment::signals(int dst, int src, int index, int co
   return reinterpret_cast<std::atomic<std::uint32_t>*>(base_ + Layout(num_ranks).signals)[at];
 }
 
-void Segment::barrier(Lane lane, const std::atomic<bool>& stop) {
-  const auto index = static_cast<std::size_t>(lane);
+void Segment::barrier(Barrier which, const std::atomic<bool>& stop) {
+  const auto index = static_cast<std::size_t>(which);
   // Release: whoever passes the barrier (acquire below) sees what was written before it.
   const std::uint32_t mine = part(rank).arrivals[index].fetch_add(1, std::memory_order_acq_rel) + 1;
   ring();
@@ -113,12 +113,12 @@ void Segment::barrier(Lane lane, const std::atomic<bool>& stop) {
 
 void Segment::exchange(const void* mine, std::size_t nbytes, void* all, const std::atomic<bool>& stop) {
   std::memcpy(part(rank).control, mine, nbytes);
-  barrier(Lane::control, stop);
+  barrier(Barrier::control, stop);
   for (int peer = 0; peer < num_ranks; ++peer) {
     std::memcpy(static_cast<char*>(all) + static_cast<std::size_t>(peer) * nbytes, part(peer).control,
                 nbytes);
   }
-  barrier(Lane::control, stop);  // only then may the next exchange overwrite it
+  barrier(Barrier::control, stop);  // only then may the next exchange overwrite it
 }
 
 void Segment::ring() {

@@ -23,7 +23,7 @@ constexpr int kMaxSignals = 16;
 constexpr int kMaxSignalContexts = 4;
 
 // Streams and host threads work at the same time, and each have barriers of their own.
-enum class Lane { stream, control };
+enum class Barrier { stream, control };
 
 // What a rank is about to do in a collective, for the others to compare.
 struct CallRecord {
@@ -51,7 +51,7 @@ struct alignas(64) Channel {
 };
 
 struct alignas(128) RankPart {
-  std::atomic<std::uint32_t> arrivals[2];  // by Lane: barriers that the rank has entered
+  std::atomic<std::uint32_t> arrivals[2];  // by Barrier: how many the rank has entered
   std::atomic<pid_t> pid;                  // 0 until the rank is there; stored after start_time
   std::atomic<std::uint32_t> has_left;
   std::uint64_t start_time;  // of the process, to tell it from a later one with the same pid
@@ -75,7 +75,7 @@ class Segment {
 
   // Both end with Interrupted when `stop` is set, and with Failure, ncclRemoteError, when a
   // rank has died and notices_ends(); a barrier also when a rank that has not come has left.
-  void barrier(Lane lane, const std::atomic<bool>& stop);
+  void barrier(Barrier which, const std::atomic<bool>& stop);
   template <class Condition>
   void await(Condition condition, const std::atomic<bool>& stop) {
     for (int turn = 0;; ++turn) {
