@@ -1,4 +1,7 @@
-// Makes a device current for the duration of a scope.
+// Makes a device current. Which way depends on whose thread it is:
+// - a caller's: DeviceGuard, or ContextGuard, for the duration of a scope;
+// - one of ours: stay_on_device(), for good;
+// - that of whoever drops something, perhaps a collector: run_on_own_device(), see abi/own_device.hpp.
 #ifndef FERRO_NCCL_DEVICE_GUARD_HPP
 #define FERRO_NCCL_DEVICE_GUARD_HPP
 
