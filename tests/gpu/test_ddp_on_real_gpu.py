@@ -154,6 +154,29 @@ def test_gradients_are_averaged_as_asked(kind: str) -> None:
     ranks(average_in_every_way, kind)
 
 
+def keep_averages(rank: int, world_size: int, addr: str, kind: str) -> None:
+    import torch
+
+    share_gpu(rank)
+    with connect(kind, rank, world_size, addr) as backend:
+        module = torch.nn.Linear(64, 64).cuda()
+        with torch.inference_mode():  # in which no buckets may be made
+            ddp = fd.DDP(module, backend)
+        kept = []
+        for step in range(4):
+            ddp.zero_grad()
+            ddp(torch.full((1, 64), rank + step + 1.0, device="cuda")).sum().backward()
+            kept.append(module.weight.grad)
+        for step, gradient in enumerate(kept):
+            assert (gradient == step + 1.5).all()
+
+
+@GPU_BACKENDS
+def test_averages_that_are_kept_stay_as_they_are(kind: str) -> None:
+    need("torch")
+    ranks(keep_averages, kind)
+
+
 def train_on_both_devices(rank: int, world_size: int, addr: str) -> None:
     import torch
     from torch import nn
