@@ -73,9 +73,10 @@ Each rank finds its place in FERRO_RANK, FERRO_WORLD_SIZE, FERRO_LOCAL_RANK and
 FERRO_LOCAL_WORLD_SIZE, and in torchrun's RANK, LOCAL_RANK and so on. Unless set before,
 OMP_NUM_THREADS is its share of the cores, and PYTHONUNBUFFERED is 1.
 
-exit code: that of the first rank that fails (128 + number for a signal); 2 for a bad
-option; 127 for a command that cannot be found, 126 for one that cannot be run; 141 when
-nobody reads the output any more; 1 when a port or file is not available.
+exit code: that of the first rank that fails (128 + number for a signal), or, if this one
+has only lost another rank, of the one it lost; 2 for a bad option; 127 for a command that
+cannot be found, 126 for one that cannot be run; 141 when nobody reads the output any
+more; 1 when a port or file is not available.
 """
 
 

@@ -1008,6 +1008,54 @@ wait_for_ever()
     assert err.count("ferrorun:") == 1
 
 
+LOSE_ANOTHER = """
+def lose_another():
+    raise RuntimeError("ferro_dist.errors.ChannelClosed: rank 1 left the group")
+"""
+
+
+def wait_for_the_end_of(pid: int) -> None:
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([process], [], [], DEADLINE_S)[0], "no end in time"
+    finally:
+        os.close(process)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "verdict"),
+    [
+        ("raise SystemExit(7)", 7, "exited with code 7"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_ends_after_those_that_have_lost_it_is_named(
+    launch: Launch, end: str, code: int, verdict: str
+) -> None:
+    script = f"""
+if rank == 1:
+    wait_for_order(); {end}
+report(os.getpid())
+lose_another()
+"""
+    job = launch(LOSE_ANOTHER + script, "-n3")
+    for pid in job.sorted_reports(2):
+        wait_for_the_end_of(int(pid))
+    job.order()
+    found, _, err = job.finish()
+    assert (found, err.splitlines()[-1]) == (code, f"ferrorun: rank 1 {verdict}")
+
+
+def test_a_rank_that_has_lost_another_is_named_if_no_other_fails(launch: Launch) -> None:
+    script = "if rank:\n    wait_for_ever()\nlose_another()"
+    code, _, err = launch(LOSE_ANOTHER + script, "-n2").finish()
+    assert code == 1
+    assert err.splitlines()[-1].startswith("ferrorun: rank 0 exited with code 1: RuntimeError: ")
+
+
 def test_a_rank_killed_by_a_signal_is_named(launch: Launch) -> None:
     job = launch("os.kill(os.getpid(), signal.SIGSEGV) if rank else wait_for_ever()", "-n2")
     assert job.finish() == (139, "", "ferrorun: rank 1 was killed by SIGSEGV\n")

@@ -18,6 +18,8 @@ EXIT_CANNOT_RUN = 126
 LAST_LINE_LENGTH = 300
 TRACEBACK = "Traceback (most recent call last):"
 EXCEPTION_LINES = 8
+# What a rank raises because another has ended.
+LOSSES = "PeerLostError", "ChannelClosed", "LockPoisoned"
 GROUP_TRACEBACK = "  + Exception Group Traceback (most recent call last):"
 
 
@@ -49,6 +51,11 @@ class Rank:
                 os.kill(self.pid, signum)
         except ProcessLookupError:
             pass
+
+    def has_lost_another(self) -> bool:
+        """Whether its last exception, on standard error, says that another rank has ended."""
+        text = self.streams[1].tail.decode(errors="replace")
+        return any(name in text[text.rfind(TRACEBACK) :] for name in LOSSES)
 
     def last_words(self) -> str:
         """Return ``": "`` and how standard error ends, or nothing if it is empty."""

@@ -40,6 +40,8 @@ from ferro_dist._launch.signals import (
 
 # From SIGTERM to SIGKILL. With the kill itself, stragglers are gone within 5 s.
 GRACE_S = 4.0
+# A rank that has lost another may be gone before that one, which still tidies up or dumps core.
+CAUSE_S = 2.0
 # A signalled job waits for a reader of its last output no longer than this.
 READER_S = 1.0
 # A terminal shows an unfinished line (a prompt, a progress bar) after this long.
@@ -97,6 +99,7 @@ class Job:
         self._exit_code: int | None = None  # settled by the first thing that goes wrong
         self._reason = ""
         self._culprit: Rank | None = None
+        self._is_in_doubt = False  # whether the culprit has only lost the real one
         self._interrupts = 0
         self._was_told_to_stop = False
         self._is_killing = False
@@ -318,15 +321,36 @@ class Job:
             self._finish()
 
     def _judge(self, ended: list[Rank]) -> None:
+        for stream in [rank.streams[1] for rank in ended]:
+            if stream.fd in self._streams:
+                self._read(stream)  # its last words: a pipe holds no more than is read at once
         # The kernel does not tell which of them was first. A rank that crashed is more likely the
         # cause than one that reports an error, or aborts because it lost its peer.
         ended.sort(key=lambda rank: rank.status >= 0 or rank.status == -signal.SIGABRT)
+        ended.sort(key=Rank.has_lost_another)
         for rank in ended:
             if self._is_survived(rank):
                 self._output.say(f"{_verdict(rank)[1]}; the others go on")
             elif rank.status:
-                self._settle(*_verdict(rank), culprit=rank)
-                self._stop()
+                self._blame(rank)
+
+    def _blame(self, rank: Rank) -> None:
+        """End the job for this rank, or for the next that fails if this one has only lost it."""
+        is_victim = rank.has_lost_another()
+        if self._is_in_doubt and is_victim:
+            return
+        if self._is_in_doubt and not self._was_told_to_stop:
+            self._exit_code = None
+        may_doubt = self._exit_code is None and not self._was_told_to_stop
+        self._settle(*_verdict(rank), culprit=rank)
+        if is_victim and may_doubt and self._ranks:
+            self._is_in_doubt, self._deadline = True, time.monotonic() + CAUSE_S
+        else:
+            self._stop()
+
+    def _end_doubt(self) -> None:
+        if self._is_in_doubt:
+            self._is_in_doubt, self._deadline = False, None
 
     def _is_survived(self, rank: Rank) -> bool:
         """Whether others are to go on without a rank that was killed."""
@@ -339,11 +363,13 @@ class Job:
         if self._is_killing:
             self._kill_descendants()
         elif not self._ranks and not self._is_finished:
+            self._end_doubt()
             kill_all(descendants(os.getpid()), signal.SIGTERM)
             self._deadline = self._deadline or time.monotonic() + GRACE_S
 
     def _stop(self) -> None:
         """Ask the ranks to end, and make sure that they do."""
+        self._end_doubt()
         if self._deadline is not None or self._is_finished:
             return
         self._deadline = time.monotonic() + GRACE_S
@@ -357,6 +383,9 @@ class Job:
         if self._is_finished:
             self._output.drop()
             return
+        if self._is_in_doubt:
+            self._stop()
+            return
         if not self._is_killing:
             self._kill()
             return
@@ -365,6 +394,7 @@ class Job:
         self._finish()
 
     def _kill(self) -> None:
+        self._end_doubt()
         if not self._is_killing:
             self._is_killing = True
             self._deadline = time.monotonic() + UNKILLABLE_S
