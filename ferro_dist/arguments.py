@@ -240,7 +240,9 @@ def check_same_members(answers: Sequence[bytes], members: Sequence[int], *, rank
     for other, theirs in enumerate(answers):
         if theirs != answers[rank]:
             raise CollectiveMismatch(
-                f"split: rank {rank} named {list(members)} as members, and rank {other} others.",
+                f"split: rank {rank} named {list(members)} as members, and rank {other} others.\n"
+                "Name the same on all ranks. To make several groups, let all ranks call split for "
+                "each in turn; it returns None on those outside. This group is still usable.",
                 op="split",
                 rank=rank,
                 peer=other,
@@ -471,7 +473,8 @@ def uneven_counts(
     send = _counts("send_counts", send_counts, rank, world_size)
     recv = _counts("recv_counts", recv_counts, rank, world_size)
     if sum(send) != x_count:
-        raise _uneven(f"send_counts add up to {sum(send)}, but x has {elements(x_count)}", rank)
+        what = f"send_counts add up to {sum(send)}, but x has {elements(x_count)}"
+        raise _uneven(f"{what}; count elements, not rows", rank)
     if sum(recv) > MAX_COUNT:
         raise _uneven(f"recv_counts add up to {sum(recv)}, more than an array can hold", rank)
     if send[rank] != recv[rank]:

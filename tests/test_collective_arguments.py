@@ -7,6 +7,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,13 @@ import pytest
 
 import ferro_dist as fd
 from ferro_dist.backends.base import Backend
-from ferro_dist.errors import InvalidRank, InvalidWorldSize, SizeMismatch, UnsupportedOp
+from ferro_dist.errors import (
+    CollectiveMismatch,
+    InvalidRank,
+    InvalidWorldSize,
+    SizeMismatch,
+    UnsupportedOp,
+)
 
 
 class Index:
@@ -279,3 +286,21 @@ def test_one_element_is_not_several() -> None:
             fd.allreduce(np.ones(3), backend, out=np.empty(1))
         with pytest.raises(SizeMismatch, match="out has 2 elements instead of 1"):
             fd.allreduce(np.ones(1), backend, out=np.empty(2))
+
+
+def test_counts_of_rows_are_told_to_be_elements() -> None:
+    x = np.ones((3, 4))
+    told = "add up to 3, but x has 12 elements; count elements, not rows"
+    with world_of_one() as backend, pytest.raises(SizeMismatch, match=told):
+        fd.all_to_all(x, backend, send_counts=[3], recv_counts=[3])
+
+
+def test_ranks_that_split_for_their_own_part_are_told_how_to() -> None:
+    def split(backend: fd.Backend) -> None:
+        with pytest.raises(CollectiveMismatch, match="let all ranks call split for each in turn"):
+            backend.split([backend.rank])
+        fd.barrier(backend)
+
+    group = fd.SimulatedBackend.create_group(2)
+    with group[0], group[1], ThreadPoolExecutor(2) as threads:
+        list(threads.map(split, group))
