@@ -60,8 +60,9 @@ class Backend(abc.ABC):
     """A group of ranks and the means to move arrays between them.
 
     All ranks call the methods in the same order, except `close`, which concerns one rank, and the
-    point-to-point ones, which concern two. Shapes, dtypes and errors are documented with the
-    functions of the same name in `ferro_dist`.
+    point-to-point ones, which concern two. Programs call the functions of the same name in
+    `ferro_dist`, which have defaults, and document shapes, dtypes and errors: the methods take all
+    arguments, by position.
 
     In each collective, `out` None allocates the result with the library, dtype and device of `x`;
     `async_op` returns a `Work` at once; `timeout` is in seconds, None for the backend's own; `tag`
@@ -261,6 +262,15 @@ class Backend(abc.ABC):
             As in every call. This group has ended.
         Io, NoConnection
             The members could not connect. This group stays usable.
+
+        Examples
+        --------
+        To divide a group, as ``MPI_Comm_split`` does, all ranks call this for each part. Here a
+        rank gets the group of those that share its row of a grid:
+
+        >>> starts = range(0, backend.world_size, width)
+        >>> rows = [backend.split(range(start, start + width)) for start in starts]
+        >>> row = rows[backend.rank // width]
         """
 
     @property

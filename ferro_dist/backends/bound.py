@@ -37,7 +37,10 @@ class BoundBackend(Backend):
     collective.
     """
 
-    __slots__ = {name: f"As `ferro_dist.{name}`." for name in _CALLS}  # what help() shows
+    __slots__ = {  # what help() shows
+        name: f"What `ferro_dist.{name}` calls; it takes all arguments, by position."
+        for name in _CALLS
+    }
     all_gather: Any
     all_to_all: Any
     allreduce: Any
