@@ -193,7 +193,8 @@ def test_a_bool_is_no_integer(no: Any) -> None:
         ([(True, np.ones(1), 0)], "holds "),
         (None, "not None"),
         (5, "not 5"),
-        ({fd.P2POp("send", "an array", 1)}, "not {<ferro_dist"),
+        ({fd.P2POp("send", "an array", 1)}, "not {P2POp('send', 'an array', 1)}"),
+        (fd.P2POp("recv", np.ones(1), 0), "not P2POp('recv', array([1.]), 0)"),
     ],
 )
 def test_a_batch_of_no_messages_is_refused(ops: Any, message: str) -> None:

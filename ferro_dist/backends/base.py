@@ -55,6 +55,9 @@ class P2POp:
         self.array = array
         self.peer = peer
 
+    def __repr__(self) -> str:
+        return f"P2POp({'send' if self.is_send else 'recv'!r}, {self.array!r}, {self.peer!r})"
+
 
 class Backend(abc.ABC):
     """A group of ranks and the means to move arrays between them.
