@@ -32,6 +32,7 @@ DOCUMENTS = [
     "docs/emulation.md",
     "docs/gpus.md",
     "docs/performance.md",
+    "docs/porting.md",
 ]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
@@ -180,6 +181,16 @@ def test_example_of_the_document_on_emulation_passes(tmp_path: Path) -> None:
     (tmp_path / "test_emulation.py").write_text(example, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_emulation.py"]
     assert "1 passed" in run(command, tmp_path)
+
+
+def test_program_of_the_document_on_porting_prints_what_it_says(tmp_path: Path) -> None:
+    text = (ROOT / "docs/porting.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    (tmp_path / "porting.py").write_text(blocks["python"], encoding="utf-8")
+    arguments = shlex.split(blocks["sh"])[1:]
+    output = run([sys.executable, "-m", "ferro_dist.launch", *arguments], tmp_path)
+    assert comparable(output) == comparable(blocks["text"])
+    assert set(re.findall(r"\bfd\.(\w+)", text)) <= set(fd.__all__)
 
 
 @pytest.mark.parametrize("command", commands("pip"))
