@@ -49,7 +49,8 @@ Processes that the ranks leave behind are stopped when the last rank has ended.
 Signals are passed on to all ranks, which may take their time or ignore them. The second
 Ctrl-C (SIGINT) kills them.
 
-  -n, --nproc N          ranks on this host (default: its usable cores)
+  -n, --nproc N          ranks on this host (default: its usable cores); also -np and
+                         --nproc-per-node, as other launchers have it
   -m, --module           run a module, as python -m does
       --no-python        run any command instead of a Python script
       --env KEY=VALUE    set a variable for every rank; may be repeated

@@ -178,6 +178,12 @@ def test_nproc_defaults_to_the_usable_cores() -> None:
     assert set(usable_cores()) <= os.sched_getaffinity(0)
 
 
+@pytest.mark.parametrize("words", [["-np", "3"], ["--nproc-per-node", "3"], ["--nproc_per_node=3"]])
+def test_nproc_may_be_given_as_to_other_launchers(words: list[str]) -> None:
+    options = parsed(*words, "-m", "x", "-np")
+    assert (options.nproc, options.command) == (3, ["x", "-np"])
+
+
 def test_the_scripts_own_options_are_left_alone() -> None:
     options = parsed("-n", "2", "-m", "train", "-n", "9", "--env", "--", "-m")
     assert (options.nproc, options.command) == (2, ["train", "-n", "9", "--env", "--", "-m"])

@@ -84,6 +84,8 @@ class Options:
 
 
 SHORT_NAMES = {"-n": "--nproc", "-m": "--module", "-h": "--help"}
+# As mpiexec and torchrun call it.
+ALIASES = {"-np": "--nproc", "--nproc-per-node": "--nproc", "--nproc_per_node": "--nproc"}
 # Without a value: the attribute of Options that each sets, and to what.
 FLAGS = {
     "--module": ("is_module", True),
@@ -140,9 +142,9 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _name_and_value(word: str) -> tuple[str, bool, str]:
-    if word.startswith("--"):
+    if word.startswith("--") or word in ALIASES:
         name, separator, value = word.partition("=")
-        return name, bool(separator), value
+        return ALIASES.get(name, name), bool(separator), value
     return SHORT_NAMES.get(word[:2], word[:2]), len(word) > 2, word[2:]
 
 
