@@ -15,6 +15,7 @@ no time measured on it says anything about a GPU.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import multiprocessing
 import os
@@ -51,6 +52,12 @@ _EXIT_S = 30.0
 
 # The most that the caller sleeps at a time: poll() takes no infinite timeout, and no very long one.
 _LONGEST_WAIT_S = 3600.0
+
+# Asks a rank where it is: a signal that programs hardly use for something else.
+_SHOW_STACK = signal.SIGRTMAX - 1
+_STACK = b"(most recent call first)"
+# The answer comes in pieces: it is complete when none has come for so long.
+_SILENCE_S = 0.5
 
 _READ_NBYTES = 1 << 20
 _NBYTES = struct.Struct("!Q")  # before each message
@@ -225,6 +232,7 @@ def _is_main_a_file() -> bool:
 def _play(rank: int, job: _Job, connection: Connection, alive: Connection) -> None:
     """Be one rank: in its own process."""
     _die_with_caller(alive)
+    faulthandler.register(_SHOW_STACK, connection.fileno())
     try:
         # The server's is what the first run found.
         os.environ.clear()
@@ -238,6 +246,7 @@ def _play(rank: int, job: _Job, connection: Connection, alive: Connection) -> No
         _send(connection, outcome)
     except Exception:
         _send(connection, _failure("returned what cannot be sent to the caller"))
+    faulthandler.unregister(_SHOW_STACK)
     connection.close()
 
 
@@ -292,7 +301,8 @@ def _collect(ranks: list[_Rank], deadline: float, may_die: set[int]) -> None:
         ready = wait([*sources, *sentinels], min(left, _LONGEST_WAIT_S))
         if not ready and time.monotonic() >= deadline:
             names = ", ".join(str(rank.number) for rank in running)
-            raise RankFailed(running[0].number, f"did not end in time (still running: {names})")
+            what = f"did not end in time (still running: {names})"
+            raise RankFailed(running[0].number, what + _stacks(running))
         for rank in running:
             if rank.connection in ready or rank.process.sentinel in ready:
                 _settle(rank, rank.process.sentinel in ready, may_die)
@@ -300,6 +310,26 @@ def _collect(ranks: list[_Rank], deadline: float, may_die: set[int]) -> None:
         if failures:
             _, what, number = min(failures)
             raise RankFailed(number, what)
+
+
+def _stacks(ranks: list[_Rank]) -> str:
+    """Return where each of these ranks is, as part of a message."""
+    for rank in ranks:
+        _read(rank)
+        rank.mail = bytearray()  # a part of an outcome
+        assert rank.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid, _SHOW_STACK)
+    while wait([rank.connection for rank in ranks if not rank.is_mute], _SILENCE_S):
+        for rank in ranks:
+            _read(rank)
+    # An outcome that comes after all begins with a byte of 0.
+    stacks = {rank.number: bytes(rank.mail).partition(b"\0")[0] for rank in ranks}
+    return "".join(
+        f"\nRank {number} is here:\n{stack.decode(errors='replace').rstrip()}"
+        for number, stack in stacks.items()
+        if _STACK in stack
+    )
 
 
 def _settle(rank: _Rank, has_ended: bool, may_die: set[int]) -> None:

@@ -92,6 +92,12 @@ def be_stopped_halfway(backend: fd.Backend) -> None:
     send_a_part(signal.SIGSTOP)
 
 
+def pause_on_rank_1(backend: fd.Backend) -> None:
+    if backend.rank == 1:
+        signal.pause()
+    fd.barrier(backend)
+
+
 def be_killed_halfway(backend: fd.Backend) -> None:
     send_a_part(signal.SIGKILL)
 
@@ -142,6 +148,12 @@ def test_ranks_have_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch)
 def test_what_became_of_a_rank_is_said(body: Callable[..., Any], timeout: float, what: str) -> None:
     with pytest.raises(RankFailed, match=what):
         run_ranks(2, body, timeout=timeout)
+
+
+def test_ranks_that_do_not_end_are_shown_where_they_are() -> None:
+    stacks = "".join(rf"\nRank {n} is here:\n(.|\n)* in pause_on_rank_1\n(.|\n)*" for n in (0, 1))
+    with pytest.raises(RankFailed, match=stacks):
+        run_ranks(2, pause_on_rank_1, timeout=3)
 
 
 def test_a_rank_that_closes_all_its_descriptors_ends_with_the_timeout() -> None:
