@@ -32,6 +32,9 @@ __all__ = [
 class DistributedError(RuntimeError):
     """Base of the errors that ferro_dist defines; wrong types and values are Python's own.
 
+    Ranks, in messages too, are numbered as in the group of the call: in one that `split` has made,
+    rank 1 may be rank 3 of the whole.
+
     Attributes
     ----------
     op : str or None
