@@ -96,7 +96,8 @@ cdef object _exception_of(const Error& error):
             f"{where}: the host of rank {error.peer} does not answer.\n{GO_ON_WITHOUT_IT}", **facts)
     if error.code == ErrorCode.channel_closed:
         return ChannelClosed(
-            f"{where}: rank {error.peer} left the group.{_reported_by(error)}\n{GO_ON_WITHOUT_IT}", **facts)
+            f"{where}: rank {error.peer} left the group.{_reported_by(error)}\n"
+            f"Its own output may say why. {GO_ON_WITHOUT_IT}", **facts)
     if error.code == ErrorCode.superseded:
         return LockPoisoned(
             f"{where}: rank {error.peer} went on in the group that shrink() made, without this rank.\n"

@@ -293,7 +293,8 @@ def left_error(op: str, rank: int, peer: int, sequence: int | None = None) -> Ch
     """Make the error of a call that needs a peer which has closed the group."""
     label = op if sequence is None else f"{op} #{sequence}"
     return ChannelClosed(
-        f"{label} failed on rank {rank}: rank {peer} left the group.\nMake a new one.",
+        f"{label} failed on rank {rank}: rank {peer} left the group.\n"
+        "Its own output may say why. Make a new one.",
         op=op,
         rank=rank,
         peer=peer,

@@ -219,6 +219,13 @@ def test_all_members_hear_that_their_group_could_not_be_made() -> None:
         rank.close()
 
 
+def test_who_loses_a_rank_that_left_is_told_to_look_at_its_output() -> None:
+    first, second = fd.SimulatedBackend.create_group(2)
+    second.close()
+    with first, pytest.raises(fd.ChannelClosed, match=r"rank 1 left .*\n.*own output may say why"):
+        fd.barrier(first)
+
+
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_split_that_fails_keeps_no_group(absent: int) -> None:
     def backends() -> int:
