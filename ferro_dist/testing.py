@@ -219,7 +219,8 @@ def _check_body(body: Callable[..., Any]) -> None:
         cause = error
     raise TypeError(
         "body must be a function at the top level of a module in a file, which other processes can "
-        f"import; {body!r:.80} is not"
+        f"import; {body!r:.80} is not. In a notebook or at a prompt, let ranks be threads: see "
+        "SimulatedBackend.create_group"
     ) from cause
 
 

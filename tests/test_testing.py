@@ -237,7 +237,7 @@ def body(backend): pass
 try:
     run_ranks(2, body)
 except TypeError as error:
-    assert "in a file" in str(error), error
+    assert "in a file" in str(error) and "SimulatedBackend" in str(error), error
 else:
     assert False
 """
