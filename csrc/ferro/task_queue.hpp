@@ -76,11 +76,14 @@ class TaskQueue {
 
   bool is_stopped() const { return is_stopped_.load(std::memory_order_acquire); }
 
-  // Takes no more tasks, and ends the waits of pop().
-  void stop() {
+  // Takes no more tasks, and ends the waits of pop(). Returns whether any were pending: afterwards the
+  // thread abandons them at once.
+  bool stop() {
     const std::lock_guard<std::mutex> lock(mutex_);
+    const bool had_work = num_pending() != 0;
     is_stopped_.store(true, std::memory_order_release);
     has_changed_.notify_all();
+    return had_work;
   }
 
   // Once stopped, called by the queue's thread as its last act: fails what nobody will run.

@@ -866,6 +866,19 @@ void test_a_queue_that_was_joined_starts_no_thread() {
   CHECK(code_of([&] { queue.push(task, [] {}); }) == ErrorCode::closed);
 }
 
+// close() tells the peers, however soon the queue's thread abandons it.
+void test_a_queue_that_is_stopped_says_whether_it_had_work() {
+  TaskQueue queue, idle;
+  const auto task = std::make_shared<Task>(make(Op::barrier, 0, nullptr, nullptr), 1, kTimeout);
+  queue.push(task, [&queue] {
+    while (!queue.is_stopped()) std::this_thread::yield();
+    queue.abandon();
+  });
+  CHECK(queue.stop() && !idle.stop());
+  queue.join();
+  CHECK(task->is_done() && !queue.stop());
+}
+
 // ---- Memory that runs out ----------------------------------------------------------
 
 // Memory ends with the n-th allocation of rank 0's call: either nothing was sent, and the
@@ -1132,6 +1145,7 @@ int main() {
   for (const bool is_over_sockets : {false, true})
     test_a_queued_call_that_times_out_names_who_is_missing(is_over_sockets);
   test_a_queue_that_was_joined_starts_no_thread();
+  test_a_queue_that_is_stopped_says_whether_it_had_work();
   test_more_ranks_than_a_round_divides_among_are_refused();
   test_closing_rank_is_named();
   test_timeout_names_the_missing();
@@ -1154,5 +1168,5 @@ int main() {
     test_other_threads_get_in_beside_a_stream(is_over_sockets);
     test_memory_runs_out_behind_the_caller(is_over_sockets);
   }
-  std::puts("engine_test: 36 tests passed");
+  std::puts("engine_test: 37 tests passed");
 }
