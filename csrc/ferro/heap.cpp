@@ -41,10 +41,13 @@ void* Heap::try_allocate(std::size_t nbytes) {
     const std::size_t at = round_up(begin, alignment);
     if (at + size > end || at + size < at) continue;
     if (!back_until(at + size)) return nullptr;
-    free_.erase(block);
-    if (at > begin) free_.emplace(begin, at - begin);
-    if (at + size < end) free_.emplace(at + size, end - at - size);
-    used_.emplace(at, size);
+    // Made first: should memory run out here, nothing has changed.
+    Blocks used{{at, size}}, rest;
+    if (at + size < end) rest.emplace(at + size, end - at - size);
+    block->second = at - begin;
+    if (at == begin) free_.erase(block);
+    free_.merge(rest);
+    used_.merge(used);
     return base_ + at;
   }
   throw Error(ErrorCode::out_of_memory, -1,
@@ -53,11 +56,10 @@ void* Heap::try_allocate(std::size_t nbytes) {
                   " MiB of this rank's symmetric memory");
 }
 
-void Heap::free(void* data) {
+void Heap::free(void* data) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto used = used_.find(static_cast<std::size_t>(static_cast<unsigned char*>(data) - base_));
-  auto block = free_.emplace(used->first, used->second).first;
-  used_.erase(used);
+  const auto at = static_cast<std::size_t>(static_cast<unsigned char*>(data) - base_);
+  const auto block = free_.insert(used_.extract(at)).position;
   const auto next = std::next(block);
   if (next != free_.end() && block->first + block->second == next->first) {
     block->second += next->second;

@@ -24,9 +24,12 @@ class Heap {
   // Throws Error{out_of_memory} where there is no memory to back it. Backing gigabytes takes
   // seconds, in the course of which the caller's signals are heard.
   void* allocate(Call& call, std::size_t nbytes);
-  void free(void* data);
+  // Allocates nothing: it is called where errors cannot be raised.
+  void free(void* data) noexcept;
 
  private:
+  using Blocks = std::map<std::size_t, std::size_t>;  // offset → size
+
   // Null if more of the memory has to be backed first; each attempt backs some of it.
   void* try_allocate(std::size_t nbytes);
   // Backs [0, end) of the heap with memory before it is used: otherwise the kernel of a machine short
@@ -35,9 +38,9 @@ class Heap {
 
   const std::shared_ptr<Segment> segment_;  // the arrays outlive the group
   unsigned char* const base_;
-  std::mutex mutex_;                         // guards all below
-  std::map<std::size_t, std::size_t> free_;  // offset → size, neighbours merged
-  std::map<std::size_t, std::size_t> used_;
+  std::mutex mutex_;  // guards all below
+  Blocks free_;       // neighbours merged
+  Blocks used_;
   std::size_t backed_nbytes_ = 0;
 };
 

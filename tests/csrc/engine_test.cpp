@@ -969,6 +969,30 @@ void test_memory_runs_out_behind_the_caller(bool is_over_sockets) {
   }
 }
 
+// Memory ends with the n-th allocation that the heap itself makes: none of what it manages is lost.
+void test_memory_runs_out_in_the_heap() {
+  const std::shared_ptr<Segment> segment = Segment::create(1);
+  Heap heap(segment, 0);
+  Call call(kTimeout);
+  void* const first = heap.allocate(call, 1);
+  heap.free(first);
+  for (int n = 0; n < 3; ++n) {
+    void* data = nullptr;
+    allocations_left = n;
+    try {
+      data = heap.allocate(call, 1);
+    } catch (const std::bad_alloc&) {
+      CHECK(n < 2);
+    }
+    CHECK((data != nullptr) == (n == 2));
+    allocations_left = 0;
+    if (data != nullptr) heap.free(data);
+    allocations_left = -1;
+    CHECK(heap.allocate(call, 1) == first);
+    heap.free(first);
+  }
+}
+
 // ---- Messages that keep moving ------------------------------------------------------
 
 // To a peer that always takes another byte, and never the last.
@@ -1160,6 +1184,7 @@ int main() {
   test_several_threads(true);
   for (const bool is_over_sockets : {false, true})
     for (const Op op : {Op::sendrecv, Op::allreduce}) test_memory_runs_out(is_over_sockets, op);
+  test_memory_runs_out_in_the_heap();
   test_a_large_message_tells_that_it_blocks();
   test_moving_data_keeps_nobody_waiting();
   for (const bool is_over_sockets : {false, true}) {
@@ -1168,5 +1193,5 @@ int main() {
     test_other_threads_get_in_beside_a_stream(is_over_sockets);
     test_memory_runs_out_behind_the_caller(is_over_sockets);
   }
-  std::puts("engine_test: 37 tests passed");
+  std::puts("engine_test: 38 tests passed");
 }
