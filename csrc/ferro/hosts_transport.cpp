@@ -246,9 +246,7 @@ bool HostsTransport::is_riding(const Collective& collective) const {
 // A small array passes through the leaders with their agreement: one round over
 // TCP in all. `message_` holds a header and the array, for the local broadcast.
 void HostsTransport::run_riding(Call& call, const Collective& collective, const Agreement& own) {
-  const bool is_broadcast = collective.op == Op::broadcast;
-  const DType partial = partial_dtype(collective);
-  const std::size_t nbytes = collective.count * item_size(partial);
+  const std::size_t nbytes = collective.count * item_size(partial_dtype(collective));
   char* const message = message_.reserve(sizeof(Frame) + nbytes);
   char* const array = message + sizeof(Frame);
 
@@ -258,12 +256,8 @@ void HostsTransport::run_riding(Call& call, const Collective& collective, const 
   begin_step(call);
   if (is_leader()) {
     Exchange exchange(*mesh_, call);
-    std::unique_ptr<Rider> rider;
-    if (has_array && is_broadcast)
-      rider = std::make_unique<BroadcastRider>(array, nbytes, host_of(collective.root) == host_);
-    else if (has_array)
-      rider = std::make_unique<ReductionRider>(array, partial, collective.reduce_op, collective.count);
-    verdict = ferro::agree(exchange, *plane_, verdict, rider.get());
+    Rider rider(collective, array, collective.op != Op::broadcast || host_of(collective.root) == host_);
+    verdict = ferro::agree(exchange, *plane_, verdict, has_array ? &rider : nullptr);
     const Frame frame = frame_of(verdict);
     std::memcpy(message, &frame, sizeof frame);
   }

@@ -80,21 +80,23 @@ void agree_by_doubling(Exchange& exchange, const Members& group, Round& round) {
 
 }  // namespace
 
-ReductionRider::ReductionRider(void* accumulator, DType partial, ReduceOp op, std::size_t count)
-    : accumulator_(accumulator),
-      partial_(partial),
-      count_(count),
-      kernel_(kernel_for(partial, partial_op(op))) {}
+Rider::Rider(const Collective& collective, void* array, bool is_known)
+    : array_(array),
+      partial_(partial_dtype(collective)),
+      count_(collective.count),
+      kernel_(has_reduce_op(collective.op) ? kernel_for(partial_, partial_op(collective.reduce_op))
+                                           : nullptr),
+      is_known_(is_known) {}
 
-void ReductionRider::combine(const std::vector<const void*>& sources) {
-  if (count_ > 0) kernel_(accumulator_, sources.data(), static_cast<int>(sources.size()), count_, 1);
-}
-
-void BroadcastRider::combine(const std::vector<const void*>& sources) {
+void Rider::combine(const std::vector<const void*>& sources) {
+  if (kernel_ != nullptr) {
+    if (count_ > 0) kernel_(array_, sources.data(), static_cast<int>(sources.size()), count_, 1);
+    return;
+  }
   if (is_known_) return;
   for (const void* source : sources) {
     if (source == nullptr) continue;
-    std::memcpy(array_, source, nbytes_);
+    std::memcpy(array_, source, nbytes());
     is_known_ = true;
     return;
   }

@@ -13,47 +13,26 @@
 
 namespace ferro {
 
-// A small payload that rides on the frames of an agreement, so that both take one
-// round. It is kept apart from the user's arrays until all have agreed.
+// A small array that rides on the frames of an agreement, so that both take one round. It is
+// kept apart from the user's arrays until all have agreed.
 class Rider {
  public:
-  virtual ~Rider() = default;
+  // `array` has room for the partial result of `collective`: a broadcast, an allreduce or a reduce. If
+  // `is_known`, it holds what this rank contributes, as it does for each rank of a reduction. In the end
+  // it holds the result; MEAN is left undivided.
+  Rider(const Collective& collective, void* array, bool is_known);
   // What this rank has to contribute now, of size nbytes(); null if nothing.
-  virtual const void* data() const = 0;
-  virtual std::size_t nbytes() const = 0;
+  const void* data() const { return is_known_ ? array_ : nullptr; }
+  std::size_t nbytes() const { return count_ * item_size(partial_); }
   // Combines what ranks contributed, in their order; null stands for nothing.
   // data() may be among the sources.
-  virtual void combine(const std::vector<const void*>& sources) = 0;
-};
-
-// An array of partial results that is reduced on its way.
-class ReductionRider final : public Rider {
- public:
-  // `accumulator` holds this rank's contribution and will hold the result. MEAN is left undivided.
-  ReductionRider(void* accumulator, DType partial, ReduceOp op, std::size_t count);
-  const void* data() const override { return accumulator_; }
-  std::size_t nbytes() const override { return count_ * item_size(partial_); }
-  void combine(const std::vector<const void*>& sources) override;
-
- private:
-  void* accumulator_;
-  DType partial_;
-  std::size_t count_;
-  ReduceKernel kernel_;
-};
-
-// An array that one rank has and all will have.
-class BroadcastRider final : public Rider {
- public:
-  BroadcastRider(void* array, std::size_t nbytes, bool is_known)
-      : array_(array), nbytes_(nbytes), is_known_(is_known) {}
-  const void* data() const override { return is_known_ ? array_ : nullptr; }
-  std::size_t nbytes() const override { return nbytes_; }
-  void combine(const std::vector<const void*>& sources) override;
+  void combine(const std::vector<const void*>& sources);
 
  private:
   void* array_;
-  std::size_t nbytes_;
+  DType partial_;
+  std::size_t count_;
+  ReduceKernel kernel_;  // null for a broadcast
   bool is_known_;
 };
 

@@ -168,19 +168,11 @@ void TcpTransport::deliver_inline(const Exchange& exchange, const Collective& co
 void TcpTransport::run_riding(Call& call, Exchange& exchange, const Collective& collective,
                               const Agreement& own) {
   const int own_rank = mesh_->own_rank();
-  if (collective.op == Op::broadcast) {
-    const std::size_t nbytes = collective.nbytes();
-    char* const array = riding_.reserve(nbytes);
-    const bool is_root = own_rank == collective.root;
-    if (is_root && nbytes > 0) std::memcpy(array, collective.in, nbytes);
-    BroadcastRider rider(array, nbytes, is_root);
-    agree(exchange, group_, own, &rider).check(own_rank);
-    return deliver_riding(call, collective, array, own_rank, group_.size());
-  }
   const DType partial = partial_dtype(collective);
   char* const array = riding_.reserve(collective.count * item_size(partial));
-  to_partial(array, partial, collective.in, collective.dtype, collective.count);
-  ReductionRider rider(array, partial, collective.reduce_op, collective.count);
+  const bool is_known = collective.op != Op::broadcast || own_rank == collective.root;
+  if (is_known) to_partial(array, partial, collective.in, collective.dtype, collective.count);
+  Rider rider(collective, array, is_known);
   agree(exchange, group_, own, &rider).check(own_rank);
   deliver_riding(call, collective, array, own_rank, group_.size());
 }
