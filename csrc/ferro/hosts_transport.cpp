@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ferro/cost_model.hpp"
 #include "ferro/passes.hpp"
 #include "ferro/reduction.hpp"
+#include "ferro/tcp_cost.hpp"
 #include "ferro/tcp_transport.hpp"
 #include "ferro/wide_float.hpp"
 

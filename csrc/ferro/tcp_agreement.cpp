@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ferro/cost_model.hpp"
 #include "ferro/recursive_doubling.hpp"
 #include "ferro/reduction.hpp"
+#include "ferro/tcp_cost.hpp"
 #include "ferro/wide_float.hpp"
 
 namespace ferro {

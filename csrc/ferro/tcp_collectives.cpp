@@ -4,11 +4,11 @@
 #include <cstring>
 #include <functional>
 
-#include "ferro/cost_model.hpp"
 #include "ferro/fingerprint.hpp"
 #include "ferro/passes.hpp"
 #include "ferro/recursive_doubling.hpp"
 #include "ferro/reduction.hpp"
+#include "ferro/tcp_cost.hpp"
 #include "ferro/wide_float.hpp"
 
 namespace ferro {

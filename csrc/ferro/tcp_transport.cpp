@@ -4,8 +4,8 @@
 #include <new>
 #include <utility>
 
-#include "ferro/cost_model.hpp"
 #include "ferro/reduction.hpp"
+#include "ferro/tcp_cost.hpp"
 #include "ferro/wide_float.hpp"
 
 namespace ferro {

@@ -14,10 +14,10 @@
 #include <map>
 #include <numeric>
 
-#include "ferro/cost_model.hpp"
 #include "ferro/exchange.hpp"
 #include "ferro/recursive_doubling.hpp"
 #include "ferro/tcp_channel.hpp"
+#include "ferro/tcp_cost.hpp"
 #include "ferro/tcp_transport.hpp"
 #include "ferro/wide_float.hpp"
 #include "loopback.hpp"

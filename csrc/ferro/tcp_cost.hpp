@@ -3,8 +3,8 @@
 //
 // The choice must be the same on all ranks: it depends on the number of ranks and
 // on bytes that all of them agreed on, never on anything measured at run time.
-#ifndef FERRO_COST_MODEL_HPP
-#define FERRO_COST_MODEL_HPP
+#ifndef FERRO_TCP_COST_HPP
+#define FERRO_TCP_COST_HPP
 
 #include <algorithm>
 #include <cstddef>
@@ -120,4 +120,4 @@ constexpr std::size_t reduce_segment_nbytes(int num_ranks, std::size_t nbytes) {
 
 }  // namespace ferro
 
-#endif  // FERRO_COST_MODEL_HPP
+#endif  // FERRO_TCP_COST_HPP
