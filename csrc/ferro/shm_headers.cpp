@@ -16,26 +16,26 @@
 namespace ferro {
 
 // What a header carries when the input does not fit into it.
-struct Places {
+struct Offer {
   std::uint64_t in;           // in the symmetric heaps, plus one; 0 if it is not there
   std::uint64_t out;          // likewise
   std::uint64_t staged_at;    // in the rank's ring of small payloads
   std::uint64_t address;      // in this rank's own memory
   std::uint64_t out_address;  // the output's, of an allreduce
-  std::uint32_t staging_ns;   // how long that took, if it might have been pulled instead
-  bool is_staged;             // there
+  std::uint32_t staging_ns;   // how long staging took, if it might have been pulled instead
+  bool is_staged;             // in that ring
   bool is_pull_open;          // its input is staged or pulled, whichever is faster
   bool may_be_pulled;         // it can read its peers, and lets them read its arrays
   bool shall_be_pulled_next;  // the next time, if this is the rank that chooses for all: see PullChoice
 };
-static_assert(sizeof(Places) <= HeaderSlot::kInlineNbytes, "must travel in a header");
+static_assert(sizeof(Offer) <= HeaderSlot::kInlineNbytes, "must travel in a header");
 
 namespace {
 
-Places places_of(const HeaderSlot& slot) {
-  Places places;
-  std::memcpy(&places, slot.payload, sizeof places);
-  return places;
+Offer offer_of(const HeaderSlot& slot) {
+  Offer offer;
+  std::memcpy(&offer, slot.payload, sizeof offer);
+  return offer;
 }
 
 // Whether it leaves the inputs as they are, whatever becomes of it. A reduction in place does not.
@@ -88,12 +88,12 @@ void ShmTransport::publish_header(const Collective& collective) {
 // payloads; two places would do, as with the headers. A longer ring avoids the lines that
 // peers still hold in their caches, each of which would have to be taken back from them.
 std::size_t ShmTransport::next_small(std::size_t nbytes) {
-  const std::size_t at = place_of_small(nbytes);
+  const std::size_t at = small_offset(nbytes);
   next_small_ = at + round_up(nbytes, kLinePair);
   return at;
 }
 
-std::size_t ShmTransport::place_of_small(std::size_t nbytes) const {
+std::size_t ShmTransport::small_offset(std::size_t nbytes) const {
   return next_small_ + nbytes <= segment_->layout().small_ring_nbytes ? next_small_ : 0;
 }
 
@@ -102,16 +102,16 @@ std::size_t ShmTransport::place_of_small(std::size_t nbytes) const {
 void ShmTransport::prepare_next_small() {
   const std::size_t nbytes = std::exchange(small_nbytes_, 0);
   if (!shm_cost::is_worth_preparing(nbytes) || !staging_.writes_through_caches()) return;
-  prepare_to_write(segment_->small_ring(place_) + place_of_small(nbytes), nbytes);
+  prepare_to_write(segment_->small_ring(place_) + small_offset(nbytes), nbytes);
 }
 
 // The rows of counts are all that the header of an uneven all_to_all carries.
 void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot) {
   is_inline_ = false;
-  Places places{};
-  places.staged_at = next_small(2 * sizeof(std::uint64_t) * static_cast<std::size_t>(size_));
-  std::memcpy(slot.payload, &places, sizeof places);
-  auto* counts = reinterpret_cast<std::uint64_t*>(segment_->small_ring(place_) + places.staged_at);
+  Offer offer{};
+  offer.staged_at = next_small(2 * sizeof(std::uint64_t) * static_cast<std::size_t>(size_));
+  std::memcpy(slot.payload, &offer, sizeof offer);
+  auto* counts = reinterpret_cast<std::uint64_t*>(segment_->small_ring(place_) + offer.staged_at);
   for (int peer = 0; peer < size_; ++peer) {
     counts[peer] = collective.send_counts[peer];
     counts[size_ + peer] = collective.recv_counts[peer];
@@ -120,57 +120,57 @@ void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot
 
 void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot) {
   const std::size_t nbytes = input_nbytes(collective, size_, is_root(collective));
-  // Where arrays may be pulled, every header carries Places, even that of a rank that gives nothing: its
+  // Where arrays may be pulled, every header carries an Offer, even that of a rank that gives nothing: its
   // peers look there for may_be_pulled. So does a rank that reads nobody, since its peers may not know that.
   is_inline_ = nbytes <= HeaderSlot::kInlineNbytes && collective.nbytes() < shm_cost::kPullNbytes;
   if (is_inline_) {
     if (nbytes != 0) std::memcpy(slot.payload, collective.in, nbytes);
     return;
   }
-  Places places{};
+  Offer offer{};
   // An all_to_all in place overwrites what peers would still be reading.
   const bool is_readable_in_place = collective.op != Op::all_to_all || collective.in != collective.out;
   if (nbytes >= shm_cost::kSymmetricNbytes && is_readable_in_place) {
-    places.in = segment_->symmetric_offset(collective.in, nbytes);
-    places.out = segment_->symmetric_offset(collective.out, nbytes);
+    offer.in = segment_->symmetric_offset(collective.in, nbytes);
+    offer.out = segment_->symmetric_offset(collective.out, nbytes);
   }
   // Staging is faster than to read it where it stands; a system call would not change that.
-  const bool is_staged_nevertheless = places.in != 0 && collective.op == Op::broadcast &&
-                                      nbytes < shm_cost::symmetric_broadcast_nbytes(size_);
-  if (is_staged_nevertheless) places.in = places.out = 0;
+  const bool is_staged_nevertheless =
+      offer.in != 0 && collective.op == Op::broadcast && nbytes < shm_cost::symmetric_broadcast_nbytes(size_);
+  if (is_staged_nevertheless) offer.in = offer.out = 0;
   if (pull_choice_.is_open(collective)) {
-    places.is_pull_open = !is_staged_nevertheless;
-    if (places.is_pull_open && lends_ && pull_choice_.is_pulled(collective) && peer_memory_->can_read_all())
-      offer_to_lend(collective, nbytes, places);
-    places.shall_be_pulled_next =
+    offer.is_pull_open = !is_staged_nevertheless;
+    if (offer.is_pull_open && lends_ && pull_choice_.is_pulled(collective) && peer_memory_->can_read_all())
+      offer_to_lend(collective, nbytes, offer);
+    offer.shall_be_pulled_next =
         pull_choice_.is_chooser(collective) && pull_choice_.shall_pull_next(collective);
   }
-  if (places.in == 0 && !places.may_be_pulled && nbytes != 0 && nbytes <= segment_->layout().small_nbytes &&
+  if (offer.in == 0 && !offer.may_be_pulled && nbytes != 0 && nbytes <= segment_->layout().small_nbytes &&
       size_ > 1)
-    stage_small(collective, nbytes, places);
-  std::memcpy(slot.payload, &places, sizeof places);
+    stage_small(collective, nbytes, offer);
+  std::memcpy(slot.payload, &offer, sizeof offer);
 }
 
-void ShmTransport::stage_small(const Collective& collective, std::size_t nbytes, Places& places) {
-  const std::int64_t start_ns = places.is_pull_open ? now_ns() : 0;
-  places.staged_at = next_small(nbytes);
-  places.is_staged = true;
+void ShmTransport::stage_small(const Collective& collective, std::size_t nbytes, Offer& offer) {
+  const std::int64_t start_ns = offer.is_pull_open ? now_ns() : 0;
+  offer.staged_at = next_small(nbytes);
+  offer.is_staged = true;
   small_nbytes_ = nbytes;
-  unsigned char* const staged = segment_->small_ring(place_) + places.staged_at;
+  unsigned char* const staged = segment_->small_ring(place_) + offer.staged_at;
   staging_.copy(staged, collective.in, nbytes);
   if (shm_cost::is_worth_handing_over(nbytes)) hand_over(staged, nbytes);
   if (start_ns != 0)
-    places.staging_ns = static_cast<std::uint32_t>(std::min<std::int64_t>(now_ns() - start_ns, UINT32_MAX));
+    offer.staging_ns = static_cast<std::uint32_t>(std::min<std::int64_t>(now_ns() - start_ns, UINT32_MAX));
 }
 
 // Says where peers may read this rank's arrays in its own memory.
-void ShmTransport::offer_to_lend(const Collective& collective, std::size_t nbytes, Places& places) {
-  places.address = reinterpret_cast<std::uintptr_t>(collective.in);
-  places.out_address = reinterpret_cast<std::uintptr_t>(collective.out);
-  places.may_be_pulled = nbytes == 0 || places.in != 0 || may_lend(collective, collective.in, nbytes);
+void ShmTransport::offer_to_lend(const Collective& collective, std::size_t nbytes, Offer& offer) {
+  offer.address = reinterpret_cast<std::uintptr_t>(collective.in);
+  offer.out_address = reinterpret_cast<std::uintptr_t>(collective.out);
+  offer.may_be_pulled = nbytes == 0 || offer.in != 0 || may_lend(collective, collective.in, nbytes);
   const bool is_output_read = collective.op == Op::allreduce && !shm_cost::pulling_whole_wins(nbytes, size_);
-  if (is_output_read && collective.in != collective.out && places.out == 0)
-    places.may_be_pulled = places.may_be_pulled && may_lend(collective, collective.out, nbytes);
+  if (is_output_read && collective.in != collective.out && offer.out == 0)
+    offer.may_be_pulled = offer.may_be_pulled && may_lend(collective, collective.out, nbytes);
 }
 
 // Looking costs a microsecond or two, as the pages that are looked at are what peers read next.
@@ -191,8 +191,8 @@ void ShmTransport::check_fingerprints() const {
 
 // The rows that a rank published: what it sends to each, then what it expects from each.
 const std::uint64_t* ShmTransport::counts_of(int place) const {
-  const Places places = places_of(segment_->header(place, sequence_ & 1));
-  return reinterpret_cast<const std::uint64_t*>(segment_->small_ring(place) + places.staged_at);
+  const Offer offer = offer_of(segment_->header(place, sequence_ & 1));
+  return reinterpret_cast<const std::uint64_t*>(segment_->small_ring(place) + offer.staged_at);
 }
 
 void ShmTransport::check_counts() const {
@@ -228,20 +228,20 @@ void ShmTransport::find_inputs(const Collective& collective) {
       inputs_.are_symmetric = false;
       continue;
     }
-    const Places places = places_of(slot);
-    inputs_.are_symmetric &= places.in != 0 && places.out != 0;
-    inputs_.is_choice_open &= places.is_pull_open;
-    if (places.in != 0) {
-      input = segment_->symmetric_pointer(places.in);
-      find_output(peer, places.out, places.out_address);
+    const Offer offer = offer_of(slot);
+    inputs_.are_symmetric &= offer.in != 0 && offer.out != 0;
+    inputs_.is_choice_open &= offer.is_pull_open;
+    if (offer.in != 0) {
+      input = segment_->symmetric_pointer(offer.in);
+      find_output(peer, offer.out, offer.out_address);
       inputs_.are_borrowed = size_ > 1;
-    } else if (places.is_staged) {
-      input = segment_->small_ring(peer) + places.staged_at;
-      inputs_.staging_ns = std::max(inputs_.staging_ns, places.staging_ns);
+    } else if (offer.is_staged) {
+      input = segment_->small_ring(peer) + offer.staged_at;
+      inputs_.staging_ns = std::max(inputs_.staging_ns, offer.staging_ns);
     } else if (is_pulled) {
-      input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(places.address));
+      input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(offer.address));
       inputs_.is_foreign[peer] = peer != place_;
-      find_output(peer, places.out, places.out_address);
+      find_output(peer, offer.out, offer.out_address);
       inputs_.are_borrowed = inputs_.are_pulled = true;
     } else {
       input = nullptr;
@@ -278,9 +278,9 @@ bool ShmTransport::agree_to_pull(const Collective& collective) {
     if (peer != place_) peer_memory_->can_read(peer);
   const unsigned parity = sequence_ & 1;
   const int chooser = pull_choice_.chooser_of(collective);
-  pull_choice_.set_pulled(collective, places_of(segment_->header(chooser, parity)).shall_be_pulled_next);
+  pull_choice_.set_pulled(collective, offer_of(segment_->header(chooser, parity)).shall_be_pulled_next);
   for (int peer = 0; peer < size_; ++peer)
-    if (!places_of(segment_->header(peer, parity)).may_be_pulled) return false;
+    if (!offer_of(segment_->header(peer, parity)).may_be_pulled) return false;
   return true;
 }
 

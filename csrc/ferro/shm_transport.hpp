@@ -22,7 +22,7 @@
 
 namespace ferro {
 
-struct Places;  // what a header carries
+struct Offer;  // what a header carries
 
 // In here a `peer`, like `place_`, is a place in the segment: members_[place] is the rank that has it,
 // place_of_[rank] the place of a rank. Roots, errors and abort reasons name ranks.
@@ -58,13 +58,13 @@ class ShmTransport final : public Transport {
   void publish_header(const Collective& collective);
   void publish_counts(const Collective& collective, HeaderSlot& slot);
   void publish_input(const Collective& collective, HeaderSlot& slot);
-  void stage_small(const Collective& collective, std::size_t nbytes, Places& places);
-  void offer_to_lend(const Collective& collective, std::size_t nbytes, Places& places);
+  void stage_small(const Collective& collective, std::size_t nbytes, Offer& offer);
+  void offer_to_lend(const Collective& collective, std::size_t nbytes, Offer& offer);
   bool may_lend(const Collective& collective, const void* data, std::size_t nbytes) const;
   void check_fingerprints() const;
   void check_counts() const;
   const std::uint64_t* counts_of(int place) const;
-  std::size_t place_of_small(std::size_t nbytes) const;
+  std::size_t small_offset(std::size_t nbytes) const;
   std::size_t next_small(std::size_t nbytes);
   void prepare_next_small();
   void find_inputs(const Collective& collective);
