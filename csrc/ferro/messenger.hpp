@@ -22,6 +22,7 @@
 #include "ferro/channel.hpp"
 #include "ferro/gate.hpp"
 #include "ferro/parking.hpp"
+#include "ferro/segment.hpp"
 #include "ferro/transport.hpp"
 #include "ferro/unique_fd.hpp"
 

@@ -1,6 +1,6 @@
 // How a rank waits for memory that a peer will write: spin, yield, sleep.
 //
-// A sleeper stores in its word for whom it waits (segment.hpp), passes a full fence, and
+// A sleeper stores in its word for whom it waits, passes a full fence, and
 // looks once more at what it waits for and at the abort word before the kernel
 // puts it to sleep, which it only does while the word is still as stored. A
 // publisher stores its flag, passes a full fence, and looks at the words. One of
@@ -19,8 +19,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <ctime>
-
-#include "ferro/segment.hpp"
 
 namespace ferro {
 
@@ -71,15 +69,21 @@ inline void futex_wake_all(std::atomic<std::uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
 }
 
+// A sleeper's word: kAwake, kAnyPeer, or parked_for() the rank that it waits for. The sleeper sets it;
+// whoever publishes what it waits for, or aborts, makes it kAwake again.
+constexpr std::uint32_t kAwake = 0;
+constexpr std::uint32_t kAnyPeer = ~std::uint32_t{0};
+constexpr std::uint32_t parked_for(int place) { return static_cast<std::uint32_t>(place) + 1; }
+
+// Whether a sleeper with this word waits for the rank at `place`.
+inline bool is_parked_for(std::uint32_t word, int place) {
+  return word == parked_for(place) || word == kAnyPeer;
+}
+
 // Clears a sleeper's word and wakes it. The exchange leaves the task to one of several wakers. It is
 // sequentially consistent for those who do not look at the word first, and whose fence it is.
 inline void unpark(std::atomic<std::uint32_t>& word) {
   if (word.exchange(kAwake, std::memory_order_seq_cst) != kAwake) futex_wake_all(word);
-}
-
-// Whether a sleeper with this word waits for the rank at `place`.
-inline bool is_parked_for(std::uint32_t word, int place) {
-  return word == static_cast<std::uint32_t>(place) + 1 || word == kAnyPeer;
 }
 
 }  // namespace ferro

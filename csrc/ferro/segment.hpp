@@ -69,13 +69,6 @@ struct RankControl {
   bool has_left() const { return has_departed.load(std::memory_order_acquire) != 0; }
 };
 
-// A rank sleeps on one of two words: that of its collectives or that of its messages.
-// Value: 0 awake, kAnyPeer, or 1 + the place of the rank it waits for. The sleeper sets its word;
-// whoever publishes what it waits for, or aborts, exchanges it with 0 and wakes it.
-// See parking.hpp.
-constexpr std::uint32_t kAwake = 0;
-constexpr std::uint32_t kAnyPeer = ~std::uint32_t{0};
-
 // A payload for which its cell has no room. It goes through the ring; the rest of one that is lent may be
 // read where it stands, once the receiver has taken it over.
 struct LongPayload {
@@ -155,6 +148,7 @@ class Segment {
   std::atomic<std::uint32_t>& succession_word() { return at<std::atomic<std::uint32_t>>(0)[2]; }
   // Ends the group for the first reason that anybody gives, and wakes every sleeper.
   void abort(AbortReason reason) noexcept;
+  // The words on which a rank sleeps in its collectives and in its messages: see parking.hpp.
   std::atomic<std::uint32_t>& collective_sleeper(int place) {
     return at<std::atomic<std::uint32_t>>(layout_.sleepers_offset)[place];
   }

@@ -136,16 +136,16 @@ void ShmTransport::sleep(Call& call, int peer, Ready ready) {
   std::atomic<std::uint32_t>& word = segment_->collective_sleeper(place_);
   std::atomic<std::uint32_t>& stuck_for = segment_->control(place_).stuck_for;
   const bool is_stuck = holds_up_rank(call);
-  if (is_stuck) stuck_for.store(static_cast<std::uint32_t>(peer) + 1, std::memory_order_relaxed);
+  if (is_stuck) stuck_for.store(parked_for(peer), std::memory_order_relaxed);
   while (!ready()) {
     if (is_lost(peer)) {
       if (ready()) break;  // what a peer published before it departed counts
       throw_lost(peer);
     }
     check_caller(call, peer);
-    word.store(static_cast<std::uint32_t>(peer) + 1, std::memory_order_relaxed);
+    word.store(parked_for(peer), std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (!ready() && !is_lost(peer)) futex_wait(word, static_cast<std::uint32_t>(peer) + 1, call.slice_s());
+    if (!ready() && !is_lost(peer)) futex_wait(word, parked_for(peer), call.slice_s());
   }
   word.store(kAwake, std::memory_order_relaxed);
   if (is_stuck) stuck_for.store(kAwake, std::memory_order_relaxed);
