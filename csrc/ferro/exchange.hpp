@@ -3,7 +3,6 @@
 #define FERRO_EXCHANGE_HPP
 
 #include <cstddef>
-#include <vector>
 
 #include "ferro/call.hpp"
 #include "ferro/frame.hpp"

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <string>
 #include <system_error>
-#include <utility>
 
 #include "ferro/kernels.hpp"
 #include "ferro/passes.hpp"

@@ -4,8 +4,6 @@
 #define FERRO_SHM_TRANSPORT_HPP
 
 #include <algorithm>
-#include <array>
-#include <bitset>
 #include <memory>
 #include <vector>
 

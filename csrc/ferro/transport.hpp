@@ -4,7 +4,6 @@
 #define FERRO_TRANSPORT_HPP
 
 #include <cstdint>
-#include <vector>
 
 #include "ferro/call.hpp"
 #include "ferro/error.hpp"

@@ -1,6 +1,5 @@
 // Builds a Communicator from what connects its ranks.
 #include <algorithm>
-#include <cstddef>
 #include <memory>
 #include <numeric>
 #include <utility>
