@@ -79,9 +79,9 @@ void HostsTransport::share_parts(Call& call, const Collective& collective, Parts
   if (parts.number == num_local())
     return run_local(call, Collective::of(Op::all_gather, dtype, parts.part_count, part, out));
   for (int i = 0; i < parts.number; ++i) {
-    char* const place = out + i * part_nbytes;
-    const char* const in = place_ == i ? part : place;
-    run_local(call, Collective::of(Op::broadcast, dtype, parts.part_count, in, place).rooted(locals()[i]));
+    char* const part_out = out + i * part_nbytes;
+    const char* const in = place_ == i ? part : part_out;
+    run_local(call, Collective::of(Op::broadcast, dtype, parts.part_count, in, part_out).rooted(locals()[i]));
   }
 }
 
@@ -107,10 +107,10 @@ void HostsTransport::reduce_scatter(Call& call, const Collective& collective) {
   const std::vector<int>& owned = owners[place_];
   for (std::size_t i = 1; i < owned.size(); ++i) exchange.send(owned[i], reduced + i * nbytes, nbytes);
   for (int host = 0; host < num_hosts(); ++host) {
-    char* const place = host == host_ ? reduced : received + host * nbytes;
-    sources.push_back(place);
+    char* const source = host == host_ ? reduced : received + host * nbytes;
+    sources.push_back(source);
     if (host == host_) continue;
-    exchange.receive(rank_at(host, counterpart(place_, num_places(host))), place, nbytes);
+    exchange.receive(rank_at(host, counterpart(place_, num_places(host))), source, nbytes);
   }
   exchange.finish();
 
@@ -142,16 +142,16 @@ const char* HostsTransport::pack_for_agents(Call& call, const Collective& collec
   const DType partial = partial_dtype(collective);
   const std::size_t itemsize = item_size(collective.dtype), nbytes = collective.count * item_size(partial);
   char* const packed = packed_.reserve(owners.size() * most * nbytes);
-  char* place = packed;
+  char* next = packed;
   for (const std::vector<int>& ranks : owners) {
     for (const int rank : ranks) {
       const char* const chunk = mutable_bytes(collective.in) + rank * collective.count * itemsize;
-      to_partial(call, place, partial, chunk, collective.dtype, collective.count);
-      place += nbytes;
+      to_partial(call, next, partial, chunk, collective.dtype, collective.count);
+      next += nbytes;
     }
     const std::size_t padding = (most - ranks.size()) * nbytes;
-    work_in_passes(call, padding, 1, [=](Range range) { std::memset(place + range.first, 0, range.count); });
-    place += padding;
+    work_in_passes(call, padding, 1, [=](Range range) { std::memset(next + range.first, 0, range.count); });
+    next += padding;
   }
   return packed;
 }
@@ -255,10 +255,10 @@ void HostsTransport::exchange_local(Call& call, const Collective& collective) {
   }
   char* const packed = own_.reserve(send_nbytes);
   char* const received = received_.reserve(recv_nbytes);
-  char* place = packed;
+  char* next = packed;
   for (const Piece& piece : outgoing) {
-    copy_in_passes(call, place, piece.data, piece.nbytes);
-    place += piece.nbytes;
+    copy_in_passes(call, next, piece.data, piece.nbytes);
+    next += piece.nbytes;
   }
   Collective local = collective.between(packed, received);
   if (is_uneven(collective)) {
@@ -269,10 +269,10 @@ void HostsTransport::exchange_local(Call& call, const Collective& collective) {
     run_local(call, local);
   else
     copy_in_passes(call, received, packed, send_nbytes);
-  place = received;
+  next = received;
   for (const Piece& piece : incoming) {
-    copy_in_passes(call, piece.data, place, piece.nbytes);
-    place += piece.nbytes;
+    copy_in_passes(call, piece.data, next, piece.nbytes);
+    next += piece.nbytes;
   }
 }
 
