@@ -53,26 +53,14 @@ __attribute__((noinline)) void operator delete(void* data, std::size_t) noexcept
 
 namespace {
 
+using test::kTimeout, test::value, test::values, test::Values;
 using Group = std::vector<std::shared_ptr<Communicator>>;
-using Values = std::vector<std::int32_t>;
-
-constexpr double kTimeout = 60;
 
 void on_each_rank(const Group& group, const std::function<void(Communicator&, int)>& body) {
   std::vector<std::thread> threads;
   for (std::size_t rank = 0; rank < group.size(); ++rank)
     threads.emplace_back([&, rank] { body(*group[rank], static_cast<int>(rank)); });
   for (std::thread& thread : threads) thread.join();
-}
-
-std::int32_t value(int rank, std::size_t i) {
-  return static_cast<std::int32_t>((static_cast<std::size_t>(rank) + 1) * 1000003 + i * 7);
-}
-
-Values values(int rank, std::size_t count, std::size_t first = 0) {
-  Values result(count);
-  for (std::size_t i = 0; i < count; ++i) result[i] = value(rank, first + i);
-  return result;
 }
 
 std::int32_t sum_at(int size, std::size_t i) {
