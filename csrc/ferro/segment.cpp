@@ -117,7 +117,7 @@ SegmentLayout::SegmentLayout(int num_ranks, std::size_t nbytes_of_heap)
   results_nbytes = round_up(window_nbytes / p, 4096);
   channel_nbytes = std::max(std::size_t{16} << 10, power_of_two_at_least((std::size_t{4} << 20) / p));
 
-  std::size_t end = kLinePair;  // the abort word and the succession word
+  std::size_t end = sizeof(GroupControl);
   const auto place = [&end](std::size_t nbytes, std::size_t alignment) {
     const std::size_t offset = round_up(end, alignment);
     end = offset + nbytes;

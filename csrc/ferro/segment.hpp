@@ -22,6 +22,12 @@ constexpr std::size_t kCacheLine = 64;
 // Prefetchers fetch lines in pairs: what different ranks write is kept two lines apart.
 constexpr std::size_t kLinePair = 2 * kCacheLine;
 
+// What all ranks write, by compare-and-swap.
+struct GroupControl {
+  std::atomic<std::uint64_t> abort;  // AbortReason::pack() of the first reason; 0 while the group is well
+  std::atomic<std::uint32_t> succession;  // who decided which ranks go on: Transport::succession
+};
+
 // What a rank publishes to start a collective. The flag is stored last, but stands
 // first: whoever sees it carry sequence s may read all that the rank wrote for s,
 // without a lock. Its offset is fixed, since behind a payload of varying length old
@@ -142,10 +148,8 @@ class Segment {
   const SegmentLayout& layout() const { return layout_; }
   int size() const { return layout_.size; }
 
-  // AbortReason::pack() of the first reason; 0 while the group is well.
-  std::atomic<std::uint64_t>& abort_word() { return *at<std::atomic<std::uint64_t>>(0); }
-  // Who decided which ranks go on in a successor of this group: Transport::succession.
-  std::atomic<std::uint32_t>& succession_word() { return at<std::atomic<std::uint32_t>>(0)[2]; }
+  std::atomic<std::uint64_t>& abort_word() { return at<GroupControl>(0)->abort; }
+  std::atomic<std::uint32_t>& succession_word() { return at<GroupControl>(0)->succession; }
   // Ends the group for the first reason that anybody gives, and wakes every sleeper.
   void abort(AbortReason reason) noexcept;
   // The words on which a rank sleeps in its collectives and in its messages: see parking.hpp.
