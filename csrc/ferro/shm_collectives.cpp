@@ -1,10 +1,10 @@
 // The collectives of ShmTransport. When one of these runs, every rank has
 // published its header and all agree; inputs_ says what can be read in place.
 //
-// Small inputs came with the headers: one step, reading only. Symmetric inputs
-// are read in place, followed by a fence, and so may large ones be, except by a root
-// (pull). All others go in rounds through the windows: each rank stages a chunk
-// of its input, then reads those of its peers.
+// Small inputs came with the headers: one step, reading only. Symmetric inputs are read where
+// they stand, followed by a fence; so may large ones be in their ranks' own memory (they are pulled),
+// unless the root alone reads them. All others go in rounds through the windows: each rank stages a
+// piece of its input, then reads those of its peers.
 #include <algorithm>
 #include <cerrno>
 #include <string>
