@@ -660,18 +660,29 @@ void test_more_ranks_than_a_round_divides_among_are_refused() {
 
 // Symmetric arrays are reduced without a wait; the caller's signals are heard all the same.
 void test_a_signal_ends_a_long_reduction_of_symmetric_arrays() {
-  // Strikes once a part of the result is there.
+  // Strikes once a part of the result is there. The call begins late, so that the first look is due after
+  // one pass, and once its peer waits for it: else it would wait itself, and look too early.
   struct Signal {
     const volatile std::int32_t* first;
-    static void begin(void*) noexcept { std::this_thread::sleep_for(std::chrono::milliseconds(60)); }
+    const std::atomic<bool>& is_peer_waiting;
+    static void begin(void* self) noexcept {
+      while (!static_cast<Signal*>(self)->is_peer_waiting.load()) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(60));
+    }
     static bool strike(void* self) noexcept { return *static_cast<Signal*>(self)->first != 0; }
+    static bool note_wait(void* is_waiting) noexcept {
+      static_cast<std::atomic<bool>*>(is_waiting)->store(true);
+      return false;
+    }
   };
   const Group group = Communicator::create_group(2, 2);
-  on_each_rank(group, [](Communicator& comm, int rank) {
+  std::atomic<bool> is_waiting{false};
+  on_each_rank(group, [&](Communicator& comm, int rank) {
     constexpr std::size_t n = 16000000;
     Array x(comm, true, Values(n, 1)), out(comm, true, Values(n, 0));
-    Signal signal{out.data()};
-    Call call(kTimeout, rank == 0 ? Hooks{Signal::begin, Signal::strike, &signal} : Hooks{});
+    Signal signal{out.data(), is_waiting};
+    Call call(kTimeout, rank == 0 ? Hooks{Signal::begin, Signal::strike, &signal}
+                                  : Hooks{nullptr, Signal::note_wait, &is_waiting});
     const ErrorCode code = code_of([&] { comm.run(call, make(Op::allreduce, n, x.data(), out.data())); });
     CHECK(code == ErrorCode::interrupted);
     CHECK(rank == 1 || out[n / 2 - 1] == 0);
