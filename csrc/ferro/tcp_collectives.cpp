@@ -1,7 +1,6 @@
 #include "ferro/tcp_collectives.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 
 #include "ferro/fingerprint.hpp"
@@ -366,7 +365,7 @@ void TcpCollectives::all_gather(Call& call, const Collective& collective) {
 void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) {
   const std::size_t nbytes = collective.nbytes();
   char* const blocks = scratch_.reserve(nbytes * size());
-  std::memcpy(blocks, mutable_bytes(collective.out) + index() * nbytes, nbytes);
+  copy_in_passes(call, blocks, mutable_bytes(collective.out) + index() * nbytes, nbytes);
   for (int have = 1; have < size(); have *= 2) {
     const int num_moved = std::min(have, size() - have);
     const std::size_t moved_nbytes = nbytes * num_moved;
@@ -377,7 +376,7 @@ void TcpCollectives::all_gather_bruck(Call& call, const Collective& collective) 
   }
   for (int i = 0; i < size(); ++i) {
     const int source = (index() + i) % size();
-    std::memcpy(mutable_bytes(collective.out) + source * nbytes, blocks + i * nbytes, nbytes);
+    copy_in_passes(call, mutable_bytes(collective.out) + source * nbytes, blocks + i * nbytes, nbytes);
   }
 }
 

@@ -71,6 +71,14 @@ void every_algorithm_gives_the_same_sums() {
     });
 }
 
+// So many ranks that it goes in doubling steps.
+void empty_arrays_of_many_ranks_need_no_memory() {
+  constexpr int kSize = 24;
+  Transports group = make_group(kSize);
+  on_each_rank(kSize,
+               [&](int rank) { run(*group[rank], make(Op::all_gather, DType::int32, 0, nullptr, nullptr)); });
+}
+
 // Played without a network: each rank holds the list of those whose input it has.
 void doubling_gives_every_rank_all_inputs_in_order() {
   for (int size = 1; size <= 40; ++size) {
@@ -883,6 +891,7 @@ void a_channel_asks_the_mesh_for_the_culprit() {
 int main() {
   all_collectives_match_a_loop();
   every_algorithm_gives_the_same_sums();
+  empty_arrays_of_many_ranks_need_no_memory();
   doubling_gives_every_rank_all_inputs_in_order();
   short_floats_are_rounded_once();
   mean_divides_by_the_number_of_ranks();
