@@ -142,9 +142,6 @@ std::vector<int> Communicator::lost_ranks() {
 
 void Communicator::begin_close() noexcept {
   if (is_closed_.exchange(true, std::memory_order_acq_rel)) return;
-  // Work that has not begun counts, too: whether it has is a matter of chance, and must make no
-  // difference to the peers.
-  const bool had_collectives = collective_queue_.stop(), had_messages = message_queue_.stop();
   const std::shared_ptr<Messenger> messenger = share(parts_.messenger);
   if (messenger == nullptr) return;  // another thread has closed the group by now
   const bool is_collective_idle = collective_gate_.try_enter();
@@ -152,8 +149,12 @@ void Communicator::begin_close() noexcept {
   // Calls that sleep have left the gate, but what they posted is still there.
   const bool is_message_idle = has_entered_messages && messenger->is_idle();
   // From here on every call under way fails soon, and leaves its gate.
-  if (!is_collective_idle || !is_message_idle || had_collectives || had_messages)
-    end(ErrorCode::channel_closed, rank_);
+  if (!is_collective_idle || !is_message_idle) end(ErrorCode::channel_closed, rank_);
+  // Not before: the queues' threads then give arrays back that a peer reads until it is told of the end. Work
+  // that has not begun counts, too: whether it has is a matter of chance, and must make no difference to
+  // the peers.
+  const bool had_collectives = collective_queue_.stop(), had_messages = message_queue_.stop();
+  if (had_collectives || had_messages) end(ErrorCode::channel_closed, rank_);
   if (is_collective_idle) collective_gate_.leave();
   if (has_entered_messages) message_gate_->leave();
 }
