@@ -25,10 +25,12 @@ import pytest
 from ferro_dist import arguments
 from ferro_dist._launch import command_line, ports
 from ferro_dist._launch.command_line import LaunchError, Options, parse, usable_cores
+from ferro_dist._launch.kernel import prctl
 from ferro_dist._launch.output import LINE_NBYTES, Stream
 from ferro_dist._launch.plan import Rendezvous, describe, plan
 
 DEADLINE_S = 60.0
+PR_CAPBSET_DROP, CAP_KILL = 24, 5
 FERRORUN = [sys.executable, "-m", "ferro_dist.launch"]
 
 # What the scripts of the tests begin with.
@@ -1160,6 +1162,27 @@ wait_for_ever()
     assert job.sorted_reports(2) == ["ready", "ready"]
     job.process.send_signal(signum)
     assert job.sorted_reports(2) == [f"got {int(signum)}"] * 2
+    assert job.finish() == (0, "", "")
+
+
+def lose_the_right_to_signal_others() -> None:
+    prctl(PR_CAPBSET_DROP, CAP_KILL)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may change the user of a rank")
+def test_a_rank_that_may_not_be_signalled_keeps_no_signal_from_the_others(launch: Launch) -> None:
+    script = """
+if rank == 0:
+    os.setuid(65534)
+signal.signal(signal.SIGTERM, lambda *_: report("told"))
+report("ready")
+wait_for_order()
+"""
+    job = launch(script, "-n2", preexec_fn=lose_the_right_to_signal_others)
+    assert job.sorted_reports(2) == ["ready"] * 2
+    job.process.terminate()
+    assert job.report() == "told"
+    job.order()
     assert job.finish() == (0, "", "")
 
 

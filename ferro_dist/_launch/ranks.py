@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -44,13 +45,12 @@ class Rank:
 
     def signal(self, signum: int) -> None:
         """Send a signal to the rank and to what it started in its process group."""
-        try:
+        # A rank that runs as another user cannot be signalled; the job's deadline reports it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if self.has_group:
                 os.killpg(self.pid, signum)
             else:
                 os.kill(self.pid, signum)
-        except ProcessLookupError:
-            pass
 
     def has_lost_another(self) -> bool:
         """Whether its last exception, on standard error, says that another rank has ended."""
