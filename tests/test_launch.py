@@ -928,6 +928,24 @@ def test_a_prompt_is_shown_and_answered_on_a_terminal(terminal: Callable[..., Te
     assert one.job.process.wait(DEADLINE_S) == 0
 
 
+@pytest.mark.parametrize("busy_rank", [0, 1])
+def test_an_unfinished_line_is_shown_however_much_else_is_written(
+    terminal: Callable[..., Terminal], busy_rank: int
+) -> None:
+    script = f"""
+orders = int(os.environ["ORDERS_FD"])
+if rank == 0:
+    print("name? ", end="", flush=True)
+while orders not in select.select([orders], [], [], 0.01)[0]:
+    if rank == {busy_rank}:
+        print("\\rbusy", end="\\n" * rank, flush=True)
+"""
+    one = terminal(script, "-n2", NO_COLOR="1")
+    one.expect(b"[0] name? ")
+    one.job.order()
+    assert one.job.process.wait(DEADLINE_S) == 0
+
+
 def test_an_unfinished_line_is_not_mixed_with_anothers(terminal: Callable[..., Terminal]) -> None:
     script = """
 if rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections import deque
 
 from ferro_dist._launch.command_line import LaunchError
@@ -73,6 +74,7 @@ class Stream:
         self.rank = rank
         self.log = log
         self.tail = b""  # the latest of it
+        self.partial_since = 0.0  # when the unfinished line began to come, if there is one
         self._partial: list[bytes] = []
         self._partial_nbytes = 0
 
@@ -93,6 +95,8 @@ class Stream:
         end = data.rfind(b"\n") + 1
         lines = self._pop_partial() + data[:end] if end else b""
         if end < len(data):
+            if not self._partial:
+                self.partial_since = time.monotonic()
             self._partial.append(data[end:])
             self._partial_nbytes += len(data) - end
         if self._partial_nbytes > LINE_NBYTES:

@@ -183,8 +183,7 @@ class Job:
         ready = self._wait()
         for fd in [fd for fd in self._streams if fd in ready]:
             self._read(self._streams[fd])
-        if not ready:
-            self._show_partial_lines()
+        self._show_partial_lines()
         if self._control in ready:
             self._obey()
         if self._wakeup in ready:
@@ -208,10 +207,14 @@ class Job:
         return {fd for fd, _ in poller.poll(self._timeout_ms())}
 
     def _timeout_ms(self) -> float | None:
-        timeouts = [] if self._deadline is None else [self._deadline - time.monotonic()]
-        if any(self._waits_to_be_shown(stream) for stream in self._streams.values()):
-            timeouts.append(PARTIAL_LINE_S)
-        return max(0.0, min(timeouts) * 1e3) if timeouts else None
+        due = [
+            stream.partial_since + PARTIAL_LINE_S
+            for stream in self._streams.values()
+            if self._waits_to_be_shown(stream)
+        ]
+        if self._deadline is not None:
+            due.append(self._deadline)
+        return max(0.0, min(due) - time.monotonic()) * 1e3 if due else None
 
     # Output.
 
@@ -243,8 +246,10 @@ class Job:
         return stream.has_partial and self._output.shows_partial_lines(stream)
 
     def _show_partial_lines(self) -> None:
+        # Each in its own time: other output may never pause for so long.
+        begun_by = time.monotonic() - PARTIAL_LINE_S
         for stream in self._streams.values():
-            if self._waits_to_be_shown(stream):
+            if self._waits_to_be_shown(stream) and stream.partial_since <= begun_by:
                 self._emit(stream, stream.take_partial())
 
     def _lose_output(self, error: OSError) -> None:
