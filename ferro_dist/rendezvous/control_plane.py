@@ -452,7 +452,7 @@ class Participant(Exchange):
         where = " or ".join(address.text for address in self._addresses)
         tried = "; ".join(f"{d.target}: {d.describe_failure()}" for d in self._diallers)
         message = f"rendezvous: rank {self.rank} could not reach rank 0 at {where} "
-        answered = [d for d in self._diallers if d.has_been_accepted or d.mismatch]
+        answered = [d for d in self._diallers if d.has_been_answered or d.mismatch]
         facts: dict[str, Any] = {"op": "init", "rank": self.rank, "peer": 0}
         if answered:
             waited = "" if time.monotonic() < self.deadline.at else f"{self.deadline} "

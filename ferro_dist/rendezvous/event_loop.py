@@ -401,7 +401,7 @@ class Dialler:
         on_failed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.target = target
-        self.has_been_accepted = False
+        self.has_been_answered = False
         self.last_error: Exception | None = None
         self.mismatch: AuthenticationFailed | None = None
         self._loop = loop
@@ -473,12 +473,12 @@ class Dialler:
         self._on_connected(sock)
 
     def _fail(self, error: Exception) -> None:
-        has_answered = self._stream is not None
+        # A port may be open, as ferrorun's is from the beginning, long before rank 0 comes.
+        self.has_been_answered = self._stream is not None and not isinstance(error, TimeoutError)
         self.close()
         self.last_error = error
         if isinstance(error, AuthenticationFailed):
             self.mismatch = error
-        self.has_been_accepted = has_answered
         waited = time.monotonic() - self._started_at
         pause = min(MAX_PAUSE_S, max(FIRST_PAUSE_S, waited * PAUSE_GROWTH))
         self._timer = self._loop.call_at(time.monotonic() + pause, self.dial)

@@ -515,6 +515,16 @@ def test_an_absent_rank_0_is_named_with_its_address() -> None:
     assert time.monotonic() - start < SOON_S
 
 
+def test_a_rank_0_whose_port_is_open_before_it_comes_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_loop, "HANDSHAKE_S", SHORT_S / 8)
+    listener, addr = local_listener()
+    with listener, pytest.raises(Timeout, match="Check that rank 0 runs") as error:
+        join(1, 2, addr, timeout=SHORT_S)
+    assert error.value.missing == (0,)
+
+
 def test_an_unreachable_host() -> None:
     # TEST-NET-1 is never assigned: no route, or nobody answers.
     start = time.monotonic()
