@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ferro_dist.errors import DistributedError
 from ferro_dist.rendezvous.address import Target
@@ -66,6 +66,7 @@ class Roll:
         self._rank = rank
         self._world_size = world_size
         self._sockets: dict[int, socket.socket] = {}
+        self._reporting: set[Stream] = set()  # of ranks that have not said everything yet
 
     @property
     def present(self) -> frozenset[int]:
@@ -82,9 +83,10 @@ class Roll:
             self._loop,
             sock,
             _read_report(self._world_size),
-            lambda sock, said: self._keep(claim.rank, sock, *said),
-            lambda error: None,
+            lambda sock, said: self._keep(stream, claim.rank, *said),
+            lambda error: self._reporting.remove(stream),
         )
+        self._reporting.add(stream)
         stream.start()
 
     def release(self, rank: int) -> socket.socket:
@@ -93,16 +95,25 @@ class Roll:
         self._loop.unwatch(sock)
         return sock
 
-    def dismiss(self, ranks: Iterable[int], error: DistributedError) -> None:
-        """Tell ranks why they cannot go on."""
+    def dismiss_all_but(self, members: Collection[int], error: DistributedError) -> None:
+        """Tell the others why they cannot go on.
+
+        Those too whose report is still to come: a rank whose connection just ended would take the
+        coordinator for lost, and might go on by itself.
+        """
         frame = encode_frame(FrameKind.FAILURE, encode_error(error))
-        for rank in ranks:
-            with self.release(rank) as sock, contextlib.suppress(OSError):
+        late = [stream.socket for stream in self._reporting]
+        for sock in late:
+            self._loop.unwatch(sock)
+        for sock in [*late, *map(self.release, self.present - frozenset(members))]:
+            with sock, contextlib.suppress(OSError):
                 sock.send(frame)
 
     def _keep(
-        self, rank: int, sock: socket.socket, lost: frozenset[int], former: frozenset[int]
+        self, stream: Stream, rank: int, lost: frozenset[int], former: frozenset[int]
     ) -> None:
+        self._reporting.remove(stream)
+        sock = stream.socket
         if rank in self._sockets:  # it has lost the connection before
             self._loop.discard(self._sockets.pop(rank))
         self._sockets[rank] = sock

@@ -291,11 +291,11 @@ class _Succession(Generic[Group]):
             self._await(loop, lambda: self._is_complete(roll), self._patience_ends_at())
             members = self._decide(roll)
         except DistributedError as error:
-            roll.dismiss(roll.present, error)
+            roll.dismiss_all_but((), error)
             raise
         finally:
             acceptor.close()
-        roll.dismiss(roll.present - members, _left_out(self._rank, self._rank))
+        roll.dismiss_all_but(members, _left_out(self._rank, self._rank))
         if len(members) == 1:
             return None
         claim = Claim(Role.CONTROL, 0, len(members), self._group_id)

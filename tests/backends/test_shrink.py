@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +20,9 @@ from leaks import nothing_is_left
 from namespaces import Host, cabled_hosts
 
 import ferro_dist as fd
+from ferro_dist.rendezvous.address import derived_unix_addr, parse_addresses, resolve
+from ferro_dist.rendezvous.authentication import Claim, Role, group_digest, introduce
+from ferro_dist.rendezvous.event_loop import Dialler, EventLoop
 from ferro_dist.testing import RankDeath, run_ranks
 
 TRANSPORTS = ("host", "tcp")
@@ -278,6 +284,39 @@ def test_of_two_ranks_without_shared_memory_the_lower_goes_on(victim: int) -> No
     else:
         assert outcomes[0] == ((0,), 0, [1.0, 0.0])
         assert late.kind == "Timeout", late
+
+
+def come_without_a_report(backend: fd.HostBackend) -> Any:
+    """Be a rank that stops right after it has proved itself to the coordinator."""
+    if backend.rank == 0:
+        with backend.shrink(SHORT_S) as group:
+            return group.survivors
+    wiring = backend._wiring
+    key = ("succession", wiring.group_id.hex())
+    (address,) = parse_addresses(derived_unix_addr(*key, 0))
+    (target,) = resolve(address, wiring.token, math.inf)
+    claim = Claim(Role.CONTROL, backend.rank, backend.world_size, group_digest(*key))
+    connected: list[socket.socket] = []
+    with contextlib.closing(EventLoop()) as loop:
+        Dialler(
+            loop,
+            target,
+            lambda commit: introduce(wiring.token, claim, 0, commit),
+            connected.append,
+        ).dial()
+        assert loop.run_until(lambda: bool(connected), time.monotonic() + PATIENCE_S)
+    with connected[0] as sock:
+        sock.settimeout(PATIENCE_S)
+        with sock.makefile("rb") as file:
+            return file.read()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_has_not_said_everything_is_told_that_it_is_left_out(transport: str) -> None:
+    """It would take the coordinator for lost, and of two ranks each would go on alone."""
+    survivors, answer = run_ranks(2, come_without_a_report, backend=transport)
+    assert survivors == (0,)
+    assert b"left out" in answer
 
 
 def shrink_alone(backend: fd.Backend) -> None:
