@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,11 @@ from ferro_dist._native.host import Communicator, create_segment
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.engine import EngineBackend, peer_reads
-from ferro_dist.errors import DistributedError, Timeout
+from ferro_dist.rendezvous.connection import in_numbers_of_parent
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring
 
-__all__ = ["HostBackend", "TcpBackend", "put_in_numbers_of_parent"]
+__all__ = ["HostBackend", "TcpBackend"]
 
 
 class HostBackend(EngineBackend):
@@ -154,7 +154,7 @@ class HostBackend(EngineBackend):
                 if len(chosen) > 1:
                     rendezvous.stand_by(lambda: gather(b""))
                 return None
-            with _in_numbers_of_parent(chosen, self.rank):
+            with in_numbers_of_parent(chosen, self.rank):
                 return rendezvous.connect_through(
                     gather,
                     chosen.index(self.rank),
@@ -243,26 +243,6 @@ class HostBackend(EngineBackend):
                 ops += [P2POp("send", own, member), P2POp("recv", outs[index], member)]
         self.batch(ops, False, deadline.remaining_s, 0)
         return outs
-
-
-@contextlib.contextmanager
-def _in_numbers_of_parent(members: Sequence[int], rank: int) -> Iterator[None]:
-    """Let errors of `members` that connect to each other name ranks of the group they are from."""
-    try:
-        yield
-    except DistributedError as error:
-        if error.op == "init":  # else from a collective of that group
-            put_in_numbers_of_parent(error, members, rank)
-        raise
-
-
-def put_in_numbers_of_parent(error: DistributedError, members: Sequence[int], rank: int) -> None:
-    """Let an error among `members` name ranks of the group they are from, where this is `rank`."""
-    error.args = (f"{error}\nRanks 0, 1, ... of the new group are {list(members)} of this one.",)
-    error.rank = rank
-    error.peer = None if error.peer is None else members[error.peer]
-    if isinstance(error, Timeout):
-        error.missing = tuple(members[missing] for missing in error.missing)
 
 
 class TcpBackend(HostBackend):

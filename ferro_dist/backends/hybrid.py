@@ -12,7 +12,7 @@ import numpy as np
 from ferro_dist import arguments, interop
 from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.backends.base import Array, Backend, P2POp
-from ferro_dist.backends.host import HostBackend, put_in_numbers_of_parent
+from ferro_dist.backends.host import HostBackend
 from ferro_dist.backends.nccl import END_GRACE_S, NcclBackend, get_unique_id
 from ferro_dist.backends.nccl_attendance import share_attendance
 from ferro_dist.errors import (
@@ -21,6 +21,7 @@ from ferro_dist.errors import (
     DistributedError,
     PeerLostError,
 )
+from ferro_dist.rendezvous.connection import put_in_numbers_of_parent
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import JointWork, Work
 

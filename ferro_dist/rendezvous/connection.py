@@ -189,6 +189,26 @@ def system_errors(rank: int) -> Iterator[None]:
         raise Io(f"rendezvous: rank {rank} failed: {error}", op="init", rank=rank) from error
 
 
+@contextlib.contextmanager
+def in_numbers_of_parent(members: Sequence[int], rank: int) -> Iterator[None]:
+    """Let errors of `members` that connect to each other name ranks of the group they are from."""
+    try:
+        yield
+    except DistributedError as error:
+        if error.op == "init":  # else from a collective of that group
+            put_in_numbers_of_parent(error, members, rank)
+        raise
+
+
+def put_in_numbers_of_parent(error: DistributedError, members: Sequence[int], rank: int) -> None:
+    """Let an error among `members` name ranks of the group they are from, where this is `rank`."""
+    error.args = (f"{error}\nRanks 0, 1, ... of the new group are {list(members)} of this one.",)
+    error.rank = rank
+    error.peer = None if error.peer is None else members[error.peer]
+    if isinstance(error, Timeout):
+        error.missing = tuple(members[missing] for missing in error.missing)
+
+
 def world_of_one() -> Wiring:
     return Wiring(0, 1, ((0,),), num_cores=count_own(), addresses=("127.0.0.1",))
 

@@ -50,6 +50,7 @@ from ferro_dist.rendezvous.address import (
 from ferro_dist.rendezvous.authentication import Claim, Role, group_digest
 from ferro_dist.rendezvous.connection import (
     KnownPlace,
+    in_numbers_of_parent,
     system_errors,
     try_to_listen,
     world_of_one,
@@ -195,21 +196,21 @@ class _Succession(Generic[Group]):
                 try:
                     return members, self._wire(exchange, members)
                 except PeerLostError as error:
-                    self._begin_again(error, members)
+                    self._begin_again(error)
                 except Timeout as error:
-                    missing = [members[rank] for rank in error.missing]
-                    raise self._timeout(missing, have_come=True) from error
+                    raise self._timeout(error.missing, have_come=True) from error
 
     def _wire(self, exchange: Exchange, members: tuple[int, ...]) -> Group:
         place = KnownPlace([self._parent.addresses[member] for member in members])
-        return wire(exchange, self._parent.token, self._create_segment, place, self._adopt)
+        with in_numbers_of_parent(members, self._rank):
+            return wire(exchange, self._parent.token, self._create_segment, place, self._adopt)
 
-    def _begin_again(self, error: PeerLostError, members: tuple[int, ...]) -> None:
-        if error.peer is None or members[error.peer] == self._rank:
+    def _begin_again(self, error: PeerLostError) -> None:
+        if error.peer is None or error.peer == self._rank:
             raise error
-        self._lost.add(members[error.peer])
+        self._lost.add(error.peer)
         if time.monotonic() >= self._deadline.at:
-            raise self._timeout([members[error.peer]]) from error
+            raise self._timeout([error.peer]) from error
 
     # What is known about the others
 
@@ -218,7 +219,7 @@ class _Succession(Generic[Group]):
 
         Raises LockPoisoned if that one has left this rank out.
         """
-        word = _Word.unpack(self._predecessor.succession())
+        word = self._word()
         lost = self._predecessor.lost_ranks()
         self._learn_lost(lost)
         if word.decider in (-1, self._rank, self._decider):
@@ -227,7 +228,7 @@ class _Succession(Generic[Group]):
         # may be a member, too: the one that knows will say so.
         if word.decider in lost and (self._may_be_member or not word.is_accepted):
             return word
-        raise _left_out(self._rank, word.decider)
+        raise _left_out(word.decider)
 
     @property
     def _may_be_member(self) -> bool:
@@ -295,7 +296,7 @@ class _Succession(Generic[Group]):
             raise
         finally:
             acceptor.close()
-        roll.dismiss_all_but(members, _left_out(self._rank, self._rank))
+        roll.dismiss_all_but(members, _left_out(self._rank))
         if len(members) == 1:
             return None
         claim = Claim(Role.CONTROL, 0, len(members), self._group_id)
@@ -310,7 +311,7 @@ class _Succession(Generic[Group]):
         self._learn_lost(roll.lost)
         for candidates in roll.former_decisions:
             if self._rank not in candidates:
-                raise _left_out(self._rank, min(candidates))
+                raise _left_out(min(candidates))
             self._candidates &= candidates
             self._is_member = True
         self._look()
@@ -327,7 +328,7 @@ class _Succession(Generic[Group]):
         # Nobody else will ever hear of the decision of a rank that goes on alone.
         own = _Word(self._rank, is_accepted=len(members) == 1)
         if (is_bound and not self._is_member) or not self._advance(former, own):
-            raise _left_out(self._rank, former.decider)
+            raise _left_out(self._word().decider)
         self._candidates, self._is_member, self._decider = members, True, self._rank
         return members
 
@@ -396,10 +397,13 @@ class _Succession(Generic[Group]):
         accepted = _Word(leader, is_accepted=True)
         if self._parent.spans_memories:
             # A majority is in force anyway; this tells ranks of this host that come too late.
-            self._advance(_Word.unpack(self._predecessor.succession()), accepted)
+            self._advance(self._word(), accepted)
             return True
         is_first = self._advance(_Word(leader), accepted)
-        return is_first or self._predecessor.succession() == accepted.pack()
+        return is_first or self._word() == accepted
+
+    def _word(self) -> _Word:
+        return _Word.unpack(self._predecessor.succession())
 
     def _advance(self, before: _Word, after: _Word) -> bool:
         return self._predecessor.advance_succession(before.pack(), after.pack())
@@ -451,10 +455,9 @@ class _Succession(Generic[Group]):
         )
 
 
-def _left_out(rank: int, decider: int) -> LockPoisoned:
-    who = "this rank" if decider == rank else f"rank {decider}"
+def _left_out(decider: int) -> LockPoisoned:
     return LockPoisoned(
-        f"shrink: this rank was left out. When {who} decided which ranks go on, it had not come "
-        "yet.\nMake a new group, or call shrink() with a larger timeout on every rank.",
+        f"shrink: this rank was left out. When rank {decider} decided which ranks go on, it had "
+        "not come yet.\nMake a new group, or call shrink() with a larger timeout on every rank.",
         peer=decider,
     )

@@ -286,6 +286,26 @@ def test_of_two_ranks_without_shared_memory_the_lower_goes_on(victim: int) -> No
         assert late.kind == "Timeout", late
 
 
+def fail_after_a_death(backend: fd.HostBackend, victim: int, culprit: int) -> Told:
+    die_among(backend, [victim])
+    if backend.rank == culprit:
+
+        def fail(wiring: Any) -> fd.HostBackend:
+            raise OSError("the disk is on fire")
+
+        backend._new_from = fail  # type: ignore[method-assign]
+    return error_of(lambda: backend.shrink(PATIENCE_S))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failing_survivor_is_named_by_its_rank_in_the_old_group(transport: str) -> None:
+    _, first, second, third = run_ranks(4, fail_after_a_death, 0, 2, backend=transport, may_die=[0])
+    assert "rank 2 failed" in second.message, second
+    for error in (first, third):
+        assert (error.kind, error.op, error.peer) == ("Io", "shrink", 2), error
+        assert "Ranks 0, 1, ... of the new group are [1, 2, 3] of this one." in error.message
+
+
 def come_without_a_report(backend: fd.HostBackend) -> Any:
     """Be a rank that stops right after it has proved itself to the coordinator."""
     if backend.rank == 0:
@@ -316,7 +336,7 @@ def test_a_rank_that_has_not_said_everything_is_told_that_it_is_left_out(transpo
     """It would take the coordinator for lost, and of two ranks each would go on alone."""
     survivors, answer = run_ranks(2, come_without_a_report, backend=transport)
     assert survivors == (0,)
-    assert b"left out" in answer
+    assert b"left out. When rank 0 decided" in answer
 
 
 def shrink_alone(backend: fd.Backend) -> None:
