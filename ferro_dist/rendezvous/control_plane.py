@@ -387,20 +387,20 @@ class Participant(Exchange):
         dialler = Dialler(
             self.loop,
             target,
-            lambda commit: introduce(
-                self._token, self._claim, 0, lambda: self._choose(dialler, commit)
+            lambda be_patient: introduce(
+                self._token, self._claim, 0, lambda: self._choose(dialler, be_patient)
             ),
             lambda sock: self.adopt(sock),
             lambda error: self._on_failed(dialler, error),
         )
         return dialler
 
-    def _choose(self, dialler: Dialler, commit: Callable[[], None]) -> None:
+    def _choose(self, dialler: Dialler, be_patient: Callable[[], None]) -> None:
         # A listener on every interface answers at several addresses: one of them is enough.
         if self._winner is not None:
             raise ProtocolError("rank 0 has answered at another of its addresses")
         self._winner = dialler
-        commit()
+        be_patient()
 
     def _on_failed(self, dialler: Dialler, error: Exception) -> None:
         if dialler is self._winner:

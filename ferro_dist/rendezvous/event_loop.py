@@ -459,16 +459,20 @@ class Dialler:
             self._fail(ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens"))
         else:
             self._stream = Stream(
-                self._loop, self._socket, self._conversation(self._commit), self._finish, self._fail
+                self._loop,
+                self._socket,
+                self._conversation(self._be_patient),
+                self._finish,
+                self._fail,
             )
             self._stream.start()
 
-    def _commit(self) -> None:
+    def _be_patient(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     def _finish(self, sock: socket.socket, _: Any) -> None:
-        self._commit()
+        self._be_patient()
         self._timer = self._stream = self._socket = None
         self._on_connected(sock)
 

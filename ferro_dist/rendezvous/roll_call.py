@@ -166,7 +166,7 @@ class Answer:
             dialler = Dialler(
                 self._loop,
                 target,
-                lambda commit: introduce(token, claim, leader, commit),
+                lambda be_patient: introduce(token, claim, leader, be_patient),
                 self._on_connected,
             )
             self._diallers.append(dialler)

@@ -348,8 +348,8 @@ class _Wirer:
     ) -> contextlib.AbstractContextManager[Dialler]:
         claim = Claim(role, self._rank, self._exchange.world_size, self._group_id)
 
-        def conversation(commit: Callable[[], None]) -> Conversation:
-            return introduce(self._token, claim, peer, commit)
+        def conversation(be_patient: Callable[[], None]) -> Conversation:
+            return introduce(self._token, claim, peer, be_patient)
 
         dialler = Dialler(self._loop, target, conversation, on_connected)
         dialler.dial()

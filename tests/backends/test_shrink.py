@@ -321,7 +321,7 @@ def come_without_a_report(backend: fd.HostBackend) -> Any:
         Dialler(
             loop,
             target,
-            lambda commit: introduce(wiring.token, claim, 0, commit),
+            lambda be_patient: introduce(wiring.token, claim, 0, be_patient),
             connected.append,
         ).dial()
         assert loop.run_until(lambda: bool(connected), time.monotonic() + PATIENCE_S)

@@ -909,7 +909,7 @@ def test_a_rank_whose_turn_comes_late_is_let_in(monkeypatch: pytest.MonkeyPatch)
         dialler = event_loop.Dialler(
             loop,
             target_of(host, int(port)),
-            lambda commit: authentication.introduce(TOKEN, claim, 0, commit),
+            lambda be_patient: authentication.introduce(TOKEN, claim, 0, be_patient),
             connected.append,
         )
         dialler.dial()
