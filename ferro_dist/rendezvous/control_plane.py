@@ -322,7 +322,7 @@ class Participant(Exchange):
         self._stream: Stream | None = None
         self._diallers: list[Dialler] = []
         self._winner: Dialler | None = None
-        self._first_mismatch_at: float | None = None
+        self._first_unauthenticated_at: float | None = None
         self._parts: deque[list[bytes]] = deque()
         self._failure: DistributedError | None = None
         self._is_committing = False
@@ -408,8 +408,8 @@ class Participant(Exchange):
         if not isinstance(error, AuthenticationFailed):
             return
         now = time.monotonic()
-        self._first_mismatch_at = self._first_mismatch_at or now
-        is_lasting = now - self._first_mismatch_at >= AUTHENTICATION_GRACE_S
+        self._first_unauthenticated_at = self._first_unauthenticated_at or now
+        is_lasting = now - self._first_unauthenticated_at >= AUTHENTICATION_GRACE_S
         if is_lasting and len(self._addresses) == 1:
             self._raise_unreached()
 
@@ -452,7 +452,7 @@ class Participant(Exchange):
         where = " or ".join(address.text for address in self._addresses)
         tried = "; ".join(f"{d.target}: {d.describe_failure()}" for d in self._diallers)
         message = f"rendezvous: rank {self.rank} could not reach rank 0 at {where} "
-        answered = [d for d in self._diallers if d.has_been_answered or d.mismatch]
+        answered = [d for d in self._diallers if d.has_been_answered or d.authentication_failure]
         facts: dict[str, Any] = {"op": "init", "rank": self.rank, "peer": 0}
         if answered:
             waited = "" if time.monotonic() < self.deadline.at else f"{self.deadline} "

@@ -403,7 +403,7 @@ class Dialler:
         self.target = target
         self.has_been_answered = False
         self.last_error: Exception | None = None
-        self.mismatch: AuthenticationFailed | None = None
+        self.authentication_failure: AuthenticationFailed | None = None
         self._loop = loop
         self._conversation = conversation
         self._on_connected = on_connected
@@ -446,9 +446,9 @@ class Dialler:
     def describe_failure(self) -> str:
         """Say how the last attempt failed."""
         text = describe_error(self.last_error) if self.last_error else "no answer"
-        if self.mismatch is None or self.mismatch is self.last_error:
+        if self.authentication_failure is None or self.authentication_failure is self.last_error:
             return text
-        return f"{text}; before that, {describe_error(self.mismatch)}"
+        return f"{text}; before that, {describe_error(self.authentication_failure)}"
 
     def _on_reached(self) -> None:
         assert self._socket is not None
@@ -482,7 +482,7 @@ class Dialler:
         self.close()
         self.last_error = error
         if isinstance(error, AuthenticationFailed):
-            self.mismatch = error
+            self.authentication_failure = error
         waited = time.monotonic() - self._started_at
         pause = min(MAX_PAUSE_S, max(FIRST_PAUSE_S, waited * PAUSE_GROWTH))
         self._timer = self._loop.call_at(time.monotonic() + pause, self.dial)
