@@ -133,7 +133,7 @@ class Coordinator(Exchange):
     Parameters
     ----------
     listener : socket or None
-        Owned from here on. None if the ranks are given to `adopt`.
+        Owned from here on. None if the ranks are given to `take`.
     claim : Claim
         Rank 0's own; the others must claim the same world size and group.
     """
@@ -159,7 +159,7 @@ class Coordinator(Exchange):
                 loop, listener, token, 0, claim.group_id, self._on_accepted, claim.world_size
             )
 
-    def adopt(self, rank: int, sock: socket.socket, greeting: bytes) -> None:
+    def take(self, rank: int, sock: socket.socket, greeting: bytes) -> None:
         """Take the connection of a rank that has proved itself already, and greet it."""
         stream = self._stream_of(rank, sock)
         self._streams[rank] = stream
@@ -350,7 +350,7 @@ class Participant(Exchange):
         if not self.loop.run_until(lambda: self._stream is not None, self.deadline.at):
             self._raise_unreached()
 
-    def adopt(self, sock: socket.socket) -> None:
+    def take(self, sock: socket.socket) -> None:
         """Take a connection to rank 0, where each has proved itself to the other."""
         for dialler in self._diallers:
             dialler.close()
@@ -390,7 +390,7 @@ class Participant(Exchange):
             lambda be_patient: introduce(
                 self._token, self._claim, 0, lambda: self._choose(dialler, be_patient)
             ),
-            lambda sock: self.adopt(sock),
+            self.take,
             lambda error: self._on_failed(dialler, error),
         )
         return dialler

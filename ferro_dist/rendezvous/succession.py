@@ -304,7 +304,7 @@ class _Succession(Generic[Group]):
         decision = encode_members(members, self._parent.world_size)
         for new_rank, member in enumerate(sorted(members)):
             if member != rank:
-                exchange.adopt(new_rank, roll.release(member), decision)
+                exchange.take(new_rank, roll.release(member), decision)
         return exchange
 
     def _is_complete(self, roll: Roll) -> bool:
@@ -389,7 +389,7 @@ class _Succession(Generic[Group]):
         new_rank = sorted(members).index(self._rank)
         claim = Claim(Role.CONTROL, new_rank, len(members), self._group_id)
         exchange = Participant(loop, (), self._parent.token, claim, self._deadline)
-        exchange.adopt(answer.socket)
+        exchange.take(answer.socket)
         return exchange
 
     def _is_in_force(self, leader: int) -> bool:
