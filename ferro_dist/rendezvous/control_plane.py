@@ -196,19 +196,19 @@ class Coordinator(Exchange):
     def fail(self, error: BaseException) -> None:
         self._is_over = True
         self._verdict = as_distributed(error, 0)
-        streams = [*self._streams.values(), *self._outcasts]
-        farewell(self.loop, [stream for stream in streams if stream.is_open], self._verdict)
+        self._tell_all(self._verdict)
         if isinstance(error, Exception) and not isinstance(error, Timeout):
-            self._tell_latecomers()
+            self._let_in_latecomers()
+            self._tell_all(self._verdict)
 
-    def _tell_latecomers(self) -> None:
-        """Let ranks in for another moment: they would wait for a rank 0 that is gone."""
+    def _tell_all(self, verdict: DistributedError) -> None:
+        farewell(self.loop, [*self._streams.values(), *self._outcasts], verdict)
+
+    def _let_in_latecomers(self) -> None:
+        """Give them another moment: they would wait for a rank 0 that is gone."""
         until = time.monotonic() + LATECOMERS_S
         with contextlib.suppress(Exception):
             self.loop.run_until(lambda: len(self._streams) == self.world_size - 1, until)
-        late = [s for s in (*self._streams.values(), *self._outcasts) if s.is_open]
-        assert self._verdict is not None
-        farewell(self.loop, late, self._verdict)
 
     def _missing(self) -> list[int]:
         return [rank for rank, parts in self._parts.items() if not parts]
@@ -380,7 +380,7 @@ class Participant(Exchange):
     def fail(self, error: BaseException) -> None:
         was_told = error is self._failure
         self._is_over = True
-        if self._stream is not None and self._stream.is_open and not was_told:
+        if self._stream is not None and not was_told:
             farewell(self.loop, [self._stream], as_distributed(error, self.rank))
 
     def _dialler(self, target: Target) -> Dialler:
@@ -487,15 +487,16 @@ def as_distributed(error: BaseException, rank: int) -> DistributedError:
 def farewell(loop: EventLoop, streams: Sequence[Stream], error: DistributedError) -> None:
     """Send an error, and wait a little until it has been read: closing at once could lose it."""
     frame = encode_frame(FrameKind.FAILURE, encode_error(error))
+    listening = [stream for stream in streams if stream.is_open]
     with contextlib.suppress(Exception):
-        for stream in streams:
+        for stream in listening:
             stream.write(frame)
         until = time.monotonic() + FAREWELL_S
-        loop.run_until(lambda: all(s.is_flushed or not s.is_open for s in streams), until)
-        for stream in streams:
+        loop.run_until(lambda: all(s.is_flushed or not s.is_open for s in listening), until)
+        for stream in listening:
             if stream.is_open:
                 stream.socket.shutdown(socket.SHUT_WR)
-        loop.run_until(lambda: not any(stream.is_open for stream in streams), until)
+        loop.run_until(lambda: not any(stream.is_open for stream in listening), until)
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
