@@ -62,18 +62,11 @@ class Placement:
         if self.rank > 0 or self.listen_fd is None or self.addr is None:
             return None
         with contextlib.suppress(OSError):
-            sock = _socket_at(os.dup(self.listen_fd))
-            if self._is_own(sock):
-                os.set_inheritable(sock.fileno(), False)
+            sock = _socket_at(os.dup(self.listen_fd))  # which no child inherits
+            if _listens_at(self.addr, sock):
                 return sock
             sock.close()
         return None
-
-    def _is_own(self, sock: socket.socket) -> bool:
-        is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        name = sock.getsockname()
-        ports = {address.port for address in parse_addresses(self.addr or "")}
-        return bool(is_listening) and isinstance(name, tuple) and name[1] in ports
 
 
 def _socket_at(fd: int) -> socket.socket:
@@ -83,6 +76,13 @@ def _socket_at(fd: int) -> socket.socket:
     except OSError:
         os.close(fd)
         raise
+
+
+def _listens_at(addr: str, sock: socket.socket) -> bool:
+    is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    name = sock.getsockname()
+    ports = {address.port for address in parse_addresses(addr)}
+    return bool(is_listening) and isinstance(name, tuple) and name[1] in ports
 
 
 def placement(
@@ -173,19 +173,14 @@ def _from_arguments(rank: int, world_size: int) -> Source:
 
 
 def _check_argument(source: Source | None, rank: int | None, world_size: int | None) -> None:
+    finding = source or "the environment says nothing"
     if rank is not None and (source is None or source.rank != rank):
-        raise InvalidRank(
-            f"rank={rank!r} was given without world_size, and "
-            + (f"{source}" if source else "the environment says nothing")
-            + ": give both"
-        )
+        raise InvalidRank(f"rank={rank!r} was given without world_size, and {finding}: give both")
     if world_size is not None and (source is None or source.world_size != world_size):
         if source is None and type(world_size) is int and world_size == 1:
             return
         raise InvalidWorldSize(
-            f"world_size={world_size!r} was given without rank, and "
-            + (f"{source}" if source else "the environment says nothing")
-            + ": give both"
+            f"world_size={world_size!r} was given without rank, and {finding}: give both"
         )
 
 
@@ -194,7 +189,8 @@ def _from_environment(environ: Environ) -> list[Source]:
     sources = [source for find in FINDERS if (source := find(environ)) is not None]
     for other in sources[1:]:
         if not sources[0].agrees_with(other):
-            error = InvalidWorldSize if _differ_in_size(sources[0], other) else InvalidRank
+            is_same_size = sources[0].world_size == other.world_size
+            error = InvalidRank if is_same_size else InvalidWorldSize
             raise error(
                 f"{sources[0]}, {other}. Unset the variables that are left from something else, "
                 "or give rank and world_size as arguments"
@@ -214,10 +210,6 @@ def _complete(sources: list[Source]) -> Source:
 
 def _first(values: Iterable[int | None]) -> int | None:
     return next((value for value in values if value is not None), None)
-
-
-def _differ_in_size(one: Source, other: Source) -> bool:
-    return one.world_size != other.world_size
 
 
 def _epoch(source: Source, environ: Environ) -> str:
