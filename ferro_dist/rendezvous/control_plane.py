@@ -95,7 +95,7 @@ class Exchange(abc.ABC):
         self,
         is_done: Callable[[], bool],
         missing: Callable[[], Sequence[int]],
-        hint: Callable[[], str] = str,
+        hint: Callable[[], str] = lambda: "",
     ) -> None:
         """Serve the loop until `is_done`; a Timeout names the ranks that are `missing`."""
         lead = min(FIRST_HAND_S, VERDICT_FRACTION * self.deadline.remaining_s)

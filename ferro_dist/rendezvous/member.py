@@ -107,13 +107,14 @@ class Member:
 
     def _check(self) -> None:
         try:
-            names = bytes.fromhex(self.socket), bytes.fromhex(self.nonce)
-            is_sensible = int(self.cores, 16) > 0 <= self.millicores and all(map(len, names))
-            for host in filter(None, (self.address, self.loopback)):
-                target_of(host, 1)
+            has_names = bool(bytes.fromhex(self.socket) and bytes.fromhex(self.nonce))
+            has_cores = int(self.cores, 16) > 0 and self.millicores >= 0
+            target_of(self.loopback, 1)
+            if self.address:
+                target_of(self.address, 1)
         except (ValueError, OSError):
-            is_sensible = False
-        if not is_sensible or not self.loopback:
+            has_names = has_cores = False
+        if not (has_names and has_cores):
             raise ProtocolError("a member that says nothing sensible")
 
     @property

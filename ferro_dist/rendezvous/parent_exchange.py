@@ -73,7 +73,7 @@ class ParentExchange(Exchange):
         self,
         is_done: Callable[[], bool],
         missing: Callable[[], Sequence[int]],
-        hint: Callable[[], str] = str,
+        hint: Callable[[], str] = lambda: "",
     ) -> None:
         # In rounds: a rank that fails or dies meanwhile could tell the others in no other way.
         until = self.deadline.at - min(VERDICT_S, VERDICT_FRACTION * self.deadline.seconds)

@@ -233,7 +233,7 @@ class _Wirer:
             return
         leader, *others = wiring.local_ranks
         if not others:
-            self._exchange.wait(lambda: True, list)  # as the others do
+            self._exchange.wait(lambda: True, list)  # takes part in the others' rounds
         elif wiring.segment_fd is not None:
             self._serve_segment(wiring.segment_fd, others, server)
         else:
