@@ -10,7 +10,6 @@ import abc
 import contextlib
 import os
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from ferro_dist.rendezvous.frame import (
     read_frame,
     unpack_list,
 )
+from ferro_dist.rendezvous.machine import peer_credentials
 
 __all__ = [
     "VERDICT_FRACTION",
@@ -509,8 +509,7 @@ def describe_peer(sock: socket.socket) -> str:
     """Say who is at the other end of a connection."""
     with contextlib.suppress(OSError):
         if sock.family == socket.AF_UNIX:
-            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            return f"process {struct.unpack('3i', credentials)[0]}"
+            return f"process {peer_credentials(sock)[0]}"
         host, port = sock.getpeername()[:2]
         return f"at {host} port {port}"
     return "gone already"

@@ -1,10 +1,12 @@
-"""Which machine this is: which processes share its memory and its loopback."""
+"""Which processes share a machine, its memory and its loopback."""
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
 
-__all__ = ["host_identity", "network_identity"]
+__all__ = ["host_identity", "network_identity", "peer_credentials"]
 
 # Shared memory needs the first two (futexes and process ids mean the same), the abstract
 # socket over which it is passed needs the third, and permission the fourth.
@@ -20,6 +22,13 @@ def host_identity() -> str:
 def network_identity() -> str:
     """Return a text that is the same for two processes if the same loopback reaches them."""
     return f"{_boot_id()}:{_namespace('net')}"
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return process and user id of the other end of a Unix socket. Raises OSError."""
+    ucred = struct.Struct("3i")  # the third is the group id
+    pid, uid, _ = ucred.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, ucred.size))
+    return pid, uid
 
 
 def _boot_id() -> str:

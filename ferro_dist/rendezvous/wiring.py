@@ -28,12 +28,12 @@ from ferro_dist.rendezvous.authentication import Claim, Role, group_digest, intr
 from ferro_dist.rendezvous.control_plane import Exchange
 from ferro_dist.rendezvous.event_loop import READ, Acceptor, Dialler
 from ferro_dist.rendezvous.frame import Conversation, ProtocolError
+from ferro_dist.rendezvous.machine import peer_credentials
 from ferro_dist.rendezvous.member import Member, Place, count_cores, group_by_host
 
 __all__ = ["CreateSegment", "Group", "Wiring", "wire"]
 
 SEGMENT_MESSAGE = struct.Struct("!QQ")  # device and inode of the segment
-UCRED = struct.Struct("3i")  # process, user and group id
 PORT = struct.Struct("!H")
 SOCKET_ROLES = (Role.COLLECTIVE, Role.POINT_TO_POINT)
 
@@ -438,11 +438,9 @@ def _can_reach(leader: Member) -> bool:
         sock.setblocking(False)
         try:
             sock.connect(leader.socket_name)
-            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+            return peer_credentials(sock) == (leader.pid, os.geteuid())
         except OSError:
             return False
-    pid, uid, _ = UCRED.unpack(credentials)
-    return bool((pid, uid) == (leader.pid, os.geteuid()))
 
 
 def _checked_fd(fd: int) -> int:
