@@ -185,7 +185,7 @@ class Job:
             self._read(self._streams[fd])
         self._show_partial_lines()
         if self._control in ready:
-            self._obey()
+            self._follow(self._hear())
         if self._wakeup in ready:
             os.read(self._wakeup, READ_NBYTES)
             self._reap()
@@ -263,12 +263,8 @@ class Job:
 
     # Signals.
 
-    def _obey(self) -> None:
-        """Do what the front asks for, or what its end calls for."""
-        self._follow(self._hear())
-
     def _hear(self) -> bytes:
-        """Return what the front says; nothing if it is dead."""
+        """Return what the front says; if it is dead, do what that calls for."""
         assert self._control is not None
         orders = os.read(self._control, PIPE_NBYTES)
         if not orders:
