@@ -70,7 +70,7 @@ class AuthenticationFailed(ProtocolError):
 class Role(enum.IntEnum):
     """What a connection is for."""
 
-    CONTROL = 1  # to rank 0, for the length of the rendezvous
+    CONTROL = 1  # to rank 0 of a group in the making, or who decides on its members
     SEGMENT = 2  # to the lowest rank of the host, for the shared memory
     COLLECTIVE = 3
     POINT_TO_POINT = 4
