@@ -259,7 +259,8 @@ class _Wirer:
         unserved = set(ranks)
 
         def serve(sock: socket.socket, claim: Claim) -> None:
-            with sock:
+            # A rank that has ended meanwhile is told of by the exchange, which knows its name.
+            with sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 if claim.role is Role.SEGMENT and claim.rank in unserved:
                     socket.send_fds(sock, [message], [fd])
                     unserved.remove(claim.rank)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +29,7 @@ from fault_injection import (
 
 import ferro_dist as fd
 from ferro_dist.errors import DistributedError
+from ferro_dist.rendezvous.machine import peer_credentials
 from ferro_dist.testing import RankDeath, run_ranks
 
 SMALL, LARGE = 1, 3_000_000  # floats: one cache line, and dozens of rounds of staging
@@ -257,6 +260,30 @@ def test_survivors_of_two_deaths_name_the_same_one() -> None:
     assert [outcome.kind for outcome in told_by_survivors] == ["PeerLostError"] * 2
     assert outcomes[0].peer in (1, 2)
     assert outcomes[0].peer == outcomes[3].peer
+
+
+def die_before_the_segment_comes(rank: int, world_size: int, addr: str) -> Told:
+    if rank == 0:
+        send_fds = socket.send_fds
+
+        def send_late(sock: socket.socket, *what: Any) -> int:
+            socket.send_fds = send_fds
+            pid, _ = peer_credentials(sock)
+            os.kill(pid, signal.SIGKILL)
+            ended = select.poll()
+            ended.register(sock, 0)
+            assert ended.poll(PATIENCE_S * 1e3)
+            return send_fds(sock, *what)
+
+        socket.send_fds = send_late  # type: ignore[assignment]
+    return error_of(lambda: fd.HostBackend(rank, world_size, addr, timeout=PATIENCE_S))
+
+
+def test_a_rank_that_dies_before_the_segment_comes_is_named() -> None:
+    outcomes = run_ranks(3, die_before_the_segment_comes, backend="none", may_die=[1, 2])
+    victim = outcomes.index(RankDeath(-signal.SIGKILL))
+    survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+    assert [(each.kind, each.peer) for each in survivors] == [("PeerLostError", victim)] * 2
 
 
 def outlive_a_rank_of_two_groups(backend: fd.Backend) -> list[Told]:
