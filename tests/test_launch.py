@@ -1075,6 +1075,25 @@ lose_another()
     assert (found, err.splitlines()[-1]) == (code, f"ferrorun: rank 1 {verdict}")
 
 
+def test_a_rank_that_says_in_its_own_words_that_it_has_lost_another_is_not_named(
+    launch: Launch,
+) -> None:
+    script = """
+if rank == 1:
+    wait_for_order(); raise SystemExit(7)
+report(os.getpid())
+try:
+    lose_another()
+except RuntimeError as error:
+    raise ValueError("no training without all ranks") from error
+"""
+    job = launch(LOSE_ANOTHER + script, "-n2")
+    wait_for_the_end_of(int(*job.sorted_reports(1)))
+    job.order()
+    code, _, err = job.finish()
+    assert (code, err.splitlines()[-1]) == (7, "ferrorun: rank 1 exited with code 7")
+
+
 def test_a_rank_that_has_lost_another_is_named_if_no_other_fails(launch: Launch) -> None:
     script = "if rank:\n    wait_for_ever()\nlose_another()"
     code, _, err = launch(LOSE_ANOTHER + script, "-n2").finish()

@@ -19,6 +19,11 @@ EXIT_CANNOT_RUN = 126
 LAST_LINE_LENGTH = 300
 TRACEBACK = "Traceback (most recent call last):"
 EXCEPTION_LINES = 8
+# Between an exception and the one that was raised because of it, or while it was handled.
+LINKS = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
 # What a rank raises because another has ended.
 LOSSES = "PeerLostError", "ChannelClosed", "LockPoisoned"
 GROUP_TRACEBACK = "  + Exception Group Traceback (most recent call last):"
@@ -53,9 +58,12 @@ class Rank:
                 os.kill(self.pid, signum)
 
     def has_lost_another(self) -> bool:
-        """Whether its last exception, on standard error, says that another rank has ended."""
+        """Whether its last exception, on standard error, comes of the end of another rank."""
         text = self.streams[1].tail.decode(errors="replace")
-        return any(name in text[text.rfind(TRACEBACK) :] for name in LOSSES)
+        begin = text.rfind(TRACEBACK)
+        while (before := text[: max(begin, 0)].rstrip()).endswith(LINKS):
+            begin = max(before.rfind(TRACEBACK), 0)
+        return any(name in text[begin:] for name in LOSSES)
 
     def last_words(self) -> str:
         """Return ``": "`` and how standard error ends, or nothing if it is empty."""
