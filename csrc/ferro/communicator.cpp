@@ -141,9 +141,10 @@ std::vector<int> Communicator::lost_ranks() {
 }
 
 void Communicator::begin_close() noexcept {
+  // Another thread that closes goes on once the peers know: it would stop the queues.
+  const std::lock_guard<std::mutex> lock(close_mutex_);
   if (is_closed_.exchange(true, std::memory_order_acq_rel)) return;
   const std::shared_ptr<Messenger> messenger = share(parts_.messenger);
-  if (messenger == nullptr) return;  // another thread has closed the group by now
   const bool is_collective_idle = collective_gate_.try_enter();
   const bool has_entered_messages = message_gate_->try_enter();
   // Calls that sleep have left the gate, but what they posted is still there.

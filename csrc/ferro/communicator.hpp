@@ -167,6 +167,7 @@ class Communicator {
   TaskQueue message_queue_;
   std::atomic<pthread_t> caller_{};  // the first thread that made a call
   std::atomic<bool> has_several_callers_{false};
+  std::mutex close_mutex_;              // held until the peers know that this rank leaves
   std::atomic<bool> is_closed_{false};  // no call may start
   std::atomic<bool> is_superseded_{false};
   std::atomic<bool> has_left_{false};  // close() has begun to wait for calls under way
