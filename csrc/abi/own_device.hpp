@@ -23,7 +23,9 @@ void run_on_own_device(const Cudart& cuda, int device, Body body) noexcept {
       body();
     }).join();
   } catch (const std::exception&) {  // no more threads can be made: better a context than a leak
+    cuda.cudaSetDevice(device);
     body();
+    if (current >= 0) cuda.cudaSetDevice(current);
   }
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -150,6 +151,42 @@ def drop_memory_of_nccl_elsewhere(rank: int, world_size: int, addr: str) -> list
 
 def test_memory_of_nccl_that_any_thread_drops_puts_nothing_on_other_gpus() -> None:
     assert run_ranks(1, drop_memory_of_nccl_elsewhere, backend="none") == [[False, True]]
+
+
+def drop_memory_of_nccl_without_threads(rank: int, world_size: int, addr: str) -> list[str]:
+    """Drop it in a thread that is on another GPU, where no more threads can be made."""
+    emulated_gpu(devices=2)
+    from ferro_dist._native.cuda_memory import location_of
+    from ferro_dist._native.cuda_runtime import set_device
+    from ferro_dist._native.nccl_memory import NcclMemory
+
+    set_device(1)
+    held = [NcclMemory(4)]
+    addresses = [held[0].address]
+    end = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(held.clear).result()  # makes the thread that frees
+        held.append(NcclMemory(4))
+        addresses.append(held[0].address)
+        # More than the stacks of ended threads that the C library keeps for new ones.
+        idle = [threading.Thread(target=end.wait, daemon=True) for _ in range(8)]
+        for each in idle:
+            each.start()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 20), limits[1]))
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=int).start()
+        thread.submit(held.clear).result()
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        end.set()
+    freed = ["unregistered"] * 2
+    return settled(lambda: [location_of(address)[0] for address in addresses], freed)
+
+
+def test_memory_of_nccl_is_freed_where_no_more_threads_can_be_made() -> None:
+    outcome = run_ranks(1, drop_memory_of_nccl_without_threads, backend="none")
+    assert outcome == [["unregistered"] * 2]
 
 
 def drop_small_things_elsewhere(rank: int, world_size: int, addr: str) -> list[bool]:
