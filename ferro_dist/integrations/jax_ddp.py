@@ -15,6 +15,7 @@ from ferro_dist.integrations.jax_gradients import Reduction, Terms, await_callba
 from ferro_dist.integrations.jax_leaves import (
     as_jax_array,
     broadcast_leaf,
+    check_movable,
     delivered,
     describe_leaves,
     float_positions,
@@ -90,6 +91,7 @@ class JaxDDP(DDP[Any]):
         # batch size, the ranks must not have to agree again.
         self._reductions: dict[Hashable, Reduction] = {}
         specs_of(module, floats)  # raises if there is a float whose gradient cannot be averaged
+        check_movable(module)
         return [f"leaf {number} {line}" for number, line in enumerate(describe_leaves(module))]
 
     def _prepare(self, options: Options, first_tag: int) -> None:

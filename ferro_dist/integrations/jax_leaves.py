@@ -12,6 +12,7 @@ import numpy as np
 
 from ferro_dist import interop
 from ferro_dist.collective import broadcast
+from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import InvalidArray
 from ferro_dist.parallel.averaging import check_averageable
 from ferro_dist.parallel.bucket import ParameterSpec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_jax_array",
     "broadcast_leaf",
+    "check_movable",
     "delivered",
     "describe_leaves",
     "dtype_of",
@@ -69,6 +71,19 @@ def describe_leaves(tree: Pytree) -> list[str]:
         what = f"{dtype_of(leaf)} {jnp.shape(leaf)}" if hasattr(leaf, "dtype") else type(leaf)
         lines.append(f"{name!r} {what}")
     return lines
+
+
+def check_movable(tree: Pytree) -> None:
+    """Raise InvalidArray for an array that cannot be given to other ranks."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not hasattr(leaf, "dtype") or jnp.issubdtype(dtype_of(leaf), jax.dtypes.prng_key):
+            continue
+        if str(dtype_of(leaf)) not in DTYPE_NAMES:
+            raise InvalidArray(
+                f"DDP: leaf {jax.tree_util.keystr(path)!r} is {dtype_of(leaf)}; ferro_dist moves "
+                f"{', '.join(DTYPE_NAMES)}.",
+                op="DDP",
+            )
 
 
 def float_positions(leaves: Sequence[Any]) -> list[int]:

@@ -321,6 +321,7 @@ def refuse(backend: Any) -> None:
         ([ones], {"average": "contributors"}, ValueError, "'mean' or 'sum' for JAX"),
         ([jax.numpy.arange(3)], {}, ValueError, "no parameters"),
         ([ones.astype("float8_e5m2")], {}, fd.InvalidArray, "float8_e5m2"),
+        ([ones, ones.astype("int4")], {}, fd.InvalidArray, r"\[1\].* is int4; ferro_dist moves"),
     ]
     for module, options, error, message in refusals:
         with pytest.raises(error, match=message):
