@@ -27,6 +27,7 @@ import torch
 from ferro_dist.arguments import check_root, in_order
 from ferro_dist.collective import allreduce
 from ferro_dist.integrations.torch_gradients import dtype_of_gradient
+from ferro_dist.integrations.torch_module import check_shareable
 from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
 from ferro_dist.integrations.torch_uncompiled import uncompiled
@@ -337,6 +338,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self, groups: list[dict[str, Any]]) -> None:
         """Divide the parameters of some groups, and give the wrapped optimizer its share."""
+        for number, group in enumerate(groups):
+            for i, p in enumerate(group["params"]):
+                check_shareable("ShardedOptimizer", f"parameter {i} of group {number}", p)
         tag = agree_on_manifest(
             _manifest(groups, self._new_inner.func, self._op, self._divides_parameters),
             self._backend,

@@ -643,6 +643,33 @@ def test_what_cannot_be_divided_is_refused(on_ranks: OnRanks) -> None:
     on_ranks(1, body)
 
 
+@pytest.mark.parametrize(
+    ("p", "message"),
+    [
+        (torch.ones(3).to(torch.float8_e4m3fnuz), "its dtype is torch.float8_e4m3fnuz"),
+        (torch.ones(3, device="meta"), "is on meta"),
+        (torch.ones(1).expand(4), "was expanded"),
+        (torch.eye(3).to_sparse(), "is torch.sparse_coo"),
+    ],
+)
+def test_parameters_that_no_group_moves_are_refused_before_anything_is_sent(
+    on_ranks: OnRanks, p: Any, message: str
+) -> None:
+    def body(backend: Any) -> None:
+        plain = torch.nn.Parameter(torch.ones(3))
+        optimizer = fd.ShardedOptimizer([plain], torch.optim.SGD, backend, lr=1.0)
+        params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(p)]
+        refusal = f"ShardedOptimizer: parameter 1 of group 0.* {message}"
+        with pytest.raises(fd.InvalidArray, match=refusal):
+            fd.ShardedOptimizer(params, torch.optim.SGD, backend, lr=1.0)
+        with pytest.raises(fd.InvalidArray, match=refusal):
+            optimizer.add_param_group({"params": params})
+        plain.grad = torch.ones(3)
+        optimizer.step()
+
+    on_ranks(2, body)
+
+
 def test_a_sparse_gradient_of_one_rank_is_refused_on_all(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         p = torch.nn.Parameter(torch.ones(2, 2))
