@@ -412,8 +412,8 @@ def _check_fits(name: str, gradient: Tensor, parameter: Tensor) -> None:
 
 
 def dtype_of_gradient(parameter: Tensor) -> Any:
-    """Return the dtype of ``grad``, which newer versions of torch let differ."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+    """Return the dtype of ``grad``, which may differ from the parameter's."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def as_tensor(buffer: np.ndarray[Any, Any]) -> Tensor:

@@ -174,8 +174,7 @@ def _piece(gradient: Tensor | None, fragment: Fragment) -> Tensor | None:
 
 def _owned_elements(parameter: Tensor, fragment: Fragment) -> Tensor:
     elements = _elements(parameter, fragment)
-    if hasattr(parameter, "grad_dtype"):  # not in older versions of torch
-        elements.grad_dtype = parameter.grad_dtype
+    elements.grad_dtype = parameter.grad_dtype
     return elements
 
 

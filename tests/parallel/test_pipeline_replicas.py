@@ -381,9 +381,6 @@ def test_gradients_of_several_dtypes_and_buckets_are_averaged(
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have their parameters' dtype"
-)
 def test_gradients_of_another_dtype_are_averaged_in_it(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         with fd.RankGrid(backend, pipeline=2) as grid:

@@ -374,9 +374,6 @@ def test_what_is_no_state_is_refused_by_torch(on_ranks: OnRanks) -> None:
     on_ranks(1, body)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have their parameters' dtype"
-)
 @OVERLAP
 def test_gradients_of_another_dtype_are_averaged_in_it(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:

@@ -426,9 +426,6 @@ def test_dtypes_may_be_mixed(on_ranks: OnRanks, dtype: str) -> None:
     assert on_ranks(2, body) == [expected] * 2
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have their parameters' dtype"
-)
 @pytest.mark.parametrize("average", ["mean", None])
 def test_gradients_of_another_dtype_are_averaged_and_stepped_in_it(
     on_ranks: OnRanks, average: str | None
