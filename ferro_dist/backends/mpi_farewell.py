@@ -64,9 +64,8 @@ class Farewell:
         self._sends = [self._messages.Isend(b"", peer, GOODBYE_TAG) for peer in peers]
 
     def begin(self) -> None:
-        """Leave, now or whenever the others have."""
+        """Leave, whenever the others have; see `free_left_groups`."""
         _leaving.append(self)
-        free_left_groups()
 
     def is_over(self) -> bool:
         """Drop what arrives; free the communicators after the last goodbye."""
@@ -111,7 +110,10 @@ class Farewell:
 def free_left_groups() -> None:
     """Free the communicators of groups that all their ranks have left."""
     with mpi_lock:
-        _leaving[:] = [farewell for farewell in _leaving if not farewell.is_over()]
+        # Of a copy: the collector may close another group at any moment, and adds it.
+        for farewell in list(_leaving):
+            if farewell.is_over():
+                _leaving.remove(farewell)
 
 
 def close_at_exit(group: Any) -> None:

@@ -37,6 +37,8 @@ _COLLECTIVES = "collectives"
 class MpiGroup(Backend):
     """One rank's side of a group, without the operations: see `MpiBackend`."""
 
+    _is_closed = True  # until `_init_from` is through: there is nothing to leave before
+
     def _init_from(self, op: str, mpi: Any, comm: Any, deadline: Deadline, timeout: float) -> None:
         """Make this the group of `comm`, which it owns, in place of __init__; all ranks call it."""
         messages = duplicate(op, comm, deadline)
@@ -49,7 +51,6 @@ class MpiGroup(Backend):
         self._rank: int = comm.rank
         self._world_size: int = comm.size
         self._timeout = timeout
-        self._is_closed = False
         self._sequence = 0
         self._current_sequence = 0
         self._pid = os.getpid()
@@ -58,6 +59,7 @@ class MpiGroup(Backend):
         self._messages = Messages(mpi, messages, self._agreement, self._requests)
         self._operands = Operands(mpi, self._rank, self._world_size)
         self._progress = Progress(self._rank, self._translate, self._listen, self._announce)
+        self._is_closed = False
         free_left_groups()
         close_at_exit(self)
 
@@ -119,17 +121,28 @@ class MpiGroup(Backend):
         )
 
     def close(self) -> None:
+        if self._leave():
+            free_left_groups()
+
+    def __del__(self) -> None:
+        # MPI writes into the memory of the receives until they are over, and the peers of a rank
+        # that just vanished would wait for it.
+        self._leave()
+
+    def _leave(self) -> bool:
+        """Say goodbye; whether there was anything to leave."""
         if self._is_closed or os.getpid() != self._pid:
-            return
+            return False
         self._is_closed = True
         self._progress.poison(arguments.closed_error(rank=self._rank), is_announced=True)
         if self._mpi.Is_finalized():
-            return
+            return False
         with mpi_lock:
             comms = [self._comm, self._message_comm]
             is_sound = self._requests.num_under_way == 0
             silent_peers = self._messages.silent_peers
             Farewell(self._mpi, self._agreement, comms, silent_peers, is_sound).begin()
+        return True
 
     def interrupt(self, error: BaseException) -> None:
         if not self._is_closed and os.getpid() == self._pid:

@@ -8,6 +8,7 @@ traceback, or null.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -31,7 +32,7 @@ from backends.contract.suite import CASES
 from fault_injection import wait_until_called
 
 import ferro_dist as fd
-from ferro_dist import LockPoisoned, MpiBackend, P2POp, ReduceOp, Timeout
+from ferro_dist import ChannelClosed, LockPoisoned, MpiBackend, P2POp, ReduceOp, Timeout
 from ferro_dist.backends import mpi_memory
 from ferro_dist.cores import count_own
 from ferro_dist.rendezvous import machine
@@ -175,6 +176,18 @@ def groups_that_were_left_are_freed(group: Group) -> None:
     while mpi_farewell._leaving and time.monotonic() < deadline:
         mpi_farewell.free_left_groups()
     assert not mpi_farewell._leaving
+
+
+def a_group_that_is_dropped_is_left(group: Group) -> None:
+    other = clone(group)
+    if group.rank == 0:
+        del other
+        gc.collect()
+    else:
+        error = raised(ChannelClosed, fd.barrier, other)
+        assert error.peer == 0
+        assert "left the group" in str(error)
+    fd.barrier(group)
 
 
 def messages_left_behind_do_not_reach_the_next_group(group: Group) -> None:
