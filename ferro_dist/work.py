@@ -88,6 +88,8 @@ class JointWork(Work):
             try:
                 work.wait(left)
             except DistributedError as error:
+                if not work.is_completed():
+                    raise
                 # A message that does not fit does no harm to the others, which must be done with
                 # their arrays before the caller may use them again.
                 errors.append(error)

@@ -5,16 +5,19 @@ import time
 
 import pytest
 
-from ferro_dist.errors import SizeMismatch
+from ferro_dist.errors import SizeMismatch, Timeout
 from ferro_dist.work import JointWork, Work
 
 
 class Part(Work):
     """Work that is done after some milliseconds, and notes how long it was given."""
 
-    def __init__(self, seconds: float = 0, error: Exception | None = None) -> None:
+    def __init__(
+        self, seconds: float = 0, error: Exception | None = None, *, is_done: bool = True
+    ) -> None:
         self.seconds = seconds
         self.error = error
+        self.is_done = is_done
         self.was_awaited = False
         self.given: float | None = None
 
@@ -28,7 +31,7 @@ class Part(Work):
             raise self.error
 
     def is_completed(self) -> bool:
-        return True
+        return self.is_done
 
     def result(self, timeout: float | None = None) -> None:
         self.wait(timeout)
@@ -50,3 +53,15 @@ def test_a_part_that_fails_leaves_no_other_under_way() -> None:
     with pytest.raises(SizeMismatch):
         JointWork([first, second]).wait()
     assert second.was_awaited
+
+
+def test_a_part_under_way_hides_the_failure_of_another() -> None:
+    """Its array may not be touched yet, which an error that ends the call would deny."""
+    first = Part(error=SizeMismatch("too long"))
+    second = Part(error=Timeout("still under way"), is_done=False)
+    both = JointWork([first, second])
+    with pytest.raises(Timeout):
+        both.wait(0)
+    second.error, second.is_done = None, True
+    with pytest.raises(SizeMismatch):
+        both.wait(0)
