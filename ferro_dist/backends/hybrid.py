@@ -199,9 +199,11 @@ class HybridBackend(Backend):
             if host is None or nccl is None:
                 return None
             return self._new_from(host, nccl)
-        except BaseException:
+        except BaseException as error:
             if host is not None:
                 host.close()
+            if not isinstance(error, DistributedError):
+                self.interrupt(error)  # the others may be waiting for this rank
             raise
 
     @property

@@ -12,8 +12,8 @@ import pytest
 from gpu.gpu_ranks import connect
 
 import ferro_dist as fd
-from ferro_dist.backends import hybrid
-from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray
+from ferro_dist.backends import hybrid, nccl
+from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray, LockPoisoned
 from ferro_dist.testing import RankDeath, emulated_gpu, run_ranks
 
 DEADLINE_S = 60.0
@@ -320,6 +320,31 @@ def shrink_after_a_death(rank: int, world_size: int, addr: str) -> Any:
 def test_survivors_go_on_with_both_kinds() -> None:
     outcomes = ranks(3, shrink_after_a_death, may_die=[1])
     assert outcomes[0] == outcomes[2] == ([2, 2], (0, 2))
+
+
+def interrupt_the_gpus_split(
+    rank: int, world_size: int, addr: str, step: str
+) -> tuple[str, int | None]:
+    with connect("hybrid", rank, world_size, addr) as group, pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(nccl.NcclBackend, step, _interrupt)
+        with pytest.raises((DistributedError, KeyboardInterrupt)) as told:
+            group.split(range(world_size))
+        if rank == 0:
+            # The others hear of it from the split, not from the end of this rank's process.
+            with pytest.raises(LockPoisoned):
+                group.tcp.batch([], False, None, 0)
+        return told.typename, vars(told.value).get("peer")
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", ["_check_agreement", "_init_from"])
+def test_a_split_that_is_interrupted_between_its_halves_ends_the_group(step: str) -> None:
+    outcomes = ranks(3, interrupt_the_gpus_split, step)
+    assert outcomes == [("KeyboardInterrupt", None), *[("ChannelClosed", 0)] * 2]
 
 
 def shrink_within_no_time(rank: int, world_size: int, addr: str) -> float:
