@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -386,15 +386,16 @@ class MpiBackend(MpiGroup):
     def send(
         self, x: Array, dst: int, async_op: bool, timeout: float | None, tag: int
     ) -> Work | None:
-        message = self._message("send", True, x, dst, timeout, tag)
-        sent: Work | None = self._finish(self._post(message), async_op)
+        call, _ = self._message("send", True, x, dst, timeout, tag)
+        work = MpiWork(self._progress, call)
+        sent: Work | None = self._run("send", [call], work, async_op)
         return sent
 
     def recv(
         self, out: Array, src: int, async_op: bool, timeout: float | None, tag: int
     ) -> Array | Work:
-        message = self._message("recv", False, out, src, timeout, tag)
-        return self._finish(self._post(message), async_op)
+        call, _ = self._message("recv", False, out, src, timeout, tag)
+        return self._run("recv", [call], MpiWork(self._progress, call), async_op)
 
     def sendrecv(
         self,
@@ -407,11 +408,11 @@ class MpiBackend(MpiGroup):
         tag: int,
     ) -> Array | Work:
         # Both are checked before either is posted.
-        sent = self._message("sendrecv", True, x, dst, timeout, tag)
-        received = self._message("sendrecv", False, out, src, timeout, tag)
-        if overlap(sent.view, received.view):
+        sent, read = self._message("sendrecv", True, x, dst, timeout, tag)
+        received, written = self._message("sendrecv", False, out, src, timeout, tag)
+        if overlap(read, written):
             arguments.raise_not_apart("sendrecv", "x and out overlap", rank=self._rank)
-        return self._finish_all("sendrecv", [sent, received], out, async_op)
+        return self._run_together("sendrecv", [sent, received], out, async_op)
 
     def batch(
         self, ops: Sequence[P2POp], async_op: bool, timeout: float | None, tag: int
@@ -419,51 +420,30 @@ class MpiBackend(MpiGroup):
         messages = [
             self._message("batch", op.is_send, op.array, op.peer, timeout, tag) for op in ops
         ]
-        arguments.check_apart(ops, [message.view for message in messages], rank=self._rank)
+        arguments.check_apart(ops, [view for _, view in messages], rank=self._rank)
         self._seconds(timeout)  # of an empty batch, too
-        done: Work | None = self._finish_all("batch", messages, None, async_op)
+        calls = [call for call, _ in messages]
+        done: Work | None = self._run_together("batch", calls, None, async_op)
         return done
 
-    def _finish_all(self, op: str, messages: list[_Message], result: Any, async_op: bool) -> Any:
-        self._check_open(op)
-        works = [self._post(message) for message in messages]
-        joint = JointWork(works, result)
-        if async_op:
-            return joint
-        for work in works:
-            work.start_clock()
-        with self._poisoned_by_interrupt(op):
-            return joint.result()
+    def _run_together(self, op: str, calls: list[Call], result: Any, async_op: bool) -> Any:
+        works = [MpiWork(self._progress, call) for call in calls]
+        return self._run(op, calls, JointWork(works, result), async_op)
 
     def _message(
         self, op: str, is_send: bool, array: Array, peer: int, timeout: float | None, tag: int
-    ) -> _Message:
-        """Check one message of the call `op`."""
+    ) -> tuple[Call, BufferView]:
+        """Check one message of the call `op`; return what moves it, and the memory it uses."""
         peer = arguments.check_peer(op, peer, rank=self._rank, world_size=self._world_size)
         if is_send:
             source = self._operands.source(op, array)
             view = source.view
-            steps = self._messages.send(source, peer, mpi_tag_of(view, tag))
+            steps = self._messages.send(op, source, peer, mpi_tag_of(view, tag))
         else:
             view = self._operands.output_view(op, array)
             target = Target(array, view, None)
-            steps = self._messages.recv(target, peer, mpi_tag_of(view, tag))
-        direction = "send" if is_send else "recv"
-        call = Call(direction, steps, lambda: [peer], self._seconds(timeout))
-        return _Message((direction, peer), call, view)
-
-    def _post(self, message: _Message) -> MpiWork:
-        self._check_open(message.call.op)
-        self._progress.submit(message.lane, message.call)
-        return MpiWork(self._progress, message.lane, message.call)
-
-
-class _Message(NamedTuple):
-    """A send or receive that has been checked and not yet posted."""
-
-    lane: tuple[str, int]
-    call: Call
-    view: BufferView
+            steps = self._messages.recv(op, target, peer, mpi_tag_of(view, tag))
+        return Call(op, (is_send, peer), steps, lambda: [peer], self._seconds(timeout)), view
 
 
 def _fingerprint(

@@ -25,6 +25,7 @@ from ferro_dist.errors import (
 )
 from ferro_dist.interop import aligned_empty, dtype_code, numpy_dtype
 from ferro_dist.rendezvous.deadline import Deadline
+from ferro_dist.work import Work
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11
@@ -162,7 +163,6 @@ class MpiGroup(Backend):
         timeout: float | None,
     ) -> Any:
         """Run `move` once all ranks have come with the same fingerprint."""
-        self._check_open(fingerprint.op)
         sequence = self._sequence
 
         def steps() -> Steps:
@@ -171,24 +171,24 @@ class MpiGroup(Backend):
             return (yield from move())
 
         limit = self._seconds(timeout)
-        call = Call(fingerprint.op, steps(), self._agreement.awaited, limit, sequence)
-        self._progress.submit(_COLLECTIVES, call)
+        awaited = self._agreement.awaited
+        call = Call(fingerprint.op, _COLLECTIVES, steps(), awaited, limit, sequence)
         self._sequence += 1
-        return self._finish(MpiWork(self._progress, _COLLECTIVES, call), async_op)
+        return self._run(fingerprint.op, [call], MpiWork(self._progress, call), async_op)
 
-    def _finish(self, work: MpiWork, async_op: bool) -> Any:
-        if async_op:
-            return work
-        work.start_clock()
-        with self._poisoned_by_interrupt(work.op):
-            return work.result()
-
-    @contextlib.contextmanager
-    def _poisoned_by_interrupt(self, op: str) -> Iterator[None]:
+    def _run(self, op: str, calls: list[Call], work: Work, async_op: bool) -> Any:
+        """Run the calls that `work` waits for; return that, or its result unless `async_op`."""
+        self._check_open(op)
+        self._progress.check_usable(op)
         try:
-            yield
+            self._progress.submit(calls)
+            if async_op:
+                return work
+            for call in calls:
+                call.start_clock()
+            return work.result()
         except (KeyboardInterrupt, SystemExit) as error:
-            # The call goes on in MPI, but nobody would ever learn of its end.
+            # The calls go on in MPI, but nobody would ever learn of their end.
             self._progress.poison(self._interruption(op, error))
             raise
 

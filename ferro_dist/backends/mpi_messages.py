@@ -34,20 +34,20 @@ class Messages:
         self.silent_peers: set[int] = set()
         """Peers whose goodbye was their last message."""
 
-    def send(self, source: Source, peer: int, mpi_tag: int) -> Steps:
+    def send(self, op: str, source: Source, peer: int, mpi_tag: int) -> Steps:
         if self._agreement.has_left(peer):
-            raise left_error("send", self._rank, peer)
+            raise left_error(op, self._rank, peer)
         with block_of(source.view.nbytes) as block:
             yield from self._requests.complete(
                 self._comm.Isend([source.octets, *block], peer, mpi_tag)
             )
 
-    def recv(self, target: Target, peer: int, mpi_tag: int) -> Steps:
+    def recv(self, op: str, target: Target, peer: int, mpi_tag: int) -> Steps:
         status = self._mpi.Status()
         message = None
         while message is None:
             if peer in self.silent_peers:
-                raise left_error("recv", self._rank, peer)
+                raise left_error(op, self._rank, peer)
             # Any tag: the next message of this peer is the one for this receive.
             message = self._comm.Improbe(peer, self._mpi.ANY_TAG, status)
             if message is None:
@@ -59,13 +59,13 @@ class Messages:
             yield from self._requests.complete(message.Irecv([octets, *block]))
         if sent_tag == GOODBYE_TAG:
             self.silent_peers.add(peer)
-            raise left_error("recv", self._rank, peer)
+            raise left_error(op, self._rank, peer)
         if not fits:
-            raise self._mismatch(peer, target.view, nbytes, sent_tag, mpi_tag)
+            raise self._mismatch(op, peer, target.view, nbytes, sent_tag, mpi_tag)
         return target.result()
 
     def _mismatch(
-        self, peer: int, view: BufferView, nbytes: int, sent_tag: int, mpi_tag: int
+        self, op: str, peer: int, view: BufferView, nbytes: int, sent_tag: int, mpi_tag: int
     ) -> SizeMismatch:
         sent, expected = sent_tag >> _TAG_BITS, mpi_tag >> _TAG_BITS
         itemsize = numpy_dtype(sent).itemsize
@@ -77,8 +77,8 @@ class Messages:
         else:
             difference = f"ranks {peer} and {self._rank} gave different tags"
         return SizeMismatch(
-            f"recv: {difference}. The message was dropped.",
-            op="recv",
+            f"{op}: {difference}. The message was dropped.",
+            op=op,
             rank=self._rank,
             peer=peer,
         )

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 from ferro_dist.arguments import check_patience
@@ -44,6 +44,8 @@ class Call:
     ----------
     op : str
         Public name, for errors.
+    lane : hashable
+        Calls of the same lane run one after the other.
     steps : generator
         Does the work; see `Steps`.
     awaited : callable
@@ -58,12 +60,14 @@ class Call:
     def __init__(
         self,
         op: str,
+        lane: Hashable,
         steps: Steps,
         awaited: Callable[[], list[int]],
         timeout_s: float,
         sequence: int | None = None,
     ) -> None:
         self.op = op
+        self.lane = lane
         self.sequence = sequence
         self.timeout_s = timeout_s
         self.awaited = awaited
@@ -154,12 +158,15 @@ class Progress:
         self._pid = os.getpid()
         self.first_error: BaseException | None = None
 
-    def submit(self, lane: Hashable, call: Call) -> None:
-        """Queue a call and do its first step if nothing is before it."""
-        self.check_usable(call.op)
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Queue calls and do the first step of each, if nothing is before it in its lane."""
         with mpi_lock:
-            self._lanes.setdefault(lane, deque()).append(call)
-            self._advance_lane(lane)
+            for call in calls:
+                if self.first_error is not None:  # perhaps that of the call before
+                    call.fail(self.first_error)
+                    continue
+                self._lanes.setdefault(call.lane, deque()).append(call)
+                self._advance_lane(call.lane)
 
     def check_usable(self, op: str) -> None:
         """Raise what every call on an unusable group raises."""
@@ -189,7 +196,7 @@ class Progress:
             for lane in list(self._lanes):
                 self._advance_lane(lane)
 
-    def wait(self, lane: Hashable, call: Call, timeout_s: float | None) -> bool:
+    def wait(self, call: Call, timeout_s: float | None) -> bool:
         """Drive everything until `call` has ended; False once `timeout_s` is over."""
         started = time.monotonic()
         while True:
@@ -199,7 +206,7 @@ class Progress:
             now = time.monotonic()
             if timeout_s is not None and now - started >= timeout_s:
                 return False
-            self._check_expired(lane, call)
+            self._check_expired(call)
             _pause(now - started)
 
     def poison(self, error: BaseException, is_announced: bool = False) -> None:
@@ -243,10 +250,10 @@ class Progress:
         if not isinstance(call.error, SizeMismatch):
             self.poison(call.error)
 
-    def _check_expired(self, lane: Hashable, call: Call) -> None:
+    def _check_expired(self, call: Call) -> None:
         """End the group if `call`, or the one whose turn it is, has taken too long."""
         with mpi_lock:
-            calls = self._lanes.get(lane)
+            calls = self._lanes.get(call.lane)
             if not calls:
                 return
             calls[0].start_clock()
@@ -263,30 +270,20 @@ class MpiWork(Work):
     MPI makes progress only while some call of its group is waited for, or queried.
     """
 
-    def __init__(self, progress: Progress, lane: Hashable, call: Call) -> None:
+    def __init__(self, progress: Progress, call: Call) -> None:
         self._progress = progress
-        self._lane = lane
         self._call = call
-
-    @property
-    def op(self) -> str:
-        """Public name of the call."""
-        return self._call.op
-
-    def start_clock(self) -> None:
-        """Count the call's timeout from now on: its caller blocks, also while others run."""
-        self._call.start_clock()
 
     def wait(self, timeout: float | None = None) -> None:
         patience = None if timeout is None else check_patience(timeout)
-        self._progress.check_own(self.op)
-        if not self._progress.wait(self._lane, self._call, patience):
+        self._progress.check_own(self._call.op)
+        if not self._progress.wait(self._call, patience):
             raise _still_running(self._call, self._progress.rank, patience or 0.0)
         self._call.value()
 
     def is_completed(self) -> bool:
         if not self._call.is_done:
-            self._progress.check_own(self.op)
+            self._progress.check_own(self._call.op)
             self._progress.advance()
         return self._call.is_done
 

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -254,6 +255,43 @@ def control_c_ends_a_wait(group: Group) -> None:
             raise AssertionError("nobody else was there")
         raised(LockPoisoned, fd.barrier, other)
         thread.join()
+    fd.barrier(group)
+    other.close()
+
+
+def control_c_ends_a_call_that_has_not_begun_to_wait(group: Group) -> None:
+    """The others hear of it at once, not in the next call of the rank that was interrupted."""
+    other = clone(group)
+    if group.rank == 0:
+        sys.setprofile(_interrupt_the_first_step)
+        raised(KeyboardInterrupt, fd.barrier, other)
+    else:
+        error = raised(ChannelClosed, fd.barrier, other)
+        assert error.peer == 0
+        assert "rank 0 was interrupted" in str(error)
+    fd.barrier(group)
+    other.close()
+
+
+def _interrupt_the_first_step(frame: FrameType, event: str, _argument: object) -> None:
+    if (event, frame.f_code.co_name) == ("call", "reach"):
+        sys.setprofile(None)
+        raise KeyboardInterrupt
+
+
+def a_batch_names_who_left(group: Group) -> None:
+    """Its first message ends the group, and the second must not be the one that tells."""
+    other = clone(group)
+    if group.rank == 0:
+        other.close()
+    if group.rank == 1:  # alone: from there the others would hear of it
+        while not other._agreement.has_left(0):
+            other._progress.advance()
+        x, out = np.zeros(1), np.zeros(1)
+        ops = [P2POp("send", x, 0), P2POp("recv", out, 0)]
+        error = raised(ChannelClosed, fd.batch, ops, other)
+        assert (error.op, error.peer) == ("batch", 0)
+        assert raised(LockPoisoned, fd.barrier, other).__cause__ is error
     fd.barrier(group)
     other.close()
 

@@ -42,6 +42,8 @@ BETWEEN_RANKS = [
     "a_call_behind_another_keeps_its_own_timeout",
     "a_failure_is_told_to_all_ranks",
     "control_c_ends_a_wait",
+    "control_c_ends_a_call_that_has_not_begun_to_wait",
+    "a_batch_names_who_left",
     "a_group_left_amid_the_comparison_of_counts_is_not_freed",
 ]
 # One library serves all sizes, the other the size that leaves every rank a core.
