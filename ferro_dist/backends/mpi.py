@@ -361,7 +361,7 @@ class MpiBackend(MpiGroup):
         itemsize = source.view.itemsize
 
         def move() -> Steps:
-            yield from self._agreement.reach_on_counts(counts, self._current_sequence)
+            yield from self._agreement.reach_on_counts(counts)
             with (
                 chunks_of(counts.send, itemsize) as sent,
                 chunks_of(counts.recv, itemsize) as expected,

@@ -162,6 +162,7 @@ class Agreement:
         self._sends: list[tuple[Any, Any]] = []  # with what they send, until it is sent
         self._heard: dict[int, deque[list[int]]] = {peer: deque() for peer in self._peers}
         self._departed: set[int] = set()
+        self._sequence = 0  # of the collective in progress
         self._is_under_way = False
         self._is_closed = False
         self.failure: Failure | None = None
@@ -191,6 +192,7 @@ class Agreement:
 
         Raises ChannelClosed if a rank has left.
         """
+        self._sequence = sequence
         self._post(fingerprint.to_words())
         self._is_under_way = True
         while missing := self._missing():
@@ -201,10 +203,13 @@ class Agreement:
         self._is_under_way = False
         every = {peer: self._heard[peer].popleft() for peer in self._peers}
         every[self._rank] = list(fingerprint.to_words())
-        self._check(fingerprint.op, every, sequence)
+        self._check(fingerprint.op, every)
 
-    def reach_on_counts(self, counts: UnevenCounts, sequence: int) -> Iterator[None]:
-        """Compare what each rank sends with what its peers expect; raise alike on all ranks."""
+    def reach_on_counts(self, counts: UnevenCounts) -> Iterator[None]:
+        """Compare what each rank sends with what its peers expect; raise alike on all ranks.
+
+        Follows `reach`, in the same collective.
+        """
         sent_to_us = np.zeros(self._world_size, np.int64)
         request = self._comm.Ialltoall(np.array(counts.send, np.int64), sent_to_us)
         yield from self._requests.complete(request)
@@ -214,7 +219,7 @@ class Agreement:
         verdicts = np.zeros((self._world_size, 3), np.int64)
         request = self._comm.Iallgather(verdict, verdicts)
         yield from self._requests.complete(request)
-        self._check_verdicts(verdicts, sequence)
+        self._check_verdicts(verdicts)
 
     def awaited(self) -> list[int]:
         """Return the ranks that have not sent their fingerprint yet."""
@@ -258,35 +263,34 @@ class Agreement:
     def _missing(self) -> list[int]:
         return [peer for peer in self._peers if not self._heard[peer]]
 
-    def _check(self, op: str, every: dict[int, list[int]], sequence: int) -> None:
+    def _check(self, op: str, every: dict[int, list[int]]) -> None:
         others = [rank for rank in range(self._world_size) if every[rank] != every[0]]
         if not others:
             return
         sides = [
             f"rank {rank} called {Fingerprint.from_words(every[rank])}" for rank in (0, others[0])
         ]
-        raise self._mismatch(op, sequence, ", ".join(sides), 0, others[0])
+        raise self._mismatch(op, ", ".join(sides), 0, others[0])
 
-    def _mismatch(
-        self, op: str, sequence: int, difference: str, first: int, second: int
-    ) -> CollectiveMismatch:
+    def _mismatch(self, op: str, difference: str, first: int, second: int) -> CollectiveMismatch:
         return CollectiveMismatch(
-            f"{op} #{sequence} failed on rank {self._rank}: the ranks disagree: {difference}.\n"
+            f"{op} #{self._sequence} failed on rank {self._rank}: "
+            f"the ranks disagree: {difference}.\n"
             "Nothing was sent; the group is still usable.",
             op=op,
             rank=self._rank,
             peer=first if self._rank == second else second,
-            sequence=sequence,
+            sequence=self._sequence,
         )
 
-    def _check_verdicts(self, verdicts: Any, sequence: int) -> None:
+    def _check_verdicts(self, verdicts: Any) -> None:
         for receiver, (sender, sent, expected) in enumerate(verdicts.tolist()):
             if sender == _NONE:
                 continue
             difference = (
                 f"rank {sender} sends {elements(sent)} to rank {receiver}, which expects {expected}"
             )
-            raise self._mismatch("all_to_all", sequence, difference, sender, receiver)
+            raise self._mismatch("all_to_all", difference, sender, receiver)
 
 
 def left_error(op: str, rank: int, peer: int, sequence: int | None = None) -> ChannelClosed:

@@ -53,7 +53,6 @@ class MpiGroup(Backend):
         self._world_size: int = comm.size
         self._timeout = timeout
         self._sequence = 0
-        self._current_sequence = 0
         self._pid = os.getpid()
         self._requests = Requests()
         self._agreement = Agreement(mpi, comm, self._requests)
@@ -166,7 +165,6 @@ class MpiGroup(Backend):
         sequence = self._sequence
 
         def steps() -> Steps:
-            self._current_sequence = sequence
             yield from self._agreement.reach(fingerprint, sequence)
             return (yield from move())
 
