@@ -67,8 +67,8 @@ class Farewell:
         """Leave, whenever the others have; see `free_left_groups`."""
         _leaving.append(self)
 
-    def is_over(self) -> bool:
-        """Drop what arrives; free the communicators after the last goodbye."""
+    def finish(self) -> bool:
+        """Drop what has arrived; free the communicators, and say so, after the last goodbye."""
         if not self._is_sound:
             return False
         self._agreement.listen()
@@ -84,7 +84,7 @@ class Farewell:
 
     def _drop_messages(self, peer: int) -> None:
         status = self._mpi.Status()
-        while self._is_idle(peer):
+        while self._finish_dropping(peer):
             message = self._messages.Improbe(peer, self._mpi.ANY_TAG, status)
             if message is None:
                 return
@@ -96,7 +96,8 @@ class Farewell:
                 self._awaited.discard(peer)
                 return
 
-    def _is_idle(self, peer: int) -> bool:
+    def _finish_dropping(self, peer: int) -> bool:
+        """Whether no message of this peer is being received any more."""
         if peer in self._dropping and not self._dropping[peer][0].Test():
             return False
         self._dropping.pop(peer, None)
@@ -112,7 +113,7 @@ def free_left_groups() -> None:
     with mpi_lock:
         # Of a copy: the collector may close another group at any moment, and adds it.
         for farewell in list(_leaving):
-            if farewell.is_over():
+            if farewell.finish():
                 _leaving.remove(farewell)
 
 

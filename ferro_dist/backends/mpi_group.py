@@ -140,8 +140,8 @@ class MpiGroup(Backend):
         with mpi_lock:
             comms = [self._comm, self._message_comm]
             is_sound = self._requests.num_under_way == 0
-            silent_peers = self._messages.silent_peers
-            Farewell(self._mpi, self._agreement, comms, silent_peers, is_sound).begin()
+            departed = self._messages.departed
+            Farewell(self._mpi, self._agreement, comms, departed, is_sound).begin()
         return True
 
     def interrupt(self, error: BaseException) -> None:

@@ -31,8 +31,8 @@ class Messages:
         self._rank: int = comm.rank
         self._agreement = agreement
         self._requests = requests
-        self.silent_peers: set[int] = set()
-        """Peers whose goodbye was their last message."""
+        self.departed: set[int] = set()
+        """Peers whose goodbye, their last message, has been received here."""
 
     def send(self, op: str, source: Source, peer: int, mpi_tag: int) -> Steps:
         if self._agreement.has_left(peer):
@@ -46,7 +46,7 @@ class Messages:
         status = self._mpi.Status()
         message = None
         while message is None:
-            if peer in self.silent_peers:
+            if peer in self.departed:
                 raise left_error(op, self._rank, peer)
             # Any tag: the next message of this peer is the one for this receive.
             message = self._comm.Improbe(peer, self._mpi.ANY_TAG, status)
@@ -58,7 +58,7 @@ class Messages:
         with block_of(nbytes) as block:
             yield from self._requests.complete(message.Irecv([octets, *block]))
         if sent_tag == GOODBYE_TAG:
-            self.silent_peers.add(peer)
+            self.departed.add(peer)
             raise left_error(op, self._rank, peer)
         if not fits:
             raise self._mismatch(op, peer, target.view, nbytes, sent_tag, mpi_tag)
