@@ -225,24 +225,18 @@ class HostBackend(EngineBackend):
         self, blob: bytes, members: Sequence[int], deadline: Deadline
     ) -> list[bytes]:
         """Exchange byte strings among `members` alone, by messages: first sizes, then contents."""
-        sizes = self._exchange(
-            np.array([len(blob)]), [np.empty(1, np.int64) for _ in members], members, deadline
-        )
-        blobs = [np.empty(int(size[0]), np.uint8) for size in sizes]
-        received = self._exchange(np.frombuffer(blob, np.uint8), blobs, members, deadline)
-        return [array.tobytes() for array in received]
+        sizes = {peer: np.empty(1, np.int64) for peer in members if peer != self.rank}
+        self._exchange(np.array([len(blob)]), sizes, deadline)
+        blobs = {peer: np.empty(int(size[0]), np.uint8) for peer, size in sizes.items()}
+        self._exchange(np.frombuffer(blob, np.uint8), blobs, deadline)
+        return [blob if member == self.rank else blobs[member].tobytes() for member in members]
 
-    def _exchange(
-        self, own: Any, outs: list[Any], members: Sequence[int], deadline: Deadline
-    ) -> list[Any]:
+    def _exchange(self, own: Any, outs: dict[int, Any], deadline: Deadline) -> None:
+        """Send `own` to every peer in `outs`, and receive there what that one sends."""
         ops = []
-        for index, member in enumerate(members):
-            if member == self.rank:
-                outs[index] = own
-            else:
-                ops += [P2POp("send", own, member), P2POp("recv", outs[index], member)]
+        for peer, out in outs.items():
+            ops += [P2POp("send", own, peer), P2POp("recv", out, peer)]
         self.batch(ops, False, deadline.remaining_s, 0)
-        return outs
 
 
 class TcpBackend(HostBackend):
