@@ -118,14 +118,14 @@ class MpiBackend(MpiGroup):
     ) -> Array | Work | None:
         root = self._operands.root("reduce", root)
         source = self._operands.source("reduce", x)
-        reduction = self._operands.reduction("reduce", source, op)
-        fingerprint = _fingerprint("reduce", source.view, op=op, root=root, tag=tag)
         is_root = self._rank == root
         target = (
             self._operands.target("reduce", x, source, out, source.view.count)
             if is_root
             else Target.scratch(source)
         )
+        reduction = self._operands.reduction("reduce", source, op)
+        fingerprint = _fingerprint("reduce", source.view, op=op, root=root, tag=tag)
 
         def start(numbers: Numbers) -> Any:
             message = [numbers, numbers.size, reduction.mpi_type]
@@ -148,7 +148,7 @@ class MpiBackend(MpiGroup):
         tag: int,
     ) -> Array | Work:
         source = self._operands.source("reduce_scatter", x)
-        chunk = self._operands.chunk("reduce_scatter", "x", source.view.count)
+        chunk = self._operands.chunk("reduce_scatter", source.view.count)
         own = self._rank * chunk * source.view.itemsize
         make = partial(allocate_chunk, x, self._world_size)
         target = self._operands.target("reduce_scatter", x, source, out, chunk, make, in_place=own)
@@ -331,7 +331,7 @@ class MpiBackend(MpiGroup):
         timeout: float | None,
         tag: int,
     ) -> Any:
-        self._operands.chunk("all_to_all", "x", source.view.count)
+        self._operands.chunk("all_to_all", source.view.count)
         target = self._operands.target("all_to_all", x, source, out, source.view.count)
         fingerprint = _fingerprint("all_to_all", source.view, tag=tag)
 

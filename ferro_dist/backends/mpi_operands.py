@@ -40,9 +40,10 @@ class Operands:
     def root(self, op: str, root: int) -> int:
         return arguments.check_root(op, root, rank=self._rank, world_size=self._world_size)
 
-    def chunk(self, op: str, name: str, count: int) -> int:
+    def chunk(self, op: str, count: int) -> int:
+        """Return the size of one rank's part of `x`, which has `count` elements."""
         return arguments.per_rank_count(
-            op, name, count, rank=self._rank, world_size=self._world_size
+            op, "x", count, rank=self._rank, world_size=self._world_size
         )
 
     def source(self, op: str, x: Array) -> Source:
@@ -101,7 +102,7 @@ class Operands:
             why = f"rank {root} is the root, whose array is scattered"
             arguments.raise_missing_array("scatter", "x", why, rank=self._rank)
         source = self.source("scatter", x)
-        chunk = self.chunk("scatter", "x", source.view.count)
+        chunk = self.chunk("scatter", source.view.count)
         own = self._rank * chunk * source.view.itemsize
         make = partial(allocate_chunk, x, self._world_size)
         return source, self.target("scatter", x, source, out, chunk, make, in_place=own)

@@ -294,6 +294,14 @@ def refuses_reductions_that_do_not_exist(group: Group, op: str) -> None:
     _goes_on(group)
 
 
+@case(each=REDUCING)
+def of_two_mistakes_that_in_the_output_is_named(group: Group, op: str) -> None:
+    if group.rank == 0:
+        x, out = np.ones(group.world_size, np.int32), np.ones(group.world_size + 1, np.int32)
+        raised(SizeMismatch, call, op, group, x, out=out, reduce_op=ReduceOp.MEAN)
+    _goes_on(group)
+
+
 @case()
 def timeouts_that_are_no_time_are_refused(group: Group) -> None:
     x = np.ones(group.world_size)
