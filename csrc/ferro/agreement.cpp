@@ -51,15 +51,9 @@ void Agreement::consider(int rank, const Fingerprint& fingerprint) {
 
 void Agreement::check(int own_rank) const {
   if (state == State::agreed) return;
-  Error error = mismatch_error(own_rank, first_rank, first, second_rank, second);
-  if (state == State::unpaired) {
-    const std::string all_to_all = std::string("all_to_all(") + name_of(first.dtype) + ")";
-    error.detail = "rank " + std::to_string(first_rank) + " called " + all_to_all + " with " +
-                   elements(first.count) + " for rank " + std::to_string(second_rank) + ", rank " +
-                   std::to_string(second_rank) + " called " + all_to_all + " with " + elements(second.count) +
-                   " from rank " + std::to_string(first_rank);
-  }
-  throw error;
+  if (state == State::unpaired)
+    throw unpaired_error(own_rank, first_rank, first.count, second_rank, second.count);
+  throw mismatch_error(own_rank, first_rank, first, second_rank, second);
 }
 
 }  // namespace ferro

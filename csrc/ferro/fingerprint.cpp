@@ -53,14 +53,17 @@ std::string describe_mismatch(int first_rank, const Fingerprint& first, int seco
 
 }  // namespace
 
-std::string elements(std::uint64_t count) {
-  return std::to_string(count) + (count == 1 ? " element" : " elements");
-}
-
 Error mismatch_error(int own_rank, int first_rank, const Fingerprint& first, int second_rank,
                      const Fingerprint& second) {
   return Error(ErrorCode::mismatch, own_rank == second_rank ? first_rank : second_rank,
                describe_mismatch(first_rank, first, second_rank, second));
+}
+
+Error unpaired_error(int own_rank, int sender, std::uint64_t sent, int receiver, std::uint64_t expected) {
+  return Error(ErrorCode::mismatch, own_rank == receiver ? sender : receiver,
+               "rank " + std::to_string(sender) + " sends " + std::to_string(sent) +
+                   (sent == 1 ? " element" : " elements") + " to rank " + std::to_string(receiver) +
+                   ", which expects " + std::to_string(expected));
 }
 
 }  // namespace ferro

@@ -78,13 +78,12 @@ inline std::uint32_t hash(const Fingerprint& fingerprint) {
 const char* name_of(ReduceOp reduce_op);
 const char* name_of(DType dtype);
 
-// "1 element", "2 elements" and so on.
-std::string elements(std::uint64_t count);
-
 // The error that rank `own_rank` raises where these two ranks disagree: the same
 // text on every rank; `peer` is the second rank or, on the second rank itself, the first.
 Error mismatch_error(int own_rank, int first_rank, const Fingerprint& first, int second_rank,
                      const Fingerprint& second);
+// The same where `sender` sends `receiver` a number of elements other than the one it expects.
+Error unpaired_error(int own_rank, int sender, std::uint64_t sent, int receiver, std::uint64_t expected);
 
 }  // namespace ferro
 

@@ -201,9 +201,7 @@ void ShmTransport::check_counts() const {
     for (int dst = 0; dst < size_; ++dst) {
       const std::uint64_t* received = counts_of(dst) + size_;
       if (sent[dst] == received[src]) continue;
-      throw Error(ErrorCode::mismatch, members_[place_ == src ? dst : src],
-                  "rank " + std::to_string(members_[src]) + " sends " + elements(sent[dst]) + " to rank " +
-                      std::to_string(members_[dst]) + ", which expects " + std::to_string(received[src]));
+      throw unpaired_error(members_[place_], members_[src], sent[dst], members_[dst], received[src]);
     }
   }
 }
