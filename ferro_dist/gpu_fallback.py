@@ -87,8 +87,8 @@ def round_trip(
 ) -> None:
     """Run a call on copies of GPU arrays, and copy the result back.
 
-    Blocks until the call is done; the copy back is queued on the stream on which the
-    arrays' library works now, as any use of the result will be.
+    Blocks until the result is on the GPU. All copies run on the stream on which the arrays' library
+    works now.
 
     Steps, for each piece of `_PIECE_NBYTES` of a call that works element by element: copy
     it to pinned memory, run the call on it, copy the result to the GPU. The copy of the
