@@ -438,11 +438,11 @@ class MpiBackend(MpiGroup):
         if is_send:
             source = self._operands.source(op, array)
             view = source.view
-            steps = self._messages.send(op, source, peer, mpi_tag_of(view, tag))
+            steps = partial(self._messages.send, op, source, peer, mpi_tag_of(view, tag))
         else:
             view = self._operands.output_view(op, array)
             target = Target(array, view, None)
-            steps = self._messages.recv(op, target, peer, mpi_tag_of(view, tag))
+            steps = partial(self._messages.recv, op, target, peer, mpi_tag_of(view, tag))
         return Call(op, (is_send, peer), steps, lambda: [peer], self._seconds(timeout)), view
 
 

@@ -170,7 +170,7 @@ class MpiGroup(Backend):
 
         limit = self._seconds(timeout)
         awaited = self._agreement.awaited
-        call = Call(fingerprint.op, _COLLECTIVES, steps(), awaited, limit, sequence)
+        call = Call(fingerprint.op, _COLLECTIVES, steps, awaited, limit, sequence)
         self._sequence += 1
         return self._run(fingerprint.op, [call], MpiWork(self._progress, call), async_op)
 

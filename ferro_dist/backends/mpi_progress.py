@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ferro_dist.arguments import check_patience
 from ferro_dist.errors import DistributedError, LockPoisoned, SizeMismatch, Timeout
@@ -29,7 +29,7 @@ Steps = Generator[None, None, Any]
 # MPI may have been initialised for one thread at a time. Held for a step, never for a wait.
 mpi_lock = threading.RLock()
 
-_abandoned: list[Steps | None] = []
+_abandoned: list[Any] = []
 
 # After this long without success a waiting thread sleeps between two checks: a little slower than
 # MPI could be, but it leaves the core to others.
@@ -46,8 +46,8 @@ class Call:
         Public name, for errors.
     lane : hashable
         Calls of the same lane run one after the other.
-    steps : generator
-        Does the work; see `Steps`.
+    begin : callable
+        Holds the arrays, and makes the generator that does the work; see `Steps`.
     awaited : callable
         The ranks that are known to be late, asked on a timeout.
     timeout_s : float
@@ -61,7 +61,7 @@ class Call:
         self,
         op: str,
         lane: Hashable,
-        steps: Steps,
+        begin: Callable[[], Steps],
         awaited: Callable[[], list[int]],
         timeout_s: float,
         sequence: int | None = None,
@@ -75,7 +75,8 @@ class Call:
         self.result: Any = None
         self.error: BaseException | None = None
         self._waited_since: float | None = None
-        self._steps: Steps | None = steps
+        self._begin: Callable[[], Steps] | None = begin
+        self._steps: Steps | None = begin()
 
     @property
     def label(self) -> str:
@@ -110,14 +111,15 @@ class Call:
 
     def _abandon(self, error: BaseException) -> None:
         # MPI cannot be told to forget its requests and may still write into their
-        # arrays: those stay for as long as the process does.
-        _abandoned.append(self._steps)
+        # arrays: those stay for as long as the process does. A generator that Ctrl-C or the
+        # collector has ended holds them no more.
+        _abandoned.append((self._begin, self._steps))
         self._finish(None, error)
 
     def _finish(self, result: Any, error: BaseException | None) -> None:
         self.result, self.error = result, error
         self.is_done = True
-        self._steps = None  # releases the arrays
+        self._begin = self._steps = None  # releases the arrays
 
     def value(self) -> Any:
         """Return the result of a call that has ended, or raise its error."""
@@ -129,14 +131,21 @@ class Call:
 class Requests:
     """The requests of one group that MPI has not completed."""
 
+    _abandoned: ClassVar[list[Any]] = []
+    """Those that nobody tests any more: they hold the copies that MPI reads and writes."""
+
     def __init__(self) -> None:
         self.num_under_way = 0
 
     def complete(self, request: Any) -> Iterator[None]:
         """Wait for a request of MPI, which holds arrays until then."""
         self.num_under_way += 1
-        while not request.Test():
-            yield
+        try:
+            while not request.Test():
+                yield
+        except BaseException:  # Ctrl-C, or the collector, which ends the calls of a dropped group
+            self._abandoned.append(request)
+            raise
         self.num_under_way -= 1
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -188,6 +189,29 @@ def a_group_that_is_dropped_is_left(group: Group) -> None:
         error = raised(ChannelClosed, fd.barrier, other)
         assert error.peer == 0
         assert "left the group" in str(error)
+        other.close()  # else whenever the collector comes, and rank 0 could not free it before
+    fd.barrier(group)
+
+
+def arrays_of_a_group_that_is_dropped_stay_while_mpi_uses_them(group: Group) -> None:
+    from ferro_dist.backends import mpi_farewell
+
+    other = clone(group)
+    out = np.zeros(1 << 18)
+    memory = weakref.ref(out)
+    work: Any = fd.broadcast(out, other, 1, out=out, async_op=True)
+    fd.barrier(group)  # everybody has sent its fingerprint, and the root gone no further
+    if group.rank == 0:
+        while not other._requests.num_under_way:
+            assert not work.is_completed()
+        gc.collect()
+        del work, out, other
+        gc.collect()
+        assert memory() is not None
+        (unsound,) = (left for left in mpi_farewell._leaving if not left._is_sound)
+        mpi_farewell._leaving.remove(unsound)
+    else:
+        other.close()
     fd.barrier(group)
 
 

@@ -37,6 +37,7 @@ OF_ANY_SIZE = [
 BETWEEN_RANKS = [
     "arrays_that_share_no_byte_are_taken",
     "a_group_that_is_dropped_is_left",
+    "arrays_of_a_group_that_is_dropped_stay_while_mpi_uses_them",
     "messages_left_behind_do_not_reach_the_next_group",
     "late_ranks_are_named_by_the_timeout",
     "a_call_behind_another_keeps_its_own_timeout",
