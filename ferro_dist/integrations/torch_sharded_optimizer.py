@@ -173,6 +173,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises
         ------
+        TypeError, ValueError
+            Bad arguments. Nothing was sent.
         CollectiveMismatch
             The ranks add different parameters or options. None are added; the group stays usable.
 
@@ -338,7 +340,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self, groups: list[dict[str, Any]]) -> None:
         """Divide the parameters of some groups, and give the wrapped optimizer its share."""
-        for number, group in enumerate(groups):
+        for number, group in enumerate(groups, len(self.param_groups) - len(groups)):
             for i, p in enumerate(group["params"]):
                 check_shareable("ShardedOptimizer", f"parameter {i} of group {number}", p)
         tag = agree_on_manifest(
