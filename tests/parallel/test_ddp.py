@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import threading
 from collections.abc import Callable
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
+from parallel.refused_memory import assert_lack_is_told
 
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
@@ -550,22 +550,7 @@ def test_wrappers_synchronized_in_different_order_raise(on_ranks: OnRanks) -> No
 def test_a_rank_without_memory_for_buckets_tells_the_others(
     on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    empty = fd.SimulatedBackend.empty
-    told = threading.Barrier(3)
-
-    def refuse(backend: Any, *args: Any) -> Any:
-        if backend.rank == 1:
-            raise MemoryError("no room")
-        return empty(backend, *args)
-
-    def body(backend: Any) -> None:
-        error = MemoryError if backend.rank == 1 else fd.DistributedError
-        with pytest.raises(error, match=r"no room|rank 1 was interrupted"):
-            fd.DDP(Linear(), backend)
-        told.wait(60)  # before any rank leaves the group
-
-    monkeypatch.setattr(fd.SimulatedBackend, "empty", refuse)
-    on_ranks(3, body)
+    assert_lack_is_told(on_ranks, monkeypatch, lambda backend: fd.DDP(Linear(), backend))
 
 
 # What is refused, before anything is sent

@@ -15,6 +15,7 @@ from ferro_dist.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from parallel.refused_memory import assert_lack_is_told  # noqa: E402
 from parallel.torch_regression import (  # noqa: E402 - needs torch
     assert_same,
     backward,
@@ -525,23 +526,11 @@ def test_a_step_that_fails_on_one_rank_tells_the_others(on_ranks: OnRanks, where
 def test_a_rank_without_memory_for_its_share_tells_the_others(
     on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    empty = fd.SimulatedBackend.empty
-    told = threading.Barrier(3)
-
-    def refuse(backend: Any, *args: Any) -> Any:
-        if backend.rank == 1:
-            raise MemoryError("no room")
-        return empty(backend, *args)
-
-    def body(backend: Any) -> None:
+    def make(backend: Any) -> fd.ShardedOptimizer:
         p = torch.nn.Parameter(torch.ones(30))
-        error = MemoryError if backend.rank == 1 else fd.DistributedError
-        with pytest.raises(error, match=r"no room|rank 1 was interrupted"):
-            fd.ShardedOptimizer([p], SGD, backend, lr=1.0)
-        told.wait(60)  # before any rank leaves the group
+        return fd.ShardedOptimizer([p], SGD, backend, lr=1.0)
 
-    monkeypatch.setattr(fd.SimulatedBackend, "empty", refuse)
-    on_ranks(3, body)
+    assert_lack_is_told(on_ranks, monkeypatch, make)
 
 
 def test_ranks_that_disagree_are_told(on_ranks: OnRanks) -> None:
