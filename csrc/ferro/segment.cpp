@@ -64,9 +64,9 @@ std::size_t heap_nbytes_for(int size) {
 
 // That of each rank in a segment whose size is `total_nbytes`; 0 if it is none for `size` ranks.
 std::size_t heap_nbytes_in(std::size_t total_nbytes, int size) {
-  const std::size_t fixed = SegmentLayout(size, 0).fixed_nbytes;
-  if (total_nbytes < fixed || (total_nbytes - fixed) % size != 0) return 0;
-  return (total_nbytes - fixed) / size;
+  const std::size_t before = SegmentLayout(size, 0).heaps_offset;
+  if (total_nbytes < before || (total_nbytes - before) % size != 0) return 0;
+  return (total_nbytes - before) / size;
 }
 
 [[noreturn]] void throw_no_address_space(std::size_t nbytes) {
@@ -108,12 +108,13 @@ void check_that_ranks_fit(int size) {
 SegmentLayout::SegmentLayout(int num_ranks, std::size_t nbytes_of_heap)
     : size(num_ranks), heap_nbytes(nbytes_of_heap) {
   const auto p = static_cast<std::size_t>(num_ranks);
+  const bool is_alone = p == 1;  // then no array is staged, and groups of one are made quickly
   // One header must be able to publish an uneven all_to_all's two rows of counts.
-  small_nbytes = std::max(p <= 8 ? std::size_t{64} << 10 : std::size_t{16} << 10,
+  small_nbytes = std::max(is_alone ? 0 : std::size_t{p <= 8 ? 64u : 16u} << 10,
                           round_up(2 * sizeof(std::uint64_t) * p, kLinePair));
   small_ring_nbytes = small_nbytes * kSmallSlots;
   // Larger than a second-level cache: see "Rings" in ALGORITHMS.md. Many ranks share theirs anyway.
-  window_nbytes = std::size_t{p <= 8 ? 2u : 1u} << 20;
+  window_nbytes = is_alone ? std::size_t{4} << 10 : std::size_t{p <= 8 ? 2u : 1u} << 20;
   results_nbytes = round_up(window_nbytes / p, 4096);
   channel_nbytes = std::max(std::size_t{16} << 10, power_of_two_at_least((std::size_t{4} << 20) / p));
 
@@ -130,7 +131,8 @@ SegmentLayout::SegmentLayout(int num_ranks, std::size_t nbytes_of_heap)
   windows_offset = place(p * window_nbytes, 4096);
   results_offset = place(p * results_nbytes, 4096);
   channels_offset = place(p * (p - 1) * channel_stride(), 4096);
-  fixed_nbytes = round_up(end, kHugePage);
+  fixed_nbytes = end;
+  heaps_offset = round_up(end, kHugePage);
 }
 
 std::size_t SegmentLayout::channel_stride() const {

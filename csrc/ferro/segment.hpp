@@ -124,10 +124,10 @@ struct SegmentLayout {
   std::size_t results_nbytes;     // what one rank reduced for the others: its share of every round
   std::size_t channel_nbytes;     // ring of bytes of one ordered pair
   std::size_t sleepers_offset, headers_offset, controls_offset, small_rings_offset, windows_offset,
-      results_offset, channels_offset;
-  std::size_t fixed_nbytes;  // all of the above; backed by memory from the start
+      results_offset, channels_offset, heaps_offset;
+  std::size_t fixed_nbytes;  // all but the heaps; backed by memory from the start
   std::size_t heap_nbytes;   // symmetric heap of one rank; address space, backed on demand
-  std::size_t total_nbytes() const { return fixed_nbytes + heap_nbytes * size; }
+  std::size_t total_nbytes() const { return heaps_offset + heap_nbytes * size; }
   std::size_t channel_stride() const;
 };
 
@@ -175,17 +175,17 @@ class Segment {
   unsigned char* ring(int src, int dst) {
     return base_ + channel_offset(src, dst) + sizeof(ChannelControl) + SegmentLayout::kCells * sizeof(Cell);
   }
-  unsigned char* heap(int place) { return base_ + layout_.fixed_nbytes + place * layout_.heap_nbytes; }
+  unsigned char* heap(int place) { return base_ + layout_.heaps_offset + place * layout_.heap_nbytes; }
 
   // Where in the symmetric heaps [data, data + nbytes) lies, plus one; 0 if outside.
   std::uint64_t symmetric_offset(const void* data, std::size_t nbytes) const {
     const auto distance =
-        static_cast<std::uint64_t>(static_cast<const unsigned char*>(data) - (base_ + layout_.fixed_nbytes));
+        static_cast<std::uint64_t>(static_cast<const unsigned char*>(data) - (base_ + layout_.heaps_offset));
     const std::uint64_t heaps = layout_.heap_nbytes * layout_.size;
     return distance < heaps && nbytes <= heaps - distance ? distance + 1 : 0;
   }
   unsigned char* symmetric_pointer(std::uint64_t offset_plus_one) {
-    return base_ + layout_.fixed_nbytes + (offset_plus_one - 1);
+    return base_ + layout_.heaps_offset + (offset_plus_one - 1);
   }
 
  private:
