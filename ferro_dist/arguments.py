@@ -50,6 +50,7 @@ __all__ = [
     "is_reducible",
     "name_call",
     "named_integer",
+    "of_group",
     "per_rank_count",
     "raise_missing_array",
     "raise_mixed_devices",
@@ -62,6 +63,8 @@ __all__ = [
 
 MAX_WORLD_SIZE = 8190  # what the engine can name in an error: kMaxWorldSize of error.hpp
 MAX_COUNT = (1 << 59) - 1  # of the widest elements, 16 bytes, NumPy can still express the size
+
+_MAX_NAMED = 16  # members of a group, where an error names them
 
 _T = TypeVar("_T")
 
@@ -130,12 +133,23 @@ def name_call(error: Exception, op: str, backend: Any) -> None:
         error.args = (f"{op}: {error}",)
 
 
+def of_group(global_ranks: Sequence[int] | None) -> str:
+    """Name a group that is a part of another, to follow "rank 1"; return "" if it is none."""
+    if global_ranks is None:
+        return ""
+    names = [str(rank) for rank in global_ranks]
+    if len(names) > _MAX_NAMED:
+        names[_MAX_NAMED - 2 : -1] = ["..."]
+    return f" of group ({', '.join(names)})"
+
+
 def closed_error(
     op: str | None = None,
     *,
     rank: int | None,
     peer: int | None = None,
     sequence: int | None = None,
+    global_ranks: tuple[int, ...] | None = None,
 ) -> ChannelClosed:
     """Make the error of a call on a rank that has closed its group."""
     return ChannelClosed(
@@ -144,6 +158,7 @@ def closed_error(
         rank=rank,
         peer=peer,
         sequence=sequence,
+        global_ranks=global_ranks,
     )
 
 

@@ -32,8 +32,8 @@ __all__ = [
 class DistributedError(RuntimeError):
     """Base of the errors that ferro_dist defines; wrong types and values are Python's own.
 
-    Ranks, in messages too, are numbered as in the group of the call: in one that `split` has made,
-    rank 1 may be rank 3 of the whole.
+    Ranks are numbered as in the group of the call. Where that is a part of another group, those of
+    the host engine name it by its members' ranks there: rank 1 of group (1, 3) is 3 in the whole.
 
     Attributes
     ----------
@@ -47,6 +47,9 @@ class DistributedError(RuntimeError):
         The number of the call in its group, counted from 0; None if it had not begun. Collectives
         are counted alike on all ranks; calls that send or receive are counted apart, by each rank
         for itself.
+    global_ranks : tuple of int or None
+        `Backend.global_ranks` of the group, where they differ from its own numbers and the host
+        engine has run the call: not of MPI or NCCL.
     """
 
     def __init__(
@@ -57,12 +60,14 @@ class DistributedError(RuntimeError):
         rank: int | None = None,
         peer: int | None = None,
         sequence: int | None = None,
+        global_ranks: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(message)
         self.op = op
         self.rank = rank
         self.peer = peer
         self.sequence = sequence
+        self.global_ranks = global_ranks
 
 
 # The caller's fault: raised before anything is sent; the group is unharmed.
@@ -138,8 +143,11 @@ class Timeout(DistributedError, TimeoutError):
         rank: int | None = None,
         peer: int | None = None,
         sequence: int | None = None,
+        global_ranks: tuple[int, ...] | None = None,
     ) -> None:
-        super().__init__(message, op=op, rank=rank, peer=peer, sequence=sequence)
+        super().__init__(
+            message, op=op, rank=rank, peer=peer, sequence=sequence, global_ranks=global_ranks
+        )
         self.missing = tuple(missing)
         self.seconds = seconds
 

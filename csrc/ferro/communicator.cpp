@@ -50,6 +50,7 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
   error.op = op;
   error.sequence = sequence;
   error.rank = rank_;
+  error.global_ranks = global_ranks_;
   error.elapsed_s = call.elapsed_s();
   const std::shared_ptr<Transport> transport = share(parts_.transport);
   if (transport == nullptr) return error;

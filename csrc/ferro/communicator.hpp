@@ -50,8 +50,14 @@ class Communicator {
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
 
+  // What the members' ranks are in the group that this one was made from, by which errors name it. Before the
+  // first call.
+  void set_global_ranks(std::vector<int> ranks) {
+    global_ranks_ = std::make_shared<const std::vector<int>>(std::move(ranks));
+  }
+
   // Runs a call to its end. On the caller's thread, unless earlier calls still
-  // wait for the progress thread. Errors have op, sequence and rank filled in.
+  // wait for the progress thread. Errors have op, sequence, rank and group filled in.
   void run(Call& call, const Collective& collective);
   void exchange(Call& call, Op op, const std::vector<PointToPoint>& messages);
 
@@ -152,6 +158,7 @@ class Communicator {
 
   const int rank_;
   const int world_size_;
+  std::shared_ptr<const std::vector<int>> global_ranks_;  // null if these ranks are global themselves
   // close() takes them away, with both gates and parts_mutex_ held. A thread that has passed a gate and
   // found the group open uses them as they are. All others take a share(): the last to drop one closes
   // sockets and memory.

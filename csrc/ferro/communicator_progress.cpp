@@ -29,6 +29,7 @@ void Communicator::wait(Call& call, Task& task) {
   error.op = task.collective.op;
   error.sequence = task.sequence;
   error.rank = rank_;
+  error.global_ranks = global_ranks_;
   error.elapsed_s = call.timeout_s();
   error.missing = awaited_by(task);
   if (error.missing.size() == 1) error.peer = error.missing.front();

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <new>
 #include <string>
 #include <system_error>
@@ -54,6 +55,8 @@ struct Error : std::exception {
   bool is_deadlock = false;    // timeout: `missing` wait for each other
   double elapsed_s = 0;        // timeout, under_way: for how long
   std::string detail;
+  // Communicator::set_global_ranks; filled in like `rank`.
+  std::shared_ptr<const std::vector<int>> global_ranks;
 };
 
 // What the system call `call` has just failed with. `peer` is whom it was about, if anybody.

@@ -325,6 +325,10 @@ cdef class Communicator:
         with nogil:
             self._engine.reset()
 
+    def set_global_ranks(self, ranks):
+        """Let errors name the group by its members' ranks in the one it was made from; before any call."""
+        self._engine.get().set_global_ranks(ranks)
+
     @property
     def is_closed(self):
         return self._engine.get() == NULL or self._engine.get().is_closed()

@@ -114,6 +114,7 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
             int world_size, int num_cores, PeerReads peer_reads
         ) except +raise_native
 
+        void set_global_ranks(vector[int] ranks) except +
         cpp_bool is_closed() noexcept
         vector[int] lost_ranks() except +raise_native
         uint32_t succession() except +raise_native

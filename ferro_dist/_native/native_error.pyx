@@ -1,10 +1,11 @@
 # The engine throws facts; this puts them into words: what happened, where, and what to do.
 
 from libc.stdint cimport uint64_t
+from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
-from ferro_dist.arguments import closed_error
+from ferro_dist.arguments import closed_error, of_group
 from ferro_dist.errors import (
     ChannelClosed,
     CollectiveMismatch,
@@ -44,6 +45,7 @@ cdef extern from "ferro/error.hpp" namespace "ferro" nogil:
         int op
         uint64_t sequence
         int rank
+        shared_ptr[const vector[int]] global_ranks
         int peer
         int reporter
         vector[int] missing
@@ -83,6 +85,7 @@ cdef object _exception_of(const Error& error):
         "rank": error.rank if is_of_call else None,
         "peer": error.peer if error.peer >= 0 else None,
         "sequence": error.sequence if is_of_call and error.sequence != NO_SEQUENCE else None,
+        "global_ranks": None if error.global_ranks.get() == NULL else tuple(error.global_ranks.get()[0]),
     }
     if error.code == ErrorCode.under_way:
         return _under_way(error, facts)
@@ -176,7 +179,7 @@ cdef object _under_way(const Error& error, dict facts):
     cdef tuple missing = tuple(error.missing)
     cdef str waiting = f", waiting for {_ranks(missing)}" if missing else ""
     return Timeout(
-        f"{_call(facts)} is still under way on rank {error.rank} after {error.elapsed_s:g} s{waiting}.\n"
+        f"{_call(facts)} is still under way on {_here(facts)} after {error.elapsed_s:g} s{waiting}.\n"
         "It goes on; wait again.",
         missing=missing, seconds=error.elapsed_s, **facts)
 
@@ -205,7 +208,11 @@ cdef str _silence(str op, str names, double elapsed_s):
 cdef str _where(dict facts):
     if facts["rank"] is None:
         return "The group"
-    return f"{_call(facts)} failed on rank {facts['rank']}"
+    return f"{_call(facts)} failed on {_here(facts)}"
+
+
+cdef str _here(dict facts):
+    return f"rank {facts['rank']}{of_group(facts['global_ranks'])}"
 
 
 cdef str _call(dict facts):

@@ -75,6 +75,8 @@ class Backend(abc.ABC):
     name: str
     """``"host"``, ``"tcp"``, ``"simulated"``, ``"mpi"``, ``"nccl"`` or ``"hybrid"``."""
 
+    _global_ranks: tuple[int, ...] = ()  # none if they are range(world_size)
+
     @property
     @abc.abstractmethod
     def rank(self) -> int:
@@ -303,6 +305,15 @@ class Backend(abc.ABC):
         self.close()
 
     @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Each rank's number in the group that this one was made from.
+
+        In the first one, if `split` or `shrink` made it from a group that was made so itself; in
+        this one, if none did.
+        """
+        return self._global_ranks or tuple(range(self.world_size))
+
+    @property
     def survivors(self) -> tuple[int, ...]:
         """Each rank's number in the group that was shrunk to this one, or here if none was."""
         return tuple(range(self.world_size))
@@ -365,6 +376,12 @@ class Backend(abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _come_from(self, parent: Backend, members: Sequence[int]) -> Self:
+        """Take note of which ranks of `parent` the members are."""
+        numbers = parent.global_ranks
+        self._global_ranks = tuple(numbers[member] for member in members)
+        return self
 
     def _seconds(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else check_timeout(timeout)

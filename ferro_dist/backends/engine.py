@@ -11,15 +11,19 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ferro_dist import arguments, interop
 from ferro_dist._native.host import PEER_READS, Communicator, HostWork, begin_exit
+from ferro_dist.backends.base import Backend
 from ferro_dist.backends.bound import BoundBackend
 from ferro_dist.errors import DistributedError
 from ferro_dist.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11
 
 __all__ = ["EngineBackend", "peer_reads"]
 
@@ -106,7 +110,13 @@ class EngineBackend(BoundBackend):
         # end of one rank, and go on as if the group were theirs.
         self._group.supersede()
         self.close()
-        return group
+        return group._come_from(self, survivors)
+
+    def _come_from(self, parent: Backend, members: Sequence[int]) -> Self:
+        super()._come_from(parent, members)
+        if self.global_ranks != tuple(range(self.world_size)):
+            self._group.set_global_ranks(self.global_ranks)
+        return self
 
     def close(self) -> None:
         if self._group.close():

@@ -163,7 +163,7 @@ class HostBackend(EngineBackend):
                     timeout=deadline.remaining_s,
                     create_segment=self._create_segment,
                     addresses=[self._wiring.addresses[member] for member in chosen],
-                    adopt=self._new_from,
+                    adopt=lambda wiring: self._new_from(wiring)._come_from(self, chosen),
                 )
 
     def _gather_for_split(self, blob: bytes, deadline: Deadline) -> list[bytes]:

@@ -105,6 +105,7 @@ class HybridBackend(Backend):
         self._host = host
         self._nccl = nccl
         self._survivors = host.survivors
+        nccl._global_ranks = host._global_ranks
         # The survivors' host side, and their ranks here, while `shrink` has not connected their
         # GPUs.
         self._next: HostBackend | None = None
@@ -205,6 +206,10 @@ class HybridBackend(Backend):
             if not isinstance(error, DistributedError):
                 self.interrupt(error)  # the others may be waiting for this rank
             raise
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        return self._host.global_ranks
 
     @property
     def survivors(self) -> tuple[int, ...]:

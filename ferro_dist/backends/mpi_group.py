@@ -110,7 +110,7 @@ class MpiGroup(Backend):
             return None
         group = type(self).__new__(type(self))
         group._init_from("split", self._mpi, comm, deadline, self._timeout)
-        return group
+        return group._come_from(self, chosen)
 
     def shrink(self, timeout: float | None = None) -> Self:
         raise UnsupportedOp(

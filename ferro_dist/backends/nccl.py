@@ -346,7 +346,8 @@ class NcclBackend(BoundBackend):
         communicator = self.comm.split(color, key, timeout=deadline.remaining_s, **self._config)
         if communicator is None:
             return None
-        return type(self).__new__(type(self))._init_from(communicator, None, self._config)
+        group = type(self).__new__(type(self))._init_from(communicator, None, self._config)
+        return group._come_from(self, chosen)
 
     def _check_open(self, op: str) -> None:
         if self.is_closed:

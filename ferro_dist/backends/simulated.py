@@ -104,7 +104,7 @@ class SimulatedBackend(EngineBackend):
                 rank=self.rank,
                 peer=chosen[0],
             ) from part
-        return part
+        return part._come_from(self, chosen)
 
     def _make_part(self, world_size: int) -> list[SimulatedBackend] | list[DistributedError]:
         """Make a group for siblings, or return the error that prevents it."""

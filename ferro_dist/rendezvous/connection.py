@@ -203,7 +203,7 @@ def in_numbers_of_parent(members: Sequence[int], rank: int) -> Iterator[None]:
 def put_in_numbers_of_parent(error: DistributedError, members: Sequence[int], rank: int) -> None:
     """Let an error among `members` name ranks of the group they are from, where this is `rank`."""
     error.args = (f"{error}\nRanks 0, 1, ... of the new group are {list(members)} of this one.",)
-    error.rank = rank
+    error.rank, error.global_ranks = rank, None
     error.peer = None if error.peer is None else members[error.peer]
     if isinstance(error, Timeout):
         error.missing = tuple(members[missing] for missing in error.missing)

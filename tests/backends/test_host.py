@@ -17,6 +17,7 @@ import pytest
 import ferro_dist as fd
 from ferro_dist import rendezvous
 from ferro_dist._native.host import create_segment
+from ferro_dist.arguments import of_group
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import _Wirer
 from ferro_dist.testing import RankDeath, run_ranks
@@ -94,6 +95,46 @@ def split_while_a_message_is_under_way(backend: fd.HostBackend) -> None:
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_messages_under_way_are_not_taken_for_those_of_a_split(transport: str) -> None:
     run_ranks(3, split_while_a_message_is_under_way, backend=transport)
+
+
+def disagree_and_die_in_a_part(backend: fd.HostBackend) -> list[fd.DistributedError]:
+    part = backend.split([3, 1])
+    if part is None:
+        return []
+    errors: list[fd.DistributedError] = []
+    with pytest.raises(fd.CollectiveMismatch) as disagreement:
+        fd.allreduce(np.ones(1 + part.rank), part)
+    errors.append(disagreement.value)
+    if part.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fd.PeerLostError) as death:
+        fd.recv(np.ones(1), part, 0)
+    errors.append(death.value)
+    with part.shrink() as rest:
+        assert (rest.global_ranks, rest.survivors) == ((1,), (1,))
+    with pytest.raises(fd.PeerLostError) as death:
+        fd.recv(np.ones(1), backend, 3)
+    errors.append(death.value)
+    return errors
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_errors_in_a_part_of_a_group_name_its_ranks_in_the_whole(transport: str) -> None:
+    _, errors, *_ = run_ranks(4, disagree_and_die_in_a_part, backend=transport, may_die=[3])
+    disagreement, death, in_the_whole = errors
+    assert "allreduce #0 failed on rank 1 of group (3, 1): the ranks disagree" in str(disagreement)
+    assert "recv #0 failed on rank 1 of group (3, 1): rank 0 died" in str(death)
+    assert disagreement.global_ranks == death.global_ranks == (3, 1)
+    assert death.global_ranks[death.peer] == 3
+    assert "failed on rank 1: rank 3 died" in str(in_the_whole)
+    assert in_the_whole.global_ranks is None
+
+
+def test_errors_in_a_large_part_of_a_group_name_some_of_its_ranks() -> None:
+    assert of_group(tuple(range(0, 32, 2))) == f" of group ({', '.join(map(str, range(0, 32, 2)))})"
+    assert of_group(tuple(range(1, 1001))) == (
+        " of group (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, ..., 1000)"
+    )
 
 
 def die_while_splitting(backend: fd.HostBackend) -> tuple[str, int | None, str]:

@@ -49,6 +49,19 @@ def split_makes_a_group_in_the_given_order(group: Group) -> None:
         assert_array_equal(fd.all_gather(np.array([group.rank]), part), members)
 
 
+@case(min_ranks=2)
+def a_part_tells_which_ranks_of_the_whole_it_has(group: Group) -> None:
+    world_size = group.world_size
+    assert group.global_ranks == tuple(range(world_size))
+    backwards = group.split(range(world_size)[::-1])
+    with backwards:
+        assert backwards.global_ranks == tuple(range(world_size)[::-1])
+        part = backwards.split([1, 0])  # the last rank but one, and the last
+        if part is not None:
+            with part:
+                assert part.global_ranks == (world_size - 2, world_size - 1)
+
+
 @case()
 def a_group_of_one_is_a_group(group: Group) -> None:
     for member in range(group.world_size):
