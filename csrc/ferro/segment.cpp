@@ -77,17 +77,11 @@ std::size_t heap_nbytes_in(std::size_t total_nbytes, int size) {
 }
 
 // Without this the kernel of a machine short of memory would kill whoever touches a page first.
-// Populating through a mapping gives huge pages where the system has them for shared memory.
-void back_with_memory(int fd, std::size_t nbytes) {
-  void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (base == MAP_FAILED) throw_no_address_space(nbytes);
-  madvise(base, nbytes, MADV_HUGEPAGE);
-  madvise(base, nbytes, kPopulateWrite);
-  munmap(base, nbytes);
+void allocate(int fd, std::size_t offset, std::size_t nbytes) {
   // At a signal, even one that is handled, older kernels give up and undo what they have done. Those that
   // cannot be blocked, a debugger's for one, are rare enough to begin again.
   const BlockedSignals blocked;
-  while (fallocate(fd, 0, 0, static_cast<off_t>(nbytes)) != 0)
+  while (fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(nbytes)) != 0)
     if (errno != EINTR) throw_errno("fallocate of shared memory");
 }
 
@@ -146,12 +140,12 @@ int Segment::create_file(int size) {
   const SegmentLayout layout(size, heap_nbytes_for(size));
   if (ftruncate(file.get(), static_cast<off_t>(layout.total_nbytes())) != 0)
     throw_errno("ftruncate of shared memory");
-  back_with_memory(file.get(), layout.fixed_nbytes);
+  allocate(file.get(), 0, layout.small_rings_offset);
   if (fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) throw_errno("fcntl(F_ADD_SEALS)");
   return file.release();
 }
 
-std::shared_ptr<Segment> Segment::map_file(int fd, int size) {
+std::shared_ptr<Segment> Segment::map(int fd, int size) {
   struct stat status;
   if (fstat(fd, &status) != 0) throw_errno("fstat of shared memory");
   const SegmentLayout layout(size, heap_nbytes_in(status.st_size, size));
@@ -165,9 +159,33 @@ std::shared_ptr<Segment> Segment::map_file(int fd, int size) {
   return std::shared_ptr<Segment>(new Segment(static_cast<unsigned char*>(base), layout));
 }
 
+void Segment::back_place(int fd, int place) {
+  const std::size_t page = sysconf(_SC_PAGESIZE);
+  const auto back = [&](std::size_t section, std::size_t nbytes_each) {
+    if (nbytes_each == 0) return;  // the channels of a rank that is alone
+    const std::size_t first = (section + place * nbytes_each) / page * page;
+    const std::size_t nbytes = section + (place + 1) * nbytes_each - first;
+    // Populating through a mapping gives huge pages where the system has them for shared memory.
+    madvise(base_ + first, nbytes, kPopulateWrite);
+    allocate(fd, first, nbytes);
+  };
+  back(layout_.small_rings_offset, layout_.small_ring_nbytes);
+  back(layout_.windows_offset, layout_.window_nbytes);
+  back(layout_.results_offset, layout_.results_nbytes);
+  back(layout_.channels_offset, layout_.channel_stride() * (size() - 1));
+}
+
+std::shared_ptr<Segment> Segment::map_file(int fd, int size, int place) {
+  std::shared_ptr<Segment> segment = map(fd, size);
+  segment->back_place(fd, place);
+  return segment;
+}
+
 std::shared_ptr<Segment> Segment::create(int size) {
   const UniqueFd file(create_file(size));
-  return map_file(file.get(), size);
+  std::shared_ptr<Segment> segment = map(file.get(), size);
+  for (int place = 0; place < size; ++place) segment->back_place(file.get(), place);
+  return segment;
 }
 
 void Segment::abort(AbortReason reason) noexcept {

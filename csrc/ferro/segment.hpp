@@ -125,7 +125,7 @@ struct SegmentLayout {
   std::size_t channel_nbytes;     // ring of bytes of one ordered pair
   std::size_t sleepers_offset, headers_offset, controls_offset, small_rings_offset, windows_offset,
       results_offset, channels_offset, heaps_offset;
-  std::size_t fixed_nbytes;  // all but the heaps; backed by memory from the start
+  std::size_t fixed_nbytes;  // all but the heaps; backed by memory before the first call
   std::size_t heap_nbytes;   // symmetric heap of one rank; address space, backed on demand
   std::size_t total_nbytes() const { return heaps_offset + heap_nbytes * size; }
   std::size_t channel_stride() const;
@@ -135,10 +135,13 @@ struct SegmentLayout {
 // the same memfd.
 class Segment {
  public:
-  // A new anonymous file for `size` ranks, sealed against shrinking and growing.
+  // A new anonymous file for `size` ranks, sealed against shrinking and growing. What all ranks write is
+  // backed by memory.
   static int create_file(int size);
-  // Maps such a file. Keeps no descriptor. Throws Error{io} if it is not for `size` ranks.
-  static std::shared_ptr<Segment> map_file(int fd, int size);
+  // Maps such a file, and backs what the rank at `place` alone writes: at the same time as the others do it,
+  // and near to its own core. Keeps no descriptor. Throws Error{io} if it is not for `size` ranks.
+  static std::shared_ptr<Segment> map_file(int fd, int size, int place);
+  // For ranks that are threads of this process.
   static std::shared_ptr<Segment> create(int size);
 
   ~Segment();
@@ -190,6 +193,8 @@ class Segment {
 
  private:
   Segment(unsigned char* base, SegmentLayout layout) : base_(base), layout_(layout) {}
+  static std::shared_ptr<Segment> map(int fd, int size);
+  void back_place(int fd, int place);
 
   template <class T>
   T* at(std::size_t offset) {

@@ -82,7 +82,7 @@ std::shared_ptr<Communicator> Communicator::connect(const Wiring& wiring) {
       channels[peer] = std::make_unique<TcpChannel>(peer, message_sockets[peer].release(), mesh);
 
   std::shared_ptr<Segment> segment;
-  if (num_local > 1) segment = Segment::map_file(wiring.segment_fd, num_local);
+  if (num_local > 1) segment = Segment::map_file(wiring.segment_fd, num_local, place);
   if (wiring.world_size == 1) segment = Segment::create(1);
   std::unique_ptr<ShmTransport> local;
   if (segment) {
