@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import os
 import select
@@ -74,6 +75,19 @@ def supervise(
     return job.run()
 
 
+class Phase(enum.IntEnum):
+    """How far a job has come. All but the first and the last end by themselves after some time."""
+
+    RUNNING = 0
+    IN_DOUBT = 1  # the rank that failed has only lost another, which may be heard of yet
+    STOPPING = 2  # the ranks, or the processes that they have left, were asked to end
+    KILLING = 3
+    FINISHED = 4  # all processes have ended; output may be left to write
+
+
+_SECONDS_OF = {Phase.IN_DOUBT: CAUSE_S, Phase.STOPPING: GRACE_S, Phase.KILLING: UNKILLABLE_S}
+
+
 class Job:
     """The running job: a single loop over output, signals and ends of processes."""
 
@@ -99,19 +113,26 @@ class Job:
         self._exit_code: int | None = None  # settled by the first thing that goes wrong
         self._reason = ""
         self._culprit: Rank | None = None
-        self._is_in_doubt = False  # whether the culprit has only lost the real one
         self._interrupts = 0
         self._was_told_to_stop = False
-        self._is_killing = False
-        self._deadline: float | None = None  # of the step that is under way
-        self._is_finished = False
+        self._phase = Phase.RUNNING
+        self._deadline: float | None = None  # of the phase
 
     def run(self) -> int:
         """Start the ranks, see the job through to its end, and return its exit code."""
         self._start()
-        while not (self._is_finished and self._output.is_settled):
+        while not (self._phase is Phase.FINISHED and self._output.is_settled):
             self._step()
         return self._exit_code or 0
+
+    def _advance(self, phase: Phase) -> bool:
+        """Enter a phase unless the job is as far as that; return whether it was not."""
+        if self._phase >= phase:
+            return False
+        self._phase = phase
+        seconds = _SECONDS_OF.get(phase)
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        return True
 
     # Start and end.
 
@@ -173,9 +194,9 @@ class Job:
         if self._reason:
             words = self._culprit.last_words() if self._culprit else ""
             self._output.say(self._reason + words)
-        # Only output is left to write. Whoever stopped the job may not be there to read it.
-        self._deadline = time.monotonic() + READER_S if self._was_told_to_stop else None
-        self._is_finished = True
+        self._advance(Phase.FINISHED)
+        if self._was_told_to_stop:  # then there may be nobody to read what is left to write
+            self._deadline = time.monotonic() + READER_S
 
     # The loop.
 
@@ -293,7 +314,7 @@ class Job:
             self._settle(EXIT_SIGNALLED + signal.SIGINT, "interrupted twice: killed all ranks")
             self._output.drop()
             self._kill()
-        if self._is_finished and signum in STOPPING:
+        if self._phase is Phase.FINISHED and signum in STOPPING:
             self._settle(EXIT_SIGNALLED + signum, "")
             self._output.drop()  # It only waited for a reader.
 
@@ -318,7 +339,7 @@ class Job:
         self._judge(ended)
         if has_children:
             self._stop_leftovers()
-        elif not self._is_finished:
+        elif self._phase is not Phase.FINISHED:
             self._finish()
 
     def _judge(self, ended: list[Rank]) -> None:
@@ -338,20 +359,17 @@ class Job:
     def _blame(self, rank: Rank) -> None:
         """End the job for this rank, or for the next that fails if this one has only lost it."""
         is_victim = rank.has_lost_another()
-        if self._is_in_doubt and is_victim:
+        is_in_doubt = self._phase is Phase.IN_DOUBT
+        if is_in_doubt and is_victim:
             return
-        if self._is_in_doubt and not self._was_told_to_stop:
+        if is_in_doubt and not self._was_told_to_stop:
             self._exit_code = None
         may_doubt = self._exit_code is None and not self._was_told_to_stop
         self._settle(*_verdict(rank), culprit=rank)
         if is_victim and may_doubt and self._ranks:
-            self._is_in_doubt, self._deadline = True, time.monotonic() + CAUSE_S
+            self._advance(Phase.IN_DOUBT)
         else:
             self._stop()
-
-    def _end_doubt(self) -> None:
-        if self._is_in_doubt:
-            self._is_in_doubt, self._deadline = False, None
 
     def _is_survived(self, rank: Rank) -> bool:
         """Whether others are to go on without a rank that was killed."""
@@ -361,19 +379,16 @@ class Job:
         return self._keeps_going and is_killed and bool(self._ranks) and not is_ending
 
     def _stop_leftovers(self) -> None:
-        if self._is_killing:
+        if self._phase is Phase.KILLING:
             self._kill_descendants()
-        elif not self._ranks and not self._is_finished:
-            self._end_doubt()
+        elif not self._ranks and self._phase < Phase.KILLING:
             kill_all(descendants(os.getpid()), signal.SIGTERM)
-            self._deadline = self._deadline or time.monotonic() + GRACE_S
+            self._advance(Phase.STOPPING)
 
     def _stop(self) -> None:
         """Ask the ranks to end, and make sure that they do."""
-        self._end_doubt()
-        if self._deadline is not None or self._is_finished:
+        if not self._advance(Phase.STOPPING):
             return
-        self._deadline = time.monotonic() + GRACE_S
         # After a Ctrl-C the ranks are ending already; do not disturb their clean-up.
         if not self._was_told_to_stop:
             for rank in self._ranks.values():
@@ -381,24 +396,19 @@ class Job:
                 rank.signal(signal.SIGCONT)  # It cannot clean up while it is stopped.
 
     def _expire(self) -> None:
-        if self._is_finished:
-            self._output.drop()
-            return
-        if self._is_in_doubt:
+        if self._phase is Phase.IN_DOUBT:
             self._stop()
-            return
-        if not self._is_killing:
+        elif self._phase is Phase.STOPPING:
             self._kill()
-            return
-        pids = ", ".join(str(pid) for pid in descendants(os.getpid()))
-        self._output.say(f"the kernel does not end these processes: {pids}")
-        self._finish()
+        elif self._phase is Phase.KILLING:
+            pids = ", ".join(str(pid) for pid in descendants(os.getpid()))
+            self._output.say(f"the kernel does not end these processes: {pids}")
+            self._finish()
+        else:
+            self._output.drop()
 
     def _kill(self) -> None:
-        self._end_doubt()
-        if not self._is_killing:
-            self._is_killing = True
-            self._deadline = time.monotonic() + UNKILLABLE_S
+        self._advance(Phase.KILLING)
         for rank in self._ranks.values():
             rank.signal(signal.SIGKILL)
         self._kill_descendants()
