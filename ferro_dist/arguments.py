@@ -23,6 +23,7 @@ from ferro_dist.errors import (
     InvalidWorldSize,
     SelfSend,
     SizeMismatch,
+    Timeout,
     UnsupportedOp,
 )
 from ferro_dist.reduce_op import ReduceOp
@@ -119,7 +120,7 @@ def _is_bool(value: object) -> bool:
 
 
 def name_call(error: Exception, op: str, backend: Any) -> None:
-    """Add call and rank to an error from code that knows only arrays.
+    """Add what code that knows only arrays, or NCCL's or MPI's group, could not say.
 
     Done in the public functions, where a `try` costs nothing as long as nothing is raised. They
     have not checked `backend` either: if it is no group, that was the mistake.
@@ -128,9 +129,21 @@ def name_call(error: Exception, op: str, backend: Any) -> None:
         raise TypeError(
             f"{op}: backend must be a group, such as init() makes, not {backend!r:.80}."
         ) from error
-    if isinstance(error, DistributedError) and error.op is None:
-        error.op, error.rank = op, backend.rank
+    if not isinstance(error, DistributedError):
+        return
+    if error.op is None:
+        error.op = op
         error.args = (f"{op}: {error}",)
+    if error.rank is None:
+        error.rank = backend.rank
+    names_ranks = isinstance(error, Timeout) or (
+        error.peer is not None and isinstance(error, (CollectiveMismatch, ChannelClosed))
+    )
+    global_ranks = backend.global_ranks
+    is_part = global_ranks != tuple(range(backend.world_size))
+    if names_ranks and is_part and error.global_ranks is None:
+        error.global_ranks = global_ranks
+        error.args = (f"{error}\nThese are ranks{of_group(global_ranks)}.",)
 
 
 def of_group(global_ranks: Sequence[int] | None) -> str:

@@ -32,8 +32,8 @@ __all__ = [
 class DistributedError(RuntimeError):
     """Base of the errors that ferro_dist defines; wrong types and values are Python's own.
 
-    Ranks are numbered as in the group of the call. Where that is a part of another group, those of
-    the host engine name it by its members' ranks there: rank 1 of group (1, 3) is 3 in the whole.
+    Ranks are numbered as in the group of the call. Where that is a part of another group, messages
+    name it by its members' ranks there: rank 1 of group (1, 3) is 3 in the whole.
 
     Attributes
     ----------
@@ -48,8 +48,8 @@ class DistributedError(RuntimeError):
         are counted alike on all ranks; calls that send or receive are counted apart, by each rank
         for itself.
     global_ranks : tuple of int or None
-        `Backend.global_ranks` of the group, where they differ from its own numbers and the host
-        engine has run the call: not of MPI or NCCL.
+        `Backend.global_ranks` of the group, where they differ from its own numbers. With MPI and
+        NCCL, in errors that the functions of `ferro_dist` raise, not in those of a `Work`.
     """
 
     def __init__(

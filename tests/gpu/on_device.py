@@ -71,6 +71,11 @@ class OnDevice(BoundBackend):
         is_closed: bool = self.group.is_closed
         return is_closed
 
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        global_ranks: tuple[int, ...] = self.group.global_ranks
+        return global_ranks
+
     def interrupt(self, error: BaseException) -> None:
         self.group.interrupt(error)
 

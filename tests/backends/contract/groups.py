@@ -62,6 +62,18 @@ def a_part_tells_which_ranks_of_the_whole_it_has(group: Group) -> None:
                 assert part.global_ranks == (world_size - 2, world_size - 1)
 
 
+@case(min_ranks=2)
+def errors_name_the_part_of_a_group_that_they_are_of(group: Group) -> None:
+    last = group.world_size - 1
+    backwards = group.split(range(group.world_size)[::-1])
+    with backwards:
+        if backwards.rank != last:  # rank 0 of the whole, which stays away
+            error = raised(Timeout, fd.barrier, backwards, timeout=0.1)
+            assert (error.rank, error.global_ranks) == (backwards.rank, backwards.global_ranks)
+            assert f"of group ({last}, " in str(error)
+        fd.barrier(group)
+
+
 @case()
 def a_group_of_one_is_a_group(group: Group) -> None:
     for member in range(group.world_size):
