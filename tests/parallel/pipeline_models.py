@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -145,9 +146,7 @@ def gradients_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def assert_same(pipelined: Result, whole: Result) -> None:
-    assert pipelined.loss == torch.tensor(whole.loss).item() or abs(
-        pipelined.loss - whole.loss
-    ) < 1e-12 * max(1.0, abs(whole.loss))
+    assert pipelined.loss == pytest.approx(whole.loss, rel=1e-12)
     assert pipelined.gradients.keys() == whole.gradients.keys()
     for name, gradient in whole.gradients.items():
         assert_equal_gradients(pipelined.gradients[name], gradient, name)
