@@ -244,22 +244,33 @@ def messages_and_collectives_go_on_in_two_threads(group: Group) -> None:
 
 
 @case(min_ranks=2)
-def two_threads_receive_from_two_peers(group: Group) -> None:
-    """A receive that waits lets no other thread's message wait behind it for ever."""
-    first, last = 0, group.world_size - 1
-    order = threading.Event()
-
-    def receive(src: int, tag: int) -> None:
-        assert fd.recv(np.empty(1, np.int64), group, src, tag=tag)[0] == tag
-
-    if group.rank == first:
-        works = [fd.recv(np.empty(1, np.int64), group, last, tag=n, async_op=True) for n in (1, 2)]
-        order.set()
-        _at_once(lambda: works[0].wait(20), lambda: works[1].wait(20))
-    if group.rank == last:
-        for tag in (1, 2):
-            fd.send(np.array([tag]), group, first, tag=tag)
+def two_threads_wait_for_two_messages(group: Group) -> None:
+    if group.rank == 0:
+        outs = [np.empty(1, np.int64) for _ in range(2)]
+        works = [fd.recv(out, group, 1, async_op=True) for out in outs]
+        _at_once(*(work.wait for work in works))
+        assert outs == [1, 2]
+    if group.rank == 1:
+        for number in (1, 2):
+            fd.send(np.array([number]), group, 0)
     fd.barrier(group)
+
+
+@case(min_ranks=3)
+def a_receive_that_waits_holds_up_no_message_of_another_peer(group: Group) -> None:
+    """Rank 1 sends only what rank 0 has received from rank 2 meanwhile."""
+
+    def pass_on(src: int, dst: int) -> None:
+        fd.send(fd.recv(np.empty(1, np.int64), group, src), group, dst)
+
+    if group.rank == 0:
+        work = fd.recv(np.empty(1, np.int64), group, 1, async_op=True)
+        _at_once(work.wait, lambda: pass_on(2, 1))
+        assert work.result()[0] == 7
+    if group.rank == 1:
+        pass_on(0, 0)
+    if group.rank == 2:
+        fd.send(np.array([7]), group, 0)
 
 
 def _sum_often(group: Group) -> None:
