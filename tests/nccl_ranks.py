@@ -19,7 +19,7 @@ import pytest
 import ferro_dist as fd
 from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.errors import Timeout
-from ferro_dist.testing import emulated_gpu
+from ferro_dist.testing import emulated_gpu, run_ranks
 
 if TYPE_CHECKING:
     from ferro_dist._native.nccl import Communicator
@@ -29,6 +29,11 @@ TIMEOUT_S = 20.0
 PATIENCE_S = 60.0
 # Of the streams that `shallow_gpu` has: how many operations they take.
 STREAM_DEPTH = 4
+
+
+def ranks(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `body(backend, *args)` on ranks of a HostBackend, with an emulated GPU each."""
+    return run_ranks(world_size, body, *args, emulate_gpu=True)
 
 
 def connect(backend: Any, **config: Any) -> Communicator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,8 +16,14 @@ from gpu.real_gpu import share_gpu
 
 import ferro_dist as fd
 from ferro_dist.errors import DistributedError
+from ferro_dist.testing import run_ranks
 
-__all__ = ["abort_under_load", "connect", "start", "start_on_real_gpus"]
+__all__ = ["abort_under_load", "connect", "ranks", "start", "start_on_real_gpus"]
+
+
+def ranks(world_size: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Call `body(rank, world_size, addr, *args)` on ranks with an emulated GPU each."""
+    return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True, **options)
 
 
 def start(backend: str, world_size: int) -> ProcessRanks:

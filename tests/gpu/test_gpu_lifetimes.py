@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.gpu_ranks import abort_under_load, connect
+from gpu.gpu_ranks import abort_under_load, connect, ranks
 from leaks import settled
 
 import ferro_dist as fd
@@ -27,10 +27,6 @@ from ferro_dist.testing import emulated_gpu, run_ranks
 
 GROUPS = 1000
 WARM_UP = 50
-
-
-def ranks(world_size: int, body: Any, *args: Any, **options: Any) -> list[Any]:
-    return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True, **options)
 
 
 # Many groups

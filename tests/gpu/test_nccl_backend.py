@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.gpu_ranks import connect
+from gpu.gpu_ranks import connect, ranks
 
 import ferro_dist as fd
 from ferro_dist.errors import (
@@ -20,10 +20,6 @@ from ferro_dist.errors import (
     UnsupportedOp,
 )
 from ferro_dist.testing import emulated_gpu, run_ranks
-
-
-def ranks(world_size: int, body: Any, *args: Any) -> list[Any]:
-    return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True)
 
 
 def refuse_host_arrays(rank: int, world_size: int, addr: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.gpu_ranks import connect
+from gpu.gpu_ranks import connect, ranks
 from numpy.testing import assert_allclose
 
 import ferro_dist as fd
@@ -19,10 +19,6 @@ WIDTH = 4
 DELAY_US = 300
 CASES = [("gpipe", 2, 1), ("1f1b", 3, 1), ("zb_h1", 3, 1), ("interleaved_1f1b", 2, 2)]
 LARGE = 200_000
-
-
-def ranks(world_size: int, body: Any, *args: Any, **options: Any) -> list[Any]:
-    return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True, **options)
 
 
 class GpuLayer:

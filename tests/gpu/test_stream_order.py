@@ -20,18 +20,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.gpu_ranks import connect
+from gpu.gpu_ranks import connect, ranks
 
 import ferro_dist as fd
-from ferro_dist.testing import RankDeath, emulated_gpu, run_ranks
+from ferro_dist.testing import RankDeath, emulated_gpu
 
 # Of every operation in a stream: far more than a call takes, on a busy machine, too.
 DELAY_US = 10_000
 RUNS = 20
-
-
-def ranks(world_size: int, body: Any, *args: Any, **options: Any) -> list[Any]:
-    return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True, **options)
 
 
 # Programs of one rank. NCCL copies its input then, in order with its stream, as with many.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import meet
-from gpu.gpu_ranks import connect
+from gpu.gpu_ranks import connect, ranks
 from gpu.real_gpu import need_torch_without_cuda
 from nccl_ranks import hold
 
@@ -35,7 +35,7 @@ Array = Any
 
 
 def on_gpus(world_size: int, body: Any, *args: Any) -> list[Any]:
-    return run_ranks(world_size, body, *args, backend="none", emulate_gpu=True, timeout=DEADLINE_S)
+    return ranks(world_size, body, *args, timeout=DEADLINE_S)
 
 
 def zeros(where: str, *shape: int, dtype: str = "float64") -> Array:
