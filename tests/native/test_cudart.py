@@ -306,6 +306,10 @@ def ask_while_a_stream_is_full(_: Any) -> None:
             call()
 
 
+def test_other_threads_go_on_while_cuda_keeps_one_waiting() -> None:
+    alone(ask_while_a_stream_is_full)
+
+
 def drop_memory_while_a_stream_is_full(_: Any) -> None:
     gpu = shallow_gpu()
     from ferro_dist._native.nccl_memory import NcclMemory
@@ -346,10 +350,6 @@ def use_the_default_stream_of_another_device(_: Any) -> list[int]:
 
 def test_the_default_stream_is_that_of_the_streams_device() -> None:
     assert run_ranks(1, use_the_default_stream_of_another_device) == [[False, False, 7]]
-
-
-def test_other_threads_go_on_while_cuda_keeps_one_waiting() -> None:
-    alone(ask_while_a_stream_is_full)
 
 
 def find_current_stream(_: Any) -> None:

@@ -20,6 +20,7 @@ from nccl_ranks import (
     connect,
     ends_before_arrays_are_dropped,
     ranked,
+    ranks,
     values,
     wait_until_stuck,
 )
@@ -42,11 +43,6 @@ from ferro_dist.errors import (
 )
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.testing import emulated_gpu, run_ranks
-
-
-def ranks(world_size: int, body: Any, *args: Any) -> list[Any]:
-    return run_ranks(world_size, body, *args, emulate_gpu=True)
-
 
 # Collectives
 
@@ -781,8 +777,6 @@ def test_end_is_idempotent_and_refuses_later_calls() -> None:
 
 
 def abort_while_another_thread_waits(backend: Any) -> str:
-    emulated_gpu()
-    nccl = load_nccl()
     communicator = connect(backend)
     if backend.rank == 1:
         backend.barrier(False, None, 0)  # never splits: the other rank waits for us
@@ -802,7 +796,6 @@ def abort_while_another_thread_waits(backend: Any) -> str:
     communicator.abort()
     thread.join(TIMEOUT_S / 2)
     assert not thread.is_alive()
-    del nccl
     return type(raised[0]).__name__
 
 
@@ -857,6 +850,11 @@ def test_interpreter_exits_with_a_communicator_open() -> None:
 def drop_without_closing(backend: Any) -> None:
     for _ in range(20):
         connect(backend)
+    gpu, communicator = emulated_gpu(), connect(backend)
+    gpu.set_faults("point=destroy,act=stuck")
+    del communicator
+    wait_until_stuck(gpu, 1)  # in the reaper, which keeps nobody else
+    gpu.set_faults("")
 
 
 def test_dropped_communicators_are_ended_by_the_reaper() -> None:

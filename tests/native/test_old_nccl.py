@@ -93,6 +93,7 @@ def ask_for_what_is_newer(backend: Any, path: str) -> None:
         ("ncclCommResume", "2.29.7", communicator.resume),
         ("ncclCommMemStats", "2.29.7", communicator.memory_statistics),
         ("The option traffic_class", "2.26", lambda: communicator.split(0, 0, traffic_class=1)),
+        ("The option comm_name", "2.27", lambda: communicator.split(0, 0, comm_name="new")),
     ]
     for name, version, call in calls:
         if backend.rank == 1 and "ignal" in name:
