@@ -16,7 +16,6 @@ PERFORMANCE = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
 
 Record = dict[str, Any]
 
-XEON = "collectives-2-ranks-2026-11-27.jsonl"
 FRESH = "collectives-fresh-2026-11-27.jsonl"
 SIZES = {"4 B": 4, "1 KiB": 1 << 10, "16 KiB": 16 << 10, "64 KiB": 64 << 10, "256 KiB": 256 << 10}
 SIZES |= {"1 MiB": 1 << 20, "4 MiB": 4 << 20, "64 MiB": 64 << 20}

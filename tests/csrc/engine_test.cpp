@@ -1192,5 +1192,5 @@ int main() {
     test_other_threads_get_in_beside_a_stream(is_over_sockets);
     test_memory_runs_out_behind_the_caller(is_over_sockets);
   }
-  std::puts("engine_test: 38 tests passed");
+  std::puts("engine_test: passed");
 }

@@ -28,7 +28,11 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.parallel.schedules import complete  # noqa: E402
+from ferro_dist.parallel.schedules import (  # noqa: E402
+    PipelineSchedule,
+    complete,
+    pipeline_schedule_of,
+)
 from ferro_dist.testing import run_ranks  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
@@ -36,6 +40,11 @@ DEADLINE_S = 300.0  # a busy machine takes long to import torch alone
 
 # Rows and microbatches: one, fewer than stages, even, uneven.
 BATCHES = [(3, 1), (4, 2), (8, 4), (11, 5)]
+
+
+@pytest.mark.parametrize("cases", [SCHEDULES, ONE_OF_EACH], ids=["all", "one of each"])
+def test_every_schedule_is_among_those_tested(cases: list[tuple[str, int, int]]) -> None:
+    assert {pipeline_schedule_of(case[0]) for case in cases} == set(PipelineSchedule)
 
 
 @pytest.mark.parametrize(("rows", "num_microbatches"), BATCHES)
@@ -200,13 +209,10 @@ def test_weights_of_microbatches_and_of_rows_count(on_ranks: OnRanks) -> None:
     x, y = batch(5)
     weight = [3.0, 0.0, 1.0, 2.0, 5.0]
 
-    def rowwise(output: Any, target: Any) -> Any:
-        return mean_square(output, target)
-
     def body(backend: Any, m: int, weights: Any) -> Any:
         own = copy.deepcopy(model)
         pipe = fd.Pipeline(own[backend.rank], backend, m, "1f1b")
-        return pipe.step(x, y, rowwise, weight=weights), own[0].up.weight.grad
+        return pipe.step(x, y, mean_square, weight=weights), own[0].up.weight.grad
 
     each = [float(mean_square(model(x[i : i + 1]), y[i : i + 1]).detach()) for i in range(5)]
     expected = float(np.average(each, weights=weight))
@@ -294,8 +300,7 @@ def test_attributes_are_what_was_given() -> None:
     assert pipe.num_microbatches == 4
     assert pipe.module is module
     assert fd.Pipeline(module, group[0], 4, "1f1b").schedule == fd.PipelineSchedule.ONE_F_ONE_B
-    assert "2 stages" not in repr(pipe)
-    assert "gpipe" in repr(pipe)
+    assert repr(pipe) == "<Pipeline rank 0 of 2, stages 0 of 2, 4 microbatches, gpipe>"
     for backend in group:
         backend.close()
 

@@ -173,16 +173,14 @@ def test_arrays_may_be_strided_empty_or_scalar(on_ranks: OnRanks) -> None:
             h = x[0] if isinstance(x, tuple) else x
             return h.t().contiguous().t(), h[:, :0], h.sum()
 
-    model = chain(3, lambda _: Odd())
     x, _ = batch(5)
     given = x.clone().requires_grad_()
 
-    def body(backend: Any) -> Any:
+    def body(backend: Any) -> None:
         pipe = fd.Pipeline(Odd(), backend, 2, "1f1b")
-        return pipe.step(given if backend.rank == 0 else None, loss_fn=lambda o: o[2])
+        pipe.step(given if backend.rank == 0 else None, loss_fn=lambda o: o[2])
 
-    assert len(on_ranks(3, body)) == 3
-    assert model is not None
+    on_ranks(3, body)
     # 3 of 5 rows, and 2: the loss is a sum, weighted by the share of rows.
     expected = torch.tensor([3 / 5] * 3 + [2 / 5] * 2, dtype=x.dtype)[:, None].expand_as(x)
     torch.testing.assert_close(given.grad, expected)

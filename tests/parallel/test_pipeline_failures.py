@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from parallel.pipeline_models import (  # noqa: E402 - needs torch
     ONE_OF_EACH,
-    SCHEDULES,
     WIDTH,
     Block,
     Case,
@@ -833,7 +832,3 @@ def assert_only_one_ran_out_of_memory(errors: list[Any], at_fault: int) -> None:
     for error in errors:
         assert isinstance(error, fd.ChannelClosed)
         assert "was interrupted inside a call" in str(error)
-
-
-def test_every_schedule_is_among_those_tested() -> None:
-    assert {case[0] for case in SCHEDULES} == {case[0] for case in ONE_OF_EACH}

@@ -218,11 +218,13 @@ def a_group_is_closed_by_with(group: Group) -> None:
         fd.barrier(other)
     assert other.is_closed
     other = clone(group)
-    try:
+
+    def fail() -> None:
         with other:
             raise LookupError
-    except LookupError:
-        assert other.is_closed
+
+    raised(LookupError, fail)
+    assert other.is_closed
 
 
 @case()

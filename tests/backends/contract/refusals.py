@@ -369,36 +369,25 @@ def mismatches_are_raised_on_all_ranks(group: Group, op: str) -> None:
     for count in (group.world_size, 30_000 * group.world_size):
         x = np.full(count, 1.0, np.float32)
         more = np.full(2 * count, 1.0, np.float32)
-        chunk = (
-            count
-            if op not in ("reduce_scatter", "all_to_all", "scatter")
-            else count // group.world_size
-        )
 
         def go(x: Any = x, **options: Any) -> Callable[[], Any]:
             return lambda: call(op, group, x, **options)
 
-        def named(*words: str) -> tuple[str, str]:
-            return words[0], words[1]
-
-        text = f"{op}("
+        same = f"{op}(", f"{op}("
         differing = [
-            (named(text, text), go(x.astype("f8") if is_last else x)),
-            (named(text, text), go(more if is_last else x)),
-            (named(text, text), go(x, tag=5 if is_last else 6)),
-            (named(text, "barrier"), (lambda: fd.barrier(group)) if is_last else go(x)),
+            (same, go(x.astype("f8") if is_last else x)),
+            (same, go(more if is_last else x)),
+            (same, go(x, tag=5 if is_last else 6)),
+            ((f"{op}(", "barrier"), (lambda: fd.barrier(group)) if is_last else go(x)),
         ]
         if op in REDUCING:
-            differing.append(
-                (named(f"{op}(sum", f"{op}(max"), go(x, reduce_op="max" if is_last else "sum"))
-            )
+            words = f"{op}(sum", f"{op}(max"
+            differing.append((words, go(x, reduce_op="max" if is_last else "sum")))
         if op in ROOTED:
-            root = 1 if is_last else 0
-            differing.append((named(text, text), go(x, root=root)))
+            differing.append((same, go(x, root=1 if is_last else 0)))
         for words, function in differing:
             _check_mismatch(group, words, function)
         assert (x == 1).all()
-        assert chunk >= 1
         assert_array_equal(fd.allreduce(x, group), group.world_size * x)
 
 
