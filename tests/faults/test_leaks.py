@@ -7,28 +7,20 @@ import os
 import signal
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from fault_injection import PATIENCE_S, call_of, die_within, error_of, meet
-from leaks import nothing_is_left, settled
+from leaks import nothing_is_left
 
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
 
 MIB = 1 << 20
 
-
-def open_files() -> list[str]:
-    files = []
-    for name in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{name}"
-        if os.path.lexists(path):
-            files.append(os.readlink(path).split(":")[0])
-    return sorted(files)
+GROUPS: dict[str, Callable[..., fd.Backend]] = {"host": fd.HostBackend, "tcp": fd.TcpBackend}
 
 
 def shared_mappings() -> list[str]:
@@ -36,26 +28,9 @@ def shared_mappings() -> list[str]:
         return [line for line in file if "memfd:ferro_dist" in line]
 
 
-def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 def resident_nbytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def in_use() -> Counter[str]:
-    held = Counter(open_files())
-    held["thread"] = num_threads()
-    held["mapping"] = len(shared_mappings())
-    return held
-
-
-def assert_no_more_than(before: Counter[str]) -> None:
-    """Fail if more stays in use. It may be less: a thread that had been joined was on its way."""
-    nothing: list[str] = []
-    assert settled(lambda: sorted(in_use() - before), nothing) == nothing
 
 
 def check_growth(
@@ -67,18 +42,17 @@ def check_growth(
     for _ in range(20):  # what is made once: caches, arenas, the interpreter's own
         make_and_close()
     gc.collect()
-    before = in_use()
-    # What leaks does so each time; an arena that the allocator makes for a thread comes once.
-    # A leak of one segment in 1,000 groups would be more, a leak of a kilobyte in each, too.
-    grown: list[int] = []
-    while len(grown) < 3 and (not grown or grown[-1] >= MIB):
-        resident = resident_nbytes()
-        for _ in range(times):
-            make_and_close()
-        gc.collect()
-        grown.append(largest(resident_nbytes() - resident))
+    with nothing_is_left():
+        # What leaks does so each time; an arena that the allocator makes for a thread comes once.
+        # A leak of one segment in 1,000 groups would be more, a leak of a kilobyte in each, too.
+        grown: list[int] = []
+        while len(grown) < 3 and (not grown or grown[-1] >= MIB):
+            resident = resident_nbytes()
+            for _ in range(times):
+                make_and_close()
+            gc.collect()
+            grown.append(largest(resident_nbytes() - resident))
     assert grown[-1] < MIB, grown
-    assert_no_more_than(before)
 
 
 def leave_with_the_collector_off(rank: int, world_size: int, addr: str) -> None:
@@ -162,36 +136,33 @@ def split_often(backend: fd.Backend, times: int) -> None:
     check_growth(split_and_close, times, largest)
 
 
-@pytest.mark.parametrize("transport", ["host", "tcp"])
+@pytest.mark.parametrize("transport", GROUPS)
 def test_groups_that_are_split_off_leave_nothing_behind(transport: str) -> None:
     run_ranks(2, split_often, 300, backend=transport, timeout=250)
 
 
 def fail_and_look(rank: int, world_size: int, addr: str, transport: str) -> None:
-    before = in_use()
-    kind = {"host": fd.HostBackend, "tcp": fd.TcpBackend}[transport]
-    backend = kind(rank, world_size, addr)
-    meet(backend, 1)
-    if rank == 1:
-        die_within(0.01)
-        threading.Event().wait(PATIENCE_S)
-    works = [fd.recv(np.empty(3), backend, 1, async_op=True), fd.barrier(backend, async_op=True)]
-    assert [error_of(work.wait).kind for work in works] == ["PeerLostError"] * 2
-    assert error_of(call_of("barrier", backend, 1)).kind == "LockPoisoned"
-    backend.close()
-    del backend, works
-    gc.collect()
-    assert_no_more_than(before)
+    with nothing_is_left():
+        backend = GROUPS[transport](rank, world_size, addr)
+        meet(backend, 1)
+        if rank == 1:
+            die_within(0.01)
+            threading.Event().wait(PATIENCE_S)
+        works = [
+            fd.recv(np.empty(3), backend, 1, async_op=True),
+            fd.barrier(backend, async_op=True),
+        ]
+        assert [error_of(work.wait).kind for work in works] == ["PeerLostError"] * 2
+        assert error_of(call_of("barrier", backend, 1)).kind == "LockPoisoned"
+        backend.close()
+        del backend, works
 
 
-@pytest.mark.parametrize("transport", ["host", "tcp"])
+@pytest.mark.parametrize("transport", GROUPS)
 def test_survivors_of_a_death_keep_nothing_of_the_group(transport: str) -> None:
     names = set(os.listdir("/dev/shm"))
     run_ranks(3, fail_and_look, transport, backend="none", may_die=[1])
     assert {name for name in os.listdir("/dev/shm") if "ferro" in name} <= names
-
-
-GROUPS: dict[str, Callable[..., fd.Backend]] = {"host": fd.HostBackend, "tcp": fd.TcpBackend}
 
 
 def close_and_keep(rank: int, world_size: int, addr: str, transport: str) -> None:
