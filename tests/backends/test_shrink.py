@@ -419,18 +419,6 @@ def test_work_under_way_ends_with_an_error() -> None:
     check_survivors(outcomes, (0,))
 
 
-def refuse_in_child(backend: fd.Backend) -> bool:
-    child = os.fork()
-    if child == 0:
-        os._exit(error_of(lambda: backend.shrink(SHRINK_S)).kind == "LockPoisoned")
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == 1
-
-
-def test_a_forked_child_cannot_shrink_its_parents_group() -> None:
-    assert run_ranks(2, refuse_in_child) == [True, True]
-
-
 def leave_nothing(rank: int, world_size: int, addr: str, transport: str) -> Any:
     kind = {"host": fd.HostBackend, "tcp": fd.TcpBackend}[transport]
     with nothing_is_left():

@@ -116,7 +116,7 @@ def test_twenty_steps_equal_one_process() -> None:
     for name, params in first.items():
         # float32 sums in other order, over 20 steps of descent; 11 bits for float16.
         # PowerSGD catches up on what it leaves out.
-        tolerance = {"tap after backward": 5e-3, "PowerSGD": 0.1}.get(name, 1e-4)
+        tolerance = {"tap after backward": 5e-3, "PowerSGD": 1e-2}.get(name, 1e-4)
         jax.tree.map(
             lambda a, b, bound=tolerance: assert_allclose(a, b, rtol=bound, atol=bound),
             params,
