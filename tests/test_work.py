@@ -1,3 +1,5 @@
+"""Work of several parts: how long each is waited for, and what its errors are."""
+
 from __future__ import annotations
 
 import os

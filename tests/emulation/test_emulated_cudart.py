@@ -1,3 +1,5 @@
+"""The emulated CUDA runtime does, and forbids, what the real one does."""
+
 from __future__ import annotations
 
 import ctypes

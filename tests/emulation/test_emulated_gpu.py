@@ -1,3 +1,5 @@
+"""Arrays of emulated GPUs, and how a process comes by them."""
+
 from __future__ import annotations
 
 import ctypes

@@ -1,3 +1,5 @@
+"""The emulated NCCL computes, fails and waits as the real one does."""
+
 from __future__ import annotations
 
 import ctypes

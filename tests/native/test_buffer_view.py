@@ -1,3 +1,5 @@
+"""How arrays are described to the engine, by every protocol through which they come."""
+
 from __future__ import annotations
 
 import array

@@ -1,3 +1,5 @@
+"""The header of what stages of a pipeline send each other."""
+
 import pytest
 
 from ferro_dist.parallel.message_header import (
