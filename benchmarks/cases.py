@@ -60,7 +60,7 @@ class Case:
         """Elements of the larger buffer."""
         if self.collective == "barrier":
             return 0
-        return self.chunk * self.ranks if self.is_split else self.size // DTYPES[self.dtype]
+        return self.chunk * self.ranks if self.is_split else max(1, self.size // DTYPES[self.dtype])
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,8 @@ class Case:
         """Compute what the output, or in place the input, holds after one statement."""
         if self.collective == "send_recv":
             partner = rank ^ 1
-            return self.input_of(partner) if partner < self.ranks else self.input_of(rank)
+            # The last of an odd number has no partner, and receives nothing.
+            return self.input_of(partner) if partner < self.ranks else self.input_of(rank) * 0
         if self.collective == "broadcast":
             return self.input_of(0)
         inputs: list[Floats] = [self.input_of(peer) for peer in range(self.ranks)]

@@ -1,17 +1,22 @@
-"""What the benchmarks say of a failure, and what their figures mean."""
+"""What the benchmarks say of a failure, what their options mean, and what their figures."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import measure
+import numpy as np
 import pytest
+import worker
 from cases import Case
 from collectives import Contest, Options, is_chosen, parse_arguments, start_distance
 from group import Group, start_all
 from peers import systems
+
+BENCHMARKS = Path(measure.__file__).parent
 
 
 @pytest.fixture
@@ -25,20 +30,22 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-@pytest.fixture
-def contestant(tmp_path: Path, stack: contextlib.ExitStack) -> Group:
-    ours = [each for each in systems(2, "host") if each.name == "ferro_dist/untuned"]
-    (group,) = start_all(ours, 2, "host", tmp_path, stack)
+def start_ours(ranks: int, folder: Path, stack: contextlib.ExitStack) -> Group:
+    ours = [each for each in systems(ranks, "host") if each.name == "ferro_dist/untuned"]
+    (group,) = start_all(ours, ranks, "host", folder, stack)
     return group
 
 
+# Failures
+
+
 def test_who_is_measured_does_not_pay_for_a_dead_probe(
-    contestant: Group,
     options: Options,
     tmp_path: Path,
     stack: contextlib.ExitStack,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    contestant = start_ours(2, tmp_path, stack)
     probe = start_distance(options, tmp_path, stack)
     if probe is None:
         pytest.skip("there is one core: no distance is measured")
@@ -51,6 +58,65 @@ def test_who_is_measured_does_not_pay_for_a_dead_probe(
     assert "without" not in said
 
 
+class Idle(worker.CollectiveAdapter):
+    """Returns from every collective, and does nothing."""
+
+    barrier = "meetings.append(None)"
+
+    def connect(self) -> tuple[int, int]:
+        self.meetings: list[None] = []
+        return 0, 2
+
+    def about(self) -> str:
+        return "idle"
+
+    def names(self) -> dict[str, Any]:
+        return {"meetings": self.meetings}
+
+    def statement(self, case: Any) -> str:
+        return "pass"
+
+    def array(self, case: Any, count: int) -> Any:
+        return np.zeros(count, np.float32)
+
+
+def test_a_wrong_result_is_told_when_nobody_waits_for_this_rank() -> None:
+    adapter = Idle()
+    said = worker.answer(adapter, {"do": "prepare", "case": Case("allreduce", 8, 2).to_json()})
+    assert said["error"] == "AssertionError: allreduce of 8 bytes gave a wrong result"
+    assert len(adapter.meetings) == 2
+
+
+# Options
+
+
+@pytest.mark.parametrize("given", ["", ","])
+def test_only_chooses_every_system_if_it_names_none(given: str) -> None:
+    options = parse_arguments(["--only", given])
+    assert all(is_chosen(system, options) for system in systems(2, "host"))
+
+
+# What is measured
+
+
+def test_the_last_of_three_ranks_has_no_partner(
+    tmp_path: Path, stack: contextlib.ExitStack
+) -> None:
+    options = parse_arguments(["--memory", "plain", "--rounds", "1", "--burst-ms", "1"])
+    groups = [start_ours(3, tmp_path, stack)]
+    contest = Contest(Case("send_recv", 4, 3), groups, None, options, set())
+    (result,) = contest.run(deadline=float("inf"))
+    assert result.times_ns()
+
+
+def test_a_size_below_that_of_an_element_is_one_element() -> None:
+    assert Case("allreduce", 4, 2, "float64").nbytes == 8
+    assert Case("all_gather", 4, 2, "float64").nbytes == 16
+
+
+# Figures and records
+
+
 def test_p50_is_the_median_and_p95_was_measured() -> None:
     times = [1.0, 2.0, 3.0, 10.0]
     assert (measure.p50(times), measure.p95(times)) == (2.5, 10.0)
@@ -61,9 +127,3 @@ def test_each_turn_begins_with_another_contestant() -> None:
         ["a", "b", "c"], ["b", "c", "a"], ["a", "b", "c"],
     ]  # fmt: skip
     assert measure.rotated([], 1) == []
-
-
-@pytest.mark.parametrize("given", ["", ","])
-def test_only_chooses_every_system_if_it_names_none(given: str) -> None:
-    options = parse_arguments(["--only", given])
-    assert all(is_chosen(system, options) for system in systems(2, "host"))
