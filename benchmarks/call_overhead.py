@@ -53,7 +53,9 @@ Maker = Callable[[contextlib.ExitStack], list[Contestant]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument(
         "--output", help="file for the JSON lines; NCCL's go to nccl-overhead.jsonl beside it"
@@ -83,11 +85,13 @@ def run_nccl(is_quick: bool, path: Path) -> None:
         try:
             instant_cuda.build(Path(folder))
         except (OSError, subprocess.CalledProcessError) as error:
-            measure.say(f"missing: libraries that return at once: {error}")
+            detail = getattr(error, "stderr", "") or error
+            measure.say(f"missing: libraries that return at once: {detail}")
             return
         command = [sys.executable, __file__, "--nccl", folder, "--output", str(path)]
         command += ["--quick"] if is_quick else []
-        environ = {**os.environ, "LD_LIBRARY_PATH": folder}
+        path_of_libraries = ":".join(filter(None, (folder, os.environ.get("LD_LIBRARY_PATH"))))
+        environ = {**os.environ, "LD_LIBRARY_PATH": path_of_libraries}
         subprocess.run(command, env=environ, check=True)
 
 
@@ -95,7 +99,7 @@ def run_rounds(contestants: list[Contestant], rounds: int) -> None:
     """Let all take turns, so that a busy machine is busy for all."""
     with measure.GarbageCollectorOff():
         for turn in range(rounds + 1):
-            for contestant in contestants:
+            for contestant in measure.rotated(contestants, turn):
                 elapsed = measure.time_ns(contestant.loop, CALLS)
                 if turn:  # the first warms up
                     contestant.times_ns.append(elapsed / CALLS)
@@ -208,8 +212,10 @@ def nccl_makers(folder: Path) -> tuple[Maker, ...]:
 
 
 def instant_communicator(stack: contextlib.ExitStack) -> tuple[Any, Any]:
-    from ferro_dist._native.cuda_libraries import load_nccl
-
+    try:
+        from ferro_dist._native.cuda_libraries import load_nccl
+    except ImportError as error:
+        raise measure.MissingError(f"ferro_dist is not installed: {error}") from None
     nccl = load_nccl()
     communicator = nccl.Communicator.init_rank(1, nccl.get_unique_id(), 0, device=0)
     stack.callback(communicator.close)

@@ -34,7 +34,7 @@ import measure
 import report
 from cases import COLLECTIVES, DTYPES, Case
 from group import CaseRefused, Group, SystemFailed, scratch_directory, start_all
-from peers import System, systems
+from peers import SELDOM_BEST, System, systems
 
 SIZES = "4,1K,16K,256K,4M,64M"
 QUICK_SIZES = "4,1K,16K,256K,4M"
@@ -52,12 +52,15 @@ def main() -> int:
     budget = Budget(QUICK_SECONDS if options.quick else math.inf, count_cases(options))
     for ranks in options.ranks:
         results += compare(ranks, options, budget)
+    if not results:
+        measure.warn("nothing was measured, and nothing is written")
+        return 1
     path = measure.output_path(options.output, f"collectives-{options.transport}")
     measure.write_json_lines(path, ({**result.to_json(), **run} for result in results))
     measure.say(f"\nwrote {path}")
     plot = report.plot(results, path.with_suffix(".png"))
     measure.say(f"wrote {plot}" if plot else "no plot: no matplotlib, or nothing to draw")
-    return 0 if results else 1
+    return 0
 
 
 class Options(argparse.Namespace):
@@ -82,31 +85,40 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, names = parser.add_argument, measure.listed(str)
-    read_sizes = measure.listed(measure.parse_size)
+    add, listed, one_of = parser.add_argument, measure.listed, measure.one_of
+    read_sizes = listed(measure.parse_size)
     add("--quick", action="store_true", help="under a minute: fewer sizes, rounds and peers")
-    add("--ranks", type=measure.listed(int), default="2", help="for example 2,4")
-    add("--collectives", type=names, default=",".join(COLLECTIVES))
+    add("--ranks", type=listed(measure.at_least(1)), default="2", help="for example 2,4")
+    add("--collectives", type=listed(one_of(COLLECTIVES)), default=",".join(COLLECTIVES))
     add("--sizes", type=read_sizes, help=f"bytes; default {SIZES}")
-    add("--memory", type=names, default="plain,symmetric", help=f"any of {','.join(MEMORIES)}")
+    add(
+        "--memory",
+        type=listed(one_of(MEMORIES)),
+        help=f"any of {','.join(MEMORIES)}; default plain,symmetric, over TCP plain",
+    )
     add("--dtype", default="float32", choices=DTYPES)
     add("--transport", default="host", choices=("host", "tcp"))
-    add("--rounds", type=int, help="how often each system gets its turn")
+    add("--rounds", type=measure.at_least(1), help="how often each system gets its turn")
     add("--burst-ms", type=float, help="about how long a turn lasts")
     add("--far-ns", type=float, default=350.0, help="round trip from which cores count as far")
-    add("--only", type=names, default=[], help="systems, for example ferro_dist,openmpi/ucx")
+    add("--only", type=listed(str), default=[], help="systems, for example ferro_dist,openmpi/ucx")
     add("--fresh", action="store_true", help="write the inputs anew before each call")
     add("--output", help="file for the JSON lines; the plot stands beside it")
     options = parser.parse_args(arguments, namespace=Options())
     options.sizes = options.sizes or read_sizes(QUICK_SIZES if options.quick else SIZES)
     options.rounds = options.rounds or (5 if options.quick else 20)
     options.burst_ms = options.burst_ms or (4 if options.quick else 15)
-    if options.transport == "tcp":
-        options.memory = ["plain"]
-    for given_names, known in ((options.collectives, COLLECTIVES), (options.memory, MEMORIES)):
-        unknown = sorted(set(given_names) - set(known))
-        if unknown:
-            parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
+    is_tcp = options.transport == "tcp"
+    options.memory = options.memory or (["plain"] if is_tcp else ["plain", "symmetric"])
+    if is_tcp and "symmetric" in options.memory:
+        parser.error("argument --memory: over TCP no memory is symmetric")
+    known = systems(2, options.transport)
+    names = [*dict.fromkeys(each.family for each in known), *(each.name for each in known)]
+    unknown = set(filter(None, options.only)) - set(names)
+    if unknown:
+        parser.error(
+            f"argument --only: no {', '.join(sorted(unknown))}; there are {', '.join(names)}"
+        )
     return options
 
 
@@ -135,13 +147,15 @@ def count_cases(options: Options) -> int:
 def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]:
     """Run every case with one number of ranks, printing each table as it is complete."""
     with scratch_directory() as directory, contextlib.ExitStack() as stack:
-        known = systems(ranks, options.transport, quick=options.quick)
-        chosen = [system for system in known if is_chosen(system, options)]
+        chosen = [each for each in systems(ranks, options.transport) if is_chosen(each, options)]
         groups = start_all(chosen, ranks, options.transport, directory, stack)
         distance = start_distance(options, directory, stack)
         results: list[report.Result] = []
         said: set[str] = set()
         for collective in options.collectives:
+            if collective == "send_recv" and ranks == 1:
+                measure.say("without send_recv: a message needs two ranks")
+                continue
             found: list[report.Result] = []
             for size in [0] if collective == "barrier" else options.sizes:
                 case = Case(collective, size, ranks, options.dtype)
@@ -154,8 +168,13 @@ def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]
 
 
 def is_chosen(system: System, options: Options) -> bool:
+    """Whether a system is named, itself or by its family; of a family --quick leaves some out."""
     names = set(filter(None, options.only))
-    return not names or bool({system.name, system.family} & names)
+    if system.name in names:
+        return True
+    if options.quick and system.name in SELDOM_BEST:
+        return False
+    return not names or system.family in names
 
 
 def start_distance(options: Options, directory: Path, stack: contextlib.ExitStack) -> Group | None:
@@ -203,9 +222,7 @@ class Contest:
                 break
             for contestant in measure.rotated(contestants, turn):
                 self._burst(contestant)
-        for group in self._groups:
-            if group.is_alive:
-                group.order(do="release")
+        self._release()
         return [
             report.Result(contestant.group.system, contestant.case, contestant.bursts)
             for contestant in contestants
@@ -232,7 +249,7 @@ class Contest:
             if measure.p50(pilot) < 30 * BATCH_NS and not self._options.fresh:
                 pilot = self._sample(contestant, samples=5, times=20)
         except (CaseRefused, SystemFailed) as error:
-            self._say_without(contestant, error)
+            self._say_without(contestant.group, error)
             return False
         estimate_ns = max(50.0, measure.p50(pilot))
         is_batch = not self._options.fresh
@@ -241,14 +258,25 @@ class Contest:
         contestant.samples = max(2, min(MAX_SAMPLES, math.ceil(wanted)))
         return True
 
-    def _say_without(self, contestant: Contestant, error: Exception) -> None:
-        case = contestant.case
-        self._say_once(f"without {contestant.group.system.name} in {case.collective}: {error}")
+    def _say_without(self, group: Group, error: CaseRefused | SystemFailed) -> None:
+        is_gone = isinstance(error, SystemFailed)
+        where = "from here on" if is_gone else f"in {self._case.collective}"
+        self._say_once(f"without {group.system.name} {where}: {error}")
 
     def _say_once(self, what: str) -> None:
         if what not in self._said:  # not for every size and turn
             self._said.add(what)
             measure.say(what)
+
+    def _release(self) -> None:
+        """Let all ranks forget the arrays of this case."""
+        for group in self._groups:
+            if not group.is_alive:
+                continue
+            try:
+                group.order(do="release")
+            except SystemFailed as error:  # it has died since its last turn
+                self._say_without(group, error)
 
     def _prepare(self, contestant: Contestant) -> None:
         contestant.group.order(do="prepare", case=contestant.case.to_json())
@@ -261,7 +289,7 @@ class Contest:
         try:
             times = self._sample(contestant, contestant.samples, contestant.times)
         except (CaseRefused, SystemFailed) as error:
-            self._say_without(contestant, error)
+            self._say_without(contestant.group, error)
             return
         after = self._round_trip_ns()
         contestant.bursts.append(

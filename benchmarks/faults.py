@@ -59,21 +59,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "latencies_ms": [round(latency, 3) for latency in latencies_ms],
         **measure.describe_run(),
     }
-    measure.write_json_lines(measure.output_path(options.output, _name(options)), [record])
+    path = measure.output_path(options.output, _name(options))
+    measure.write_json_lines(path, [record])
+    measure.say(f"\nwrote {path}")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    at_least = measure.at_least
+    parser.add_argument("--kills", type=at_least(1), default=50)
+    parser.add_argument("--ranks", type=at_least(2), default=4)
     parser.add_argument("--transport", choices=["host", "tcp"], default="host")
     parser.add_argument("--resident-gb", type=float, default=0.0, help="memory of the victim")
     parser.add_argument("--forked-child", action="store_true", help="the victim has one alive")
     parser.add_argument("--output", help="JSON lines; default: benchmarks/results/faults*.jsonl")
-    options = parser.parse_args(arguments)
-    if options.kills < 1 or options.ranks < 2:
-        parser.error("at least one kill, and two ranks")
-    return options
+    return parser.parse_args(arguments)
 
 
 def _name(options: argparse.Namespace) -> str:

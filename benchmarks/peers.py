@@ -77,20 +77,18 @@ class System:
         return self.configuration != "untuned"
 
 
-def systems(ranks: int, transport: str, *, quick: bool = False) -> list[System]:
+def systems(ranks: int, transport: str) -> list[System]:
     """Every system that the comparison should have, those that are missing included."""
-    found = [
+    return [
         *_ferro(ranks),
         *_gloo(),
         *_openmpi(ranks, transport),
         *_mpich(ranks, transport),
     ]
-    if quick:
-        return [system for system in found if system.name not in _SELDOM_BEST]
-    return found
 
 
-_SELDOM_BEST = frozenset({"gloo/untuned", "gloo/unbound", "openmpi/coll_sm", "mpich/cma"})
+SELDOM_BEST = frozenset({"gloo/untuned", "gloo/unbound", "openmpi/coll_sm", "mpich/cma"})
+"""Left out by --quick, unless they are named."""
 
 
 def ferrorun(ranks: int, worker: str) -> tuple[str, ...]:

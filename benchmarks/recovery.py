@@ -57,15 +57,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="before the kill")
-    parser.add_argument("--rounds", type=int, default=30, help="kills of each case")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
+    at_least = measure.at_least
+    parser.add_argument(
+        "--ranks", type=measure.listed(at_least(2)), default="2,3,4", help="before the kill"
+    )
+    parser.add_argument("--rounds", type=at_least(1), help="kills of each case; default 30")
+    parser.add_argument("--quick", action="store_true", help="5 rounds")
     parser.add_argument("--output", help="file for the JSON lines")
     options = parser.parse_args()
-    if options.quick:
-        options.rounds = 5
-    if options.rounds < 1 or min(options.ranks) < 2:
-        parser.error("at least one round, and at least two ranks")
+    options.rounds = options.rounds or (5 if options.quick else 30)
     return options
 
 

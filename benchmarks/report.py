@@ -198,7 +198,10 @@ def plot(results: Sequence[Result], path: Path) -> Path | None:
         axis.set_title(f"{collective}, {ranks} ranks")
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()
-    axes.flat[0].legend(fontsize="small")
+    # Not every system takes part in the first panel.
+    known = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes.flat]
+    lines = {label: line for pairs in known for line, label in pairs}
+    axes.flat[0].legend(lines.values(), lines.keys(), fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,21 @@ def test_who_is_measured_does_not_pay_for_a_dead_probe(
     assert "without" not in said
 
 
+def test_a_system_that_has_ended_is_named_once(
+    options: Options,
+    tmp_path: Path,
+    stack: contextlib.ExitStack,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    contestant = start_ours(1, tmp_path, stack)
+    contestant.dismiss()
+    said: set[str] = set()
+    for _ in range(2):
+        contest = Contest(Case("barrier", 0, 1), [contestant], None, options, said)
+        assert contest.run(deadline=float("inf")) == []
+    assert capsys.readouterr().out.count("without ferro_dist/untuned from here on: ") == 1
+
+
 class Idle(worker.CollectiveAdapter):
     """Returns from every collective, and does nothing."""
 
@@ -96,6 +114,36 @@ def test_only_chooses_every_system_if_it_names_none(given: str) -> None:
     assert all(is_chosen(system, options) for system in systems(2, "host"))
 
 
+@pytest.mark.parametrize(
+    ("named", "chosen"), [("gloo", ["gloo/default"]), ("gloo/unbound", ["gloo/unbound"])]
+)
+def test_quick_leaves_out_no_system_that_is_named(named: str, chosen: list[str]) -> None:
+    options = parse_arguments(["--quick", "--only", named])
+    assert [each.name for each in systems(2, "host") if is_chosen(each, options)] == chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--sizes 4,4X", "argument --sizes: not a size: '4X'; write 4, 16K or 4M"),
+        ("--ranks 2,0", "argument --ranks: not a whole number of at least 1: '0'"),
+        ("--rounds 0", "argument --rounds: not a whole number of at least 1: '0'"),
+        ("--collectives scan", "argument --collectives: unknown: 'scan'; choose from allreduce,"),
+        ("--only nccl", "argument --only: no nccl; there are ferro_dist, gloo,"),
+        (
+            "--transport tcp --memory symmetric",
+            "argument --memory: over TCP no memory is symmetric",
+        ),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_with_what_can(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments.split())
+    assert message in capsys.readouterr().err
+
+
 # What is measured
 
 
@@ -127,3 +175,17 @@ def test_each_turn_begins_with_another_contestant() -> None:
         ["a", "b", "c"], ["b", "c", "a"], ["a", "b", "c"],
     ]  # fmt: skip
     assert measure.rotated([], 1) == []
+
+
+def test_a_run_without_ferro_dist_is_described() -> None:
+    program = "import measure; print(measure.describe_run()['calls_are_compiled'])"
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", program],  # -S: without what is installed
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
+        cwd=BENCHMARKS,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.stdout, ran.stderr) == ("False\n", "")
