@@ -30,7 +30,8 @@ STATEMENTS = {
     "import ferro_dist.launch": "import ferro_dist.launch",
 }
 TIMED = """\
-import time
+import sys, time
+sys.path[:] = filter(None, sys.path)  # without the working directory, which may be a source tree
 started = time.perf_counter()
 {statement}
 elapsed = time.perf_counter() - started
@@ -52,14 +53,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=40, help="samples of each statement")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--rounds", type=measure.at_least(1), help="samples of each; default 40")
+    parser.add_argument("--quick", action="store_true", help="10 rounds")
     parser.add_argument("--output", help="file for the JSON lines")
     options = parser.parse_args()
-    if options.quick:
-        options.rounds = 10
-    if options.rounds < 1:
-        parser.error("at least one round, please")
+    options.rounds = options.rounds or (10 if options.quick else 40)
     return options
 
 
@@ -67,7 +65,7 @@ def compare(rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each sample. One round more goes first, to fill the page cache."""
     samples: dict[str, list[float]] = {name: [] for name in STATEMENTS}
     for number in range(rounds + 1):
-        for name, statement in STATEMENTS.items():
+        for name, statement in measure.rotated(list(STATEMENTS.items()), number):
             elapsed_s = time_in_new_interpreter(statement)
             if number > 0:
                 samples[name].append(elapsed_s)

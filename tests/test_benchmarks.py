@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import import_time
+import launch
 import measure
 import numpy as np
 import pytest
@@ -144,6 +146,14 @@ def test_an_option_that_cannot_be_is_refused_with_what_can(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("program", [launch, import_time])
+def test_rounds_that_are_given_count_more_than_quick(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", "--quick", "--rounds", "3"])
+    assert program.parse_arguments().rounds == 3
+
+
 # What is measured
 
 
@@ -160,6 +170,14 @@ def test_the_last_of_three_ranks_has_no_partner(
 def test_a_size_below_that_of_an_element_is_one_element() -> None:
     assert Case("allreduce", 4, 2, "float64").nbytes == 8
     assert Case("all_gather", 4, 2, "float64").nbytes == 16
+
+
+def test_the_package_that_is_imported_is_the_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ferro_dist.py").write_text("raise ImportError('of the working directory')")
+    monkeypatch.chdir(tmp_path)
+    assert import_time.time_in_new_interpreter("import ferro_dist") > 0
 
 
 # Figures and records
