@@ -8,7 +8,7 @@ The ideal is the makespan of the schedule on paper, with messages that take no t
 action takes is measured on the same ranks right after the steps: that of a sleep, or for real
 compute that of a stage on a microbatch, while the other ranks do the same. Stages that sleep let
 ranks outnumber cores. Both systems run the same modules with the same schedule, in turns, each in
-processes of its own. A step is timed from the end of one barrier to the end of the next.
+processes of its own. A step is timed from a barrier on to its end on the slowest rank.
 
 The goals: 1F1B with real compute at most 1.02 of ideal, with 8 sleeping stages 1.03, ZB-V 1.08,
 4 MiB activations 1.08; 60 µs an action for the executor itself. torch's pipelining on Gloo
@@ -20,6 +20,7 @@ measured 1.04 to 1.07, 1.10, 1.23, and 1.2 to 1.7 when the goals were set.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.plot is not None:
         run_ranks(DRAWN.ranks, draw_ours, DRAWN, options.plot, timeout=240)
         return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not have an address
     chosen = [case for case in CASES if options.cases is None or case.name in options.cases]
     records = [_measure(case, options) for case in chosen]
     if options.cases is None:
@@ -68,29 +70,29 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
-    parser.add_argument("--steps", type=int, default=4, help="steps in a turn")
-    names = [case.name for case in CASES]
-    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help=", ".join(names))
+    at_least, names = measure.at_least, [case.name for case in CASES]
+    parser.add_argument("--rounds", type=at_least(1), help="turns of each system; default 3")
+    parser.add_argument("--steps", type=at_least(1), help="steps in a turn; default 4")
+    parser.add_argument(
+        "--cases",
+        type=measure.listed(measure.one_of(names)),
+        help=f"any of {','.join(names)}; without it also probes of what is computed",
+    )
     parser.add_argument("--quick", action="store_true", help="one turn of two steps")
     parser.add_argument("--plot", metavar="PATH", help="only draw a step, into this file")
     parser.add_argument("--output", help="JSON lines; default: benchmarks/results/pipeline.jsonl")
     options = parser.parse_args(arguments)
-    if options.quick:
-        options.rounds, options.steps = 1, 2
+    options.rounds = options.rounds or (1 if options.quick else 3)
+    options.steps = options.steps or (2 if options.quick else 4)
     return options
 
 
 def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     steps = options.steps * (10 if case.kind == "empty" else 1)
     samples: dict[str, list[Sample]] = {"ferro_dist": [], "torch": []}
-    for _ in range(options.rounds):
-        samples["ferro_dist"] += run_ranks(case.ranks, run_ours, case, steps, timeout=240)
-        with tempfile.TemporaryDirectory() as folder:
-            meeting = str(Path(folder, "meeting"))
-            samples["torch"] += run_ranks(
-                case.ranks, run_torch, case, steps, meeting, backend="none", timeout=240
-            )
+    for turn in range(options.rounds):
+        for system in measure.rotated(list(samples), turn):
+            samples[system] += _run(system, case, steps)
     record = {"benchmark": "pipeline", **case._asdict(), "nbytes": 4 * case.rows * case.width}
     record["ideal_s"] = _ideal_s(case, [s for own in samples.values() for s in own])
     for system, own in samples.items():
@@ -99,6 +101,15 @@ def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     record["peak_live"] = [s.peak_live for s in samples["ferro_dist"][: case.ranks]]
     _show(case, record)
     return record
+
+
+def _run(system: str, case: Case, steps: int) -> list[Sample]:
+    """Take one turn of a system; a sample of each rank."""
+    if system == "ferro_dist":
+        return run_ranks(case.ranks, run_ours, case, steps, timeout=240)
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder, "meeting"))
+        return run_ranks(case.ranks, run_torch, case, steps, meeting, backend="none", timeout=240)
 
 
 def _ideal_s(case: Case, samples: Sequence[Sample]) -> float:

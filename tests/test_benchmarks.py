@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,23 @@ def test_the_package_that_is_imported_is_the_installed_one(
     (tmp_path / "ferro_dist.py").write_text("raise ImportError('of the working directory')")
     monkeypatch.chdir(tmp_path)
     assert import_time.time_in_new_interpreter("import ferro_dist") > 0
+
+
+def test_the_barrier_between_steps_of_a_pipeline_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    import pipeline_systems
+
+    now_s = 0.0
+
+    def wait(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    times_s = pipeline_systems._time_steps(lambda: wait(0.25), lambda: wait(8.0), steps=2)
+    assert times_s == [0.25, 0.25]
 
 
 # Figures and records
