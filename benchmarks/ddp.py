@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from peers import System, ferrorun
 WORKER = str(Path(__file__).parent / "ddp_worker.py")
 MODELS = ("mlp", "gpt", "300x4KiB")
 TRANSPORTS = ("host", "tcp", "gpu")
+TOLERANCE = 1e-4  # of float32 gradients, summed in another order
 
 _VIEWS = {"gradient_as_bucket_view": True, "static_graph": True}
 TORCH_CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -49,6 +51,7 @@ def main() -> int:
     options = parse_arguments()
     results = [result for ranks in options.ranks for result in compare(ranks, options)]
     if not results:
+        measure.warn("nothing was measured, and nothing is written")
         return 1
     run = measure.describe_run()
     path = measure.output_path(options.output, f"ddp-{options.transport}")
@@ -64,24 +67,23 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add, listed, at_least = parser.add_argument, measure.listed, measure.at_least
     add("--quick", action="store_true", help="few rounds, and torch in two configurations")
-    add("--ranks", type=measure.listed(int), default="2", help="for example 2,4")
-    add("--models", default=",".join(MODELS), help=f"any of {','.join(MODELS)}")
+    add("--ranks", type=listed(at_least(1)), default="2", help="for example 2,4")
+    add(
+        "--models",
+        type=listed(measure.one_of(MODELS)),
+        default=",".join(MODELS),
+        help=f"any of {','.join(MODELS)}",
+    )
     add("--transport", default="host", choices=TRANSPORTS, help="of ferro_dist")
-    add("--rounds", type=int, help="how often each system gets its turn")
-    add("--steps", type=int, help="steps of each kind in a turn")
+    add("--rounds", type=at_least(1), help="how often each system gets its turn")
+    add("--steps", type=at_least(1), help="steps of each kind in a turn")
     add("--plot", action="store_true", help="draw a step of ferro_dist, and write its trace")
     add("--output", help="file for the JSON lines; pictures stand beside it")
     options = parser.parse_args()
     options.rounds = options.rounds or (3 if options.quick else 10)
     options.steps = options.steps or (5 if options.quick else 20)
-    options.models = options.models.split(",")
-    unknown = sorted(set(options.models) - set(MODELS))
-    if unknown:
-        parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(MODELS)}")
-    if min(options.rounds, options.steps, *options.ranks) < 1:
-        parser.error("at least one round, one step and one rank")
     return options
 
 
@@ -162,25 +164,51 @@ def measure_model(
     model: str, ranks: int, groups: list[Group], options: argparse.Namespace
 ) -> list[Result]:
     results = {}
-    for group in groups:
-        try:
-            num_parameters = group.order(do="prepare", model=model)[0]
-        except (CaseRefused, SystemFailed) as error:
-            measure.say(f"without {group.system.name} on {model}: {error}")
-            continue
-        results[group.system.name] = Result(group.system, model, ranks, num_parameters)
+    for group in (group for group in groups if group.is_alive):
+        with excused(group, model):
+            results[group.system.name] = prepare(group, model, ranks)
     contestants = [group for group in groups if group.system.name in results]
     for turn in range(options.rounds):
-        for group in measure.rotated(contestants, turn):
-            result = results[group.system.name]
-            by_rank = group.order(do="sample", times=options.steps)
-            result.alone_s += measure.slowest_rank([alone for alone, _ in by_rank])
-            result.parallel_s += measure.slowest_rank([parallel for _, parallel in by_rank])
+        for group in measure.rotated([each for each in contestants if each.is_alive], turn):
+            with excused(group, model):
+                sample(group, results[group.system.name], options.steps)
     if options.plot:
         for group in contestants:
-            if group.system.is_ours:
-                results[group.system.name].steps = group.order(do="trace")
-    return list(results.values())
+            if group.system.is_ours and group.is_alive:
+                with excused(group, model):
+                    results[group.system.name].steps = group.order(do="trace")
+    return [result for result in results.values() if result.alone_s]
+
+
+@contextlib.contextmanager
+def excused(group: Group, model: str) -> Iterator[None]:
+    """Let the others go on where one system does not."""
+    try:
+        yield
+    except (CaseRefused, SystemFailed) as error:
+        measure.say(f"without {group.system.name} on {model}: {error}")
+
+
+def prepare(group: Group, model: str, ranks: int) -> Result:
+    """Have all ranks make the model, and check the gradients of its first step."""
+    answers = group.order(do="prepare", model=model)
+    if not are_averaged(answers):
+        raise CaseRefused("its gradients are not the average of the ranks'")
+    return Result(group.system, model, ranks, answers[0]["num_parameters"])
+
+
+def are_averaged(answers: list[dict[str, float]]) -> bool:
+    # A slope is linear in the gradients: that along their average is the average of slopes.
+    expected = statistics.mean(each["slope_alone"] for each in answers)
+    return all(
+        abs(each["slope_parallel"] - expected) <= TOLERANCE * each["terms"] for each in answers
+    )
+
+
+def sample(group: Group, result: Result, steps: int) -> None:
+    by_rank = group.order(do="sample", times=steps)
+    result.alone_s += measure.slowest_rank([alone for alone, _ in by_rank])
+    result.parallel_s += measure.slowest_rank([parallel for _, parallel in by_rank])
 
 
 def show(results: list[Result]) -> None:

@@ -66,6 +66,15 @@ class Trainer(NamedTuple):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def slope(self) -> tuple[float, float]:
+        """Return the loss's slope in the direction of the parameters, and the size of its terms."""
+        self.forward().backward()
+        terms = torch.cat(
+            [(p.detach() * p.grad).double().flatten() for p in self.model.parameters()]
+        )
+        self.optimizer.zero_grad()
+        return float(terms.sum()), float(terms.abs().sum())
+
 
 class DataParallelAdapter(Adapter):
     """A system with data parallelism."""
@@ -76,22 +85,31 @@ class DataParallelAdapter(Adapter):
 
     def obey(self, order: dict[str, Any]) -> Any:
         if order["do"] == "prepare":
-            self._alone = self._trainer(order["model"], is_parallel=False)
-            self._parallel = self._trainer(order["model"], is_parallel=True)
-            return len(list(self._alone.model.parameters()))
+            return self._prepare(order["model"])
         if order["do"] == "trace":
             return self._trace()
         with measure.GarbageCollectorOff():
             return self._sample(order["times"])
 
+    def _prepare(self, name: str) -> dict[str, Any]:
+        self._alone = self._trainer(name, is_parallel=False)
+        self._parallel = self._trainer(name, is_parallel=True)
+        (slope_alone, _), (slope_parallel, terms) = self._alone.slope(), self._parallel.slope()
+        for _ in range(3):  # buckets are laid out anew after the first backward
+            self._alone.step()
+            self._parallel.step()
+        return {
+            "num_parameters": len(list(self._alone.model.parameters())),
+            "slope_alone": slope_alone,
+            "slope_parallel": slope_parallel,
+            "terms": terms,
+        }
+
     def _trainer(self, name: str, is_parallel: bool) -> Trainer:
         workload = make_workload(name, self.rank).to(DEVICE)
         model = self.wrap(workload.model) if is_parallel else workload.model
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        trainer = Trainer(model, workload.batch, workload.loss, optimizer)
-        for _ in range(3):  # buckets are laid out anew after the first backward
-            trainer.step()
-        return trainer
+        return Trainer(model, workload.batch, workload.loss, optimizer)
 
     def _sample(self, times: int) -> list[list[float]]:
         """Seconds of steps without communication and of steps with it, in turns."""
@@ -167,7 +185,7 @@ class FerroDdp(DataParallelAdapter):
         }
 
     def close(self) -> None:
-        self._ferro.backend.close()
+        self._ferro.close()
 
 
 class TorchDdp(DataParallelAdapter):

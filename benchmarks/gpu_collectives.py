@@ -35,8 +35,8 @@ import ferro_dist as fd
 from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.testing import emulated_gpu, run_ranks, share_gpu
 
-SIZES = "4 1K 16K 256K 1M 4M 16M 64M 256M"
-QUICK_SIZES = "4 16K 1M 64M"
+SIZES = "4,1K,16K,256K,1M,4M,16M,64M,256M"
+QUICK_SIZES = "4,16K,1M,64M"
 ROUNDS = 21
 MIN_ROUNDS = 3
 SIZE_S = 45.0  # for all rounds of a size: ranks that share a GPU may take seconds for each
@@ -46,6 +46,9 @@ MAX_SHARED_BATCH = 40  # ranks that share a GPU take turns on it, some milliseco
 TIMEOUT_S = 540.0
 
 FLOAT32, SUM = 7, 0  # ncclDataType_t, ncclRedOp_t
+
+ELSEWHERE = frozenset({"ferro_dist, new result", "torch.distributed"})
+"""Whose result is not in `out`: it is a new array, or where the input was."""
 
 LOOP = f"""
 #include <stddef.h>
@@ -69,8 +72,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, help="default: the number of GPUs")
-    parser.add_argument("--sizes", nargs="+", help=f"default: {SIZES}")
+    read_sizes = measure.listed(measure.parse_size)
+    parser.add_argument("--ranks", type=measure.at_least(1), help="default: the number of GPUs")
+    parser.add_argument("--sizes", type=read_sizes, help=f"bytes; default {SIZES}")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--emulate", action="store_true", help="on emulated GPUs")
     parser.add_argument("--output", help="file for the JSON lines")
@@ -79,12 +83,11 @@ def main() -> None:
     if num_gpus == 0:
         sys.exit("no GPU here: python -m ferro_dist says why; --emulate tries the program")
     ranks = options.ranks or num_gpus
-    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES).split()
-    nbytes = [measure.parse_size(size) for size in sizes]
+    sizes = options.sizes or read_sizes(QUICK_SIZES if options.quick else SIZES)
     rounds = MIN_ROUNDS if options.quick else ROUNDS
     with tempfile.TemporaryDirectory() as folder:
         build_loop(Path(folder))
-        plan = (folder, nbytes, rounds, num_gpus, options.emulate)
+        plan = (folder, sizes, rounds, num_gpus, options.emulate)
         by_rank = run_ranks(ranks, measure_all, *plan, timeout=TIMEOUT_S)
     records = [record(ranks, num_gpus, key, by_rank) for key in by_rank[0]["times"]]
     show(records, by_rank[0])
@@ -130,13 +133,29 @@ def measure_all(
         contestants = {name: prepare for some in made for name, prepare in some.items()}
         for nbytes in sizes:
             x = gpu.zeros(max(1, nbytes // 4))
-            batch = min(most, max(MIN_BATCH, BATCH_BYTES // nbytes))
+            batch = min(most, max(MIN_BATCH, BATCH_BYTES // max(4, nbytes)))
             out = x if host.world_size > 1 else gpu.zeros(max(1, nbytes // 4))
             calls = {name: prepare(x, out) for name, prepare in contestants.items()}
-            for name, samples in take_turns(host, gpu, calls, batch, rounds).items():
+            for name, call in calls.items():
+                check_result(host, gpu, name, call, x, out)
+            with measure.GarbageCollectorOff():
+                samples_by_name = take_turns(host, gpu, calls, batch, rounds)
+            for name, samples in samples_by_name.items():
                 times[name, nbytes] = samples
     nccl = ".".join(map(str, load_nccl().get_version()))
     return {"times": times, "missing": missing, "device": gpu.description, "nccl": nccl}
+
+
+def check_result(host: Any, gpu: Any, name: str, call: Call, x: Any, out: Any) -> None:
+    """Let a contestant make one call, and look at what it has written; leave zeros."""
+    out[:] = 0
+    x[:] = host.rank + 1
+    call(1)
+    is_right = bool((gpu.to_numpy(out) == host.world_size * (host.world_size + 1) / 2).all())
+    x[:] = 0
+    gpu.synchronize()
+    if not is_right and name not in ELSEWHERE:
+        raise AssertionError(f"{name} on {x.shape[0]} elements gave a wrong result")
 
 
 def take_turns(
@@ -146,7 +165,7 @@ def take_turns(
     times: dict[str, list[float]] = {name: [] for name in calls}
     began = time.perf_counter()
     for turn in range(rounds + 1):
-        for name, call in calls.items():
+        for name, call in measure.rotated(list(calls.items()), turn):
             fd.barrier(host)
             started = time.perf_counter()
             call(batch)
@@ -172,6 +191,9 @@ class TorchArrays:
     def zeros(self, count: int) -> Any:
         return self.torch.zeros(count, device="cuda")
 
+    def to_numpy(self, x: Any) -> Any:
+        return x.cpu().numpy()
+
     def address(self, x: Any) -> int:
         address: int = x.data_ptr()
         return address
@@ -189,6 +211,9 @@ class EmulatedArrays:
 
     def zeros(self, count: int) -> Any:
         return self.gpu.array(np.zeros(count, np.float32))
+
+    def to_numpy(self, x: Any) -> Any:
+        return x.numpy()
 
     def address(self, x: Any) -> int:
         address: int = x.__cuda_array_interface__["data"][0]

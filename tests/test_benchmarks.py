@@ -19,6 +19,7 @@ import pytest
 import worker
 from cases import Case
 from collectives import Contest, Options, is_chosen, parse_arguments, start_distance
+from ddp import are_averaged
 from group import Group, start_all
 from peers import systems
 
@@ -106,6 +107,12 @@ def test_a_wrong_result_is_told_when_nobody_waits_for_this_rank() -> None:
     said = worker.answer(adapter, {"do": "prepare", "case": Case("allreduce", 8, 2).to_json()})
     assert said["error"] == "AssertionError: allreduce of 8 bytes gave a wrong result"
     assert len(adapter.meetings) == 2
+
+
+def test_gradients_that_are_not_averaged_are_found() -> None:
+    alone = {"slope_alone": 1.0, "terms": 2.0}, {"slope_alone": 3.0, "terms": 4.0}
+    assert are_averaged([{**each, "slope_parallel": 2.0} for each in alone])
+    assert not are_averaged([{**each, "slope_parallel": each["slope_alone"]} for each in alone])
 
 
 # Options
