@@ -46,10 +46,9 @@ def main() -> int:
     try:
         with shaped_line(options.gbit, options.congestion):
             reports = run_both_ranks(options.size, options.iterations)
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = (getattr(error, "stderr", "") or str(error)).strip()
-        measure.warn(f"skipped: no shaped line between two namespaces here: {detail}")
-        return 0
+    except measure.MissingError as reason:
+        measure.warn(f"nothing was measured: no shaped line between two namespaces: {reason}")
+        return 1
     path = measure.output_path(options.output, "line-rate")
     measure.write_json_lines(path, records(reports, options))
     measure.say(f"wrote {path}")
@@ -63,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gbit", type=float, default=10.0, help="rate of the line each way")
     parser.add_argument("--congestion", default="cubic", help="congestion control on the line")
     parser.add_argument("--size", type=measure.parse_size, default=64 << 20)
-    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--iterations", type=measure.at_least(1), default=20)
     parser.add_argument("--output", help="file for the JSON lines")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -74,27 +73,35 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def shaped_line(gbit: float, congestion: str) -> Iterator[None]:
-    """Make the namespaces and what joins them; raise what the system says if it cannot be."""
+    """Join two namespaces; `MissingError` tells what the system says if it cannot be."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
-        raise OSError("the programs ip and tc (iproute2) are not installed")
+        raise measure.MissingError("the programs ip and tc (iproute2) are not installed")
     try:
-        for host in HOSTS:
-            run("ip", "netns", "add", host)
-        run(*f"ip link add v0 netns {HOSTS[0]} type veth peer name v0 netns {HOSTS[1]}".split())
-        for host, address in zip(HOSTS, ADDRESSES, strict=True):
-            run(*f"ip -n {host} addr add {address}/24 dev v0".split())
-            run(*f"ip -n {host} link set v0 mtu {MTU} up".split())
-            run(*f"ip -n {host} link set lo up".split())
-            # By the route, since namespaces do not always have a setting of their own.
-            route = f"10.9.1.0/24 dev v0 src {address} congctl {congestion}"
-            run(*f"ip -n {host} route replace {route}".split())
-            # A bucket of 1 ms of the line: the timer that refills it is not finer.
-            shape = f"rate {gbit}gbit burst {int(gbit * 1e6 / 8)} latency 20ms"
-            run(*f"tc -n {host} qdisc add dev v0 root tbf {shape}".split())
+        try:
+            make_line(gbit, congestion)
+        except (OSError, subprocess.SubprocessError) as error:
+            detail = getattr(error, "stderr", "") or str(error)
+            raise measure.MissingError(detail.strip()) from None
         yield
     finally:
         for host in HOSTS:
             subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
+
+
+def make_line(gbit: float, congestion: str) -> None:
+    for host in HOSTS:
+        run("ip", "netns", "add", host)
+    run(*f"ip link add v0 netns {HOSTS[0]} type veth peer name v0 netns {HOSTS[1]}".split())
+    for host, address in zip(HOSTS, ADDRESSES, strict=True):
+        run(*f"ip -n {host} addr add {address}/24 dev v0".split())
+        run(*f"ip -n {host} link set v0 mtu {MTU} up".split())
+        run(*f"ip -n {host} link set lo up".split())
+        # By the route, since namespaces do not always have a setting of their own.
+        route = f"10.9.1.0/24 dev v0 src {address} congctl {congestion}"
+        run(*f"ip -n {host} route replace {route}".split())
+        # A bucket of 1 ms of the line: the timer that refills it is not finer.
+        shape = f"rate {gbit}gbit burst {int(gbit * 1e6 / 8)} latency 20ms"
+        run(*f"tc -n {host} qdisc add dev v0 root tbf {shape}".split())
 
 
 def run(*command: str) -> None:
@@ -118,11 +125,15 @@ def run_both_ranks(nbytes: int, iterations: int) -> list[dict[str, list[float]]]
         for rank, host in enumerate(HOSTS)
     ]
     try:
-        return [json.loads(rank.communicate(timeout=TIMEOUT_S)[0]) for rank in ranks]
+        said = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+    for rank in ranks:
+        if rank.returncode != 0:  # it has said why
+            raise subprocess.CalledProcessError(rank.returncode, rank.args)
+    return [json.loads(text) for text in said]
 
 
 def be_rank(rank: int, nbytes: int, iterations: int) -> dict[str, list[float]]:
@@ -130,14 +141,15 @@ def be_rank(rank: int, nbytes: int, iterations: int) -> dict[str, list[float]]:
 
     import ferro_dist as fd
 
-    x = np.ones(nbytes // 4, np.float32)
+    x = np.ones(max(1, nbytes // 4), np.float32)
     out = np.empty_like(x)
+    scratch = memoryview(bytearray(1 << 20))
     times: dict[str, list[float]] = {"allreduce": [], "bare sockets": []}
     with fd.TcpBackend(rank, 2, f"{ADDRESSES[0]}:{PORT}", timeout=TIMEOUT_S) as backend:
         bare = connect(rank, lambda: fd.barrier(backend))
         calls: dict[str, Callable[[], Any]] = {
             "allreduce": lambda: fd.allreduce(x, backend, out=out),
-            "bare sockets": lambda: exchange(bare, memoryview(x.data).cast("B"), nbytes),
+            "bare sockets": lambda: exchange(bare, memoryview(x.data).cast("B"), scratch),
         }
         for iteration in range(WARM_UP + iterations):
             for name, call in calls.items():
@@ -148,6 +160,8 @@ def be_rank(rank: int, nbytes: int, iterations: int) -> dict[str, list[float]]:
                     times[name].append(time.perf_counter() - started)
         fd.barrier(backend)
         bare.close()
+    if (out != 2).any():
+        raise AssertionError("the sum of two ones is two")
     return times
 
 
@@ -160,12 +174,11 @@ def connect(rank: int, barrier: Callable[[], Any]) -> socket.socket:
     return socket.create_connection((ADDRESSES[0], PORT + 1), timeout=TIMEOUT_S)
 
 
-def exchange(bare: socket.socket, data: memoryview, nbytes: int) -> None:
+def exchange(bare: socket.socket, data: memoryview, scratch: memoryview) -> None:
     """Send and receive as many bytes at once."""
     sender = threading.Thread(target=bare.sendall, args=(data,))
     sender.start()
-    scratch = memoryview(bytearray(1 << 20))
-    left = nbytes
+    left = len(data)
     while left > 0:
         received = bare.recv_into(scratch[: min(left, len(scratch))])
         if received == 0:
