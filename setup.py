@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("ferro_dist/_native")
@@ -353,10 +354,24 @@ class BuildNative(build_ext):  # setuptools has no types
         super().copy_extensions_to_source()
 
 
+class BuildsInTurn(Distribution):
+    """What is built in one tree at a time shares the folder `build`, as under `tox -p`."""
+
+    def run_commands(self) -> None:
+        import fcntl  # which Windows lacks
+
+        Path("build").mkdir(exist_ok=True)
+        with open("build/.lock", "w") as lock:
+            # On a file system without locks, builds must not be started at the same time.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            super().run_commands()
+
+
 if not sys.platform.startswith("linux"):
     raise SystemExit(
         "ferro_dist runs on Linux only: it needs memfd, futex and pidfd. "
         f"This is {sys.platform}; use a Linux machine, WSL 2 or a container."
     )
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative}, distclass=BuildsInTurn)

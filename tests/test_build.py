@@ -1,0 +1,37 @@
+"""How the package is built."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def waits_for_a_lock(process_id: int) -> bool:
+    locks = Path("/proc/locks").read_text(encoding="utf-8").splitlines()
+    return any("->" in line and str(process_id) in line.split() for line in locks)
+
+
+def test_builds_of_one_tree_take_turns(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", reason="setuptools is not installed")
+    if not Path("/proc/locks").exists():
+        pytest.skip("this system does not tell who waits for a lock")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "build").mkdir()
+    with open(tmp_path / "build/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [sys.executable, "setup.py", "egg_info"]
+        build = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        while not waits_for_a_lock(build.pid):
+            assert build.poll() is None, "it did not wait for the build that has begun"
+    said, _ = build.communicate(timeout=60)
+    assert build.returncode == 0, said.decode()
