@@ -189,8 +189,9 @@ def strip_run_paths(compiler: Any) -> None:
 
 
 def strip_debug_information(compiler: Any) -> None:
-    """Drop Python's -g, which makes the package ten times as large. ``CFLAGS=-g`` asks for it."""
-    if "-g" not in os.environ.get("CFLAGS", "").split():
+    """Drop Python's -g, which makes the package ten times as large. ``CXXFLAGS=-g`` asks for it."""
+    wanted = f"{os.environ.get('CFLAGS', '')} {os.environ.get('CXXFLAGS', '')}"
+    if "-g" not in wanted.split():
         strip(compiler, ("compiler_so", "compiler_so_cxx"), lambda word: word == "-g")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import runpy
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ def waits_for_a_lock(process_id: int) -> bool:
 
 
 def test_builds_of_one_tree_take_turns(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", reason="setuptools is not installed")
+    pytest.importorskip("setuptools", "77", reason="setuptools is missing, or too old")
     if not Path("/proc/locks").exists():
         pytest.skip("this system does not tell who waits for a lock")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -35,3 +37,22 @@ def test_builds_of_one_tree_take_turns(tmp_path: Path) -> None:
             assert build.poll() is None, "it did not wait for the build that has begun"
     said, _ = build.communicate(timeout=60)
     assert build.returncode == 0, said.decode()
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_kept"),
+    [({}, False), ({"CFLAGS": "-g"}, True), ({"CXXFLAGS": "-O1 -g"}, True)],
+)
+def test_debug_information_is_there_if_it_was_asked_for(
+    environment: dict[str, str], is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setuptools = pytest.importorskip("setuptools", "77", reason="setuptools is missing, or too old")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    for name in ("CFLAGS", "CXXFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    compiler = types.SimpleNamespace(compiler_so_cxx=["c++", "-g", "-fPIC"])
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")["strip_debug_information"](compiler)
+    assert ("-g" in compiler.compiler_so_cxx) == is_kept
