@@ -53,7 +53,9 @@ GOALS = {"compute": 1.02, "256 KiB": 1.03, "zb_v": 1.08, "4 MiB": 1.08}
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.plot is not None:
-        run_ranks(DRAWN.ranks, draw_ours, DRAWN, options.plot, timeout=240)
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
+        run_ranks(DRAWN.ranks, draw_ours, DRAWN, str(options.plot), timeout=240)
+        measure.say(f"wrote {options.plot}")
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not have an address
     chosen = [case for case in CASES if options.cases is None or case.name in options.cases]
@@ -79,7 +81,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"any of {','.join(names)}; without it also probes of what is computed",
     )
     parser.add_argument("--quick", action="store_true", help="one turn of two steps")
-    parser.add_argument("--plot", metavar="PATH", help="only draw a step, into this file")
+    parser.add_argument("--plot", type=Path, help="only draw a step, into this file")
     parser.add_argument("--output", help="JSON lines; default: benchmarks/results/pipeline.jsonl")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else 3)
