@@ -58,7 +58,9 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument(
-        "--output", help="file for the JSON lines; NCCL's go to nccl-overhead.jsonl beside it"
+        "--output",
+        type=measure.new_file,
+        help="file for the JSON lines; NCCL's go to nccl-overhead.jsonl beside it",
     )
     parser.add_argument("--nccl", metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()

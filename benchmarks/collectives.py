@@ -76,7 +76,7 @@ class Options(argparse.Namespace):
     burst_ms: float
     far_ns: float
     only: list[str]
-    output: str | None
+    output: Path | None
     quick: bool
     fresh: bool
 
@@ -103,7 +103,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
     add("--far-ns", type=float, default=350.0, help="round trip from which cores count as far")
     add("--only", type=listed(str), default=[], help="systems, for example ferro_dist,openmpi/ucx")
     add("--fresh", action="store_true", help="write the inputs anew before each call")
-    add("--output", help="file for the JSON lines; the plot stands beside it")
+    add(
+        "--output", type=measure.new_file, help="file for the JSON lines; the plot stands beside it"
+    )
     options = parser.parse_args(arguments, namespace=Options())
     options.sizes = options.sizes or read_sizes(QUICK_SIZES if options.quick else SIZES)
     options.rounds = options.rounds or (5 if options.quick else 20)

@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=at_least(1), help="how often each system gets its turn")
     add("--steps", type=at_least(1), help="steps of each kind in a turn")
     add("--plot", action="store_true", help="draw a step of ferro_dist, and write its trace")
-    add("--output", help="file for the JSON lines; pictures stand beside it")
+    add("--output", type=measure.new_file, help="file for the JSON lines; pictures stand beside it")
     options = parser.parse_args()
     options.rounds = options.rounds or (3 if options.quick else 10)
     options.steps = options.steps or (5 if options.quick else 20)

@@ -74,7 +74,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--transport", choices=["host", "tcp"], default="host")
     parser.add_argument("--resident-gb", type=float, default=0.0, help="memory of the victim")
     parser.add_argument("--forked-child", action="store_true", help="the victim has one alive")
-    parser.add_argument("--output", help="JSON lines; default: benchmarks/results/faults*.jsonl")
+    parser.add_argument(
+        "--output",
+        type=measure.new_file,
+        help="JSON lines; default: benchmarks/results/faults*.jsonl",
+    )
     return parser.parse_args(arguments)
 
 

@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=read_sizes, help=f"bytes; default {SIZES}")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--emulate", action="store_true", help="on emulated GPUs")
-    parser.add_argument("--output", help="file for the JSON lines")
+    parser.add_argument("--output", type=measure.new_file, help="file for the JSON lines")
     options = parser.parse_args()
     num_gpus = 1 if options.emulate else run_ranks(1, count_gpus, backend="none")[0]
     if num_gpus == 0:

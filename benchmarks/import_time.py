@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=measure.at_least(1), help="samples of each; default 40")
     parser.add_argument("--quick", action="store_true", help="10 rounds")
-    parser.add_argument("--output", help="file for the JSON lines")
+    parser.add_argument("--output", type=measure.new_file, help="file for the JSON lines")
     options = parser.parse_args()
     options.rounds = options.rounds or (10 if options.quick else 40)
     return options

@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
         "--slow-rounds", type=at_least(1), help="runs of torchrun, seconds each; default 5"
     )
     parser.add_argument("--quick", action="store_true", help="10 rounds, 2 of torchrun")
-    parser.add_argument("--output", help="file for the JSON lines")
+    parser.add_argument("--output", type=measure.new_file, help="file for the JSON lines")
     options = parser.parse_args()
     options.rounds = options.rounds or (10 if options.quick else 40)
     options.slow_rounds = options.slow_rounds or (2 if options.quick else 5)

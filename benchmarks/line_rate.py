@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--congestion", default="cubic", help="congestion control on the line")
     parser.add_argument("--size", type=measure.parse_size, default=64 << 20)
     parser.add_argument("--iterations", type=measure.at_least(1), default=20)
-    parser.add_argument("--output", help="file for the JSON lines")
+    parser.add_argument("--output", type=measure.new_file, help="file for the JSON lines")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 

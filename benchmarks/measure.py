@@ -191,9 +191,21 @@ def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 # The command line
 
 
-def output_path(output: str | None, name: str) -> Path:
+def new_file(text: str) -> Path:
+    """Read where to write, for `argparse`: refused before anything is measured for it."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"no file can be written at {path}")
+    return path
+
+
+def output_path(output: Path | None, name: str) -> Path:
     """Where the records of the benchmark `name` go."""
-    return Path(output) if output else RESULTS / f"{name}.jsonl"
+    return output or RESULTS / f"{name}.jsonl"
 
 
 def parse_size(text: str) -> int:

@@ -53,7 +53,6 @@ GOALS = {"compute": 1.02, "256 KiB": 1.03, "zb_v": 1.08, "4 MiB": 1.08}
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.plot is not None:
-        options.plot.parent.mkdir(parents=True, exist_ok=True)
         run_ranks(DRAWN.ranks, draw_ours, DRAWN, str(options.plot), timeout=240)
         measure.say(f"wrote {options.plot}")
         return
@@ -81,8 +80,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"any of {','.join(names)}; without it also probes of what is computed",
     )
     parser.add_argument("--quick", action="store_true", help="one turn of two steps")
-    parser.add_argument("--plot", type=Path, help="only draw a step, into this file")
-    parser.add_argument("--output", help="JSON lines; default: benchmarks/results/pipeline.jsonl")
+    parser.add_argument("--plot", type=measure.new_file, help="only draw a step, into this file")
+    parser.add_argument(
+        "--output",
+        type=measure.new_file,
+        help="JSON lines; default: benchmarks/results/pipeline.jsonl",
+    )
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else 3)
     options.steps = options.steps or (2 if options.quick else 4)

@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=at_least(1), help="kills of each case; default 30")
     parser.add_argument("--quick", action="store_true", help="5 rounds")
-    parser.add_argument("--output", help="file for the JSON lines")
+    parser.add_argument("--output", type=measure.new_file, help="file for the JSON lines")
     options = parser.parse_args()
     options.rounds = options.rounds or (5 if options.quick else 30)
     return options

@@ -138,6 +138,7 @@ def test_quick_leaves_out_no_system_that_is_named(named: str, chosen: list[str])
         ("--sizes 4,4X", "argument --sizes: not a size: '4X'; write 4, 16K or 4M"),
         ("--ranks 2,0", "argument --ranks: not a whole number of at least 1: '0'"),
         ("--rounds 0", "argument --rounds: not a whole number of at least 1: '0'"),
+        ("--output /", "argument --output: no file can be written at /"),
         ("--collectives scan", "argument --collectives: unknown: 'scan'; choose from allreduce,"),
         ("--only nccl", "argument --only: no nccl; there are ferro_dist, gloo,"),
         (
