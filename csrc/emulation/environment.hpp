@@ -28,6 +28,12 @@ inline long setting(const char* name, long otherwise, long least, long most) {
   return value;
 }
 
+// A number among the variables of NCCL itself, read as NCCL reads it.
+inline long nccl_setting(const char* name, long otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr || *text == '\0' ? otherwise : std::strtol(text, nullptr, 0);
+}
+
 }  // namespace emulation
 
 #endif  // EMULATION_ENVIRONMENT_HPP

@@ -4,11 +4,12 @@
 from operator import index
 
 cimport cython
+from libc.limits cimport INT_MAX
 from libc.string cimport memcmp, memcpy
 
 from ferro_dist._native.libnccl cimport (
     ncclConfig_t, ncclGetErrorString, ncclGetLastError, ncclGetUniqueId, ncclGetVersion,
-    ncclResult_t, ncclSuccess, NCCL_UNIQUE_ID_BYTES,
+    ncclResult_t, ncclSuccess, NCCL_CONFIG_UNDEF_INT, NCCL_UNIQUE_ID_BYTES,
 )
 
 from ferro_dist._native.cuda_libraries import OLDEST_NCCL
@@ -143,6 +144,9 @@ cdef ncclConfig_t config_of(dict options) except *:
             (<const char**> place)[0] = <const char*> options[name]
         else:
             (<int*> place)[0] = _number_of(name, value)
+    # NCCL takes a maximum that is not given for less than any minimum, and one that is too large for its own.
+    if config.minCTAs != NCCL_CONFIG_UNDEF_INT and config.maxCTAs == NCCL_CONFIG_UNDEF_INT:
+        config.maxCTAs = INT_MAX
     return config
 
 

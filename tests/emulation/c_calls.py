@@ -38,6 +38,8 @@ SUCCESS, CUDA_ERROR, SYSTEM, INTERNAL, INVALID_ARGUMENT, INVALID_USAGE, REMOTE, 
 DEFAULT = ctypes.c_void_p()
 
 
+UNDEFINED = -(2**31)
+
 # 300 are enough on a machine that has nothing else to do.
 DELAY_US = 10_000
 
@@ -58,6 +60,28 @@ class Config(ctypes.Structure):
     def of(cls, blocking: int) -> Config:
         # An old and short one: what lies behind is unset.
         return cls(cls.blocking.offset + 4, 0xCAFEBEEF, 23203, blocking)
+
+
+class LongConfig(ctypes.Structure):
+    """As of NCCL 2.18."""
+
+    _fields_ = (
+        *Config._fields_,
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    )
+
+    @classmethod
+    def of(cls, **options: int) -> LongConfig:
+        made = cls(
+            cls.split_share.offset + 4, 0xCAFEBEEF, 23203, *(UNDEFINED,) * 4, None, UNDEFINED
+        )
+        for name, value in options.items():
+            setattr(made, name, value)
+        return made
 
 
 class SignalDescriptor(ctypes.Structure):

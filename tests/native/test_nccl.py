@@ -595,6 +595,20 @@ def refuse_unknown_options(backend: Any) -> None:
     make(comm_name="a", net_name=b"Socket", max_ctas=np.int64(4))
 
 
+def test_a_least_number_of_ctas_needs_no_greatest() -> None:
+    ranks(1, ask_for_ctas)
+
+
+def ask_for_ctas(backend: Any) -> None:
+    communicator = connect(backend, min_ctas=4)
+    child = communicator.split(0, 0, min_ctas=np.int64(4))
+    assert child is not None
+    child.close()
+    communicator.close()
+    with pytest.raises(DistributedError, match="invalid argument"):
+        connect(backend, min_ctas=4, max_ctas=2)
+
+
 def test_unknown_options_and_places_are_refused() -> None:
     ranks(1, refuse_unknown_options)
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "emulation/complaint.hpp"
+#include "emulation/environment.hpp"
 #include "emulation/nccl/failure.hpp"
 #include "emulation/nccl/segment.hpp"
 #include "ferro/unique_fd.hpp"
@@ -121,7 +121,7 @@ std::string objection_to(const std::vector<Newcomer>& known, const Newcomer& oth
     text << "there is no rank " << other.rank << " of " << self.num_ranks;
   } else if (known[static_cast<std::size_t>(other.rank)].magic != 0) {
     text << "two ranks call themselves rank " << other.rank;
-  } else if (std::getenv("NCCL_MULTI_RANK_GPU_ENABLE") == nullptr) {
+  } else if (nccl_setting("NCCL_MULTI_RANK_GPU_ENABLE", 0) == 0) {
     for (const Newcomer& one : known) {
       // With only one emulated device there is no choice but to share it.
       if (one.magic != 0 && one.num_devices > 1 && one.device == other.device && one.host == other.host) {

@@ -1,8 +1,8 @@
 // Communicators: made, split, ended, asked.
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 
+#include "emulation/environment.hpp"
 #include "emulation/nccl/calls.hpp"
 #include "emulation/nccl/cudart_functions.hpp"
 #include "emulation/nccl/group.hpp"
@@ -10,6 +10,8 @@
 using namespace emulation;
 
 namespace {
+
+constexpr int kMaxChannels = 64;
 
 void require_choice(const char* name, int value, int least, int most) {
   require(value == NCCL_CONFIG_UNDEF_INT || (value >= least && value <= most), ncclInvalidArgument,
@@ -21,37 +23,39 @@ void check_config(const ncclConfig_t& config) {
   require_choice("cgaClusterSize", config.cgaClusterSize, 0, 8);
   require_choice("minCTAs", config.minCTAs, 1, INT_MAX);
   require_choice("maxCTAs", config.maxCTAs, 1, INT_MAX);
-  const bool has_both = config.minCTAs != NCCL_CONFIG_UNDEF_INT && config.maxCTAs != NCCL_CONFIG_UNDEF_INT;
-  require(!has_both || config.minCTAs <= config.maxCTAs, ncclInvalidArgument, "config: minCTAs is ",
-          config.minCTAs, ", maxCTAs only ", config.maxCTAs);
+  // Like the real one, which takes a maximum that is not given for less than any minimum.
+  require(config.minCTAs <= config.maxCTAs, ncclInvalidArgument, "config: minCTAs is ", config.minCTAs,
+          ", and maxCTAs is less, or not given");
   require_choice("splitShare", config.splitShare, 0, 1);
   require_choice("shrinkShare", config.shrinkShare, 0, 1);
   require_choice("trafficClass", config.trafficClass, 0, INT_MAX);
   require_choice("collnetEnable", config.collnetEnable, 0, 1);
   require_choice("CTAPolicy", config.CTAPolicy, 0, 3);
-  require_choice("numRmaCtx", config.numRmaCtx, 1, INT_MAX);
+  require_choice("nvlsCTAs", config.nvlsCTAs, 1, INT_MAX);
+  require_choice("nChannelsPerNetPeer", config.nChannelsPerNetPeer, 1, kMaxChannels);
+  require_choice("nvlinkCentricSched", config.nvlinkCentricSched, 0, 1);
+  require_choice("graphUsageMode", config.graphUsageMode, 0, 2);
+  require_choice("numRmaCtx", config.numRmaCtx, 0, INT_MAX);
+  require_choice("maxP2pPeers", config.maxP2pPeers, 1, INT_MAX);
+  require_choice("graphStreamOrdering", config.graphStreamOrdering, 0, 1);
   require_choice("numRmaSig", config.numRmaSig, 0, INT_MAX);
 }
 
-// The caller's configuration, as much of it as its version of the struct has, over
-// `otherwise`; then what the environment overrides.
+// The caller's configuration, as much of it as its version of the struct has; `otherwise` if there is none.
+// Then what the environment overrides.
 ncclConfig_t resolve(const ncclConfig_t* given, const ncclConfig_t& otherwise) {
-  ncclConfig_t config = otherwise;
-  if (given != nullptr) {
+  ncclConfig_t config;
+  if (given == nullptr) {
+    config = otherwise;
+  } else {
     require(given->magic == NCCL_API_MAGIC && given->size >= offsetof(ncclConfig_t, blocking),
             ncclInvalidArgument, "the ncclConfig_t was not initialized with NCCL_CONFIG_INITIALIZER");
     std::memcpy(static_cast<void*>(&config), given, std::min(given->size, sizeof config));
     check_config(config);
   }
-  if (config.blocking == NCCL_CONFIG_UNDEF_INT) config.blocking = otherwise.blocking;
-  const char* forced = std::getenv("NCCL_COMM_BLOCKING");
-  if (forced != nullptr && *forced != '\0') config.blocking = std::atoi(forced) != 0;
-  return config;
-}
-
-ncclConfig_t default_config() {
-  ncclConfig_t config;
-  config.blocking = 1;
+  if (config.blocking == NCCL_CONFIG_UNDEF_INT) config.blocking = 1;
+  const long forced = nccl_setting("NCCL_COMM_BLOCKING", NCCL_CONFIG_UNDEF_INT);
+  if (forced == 0 || forced == 1) config.blocking = static_cast<int>(forced);
   return config;
 }
 
@@ -91,7 +95,7 @@ ncclResult_t init(ncclComm_t* out, int num_ranks, const ncclUniqueId& id, int ra
   require(rank >= 0 && rank < num_ranks, ncclInvalidArgument, function, ": there is no rank ", rank, " of ",
           num_ranks);
   require(is_unique_id(id), ncclInvalidArgument, function, ": the unique id is not one of ncclGetUniqueId");
-  const ncclConfig_t config = resolve(given, default_config());
+  const ncclConfig_t config = resolve(given, ncclConfig_t{});
   return make(out, std::make_shared<Communicator>(id, rank, num_ranks, current_device(), config), "init",
               function);
 }

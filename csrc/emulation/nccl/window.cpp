@@ -2,18 +2,15 @@
 
 #include <signal.h>
 
-#include <cstdlib>
 #include <cstring>
 
 #include "emulation/complaint.hpp"
+#include "emulation/environment.hpp"
 #include "emulation/nccl/cudart_functions.hpp"
 
 namespace emulation {
 
-bool has_windows() {
-  const char* value = std::getenv("NCCL_WIN_ENABLE");
-  return value == nullptr || *value == '\0' || std::atoi(value) != 0;
-}
+bool has_windows() { return nccl_setting("NCCL_WIN_ENABLE", 1) != 0; }
 
 WindowService::WindowService(Segment& segment) : segment_(segment) {
   sigset_t all;
