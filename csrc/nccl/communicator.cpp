@@ -155,6 +155,7 @@ std::shared_ptr<Communicator> Communicator::make_child(const char* function, ncc
   const DeviceGuard guard(cuda_, device_);
   {
     Turn turn(*this, function, patience);
+    check_not_finalized(function);
     if (is_sharing && !is_revoked_) adopt_into_family(child);  // what is revoked shares nothing with others
     unfinished_.push_back(child);
     turn.settle(begun(make(handle(), &child->newborn_)));
@@ -230,7 +231,7 @@ void Communicator::adopt_newborn() noexcept {
 void Communicator::launch(const Operation& operation, Patience& patience) {
   check_available(operation.op);
   Turn turn(*this, function_of(operation.op), patience);
-  check_awake(function_of(operation.op));
+  check_in_service(function_of(operation.op));
   turn.settle(issue_now(operation));
 }
 
@@ -318,7 +319,7 @@ void Communicator::destroy_reduce_op_later(ncclRedOp_t reduce_op) noexcept {
 void Communicator::suspend(Patience& patience) {
   require(ncclCommSuspend, "ncclCommSuspend", "2.29.7");
   Turn turn(*this, "ncclCommSuspend", patience);
-  check_awake("ncclCommSuspend");
+  check_in_service("ncclCommSuspend");
   turn.settle(ncclCommSuspend(handle(), NCCL_SUSPEND_MEM));
   is_suspended_ = true;
 }
@@ -360,8 +361,13 @@ void Communicator::check_open() const {
   if (is_closing) throw ended(ErrorKind::closed);
 }
 
-void Communicator::check_awake(const char* function) const {
+void Communicator::check_in_service(const char* function) const {
   if (is_suspended_) throw misused(function, "the communicator is suspended: resume it first");
+  check_not_finalized(function);
+}
+
+void Communicator::check_not_finalized(const char* function) const {
+  if (is_finalized_) throw misused(function, "the communicator was finalized: only its end can follow");
 }
 
 bool Communicator::try_fail(const Error& error) noexcept {
@@ -388,6 +394,8 @@ void Communicator::finalize(Patience& patience) {
   const DeviceGuard guard(cuda_, device_);
   Turn turn(*this, "ncclCommFinalize", patience);
   if (is_finalized_) return;
+  if (is_revoked_)
+    throw misused("ncclCommFinalize", "the communicator was revoked, which has ended its work");
   turn.settle(ncclCommFinalize(handle()));
   is_finalized_ = true;
 }
@@ -395,6 +403,8 @@ void Communicator::finalize(Patience& patience) {
 void Communicator::revoke(Patience& patience) {
   require(ncclCommRevoke, "ncclCommRevoke", "2.28.7");
   Turn turn(*this, "ncclCommRevoke", patience);
+  if (is_revoked_) return;
+  check_not_finalized("ncclCommRevoke");
   is_revoked_ = true;
   stop_family();
   turn.settle(ncclCommRevoke(handle(), NCCL_REVOKE_DEFAULT));

@@ -126,9 +126,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Throws what keeps it from being called: its first error, its end, or that it belongs to
   // another process.
   void check_open() const;
-  // For whoever has the turn: throws while it is suspended. NCCL does not look: its kernels would use
-  // memory that is gone, which ends all work on the device.
-  void check_awake(const char* function) const;
+  // For whoever has the turn: throws while it is suspended, and once it was finalized. NCCL does not look:
+  // its kernels would use memory that is gone, which ends all work on the device.
+  void check_in_service(const char* function) const;
   bool has_failed() const noexcept { return first_error_.exists(); }
   // Whether NCCL has told of an error, and the witness is waited for.
   bool is_in_doubt() const noexcept { return first_error_.is_in_doubt(); }
@@ -160,6 +160,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // For the reaper's thread: takes the handle away, and lets NCCL abort it.
   void abort_now() noexcept;
+  void check_not_finalized(const char* function) const;
   // Waits for a communicator in the making and asks it who it is; aborts it if that fails.
   void complete(ncclResult_t result, const char* function, Patience& patience);
   void adopt_newborn() noexcept;

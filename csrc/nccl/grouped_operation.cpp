@@ -46,7 +46,7 @@ void launch_group(const std::vector<GroupedOperation>& operations, Patience& pat
   }
   if (members.empty()) return;
   Turn turn(members, "ncclGroupEnd", patience);
-  for (const Communicator* each : members) each->check_awake("ncclGroupEnd");
+  for (const Communicator* each : members) each->check_in_service("ncclGroupEnd");
   CallGroup group;
   for (auto each = operations.begin(); each != operations.end() && group.is_well(); ++each)
     group.note(each->communicator->issue_now(each->operation));

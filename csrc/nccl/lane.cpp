@@ -113,7 +113,7 @@ std::uint64_t Lane::launch(Span<Operation> operations, Span<cudaStream_t> caller
   for (const Operation& each : operations) check_available(each.op);
   const Op op = operations.front().op;
   Turn turn(*communicator_, function_of(op), patience);
-  communicator_->check_awake(function_of(op));
+  communicator_->check_in_service(function_of(op));
   const CurrentDeviceGuard guard(*this, callers);
   const bool is_captured = is_capturing(callers);
   const cudaStream_t stream = place_of(callers, is_async);

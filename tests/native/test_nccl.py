@@ -1216,6 +1216,43 @@ def test_revoke_stops_what_hangs_and_shrink_follows() -> None:
     assert ranks(3, revoke_what_hangs) == [2.0, 0, 2.0]
 
 
+def call_after_the_work_has_ended(backend: Any) -> float:
+    revoked, finalized = connect(backend), connect(backend)
+    revoked.revoke()
+    revoked.revoke()
+    with pytest.raises(DistributedError, match="invalid usage: the communicator was revoked"):
+        revoked.finalize()
+    child = revoked.split(0, 0)
+    assert child is not None
+    finalized.finalize()
+    finalized.finalize()
+    x = ranked(0)
+
+    def reduce_in_a_group() -> None:
+        with load_nccl().Group():
+            finalized.allreduce(x, x)
+
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: finalized.allreduce(x, x),
+        reduce_in_a_group,
+        finalized.revoke,
+        finalized.suspend,
+        lambda: finalized.split(0, 0),
+        lambda: finalized.shrink([1 - backend.rank]),
+    )
+    for call in calls:
+        with pytest.raises(DistributedError, match="was finalized: only its end can follow"):
+            call()
+    total = sum_over(child)
+    for each in (child, revoked, finalized):
+        each.close()
+    return total
+
+
+def test_what_cannot_follow_the_end_of_the_work_is_refused() -> None:
+    assert ranks(2, call_after_the_work_has_ended) == [2.0] * 2
+
+
 def suspend_and_resume(backend: Any) -> float:
     communicator = connect(backend)
     before = communicator.memory_statistics()
