@@ -228,7 +228,11 @@ cdef class Communicator(Connection):
         return made.adopted(self.timeout_s, native_config)
 
     def unique_id(self, *, timeout=None):
-        """Make the identifier with which new ranks `join` when this communicator grows."""
+        """Make the identifier with which new ranks `join` when this communicator grows.
+
+        Once for each `grow`, with no `split` in between: NCCL takes it for the next communicator that is
+        made of this one.
+        """
         cdef nccl_library.UniqueId unique_id = nccl_library.UniqueId.__new__(nccl_library.UniqueId)
         cdef Patience patience = self.patience(timeout)
         with Noting(self), nogil:

@@ -29,9 +29,11 @@ from emulation.c_calls import (
     SUCCESS,
     SUM,
     SYSTEM,
+    LongConfig,
     Nccl,
     NcclError,
     SignalDescriptor,
+    UniqueId,
     end_of_child,
     shared_id,
     size,
@@ -309,6 +311,30 @@ def test_two_ranks_must_connect_alike() -> None:
 # Mistakes
 
 
+def reduce_otherwise(rank: int, world_size: int, addr: str, log: str) -> tuple[int, str]:
+    nccl = Nccl()
+    os.dup2(os.open(f"{log}.{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    a = nccl.gpu.array(floats([1]))
+    op = ctypes.c_int(SUM)
+    if rank == 0:
+        one = ctypes.c_float(1)
+        nccl.RedOpCreatePreMulSum(ctypes.byref(op), ctypes.byref(one), FLOAT32, 1, comm)
+    nccl.AllReduce(a, a, size(1), FLOAT32, op, comm, DEFAULT)
+    nccl.gpu.synchronize()
+    state = nccl.state(comm)
+    nccl.CommAbort(comm)
+    with open(f"{log}.{rank}") as file:
+        return state, file.read()
+
+
+def test_a_sum_is_not_a_premultiplied_sum(tmp_path: Any) -> None:
+    for state, text in run_emulated(2, reduce_otherwise, str(tmp_path / "log")):
+        assert state == INVALID_ARGUMENT
+        assert "operation 0" in text
+        assert "operation 5" in text
+
+
 def disagree(rank: int, world_size: int, addr: str, log: str) -> tuple[int, str]:
     nccl = Nccl()
     os.dup2(os.open(f"{log}.{rank}", os.O_CREAT | os.O_WRONLY), 2)
@@ -573,12 +599,16 @@ def shrink_and_grow(rank: int, world_size: int, addr: str) -> list[float] | None
         excluded = (ctypes.c_int * 1)(1)
         nccl.CommShrink(comm, excluded, 1, ctypes.byref(smaller), None, 1)
         reduce_over(smaller)
-    larger = ctypes.c_void_p()
-    new_id = ctypes.create_string_buffer(shared_id(addr[::-1]), 128)
+    larger, new_id = ctypes.c_void_p(), UniqueId()
+    if rank == 0:
+        nccl.CommGetUniqueId(smaller, ctypes.byref(new_id))
+    with fd.HostBackend(rank, world_size, addr) as host:
+        shared = fd.broadcast(np.frombuffer(bytes(new_id), np.uint8), host)
+    new_id = UniqueId.from_buffer_copy(shared.tobytes())
     if rank == 1:
-        nccl.CommGrow(None, 3, new_id, 2, ctypes.byref(larger), None)
+        nccl.CommGrow(None, 3, ctypes.byref(new_id), 2, ctypes.byref(larger), None)
     else:
-        known = new_id if rank == 0 else None
+        known = ctypes.byref(new_id) if rank == 0 else None
         nccl.CommGrow(smaller, 3, known, -1, ctypes.byref(larger), None)
     reduce_over(larger)
     nccl.CommDestroy(larger)
@@ -587,6 +617,72 @@ def shrink_and_grow(rank: int, world_size: int, addr: str) -> list[float] | None
 
 def test_shrink_leaves_ranks_out_and_grow_takes_them_in() -> None:
     assert run_emulated(3, shrink_and_grow) == [[6, 4, 6], [6, 6], [6, 4, 6]]
+
+
+def make_children_out_of_order(rank: int, world_size: int, addr: str) -> dict[str, int]:
+    nccl = Nccl()
+    made, other_id = ctypes.c_void_p(), UniqueId()
+    out = ctypes.byref(made)
+
+    def make() -> ctypes.c_void_p:
+        return nccl.communicator(1, bytes(nccl.unique_id()), 0)
+
+    found = {}
+    split, finalized, revoked = make(), make(), make()
+    nccl.CommGetUniqueId(split, ctypes.byref(other_id))
+    nccl.CommSplit(split, 0, 0, out, None)
+    grow = (2, ctypes.byref(other_id), -1, out, None)
+    found["grow after split"] = nccl.result("CommGrow", split, *grow)
+    found["grow by any id"] = nccl.result("CommGrow", make(), *grow)
+    nccl.CommRevoke(revoked, 0)
+    found["revoke twice"] = nccl.result("CommRevoke", revoked, 0)
+    nccl.CommFinalize(finalized)
+    found["revoke after finalize"] = nccl.result("CommRevoke", finalized, 0)
+    found["split after finalize"] = nccl.result("CommSplit", finalized, 0, 0, out, None)
+    few = LongConfig.of(min_ctas=4)
+    found["no maximum"] = nccl.result("CommSplit", make(), 0, 0, out, ctypes.byref(few))
+    # A child of options of its own inherits none.
+    parent = nccl.communicator(1, bytes(nccl.unique_id()), 0, blocking=0)
+    nccl.settle(parent)
+    some = LongConfig.of(min_ctas=4, max_ctas=4)
+    nccl.CommSplit(parent, 0, 0, out, ctypes.byref(some))
+    nccl.settle(parent)
+    found["an allreduce of a child"] = nccl.result(
+        "AllReduce", nccl.gpu.array(floats([1])), *(None, size(1), FLOAT32, SUM, made, DEFAULT)
+    )
+    found["its state"] = nccl.state(made)
+    return found
+
+
+def test_children_are_made_as_the_real_library_makes_them() -> None:
+    assert run_emulated(1, make_children_out_of_order) == [
+        {
+            "grow after split": INVALID_ARGUMENT,
+            "grow by any id": INVALID_ARGUMENT,
+            "revoke twice": INVALID_ARGUMENT,
+            "revoke after finalize": INVALID_ARGUMENT,
+            "split after finalize": INVALID_USAGE,
+            "no maximum": INVALID_ARGUMENT,
+            "an allreduce of a child": INVALID_ARGUMENT,
+            "its state": SUCCESS,  # which a communicator keeps that blocks
+        }
+    ]
+
+
+def suspend_what_shares(rank: int, world_size: int, addr: str) -> list[int]:
+    nccl = Nccl()
+    comm, child = ctypes.c_void_p(), ctypes.c_void_p()
+    options = LongConfig.of(split_share=1)
+    where = nccl.unique_id()
+    nccl.CommInitRankConfig(ctypes.byref(comm), 1, where, 0, ctypes.byref(options))
+    nccl.CommSplit(comm, 0, 0, ctypes.byref(child), None)
+    refused = [nccl.result("CommSuspend", each, 1) for each in (comm, child)]
+    nccl.CommDestroy(child)
+    return [*refused, nccl.CommSuspend(comm, 1)]
+
+
+def test_memory_that_is_shared_is_not_suspended() -> None:
+    assert run_emulated(1, suspend_what_shares) == [[INVALID_USAGE, INVALID_USAGE, SUCCESS]]
 
 
 def init_all(rank: int, world_size: int, addr: str) -> list[float]:

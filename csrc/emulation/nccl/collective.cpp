@@ -130,7 +130,9 @@ void Collective::agree() {
   call.count = operation_.count;
   call.op = static_cast<std::int32_t>(operation_.kind);
   call.dtype = operation_.dtype;
-  call.reduction = is_reduction(operation_.kind) ? operation_.reduction : -1;
+  call.reduction = !is_reduction(operation_.kind) ? -1
+                   : operation_.has_multiplier    ? ncclNumOps
+                                                  : operation_.reduction;
   call.root = has_root(operation_.kind) ? operation_.peer : -1;
   call.is_registered = operation_.is_registered;
   const std::size_t parity = call.sequence % 2;

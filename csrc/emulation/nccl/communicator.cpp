@@ -154,9 +154,13 @@ void Communicator::require_ready(const char* function) {
 
 void Communicator::require_usable(const char* function) {
   require_ready(function);
-  require(!is_finalized, ncclInvalidUsage, function, " on a communicator that was finalized");
+  require_not_finalized(function);
   require(!is_revoked, ncclInvalidUsage, function, " on a communicator that was revoked");
   require(!is_suspended, ncclInvalidUsage, function, " on a communicator that is suspended");
+}
+
+void Communicator::require_not_finalized(const char* function) {
+  require(!is_finalized, ncclInvalidUsage, function, " on a communicator that was finalized");
 }
 
 void Communicator::connect() {

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -34,6 +35,12 @@ struct Multiplier {
 struct Registration {
   std::uintptr_t begin;
   std::uintptr_t end;
+};
+
+// An id under which ranks can join, and the number of the child that they will be part of.
+struct Growth {
+  ncclUniqueId id;
+  std::uint64_t child;
 };
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
@@ -60,6 +67,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Throws unless the communicator can take another call, or be used for communication.
   void require_ready(const char* function);
   void require_usable(const char* function);
+  void require_not_finalized(const char* function);
 
   // Around the making of a child: this communicator is in progress meanwhile, and aborting it
   // aborts the child, too.
@@ -108,8 +116,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
   std::map<void*, Registration> registrations;  // by handle
   cudaStream_t last_stream = nullptr;
-  cudaEvent_t last_launch = nullptr;  // recorded in last_stream; null before the first launch
+  cudaEvent_t last_launch = nullptr;    // recorded in last_stream; null before the first launch
+  cudaGraph_t last_graph = nullptr;     // into which a launch was captured
+  cudaEvent_t last_captured = nullptr;  // recorded behind that
   std::uint32_t num_windows = 0;
+  std::uint64_t num_children = 0;                           // that split and grow have made
+  std::optional<Growth> growth;                             // that was offered and not taken yet
   std::map<std::uint64_t, std::uint32_t> consumed_signals;  // under `running`
   std::vector<std::weak_ptr<Communicator>> sharing;         // that share resources with this one
   bool is_ending = false;  // destroyed: that blocks, whatever the configuration says

@@ -208,6 +208,16 @@ void find_out_grow(Communicator& parent, Communicator& child, const ncclUniqueId
   child.id = std::find_if(offers.begin(), offers.end(), [](const auto& offer) { return offer.has_id; })->id;
 }
 
+// The id is for the next communicator that is made out of this one, as ncclCommGetUniqueId took it.
+void take_growth(Communicator& parent, const ncclUniqueId& id) {
+  const bool is_known = parent.growth && std::memcmp(&parent.growth->id, &id, sizeof id) == 0;
+  require(is_known, ncclInvalidArgument,
+          "ncclCommGrow: the unique id is not one of ncclCommGetUniqueId of this communicator");
+  require(parent.growth->child == parent.num_children, ncclInvalidArgument,
+          "ncclCommGrow: the communicator has been split since ncclCommGetUniqueId");
+  parent.growth.reset();
+}
+
 void end_work(const CommunicatorPtr& communicator, const char* function) {
   if (!communicator->is_finalized && !communicator->is_revoked) communicator->finalize();
   communicator->synchronize();
@@ -334,11 +344,13 @@ EMULATION_API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, nc
     require(out != nullptr, ncclInvalidArgument, "ncclCommSplit: the communicator is NULL");
     *out = nullptr;
     parent->require_ready("ncclCommSplit");
+    parent->require_not_finalized("ncclCommSplit");
     require(color >= NCCL_SPLIT_NOCOLOR, ncclInvalidArgument, "ncclCommSplit: color is ", color);
     const CommunicatorPtr owner = parent.get();
     const CommunicatorPtr child = color == NCCL_SPLIT_NOCOLOR ? nullptr : new_child(*owner, config);
     if (child && owner->config.splitShare == 1 && !owner->is_revoked) child->share_with(owner);
     const std::uint64_t successor = owner->next_successor();
+    ++owner->num_children;
     const Fault fault = fault_plan().next("split", owner->rank);
     return make_child(
         out, owner, child,
@@ -368,6 +380,7 @@ EMULATION_API ncclResult_t ncclCommShrink(ncclComm_t comm, int* ranks, int count
       owner->is_revoked = true;
     }
     owner->require_ready("ncclCommShrink");
+    owner->require_not_finalized("ncclCommShrink");
     const std::vector<int> excluded = checked_exclusion(*owner, ranks, count);
     const CommunicatorPtr child = new_child(*owner, config);
     if (!aborts && owner->config.shrinkShare == 1 && !owner->is_revoked) child->share_with(owner);
@@ -388,7 +401,13 @@ EMULATION_API ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* id
     const Use parent(comm, "ncclCommGetUniqueId");
     require(id != nullptr, ncclInvalidArgument, "ncclCommGetUniqueId: the id is NULL");
     parent->require_usable("ncclCommGetUniqueId");
+    if (parent->growth) {
+      die("ncclCommGetUniqueId twice before ncclCommGrow: ranks that join would look for the others under "
+          "another "
+          "id than the first");
+    }
     *id = make_unique_id();
+    parent->growth = Growth{*id, parent->num_children + 1};
     return ncclSuccess;
   });
 }
@@ -409,8 +428,10 @@ EMULATION_API ncclResult_t ncclCommGrow(ncclComm_t comm, int num_ranks, const nc
             rank);
     require(num_ranks > owner->num_ranks && num_ranks <= kMaxRanks, ncclInvalidArgument,
             "ncclCommGrow: from ", owner->num_ranks, " to ", num_ranks, " ranks");
-    const CommunicatorPtr child = new_child(*owner, config);
+    ++owner->num_children;
     const bool has_id = id != nullptr;
+    if (has_id) take_growth(*owner, *id);
+    const CommunicatorPtr child = new_child(*owner, config);
     const ncclUniqueId copy = has_id ? *id : ncclUniqueId{};
     child->rank = owner->rank;
     child->num_ranks = num_ranks;
@@ -448,6 +469,8 @@ EMULATION_API ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
     const CommunicatorPtr communicator = find_communicator(comm, "ncclCommRevoke");
     require(flags == 0, ncclInvalidArgument, "ncclCommRevoke: flags must be NCCL_REVOKE_DEFAULT");
     communicator->require_ready("ncclCommRevoke");
+    require(!communicator->is_finalized && !communicator->is_revoked, ncclInvalidArgument,
+            "ncclCommRevoke of a communicator that was finalized or revoked before");
     return submit_job("ncclCommRevoke", "revoke", communicator, [communicator] { communicator->revoke(); });
   });
 }

@@ -31,7 +31,7 @@ struct CallRecord {
   std::uint64_t count;
   std::int32_t op;
   std::int32_t dtype;
-  std::int32_t reduction;  // ranks number their pre-multiplied sums as they like: -1 for any
+  std::int32_t reduction;  // ranks number their pre-multiplied sums as they like: ncclNumOps for any; or -1
   std::int32_t root;
   std::int32_t is_registered;
 };
