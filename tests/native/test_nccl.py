@@ -689,6 +689,25 @@ def test_communicators_that_share_resources_take_turns_and_end_together() -> Non
     assert ranks(2, share_with_a_child) == [[1.0, 1.0]] * 2
 
 
+def reduce_in_one_group(backend: Any) -> list[float]:
+    communicator = connect(backend, split_share=True)
+    child = communicator.split(0, backend.rank)
+    assert child is not None
+    x, y = ranked(backend.rank, 1), ranked(backend.rank, 1)
+    for _ in range(20):
+        with load_nccl().Group():
+            communicator.allreduce(x, x, ReduceOp.MAX)
+            child.allreduce(y, y, ReduceOp.MAX)
+    results = [*values(x), *values(y)]
+    child.close()
+    communicator.close()
+    return results
+
+
+def test_communicators_that_share_resources_may_be_part_of_one_group() -> None:
+    assert ranks(2, reduce_in_one_group) == [[1.0, 1.0]] * 2
+
+
 def stop_what_shares(backend: Any, stop: str) -> float:
     """What stops one communicator's work stops that of others, but none of what is made later."""
     emulated_gpu()

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 
@@ -230,9 +231,14 @@ void Communicator::share_with(const std::shared_ptr<Communicator>& other) {
   other->sharing.push_back(weak_from_this());
 }
 
-void Communicator::require_no_race() {
+bool Communicator::shares_resources() const {
+  return std::any_of(sharing.begin(), sharing.end(), [](const auto& other) { return !other.expired(); });
+}
+
+void Communicator::require_no_race(const std::vector<const Communicator*>& group) {
   for (const auto& each : sharing) {
     const auto other = each.lock();
+    if (std::find(group.begin(), group.end(), other.get()) != group.end()) continue;
     require(other == nullptr || other->state() != ncclInProgress, ncclInvalidUsage,
             "Fatal: host threads racing to launch on communicators that share resources");
   }

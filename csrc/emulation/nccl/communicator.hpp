@@ -87,8 +87,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void await_graphs(const char* function);
   // Records that both share resources, so that what stops the work of one stops that of both.
   void share_with(const std::shared_ptr<Communicator>& other);
-  // Throws if another thread is launching on a communicator that shares resources with this one.
-  void require_no_race();
+  bool shares_resources() const;
+  // Throws if another thread is launching on a communicator that shares resources with this one, and is no
+  // part of the same group.
+  void require_no_race(const std::vector<const Communicator*>& group);
   // Waits for the communicator's work, in the calling thread. Like any such wait it is refused while
   // another thread captures a graph, and invalidates the capture.
   void synchronize();

@@ -96,14 +96,16 @@ ncclResult_t run_batches(std::vector<Batch>& batches) {
   // other.
   ncclResult_t result = ncclSuccess;
   std::shared_future<void> before;
+  std::vector<const Communicator*> all;
+  for (const Batch& batch : batches) all.push_back(batch.communicator.get());
   for (Batch& batch : batches) {
     const auto shared = std::make_shared<Batch>(std::move(batch));
     const CommunicatorPtr communicator = shared->communicator;
     const Fault fault = fault_plan().next("launch", communicator->rank);
     const auto done = std::make_shared<std::promise<void>>();
-    result = communicator->run([shared, fault, before, done] {
+    result = communicator->run([shared, fault, before, done, all] {
       const PassOn pass_on{*done};
-      shared->communicator->require_no_race();
+      shared->communicator->require_no_race(all);
       suffer(fault, "ncclGroupEnd", *shared->communicator);
       Connections(*shared->communicator, shared->operations).await();
       await_turn(before, *shared->communicator);

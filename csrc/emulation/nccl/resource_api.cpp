@@ -69,6 +69,8 @@ void register_window(Communicator& communicator, const std::shared_ptr<Window>& 
 ncclResult_t set_suspended(ncclComm_t comm, bool is_suspended, const char* function) {
   const Use use(comm, function);
   use->require_ready(function);
+  require(!use->shares_resources(), ncclInvalidUsage, function,
+          ": not of a communicator that shares resources with another");
   const CommunicatorPtr communicator = use.get();
   return submit(communicator, [=] {
     require(communicator->is_suspended != is_suspended, ncclInvalidUsage, function,
