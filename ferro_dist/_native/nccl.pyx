@@ -617,15 +617,16 @@ cdef class Communicator(Connection):
 
         Waits for no other rank. But where one rank passes registered memory to a call, all have to:
         in the call NCCL waits for theirs, perhaps for ever, as where GPUs reduce in the switch. Lasts
-        until the `Registration` that this returns is closed or dropped.
+        until the `Registration` that this returns is closed or dropped, which must come after the calls
+        that use the memory are done.
         """
         return make_registration(self, self.input(x, "register"), timeout)
 
     def register_window(self, x, *, bint symmetric=True, timeout=None):
         """Make memory reachable for all ranks, all of which call this with as much (NCCL 2.27).
 
-        The collectives that use it need fewer steps, and `put` writes to it. Close the `Window`
-        that this returns, on all ranks, before the memory is closed.
+        The collectives that use it need fewer steps, and `put` writes to it. Close the `Window` that this
+        returns, on all ranks, after the calls that use it are done, and before the memory is closed.
 
         Parameters
         ----------

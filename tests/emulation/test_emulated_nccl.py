@@ -491,10 +491,28 @@ def misuse_communicators(rank: int, world_size: int, addr: str) -> dict[str, tup
         os.write(2, text.encode())
         os.kill(os.getpid(), ended_by)
 
+    def deregister_in_flight() -> None:
+        nccl = Nccl()
+        comm = nccl.communicator(1, shared_id(addr), 0)
+        a, handle = nccl.gpu.array(floats([1])), ctypes.c_void_p()
+        nccl.CommRegister(comm, a, size(4), ctypes.byref(handle))
+        nccl.gpu.synchronize()
+        nccl.gpu.set_delay(10_000_000)
+        nccl.AllReduce(a, a, size(1), FLOAT32, SUM, comm, DEFAULT)
+        nccl.CommDeregister(comm, handle)
+
+    def offer_two_ids_to_grow() -> None:
+        nccl = Nccl()
+        comm = nccl.communicator(1, shared_id(addr), 0)
+        for _ in range(2):
+            nccl.CommGetUniqueId(comm, ctypes.byref(UniqueId()))
+
     return {
         "destroy twice": end_of_child(destroy_twice),
         "two threads": end_of_child(call_from_two_threads),
         "fork": end_of_child(use_after_fork),
+        "ncclCommDeregister while an operation uses": end_of_child(deregister_in_flight),
+        "ncclCommGetUniqueId twice": end_of_child(offer_two_ids_to_grow),
     }
 
 

@@ -33,6 +33,7 @@ struct Multiplier {
 
 // Memory of which ncclCommRegister was told.
 struct Registration {
+  UseToken token;
   std::uintptr_t begin;
   std::uintptr_t end;
 };

@@ -67,12 +67,21 @@ void check_memory(const Communicator& communicator, const char* function, const 
           nbytes, " bytes at ", data, ", where the allocation has ", end - address, " left");
 }
 
-bool is_registered(const Communicator& communicator, const void* data, std::size_t nbytes) {
+// Adds tokens of what NCCL knows about the memory. Returns whether it is registered as a whole.
+bool use_registered(const Communicator& communicator, const void* data, std::size_t nbytes,
+                    std::vector<UseToken>& used) {
+  if (nbytes == 0) return true;
   const auto begin = reinterpret_cast<std::uintptr_t>(data);
-  const auto& all = communicator.registrations;
-  return nbytes == 0 || std::any_of(all.begin(), all.end(), [=](const auto& entry) {
-           return entry.second.begin <= begin && begin + nbytes <= entry.second.end;
-         });
+  bool is_registered = false;
+  for (const auto& [handle, registration] : communicator.registrations) {
+    if (begin < registration.begin || begin + nbytes > registration.end) continue;
+    is_registered = true;
+    used.push_back(registration.token);
+  }
+  for (const auto& [handle, window] : communicator.windows) {
+    if (window->contains(data, communicator.rank)) used.push_back(window->token);
+  }
+  return is_registered;
 }
 
 // The two must coincide where a call is in place, and otherwise not have a byte in common.
@@ -123,12 +132,8 @@ void check_signal(const Communicator& communicator, int index, int context, cons
 }
 
 bool is_in_symmetric_window(const Communicator& communicator, const Operation& operation) {
-  const auto* data = static_cast<const char*>(operation.in);
   return std::any_of(communicator.windows.begin(), communicator.windows.end(), [&](const auto& entry) {
-    const Window& window = *entry.second;
-    if (!window.is_symmetric || window.nbytes.empty()) return false;  // or not made
-    return data >= window.base &&
-           data < window.base + window.nbytes[static_cast<std::size_t>(communicator.rank)];
+    return entry.second->is_symmetric && entry.second->contains(operation.in, communicator.rank);
   });
 }
 
@@ -150,6 +155,7 @@ void check_one_sided(Communicator& communicator, Operation& operation, std::size
   require(found != communicator.windows.end(), ncclInvalidArgument, function,
           ": no window of this communicator");
   operation.target = found->second;
+  operation.used.push_back(operation.target->token);
   require(is_in_symmetric_window(communicator, operation), ncclInvalidArgument, function,
           ": what is put is not in a symmetric window");
   const std::uint64_t room = operation.target->nbytes[static_cast<std::size_t>(operation.peer)];
@@ -185,8 +191,9 @@ void check_operation(Communicator& communicator, Operation& operation) {
   check_memory(communicator, description.function, "recvbuff", operation.out, out_nbytes);
   check_overlap(communicator, operation, in_nbytes, out_nbytes);
   check_one_sided(communicator, operation, in_nbytes);
-  operation.is_registered = is_registered(communicator, operation.in, in_nbytes) &&
-                            is_registered(communicator, operation.out, out_nbytes);
+  const bool is_in_registered = use_registered(communicator, operation.in, in_nbytes, operation.used);
+  const bool is_out_registered = use_registered(communicator, operation.out, out_nbytes, operation.used);
+  operation.is_registered = is_in_registered && is_out_registered;
 
   operation.fault = fault_plan().next(description.point, communicator.rank);
   const bool is_at_once =

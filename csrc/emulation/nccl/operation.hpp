@@ -45,6 +45,7 @@ struct Operation {
   Multiplier multiplier = {};
   std::shared_ptr<Window> target = nullptr;
   bool is_registered = false;  // all memory that this rank passes
+  std::vector<UseToken> used = {};
   Fault fault = {};
 
   bool is_collective() const { return kind < Kind::send; }

@@ -40,6 +40,13 @@ void require_device_range(const char* function, const void* data, std::size_t nb
           " bytes at ", data, " reach past the end of the allocation");
 }
 
+// A real NCCL unmaps it, whatever still uses it.
+void require_unused(const UseToken& token, const char* function) {
+  if (token.use_count() > 1) {
+    die(function, " while an operation uses the memory: wait for its stream first");
+  }
+}
+
 // What registered memory takes on the device. There is none here, but what may not be done in a capture
 // may not be done for it either.
 void give_back_mappings(int device) {
@@ -192,7 +199,7 @@ EMULATION_API ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, s
     *handle = reinterpret_cast<void*>(use->registrations.size() + 1);
     while (use->registrations.count(*handle) > 0) *handle = static_cast<char*>(*handle) + 1;
     const auto begin = reinterpret_cast<std::uintptr_t>(data);
-    use->registrations[*handle] = {begin, begin + nbytes};
+    use->registrations[*handle] = {std::make_shared<int>(), begin, begin + nbytes};
     return ncclSuccess;
   });
 }
@@ -202,7 +209,10 @@ EMULATION_API ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handl
     const Use use(comm, "ncclCommDeregister");
     use->require_ready("ncclCommDeregister");
     fault_plan().next("deregister", use->rank);
-    require(use->registrations.erase(handle) == 1, ncclInvalidArgument, "ncclCommDeregister: no such handle");
+    const auto found = use->registrations.find(handle);
+    require(found != use->registrations.end(), ncclInvalidUsage, "ncclCommDeregister: no such handle");
+    require_unused(found->second.token, "ncclCommDeregister");
+    use->registrations.erase(found);
     give_back_mappings(use->device);
     return ncclSuccess;
   });
@@ -248,6 +258,7 @@ EMULATION_API ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_
     use->require_ready("ncclCommWindowDeregister");
     const auto found = use->windows.find(handle);
     require(found != use->windows.end(), ncclInvalidArgument, "ncclCommWindowDeregister: no such window");
+    require_unused(found->second->token, "ncclCommWindowDeregister");
     use->window_service().remove(found->second->number);
     use->windows.erase(found);
     give_back_mappings(use->device);

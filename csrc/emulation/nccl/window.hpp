@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -22,11 +23,20 @@ namespace emulation {
 // it says success, too.
 bool has_windows();
 
+// Of registered memory and of windows: each operation holds one until it is done.
+using UseToken = std::shared_ptr<const void>;
+
 struct Window {
+  UseToken token = std::make_shared<int>();
   std::uint32_t number = 0;  // the same on all ranks
   char* base = nullptr;
   bool is_symmetric = false;
-  std::vector<std::uint64_t> nbytes;  // by rank
+  std::vector<std::uint64_t> nbytes;  // by rank; none before it is made
+
+  bool contains(const void* data, int rank) const {
+    const auto* at = static_cast<const char*>(data);
+    return !nbytes.empty() && at >= base && at < base + nbytes[static_cast<std::size_t>(rank)];
+  }
 };
 
 class WindowService {
