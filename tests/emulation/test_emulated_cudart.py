@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +15,7 @@ from nccl_ranks import hold
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 NOT_READY = 600
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def run_alone(body: Any, *args: Any) -> Any:
@@ -228,6 +230,35 @@ def test_capture_records_a_graph_and_forbids_what_a_gpu_does() -> None:
         "query": 900,
         "malloc": 900,
     }
+
+
+def run_branches(rank: int, world_size: int, addr: str) -> list[bool]:
+    """The first branch of a graph waits for the second, and a launch for the one before."""
+    gpu = emulated_gpu()
+    origin, other = gpu.stream(), gpu.stream()
+    met = threading.Event()
+    seen: list[bool] = []
+    wait = HOST_FUNCTION(lambda _: seen.append(met.wait(5)))
+    go_on = HOST_FUNCTION(lambda _: met.set())
+    with gpu.capture(origin) as graph:
+        gpu.order(origin, other)
+        gpu.check(gpu.cudart.cudaLaunchHostFunc(_p(origin), wait, None))
+        gpu.check(gpu.cudart.cudaLaunchHostFunc(_p(other), go_on, None))
+        gpu.order(other, origin)
+    graph.launch(origin)
+    gpu.synchronize()
+    met.clear()
+    go_on_late = hold(gpu)
+    graph.launch(0)
+    graph.launch(origin)
+    is_done_early = gpu.cudart.cudaStreamQuery(_p(origin)) == 0
+    go_on_late()
+    gpu.synchronize()
+    return [*seen, is_done_early]
+
+
+def test_branches_of_a_graph_run_at_the_same_time_and_its_launches_do_not() -> None:
+    assert run_alone(run_branches) == [True, True, True, False]
 
 
 def ask_the_legacy_stream(rank: int, world_size: int, addr: str, name: str) -> int:

@@ -932,6 +932,31 @@ def test_collectives_are_captured_and_replayed() -> None:
     assert run_emulated(2, replay_graph) == [[1, 2, 4]] * 2
 
 
+def replay_branches(rank: int, world_size: int, addr: str) -> list[float]:
+    """NCCL puts the calls of a communicator in order, whatever the graph does."""
+    nccl = Nccl()
+    comm = nccl.communicator(world_size, shared_id(addr), rank)
+    stream, other = nccl.gpu.stream(), nccl.gpu.stream()
+    one, two = nccl.gpu.array(floats([1])), nccl.gpu.array(floats([1, 1]))
+    nccl.gpu.synchronize()
+    with nccl.gpu.capture(stream) as graph:
+        nccl.gpu.order(stream, other)
+        nccl.AllReduce(one, one, size(1), FLOAT32, MAX, comm, stream)
+        nccl.AllReduce(two, two, size(2), FLOAT32, MAX, comm, other)
+        nccl.gpu.order(other, stream)
+    for _ in range(50):
+        graph.launch(stream)
+    stream.synchronize()
+    graph.close()
+    state = nccl.state(comm)
+    nccl.CommDestroy(comm)
+    return [state, *two.numpy().tolist()]
+
+
+def test_a_communicators_calls_follow_each_other_in_a_graph() -> None:
+    assert run_emulated(2, replay_branches) == [[SUCCESS, 1, 1]] * 2
+
+
 def share_streams(rank: int, world_size: int, addr: str) -> list[list[float]]:
     """Calls in different streams of one communicator follow each other; a group joins them."""
     nccl = Nccl()

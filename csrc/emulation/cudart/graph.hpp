@@ -30,10 +30,11 @@ struct GraphNode {
   std::vector<std::size_t> after;  // earlier nodes only, so that the order of entry is a valid one
 };
 
-// Guarded by the runtime's lock while it is captured, unchanged afterwards.
+// Guarded by the runtime's lock while it is captured; its nodes are unchanged afterwards.
 struct Graph {
   std::vector<GraphNode> nodes;
   std::vector<std::shared_ptr<UserObject>> objects;
+  MilestonePtr last_launch;  // of an executable one; under the lock
 };
 using GraphPtr = std::shared_ptr<Graph>;
 

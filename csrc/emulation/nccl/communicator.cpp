@@ -67,7 +67,9 @@ const char* last_error() {
 
 Communicator::~Communicator() {
   window_service_.reset();
-  if (last_launch != nullptr && getpid() == pid) cudart().event_destroy(last_launch);
+  for (const cudaEvent_t event : {last_launch, last_captured}) {
+    if (event != nullptr && getpid() == pid) cudart().event_destroy(event);
+  }
 }
 
 ncclResult_t Communicator::run(std::function<void()> job) {

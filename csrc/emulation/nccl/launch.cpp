@@ -108,10 +108,19 @@ void forget_captured(void* data) {
 void capture(std::unique_ptr<Launch> launch, cudaStream_t stream, cudaGraph_t graph) {
   cudaUserObject_t object = nullptr;
   Launch* const kept = launch.get();
-  kept->communicator->add_graph();
+  for (Operation& operation : kept->operations) operation.used.clear();  // it is in flight only when replayed
+  Communicator& communicator = *kept->communicator;
+  communicator.add_graph();
   check(cudart().user_object_create(&object, launch.release(), forget_captured, 1, 1));
   check(cudart().graph_retain_user_object(graph, object, 1, kGraphUserObjectMove));
+  if (communicator.last_captured == nullptr) {
+    check(cudart().event_create_with_flags(&communicator.last_captured, cudaEventDisableTiming));
+  } else if (communicator.last_graph == graph && communicator.num_ranks > 1) {
+    check(cudart().stream_wait_event(stream, communicator.last_captured, 0));
+  }
   check(cudart().launch_host_func(stream, run_captured, kept));
+  check(cudart().event_record(communicator.last_captured, stream));
+  communicator.last_graph = graph;
 }
 
 class LocalEvent {
