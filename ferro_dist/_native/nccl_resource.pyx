@@ -47,7 +47,7 @@ cdef class PreMulSum(Resource):
 
     def close(self, *, timeout=None):
         """Give the reduction back. Idempotent."""
-        if self._is_closed or self._connection.is_closed:
+        if self._is_closed or not is_own(self._connection) or self._connection.is_closed:
             return
         cdef Patience patience = self._connection.patience(timeout)
         self._is_closed = True
@@ -121,7 +121,7 @@ cdef class Registration:
         cdef void* registration = self._registration
         cdef Patience patience
         self._registration = NULL
-        if registration != NULL and not self._connection.is_closed:
+        if registration != NULL and is_own(self._connection) and not self._connection.is_closed:
             patience = self._connection.patience(timeout)
             with Noting(self._connection), nogil:
                 self._connection._native.get().deregister_buffer(registration, patience)
@@ -169,7 +169,7 @@ cdef class Window(Resource):
         self._window = NULL
         self._view = None
         self._is_closed = True
-        if window != NULL and not self._connection.is_closed:
+        if window != NULL and is_own(self._connection) and not self._connection.is_closed:
             patience = self._connection.patience(timeout)
             with Noting(self._connection), nogil:
                 self._connection._native.get().deregister_window(window, patience)

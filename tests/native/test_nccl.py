@@ -850,18 +850,29 @@ def test_init_without_the_others_times_out() -> None:
 
 def fork_and_call(backend: Any) -> int:
     communicator = connect(backend)
+    from ferro_dist._native.nccl_memory import NcclMemory
+
     x = ranked(0)
+    kept = (
+        communicator.premul_sum(2.0, "float32"),
+        communicator.register(x),
+        communicator.register_window(NcclMemory(1 << 12)),
+    )
     child = os.fork()
     if child == 0:
         try:
-            communicator.allreduce(x, x)
-        except LockPoisoned:
+            with pytest.raises(LockPoisoned):
+                communicator.allreduce(x, x)
+            for each in (*kept, communicator):
+                each.close()  # they are the parent's
             os._exit(7)
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
-    communicator.allreduce(x, x)
-    communicator.close()
+    communicator.allreduce(x, x, kept[0])
+    emulated_gpu().synchronize()
+    for each in (*kept, communicator):
+        each.close()
     return os.waitstatus_to_exitcode(status)
 
 
