@@ -106,8 +106,7 @@ class EmulatedGpu:
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> EmulatedArray:
         """Make an uninitialized array on the current device."""
-        extents = (shape,) if isinstance(shape, int) else tuple(map(int, shape))
-        return self._allocate(extents, np.dtype(dtype), None)
+        return self._allocate(arguments.check_shape(shape), np.dtype(dtype), None)
 
     def write(self, array: EmulatedArray, values: Any) -> None:
         """Overwrite an array, after what is queued in the current stream.

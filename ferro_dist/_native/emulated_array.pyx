@@ -145,15 +145,21 @@ cdef class EmulatedArray:
         self.memory.gpu.write(self[key], values)
 
     def __iadd__(self, other):
-        self.memory.gpu.write(self, self.numpy() + _on_host(other))
+        host = self.numpy()
+        host += _on_host(other)
+        self.memory.gpu.write(self, host)
         return self
 
     def __imul__(self, other):
-        self.memory.gpu.write(self, self.numpy() * _on_host(other))
+        host = self.numpy()
+        host *= _on_host(other)
+        self.memory.gpu.write(self, host)
         return self
 
     def __itruediv__(self, other):
-        self.memory.gpu.write(self, self.numpy() / _on_host(other))
+        host = self.numpy()
+        host /= _on_host(other)
+        self.memory.gpu.write(self, host)
         return self
 
     def reshape(self, *shape):
@@ -168,6 +174,10 @@ cdef class EmulatedArray:
     def numpy(self):
         """Copy to a new NumPy array, after what is queued in the current stream."""
         return self.memory.gpu.copy_out(self)
+
+    def __array__(self, dtype=None, copy=None):
+        """Refuse what NumPy would do with it, as the libraries of GPU arrays do."""
+        raise TypeError("an emulated array is copied to NumPy by its numpy() alone")
 
     def copy(self):
         """Copy to a new C-contiguous array on the same device, in the current stream's order."""

@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,32 @@ def compute_in_place(rank: int, world_size: int, addr: str) -> list[list[Any]]:
 def test_arrays_are_written_to_and_scaled_in_the_order_of_the_stream() -> None:
     expected = [[7.5, 2.5, 7.5], [3.5, 3, 5.5]]
     assert run_alone(compute_in_place) == [expected, expected[0] + expected[1]]
+
+
+def misuse_arrays(rank: int, world_size: int, addr: str) -> list[Any]:
+    gpu = emulated_gpu()
+    x, numbers = gpu.array(np.ones(3, np.float32)), gpu.array(np.arange(3))
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: np.asarray(x),
+        lambda: np.add(np.ones(3), x),
+        lambda: gpu.array(x),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match=r"by its numpy\(\) alone"):
+            call()
+    with pytest.raises(TypeError, match="Cannot cast"):
+        numbers /= 2
+    with pytest.raises(TypeError, match="Cannot cast"):
+        numbers += x
+    with pytest.raises(ValueError, match="must not be negative"):
+        gpu.empty(-1)
+    with pytest.raises(TypeError, match="shape must be an integer"):
+        gpu.empty(2.5)  # type: ignore[arg-type]
+    return [numbers.numpy().tolist(), gpu.empty(np.int64(3)).shape]
+
+
+def test_arrays_do_no_more_than_those_of_a_gpu() -> None:
+    assert run_alone(misuse_arrays) == [[0, 1, 2], (3,)]
 
 
 def describe(rank: int, world_size: int, addr: str) -> dict[str, Any]:
