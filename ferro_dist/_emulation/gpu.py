@@ -118,26 +118,18 @@ class EmulatedGpu:
             Converted to the dtype and broadcast to the shape of `array`.
         """
         source = values.numpy() if isinstance(values, EmulatedArray) else values
-        first, nbytes = _span(array)
-        raw = np.empty(nbytes, np.uint8)
+        first, raw, view = _host_room_for(array)
         with self.device(array.device):
             if not array.is_contiguous:  # what lies in between must stay as it is
-                self._copy(raw.ctypes.data, array.address + first, nbytes, _D2H, None)
-                self.synchronize(current_stream())
-            strides = tuple(stride * array.dtype.itemsize for stride in array.strides)
-            view: np.ndarray[Any, Any] = np.ndarray(array.shape, array.dtype, raw, -first, strides)
+                self._bring(raw, array.address + first)
             np.copyto(view, source, casting="unsafe")
-            self._copy(array.address + first, raw.ctypes.data, nbytes, _H2D, None)
+            self._copy(array.address + first, raw.ctypes.data, raw.nbytes, _H2D, None)
 
     def copy_out(self, array: EmulatedArray) -> np.ndarray[Any, Any]:
         """Copy an array to NumPy, after what is queued in the current stream."""
-        first, nbytes = _span(array)
-        raw = np.empty(nbytes, np.uint8)
+        first, raw, view = _host_room_for(array)
         with self.device(array.device):
-            self._copy(raw.ctypes.data, array.address + first, nbytes, _D2H, None)
-            self.synchronize(current_stream())
-        strides = tuple(stride * array.dtype.itemsize for stride in array.strides)
-        view: np.ndarray[Any, Any] = np.ndarray(array.shape, array.dtype, raw, -first, strides)
+            self._bring(raw, array.address + first)
         return np.array(view)
 
     # Streams
@@ -281,6 +273,10 @@ class EmulatedGpu:
         ends = ctypes.c_void_p(target), ctypes.c_void_p(source)
         self.check(self.cudart.cudaMemcpyAsync(*ends, ctypes.c_size_t(nbytes), kind, where))
 
+    def _bring(self, raw: np.ndarray[Any, Any], source: int) -> None:
+        self._copy(raw.ctypes.data, source, raw.nbytes, _D2H, None)
+        self.synchronize(current_stream())
+
     def _is_captured(self, stream: ctypes.c_void_p) -> bool:
         status = ctypes.c_int()
         self.check(self.cudart.cudaStreamIsCapturing(stream, ctypes.byref(status)))
@@ -418,6 +414,16 @@ class EmulatedGraph:
 
 def _handle(stream: Any) -> ctypes.c_void_p:
     return ctypes.c_void_p(stream if isinstance(stream, int) else stream.handle)
+
+
+def _host_room_for(
+    array: EmulatedArray,
+) -> tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return where an array begins, as `_span` does; room for all it spans; the array in that."""
+    first, nbytes = _span(array)
+    raw = np.empty(nbytes, np.uint8)
+    strides = tuple(stride * array.dtype.itemsize for stride in array.strides)
+    return first, raw, np.ndarray(array.shape, array.dtype, raw, -first, strides)
 
 
 def _span(array: EmulatedArray) -> tuple[int, int]:

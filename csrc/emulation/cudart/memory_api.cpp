@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <thread>
 
 #include "emulation/cudart/runtime.hpp"
@@ -36,36 +37,33 @@ void release(void* data, bool is_device) {
   runtime().memory.make_inaccessible(data);
 }
 
-// Refuses what does not lie in one live allocation, if it lies in any.
-MemoryKind side_of(const void* data, std::size_t nbytes, bool* is_known) {
+// Nothing for pageable memory. Refuses what does not lie in one live allocation, if it lies in any.
+std::optional<MemoryKind> kind_of(const void* data, std::size_t nbytes) {
   Allocation found;
-  *is_known = runtime().memory.find(data, &found);
-  if (!*is_known) return MemoryKind::registered;
+  if (!runtime().memory.find(data, &found)) return std::nullopt;
   const auto address = reinterpret_cast<std::uintptr_t>(data);
   require(!found.is_freed && address >= found.base && address + nbytes <= found.end());
   return found.kind;
 }
 
+void require_side(std::optional<MemoryKind> kind, bool is_device) {
+  require((kind == MemoryKind::device) == is_device || kind == MemoryKind::managed);
+}
+
 struct Ends {
-  bool is_dst_device, is_src_device;
-  bool is_dst_pageable, is_src_pageable;
+  bool is_dst_pageable;
+  bool is_src_pageable;
 };
 
 Ends check_copy(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind) {
   require(kind >= cudaMemcpyHostToHost && kind <= cudaMemcpyDefault, cudaErrorInvalidMemcpyDirection);
-  bool is_dst_known = false;
-  bool is_src_known = false;
-  const MemoryKind dst_kind = side_of(dst, nbytes, &is_dst_known);
-  const MemoryKind src_kind = side_of(src, nbytes, &is_src_known);
-  const bool is_dst_device = is_dst_known && dst_kind == MemoryKind::device;
-  const bool is_src_device = is_src_known && src_kind == MemoryKind::device;
-  const bool wants_dst = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
-  const bool wants_src = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  const std::optional<MemoryKind> dst_kind = kind_of(dst, nbytes);
+  const std::optional<MemoryKind> src_kind = kind_of(src, nbytes);
   if (kind != cudaMemcpyDefault) {
-    require(is_dst_device == wants_dst || dst_kind == MemoryKind::managed);
-    require(is_src_device == wants_src || src_kind == MemoryKind::managed);
+    require_side(dst_kind, kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice);
+    require_side(src_kind, kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice);
   }
-  return {is_dst_device, is_src_device, !is_dst_known, !is_src_known};
+  return {!dst_kind, !src_kind};
 }
 
 // Whether GPUs reach all memory of the host, as on a Grace Hopper.
@@ -95,8 +93,7 @@ void copy(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind, c
                               std::memmove(dst, staged ? staged.get() : src, nbytes);
                             }});
   }
-  const bool is_for_host = !ends.is_dst_device;
-  const bool is_waited_for = is_for_host && ends.is_dst_pageable && !is_host_reached();
+  const bool is_waited_for = ends.is_dst_pageable && !is_host_reached();
   if (done && (!is_async || is_waited_for)) done->wait();
 }
 
@@ -124,9 +121,7 @@ void copy_rows(void* dst, std::size_t dst_pitch, const void* src, std::size_t sr
 
 void fill(void* dst, int value, std::size_t nbytes, cudaStream_t handle, bool is_async) {
   if (nbytes == 0) return;
-  bool is_known = false;
-  side_of(dst, nbytes, &is_known);
-  require(is_known);
+  require(kind_of(dst, nbytes).has_value());
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   if (!is_async) refuse_during_capture();
   enqueue(find_stream(handle), {"cudaMemsetAsync", [=] { std::memset(dst, value, nbytes); }});
@@ -218,8 +213,8 @@ EMULATION_API cudaError_t cudaHostUnregister(void* data) {
 EMULATION_API cudaError_t cudaHostGetDevicePointer(void** device_data, void* data, unsigned) {
   return guarded([&] {
     require(device_data != nullptr);
-    bool is_known = false;
-    require(side_of(data, 1, &is_known) != MemoryKind::device && is_known);
+    const std::optional<MemoryKind> kind = kind_of(data, 1);
+    require(kind && kind != MemoryKind::device);
     *device_data = data;
   });
 }

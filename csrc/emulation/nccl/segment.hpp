@@ -41,12 +41,16 @@ struct CallRecord {
 struct alignas(64) Channel {
   enum State : std::uint32_t { kEmpty, kFull, kRefused };
   std::atomic<std::uint32_t> state;
-  std::uint32_t dtype;  // messages: must agree. Puts: how many signals to give at the end.
-  std::uint64_t total_nbytes;
-  std::uint64_t offset;  // messages: unused. Puts: where in the window.
   std::uint32_t nbytes;  // of this piece
-  std::uint32_t window;  // puts
-  std::uint32_t signal;  // puts: index and context
+  // Of messages: must agree.
+  std::uint32_t dtype;
+  std::uint64_t total_nbytes;
+  // Of puts.
+  std::uint64_t offset;  // in the window
+  std::uint32_t window;
+  std::uint32_t signal_index;
+  std::uint32_t signal_context;
+  std::uint32_t is_last;  // the signal is given behind this piece
   char data[kChannelNbytes];
 };
 

@@ -133,9 +133,9 @@ void run_put(Communicator& communicator, const Operation& operation) {
     channel.window = operation.target->number;
     channel.offset = operation.offset + at;
     channel.nbytes = static_cast<std::uint32_t>(n);
-    channel.dtype = at + n == nbytes ? 1 : 0;  // signals to give after this piece
-    channel.signal = static_cast<std::uint32_t>(operation.signal_context) << 16 |
-                     static_cast<std::uint32_t>(operation.signal_index);
+    channel.is_last = at + n == nbytes ? 1 : 0;
+    channel.signal_index = static_cast<std::uint32_t>(operation.signal_index);
+    channel.signal_context = static_cast<std::uint32_t>(operation.signal_context);
     if (n > 0) std::memcpy(channel.data, static_cast<const char*>(operation.in) + at, n);
     channel.state.store(Channel::kFull, std::memory_order_release);
     segment.ring();

@@ -68,12 +68,12 @@ void WindowService::take(int src) {
     }
     std::memcpy(window->second + channel.offset, channel.data, channel.nbytes);
   }
-  if (channel.dtype > 0) {
+  if (channel.is_last != 0) {
     // Release: whoever sees the signal sees the data.
     segment_
-        .signals(segment_.rank, src, static_cast<int>(channel.signal & 0xffff),
-                 static_cast<int>(channel.signal >> 16))
-        .fetch_add(channel.dtype, std::memory_order_release);
+        .signals(segment_.rank, src, static_cast<int>(channel.signal_index),
+                 static_cast<int>(channel.signal_context))
+        .fetch_add(1, std::memory_order_release);
   }
   channel.state.store(Channel::kEmpty, std::memory_order_release);
   segment_.ring();
