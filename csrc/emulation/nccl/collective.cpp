@@ -57,8 +57,6 @@ class Collective {
   void run();
 
  private:
-  using Piece = std::size_t;  // elements
-
   void barrier() { segment_.barrier(Barrier::stream, communicator_.operations_stop()); }
   bool is_root() const { return communicator_.rank == operation_.peer; }
   const char* in(std::size_t element) const {
@@ -85,12 +83,12 @@ class Collective {
   }
 
   void prepare_multiplier();
-  void stage(std::size_t slot, std::size_t element, Piece n);
-  void stage_for_all(std::size_t at, Piece n);
-  void copy_out(std::size_t element, const char* from, Piece n) {
+  void stage(std::size_t slot, std::size_t element, std::size_t n);
+  void stage_for_all(std::size_t at, std::size_t n);
+  void copy_out(std::size_t element, const char* from, std::size_t n) {
     std::memcpy(out(element), from, n * element_nbytes_);
   }
-  void reduce_staged(std::size_t slot, std::size_t element, Piece n);
+  void reduce_staged(std::size_t slot, std::size_t element, std::size_t n);
 
   void reduce_everywhere(bool at_root_only);
   void broadcast();
@@ -150,17 +148,17 @@ void Collective::agree() {
   }
 }
 
-void Collective::stage(std::size_t slot, std::size_t element, Piece n) {
+void Collective::stage(std::size_t slot, std::size_t element, std::size_t n) {
   char* at = staged(rank_, slot);
   std::memcpy(at, in(element), n * element_nbytes_);
   if (has_multiplier_) scale(operation_.dtype, at, multiplier_, n);
 }
 
-void Collective::stage_for_all(std::size_t at, Piece n) {
+void Collective::stage_for_all(std::size_t at, std::size_t n) {
   for (std::size_t peer = 0; peer < num_ranks_; ++peer) stage(peer * n, peer * operation_.count + at, n);
 }
 
-void Collective::reduce_staged(std::size_t slot, std::size_t element, Piece n) {
+void Collective::reduce_staged(std::size_t slot, std::size_t element, std::size_t n) {
   if (num_ranks_ == 1) return copy_out(element, staged(0, slot), n);  // NCCL computes nothing then, either
   const void* inputs[kMaxRanks];
   for (std::size_t peer = 0; peer < num_ranks_; ++peer) inputs[peer] = staged(peer, slot);
@@ -173,8 +171,8 @@ void Collective::reduce_staged(std::size_t slot, std::size_t element, Piece n) {
 
 void Collective::reduce_everywhere(bool at_root_only) {
   in_pieces(
-      1, [&](std::size_t at, Piece n) { stage(0, at, n); },
-      [&](std::size_t at, Piece n) {
+      1, [&](std::size_t at, std::size_t n) { stage(0, at, n); },
+      [&](std::size_t at, std::size_t n) {
         if (!at_root_only || is_root()) reduce_staged(0, at, n);
       });
 }
@@ -182,18 +180,18 @@ void Collective::reduce_everywhere(bool at_root_only) {
 void Collective::broadcast() {
   in_pieces(
       1,
-      [&](std::size_t at, Piece n) {
+      [&](std::size_t at, std::size_t n) {
         if (is_root()) stage(0, at, n);
       },
-      [&](std::size_t at, Piece n) {
+      [&](std::size_t at, std::size_t n) {
         copy_out(at, staged(static_cast<std::size_t>(operation_.peer), 0), n);
       });
 }
 
 void Collective::gather(bool at_root_only) {
   in_pieces(
-      1, [&](std::size_t at, Piece n) { stage(0, at, n); },
-      [&](std::size_t at, Piece n) {
+      1, [&](std::size_t at, std::size_t n) { stage(0, at, n); },
+      [&](std::size_t at, std::size_t n) {
         if (at_root_only && !is_root()) return;
         for (std::size_t peer = 0; peer < num_ranks_; ++peer) {
           copy_out(peer * operation_.count + at, staged(peer, 0), n);
@@ -203,14 +201,14 @@ void Collective::gather(bool at_root_only) {
 
 void Collective::reduce_scatter() {
   in_pieces(
-      num_ranks_, [&](std::size_t at, Piece n) { stage_for_all(at, n); },
-      [&](std::size_t at, Piece n) { reduce_staged(rank_ * n, at, n); });
+      num_ranks_, [&](std::size_t at, std::size_t n) { stage_for_all(at, n); },
+      [&](std::size_t at, std::size_t n) { reduce_staged(rank_ * n, at, n); });
 }
 
 void Collective::all_to_all() {
   in_pieces(
-      num_ranks_, [&](std::size_t at, Piece n) { stage_for_all(at, n); },
-      [&](std::size_t at, Piece n) {
+      num_ranks_, [&](std::size_t at, std::size_t n) { stage_for_all(at, n); },
+      [&](std::size_t at, std::size_t n) {
         for (std::size_t peer = 0; peer < num_ranks_; ++peer) {
           copy_out(peer * operation_.count + at, staged(peer, rank_ * n), n);
         }
@@ -220,10 +218,10 @@ void Collective::all_to_all() {
 void Collective::scatter() {
   in_pieces(
       num_ranks_,
-      [&](std::size_t at, Piece n) {
+      [&](std::size_t at, std::size_t n) {
         if (is_root()) stage_for_all(at, n);
       },
-      [&](std::size_t at, Piece n) {
+      [&](std::size_t at, std::size_t n) {
         copy_out(at, staged(static_cast<std::size_t>(operation_.peer), rank_ * n), n);
       });
 }
