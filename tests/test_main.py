@@ -210,6 +210,15 @@ def test_missing_mpi_library_is_named() -> None:
     assert "pip install mpich" in found["MPI"]
 
 
+def test_mpi4py_that_cannot_be_loaded_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").write_text("import types\nrc = types.SimpleNamespace()\n")
+    reason = "libmpi.so.12: cannot open shared object file"
+    (tmp_path / "mpi4py/MPI.py").write_text(f"raise ImportError({reason!r})\n")
+    found = rows(f"sys.path.insert(0, {str(tmp_path)!r})")
+    assert found["MPI"].startswith(f"no: mpi4py cannot be loaded ({reason})")
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="mpi4py is not installed")
 @pytest.mark.parametrize(
     ("implementation", "name"), [("mpich", "MPICH "), ("openmpi", "Open MPI v")]

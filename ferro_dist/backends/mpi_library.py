@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from ferro_dist.errors import BackendUnavailable
@@ -14,6 +15,12 @@ def load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except ImportError as error:
+        # On many clusters it was built for one library, which may not be found now.
+        if importlib.util.find_spec("mpi4py") is not None:
+            raise BackendUnavailable(
+                f"mpi4py cannot be loaded ({error}). Make the MPI library available for which it "
+                "was built, for example by its environment module, or install mpi4py anew."
+            ) from error
         raise BackendUnavailable(
             "MpiBackend needs mpi4py: pip install mpi4py, and an MPI library, "
             "for example: pip install mpich"
