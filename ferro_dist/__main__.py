@@ -273,7 +273,7 @@ def cuda_version(code: int) -> str:
 def loaded_path(name: str) -> str:
     """Return the file from which a library of this process was loaded."""
     for line in read("/proc/self/maps", limit=1 << 24).splitlines():
-        path = line.rpartition(" ")[2]
+        path = line.split(maxsplit=5)[-1]  # it may hold spaces
         if os.path.basename(path).startswith(name):
             return path
     return "loaded from an unknown file"

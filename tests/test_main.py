@@ -20,6 +20,7 @@ from mpi_wheels import MPI_WHEELS
 from sandbox import ROBUST_CALL
 
 from ferro_dist import __main__ as report
+from ferro_dist import _emulation as emulation
 from ferro_dist._native.host import kernel_isa
 
 LAUNCHER_PREFIXES = ("FERRO_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MPI_", "TORCHELASTIC_")
@@ -247,6 +248,13 @@ def test_nccl_and_cuda_that_are_loaded_are_named_with_their_files() -> None:
     found = rows(program)
     assert re.match(r"yes: NCCL 2\.\d+\.\d+ \(.*libnccl\.so\.2\)", found["NCCL"])
     assert re.match(r"runtime 13\.\d \(.*libcudart\.so\.13\); the driver serves", found["CUDA"])
+
+
+def test_a_file_is_named_whose_path_holds_spaces(tmp_path: Path) -> None:
+    folder = tmp_path / "a  folder"
+    shutil.copytree(emulation.__path__[0], folder)
+    found = rows(LD_LIBRARY_PATH=str(folder))
+    assert f"({folder}/libnccl.so.2)" in found["NCCL"]
 
 
 @pytest.mark.parametrize(
