@@ -452,9 +452,11 @@ class Participant(Exchange):
         where = " or ".join(address.text for address in self._addresses)
         tried = "; ".join(f"{d.target}: {d.describe_failure()}" for d in self._diallers)
         message = f"rendezvous: rank {self.rank} could not reach rank 0 at {where} "
-        answered = [d for d in self._diallers if d.has_been_answered or d.authentication_failure]
         facts: dict[str, Any] = {"op": "init", "rank": self.rank, "peer": 0}
-        if answered:
+        if any(
+            dialler.has_been_answered or isinstance(dialler.refusal, AuthenticationFailed)
+            for dialler in self._diallers
+        ):
             waited = "" if time.monotonic() < self.deadline.at else f"{self.deadline} "
             raise NoConnection(
                 f"{message}{waited}({tried}). Something listens there that could not prove to be "

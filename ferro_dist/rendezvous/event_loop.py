@@ -21,7 +21,7 @@ from typing import Any
 
 from ferro_dist.errors import Io
 from ferro_dist.rendezvous.address import Target
-from ferro_dist.rendezvous.authentication import AuthenticationFailed, Claim, answer
+from ferro_dist.rendezvous.authentication import Claim, answer
 from ferro_dist.rendezvous.frame import Conversation, ProtocolError
 
 __all__ = ["Acceptor", "Dialler", "EventLoop", "Stream", "describe_error"]
@@ -403,7 +403,7 @@ class Dialler:
         self.target = target
         self.has_been_answered = False
         self.last_error: Exception | None = None
-        self.authentication_failure: AuthenticationFailed | None = None
+        self.refusal: ProtocolError | None = None  # why the other end was not the right one
         self._loop = loop
         self._conversation = conversation
         self._on_connected = on_connected
@@ -446,9 +446,9 @@ class Dialler:
     def describe_failure(self) -> str:
         """Say how the last attempt failed."""
         text = describe_error(self.last_error) if self.last_error else "no answer"
-        if self.authentication_failure is None or self.authentication_failure is self.last_error:
+        if self.refusal is None or self.refusal is self.last_error:
             return text
-        return f"{text}; before that, {describe_error(self.authentication_failure)}"
+        return f"{text}; before that, {describe_error(self.refusal)}"
 
     def _on_reached(self) -> None:
         assert self._socket is not None
@@ -481,8 +481,8 @@ class Dialler:
         self.has_been_answered = self._stream is not None and not isinstance(error, TimeoutError)
         self.close()
         self.last_error = error
-        if isinstance(error, AuthenticationFailed):
-            self.authentication_failure = error
+        if isinstance(error, ProtocolError):
+            self.refusal = error
         waited = time.monotonic() - self._started_at
         pause = min(MAX_PAUSE_S, max(FIRST_PAUSE_S, waited * PAUSE_GROWTH))
         self._timer = self._loop.call_at(time.monotonic() + pause, self.dial)

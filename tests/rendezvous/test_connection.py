@@ -638,6 +638,18 @@ def test_a_wrong_token_is_told_on_both_sides() -> None:
     assert_all(outcomes[:1], Timeout, "did not authenticate")
 
 
+def test_another_group_at_the_address_is_told_even_once_it_has_gone() -> None:
+    listener, addr = local_listener()
+
+    def body(rank: int) -> Wiring:
+        if rank == 0:
+            return join(0, 2, addr, group="one", timeout=SHORT_S, listener=listener)
+        return join(1, 2, addr, group="two", timeout=2 * SHORT_S)
+
+    outcomes = run_threads(2, body)
+    assert_all(outcomes[1:], Timeout, "before that, what listens there belongs to another group")
+
+
 def come_with_another_version_first(rank: int, world_size: int, addr: str) -> None:
     own = authentication.VERSION
     if rank == 1:
