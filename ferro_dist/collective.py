@@ -366,8 +366,10 @@ def empty(shape: int | Sequence[int], dtype: Any, backend: Backend) -> Any:
     Returns
     -------
     numpy.ndarray
-        torch and JAX view it without a copy: ``torch.from_numpy(x)``. With `NcclBackend` a torch or
-        CuPy array on this rank's GPU. It stays valid after the group is closed.
+        torch and JAX view it without a copy: ``torch.from_numpy(x)``, or of bfloat16, which NumPy
+        does not export, ``torch.from_numpy(x.view("int16")).view(torch.bfloat16)``. With
+        `NcclBackend` a torch or CuPy array on this rank's GPU. It stays valid after the group is
+        closed.
 
     Raises
     ------

@@ -125,6 +125,17 @@ def torch_tensors_are_written_in_place(group: Group) -> None:
     fd.barrier(group)
 
 
+@case(library="torch")
+def torch_views_memory_of_bfloat16(group: Group) -> None:
+    import torch
+
+    array = fd.empty((4, 5), "bfloat16", group)
+    x = torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    x.fill_(group.rank + 1)
+    assert fd.allreduce(x, group, out=x) is x
+    assert (array == group.world_size * (group.world_size + 1) / 2).all()
+
+
 @case(each=COLLECTIVES, library="jax")
 def returns_jax_arrays(group: Group, op: str) -> None:
     import jax
