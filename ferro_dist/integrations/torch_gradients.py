@@ -99,8 +99,11 @@ class TorchGradients(Accumulation, Gradients):
         for number, parameter, gradient, view in zip(
             bucket.members, parameters, gradients, bucket.views, strict=True
         ):
-            if gradient is not view and gradient is not None:
-                parameter.grad = averaged[number] = view
+            if gradient is None:
+                continue
+            averaged[number] = view  # also where it was this rank's own, and lies there already
+            if gradient is not view:
+                parameter.grad = view
 
     def pack_one(self, bucket: Bucket, position: int) -> None:
         number = bucket.members[position]

@@ -491,6 +491,19 @@ def test_a_weight_for_what_backward_has_averaged_is_refused(
     assert on_ranks(2, body) == [expected] * 2
 
 
+def test_a_weight_for_what_was_averaged_in_its_place_is_refused(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        ddp(1.0).sum().backward()
+        with ddp.no_sync():
+            ddp(1.0).sum().backward()
+        ddp(1.0).sum().backward()
+        with pytest.raises(ValueError, match=r"Call backward inside no_sync\(\)"):
+            ddp.sync_gradients(weight=1 + backend.rank)
+
+    on_ranks(2, body)
+
+
 @pytest.mark.parametrize("weights", [(0, 1), (1, 1)])
 def test_a_weight_for_what_backward_has_averaged_is_refused_on_all(
     on_ranks: OnRanks, weights: tuple[int, int]
@@ -1039,6 +1052,24 @@ def test_gradients_of_no_sync_add_up_where_ranks_have_run_out(on_ranks: OnRanks)
     assert first == [56, 111, 1111]
     assert second == [1001]
     assert total == 1111 / 2 + 10000
+
+
+@OVERLAP
+def test_what_was_averaged_in_its_place_counts_once_where_ranks_run_out(
+    on_ranks: OnRanks, overlap: Any
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend, overlap=overlap)
+        ddp(1.0).sum().backward()
+        with ddp.no_sync():
+            ddp(backend.rank + 1.0).sum().backward()
+        ddp(1.0).sum().backward()
+        with ddp.join():
+            for _ in range(1 - backend.rank):
+                (10 * ddp(1.0)).sum().backward()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body)[0] == (3.5 + 5, 3 + 5)
 
 
 @pytest.mark.parametrize("change", ["unfreeze", "convert"])
