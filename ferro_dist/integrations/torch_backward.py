@@ -22,7 +22,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -172,7 +172,7 @@ class BackwardWatcher:
     def _on_output_gradient(self, leaves: Sequence[RemovableHandle], _: Tensor) -> None:
         if self._is_stopped:
             return
-        if not self.is_open and _accumulates(self._found_accumulators()):
+        if not self.is_open and _accumulates(self._found_accumulators(), self._parameters):
             self._open()
         if self.is_open:
             self._passed_leaves += leaves
@@ -220,7 +220,7 @@ class BackwardWatcher:
         self._passed_leaves.clear()
 
 
-def _accumulates(accumulators: Iterable[Any]) -> bool:
+def _accumulates(accumulators: Iterable[Any], parameters: Iterable[Tensor]) -> bool:
     """Whether the backward under way, in whose hook this is called, will add to ``grad``."""
     try:
         if any(map(torch._C._will_engine_execute_node, accumulators)):
@@ -229,25 +229,27 @@ def _accumulates(accumulators: Iterable[Any]) -> bool:
         return False
     # None of them is in this rank's graph, or their gradients are not asked for. In the first case
     # the other ranks wait, in the second they know of nothing.
-    caller = _caller_of_backward(sys._getframe())
-    if caller is not None:
-        return _is_plain_backward(caller)
+    ids = set(map(id, parameters))
+    run = _run_of_backward(sys._getframe())
+    if run is not None:
+        return _asks_for_any(run, ids)
     # On a thread of the engine, for a GPU: its caller is on another one.
-    callers = [_caller_of_backward(frame) for frame in sys._current_frames().values()]
-    found = [caller for caller in callers if caller is not None]
-    return bool(found) and all(map(_is_plain_backward, found))
+    runs = [_run_of_backward(frame) for frame in sys._current_frames().values()]
+    found = [run for run in runs if run is not None]
+    return bool(found) and all(_asks_for_any(run, ids) for run in found)
 
 
-def _caller_of_backward(frame: FrameType | None) -> FrameType | None:
+def _run_of_backward(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not _RUN_BACKWARD:
         frame = frame.f_back
-    return None if frame is None else frame.f_back
+    return frame
 
 
-def _is_plain_backward(frame: FrameType | None) -> bool:
-    if frame is None or frame.f_code is not torch.autograd.backward.__code__:
-        return False
-    return not frame.f_locals.get("inputs")
+def _asks_for_any(run: FrameType, ids: Container[int]) -> bool:
+    """Whether a backward adds to ``grad`` of all leaves that it reaches, or of any of these."""
+    inputs = run.f_locals["args"][3]
+    is_asked = not inputs or any(id(each) in ids for each in inputs)
+    return is_asked and run.f_locals["kwargs"].get("accumulate_grad", False)
 
 
 def refuse_watched(parameters: Mapping[str, Tensor]) -> None:

@@ -120,6 +120,9 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
     (with SAM or MAML, replicas are meant to differ there), nor anything inside `join`, over an
     `NcclBackend` or if all gradients are sparse. `verify` compares the parameters themselves.
 
+    Where ``backward`` is given ``inputs``, these must be alike on all ranks, and the loss of each
+    rank must depend on one of them: autograd does not tell of a backward that has nothing to do.
+
     A gradient that no rank has stays None. One that only some ranks have is averaged with zeros for
     the others.
 

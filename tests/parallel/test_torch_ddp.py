@@ -671,6 +671,38 @@ def test_backward_with_respect_to_some_parameters_is_averaged(on_ranks: OnRanks)
     assert on_ranks(2, body) == [(1.5, None)] * 2
 
 
+def test_a_rank_whose_loss_reaches_none_of_some_parameters_takes_part(on_ranks: OnRanks) -> None:
+    class Skips(Scale):
+        def forward(self, x: Any) -> Any:
+            return x * self.bias if x.item() == 0 else super().forward(x)
+
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(Skips(), backend)
+        found = []
+        for size in backend.rank, 5.0:
+            x = torch.full((1,), size, dtype=torch.float64, requires_grad=True)
+            ddp(x).sum().backward(inputs=[x, ddp.module.weight])
+            found.append(gradients_of(ddp))
+            ddp.zero_grad()
+        return found
+
+    assert on_ranks(2, body) == [[(0.5, None), (5, None)]] * 2
+
+
+def test_backward_with_respect_to_inputs_alone_communicates_nothing(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        if backend.rank == 0:
+            for inputs in x, [x]:
+                ddp(x).sum().backward(inputs=inputs)
+        assert ddp.statistics().num_rounds == 0
+        ddp(x).sum().backward()
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body) == [(2, 2)] * 2
+
+
 def test_gradients_that_would_be_differentiated_further_are_refused(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         ddp = scale(backend)
