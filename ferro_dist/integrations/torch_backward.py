@@ -37,12 +37,14 @@ __all__ = [
     "find_tensors",
     "refuse_compiled",
     "refuse_differentiable",
+    "refuse_inner",
     "refuse_watched",
 ]
 
 Tensor: TypeAlias = Any
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_RUN_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 
 # Objects nested deeper are, in practice, no outputs but models, caches, data sets.
 MAX_DEPTH = 8
@@ -282,6 +284,20 @@ def refuse_differentiable() -> None:
             "cannot be. Compute what enters the loss with torch.autograd.grad(..., "
             "create_graph=True), or call backward inside no_sync() and sync_gradients() last."
         )
+
+
+def refuse_inner() -> None:
+    """Refuse a backward inside of an autograd function's own, in a hook of it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _RUN_FUNCTION:
+            raise RuntimeError(
+                "DDP: with step_in_backward, the optimizer would step at the end of a backward "
+                "that is part of another one, as in a re-entrant checkpoint. Let the outer one "
+                "pass outputs of forward: call the module through the wrapper, and return outputs "
+                "in lists, dicts or attributes. Or give the checkpoint use_reentrant=False."
+            )
+        frame = frame.f_back
 
 
 def find_tensors(outputs: object) -> Iterator[Tensor]:

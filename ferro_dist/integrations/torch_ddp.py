@@ -22,6 +22,7 @@ from ferro_dist.integrations.torch_backward import (
     BackwardWatcher,
     refuse_compiled,
     refuse_differentiable,
+    refuse_inner,
     refuse_watched,
 )
 from ferro_dist.integrations.torch_gradients import (
@@ -384,6 +385,8 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
                 self._writes.begin_local()
             else:
                 refuse_differentiable()
+                if first is not None and state.optimizer is not None:
+                    refuse_inner()
                 self._reducer.begin(
                     self._gradients,
                     is_held=self._watcher.is_followed(),

@@ -17,6 +17,7 @@ from parallel.refused_reduction import assert_refusal_is_told  # noqa: E402
 from parallel.torch_failures import Raises, lose_rank_1  # noqa: E402
 from parallel.torch_scale import OVERLAP, Scale, gradients_of, scale  # noqa: E402
 from torch import nn  # noqa: E402 - needs torch
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations.torch_module import ModuleParameters  # noqa: E402
@@ -164,6 +165,21 @@ def test_a_hook_that_steps_before_gradients_are_averaged_is_refused(
             (ddp if is_seen else ddp.module)(1.0).sum().backward()
 
     on_ranks(1, body)
+
+
+def test_a_step_in_an_inner_backward_is_refused(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        ddp.step_in_backward(torch.optim.SGD(ddp.parameters(), lr=1))
+        x = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        with pytest.raises(RuntimeError, match="part of another one"):
+            checkpoint(ddp.module, x, use_reentrant=True).sum().backward()
+        unchanged = [p.item() for p in ddp.parameters()]
+        ddp.zero_grad()
+        checkpoint(ddp, x, use_reentrant=False).sum().backward()
+        return unchanged, [p.item() for p in ddp.parameters()]
+
+    assert on_ranks(1, body) == [([1, 0], [0, -1])]
 
 
 class Square(nn.Module):
