@@ -176,7 +176,7 @@ class BackwardWatcher:
             return
         if not self.is_open and _accumulates(self._found_accumulators(), self._parameters):
             self._open()
-        if self.is_open:
+        if self.is_open and leaves and not _keeps_graph():
             self._passed_leaves += leaves
 
     def _found_accumulators(self) -> Iterator[Any]:
@@ -252,6 +252,12 @@ def _asks_for_any(run: FrameType, ids: Container[int]) -> bool:
     inputs = run.f_locals["args"][3]
     is_asked = not inputs or any(id(each) in ids for each in inputs)
     return is_asked and run.f_locals["kwargs"].get("accumulate_grad", False)
+
+
+def _keeps_graph() -> bool:
+    """Whether there may be another backward through the graph of that under way."""
+    run = _run_of_backward(sys._getframe())
+    return run is not None and bool(run.f_locals["args"][1])
 
 
 def refuse_watched(parameters: Mapping[str, Tensor]) -> None:

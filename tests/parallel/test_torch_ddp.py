@@ -626,6 +626,25 @@ def test_a_rank_whose_forward_returns_its_input_takes_part(on_ranks: OnRanks) ->
     assert on_ranks(2, body) == [((1, 0.5), 3)] * 2
 
 
+def test_inputs_that_forward_returns_are_noticed_while_their_graph_is_kept(
+    on_ranks: OnRanks,
+) -> None:
+    class Skipped(Scale):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) if x else x
+
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(Skipped(), backend)
+        x = torch.tensor([2.0 * backend.rank], dtype=torch.float64, requires_grad=True)
+        loss = ddp(x).sum()
+        for is_kept in True, False:
+            loss.backward(retain_graph=is_kept)
+        assert not x._backward_hooks
+        return gradients_of(ddp), ddp.statistics().num_rounds
+
+    assert on_ranks(2, body) == [((2, 1), 2)] * 2
+
+
 def test_inputs_that_forwards_return_are_noticed_until_their_own_backward(
     on_ranks: OnRanks,
 ) -> None:
