@@ -108,7 +108,8 @@ class JaxDDP(DDP[Any]):
         """Return `params` unchanged; their gradients will be averages over the ranks.
 
         Called inside the function that is differentiated, compiled or not, once per step. The
-        average of each bucket is under way while the rest of backward runs.
+        average of each bucket is under way while the rest of backward runs. On every rank the loss
+        must depend on some of them: if not, JAX runs no backward here, and the other ranks wait.
 
         Parameters
         ----------
