@@ -228,12 +228,15 @@ class TorchStage(Stage):
     def add_gradients(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         for name, gradient in zip(names, gradients, strict=True):
             parameter = _find(self.module, name)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            elif parameter.grad.layout is torch.strided:
-                parameter.grad += gradient
+            added, parameter.grad = parameter.grad, gradient
+            if added is None:
+                continue
+            if gradient.layout is torch.strided:
+                # Where it was, as autograd adds: others may hold it, or memory that it is part of.
+                with torch.no_grad():
+                    gradient += added
             else:
-                parameter.grad = add(parameter.grad, gradient)
+                parameter.grad = add(added, gradient)
 
     def new_bucket(self, group: Backend, like: Tensor, count: int) -> Tensor:
         with outside_inference_mode():  # an evaluation may come first; steps write to it

@@ -257,7 +257,8 @@ class Stage(abc.ABC):
         """Return gradients, and leave none, or zeros, in their places."""
 
     @abc.abstractmethod
-    def add_gradients(self, names: Sequence[str], gradients: Sequence[Array]) -> None: ...
+    def add_gradients(self, names: Sequence[str], gradients: Sequence[Array]) -> None:
+        """Put back gradients that were taken, and add what has come since."""
 
     def plain(self, weight: Array) -> Array:
         """Return a weight as an array that can be sent."""

@@ -316,6 +316,30 @@ def test_evaluation_in_inference_mode_may_come_first_in_handwritten_stages(
         assert torch.equal(gradient, torch.full_like(gradient, 3.0 if is_tied else 1.5))
 
 
+@pytest.mark.parametrize("is_replicated", [False, True])
+def test_gradients_are_added_where_they_are(on_ranks: OnRanks, is_replicated: bool) -> None:
+    """They may be parts of memory that an optimizer reads as a whole."""
+    model = chain(2)
+    x, y = batch(12)
+
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            stage = copy.deepcopy(model)[grid.pipeline.rank]
+            whole = torch.zeros(sum(p.numel() for p in stage.parameters()), dtype=torch.float64)
+            parts = whole.split([p.numel() for p in stage.parameters()])
+            for parameter, part in zip(stage.parameters(), parts, strict=True):
+                parameter.grad = part.view_as(parameter)
+            options = {"dp": grid.data} if is_replicated else {"tied": {"up": stage.up.weight}}
+            pipe = fd.Pipeline(stage, grid.pipeline, 3, **options)
+            for _ in range(2):
+                pipe.step(x, y, mean_square)
+            shown = torch.cat([p.grad.flatten() for p in stage.parameters()])
+            assert whole.any()
+            return torch.equal(whole, shown)
+
+    assert all(on_ranks(4 if is_replicated else 2, body))
+
+
 def test_parameter_without_a_gradient_stays_without(on_ranks: OnRanks) -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:
