@@ -130,6 +130,7 @@ class StepRun:
         ends: Ends,
         run_id: RunId,
     ) -> None:
+        self._receivers: dict[int, Receiver] = {}  # first of all: `__del__` looks here
         self.spans: list[Span] = []
         self.waited_s = 0.0
         self.overhead_s = 0.0
@@ -145,7 +146,6 @@ class StepRun:
         self._num_live = 0
         self._link = context.link(run_id)
         self._sender = Sender(self._link)
-        self._receivers: dict[int, Receiver] = {}
         self._inputs: dict[tuple[int, int], Parcel] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
         self._to_send: dict[Action, Parcel] = {}
@@ -206,8 +206,14 @@ class StepRun:
             receiver.end()
         for receiver in self._receivers.values():
             receiver.join()
+        self._receivers.clear()
         for stage in self._context.stages.values():
             stage.pool.trim()
+
+    def __del__(self) -> None:
+        # Ctrl-C may have come before `close`, or into it: these threads would wait for ever.
+        for receiver in self._receivers.values():
+            receiver.end()
 
     def _dismiss_peers(self, left: Sequence[Action]) -> None:
         for peer in self._program.expected:

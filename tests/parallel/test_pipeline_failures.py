@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.parallel import pipeline_connection  # noqa: E402
-from ferro_dist.parallel.activation_channel import Sender  # noqa: E402
+from ferro_dist.parallel.activation_channel import Receiver, Sender  # noqa: E402
 from ferro_dist.parallel.handwritten_stage import HandwrittenStage  # noqa: E402
 from ferro_dist.parallel.schedules import Action  # noqa: E402
 
@@ -687,6 +688,32 @@ def test_ctrl_c_while_a_thread_starts_leaves_none(
     (thread,) = interrupted
     thread.join(timeout=60)
     assert not thread.is_alive()
+
+
+def test_ctrl_c_while_threads_are_ended_leaves_none(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = Receiver.end
+    interrupted: list[Receiver] = []
+
+    def interrupt_or_end(receiver: Receiver) -> None:
+        if receiver._link.backend.rank == 1 and not interrupted:  # it has two
+            interrupted.append(receiver)
+            raise KeyboardInterrupt
+        end(receiver)
+
+    def body(backend: Any) -> str:
+        pipe = fd.Pipeline(HandwrittenStage(Doubling()), backend, 4)
+        error = raised_by(lambda: pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones))
+        return type(error).__name__
+
+    monkeypatch.setattr(Receiver, "end", interrupt_or_end)
+    assert on_ranks(3, body) == ["NoneType", "KeyboardInterrupt", "NoneType"]
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("pipeline-receiver"):
+            thread.join(timeout=60)
+            assert not thread.is_alive()
 
 
 def test_ctrl_c_after_the_last_message_to_a_peer_spoils_no_later_run(
