@@ -299,7 +299,9 @@ class Pipeline(Generic[ModuleT]):
             replicas: keep those in the last stage.
         weight : sequence of numbers, on the rank of the last stage
             How much each microbatch, or each row, counts, among those of all replicas; for instance
-            its number of tokens. The loss of a microbatch of weight 0 may be 0 / 0.
+            its number of tokens. The loss of a microbatch of weight 0 may be 0 / 0 if it is
+            `loss_fn` that divides, and not the stage: what comes before the output has no gradient
+            of it then. Weights inside `loss_fn`, or of a stage that divides, would get NaN.
             By default microbatches count by their rows, so that the loss is the mean over the
             batch, however unevenly it is cut.
 
