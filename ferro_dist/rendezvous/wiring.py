@@ -159,7 +159,7 @@ class _Wirer:
                 self._connect(wiring, server)
                 # Before the commit, which notices ranks that die: once it is over, they must
                 # already be watched by the group.
-                group = adopt(wiring)
+                group = self._adopted(adopt, wiring)
             except BaseException:
                 wiring.close()
                 raise
@@ -169,6 +169,16 @@ class _Wirer:
                 group.close()
                 raise
         return group
+
+    def _adopted(self, adopt: Callable[[Wiring], Group], wiring: Wiring) -> Group:
+        try:
+            return adopt(wiring)
+        except Io as error:
+            raise Io(
+                f"{error}\nRank {self._rank} could not make its part of the group",
+                op="init",
+                rank=self._rank,
+            ) from error
 
     def _connect(self, wiring: Wiring, server: socket.socket) -> None:
         leader, *others = wiring.local_ranks

@@ -717,6 +717,20 @@ def test_forbidden_shared_memory_is_told_with_what_needs_none() -> None:
     assert_all(outcomes, Io, "memfd_create: Operation not permitted", "TcpBackend needs none")
 
 
+@pytest.mark.parametrize("through_parent", [False, True])
+def test_a_rank_that_cannot_make_its_part_of_a_group_is_named_on_all(through_parent: bool) -> None:
+    def adopt(wiring: Wiring) -> Wiring:
+        if wiring.rank == 1:
+            raise Io("The group: fallocate of shared memory: No space left on device.")
+        return wiring
+
+    outcomes = start_group(3, through_parent, adopt=adopt)
+    told = "No space left on device.\nRank 1 could not make its part of the group"
+    assert_all(outcomes, Io, told)
+    assert [outcome.rank for outcome in outcomes] == [0, 1, 2]
+    assert all(outcome.op == "init" for outcome in outcomes)
+
+
 def start_group(size: int, through_parent: bool, **options: Any) -> list[Any]:
     if through_parent:
         parent = Parent(size)
