@@ -50,6 +50,7 @@ __all__ = [
     "integer",
     "is_reducible",
     "name_call",
+    "name_group",
     "named_integer",
     "of_group",
     "per_rank_count",
@@ -136,13 +137,19 @@ def name_call(error: Exception, op: str, backend: Any) -> None:
         error.args = (f"{op}: {error}",)
     if error.rank is None:
         error.rank = backend.rank
-    names_ranks = isinstance(error, Timeout) or (
-        error.peer is not None and isinstance(error, (CollectiveMismatch, ChannelClosed))
-    )
+    name_group(error, backend)
+
+
+def name_group(error: DistributedError, backend: Any) -> None:
+    """Let an error in a part of a group say which part, in its text where that names ranks."""
     global_ranks = backend.global_ranks
-    is_part = global_ranks != tuple(range(backend.world_size))
-    if names_ranks and is_part and error.global_ranks is None:
-        error.global_ranks = global_ranks
+    if error.global_ranks is not None or global_ranks == tuple(range(backend.world_size)):
+        return
+    error.global_ranks = global_ranks
+    names_ranks = isinstance(error, (Timeout, CollectiveMismatch)) or (
+        error.peer is not None and isinstance(error, ChannelClosed)
+    )
+    if names_ranks:
         error.args = (f"{error}\nThese are ranks{of_group(global_ranks)}.",)
 
 

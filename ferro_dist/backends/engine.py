@@ -132,6 +132,7 @@ class EngineBackend(BoundBackend):
             yield
         except DistributedError as error:
             error.op, error.rank = "split", self.rank
+            arguments.name_group(error, self)
             raise
         except BaseException as error:
             if isinstance(error, MemoryError) or not isinstance(error, Exception):

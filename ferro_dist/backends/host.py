@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ferro_dist import rendezvous
+from ferro_dist import arguments, rendezvous
 from ferro_dist._native.host import Communicator, create_segment
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.engine import EngineBackend, peer_reads
+from ferro_dist.errors import DistributedError
 from ferro_dist.rendezvous.connection import in_numbers_of_parent
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring
@@ -177,13 +178,17 @@ class HostBackend(EngineBackend):
 
     def shrink(self, timeout: float | None = None) -> HostBackend:
         seconds = self._time_to_shrink(timeout)
-        survivors, group = rendezvous.connect_survivors(
-            self._group,
-            self._wiring,
-            create_segment=self._create_segment,
-            adopt=self._new_from,
-            timeout=seconds,
-        )
+        try:
+            survivors, group = rendezvous.connect_survivors(
+                self._group,
+                self._wiring,
+                create_segment=self._create_segment,
+                adopt=self._new_from,
+                timeout=seconds,
+            )
+        except DistributedError as error:
+            arguments.name_group(error, self)
+            raise
         return self._succeeded_by(group, survivors)
 
     @property

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ferro_dist.arguments import name_group
 from ferro_dist.errors import CollectiveMismatch
 from ferro_dist.parallel.exchange import all_gather_rows
 
@@ -138,12 +139,14 @@ def _mismatch(
     for rank, quote in enumerate(quotes):
         ranks_of.setdefault(quote, []).append(rank)
     sides = "; ".join(f"{quote} on {_name(ranks, member)}" for quote, ranks in ranks_of.items())
-    return CollectiveMismatch(
+    error = CollectiveMismatch(
         f"{op}: the {member}s disagree. First difference: {sides}.\n{remedy}",
         op=op,
         rank=backend.rank,
         peer=_odd_one_out(list(ranks_of.values())),
     )
+    name_group(error, backend)
+    return error
 
 
 def _odd_one_out(sides: Sequence[Sequence[int]]) -> int | None:

@@ -130,6 +130,39 @@ def test_errors_in_a_part_of_a_group_name_its_ranks_in_the_whole(transport: str)
     assert in_the_whole.global_ranks is None
 
 
+def disagree_on_parts_of_a_part(backend: fd.HostBackend) -> fd.DistributedError | None:
+    part = backend.split([2, 1])
+    if part is None:
+        return None
+    with part, pytest.raises(fd.CollectiveMismatch) as disagreement:
+        part.split([part.rank])
+    return disagreement.value
+
+
+def shrink_a_part_alone(backend: fd.HostBackend) -> fd.DistributedError | None:
+    part = backend.split([2, 1])
+    try:
+        if part is None or part.rank == 0:
+            return None
+        with pytest.raises(fd.Timeout) as absence:
+            part.shrink(timeout=0.5)
+        return absence.value
+    finally:
+        fd.barrier(backend)
+
+
+def test_errors_of_a_split_name_the_part_of_a_group_that_was_to_be_split() -> None:
+    _, *errors = run_ranks(3, disagree_on_parts_of_a_part)
+    assert [error.global_ranks for error in errors] == [(2, 1), (2, 1)]
+    assert all("These are ranks of group (2, 1)." in str(error) for error in errors)
+
+
+def test_errors_of_shrink_name_the_part_of_a_group_that_was_to_shrink() -> None:
+    _, error, _ = run_ranks(3, shrink_a_part_alone, backend="tcp")
+    assert (error.missing, error.global_ranks) == ((0,), (2, 1))
+    assert "These are ranks of group (2, 1)." in str(error)
+
+
 def test_errors_in_a_large_part_of_a_group_name_some_of_its_ranks() -> None:
     assert of_group(tuple(range(0, 32, 2))) == f" of group ({', '.join(map(str, range(0, 32, 2)))})"
     assert of_group(tuple(range(1, 1001))) == (

@@ -503,6 +503,21 @@ def test_the_first_parameter_that_differs_is_named(
         assert (error.op, error.rank, error.peer) == ("DDP", rank, 1)
 
 
+def test_in_a_part_of_a_group_the_part_is_named(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> fd.CollectiveMismatch | None:
+        part = backend.split([2, 1])
+        if part is None:
+            return None
+        with part:
+            return disagreement(part, {"a": np.zeros(part.rank)})
+
+    _, *errors = on_ranks(3, body)
+    for error in errors:
+        assert "on rank 1.\n" in str(error)
+        assert "These are ranks of group (2, 1)." in str(error)
+        assert error.global_ranks == (2, 1)
+
+
 def test_order_matters_even_where_shapes_are_equal(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> fd.CollectiveMismatch:
         names = ["a", "b"] if backend.rank == 0 else ["b", "a"]

@@ -19,6 +19,7 @@ from ferro_dist import (
     DistributedError,
     LockPoisoned,
     P2POp,
+    SelfSend,
     Timeout,
 )
 
@@ -72,6 +73,13 @@ def errors_name_the_part_of_a_group_that_they_are_of(group: Group) -> None:
             assert (error.rank, error.global_ranks) == (backwards.rank, backwards.global_ranks)
             assert f"of group ({last}, " in str(error)
         fd.barrier(group)
+
+
+@case(min_ranks=2)
+def errors_before_a_call_carry_the_part_of_a_group(group: Group) -> None:
+    with group.split(range(group.world_size)[::-1]) as backwards:
+        error = raised(SelfSend, fd.send, np.ones(1), backwards, backwards.rank)
+        assert error.global_ranks == backwards.global_ranks
 
 
 @case()
