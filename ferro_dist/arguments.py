@@ -142,8 +142,8 @@ def name_call(error: Exception, op: str, backend: Any) -> None:
 
 def name_group(error: DistributedError, backend: Any) -> None:
     """Let an error in a part of a group say which part, in its text where that names ranks."""
-    global_ranks = backend.global_ranks
-    if error.global_ranks is not None or global_ranks == tuple(range(backend.world_size)):
+    global_ranks = getattr(backend, "global_ranks", ())  # a program's own stand-in may have none
+    if error.global_ranks is not None or global_ranks == tuple(range(len(global_ranks))):
         return
     error.global_ranks = global_ranks
     names_ranks = isinstance(error, (Timeout, CollectiveMismatch)) or (

@@ -21,6 +21,7 @@ from ferro_dist.errors import (
     InvalidRank,
     InvalidWorldSize,
     SizeMismatch,
+    Timeout,
     UnsupportedOp,
 )
 
@@ -279,6 +280,22 @@ def test_what_is_no_group_is_named(backend: Any) -> None:
     for op, call in calls.items():
         with pytest.raises(TypeError, match=f"{op}: backend must be a group"):
             call()
+
+
+class StandIn:
+    """What a program may test its handling of errors with."""
+
+    rank = 0
+
+    def barrier(self, *_: Any) -> None:
+        raise Timeout("rank 1 did not come", missing=[1])
+
+
+def test_the_error_of_a_stand_in_for_a_group_is_raised() -> None:
+    stand_in: Any = StandIn()
+    with pytest.raises(Timeout, match="barrier: rank 1 did not come") as error:
+        fd.barrier(stand_in)
+    assert (error.value.rank, error.value.global_ranks) == (0, None)
 
 
 def test_one_element_is_not_several() -> None:
