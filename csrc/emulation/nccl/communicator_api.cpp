@@ -403,8 +403,7 @@ EMULATION_API ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* id
     parent->require_usable("ncclCommGetUniqueId");
     if (parent->growth) {
       die("ncclCommGetUniqueId twice before ncclCommGrow: ranks that join would look for the others under "
-          "another "
-          "id than the first");
+          "another id than the first");
     }
     *id = make_unique_id();
     parent->growth = Growth{*id, parent->num_children + 1};
