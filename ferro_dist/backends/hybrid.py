@@ -232,6 +232,7 @@ class HybridBackend(Backend):
             if self._next is not None:
                 put_in_numbers_of_parent(error, self._members, self.rank)
             error.op = "shrink"
+            arguments.name_group(error, self)
             raise
 
     def _shrink_host(self, deadline: Deadline) -> None:

@@ -13,7 +13,13 @@ from gpu.gpu_ranks import connect, ranks
 
 import ferro_dist as fd
 from ferro_dist.backends import hybrid, nccl
-from ferro_dist.errors import BackendUnavailable, DistributedError, InvalidArray, LockPoisoned
+from ferro_dist.errors import (
+    BackendUnavailable,
+    DistributedError,
+    InvalidArray,
+    LockPoisoned,
+    Timeout,
+)
 from ferro_dist.testing import RankDeath, emulated_gpu, run_ranks
 
 DEADLINE_S = 60.0
@@ -422,3 +428,22 @@ def test_shrink_waits_no_longer_for_gpus_than_it_may() -> None:
     step, may_die = "_check_all_have_gpus", [1, 2]
     outcomes = ranks(4, strike_while_gpus_connect, step, "stop", SILENCE_S, may_die=may_die)
     assert outcomes[0] == outcomes[3] == ([("Timeout", "shrink", 2)], (0, 3), [2.0, 3.0])
+
+
+def shrink_a_part_whose_gpus_are_late(rank: int, world_size: int, addr: str) -> Any:
+    emulated_gpu()
+
+    def be_late(*_: Any) -> None:
+        raise Timeout("rank 1 is late", missing=[1])
+
+    with connect("hybrid", rank, world_size, addr) as group, group.split([1, 0]) as part:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hybrid, "_check_all_have_gpus", be_late)
+            with pytest.raises(Timeout) as late:
+                part.shrink()
+        return str(late.value).splitlines()[-1], late.value.global_ranks
+
+
+def test_a_part_that_cannot_shrink_names_itself() -> None:
+    outcome = ("These are ranks of group (1, 0).", (1, 0))
+    assert ranks(2, shrink_a_part_whose_gpus_are_late) == [outcome] * 2
