@@ -361,6 +361,9 @@ class BuildsInTurn(Distribution):
     def run_commands(self) -> None:
         import fcntl  # which Windows lacks
 
+        if "develop" in self.commands:
+            super().run_commands()  # lets pip build, in a process that takes its own turn
+            return
         Path("build").mkdir(exist_ok=True)
         with open("build/.lock", "w") as lock:
             # On a file system without locks, builds must not be started at the same time.

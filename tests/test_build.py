@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import runpy
 import shutil
 import subprocess
@@ -15,6 +16,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+def copy_build_files(folder: Path) -> None:
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+
+
 def waits_for_a_lock(process_id: int) -> bool:
     locks = Path("/proc/locks").read_text(encoding="utf-8").splitlines()
     return any("->" in line and str(process_id) in line.split() for line in locks)
@@ -24,8 +30,7 @@ def test_builds_of_one_tree_take_turns(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", "77", reason="setuptools is missing, or too old")
     if not Path("/proc/locks").exists():
         pytest.skip("this system does not tell who waits for a lock")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
+    copy_build_files(tmp_path)
     (tmp_path / "build").mkdir()
     with open(tmp_path / "build/.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -37,6 +42,17 @@ def test_builds_of_one_tree_take_turns(tmp_path: Path) -> None:
             assert build.poll() is None, "it did not wait for the build that has begun"
     said, _ = build.communicate(timeout=60)
     assert build.returncode == 0, said.decode()
+
+
+def test_a_build_does_not_wait_for_one_that_it_is_part_of(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", "80", reason="setuptools is missing, or builds by itself")
+    copy_build_files(tmp_path)
+    (tmp_path / "build").mkdir()
+    take_turn = "import fcntl; fcntl.flock(open('build/.lock', 'w'), fcntl.LOCK_EX)"
+    (tmp_path / "pip.py").write_text(take_turn, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}  # so that it is found first
+    develop = [sys.executable, "setup.py", "develop"]
+    subprocess.run(develop, cwd=tmp_path, env=environment, check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
