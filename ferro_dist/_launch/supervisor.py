@@ -379,9 +379,9 @@ class Job:
         return self._keeps_going and is_killed and bool(self._ranks) and not is_ending
 
     def _stop_leftovers(self) -> None:
-        if self._phase is Phase.KILLING:
+        if self._phase >= Phase.KILLING:
             self._kill_descendants()
-        elif not self._ranks and self._phase < Phase.KILLING:
+        elif not self._ranks:
             kill_all(descendants(os.getpid()), signal.SIGTERM)
             self._advance(Phase.STOPPING)
 
