@@ -20,7 +20,7 @@ import worker
 from cases import Case
 from collectives import Contest, Options, is_chosen, parse_arguments, start_distance
 from ddp import are_averaged
-from group import Group, start_all
+from group import Group, scratch_directory, start_all
 from peers import systems
 
 BENCHMARKS = Path(measure.__file__).parent
@@ -37,6 +37,12 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
+@pytest.fixture
+def folder(stack: contextlib.ExitStack) -> Path:
+    """Make a folder with a path short enough for sockets; that of `tmp_path` need not be."""
+    return stack.enter_context(scratch_directory())
+
+
 def start_ours(ranks: int, folder: Path, stack: contextlib.ExitStack) -> Group:
     ours = [each for each in systems(ranks, "host") if each.name == "ferro_dist/untuned"]
     (group,) = start_all(ours, ranks, "host", folder, stack)
@@ -48,12 +54,12 @@ def start_ours(ranks: int, folder: Path, stack: contextlib.ExitStack) -> Group:
 
 def test_who_is_measured_does_not_pay_for_a_dead_probe(
     options: Options,
-    tmp_path: Path,
+    folder: Path,
     stack: contextlib.ExitStack,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    contestant = start_ours(2, tmp_path, stack)
-    probe = start_distance(options, tmp_path, stack)
+    contestant = start_ours(2, folder, stack)
+    probe = start_distance(options, folder, stack)
     if probe is None:
         pytest.skip("there is one core: no distance is measured")
     probe.dismiss()
@@ -67,11 +73,11 @@ def test_who_is_measured_does_not_pay_for_a_dead_probe(
 
 def test_a_system_that_has_ended_is_named_once(
     options: Options,
-    tmp_path: Path,
+    folder: Path,
     stack: contextlib.ExitStack,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    contestant = start_ours(1, tmp_path, stack)
+    contestant = start_ours(1, folder, stack)
     contestant.dismiss()
     said: set[str] = set()
     for _ in range(2):
@@ -166,11 +172,9 @@ def test_rounds_that_are_given_count_more_than_quick(
 # What is measured
 
 
-def test_the_last_of_three_ranks_has_no_partner(
-    tmp_path: Path, stack: contextlib.ExitStack
-) -> None:
+def test_the_last_of_three_ranks_has_no_partner(folder: Path, stack: contextlib.ExitStack) -> None:
     options = parse_arguments(["--memory", "plain", "--rounds", "1", "--burst-ms", "1"])
-    groups = [start_ours(3, tmp_path, stack)]
+    groups = [start_ours(3, folder, stack)]
     contest = Contest(Case("send_recv", 4, 3), groups, None, options, set())
     (result,) = contest.run(deadline=float("inf"))
     assert result.times_ns()
