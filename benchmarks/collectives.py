@@ -45,6 +45,7 @@ QUICK_SECONDS = 32.0  # with start and end, a minute
 
 
 def main() -> int:
+    measure.exit_on_sigterm()
     options = parse_arguments()
     inputs = "fresh" if options.fresh else "reused"
     run = {**measure.describe_run(), "transport": options.transport, "inputs": inputs}

@@ -48,6 +48,7 @@ TORCH_CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
+    measure.exit_on_sigterm()
     options = parse_arguments()
     results = [result for ranks in options.ranks for result in compare(ranks, options)]
     if not results:

@@ -43,6 +43,7 @@ def main() -> int:
     if options.rank is not None:
         print(json.dumps(be_rank(options.rank, options.size, options.iterations)))
         return 0
+    measure.exit_on_sigterm()
     try:
         with shaped_line(options.gbit, options.congestion):
             reports = run_both_ranks(options.size, options.iterations)

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -245,6 +246,14 @@ def listed(read: Callable[[str], T]) -> Callable[[str], list[T]]:
         return [read(part) for part in text.split(",")]
 
     return comma_separated
+
+
+# Signals
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM, which ends a program at once, clean up as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 # What is printed

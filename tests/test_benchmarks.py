@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +85,23 @@ def test_a_system_that_has_ended_is_named_once(
         contest = Contest(Case("barrier", 0, 1), [contestant], None, options, said)
         assert contest.run(deadline=float("inf")) == []
     assert capsys.readouterr().out.count("without ferro_dist/untuned from here on: ") == 1
+
+
+def test_sigterm_leaves_nothing_of_a_comparison(folder: Path, tmp_path: Path) -> None:
+    program = [sys.executable, "-u", str(BENCHMARKS / "collectives.py")]
+    options = ["--only", "ferro_dist/untuned", "--collectives", "barrier", "--rounds", "1000000"]
+    comparison = subprocess.Popen(
+        [*program, *options, "--output", str(tmp_path / "records.jsonl")],
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with comparison:
+        assert comparison.stdout is not None
+        assert "ferro_dist/untuned: " in comparison.stdout.readline()
+        comparison.terminate()
+    assert comparison.returncode == 128 + signal.SIGTERM
+    assert list(folder.iterdir()) == []  # its own folder goes last, after the ranks
 
 
 class Idle(worker.CollectiveAdapter):
