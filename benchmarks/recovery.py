@@ -3,9 +3,7 @@
 Each round starts ranks, kills one inside an allreduce, and takes three times on every
 survivor: until it was told (`PeerLostError`), until `shrink` had made the new group, and
 until the next allreduce had its result. All of them count from the kill; a round is as
-slow as its slowest survivor. Beside them, in the same run, the floor: making and
-populating the shared memory of the survivors' group, which no way of agreeing avoids
-(none over TCP).
+slow as its slowest survivor.
 
     python benchmarks/recovery.py
     python benchmarks/recovery.py --quick --output recovery.jsonl
@@ -26,7 +24,6 @@ import measure
 import numpy as np
 
 import ferro_dist as fd
-from ferro_dist._native.host import create_segment
 from ferro_dist.testing import run_ranks
 
 TRANSPORTS = ("host", "tcp")
@@ -40,7 +37,7 @@ SHRINK_S = 20.0
 def main() -> None:
     options = parse_arguments()
     records: list[dict[str, Any]] = []
-    measure.say(f"{'':12}{'':8}{'p50 ms':>26}{'p95 ms':>26}{'floor':>10}")
+    measure.say(f"{'':12}{'':8}{'p50 ms':>26}{'p95 ms':>26}")
     measure.say(f"{'transport':12}{'ranks':8}" + "".join(f"{s:>9}" for s in STAGES * 2))
     for transport in TRANSPORTS:
         for world_size in options.ranks:
@@ -70,11 +67,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_case(transport: str, world_size: int, rounds: int) -> dict[str, Any]:
-    times_ms: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "floor")}
+    times_ms: dict[str, list[float]] = {stage: [] for stage in STAGES}
     for _ in range(rounds):
         for stage, time_ms in one_kill(transport, world_size).items():
             times_ms[stage].append(time_ms)
-        times_ms["floor"].append(segment_ms(world_size - 1) if transport == "host" else 0.0)
     return {
         "benchmark": "recovery",
         "transport": transport,
@@ -123,18 +119,11 @@ def recover(backend: fd.Backend) -> tuple[float, list[float]]:
     return float(announced[0]), moments
 
 
-def segment_ms(world_size: int) -> float:
-    started_s = time.monotonic()
-    os.close(create_segment(world_size))
-    return 1e3 * (time.monotonic() - started_s)
-
-
 def show(record: dict[str, Any]) -> None:
     columns = [record[f"{stage}_p{percent}_ms"] for percent in (50, 95) for stage in STAGES]
     measure.say(
         f"{record['transport']:12}{record['world_size']:<8}"
         + "".join(f"{value:9.2f}" for value in columns)
-        + f"{record['floor_p50_ms']:9.2f}"
     )
 
 
