@@ -92,7 +92,7 @@ void check_that_ranks_fit(int size) {
     throw Error(ErrorCode::unsupported, -1,
                 "at most " + std::to_string(kMaxRanks) + " ranks of one host share memory, not " +
                     std::to_string(size));
-  if (SegmentLayout(size, 0).fixed_nbytes <= memory_of_machine() / 2) return;
+  if (SegmentLayout(size, 0).heaps_offset <= memory_of_machine() / 2) return;
   throw Error(ErrorCode::out_of_memory, -1,
               std::to_string(size) + " ranks on one host need more shared memory than half of its memory");
 }
@@ -125,7 +125,6 @@ SegmentLayout::SegmentLayout(int num_ranks, std::size_t nbytes_of_heap)
   windows_offset = place(p * window_nbytes, 4096);
   results_offset = place(p * results_nbytes, 4096);
   channels_offset = place(p * (p - 1) * channel_stride(), 4096);
-  fixed_nbytes = end;
   heaps_offset = round_up(end, kHugePage);
 }
 

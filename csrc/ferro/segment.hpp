@@ -124,8 +124,8 @@ struct SegmentLayout {
   std::size_t results_nbytes;     // what one rank reduced for the others: its share of every round
   std::size_t channel_nbytes;     // ring of bytes of one ordered pair
   std::size_t sleepers_offset, headers_offset, controls_offset, small_rings_offset, windows_offset,
-      results_offset, channels_offset, heaps_offset;
-  std::size_t fixed_nbytes;  // all but the heaps; backed by memory before the first call
+      results_offset, channels_offset;
+  std::size_t heaps_offset;  // what is before is backed by memory before the first call
   std::size_t heap_nbytes;   // symmetric heap of one rank; address space, backed on demand
   std::size_t total_nbytes() const { return heaps_offset + heap_nbytes * size; }
   std::size_t channel_stride() const;
