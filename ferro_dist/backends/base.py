@@ -380,7 +380,8 @@ class Backend(abc.ABC):
     def _come_from(self, parent: Backend, members: Sequence[int]) -> Self:
         """Take note of which ranks of `parent` the members are."""
         numbers = parent.global_ranks
-        self._global_ranks = tuple(numbers[member] for member in members)
+        own = tuple(numbers[member] for member in members)
+        self._global_ranks = () if own == tuple(range(len(own))) else own
         return self
 
     def _seconds(self, timeout: float | None) -> float:

@@ -114,8 +114,8 @@ class EngineBackend(BoundBackend):
 
     def _come_from(self, parent: Backend, members: Sequence[int]) -> Self:
         super()._come_from(parent, members)
-        if self.global_ranks != tuple(range(self.world_size)):
-            self._group.set_global_ranks(self.global_ranks)
+        if self._global_ranks:
+            self._group.set_global_ranks(self._global_ranks)
         return self
 
     def close(self) -> None:
