@@ -606,11 +606,12 @@ def test_a_rank_whose_loss_reaches_no_parameter_takes_part(on_ranks: OnRanks) ->
     assert on_ranks(2, body) == [(1, 0.5)] * 2
 
 
-def test_a_rank_whose_forward_returns_its_input_takes_part(on_ranks: OnRanks) -> None:
-    class Skipped(Scale):
-        def forward(self, x: Any) -> Any:
-            return super().forward(x) if x else x
+class Skipped(Scale):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) if x else x
 
+
+def test_a_rank_whose_forward_returns_its_input_takes_part(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = fd.DDP(Skipped(), backend)
         x = torch.tensor([2.0 * backend.rank], dtype=torch.float64, requires_grad=True)
@@ -629,10 +630,6 @@ def test_a_rank_whose_forward_returns_its_input_takes_part(on_ranks: OnRanks) ->
 def test_inputs_that_forward_returns_are_noticed_while_their_graph_is_kept(
     on_ranks: OnRanks,
 ) -> None:
-    class Skipped(Scale):
-        def forward(self, x: Any) -> Any:
-            return super().forward(x) if x else x
-
     def body(backend: Any) -> Any:
         ddp = fd.DDP(Skipped(), backend)
         x = torch.tensor([2.0 * backend.rank], dtype=torch.float64, requires_grad=True)
