@@ -152,6 +152,7 @@ void Communicator::begin_close() noexcept {
   const bool is_message_idle = has_entered_messages && messenger->is_idle();
   // From here on every call under way fails soon, and leaves its gate.
   if (!is_collective_idle || !is_message_idle) end(ErrorCode::channel_closed, rank_);
+  if (is_collective_idle && begun_ != nullptr && parts_.transport->have_all_begun()) retire(complete_begun());
   // Not before: the queues' threads then give arrays back that a peer reads until it is told of the end. Work
   // that has not begun counts, too: whether it has is a matter of chance, and must make no difference to
   // the peers.
@@ -169,6 +170,7 @@ bool Communicator::close() noexcept {
   message_queue_.join();
   const Gate::Pass collective_pass(collective_gate_, unhurried);
   const Gate::Pass message_pass(*message_gate_, unhurried);
+  retire({std::move(begun_), Error(ErrorCode::closed)});
   last_reason_ = parts_.transport->aborted();
   Parts parts;
   {
@@ -200,17 +202,17 @@ void Communicator::note_caller() noexcept {
 void Communicator::run(Call& call, const Collective& collective) {
   check_open();
   note_caller();
-  if (collective_queue_.num_pending() != 0) {
-    check_outside(collective.op, kNoSequence, call);
-    return await(call, *submit(collective, call.timeout_s()));
+  if (collective_queue_.num_pending() != 0) advance_begun(&call);
+  if (collective_queue_.num_pending() == 0) {
+    const Gate::Pass pass = enter(collective_gate_, call, collective.op, num_collectives_);
+    check_open();
+    if (begun_ == nullptr) return run_now(call, collective, next(num_collectives_));
   }
-  const Gate::Pass pass = enter(collective_gate_, call, collective.op, num_collectives_);
-  check_open();
-  run_now(call, collective);
+  check_outside(collective.op, kNoSequence, call);
+  await(call, *submit(collective, call.timeout_s()));
 }
 
-void Communicator::run_now(Call& call, const Collective& collective) {
-  const std::uint64_t sequence = next(num_collectives_);
+void Communicator::run_now(Call& call, const Collective& collective, std::uint64_t sequence) {
   try {
     parts_.transport->run(call, collective);
   } catch (const std::exception&) {

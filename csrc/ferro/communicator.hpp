@@ -67,6 +67,8 @@ class Communicator {
   std::shared_ptr<Task> submit(Op op, const std::vector<PointToPoint>& messages, double timeout_s);
   // Blocks until the task is done. Throws Error{under_way} if the caller's time runs out first.
   void wait(Call& call, Task& task);
+  // Whether it is done. Asked in a loop, sees to it that it gets done.
+  bool is_done(Task& task);
 
   // Leaves the group. Calls under way on this rank raise Error{closed}. Idempotent. True once no
   // array is in use any more, false while another thread is still closing. What the group holds of
@@ -137,12 +139,24 @@ class Communicator {
 
   // ---- Calls on the caller's thread (communicator.cpp) ----
   void note_caller() noexcept;
-  void run_now(Call& call, const Collective& collective);
+  void run_now(Call& call, const Collective& collective, std::uint64_t sequence);
   void run_now(Call& call, Op op, Batch& batch);
   Gate::Pass enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number);
   void check_outside(Op op, std::uint64_t sequence, const Call& call);
   void await(Call& call, Task& task);
   Error reason_to_give_up(Call& call, Task& task);
+
+  // ---- Small collectives that have begun (communicator_progress.cpp) ----
+  struct Ended {
+    std::shared_ptr<Task> task;  // null if there was none
+    std::optional<Error> error;
+  };
+  bool begin_at_once(const std::shared_ptr<Task>& task);
+  void advance_begun(Call* call);
+  void hand_over_begun();
+  Ended complete_begun() noexcept;
+  void complete_handed_over() noexcept;
+  void retire(Ended ended) noexcept;
 
   // ---- Calls on the progress threads (communicator_progress.cpp) ----
   std::vector<int> awaited_by(const Task& task);
@@ -170,6 +184,12 @@ class Communicator {
   const std::shared_ptr<Gate> message_gate_;       // the messenger's, for those that outlive it
   std::atomic<std::uint64_t> num_collectives_{0};  // written under collective_gate_
   std::atomic<std::uint64_t> num_exchanges_{0};    // written under message_gate_
+  // A small collective whose header is out, and the rest of which needs nothing but those of the peers. No
+  // peer waits for that, so it is left to whoever asks for the task, or makes the next call; only if headers
+  // are late, to the progress thread. Guarded by collective_gate_; pending in collective_queue_, but not in
+  // it.
+  std::shared_ptr<Task> begun_;
+  bool is_begun_handed_over_ = false;  // the progress thread has been nudged for it
   TaskQueue collective_queue_;
   TaskQueue message_queue_;
   std::atomic<pthread_t> caller_{};  // the first thread that made a call

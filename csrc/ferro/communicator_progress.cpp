@@ -23,7 +23,10 @@ constexpr std::size_t kAtOnceNbytes = 512 * 1024;
 }  // namespace
 
 void Communicator::wait(Call& call, Task& task) {
-  if (task.messages == nullptr && !task.is_done()) check_outside(task.collective.op, task.sequence, call);
+  if (task.messages == nullptr && !task.is_done()) {
+    if (task.has_begun()) advance_begun(&call);
+    if (!task.is_done()) check_outside(task.collective.op, task.sequence, call);
+  }
   if (task.wait(call)) return;
   Error error(ErrorCode::under_way);
   error.op = task.collective.op;
@@ -58,7 +61,7 @@ std::shared_ptr<Task> Communicator::submit(const Collective& collective, double 
   check_open();
   note_caller();
   auto task = std::make_shared<Task>(collective, world_size_, timeout_s);
-  collective_queue_.push(task, [this] { run_collectives(); });
+  if (!begin_at_once(task)) collective_queue_.push(task, [this] { run_collectives(); });
   return task;
 }
 
@@ -100,20 +103,116 @@ bool Communicator::start_at_once(const std::shared_ptr<Task>& task) {
   return true;
 }
 
+bool Communicator::is_done(Task& task) {
+  if (!task.is_done() && task.messages == nullptr && task.has_begun()) advance_begun(nullptr);
+  return task.is_done();
+}
+
+// ---- Small collectives that have begun -------------------------------------------
+
+// Publishes a small collective on the thread that submits it, which costs less than waking another: the peers
+// need no more of this rank. False, with nothing sent, if it has to queue.
+bool Communicator::begin_at_once(const std::shared_ptr<Task>& task) {
+  if (!collective_gate_.try_enter()) return false;
+  Ended ended;
+  {
+    const Gate::Pass pass(collective_gate_, std::adopt_lock);
+    if (is_closed()) return false;
+    Transport& transport = *parts_.transport;
+    if (begun_ != nullptr) {
+      if (transport.linger_until_all_have_begun(nullptr))
+        retire(complete_begun());
+      else
+        hand_over_begun();
+    }
+    if (collective_queue_.num_pending() != 0) return false;
+    try {
+      if (!transport.begin(task->collective)) return false;
+    } catch (const Error&) {
+      return false;  // the group has ended, as the progress thread will report
+    }
+    task->sequence = next(num_collectives_);
+    collective_queue_.add_pending();
+    begun_ = task;
+    if (transport.have_all_begun()) ended = complete_begun();
+  }
+  retire(std::move(ended));
+  return true;
+}
+
+// Completes what has begun if all ranks have come to it, or do so while this thread spins, which it does for
+// a `call`. Else leaves it to the progress thread.
+void Communicator::advance_begun(Call* call) {
+  if (!collective_gate_.try_enter()) return;  // whoever is inside does the same
+  Ended ended;
+  {
+    const Gate::Pass pass(collective_gate_, std::adopt_lock);
+    if (begun_ == nullptr) return;
+    const Transport& transport = *parts_.transport;
+    if (call != nullptr ? transport.linger_until_all_have_begun(call) : transport.have_all_begun())
+      ended = complete_begun();
+    else
+      hand_over_begun();
+  }
+  retire(std::move(ended));
+}
+
+void Communicator::hand_over_begun() {
+  if (is_begun_handed_over_) return;
+  collective_queue_.nudge([this] { run_collectives(); });
+  is_begun_handed_over_ = true;
+}
+
+// With the gate held. What it returns is to be retired when the thread has left it: who hears that the
+// last task is done may close the group, and must find it idle.
+Communicator::Ended Communicator::complete_begun() noexcept {
+  is_begun_handed_over_ = false;
+  Ended ended{std::exchange(begun_, nullptr), std::nullopt};
+  if (ended.task == nullptr) return ended;
+  try {
+    run_now(ended.task->call, ended.task->collective, ended.task->sequence);
+  } catch (const std::exception&) {
+    ended.error = current_error();
+  }
+  return ended;
+}
+
+void Communicator::complete_handed_over() noexcept {
+  Ended ended;
+  {
+    Call unhurried(kUnlimited);
+    const Gate::Pass pass(collective_gate_, unhurried);
+    if (!collective_queue_.is_stopped()) ended = complete_begun();
+  }
+  retire(std::move(ended));
+}
+
+void Communicator::retire(Ended ended) noexcept {
+  if (ended.task != nullptr) collective_queue_.retire(*ended.task, std::move(ended.error));
+}
+
+// ---- Calls on the progress threads -------------------------------------------------
+
 void Communicator::run_collectives() noexcept {
-  while (const std::shared_ptr<Task> task = collective_queue_.pop()) {
+  for (std::shared_ptr<Task> task; collective_queue_.pop(task);) {
+    if (task == nullptr) {
+      complete_handed_over();
+      continue;
+    }
     task->call.begin_blocking();
-    std::optional<Error> error;
+    Ended before, now{task, std::nullopt};
     try {
       const Gate::Pass pass = enter(collective_gate_, task->call, task->collective.op, num_collectives_);
       // close() has found the gate free, and will not end what starts now.
       if (collective_queue_.is_stopped()) throw Error(ErrorCode::closed);
-      task->sequence = num_collectives_.load(std::memory_order_relaxed);
-      run_now(task->call, task->collective);
+      before = complete_begun();
+      task->sequence = next(num_collectives_);
+      run_now(task->call, task->collective, task->sequence);
     } catch (const std::exception&) {
-      error = current_error();
+      now.error = current_error();
     }
-    collective_queue_.retire(*task, std::move(error));
+    retire(std::move(before));
+    retire(std::move(now));
   }
   collective_queue_.abandon();
 }

@@ -67,6 +67,17 @@ std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is
 
 }  // namespace
 
+// An input of this size is copied, into the header or the ring: then no peer waits for this rank's reading,
+// nor it for theirs.
+bool ShmTransport::begin(const Collective& collective) {
+  if (is_uneven(collective) || input_nbytes(collective, size_, true) >= shm_cost::kSymmetricNbytes)
+    return false;
+  check_group();
+  publish_header(collective);
+  has_begun_ = true;
+  return true;
+}
+
 void ShmTransport::publish_header(const Collective& collective) {
   const unsigned parity = ++sequence_ & 1;
   HeaderSlot& slot = segment_->header(place_, parity);

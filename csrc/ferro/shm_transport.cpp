@@ -10,6 +10,13 @@
 
 namespace ferro {
 
+namespace {
+
+// About as long as it takes to wake a thread, which is what a rank saves that waits no longer.
+constexpr int kWakingPauses = 10 * SpinPolicy::kBriefPauses;
+
+}  // namespace
+
 ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int place, std::vector<int> members,
                            SpinPolicy spin, bool are_processes, std::shared_ptr<PeerMemory> peer_memory)
     : segment_(std::move(segment)),
@@ -77,9 +84,13 @@ void ShmTransport::run(Call& call, const Collective& collective) {
 
 // False, on all ranks, if some rank could not read what it should have pulled.
 bool ShmTransport::attempt(Call& call, const Collective& collective) {
-  check_group();
-  publish_header(collective);
-  prepare_next_small();
+  if (has_begun_) {
+    has_begun_ = false;
+  } else {
+    check_group();
+    publish_header(collective);
+    prepare_next_small();
+  }
   await_headers(call);
   // All ranks have read what stood in the slot that this one fills next. Where the slot takes the whole
   // input, peers wait for the store to it, and their caches still hold the line.
@@ -100,6 +111,25 @@ bool ShmTransport::attempt(Call& call, const Collective& collective) {
     pull_choice_.note(collective, inputs_.are_pulled,
                       Clock::now() - start + std::chrono::nanoseconds(inputs_.staging_ns));
   return true;
+}
+
+bool ShmTransport::have_all_begun() const {
+  for (int peer = 0; peer < size_; ++peer) {
+    const std::atomic<std::uint64_t>& flag = segment_->header(peer, sequence_ & 1).flag;
+    if (sequence_of(flag.load(std::memory_order_acquire)) != sequence_) return false;
+  }
+  return true;
+}
+
+bool ShmTransport::linger_until_all_have_begun(Call* call) const {
+  const int num_pauses = call != nullptr ? SpinPolicy::kBriefPauses : std::min(kWakingPauses, spin_.pauses);
+  for (int i = 0; i < num_pauses; ++i) {
+    if (have_all_begun()) return true;
+    pause_briefly();
+  }
+  if (call == nullptr) return false;
+  call->begin_blocking();
+  return spin([this] { return have_all_begun(); });
 }
 
 // ---- Waiting ---------------------------------------------------------------

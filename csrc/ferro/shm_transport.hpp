@@ -33,6 +33,9 @@ class ShmTransport final : public Transport {
   ~ShmTransport() override;
 
   void run(Call& call, const Collective& collective) override;
+  bool begin(const Collective& collective) override;
+  bool have_all_begun() const override;
+  bool linger_until_all_have_begun(Call* call) const override;
   void abort(AbortReason reason) noexcept override;
   AbortReason aborted() const noexcept override;
 
@@ -214,6 +217,7 @@ class ShmTransport final : public Transport {
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
+  bool has_begun_ = false;  // the header of the next run() is out
   // Set by publish_header() for the rest of run().
   bool is_inline_ = false;        // this rank's header carries its whole input
   std::size_t small_nbytes_ = 0;  // of the payload that it staged in its ring

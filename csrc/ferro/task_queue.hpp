@@ -1,4 +1,5 @@
-// Tasks on their way to a progress thread.
+// Tasks on their way to a progress thread. A null pointer among them is a nudge: the thread is to look after
+// what has no place in the queue.
 #ifndef FERRO_TASK_QUEUE_HPP
 #define FERRO_TASK_QUEUE_HPP
 
@@ -28,13 +29,17 @@ class TaskQueue {
   template <class Progress>
   void push(std::shared_ptr<Task> task, Progress progress) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (is_stopped_.load(std::memory_order_relaxed)) throw Error(ErrorCode::closed);
-    if (!thread_.joinable()) thread_ = start_thread("ferro-progress", std::move(progress));
-    tasks_.push_back(std::move(task));
-    num_pending_.fetch_add(1, std::memory_order_acq_rel);
-    num_waiting_.fetch_add(1, std::memory_order_acq_rel);
-    has_changed_.notify_one();
+    if (is_stopped()) throw Error(ErrorCode::closed);
+    enqueue(std::move(task), std::move(progress));
+    add_pending();
   }
+  template <class Progress>
+  void nudge(Progress progress) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_stopped()) enqueue(nullptr, std::move(progress));
+  }
+  // Counts a task as pending that is not pushed; retire() ends that, too.
+  void add_pending() { num_pending_.fetch_add(1, std::memory_order_acq_rel); }
 
   // Tasks pushed and not yet popped.
   int num_waiting() const { return num_waiting_.load(std::memory_order_acquire); }
@@ -46,15 +51,15 @@ class TaskQueue {
     return !is_stopped();
   }
 
-  // The next task, waiting for one; null if the queue was stopped.
-  std::shared_ptr<Task> pop() {
+  // The next task or nudge, waiting for one. False if the queue was stopped.
+  bool pop(std::shared_ptr<Task>& task) {
     std::unique_lock<std::mutex> lock(mutex_);
     has_changed_.wait(lock, [this] { return is_stopped() || !tasks_.empty(); });
-    if (is_stopped()) return nullptr;
-    std::shared_ptr<Task> task = std::move(tasks_.front());
+    if (is_stopped()) return false;
+    task = std::move(tasks_.front());
     tasks_.pop_front();
     num_waiting_.fetch_sub(1, std::memory_order_acq_rel);
-    return task;
+    return true;
   }
 
   // All tasks there are; none if the queue was stopped.
@@ -93,7 +98,8 @@ class TaskQueue {
       const std::lock_guard<std::mutex> lock(mutex_);
       left.swap(tasks_);
     }
-    for (const std::shared_ptr<Task>& task : left) retire(*task, Error(ErrorCode::closed));
+    for (const std::shared_ptr<Task>& task : left)
+      if (task != nullptr) retire(*task, Error(ErrorCode::closed));
   }
 
   // Stops, and waits for the thread to end.
@@ -103,6 +109,14 @@ class TaskQueue {
   }
 
  private:
+  template <class Progress>
+  void enqueue(std::shared_ptr<Task> task, Progress progress) {
+    if (!thread_.joinable()) thread_ = start_thread("ferro-progress", std::move(progress));
+    tasks_.push_back(std::move(task));
+    num_waiting_.fetch_add(1, std::memory_order_acq_rel);
+    has_changed_.notify_one();
+  }
+
   std::mutex mutex_;  // guards tasks_ and thread_
   std::condition_variable has_changed_;
   Tasks tasks_;

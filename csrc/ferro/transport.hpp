@@ -27,6 +27,16 @@ class Transport {
   // gives the same answer again.
   virtual void run(Call& call, const Collective& collective) = 0;
 
+  // Starts a collective whose rest waits for nothing but that the others start it, too, and which nobody
+  // waits for. The next run() is given the same one, and does that rest. False, with nothing started, if it
+  // can't be divided like this.
+  virtual bool begin([[maybe_unused]] const Collective& collective) { return false; }
+  // Whether all ranks have started what begin() has.
+  virtual bool have_all_begun() const { return false; }
+  // The same, after a while in which they may come to it: longer for the `call` that waits for them than for
+  // one that would rather go on, which is null.
+  virtual bool linger_until_all_have_begun([[maybe_unused]] Call* call) const { return false; }
+
   // Ends the group on every rank, for the first reason that anybody gave.
   // Wakes all waits of this rank and its peers.
   virtual void abort(AbortReason reason) noexcept = 0;

@@ -235,7 +235,7 @@ cdef class HostWork:
         if self._task.get().is_done():
             return True
         self._communicator._check_own()  # a forked child would ask for ever
-        return False
+        return self._communicator._engine.get().is_done(self._task.get()[0])
 
     def result(self, timeout=None):
         self.wait(timeout)
@@ -750,7 +750,7 @@ cdef class Communicator:
         cdef size_t num_in_flight = len(self._in_flight)
         if num_in_flight <= FEW or num_in_flight >= self._sweep_at:
             for other in list(self._in_flight):
-                if other.is_completed():
+                if (<HostWork> other)._task.get().is_done():
                     self._in_flight.discard(other)
             self._sweep_at = 2 * len(self._in_flight)  # so that it costs little per call
         self._in_flight.add(work)

@@ -126,6 +126,7 @@ cdef extern from "ferro/communicator.hpp" namespace "ferro" nogil:
         shared_ptr[Task] submit(const Collective& collective, double timeout_s) except +raise_native
         shared_ptr[Task] submit(Op op, const vector[PointToPoint]& messages,
                                 double timeout_s) except +raise_native
+        cpp_bool is_done(Task& task) except +raise_native
 
 
 cdef extern from "abi/alarm.hpp" namespace "ferro" nogil:

@@ -292,7 +292,7 @@ def test_a_rank_that_lacks_address_space_is_named_to_the_others() -> None:
 
 
 def lack_threads(backend: fd.HostBackend) -> str:
-    x = np.ones(1)
+    x = np.ones(2000)  # of small ones, the caller's thread does most
     allreduce = fd.allreduce  # whose module is loaded when it is first used
     limit_address_space(address_space_in_use())  # none for another thread's stack
     with pytest.raises(fd.Io) as raised:

@@ -837,16 +837,18 @@ void test_a_queued_call_that_ends_too_late_says_which_it_was() {
     }
   } interruption{*group[0]};
   on_each_rank(group, [&](Communicator& comm, int rank) {
-    Values x(1);
+    Values x(1), y(3000);
     const Collective allreduce = make(Op::allreduce, 1, x.data(), x.data());
+    const Collective before =
+        make(Op::allreduce, y.size(), y.data(), y.data());  // too large to begin at once
     if (rank == 1) {
       while (!interruption.is_queued.load()) std::this_thread::yield();
-      run(comm, make(Op::barrier, 0, nullptr, nullptr));
+      run(comm, before);
       run(comm, allreduce);
       run(comm, make(Op::barrier, 0, nullptr, nullptr));
       return;
     }
-    comm.submit(make(Op::barrier, 0, nullptr, nullptr), kTimeout);
+    comm.submit(before, kTimeout);
     Call call(kTimeout, {Interruption::begin, Interruption::strike, &interruption});
     try {
       comm.run(call, allreduce);
