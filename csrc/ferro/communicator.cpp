@@ -148,6 +148,7 @@ void Communicator::begin_close() noexcept {
   const std::shared_ptr<Messenger> messenger = share(parts_.messenger);
   const bool is_collective_idle = collective_gate_.try_enter();
   const bool has_entered_messages = message_gate_->try_enter();
+  if (has_entered_messages && !posted_.empty()) complete_posted();
   // Calls that sleep have left the gate, but what they posted is still there.
   const bool is_message_idle = has_entered_messages && messenger->is_idle();
   // From here on every call under way fails soon, and leaves its gate.
@@ -170,7 +171,7 @@ bool Communicator::close() noexcept {
   message_queue_.join();
   const Gate::Pass collective_pass(collective_gate_, unhurried);
   const Gate::Pass message_pass(*message_gate_, unhurried);
-  retire({std::move(begun_), Error(ErrorCode::closed)});
+  retire(Ended{std::exchange(begun_, nullptr), Error(ErrorCode::closed)});
   last_reason_ = parts_.transport->aborted();
   Parts parts;
   {
@@ -179,6 +180,7 @@ bool Communicator::close() noexcept {
   }
   // Calls that sleep outside the gate touch no array from here on.
   parts.messenger->end(Error(ErrorCode::closed));
+  retire(take_done());
   // In this order: a peer whose message never comes asks the transport for the reason.
   parts.transport->close();
   parts.messenger->close(is_superseded_.load(std::memory_order_relaxed));
@@ -202,7 +204,7 @@ void Communicator::note_caller() noexcept {
 void Communicator::run(Call& call, const Collective& collective) {
   check_open();
   note_caller();
-  if (collective_queue_.num_pending() != 0) advance_begun(&call);
+  if (collective_queue_.num_pending() != 0) advance_collective(&call);
   if (collective_queue_.num_pending() == 0) {
     const Gate::Pass pass = enter(collective_gate_, call, collective.op, num_collectives_);
     check_open();

@@ -146,21 +146,27 @@ class Communicator {
   void await(Call& call, Task& task);
   Error reason_to_give_up(Call& call, Task& task);
 
-  // ---- Small collectives that have begun (communicator_progress.cpp) ----
+  // ---- Small calls that have begun (communicator_begun.cpp) ----
   struct Ended {
     std::shared_ptr<Task> task;  // null if there was none
     std::optional<Error> error;
   };
+  void advance(Call* call, Task& task);
   bool begin_at_once(const std::shared_ptr<Task>& task);
-  void advance_begun(Call* call);
+  void advance_collective(Call* call);
   void hand_over_begun();
   Ended complete_begun() noexcept;
-  void complete_handed_over() noexcept;
   void retire(Ended ended) noexcept;
+  bool post_at_once(const std::shared_ptr<Task>& task);
+  void advance_messages(Call* call, Task& task);
+  std::shared_ptr<Messenger> hand_over(Tasks::iterator posted);
+  void complete_posted() noexcept;
+  Tasks take_done() noexcept;
+  void retire(const Tasks& done) noexcept;
 
   // ---- Calls on the progress threads (communicator_progress.cpp) ----
   std::vector<int> awaited_by(const Task& task);
-  bool start_at_once(const std::shared_ptr<Task>& task);
+  void complete_handed_over() noexcept;
   void run_collectives() noexcept;
   void run_messages() noexcept;
   void move_messages(Tasks& under_way, Tasks& done) noexcept;
@@ -189,8 +195,8 @@ class Communicator {
   // are late, to the progress thread. Guarded by collective_gate_; pending in collective_queue_, but not in
   // it.
   std::shared_ptr<Task> begun_;
-  bool is_begun_handed_over_ = false;  // the progress thread has been nudged for it
   TaskQueue collective_queue_;
+  Tasks posted_;  // the same for messages, of which only small receives are left; guarded by message_gate_
   TaskQueue message_queue_;
   std::atomic<pthread_t> caller_{};  // the first thread that made a call
   std::atomic<bool> has_several_callers_{false};

@@ -17,16 +17,11 @@ constexpr SpinPolicy kBackgroundSpin{20, 10};
 // How long a thread that gives up waiting for a task tries to find out whom the task waits for.
 constexpr double kGlanceSeconds = 0.1;
 
-// Up to this size, messages cost their sender less than waking a thread would.
-constexpr std::size_t kAtOnceNbytes = 512 * 1024;
-
 }  // namespace
 
 void Communicator::wait(Call& call, Task& task) {
-  if (task.messages == nullptr && !task.is_done()) {
-    if (task.has_begun()) advance_begun(&call);
-    if (!task.is_done()) check_outside(task.collective.op, task.sequence, call);
-  }
+  advance(&call, task);
+  if (task.messages == nullptr && !task.is_done()) check_outside(task.collective.op, task.sequence, call);
   if (task.wait(call)) return;
   Error error(ErrorCode::under_way);
   error.op = task.collective.op;
@@ -70,111 +65,10 @@ std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint
   check_open();
   note_caller();
   auto task = std::make_shared<Task>(op, messages, timeout_s);
-  if (Messenger::nbytes_of(*task->messages) <= kAtOnceNbytes && start_at_once(task)) return task;
+  if (post_at_once(task)) return task;
   message_queue_.push(task, [this] { run_messages(); });
   notify();
   return task;
-}
-
-// Posts messages and moves what can be moved now: what a peer's ring has room for, or what has
-// come already, is done before another thread could have woken. The rest is left to the
-// progress thread. False, with nothing posted, if that one has to go first.
-bool Communicator::start_at_once(const std::shared_ptr<Task>& task) {
-  if (!message_gate_->try_enter()) return false;
-  bool is_done;
-  std::shared_ptr<Messenger> messenger;  // a share of this thread's, for when it has left the gate
-  {
-    const Gate::Pass pass(*message_gate_, std::adopt_lock);
-    if (is_closed() || message_queue_.num_waiting() != 0) return false;
-    if (parts_.transport->aborted().is_set()) return false;
-    parts_.messenger->post(*task->messages);
-    task->sequence = next(num_exchanges_);
-    try {
-      parts_.messenger->progress();
-      // With the gate held, so that no other thread can close the group in between.
-      if (!task->messages->is_done()) message_queue_.push(task, [this] { run_messages(); });
-    } catch (const std::exception&) {
-      parts_.messenger->end(current_error());
-    }
-    is_done = task->messages->is_done();
-    if (!is_done) messenger = parts_.messenger;
-  }
-  is_done ? task->finish(outcome(*task)) : messenger->notify();
-  return true;
-}
-
-bool Communicator::is_done(Task& task) {
-  if (!task.is_done() && task.messages == nullptr && task.has_begun()) advance_begun(nullptr);
-  return task.is_done();
-}
-
-// ---- Small collectives that have begun -------------------------------------------
-
-// Publishes a small collective on the thread that submits it, which costs less than waking another: the peers
-// need no more of this rank. False, with nothing sent, if it has to queue.
-bool Communicator::begin_at_once(const std::shared_ptr<Task>& task) {
-  if (!collective_gate_.try_enter()) return false;
-  Ended ended;
-  {
-    const Gate::Pass pass(collective_gate_, std::adopt_lock);
-    if (is_closed()) return false;
-    Transport& transport = *parts_.transport;
-    if (begun_ != nullptr) {
-      if (transport.linger_until_all_have_begun(nullptr))
-        retire(complete_begun());
-      else
-        hand_over_begun();
-    }
-    if (collective_queue_.num_pending() != 0) return false;
-    try {
-      if (!transport.begin(task->collective)) return false;
-    } catch (const Error&) {
-      return false;  // the group has ended, as the progress thread will report
-    }
-    task->sequence = next(num_collectives_);
-    collective_queue_.add_pending();
-    begun_ = task;
-    if (transport.have_all_begun()) ended = complete_begun();
-  }
-  retire(std::move(ended));
-  return true;
-}
-
-// Completes what has begun if all ranks have come to it, or do so while this thread spins, which it does for
-// a `call`. Else leaves it to the progress thread.
-void Communicator::advance_begun(Call* call) {
-  if (!collective_gate_.try_enter()) return;  // whoever is inside does the same
-  Ended ended;
-  {
-    const Gate::Pass pass(collective_gate_, std::adopt_lock);
-    if (begun_ == nullptr) return;
-    const Transport& transport = *parts_.transport;
-    if (call != nullptr ? transport.linger_until_all_have_begun(call) : transport.have_all_begun())
-      ended = complete_begun();
-    else
-      hand_over_begun();
-  }
-  retire(std::move(ended));
-}
-
-void Communicator::hand_over_begun() {
-  if (is_begun_handed_over_) return;
-  collective_queue_.nudge([this] { run_collectives(); });
-  is_begun_handed_over_ = true;
-}
-
-// With the gate held. What it returns is to be retired when the thread has left it: who hears that the
-// last task is done may close the group, and must find it idle.
-Communicator::Ended Communicator::complete_begun() noexcept {
-  is_begun_handed_over_ = false;
-  Ended ended{std::exchange(begun_, nullptr), std::nullopt};
-  if (ended.task == nullptr) return ended;
-  try {
-    run_now(ended.task->call, ended.task->collective, ended.task->sequence);
-  } catch (const std::exception&) {
-    ended.error = current_error();
-  }
-  return ended;
 }
 
 void Communicator::complete_handed_over() noexcept {
@@ -186,12 +80,6 @@ void Communicator::complete_handed_over() noexcept {
   }
   retire(std::move(ended));
 }
-
-void Communicator::retire(Ended ended) noexcept {
-  if (ended.task != nullptr) collective_queue_.retire(*ended.task, std::move(ended.error));
-}
-
-// ---- Calls on the progress threads -------------------------------------------------
 
 void Communicator::run_collectives() noexcept {
   for (std::shared_ptr<Task> task; collective_queue_.pop(task);) {

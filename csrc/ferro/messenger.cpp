@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "ferro/clock.hpp"
+#include "ferro/shm_cost.hpp"
 
 namespace ferro {
 namespace {
@@ -212,6 +213,27 @@ bool Messenger::try_briefly(const Batch& batch) {
     progress();
   }
   return batch.is_done();
+}
+
+bool Messenger::linger(Call* call, const Batch& batch) {
+  if (try_briefly(batch) || call == nullptr) return batch.is_done();
+  call->begin_blocking();
+  for (int idle = 1; !batch.is_done() && !gate_->is_awaited() && spin_.linger(idle); ++idle)
+    if (progress()) idle = 0;
+  return batch.is_done();
+}
+
+// A message of this size is not lent, and finds room in a ring.
+bool Messenger::awaits_little(const Batch& batch) const {
+  std::size_t nbytes = 0;
+  for (const Lane* lane : lanes_in_use_) {
+    for (const auto& [message, owner] : lane->messages) {
+      if (owner != &batch) continue;
+      if (lane->is_outgoing) return false;
+      nbytes += message->op.nbytes();
+    }
+  }
+  return nbytes < shm_cost::kLentSymmetricNbytes;
 }
 
 // Moves, spins while nothing moves, and then sleeps until something may.

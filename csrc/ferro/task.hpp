@@ -69,6 +69,9 @@ class Task {
   // nothing.
   std::atomic<std::uint64_t> sequence{kNoSequence};
   bool has_begun() const { return sequence.load(std::memory_order_relaxed) != kNoSequence; }
+  // It has begun, and is nobody's: whoever asks for it must do the rest, or hand it to the progress thread.
+  // Written with the gate held.
+  std::atomic<bool> is_unattended{false};
 
  private:
   static constexpr std::uint32_t kPending = 0, kAwaited = 1, kDone = 2;

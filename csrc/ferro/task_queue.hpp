@@ -33,10 +33,13 @@ class TaskQueue {
     enqueue(std::move(task), std::move(progress));
     add_pending();
   }
+  // The same for one that is pending already, or for a nudge. False if the queue was stopped.
   template <class Progress>
-  void nudge(Progress progress) {
+  bool hand_over(std::shared_ptr<Task> task, Progress progress) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!is_stopped()) enqueue(nullptr, std::move(progress));
+    if (is_stopped()) return false;
+    enqueue(std::move(task), std::move(progress));
+    return true;
   }
   // Counts a task as pending that is not pushed; retire() ends that, too.
   void add_pending() { num_pending_.fetch_add(1, std::memory_order_acq_rel); }

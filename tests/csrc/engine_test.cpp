@@ -278,7 +278,7 @@ void test_tasks(int size) {
     CHECK(x[2] == sum_at(size, 2));
     for (const auto& task : tasks) {
       Call call(kTimeout);
-      CHECK(task->wait(call));
+      comm.wait(call, *task);
       task->rethrow();
     }
     for (std::size_t i = 0; i < kTasks; ++i) CHECK(arrays[i][7] == sum_at(size, i + 7));
@@ -474,7 +474,7 @@ void test_a_blocked_receive_keeps_no_thread_from_sending(bool is_over_sockets, b
     Call call(kTimeout);
     if (is_async) {
       const std::shared_ptr<Task> task = group[0]->submit(Op::send, {send_of(1, question)}, kTimeout);
-      CHECK(task->wait(call));
+      group[0]->wait(call, *task);
       task->rethrow();
     } else {
       group[0]->exchange(call, Op::send, {send_of(1, question)});
@@ -499,7 +499,7 @@ void test_threads_share_a_group(bool is_over_sockets) {
           Call call(kTimeout);
           if (round % 3 == 0) {
             const std::shared_ptr<Task> task = comm.submit(Op::send, {send_of(peer, x)}, kTimeout);
-            CHECK(task->wait(call));
+            comm.wait(call, *task);
             task->rethrow();
           } else {
             comm.exchange(call, Op::send, {send_of(peer, x)});
@@ -534,7 +534,7 @@ void test_calls_keep_their_order_behind_work(bool is_over_sockets) {
       } else {
         comm.exchange(call, Op::recv, {recv_of(0, second)});
       }
-      CHECK(task->wait(call));
+      comm.wait(call, *task);
       task->rethrow();
       CHECK(first[0] == 2 * round && second[0] == 2 * round + 1);
     }
@@ -555,7 +555,7 @@ void test_work_of_every_size_keeps_its_order(bool is_over_sockets) {
                                   : comm.submit(Op::recv, {recv_of(0, x)}, kTimeout));
       for (std::int32_t i = 0; i < 12; ++i) {
         Call call(kTimeout);
-        CHECK(tasks[i]->wait(call));
+        comm.wait(call, *tasks[i]);
         tasks[i]->rethrow();
         CHECK(arrays[i].front() == round + i && arrays[i].back() == round + i);
       }
@@ -600,7 +600,7 @@ void test_a_timeout_ends_the_calls_of_all_threads(bool is_over_sockets) {
   waits.join();
   CHECK(patient == ErrorCode::timeout);
   Call unhurried(kTimeout);
-  CHECK(task->wait(unhurried));
+  group[0]->wait(unhurried, *task);
   CHECK(code_of([&] { task->rethrow(); }) == ErrorCode::timeout);
 }
 
@@ -790,7 +790,7 @@ void test_a_task_that_cannot_start_ends_the_group() {
   blocked.await();
   const std::shared_ptr<Task> task = group[0]->submit(make(Op::broadcast, 1, y.data(), y.data()), 0.05);
   Call call(kTimeout);
-  CHECK(task->wait(call));
+  group[0]->wait(call, *task);
   try {
     task->rethrow();
     CHECK(false);
@@ -957,7 +957,7 @@ void test_memory_runs_out_behind_the_caller(bool is_over_sockets) {
     for (const std::shared_ptr<Task>& task : tasks) {
       if (!is_whole) group[0]->close();  // else a later one might get what was meant for it
       Call call(kTimeout);
-      CHECK(task->wait(call));
+      group[0]->wait(call, *task);
       const ErrorCode code = code_of([&] { task->rethrow(); });
       CHECK(code == ErrorCode::none || code == ErrorCode::out_of_memory || code == ErrorCode::closed ||
             code == ErrorCode::size_mismatch);
@@ -1057,7 +1057,7 @@ ErrorCode end_of_stream(
       if (!is_async) return group[0]->exchange(call, Op::batch, messages);
       const std::shared_ptr<Task> task = group[0]->submit(Op::batch, messages, call.timeout_s());
       Call patient(kTimeout);
-      CHECK(task->wait(patient));
+      group[0]->wait(patient, *task);
       task->rethrow();
     });
   });
@@ -1138,7 +1138,7 @@ void test_close_during_calls() {
           CHECK(error.code == ErrorCode::closed || error.code == ErrorCode::channel_closed);
         }
         Call call(kTimeout);
-        if (receive) CHECK(receive->wait(call));
+        if (receive) group[rank]->wait(call, *receive);
       });
     }
     threads.emplace_back([&group] { group[0]->close(); });

@@ -1,0 +1,234 @@
+// Small asynchronous calls, which begin on the thread that submits them. Ranks share one thread where that
+// shows who does what.
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "ferro/communicator.hpp"
+#include "loopback.hpp"
+
+using namespace ferro;
+using test::kTimeout, test::value, test::Values;
+using Group = std::vector<std::shared_ptr<Communicator>>;
+using Work = std::shared_ptr<Task>;
+
+namespace {
+
+constexpr std::size_t kTooLarge = 3000;  // elements, to begin at once
+
+Work reduce(Communicator& comm, Values& x, double timeout_s = kTimeout) {
+  return comm.submit(test::make(Op::allreduce, DType::int32, x.size(), x.data(), x.data()), timeout_s);
+}
+
+Work recv(Communicator& comm, int src, Values& x) {
+  return comm.submit(Op::recv, {{false, src, x.data(), x.size(), DType::int32, 0}}, kTimeout);
+}
+
+Work send(Communicator& comm, int dst, Values& x) {
+  return comm.submit(Op::send, {{true, dst, x.data(), x.size(), DType::int32, 0}}, kTimeout);
+}
+
+void wait(Communicator& comm, Task& task) {
+  Call call(kTimeout);
+  comm.wait(call, task);
+}
+
+ErrorCode code_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.code;
+  }
+  return ErrorCode::none;
+}
+
+ErrorCode code_of(const Work& work) {
+  return code_of([&] { work->rethrow(); });
+}
+
+// By the progress thread: nobody asks.
+void await_unasked(const Task& task) {
+  while (!task.is_done()) std::this_thread::yield();
+}
+
+void the_last_rank_completes_at_once() {
+  const Group group = Communicator::create_group(3, 3);
+  std::array<Values, 3> x{Values{1}, Values{2}, Values{4}};
+  std::array<Work, 3> work;
+  for (int rank = 0; rank < 3; ++rank) work[rank] = reduce(*group[rank], x[rank]);
+  CHECK(!work[0]->is_done() && !work[1]->is_done() && work[2]->is_done() && x[2][0] == 7);
+  CHECK(group[0]->is_done(*work[0]) && x[0][0] == 7);
+  wait(*group[1], *work[1]);
+  CHECK(work[1]->is_done() && x[1][0] == 7);
+}
+
+void what_was_asked_for_too_early_is_done_unasked() {
+  for (const bool is_waited_for : {false, true}) {
+    const Group group = Communicator::create_group(2, 2);
+    Values x{1}, y{2};
+    const Work early = reduce(*group[0], x);
+    if (is_waited_for) {
+      Call brief(0.001);
+      CHECK(code_of([&] { group[0]->wait(brief, *early); }) == ErrorCode::under_way);
+    } else {
+      CHECK(!group[0]->is_done(*early));
+    }
+    const Work late = reduce(*group[1], y);
+    CHECK(late->is_done() && y[0] == 3);
+    await_unasked(*early);
+    CHECK(x[0] == 3);
+  }
+}
+
+// Each completes the one before it, or is queued behind it.
+void calls_of_every_kind_keep_their_order() {
+  constexpr int kSize = 3;
+  const Group group = Communicator::create_group(kSize, 2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kSize; ++rank) {
+    threads.emplace_back([&, rank] {
+      Communicator& comm = *group[rank];
+      std::mt19937 alike(7), own(static_cast<unsigned>(rank));  // what all ranks do alike, and what each does
+      for (int step = 0; step < 500; ++step) {
+        std::vector<Values> arrays;
+        std::vector<Work> works;
+        const unsigned num_calls = 1 + alike() % 4;
+        for (unsigned i = 0; i < num_calls; ++i)
+          arrays.emplace_back(alike() % 8 == 0 ? kTooLarge : 1 + alike() % 500, 1 << rank);
+        for (Values& x : arrays) {
+          if (own() % 4 != 0) {
+            works.push_back(reduce(comm, x));
+          } else {
+            Call call(kTimeout);
+            comm.run(call, test::make(Op::allreduce, DType::int32, x.size(), x.data(), x.data()));
+          }
+          if (own() % 8 == 0) std::this_thread::yield();
+          if (own() % 4 == 0 && !works.empty()) comm.is_done(*works[own() % works.size()]);
+        }
+        for (; !works.empty(); works.pop_back()) {  // the last first
+          if (own() % 4 == 0)
+            while (!comm.is_done(*works.back())) std::this_thread::yield();
+          wait(comm, *works.back());
+          works.back()->rethrow();
+        }
+        for (const Values& x : arrays) CHECK(x.front() == 7 && x.back() == 7);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void a_mismatch_ends_the_work_alone() {
+  const Group group = Communicator::create_group(2, 2);
+  Values x(3), y(4), z{1};
+  const Work three = reduce(*group[0], x), four = reduce(*group[1], y);
+  wait(*group[0], *three);
+  CHECK(code_of(three) == ErrorCode::mismatch && code_of(four) == ErrorCode::mismatch);
+  const Work right = reduce(*group[0], z), left = reduce(*group[1], z);
+  wait(*group[0], *right);
+  CHECK(code_of(right) == ErrorCode::none && code_of(left) == ErrorCode::none);
+}
+
+void a_rank_that_never_comes_is_missed() {
+  const Group group = Communicator::create_group(2, 2);
+  Values x{1};
+  const Work work = reduce(*group[0], x, 0.01);
+  wait(*group[0], *work);
+  CHECK(code_of(work) == ErrorCode::timeout && group[1]->has_ended());
+}
+
+// What all ranks have come to counts, although nobody has asked for it; else the peers are told.
+void a_rank_closes_with_work_begun() {
+  for (const bool have_all_come : {false, true}) {
+    const Group group = Communicator::create_group(2, 2);
+    Values x{1}, y{2}, received{0}, sent{5};
+    const Work reduced = reduce(*group[0], x), message = recv(*group[0], 1, received);
+    if (have_all_come) CHECK(reduce(*group[1], y)->is_done() && send(*group[1], 0, sent)->is_done());
+    CHECK(!reduced->is_done() && !message->is_done());
+    group[0]->close();
+    CHECK(reduced->is_done() && message->is_done());
+    const ErrorCode expected = have_all_come ? ErrorCode::none : ErrorCode::closed;
+    CHECK(code_of(reduced) == expected && code_of(message) == expected);
+    CHECK(group[1]->has_ended() != have_all_come);
+    if (have_all_come) CHECK(x[0] == 3 && received[0] == 5);
+  }
+}
+
+void a_message_that_has_come_is_received_when_asked_for() {
+  for (const bool is_waited_for : {false, true}) {
+    const Group group = Communicator::create_group(2, 2);
+    Values received{0}, sent{5};
+    const Work work = recv(*group[0], 1, received);
+    CHECK(send(*group[1], 0, sent)->is_done() && !work->is_done());
+    if (is_waited_for) wait(*group[0], *work);
+    CHECK(group[0]->is_done(*work) && received[0] == 5);
+  }
+}
+
+// Those that were asked for too early, those that are large, and those beyond a few.
+void other_messages_are_received_unasked() {
+  const Group group = Communicator::create_group(2, 2);
+  std::vector<Values> sent(20, Values{5}), received(20, Values{0});
+  sent.front() = Values(kTooLarge, 5), received.front() = Values(kTooLarge, 0);
+  std::vector<Work> works;
+  for (Values& x : received) works.push_back(recv(*group[0], 1, x));
+  CHECK(!group[0]->is_done(*works[1]));
+  std::vector<Work> sends;
+  for (Values& x : sent) sends.push_back(send(*group[1], 0, x));
+  for (const std::size_t i : {0, 1, 12, 19}) {
+    await_unasked(*works[i]);
+    CHECK(received[i].back() == 5);
+  }
+  for (std::size_t i = works.size(); i-- > 0;) {
+    wait(*group[0], *works[i]);
+    CHECK(received[i].back() == 5);
+  }
+  for (const Work& work : sends) wait(*group[1], *work);
+}
+
+// Threads of one rank ask for the same work, send, and receive, until one of them closes the group.
+void threads_get_into_each_others_way() {
+  for (int round = 0; round < 50; ++round) {
+    const Group group = Communicator::create_group(2, 2);
+    Values x{1}, y{1}, received{0}, sent{5};
+    const Work reduced = reduce(*group[0], x), message = recv(*group[0], 1, received);
+    std::vector<std::thread> threads;
+    for (const Work& work : {reduced, message, reduced, message}) {
+      threads.emplace_back([&group, work] { wait(*group[0], *work); });
+      threads.emplace_back([&group, work] {
+        while (!group[0]->is_done(*work)) std::this_thread::yield();
+      });
+    }
+    threads.emplace_back([&] {
+      code_of([&] { wait(*group[0], *send(*group[0], 1, sent)); });
+      if (round % 2 == 0) group[0]->close();
+    });
+    if (round % 4 != 0) {
+      code_of([&] { wait(*group[1], *reduce(*group[1], y)); });
+      code_of([&] { wait(*group[1], *send(*group[1], 0, sent)); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    if (round % 2 != 0) CHECK(x[0] == 2 && received[0] == 5);
+  }
+}
+
+}  // namespace
+
+int main() {
+  the_last_rank_completes_at_once();
+  what_was_asked_for_too_early_is_done_unasked();
+  calls_of_every_kind_keep_their_order();
+  a_mismatch_ends_the_work_alone();
+  a_rank_that_never_comes_is_missed();
+  a_rank_closes_with_work_begun();
+  a_message_that_has_come_is_received_when_asked_for();
+  other_messages_are_received_unasked();
+  threads_get_into_each_others_way();
+  std::puts("begun_test: passed");
+}
