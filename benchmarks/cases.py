@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-COLLECTIVES = (
+BLOCKING = (
     "allreduce",
     "broadcast",
     "all_gather",
@@ -17,6 +17,9 @@ COLLECTIVES = (
     "send_recv",
     "barrier",
 )
+ASYNCHRONOUS = ("iallreduce", "isend_irecv")
+"""Submitted, then waited for; by MPI's names."""
+
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 """Bytes of an element."""
 
@@ -74,7 +77,7 @@ class Case:
     @property
     def output_count(self) -> int:
         """Elements of the separate output; 0 where the collective works in place."""
-        if self.collective in ("allreduce", "broadcast", "barrier"):
+        if self.collective in ("allreduce", "iallreduce", "broadcast", "barrier"):
             return 0
         return self.chunk if self.collective == "reduce_scatter" else self.total
 
@@ -95,7 +98,7 @@ class Case:
 
     def expected_on(self, rank: int) -> Floats:
         """Compute what the output, or in place the input, holds after one statement."""
-        if self.collective == "send_recv":
+        if self.collective in ("send_recv", "isend_irecv"):
             partner = rank ^ 1
             # The last of an odd number has no partner, and receives nothing.
             return self.input_of(partner) if partner < self.ranks else self.input_of(rank) * 0
@@ -103,7 +106,7 @@ class Case:
             return self.input_of(0)
         inputs: list[Floats] = [self.input_of(peer) for peer in range(self.ranks)]
         own = slice(rank * self.chunk, (rank + 1) * self.chunk)
-        if self.collective == "allreduce":
+        if self.collective in ("allreduce", "iallreduce"):
             return _sum(inputs)
         if self.collective == "reduce_scatter":
             return _sum([x[own] for x in inputs])

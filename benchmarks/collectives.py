@@ -32,7 +32,7 @@ from pathlib import Path
 
 import measure
 import report
-from cases import COLLECTIVES, DTYPES, Case
+from cases import ASYNCHRONOUS, BLOCKING, DTYPES, Case
 from group import CaseRefused, Group, SystemFailed, scratch_directory, start_all
 from peers import SELDOM_BEST, System, systems
 
@@ -90,7 +90,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
     read_sizes = listed(measure.parse_size)
     add("--quick", action="store_true", help="under a minute: fewer sizes, rounds and peers")
     add("--ranks", type=listed(measure.at_least(1)), default="2", help="for example 2,4")
-    add("--collectives", type=listed(one_of(COLLECTIVES)), default=",".join(COLLECTIVES))
+    add(
+        "--collectives",
+        type=listed(one_of((*BLOCKING, *ASYNCHRONOUS))),
+        default=",".join(BLOCKING),
+        help=f"any of {','.join((*BLOCKING, *ASYNCHRONOUS))}; default: those that block",
+    )
     add("--sizes", type=read_sizes, help=f"bytes; default {SIZES}")
     add(
         "--memory",
@@ -156,8 +161,8 @@ def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]
         results: list[report.Result] = []
         said: set[str] = set()
         for collective in options.collectives:
-            if collective == "send_recv" and ranks == 1:
-                measure.say("without send_recv: a message needs two ranks")
+            if collective in ("send_recv", "isend_irecv") and ranks == 1:
+                measure.say(f"without {collective}: a message needs two ranks")
                 continue
             found: list[report.Result] = []
             for size in [0] if collective == "barrier" else options.sizes:

@@ -201,6 +201,12 @@ def ping_pong(rank: int, world_size: int, send: str, recv: str) -> str:
     return "; ".join(statement.format(peer=peer) for statement in order)
 
 
+def both_ways(rank: int, world_size: int, *statements: str) -> str:
+    """Exchange messages with this rank's partner; an odd one out has none."""
+    peer = rank ^ 1
+    return "; ".join(statements).format(peer=peer) if peer < world_size else "pass"
+
+
 def numpy_dtype(name: str) -> Any:
     import numpy as np
 
@@ -249,12 +255,21 @@ class FerroDist(CollectiveAdapter):
     def statement(self, case: Any) -> str:
         statements = {
             "allreduce": "allreduce(x, backend, out=x)",
+            "iallreduce": "allreduce(x, backend, out=x, async_op=True).wait()",
             "broadcast": each_root(case, "broadcast(x, backend, {root}, out=x)"),
             "all_gather": "all_gather(x, backend, out=y)",
             "reduce_scatter": "reduce_scatter(x, backend, out=y)",
             "all_to_all": "all_to_all(x, backend, out=y)",
             "send_recv": ping_pong(
                 self.rank, self.world_size, "send(x, backend, {peer})", "recv(y, backend, {peer})"
+            ),
+            "isend_irecv": both_ways(
+                self.rank,
+                self.world_size,
+                "received = recv(y, backend, {peer}, async_op=True)",
+                "sent = send(x, backend, {peer}, async_op=True)",
+                "received.wait()",
+                "sent.wait()",
             ),
             "barrier": "barrier(backend)",
         }
@@ -301,13 +316,15 @@ class Mpi(CollectiveAdapter):
         return version.splitlines()[0].strip("\0").split(",")[0]
 
     def names(self) -> dict[str, Any]:
-        functions = "Allreduce Bcast Allgather Reduce_scatter_block Alltoall Send Recv Barrier"
+        functions = "Allreduce Iallreduce Bcast Allgather Reduce_scatter_block Alltoall Barrier"
+        functions += " Send Isend Recv Irecv"
         names = {name: getattr(self._comm, name) for name in functions.split()}
         return {**names, "comm": self._comm, "IN_PLACE": self._mpi.IN_PLACE}
 
     def statement(self, case: Any) -> str:
         statements = {
             "allreduce": "Allreduce(IN_PLACE, sx)",
+            "iallreduce": "Iallreduce(IN_PLACE, sx).Wait()",
             "broadcast": each_root(case, "Bcast(sx, {root})"),
             "all_gather": "Allgather(sx, sy)",
             "reduce_scatter": "Reduce_scatter_block(sx, sy)",
@@ -315,9 +332,18 @@ class Mpi(CollectiveAdapter):
             "send_recv": ping_pong(
                 self.rank, self.world_size, "Send(sx, {peer})", "Recv(sy, {peer})"
             ),
+            "isend_irecv": both_ways(
+                self.rank,
+                self.world_size,
+                "received = Irecv(sy, {peer})",
+                "sent = Isend(sx, {peer})",
+                "received.Wait()",
+                "sent.Wait()",
+            ),
             "barrier": "Barrier()",
         }
-        if case.dtype.endswith("float16") and case.collective in ("allreduce", "reduce_scatter"):
+        reductions = ("allreduce", "iallreduce", "reduce_scatter")
+        if case.dtype.endswith("float16") and case.collective in reductions:
             raise NotImplementedError(f"MPI has no reduction of {case.dtype}")
         return statements[case.collective]
 
@@ -354,7 +380,7 @@ class Gloo(CollectiveAdapter):
         return f"torch {self._torch.__version__}"
 
     def names(self) -> dict[str, Any]:
-        functions = "all_reduce broadcast all_to_all_single send recv barrier"
+        functions = "all_reduce broadcast all_to_all_single send recv isend irecv barrier"
         names = {name: getattr(self._dist, name) for name in functions.split()}
         # Renamed in torch 2.13; the old names warn at every call.
         for new, old in (
@@ -367,12 +393,21 @@ class Gloo(CollectiveAdapter):
     def statement(self, case: Any) -> str:
         statements = {
             "allreduce": "all_reduce(x)",
+            "iallreduce": "all_reduce(x, async_op=True).wait()",
             "broadcast": each_root(case, "broadcast(x, {root})"),
             "all_gather": "all_gather_single(y, x)",
             "reduce_scatter": "reduce_scatter_single(y, x)",
             "all_to_all": "all_to_all_single(y, x)",
             "send_recv": ping_pong(
                 self.rank, self.world_size, "send(x, {peer})", "recv(y, {peer})"
+            ),
+            "isend_irecv": both_ways(
+                self.rank,
+                self.world_size,
+                "received = irecv(y, {peer})",
+                "sent = isend(x, {peer})",
+                "received.wait()",
+                "sent.wait()",
             ),
             "barrier": "barrier()",
         }
