@@ -173,6 +173,8 @@ def _from_arguments(rank: int, world_size: int) -> Source:
 
 
 def _check_argument(source: Source | None, rank: int | None, world_size: int | None) -> None:
+    if isinstance(rank, str):  # where torch's init_process_group takes the backend
+        raise InvalidRank(f"rank must be an integer, not {rank!r}; backend= names a kind of group")
     finding = source or "the environment says nothing"
     if rank is not None and (source is None or source.rank != rank):
         raise InvalidRank(f"rank={rank!r} was given without world_size, and {finding}: give both")

@@ -283,6 +283,12 @@ def test_a_bad_rank_argument(rank: int) -> None:
         placement(rank, 2, environ={})
 
 
+@pytest.mark.parametrize("environ", [{}, torchrun(1, 4)])
+def test_a_backend_in_place_of_the_rank_is_told_where_it_belongs(environ: Environ) -> None:
+    with pytest.raises(InvalidRank, match="not 'nccl'; backend= names"):
+        placement("nccl", environ=environ)  # type: ignore[arg-type]
+
+
 @given(st.dictionaries(st.sampled_from(sorted(ferrorun(0, 2) | slurm(0, 2))), st.text(max_size=8)))
 def test_any_environment_is_a_place_or_a_named_error(environ: Environ) -> None:
     try:
