@@ -240,7 +240,13 @@ def _host_view(kind: str, name: str, array: Any) -> NumpyArray:
     elif hasattr(array, "__dlpack__") and hasattr(array, "__array__"):
         view = _numpy_view(array)
     else:
-        raise TypeError(f"DDP: {kind} {name!r} is {type(array).__name__}, not an array")
+        hint = ""
+        if isinstance(array, dict | list | tuple):
+            hint = (
+                ". A nested tree is taken if its leaves are JAX's: "
+                "jax.tree.map(jax.numpy.asarray, params) makes them so"
+            )
+        raise TypeError(f"DDP: {kind} {name!r} is {type(array).__name__}, not an array{hint}")
     if not view.dtype.isnative:
         raise InvalidArray(f"DDP: {kind} {name!r} is not in native byte order", op="DDP")
     if not view.flags.writeable:
