@@ -311,16 +311,18 @@ def test_two_ranks_must_connect_alike() -> None:
 # Mistakes
 
 
-def reduce_otherwise(rank: int, world_size: int, addr: str, log: str) -> tuple[int, str]:
+def disagree(rank: int, world_size: int, addr: str, log: str, about: str) -> tuple[int, str]:
     nccl = Nccl()
     os.dup2(os.open(f"{log}.{rank}", os.O_CREAT | os.O_WRONLY), 2)
     comm = nccl.communicator(world_size, shared_id(addr), rank)
-    a = nccl.gpu.array(floats([1]))
-    op = ctypes.c_int(SUM)
-    if rank == 0:
+    a = nccl.gpu.array(np.zeros(8, np.float32))
+    count, op = 8, ctypes.c_int(SUM)
+    if rank == 1 and about == "the count":
+        count = 7
+    elif rank == 1:
         one = ctypes.c_float(1)
         nccl.RedOpCreatePreMulSum(ctypes.byref(op), ctypes.byref(one), FLOAT32, 1, comm)
-    nccl.AllReduce(a, a, size(1), FLOAT32, op, comm, DEFAULT)
+    nccl.AllReduce(a, a, size(count), FLOAT32, op, comm, DEFAULT)
     nccl.gpu.synchronize()
     state = nccl.state(comm)
     nccl.CommAbort(comm)
@@ -329,27 +331,14 @@ def reduce_otherwise(rank: int, world_size: int, addr: str, log: str) -> tuple[i
 
 
 def test_a_sum_is_not_a_premultiplied_sum(tmp_path: Any) -> None:
-    for state, text in run_emulated(2, reduce_otherwise, str(tmp_path / "log")):
+    for state, text in run_emulated(2, disagree, str(tmp_path / "log"), "the operation"):
         assert state == INVALID_ARGUMENT
         assert "operation 0" in text
         assert "operation 5" in text
 
 
-def disagree(rank: int, world_size: int, addr: str, log: str) -> tuple[int, str]:
-    nccl = Nccl()
-    os.dup2(os.open(f"{log}.{rank}", os.O_CREAT | os.O_WRONLY), 2)
-    comm = nccl.communicator(world_size, shared_id(addr), rank)
-    a = nccl.gpu.array(np.zeros(8, np.float32))
-    nccl.AllReduce(a, a, size(8 - rank), FLOAT32, SUM, comm, DEFAULT)
-    nccl.gpu.synchronize()
-    state = nccl.state(comm)
-    nccl.CommAbort(comm)
-    with open(f"{log}.{rank}") as file:
-        return state, file.read()
-
-
 def test_ranks_that_disagree_are_told(tmp_path: Any) -> None:
-    for state, text in run_emulated(2, disagree, str(tmp_path / "log")):
+    for state, text in run_emulated(2, disagree, str(tmp_path / "log"), "the count"):
         assert state == INVALID_ARGUMENT
         assert "ncclAllReduce of 8 elements of float32" in text
         assert "ncclAllReduce of 7 elements of float32" in text
