@@ -21,6 +21,8 @@ from peers import WORKER, System
 START_TIMEOUT_S = 300.0  # torch with CUDA, read from a cold disk
 ORDER_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 5.0
+# The kernel allows the path of a socket 107 bytes, of which a folder and its name need up to 50.
+LONGEST_PARENT_NBYTES = 57
 
 
 class SystemFailed(Exception):
@@ -42,7 +44,7 @@ class Group:
         self._log = directory / f"{system.name.replace('/', '-')}.log"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[_Channel] = []
-        # A path of its own and short: the kernel allows a socket's 107 bytes.
+        # A path of its own and short: see `scratch_directory`.
         self._socket_path = directory / f"{system.name.replace('/', '-')}.socket"
         self._environment = {
             **os.environ,
@@ -229,6 +231,9 @@ def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """Make a directory for sockets and logs, gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="ferro-bench-") as name:
+    """Make a directory for sockets and logs, gone afterwards; in /tmp if TMPDIR is too long."""
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > LONGEST_PARENT_NBYTES:
+        parent = "/tmp"
+    with tempfile.TemporaryDirectory(prefix="ferro-bench-", dir=parent) as name:
         yield Path(name)

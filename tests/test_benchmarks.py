@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,16 @@ def test_gradients_that_are_not_averaged_are_found() -> None:
     alone = {"slope_alone": 1.0, "terms": 2.0}, {"slope_alone": 3.0, "terms": 4.0}
     assert are_averaged([{**each, "slope_parallel": 2.0} for each in alone])
     assert not are_averaged([{**each, "slope_parallel": each["slope_alone"]} for each in alone])
+
+
+def test_sockets_have_paths_that_the_kernel_takes_however_long_tmpdir_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))  # what it has read of TMPDIR
+    folder = stack.enter_context(scratch_directory())
+    assert start_ours(1, folder, stack).is_alive
 
 
 # Options
