@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_collectives
 import import_time
 import launch
 import measure
@@ -24,6 +25,8 @@ from collectives import Contest, Options, is_chosen, parse_arguments, start_dist
 from ddp import are_averaged
 from group import Group, scratch_directory, start_all
 from peers import systems
+
+import ferro_dist as fd
 
 BENCHMARKS = Path(measure.__file__).parent
 
@@ -132,6 +135,25 @@ def test_a_wrong_result_is_told_when_nobody_waits_for_this_rank() -> None:
     said = worker.answer(adapter, {"do": "prepare", "case": Case("allreduce", 8, 2).to_json()})
     assert said["error"] == "AssertionError: allreduce of 8 bytes gave a wrong result"
     assert len(adapter.meetings) == 2
+
+
+class PlainMemory:
+    """Stands for a GPU."""
+
+    to_numpy = staticmethod(np.asarray)
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("statement", "result"), [("None", "out"), ("x.fill(7)", "x"), ("x * 7", "x * 7")]
+)
+def test_a_wrong_result_is_found_wherever_it_is(statement: str, result: str) -> None:
+    x, out = np.empty((2, 3), np.float32)
+    calls = gpu_collectives.loop_over(statement, result, {}, x, out)
+    (host,) = fd.SimulatedBackend.create_group(1)
+    with host, pytest.raises(AssertionError, match="it on 3 elements gave a wrong result"):
+        gpu_collectives.check_result(host, PlainMemory(), "it", calls, x, out)
 
 
 def test_gradients_that_are_not_averaged_are_found() -> None:
