@@ -71,14 +71,15 @@ def main() -> None:
         for reason in missing:
             measure.say(f"missing: {reason}")
         contestants = [contestant for some in made for contestant in some]
-        run_rounds(contestants, 20 if options.quick else 200)
-    print_table(contestants)
-    run = measure.describe_run()
-    path = measure.output_path(options.output, "call-overhead")
-    measure.write_json_lines(path, ({**record(each), **run} for each in contestants))
-    measure.say(f"\nwrote {path}")
+        file = stack.enter_context(measure.RecordFile(options.output, "call-overhead"))
+        try:
+            run_rounds(contestants, 20 if options.quick else 200)
+        finally:
+            if all(each.times_ns for each in contestants):
+                print_table(contestants)
+                file.write(*map(record, contestants))
     if not options.nccl:
-        run_nccl(options.quick, path.with_name("nccl-overhead.jsonl"))
+        run_nccl(options.quick, file.path.with_name("nccl-overhead.jsonl"))
 
 
 def run_nccl(is_quick: bool, path: Path) -> None:

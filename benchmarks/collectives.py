@@ -48,18 +48,16 @@ def main() -> int:
     measure.exit_on_sigterm()
     options = parse_arguments()
     inputs = "fresh" if options.fresh else "reused"
-    run = {**measure.describe_run(), "transport": options.transport, "inputs": inputs}
+    about = {"transport": options.transport, "inputs": inputs}
     results: list[report.Result] = []
     budget = Budget(QUICK_SECONDS if options.quick else math.inf, count_cases(options))
-    for ranks in options.ranks:
-        results += compare(ranks, options, budget)
+    name = f"collectives-{options.transport}"
+    with measure.RecordFile(options.output, name, **about) as file:
+        for ranks in options.ranks:
+            results += compare(ranks, options, budget, file)
     if not results:
-        measure.warn("nothing was measured, and nothing is written")
         return 1
-    path = measure.output_path(options.output, f"collectives-{options.transport}")
-    measure.write_json_lines(path, ({**result.to_json(), **run} for result in results))
-    measure.say(f"\nwrote {path}")
-    plot = report.plot(results, path.with_suffix(".png"))
+    plot = report.plot(results, file.path.with_suffix(".png"))
     measure.say(f"wrote {plot}" if plot else "no plot: no matplotlib, or nothing to draw")
     return 0
 
@@ -152,8 +150,10 @@ def count_cases(options: Options) -> int:
     )
 
 
-def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]:
-    """Run every case with one number of ranks, printing each table as it is complete."""
+def compare(
+    ranks: int, options: Options, budget: Budget, file: measure.RecordFile
+) -> list[report.Result]:
+    """Run every case with one number of ranks; record each, and print each table."""
     with scratch_directory() as directory, contextlib.ExitStack() as stack:
         chosen = [each for each in systems(ranks, options.transport) if is_chosen(each, options)]
         groups = start_all(chosen, ranks, options.transport, directory, stack)
@@ -167,7 +167,10 @@ def compare(ranks: int, options: Options, budget: Budget) -> list[report.Result]
             found: list[report.Result] = []
             for size in [0] if collective == "barrier" else options.sizes:
                 case = Case(collective, size, ranks, options.dtype)
-                found += Contest(case, groups, distance, options, said).run(budget.next_deadline())
+                contest = Contest(case, groups, distance, options, said)
+                measured = contest.run(budget.next_deadline())
+                file.write(*(result.to_json() for result in measured))
+                found += measured
             report.print_table(found)
             results += found
         for group in groups:

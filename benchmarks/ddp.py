@@ -50,18 +50,14 @@ TORCH_CONFIGURATIONS: dict[str, dict[str, Any]] = {
 def main() -> int:
     measure.exit_on_sigterm()
     options = parse_arguments()
-    results = [result for ranks in options.ranks for result in compare(ranks, options)]
-    if not results:
-        measure.warn("nothing was measured, and nothing is written")
-        return 1
-    run = measure.describe_run()
-    path = measure.output_path(options.output, f"ddp-{options.transport}")
-    measure.write_json_lines(path, ({**result.to_json(), **run} for result in results))
-    measure.say(f"\nwrote {path}")
+    results: list[Result] = []
+    with measure.RecordFile(options.output, f"ddp-{options.transport}") as file:
+        for ranks in options.ranks:
+            results += compare(ranks, options, file)
     if options.plot:
         for result in results:
-            draw(result, path)
-    return 0
+            draw(result, file.path)
+    return 0 if results else 1
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -147,7 +143,7 @@ def systems(ranks: int, options: argparse.Namespace) -> Iterator[System]:
         yield System("torch", name, "TorchDdp", command, environment)
 
 
-def compare(ranks: int, options: argparse.Namespace) -> list[Result]:
+def compare(ranks: int, options: argparse.Namespace, file: measure.RecordFile) -> list[Result]:
     with scratch_directory() as directory, contextlib.ExitStack() as stack:
         chosen = systems(ranks, options)
         groups = start_all(chosen, ranks, options.transport, directory, stack)
@@ -155,6 +151,7 @@ def compare(ranks: int, options: argparse.Namespace) -> list[Result]:
         for model in options.models:
             found = measure_model(model, ranks, groups, options)
             show(found)
+            file.write(*(result.to_json() for result in found))
             results += found
         for group in groups:
             group.dismiss()

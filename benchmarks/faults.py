@@ -43,25 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{options.kills} kills, {options.ranks} ranks, {options.transport}, "
         f"{options.resident_gb:g} GB resident, {'a' if options.forked_child else 'no'} child"
     )
-    latencies_ms = [_kill_once(options) for _ in range(options.kills)]
-    median, worst = measure.p50(latencies_ms), max(latencies_ms)
-    p99 = measure.percentile(latencies_ms, 99)
-    measure.say(f"median {median:.2f} ms, p99 {p99:.2f} ms, worst {worst:.2f} ms")
-    record = {
-        "benchmark": "faults",
-        "transport": options.transport,
-        "ranks": options.ranks,
-        "resident_gb": options.resident_gb,
-        "forked_child": options.forked_child,
-        "median_ms": round(median, 3),
-        "p99_ms": round(p99, 3),
-        "worst_ms": round(worst, 3),
-        "latencies_ms": [round(latency, 3) for latency in latencies_ms],
-        **measure.describe_run(),
-    }
-    path = measure.output_path(options.output, _name(options))
-    measure.write_json_lines(path, [record])
-    measure.say(f"\nwrote {path}")
+    latencies_ms: list[float] = []
+    with measure.RecordFile(options.output, _name(options)) as file:
+        try:
+            for _ in range(options.kills):
+                latencies_ms += [_kill_once(options)]
+        finally:
+            if latencies_ms:
+                file.write(_summarize(latencies_ms, options))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -89,6 +78,23 @@ def _name(options: argparse.Namespace) -> str:
     if options.forked_child:
         parts.append("child")
     return "-".join(parts)
+
+
+def _summarize(latencies_ms: list[float], options: argparse.Namespace) -> dict[str, Any]:
+    median, worst = measure.p50(latencies_ms), max(latencies_ms)
+    p99 = measure.percentile(latencies_ms, 99)
+    measure.say(f"median {median:.2f} ms, p99 {p99:.2f} ms, worst {worst:.2f} ms")
+    return {
+        "benchmark": "faults",
+        "transport": options.transport,
+        "ranks": options.ranks,
+        "resident_gb": options.resident_gb,
+        "forked_child": options.forked_child,
+        "median_ms": round(median, 3),
+        "p99_ms": round(p99, 3),
+        "worst_ms": round(worst, 3),
+        "latencies_ms": [round(latency, 3) for latency in latencies_ms],
+    }
 
 
 def _kill_once(options: argparse.Namespace) -> float:

@@ -20,11 +20,12 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,19 +91,23 @@ def main() -> None:
     ranks = options.ranks or num_gpus
     sizes = options.sizes or read_sizes(QUICK_SIZES if options.quick else SIZES)
     rounds = MIN_ROUNDS if options.quick else ROUNDS
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         build_loop(Path(folder))
-        plan = (folder, sizes, rounds, num_gpus, options.emulate)
-        by_rank = run_ranks(ranks, measure_all, *plan, timeout=TIMEOUT_S)
-    records = [record(ranks, num_gpus, key, by_rank) for key in by_rank[0]["times"]]
-    show(records, by_rank[0])
-    run = {**measure.describe_run(), **{name: by_rank[0][name] for name in ("device", "nccl")}}
+        file = measure.RecordFile(options.output, "gpu-collectives")
+        if not options.emulate:
+            stack.enter_context(file)
+        try:
+            plan = (folder, sizes, rounds, num_gpus, options.emulate)
+            run_ranks(ranks, measure_all, *plan, timeout=TIMEOUT_S)
+        finally:
+            records = read_records(folder)
+            if records:
+                show(records)
+            if not options.emulate:
+                file.write(*records)
     if options.emulate:
         measure.say("\nemulated: these are no GPU's times; nothing is written")
-        return
-    path = measure.output_path(options.output, "gpu-collectives")
-    measure.write_json_lines(path, ({**each, **run} for each in records))
-    measure.say(f"\nwrote {path}")
 
 
 def build_loop(folder: Path) -> None:
@@ -124,17 +129,20 @@ def count_gpus(rank: int, world_size: int, addr: str) -> int:
 
 def measure_all(
     host: Any, folder: str, sizes: list[int], rounds: int, num_gpus: int, is_emulated: bool
-) -> dict[str, Any]:
-    """Let all contestants take turns; seconds a call by contestant and size."""
+) -> None:
+    """Let all contestants take turns; the first rank writes down each size once it is measured."""
     gpu: Any = EmulatedArrays() if is_emulated else TorchArrays(host.rank % num_gpus)
     is_shared = host.world_size > num_gpus
     if is_shared:
         share_gpu(host.rank)
     most = MAX_SHARED_BATCH if is_shared else MAX_BATCH
-    times: dict[tuple[str, int], list[float]] = {}
+    nccl = ".".join(map(str, load_nccl().get_version()))
+    about = {"ranks": host.world_size, "gpus": num_gpus, "device": gpu.description, "nccl": nccl}
     with contextlib.ExitStack() as stack:
         makers = (ferro_dist, c_api, torch_distributed, nccl4py)
         made, missing = measure.make_all(makers, host, gpu, Path(folder), stack)
+        for reason in missing if host.rank == 0 else ():
+            measure.say(f"missing: {reason}")
         contestants = {name: prepare for some in made for name, prepare in some.items()}
         for nbytes in sizes:
             x = gpu.zeros(max(1, nbytes // 4))
@@ -144,11 +152,11 @@ def measure_all(
             for name, each in calls.items():
                 check_result(host, gpu, name, each, x, out)
             with measure.GarbageCollectorOff():
-                samples_by_name = take_turns(host, gpu, calls, batch, rounds)
-            for name, samples in samples_by_name.items():
-                times[name, nbytes] = samples
-    nccl = ".".join(map(str, load_nccl().get_version()))
-    return {"times": times, "missing": missing, "device": gpu.description, "nccl": nccl}
+                times = take_turns(host, gpu, calls, batch, rounds)
+            slowest = fd.allreduce(np.array(list(times.values())), host, "max")
+            if host.rank == 0:
+                by_name = zip(times, slowest.tolist(), strict=True)
+                write_down(folder, [record(*each, nbytes, about) for each in by_name])
 
 
 def check_result(host: Any, gpu: Any, name: str, calls: Calls, x: Any, out: Any) -> None:
@@ -338,31 +346,36 @@ def nccl4py(
 # What it says
 
 
-def record(
-    ranks: int, num_gpus: int, key: tuple[str, int], by_rank: list[dict[str, Any]]
-) -> dict[str, Any]:
-    name, nbytes = key
-    times = measure.slowest_rank([each["times"][key] for each in by_rank])
+def write_down(folder: str, records: Iterable[dict[str, Any]]) -> None:
+    with Path(folder, "records").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(each) + "\n" for each in records)
+
+
+def read_records(folder: str) -> list[dict[str, Any]]:
+    path = Path(folder, "records")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def record(name: str, times: list[float], nbytes: int, about: dict[str, Any]) -> dict[str, Any]:
     p50 = measure.p50(times)
     return {
         "benchmark": "gpu_collectives",
         "collective": "allreduce",
         "name": name,
-        "ranks": ranks,
-        "gpus": num_gpus,
         "nbytes": nbytes,
         "p50_us": round(1e6 * p50, 3),
         "p95_us": round(1e6 * measure.p95(times), 3),
-        "busbw_gb_s": round(measure.busbw_gb_s("allreduce", ranks, nbytes, p50), 2),
+        "busbw_gb_s": round(measure.busbw_gb_s("allreduce", about["ranks"], nbytes, p50), 2),
         "samples": len(times),
+        **about,
     }
 
 
-def show(records: list[dict[str, Any]], first: dict[str, Any]) -> None:
+def show(records: list[dict[str, Any]]) -> None:
+    first = records[0]
     where = f"{first['device']}, NCCL {first['nccl']}"
-    measure.say(f"{where}, {records[0]['ranks']} ranks on {records[0]['gpus']} GPUs")
-    for reason in first["missing"]:
-        measure.say(f"missing: {reason}")
+    measure.say(f"{where}, {first['ranks']} ranks on {first['gpus']} GPUs")
     floor = {each["nbytes"]: each["p50_us"] for each in records if each["name"] == "C API"}
     measure.say(f"\n{'size':>8} {'us a call':>12} {'to C API':>9} {'us more':>9}")
     for each in sorted(records, key=lambda each: each["nbytes"]):

@@ -41,11 +41,14 @@ print(elapsed)
 
 def main() -> int:
     options = parse_arguments()
-    samples = compare(options.rounds)
-    show(samples)
-    path = measure.output_path(options.output, "import-time")
-    measure.write_json_lines(path, records(samples))
-    measure.say(f"\nwrote {path}")
+    samples: dict[str, list[float]] = {name: [] for name in STATEMENTS}
+    with measure.RecordFile(options.output, "import-time") as file:
+        try:
+            compare(samples, options.rounds)
+        finally:
+            if all(samples.values()):
+                show(samples)
+                file.write(*records(samples))
     return 0
 
 
@@ -61,15 +64,13 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def compare(rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each sample. One round more goes first, to fill the page cache."""
-    samples: dict[str, list[float]] = {name: [] for name in STATEMENTS}
+def compare(samples: dict[str, list[float]], rounds: int) -> None:
+    """Add the seconds of each to `samples`. One round more goes first, to fill the page cache."""
     for number in range(rounds + 1):
         for name, statement in measure.rotated(list(STATEMENTS.items()), number):
             elapsed_s = time_in_new_interpreter(statement)
             if number > 0:
                 samples[name].append(elapsed_s)
-    return samples
 
 
 def time_in_new_interpreter(statement: str) -> float:
@@ -94,7 +95,6 @@ def show(samples: dict[str, list[float]]) -> None:
 
 
 def records(samples: dict[str, list[float]]) -> list[dict[str, object]]:
-    described = measure.describe_run()
     base_s = measure.p50(samples[BASE])
     return [
         {
@@ -104,7 +104,6 @@ def records(samples: dict[str, list[float]]) -> list[dict[str, object]]:
             "p50_s": measure.p50(times),
             "p95_s": measure.p95(times),
             "p50_ratio_to_numpy": measure.p50(times) / base_s,
-            **described,
         }
         for name, times in samples.items()
     ]

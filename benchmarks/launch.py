@@ -35,11 +35,14 @@ def main() -> int:
     starts, missing = find_launchers()
     for name, reason in missing.items():
         measure.warn(f"{name}: {reason}")
-    samples = compare(starts, options.rounds, options.slow_rounds)
-    show(samples)
-    path = measure.output_path(options.output, "launch")
-    measure.write_json_lines(path, records(samples, missing))
-    measure.say(f"\nwrote {path}")
+    samples: dict[str, list[float]] = {name: [] for name in starts}
+    with measure.RecordFile(options.output, "launch") as file:
+        try:
+            compare(starts, samples, options.rounds, options.slow_rounds)
+        finally:
+            if all(samples.values()):
+                show(samples)
+                file.write(*records(samples, missing))
     return 0
 
 
@@ -131,9 +134,10 @@ def start_by_hand() -> None:
 # The comparison
 
 
-def compare(starts: dict[str, Start], rounds: int, slow_rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each run; in every round the launchers take turns."""
-    samples: dict[str, list[float]] = {name: [] for name in starts}
+def compare(
+    starts: dict[str, Start], samples: dict[str, list[float]], rounds: int, slow_rounds: int
+) -> None:
+    """Add the seconds of each run to `samples`; in every round the launchers take turns."""
     for number in range(rounds):
         for name, start in measure.rotated(list(starts.items()), number):
             if name == "torchrun" and number >= slow_rounds:
@@ -141,7 +145,6 @@ def compare(starts: dict[str, Start], rounds: int, slow_rounds: int) -> dict[str
             started = time.perf_counter()
             start()
             samples[name].append(time.perf_counter() - started)
-    return samples
 
 
 def show(samples: dict[str, list[float]]) -> None:
@@ -155,7 +158,6 @@ def show(samples: dict[str, list[float]]) -> None:
 
 
 def records(samples: dict[str, list[float]], missing: dict[str, str]) -> list[dict[str, object]]:
-    described = measure.describe_run()
     floor = measure.p50(samples[FLOOR])
     measured: list[dict[str, object]] = [
         {
@@ -166,11 +168,12 @@ def records(samples: dict[str, list[float]], missing: dict[str, str]) -> list[di
             "p50_s": measure.p50(times),
             "p95_s": measure.p95(times),
             "p50_over_floor_s": measure.p50(times) - floor,
-            **described,
         }
         for name, times in samples.items()
     ]
-    absent = [{"launcher": name, "missing": why, **described} for name, why in missing.items()]
+    absent: list[dict[str, object]] = [
+        {"launcher": name, "missing": why} for name, why in missing.items()
+    ]
     return measured + absent
 
 

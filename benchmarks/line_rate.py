@@ -50,9 +50,8 @@ def main() -> int:
     except measure.MissingError as reason:
         measure.warn(f"nothing was measured: no shaped line between two namespaces: {reason}")
         return 1
-    path = measure.output_path(options.output, "line-rate")
-    measure.write_json_lines(path, records(reports, options))
-    measure.say(f"wrote {path}")
+    with measure.RecordFile(options.output, "line-rate") as file:
+        file.write(*records(reports, options))
     return 0
 
 
@@ -194,7 +193,6 @@ def exchange(bare: socket.socket, data: memoryview, scratch: memoryview) -> None
 def records(
     reports: list[dict[str, list[float]]], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    run = measure.describe_run()
     for name in reports[0]:
         seconds = measure.slowest_rank([report[name] for report in reports])
         p50, p95 = measure.p50(seconds), measure.p95(seconds)
@@ -218,7 +216,6 @@ def records(
             "busbw_gb_s": round(gbit / 8, 4),
             "share_of_line_rate": round(share, 4),
             "samples": len(seconds),
-            **run,
         }
 
 

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -181,12 +181,38 @@ def describe_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **installed}
 
 
-def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write one record a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+class RecordFile:
+    """The records of a program, one a line, each written as soon as it is there.
+
+    So Ctrl-C or an error loses nothing that was recorded before. An older file goes when there is
+    a first record to take its place.
+    """
+
+    def __init__(self, output: Path | None, name: str, **about: Any) -> None:
+        self.path = output or RESULTS / f"{name}.jsonl"
+        self._about = {**describe_run(), **about}
+        self._count = 0
+
+    def write(self, *records: Mapping[str, Any]) -> None:
+        """Write records, each with what describes this run."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         for record in records:
-            file.write(json.dumps(record) + "\n")
+            with self.path.open("a" if self._count else "w", encoding="utf-8") as file:
+                file.write(json.dumps({**record, **self._about}) + "\n")
+            self._count += 1
+
+    def __enter__(self) -> RecordFile:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if self._count == 0:
+            warn("nothing was measured, and nothing is written")
+        elif error is None:
+            say(f"\nwrote {self.path}")
+        else:
+            warn(
+                f"\nended early: {self.path} has what was recorded until then ({self._count} lines)"
+            )
 
 
 # The command line
@@ -202,11 +228,6 @@ def new_file(text: str) -> Path:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"no file can be written at {path}")
     return path
-
-
-def output_path(output: Path | None, name: str) -> Path:
-    """Where the records of the benchmark `name` go."""
-    return output or RESULTS / f"{name}.jsonl"
 
 
 def parse_size(text: str) -> int:

@@ -58,13 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not have an address
     chosen = [case for case in CASES if options.cases is None or case.name in options.cases]
-    records = [_measure(case, options) for case in chosen]
-    if options.cases is None:
-        records += _probe_all()
-    run = measure.describe_run()
-    path = measure.output_path(options.output, "pipeline")
-    measure.write_json_lines(path, ({**record, **run} for record in records))
-    measure.say(f"\nwrote {path}")
+    with measure.RecordFile(options.output, "pipeline") as file:
+        for case in chosen:
+            file.write(_measure(case, options))
+        for name in PROBES if options.cases is None else ():
+            file.write(_probe(name))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -159,13 +157,10 @@ def _show(case: Case, record: dict[str, Any]) -> None:
     )
 
 
-def _probe_all() -> list[dict[str, Any]]:
-    records = []
-    for name in PROBES:
-        outcomes = {system: run_probe(name, system) for system in ("ferro_dist", "torch")}
-        measure.say(f"probe {name:<28} " + ", ".join(f"{s}: {o}" for s, o in outcomes.items()))
-        records.append({"benchmark": "pipeline", "name": f"probe: {name}", **outcomes})
-    return records
+def _probe(name: str) -> dict[str, Any]:
+    outcomes = {system: run_probe(name, system) for system in ("ferro_dist", "torch")}
+    measure.say(f"probe {name:<28} " + ", ".join(f"{s}: {o}" for s, o in outcomes.items()))
+    return {"benchmark": "pipeline", "name": f"probe: {name}", **outcomes}
 
 
 if __name__ == "__main__":

@@ -36,18 +36,14 @@ SHRINK_S = 20.0
 
 def main() -> None:
     options = parse_arguments()
-    records: list[dict[str, Any]] = []
     measure.say(f"{'':12}{'':8}{'p50 ms':>26}{'p95 ms':>26}")
     measure.say(f"{'transport':12}{'ranks':8}" + "".join(f"{s:>9}" for s in STAGES * 2))
-    for transport in TRANSPORTS:
-        for world_size in options.ranks:
-            record = measure_case(transport, world_size, options.rounds)
-            show(record)
-            records.append(record)
-    run = measure.describe_run()
-    path = measure.output_path(options.output, "recovery")
-    measure.write_json_lines(path, ({**record, **run} for record in records))
-    measure.say(f"\nwrote {path}")
+    with measure.RecordFile(options.output, "recovery") as file:
+        for transport in TRANSPORTS:
+            for world_size in options.ranks:
+                record = measure_case(transport, world_size, options.rounds)
+                show(record)
+                file.write(record)
 
 
 def parse_arguments() -> argparse.Namespace:

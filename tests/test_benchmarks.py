@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,15 @@ import numpy as np
 import pytest
 import worker
 from cases import Case
-from collectives import Contest, Options, is_chosen, parse_arguments, start_distance
+from collectives import (
+    Budget,
+    Contest,
+    Options,
+    compare,
+    is_chosen,
+    parse_arguments,
+    start_distance,
+)
 from ddp import are_averaged
 from group import Group, scratch_directory, start_all
 from peers import systems
@@ -46,6 +56,10 @@ def stack() -> Iterator[contextlib.ExitStack]:
 def folder(stack: contextlib.ExitStack) -> Path:
     """Make a folder with a path short enough for sockets; that of `tmp_path` need not be."""
     return stack.enter_context(scratch_directory())
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def start_ours(ranks: int, folder: Path, stack: contextlib.ExitStack) -> Group:
@@ -89,6 +103,58 @@ def test_a_system_that_has_ended_is_named_once(
         contest = Contest(Case("barrier", 0, 1), [contestant], None, options, said)
         assert contest.run(deadline=float("inf")) == []
     assert capsys.readouterr().out.count("without ferro_dist/untuned from here on: ") == 1
+
+
+def test_what_was_recorded_before_control_c_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text("an older run\n")
+    with contextlib.suppress(KeyboardInterrupt), measure.RecordFile(path, "") as file:
+        file.write({"p50_us": 1.0}, {"p50_us": 2.0})
+        raise KeyboardInterrupt
+    assert [each["p50_us"] for each in read_records(path)] == [1.0, 2.0]
+    said = capsys.readouterr().err
+    assert f"ended early: {path} has what was recorded until then (2 lines)" in said
+
+
+def test_a_run_that_has_recorded_nothing_leaves_an_older_file(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text("an older run\n")
+    with contextlib.suppress(KeyboardInterrupt), measure.RecordFile(path, ""):
+        raise KeyboardInterrupt
+    assert path.read_text() == "an older run\n"
+
+
+class InterruptedFile(measure.RecordFile):
+    """Is followed by Ctrl-C once it has the records of the first case."""
+
+    def write(self, *records: Mapping[str, Any]) -> None:
+        super().write(*records)
+        raise KeyboardInterrupt
+
+
+def test_a_comparison_records_each_case_before_the_next(tmp_path: Path) -> None:
+    options = parse_arguments(["--only", "ferro_dist/untuned", "--rounds", "2", "--burst-ms", "1"])
+    path = tmp_path / "records.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        compare(1, options, Budget(0.0, 1), InterruptedFile(path, ""))
+    assert [(each["collective"], each["size"]) for each in read_records(path)] == [("allreduce", 4)]
+
+
+def test_rounds_until_control_c_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "records.jsonl"
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--output", str(path)])
+    numbers = itertools.count()
+
+    def start() -> None:
+        if next(numbers) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(launch, "find_launchers", lambda: ({launch.FLOOR: start}, {}))
+    with pytest.raises(KeyboardInterrupt):
+        launch.main()
+    assert [each["runs"] for each in read_records(path)] == [3]
 
 
 def test_sigterm_leaves_nothing_of_a_comparison(folder: Path, tmp_path: Path) -> None:
