@@ -327,6 +327,16 @@ def test_the_barrier_between_steps_of_a_pipeline_is_not_timed(
     assert times_s == [0.25, 0.25]
 
 
+def test_the_step_of_a_pipeline_is_drawn(tmp_path: Path) -> None:
+    for library in ("torch", "matplotlib"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    import pipeline
+
+    picture = tmp_path / "step.svg"
+    pipeline.main(["--plot", str(picture)])
+    assert "rank 3" in picture.read_text()
+
+
 # Figures and records
 
 
