@@ -45,7 +45,7 @@ def nothing_is_left(has_gpu: bool = False) -> Iterator[None]:
     left = Resources.now(has_gpu).beyond(before)
     if left:
         gc.collect()  # a cycle is no leak
-    left = settled(lambda: Resources.now(has_gpu).beyond(before), [])
+        left = settled(lambda: Resources.now(has_gpu).beyond(before), [])
     assert not left, f"left behind: {', '.join(left)}"
 
 
