@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib.metadata
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import os
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import package_under_test  # noqa: F401  before what it chooses
 import pytest
 from hypothesis import HealthCheck, settings
 from leaks import nothing_is_left
 from visible_gpus import hide_gpus
-
-import ferro_dist.testing  # sets what it preloads itself, before what is set below
 
 hide_gpus()
 
@@ -52,24 +50,13 @@ def pytest_runtest_makereport(
 @pytest.fixture(scope="session", autouse=True)
 def _servers_of_multiprocessing() -> None:
     """Start what `run_ranks` needs once and keeps, before anything is counted."""
-    multiprocessing.forkserver.set_forkserver_preload(_modules_of_ranks())
+    multiprocessing.forkserver.set_forkserver_preload(["preloaded"])
     multiprocessing.resource_tracker.ensure_running()
-    multiprocessing.forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        # Where the server looks for modules: of sys.path it learns from Python 3.14 on.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        multiprocessing.forkserver.ensure_running()
     gc.freeze()  # thousands of tests, and what they have imported, are not searched for cycles
-
-
-def _modules_of_ranks() -> list[str]:
-    """Name what ranks need not import each for itself.
-
-    pytest, which the files of their bodies import, is most of what a short-lived rank would
-    compute; torch takes two seconds. One with CUDA would bring libcudart with it, in place of
-    which ranks put the emulated one.
-    """
-    modules = ["ferro_dist.backends.host", ferro_dist.testing.__name__, "hypothesis", "pytest"]
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if importlib.metadata.version("torch").endswith("+cpu"):
-            modules.append("torch")
-    return modules
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,10 @@ def environment_of(backend: fd.Backend) -> dict[str, str]:
     return dict(os.environ)
 
 
+def modules_of(backend: fd.Backend) -> set[str]:
+    return set(sys.modules)
+
+
 def raise_on_rank_1(backend: fd.Backend) -> None:
     if backend.rank == 1:
         raise KeyError("mine")
@@ -116,6 +120,10 @@ def test_tensors_of_torch_may_be_returned() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     for tensor in run_ranks(2, return_a_tensor, timeout=300):
         assert tensor.tolist() == [0, 1, 2]
+
+
+def test_the_tests_own_ranks_begin_with_what_their_server_has_imported() -> None:
+    assert run_ranks(1, modules_of)[0] >= {"preloaded", "hypothesis", "pytest"}
 
 
 def test_results_come_by_rank() -> None:
