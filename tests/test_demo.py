@@ -156,11 +156,10 @@ def test_it_runs_alone() -> None:
     assert re.search(EQUALS, result.stdout)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_it_runs_under_ferrorun(world_size: int) -> None:
-    result = run_command("ferro_dist.launch", "-n", str(world_size), "-m", "ferro_dist.demo")
+def test_it_runs_under_ferrorun() -> None:
+    result = run_command("ferro_dist.launch", "-n", "2", "-m", "ferro_dist.demo")
     assert result.returncode == 0, result.stderr
-    assert f"world size {world_size}" in result.stdout
+    assert "world size 2" in result.stdout
     assert re.search(EQUALS, result.stdout)
 
 
