@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from ferro_dist.integrations.torch_backward import (
@@ -30,6 +31,7 @@ from ferro_dist.integrations.torch_gradients import (
     NoTorchGradients,
     TorchGradients,
     as_tensor,
+    dtype_of_gradient,
     gpu_view,
 )
 from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
@@ -43,12 +45,13 @@ from ferro_dist.integrations.torch_module import (
 )
 from ferro_dist.integrations.torch_saved import broadcast_optimizer
 from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer
-from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of
+from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of, without_rows
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.integrations.torch_uncompiled import uncompiled
 from ferro_dist.integrations.torch_wrapper import ModuleWrapper
 from ferro_dist.integrations.torch_writes import ParameterWrites
 from ferro_dist.parallel.ddp import compare
+from ferro_dist.parallel.exchange import all_gather_rows
 from ferro_dist.parallel.interruption import telling
 from ferro_dist.parallel.manifest import agree_on_manifest
 from ferro_dist.parallel.nccl_memory import GpuMemory
@@ -549,6 +552,22 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
                     )
                 lines.append(f"{names[id(p)]!r} in group {number}")
         return lines
+
+    def _match_gradients(self, root: int) -> None:
+        # One that is zeroed in place still moves its parameter, if the optimizer has momentum or
+        # weight decay, and would do so on this rank alone.
+        parameters = list(self._parameters_of_module.named.values())
+        own = np.array([p.grad is not None for p in parameters], np.uint8)
+        of_root = all_gather_rows(own, self._backend)[root].tolist()
+        sparse = set(map(id, self._parameters_of_module.sparse.values()))
+        with outside_inference_mode():  # they are added to in backward
+            for p, is_there in zip(parameters, of_root, strict=True):
+                if not is_there:
+                    p.grad = None
+                elif p.grad is None and id(p) in sparse:
+                    p.grad = without_rows(p)
+                elif p.grad is None:
+                    p.grad = torch.zeros_like(p, dtype=dtype_of_gradient(p), requires_grad=False)
 
     def _broadcast_optimizers(self, optimizers: Sequence[Any], root: int) -> None:
         stepped = [] if self._ddp_state.optimizer is None else [self._ddp_state.optimizer]

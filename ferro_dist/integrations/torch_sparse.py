@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ferro_dist.parallel.averaging import Averaging
     from ferro_dist.parallel.bucket import ParameterSpec
 
-__all__ = ["SparseGradients", "lines_of"]
+__all__ = ["SparseGradients", "lines_of", "without_rows"]
 
 Tensor: TypeAlias = Any
 
@@ -186,6 +186,12 @@ class SparseGradients(Accumulation):
 def _rows_tensor(indices: Tensor, values: Tensor, shape: Any) -> Tensor:
     # Unchecked: the indices come from tensors of the same shape.
     return torch.sparse_coo_tensor(indices.T, values, shape, check_invariants=False).coalesce()
+
+
+def without_rows(parameter: Tensor) -> Tensor:
+    """Return a sparse gradient that adds nothing."""
+    indices = parameter.new_zeros((0, 1), dtype=torch.int64)
+    return _rows_tensor(indices, parameter.new_zeros((0, *parameter.shape[1:])), parameter.shape)
 
 
 def lines_of(specs: Sequence[ParameterSpec]) -> list[str]:

@@ -340,9 +340,10 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
 
         Use it with one wrapper at a time: ranks that train two in turn must leave both together.
         Freeze and unfreeze before the block: for a rank that is done, what is trained stays as it
-        was. Inside the block each average costs one more small all_gather. Gradients themselves are
-        not made equal at the end: set them to zero after the block. Before it, too, if `no_sync`
-        has added to averages: all of that would count as the rank's own.
+        was. Inside the block each average costs one more small all_gather. At the end all ranks
+        have gradients of the same parameters, but not equal ones: set them to zero after the block.
+        Before it, too, if `no_sync` has added to averages: all of that would count as the rank's
+        own.
 
         Parameters
         ----------

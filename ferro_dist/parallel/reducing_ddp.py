@@ -74,6 +74,10 @@ class ReducingDDP(DDP[ModuleT], Generic[ModuleT]):
         self.broadcast_parameters(root)
         if root is not None:  # else nobody had a batch, and nothing has changed
             self._broadcast_optimizers(optimizers, root)
+            self._match_gradients(root)
+
+    def _match_gradients(self, root: int) -> None:
+        """Have a gradient, whatever it is, of those parameters alone of which one rank has one."""
 
     def _lines_of_optimizers(self, optimizers: Sequence[Any]) -> list[str]:
         """Return a line for each thing that ranks must agree on in optimizers given to `join`."""

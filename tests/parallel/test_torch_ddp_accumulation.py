@@ -1093,6 +1093,35 @@ def test_a_rank_without_any_batch_notices_what_has_become_of_the_module(
     assert on_ranks(2, body)[1] == (0.5 if change == "unfreeze" else None, 0.5)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("average", ["mean", "sum", "contributors"])
+def test_gradients_of_join_that_are_zeroed_in_place_step_alike_on_all_ranks(
+    on_ranks: OnRanks, average: str, is_frozen: bool
+) -> None:
+    def body(backend: Any) -> None:
+        rows = nn.Embedding(2, 1, sparse=True).double()
+        ddp = fd.DDP(nn.ModuleList([Scale(), Scale(), rows]), backend, average=average)
+        optimizer = torch.optim.SGD(ddp.module[:2].parameters(), lr=0.1, momentum=0.9)
+
+        def step(layer: int) -> None:
+            ddp.module[layer](torch.tensor(1)).sum().backward()
+            optimizer.step()
+
+        with ddp.join(optimizer):
+            step(1 - backend.rank)  # a layer whose last gradient is zeroed or dropped
+            optimizer.zero_grad(set_to_none=backend.rank == 1)
+            for layer in [0, 2] * backend.rank:
+                step(layer)
+        ddp.zero_grad(set_to_none=False)
+        ddp.module[1].requires_grad_(not is_frozen)
+        step(0)
+        ddp.verify()
+        assert [p.grad.is_sparse for p in ddp.parameters() if p.grad is not None][-1]
+        assert [p.grad is None for p in ddp.parameters()] == [False, False, True, True, False]
+
+    on_ranks(2, body)
+
+
 @OVERLAP
 @pytest.mark.parametrize("average", ["mean", "sum", "contributors"])
 def test_averages_that_are_kept_stay_where_a_rank_has_run_out(
