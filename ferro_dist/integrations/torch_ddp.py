@@ -484,6 +484,7 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
             self._finish_round()
 
     def _no_gradients(self) -> NoGradients:
+        self._check_parameters()  # they may have been changed since this rank's last forward
         return NoTorchGradients(self._gradients)
 
     def _after_round(self, root: int, participation: Participation | None) -> None:

@@ -24,13 +24,15 @@ from ferro_dist.parallel.exchange import all_gather_rows
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["agree_on_manifest", "explain_mismatch"]
+__all__ = ["BUILD_THE_SAME", "agree_on_manifest", "explain_mismatch"]
 
 NumpyArray = np.ndarray[Any, Any]
 
 HEADER = np.dtype([("digest", "S32"), ("length", "u4"), ("number", "u4")])
 QUOTE_NBYTES = 512
 """How much of a line travels to be quoted."""
+
+BUILD_THE_SAME = "Build the same, in the same order, on every {member}."
 
 
 def agree_on_manifest(
@@ -39,7 +41,7 @@ def agree_on_manifest(
     op: str,
     timeout: float | None = None,
     member: str = "rank",
-    remedy: str = "Build the same, in the same order, on every {member}.",
+    remedy: str = BUILD_THE_SAME,
 ) -> int:
     """Raise on every rank alike if the manifests of the ranks differ.
 
@@ -82,7 +84,12 @@ def agree_on_manifest(
 
 
 def explain_mismatch(
-    error: CollectiveMismatch, lines: Sequence[str], backend: Backend, op: str, num_under_way: int
+    error: CollectiveMismatch,
+    lines: Sequence[str],
+    backend: Backend,
+    op: str,
+    num_under_way: int,
+    remedy: str = BUILD_THE_SAME,
 ) -> CollectiveMismatch:
     """Bring all ranks together again; return the error that says how their manifests differ.
 
@@ -96,20 +103,24 @@ def explain_mismatch(
         As `agree_on_manifest` takes them.
     num_under_way : int
         The most calls that another rank may have under way.
+    remedy : str
+        As `agree_on_manifest` takes it.
     """
     if error.op == op:
         return error
     # Each of those calls is answered by a failing call of this rank.
     for _ in range(num_under_way + 1):
-        answer = _disagreement(lines, backend, op)
+        answer = _disagreement(lines, backend, op, remedy)
         if answer is None or answer.op == op:
             return answer or error
     return error
 
 
-def _disagreement(lines: Sequence[str], backend: Backend, op: str) -> CollectiveMismatch | None:
+def _disagreement(
+    lines: Sequence[str], backend: Backend, op: str, remedy: str
+) -> CollectiveMismatch | None:
     try:
-        agree_on_manifest(lines, backend, op, timeout=backend.timeout / 10)
+        agree_on_manifest(lines, backend, op, timeout=backend.timeout / 10, remedy=remedy)
     except CollectiveMismatch as error:
         return error.with_traceback(None)  # which would refer to the caller, and so to the error
     return None

@@ -70,7 +70,7 @@ from ferro_dist.parallel.bucket import (
 )
 from ferro_dist.parallel.compression import reduce_by, wire_dtype
 from ferro_dist.parallel.exchange import broadcast_row
-from ferro_dist.parallel.manifest import explain_mismatch
+from ferro_dist.parallel.manifest import BUILD_THE_SAME, explain_mismatch
 from ferro_dist.parallel.nccl_memory import GpuMemory
 from ferro_dist.parallel.participation import Participation, RollCall
 from ferro_dist.parallel.statistics import BucketTimes, Statistics
@@ -92,6 +92,12 @@ NUM_CONTROLS = 2
 LATE_ON_GPU = (
     "DDP: the gradient of {name!r} came once more after its bucket had left, as none did in "
     "the first backward. Construct DDP with overlap=False: buckets leave when backward has ended."
+)
+
+FREEZE_BEFORE_JOIN = (
+    "Inside join, a rank that has run out of data goes on with what it trained: freeze, unfreeze "
+    "and convert parameters before the block. It lacks the last steps of the others, one of which "
+    "can give it theirs: broadcast_parameters(root)."
 )
 
 # Those with an open round, of each group.
@@ -631,7 +637,8 @@ class Reducer:
                 if bucket.work is not None:
                     bucket.work.wait()
         lines = [f"trained parameter {number} {spec}" for number, spec in enumerate(self.specs)]
-        return explain_mismatch(error, lines, self.backend, "DDP", len(self.buckets))
+        remedy = FREEZE_BEFORE_JOIN if self.ranks_may_leave else BUILD_THE_SAME
+        return explain_mismatch(error, lines, self.backend, "DDP", len(self.buckets), remedy)
 
 
 def _digest(specs: Sequence[ParameterSpec], order: Iterable[int]) -> int:

@@ -1093,6 +1093,36 @@ def test_a_rank_without_any_batch_notices_what_has_become_of_the_module(
     assert on_ranks(2, body)[1] == (0.5 if change == "unfreeze" else None, 0.5)
 
 
+def test_a_rank_notices_what_it_unfreezes_after_its_last_batch(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = scale(backend)
+        ddp.module.weight.requires_grad_(False)
+        with ddp.join():
+            for _ in range(1 + backend.rank):
+                ddp(1.0).sum().backward()
+                ddp.module.weight.requires_grad_(True)
+        return gradients_of(ddp)
+
+    assert on_ranks(2, body)[1] == (0.5, 1.5)
+
+
+def test_what_is_unfrozen_where_a_rank_has_run_out_is_told_on_all(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        ddp.module.weight.requires_grad_(False)
+        reason = r"'weight'[^.]*\.\nInside join, .* before"
+        told = pytest.raises(fd.CollectiveMismatch, match=reason)
+        with told, ddp.join():
+            for batch in range(2 * backend.rank):
+                ddp.module.weight.requires_grad_(batch == 1)
+                ddp(1.0).sum().backward()
+                ddp.module.bias.data += 1
+        ddp.broadcast_parameters(1)
+        ddp.verify()
+
+    on_ranks(2, body)
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("average", ["mean", "sum", "contributors"])
 def test_gradients_of_join_that_are_zeroed_in_place_step_alike_on_all_ranks(
