@@ -130,8 +130,8 @@ class Accumulation:
     def was_added_to(self, parameter: Tensor) -> bool:
         """Whether something was added, once, to a gradient that is averaged, or to a sum of one."""
         number = next((n for n, each in enumerate(self.parameters) if each is parameter), None)
-        if number is None:
-            return False
+        if number is None or not parameter.numel():
+            return False  # what has no elements has nothing added to it, whatever its version
         known = self._known_version(number)
         return known is not None and known.is_added_to(version_of(parameter.grad))
 

@@ -276,7 +276,10 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
     @uncompiled
     def _average(self, grads: Any, weight: float | None) -> Any:
         if self._watcher.is_open:
-            raise RuntimeError("DDP.sync_gradients: a backward is under way, which does it itself")
+            raise RuntimeError(
+                "DDP.sync_gradients: a backward is under way. Outside of no_sync() it averages by "
+                "itself; inside, call this once it has ended."
+            )
         self._check_parameters()
         trained = self._parameters_of_module.trained
         given = None if grads is None else self._given_gradients(grads)
@@ -436,8 +439,8 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
                 "DDP: this backward has passed no known output of forward, and has added to an "
                 "average that had to be put aside first. Set gradients to None before it. Or let "
                 "it pass outputs: call the module through the wrapper, not compiled together with "
-                "it; return outputs in lists, dicts or attributes; add a penalty on gradients to "
-                "the loss of the outputs, in one backward."
+                "it; return outputs in lists, dicts or attributes; add a penalty on parameters or "
+                "gradients to the loss of the outputs, in one backward."
             )
 
     def _end(self) -> None:

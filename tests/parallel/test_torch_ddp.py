@@ -311,6 +311,39 @@ def test_an_average_that_backward_has_added_to_before_it_was_seen_is_refused(
     on_ranks(2, body)
 
 
+def test_a_penalty_on_parameters_alone_is_told_to_join_the_loss(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend, average="sum")
+        ddp(1.0).sum().backward()
+        with pytest.raises(RuntimeError, match="add a penalty on parameters or gradients to the"):
+            ddp.weight.square().sum().backward()
+
+    on_ranks(2, body)
+
+
+class WithoutElements(Scale):
+    """Has a parameter without elements, whose gradient comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, dtype=torch.float64))
+
+    def forward(self, x: float) -> Any:
+        return super().forward(x) + self.none.sum()
+
+
+def test_a_backward_that_is_seen_at_a_gradient_without_elements_has_added_nothing(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(WithoutElements(), backend, average="sum")
+        ddp(1.0).sum().backward()
+        ddp.module(10.0).sum().backward()
+        return ddp.weight.grad.item()
+
+    assert on_ranks(2, body) == [22] * 2
+
+
 def test_a_backward_that_was_not_seen_adds_to_what_is_a_ranks_own(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend, average="sum")

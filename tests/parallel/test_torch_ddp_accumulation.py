@@ -809,6 +809,20 @@ def test_an_optimizer_that_fails_on_one_rank_tells_the_others(
     on_ranks(2, body)
 
 
+def test_an_average_cannot_be_asked_for_in_a_backward(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        ddp = scale(backend)
+        hook = ddp.bias.register_hook(lambda _: ddp.sync_gradients())
+        told = pytest.raises(RuntimeError, match="inside, call this once it has ended")
+        with ddp.no_sync(), told:
+            ddp(1.0).sum().backward()
+        hook.remove()
+        ddp(1.0).sum().backward()
+        assert gradients_of(ddp) == (1, 1)
+
+    on_ranks(2, body)
+
+
 # Uneven numbers of batches
 
 
