@@ -120,7 +120,13 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
 
     def __init__(self, module: Any, backend: Any, **options: Any) -> None:
         ModuleWrapper.__init__(self)
-        ReducingDDP.__init__(self, module, backend, **options)
+        try:
+            ReducingDDP.__init__(self, module, backend, **options)
+        except BaseException:
+            # Who handles this may wrap the module again, while the error keeps this wrapper alive.
+            if "_stop_watching" in self.__dict__:
+                self._stop_watching()
+            raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and watch for a backward of what it returns."""

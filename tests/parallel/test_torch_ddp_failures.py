@@ -368,6 +368,32 @@ def test_a_module_is_wrapped_once_at_a_time(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
 
 
+def test_a_module_can_be_wrapped_anew_where_the_error_of_its_wrapper_is_handled(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = fd.SimulatedBackend.empty
+    told = threading.Barrier(2)
+
+    def refuse(backend: Any, *args: Any) -> Any:
+        if backend.rank == 1:
+            raise MemoryError("no room")
+        return empty(backend, *args)
+
+    def body(backend: Any) -> Any:
+        module = Scale()
+        try:
+            fd.DDP(module, backend)
+        except (MemoryError, fd.DistributedError):
+            told.wait(60)  # before any rank leaves the group
+            (alone,) = fd.SimulatedBackend.create_group(1)
+            with alone:
+                fd.DDP(module, alone)(3.0).sum().backward()
+        return gradients_of(module)
+
+    monkeypatch.setattr(fd.SimulatedBackend, "empty", refuse)
+    assert on_ranks(2, body) == [(3, 1)] * 2
+
+
 def test_a_parameter_of_two_wrappers_cannot_be_unfrozen(on_ranks: OnRanks) -> None:
     class Sum(nn.Module):
         def __init__(self, shared: nn.Module) -> None:
