@@ -422,8 +422,9 @@ def dtype_of_gradient(parameter: Tensor) -> Any:
 def as_tensor(buffer: np.ndarray[Any, Any]) -> Tensor:
     """Return torch's view of a NumPy array, which may be written to outside inference mode, too."""
     with outside_inference_mode():
-        if buffer.dtype.name == "bfloat16":  # which torch does not accept from NumPy
-            return torch.from_numpy(buffer.view(np.uint16)).view(torch.bfloat16)
+        if buffer.dtype.isbuiltin == 2:  # of ml_dtypes, which torch does not accept from NumPy
+            bits = buffer.view(f"u{buffer.itemsize}")
+            return torch.from_numpy(bits).view(getattr(torch, buffer.dtype.name))
         return torch.from_numpy(buffer)
 
 

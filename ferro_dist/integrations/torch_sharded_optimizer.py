@@ -31,7 +31,8 @@ from ferro_dist.integrations.torch_module import check_shareable
 from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
 from ferro_dist.integrations.torch_uncompiled import uncompiled
-from ferro_dist.parallel.averaging import REDUCE_OPS
+from ferro_dist.interop import dtype_code, numpy_dtype
+from ferro_dist.parallel.averaging import REDUCE_OPS, check_averageable
 from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
@@ -342,7 +343,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Divide the parameters of some groups, and give the wrapped optimizer its share."""
         for number, group in enumerate(groups, len(self.param_groups) - len(groups)):
             for i, p in enumerate(group["params"]):
-                check_shareable("ShardedOptimizer", f"parameter {i} of group {number}", p)
+                self._check_parameter(f"parameter {i} of group {number}", p)
         tag = agree_on_manifest(
             _manifest(groups, self._new_inner.func, self._op, self._divides_parameters),
             self._backend,
@@ -366,6 +367,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Last, as it may raise. If it does so on one rank alone, the tags of the ranks differ.
         self._shards += shards
         self._tag = tag
+
+    def _check_parameter(self, what: str, p: Tensor) -> None:
+        op = "ShardedOptimizer"
+        check_shareable(op, what, p)
+        if self._op is not None:
+            dtype = numpy_dtype(dtype_code(dtype_of_gradient(p)))
+            check_averageable(what, dtype, " Leave what is not trained out.", op)
 
     def _shards_of(self, groups: list[dict[str, Any]], tag: int) -> list[Shard]:
         kinds: dict[tuple[Any, Any, Any], list[Tensor]] = {}

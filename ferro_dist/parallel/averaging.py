@@ -82,16 +82,16 @@ class Averaging:
                 _divide(real_parts(gradient, dtype), count)
 
 
-def check_averageable(what: str, dtype: np.dtype[Any], remedy: str = "") -> None:
-    """Raise InvalidArray unless gradients of this dtype are averaged.
+def check_averageable(what: str, dtype: np.dtype[Any], remedy: str = "", op: str = "DDP") -> None:
+    """Raise InvalidArray, on behalf of `op`, unless gradients of this dtype are averaged.
 
     `what` names whose they are: ``"parameter 'weight'"``.
     """
     if dtype.name not in GRADIENT_DTYPES:
         raise InvalidArray(
-            f"DDP: {what} is {dtype}; gradients are averaged in {', '.join(GRADIENT_DTYPES)}."
+            f"{op}: {what} is {dtype}; gradients are averaged in {', '.join(GRADIENT_DTYPES)}."
             f"{remedy}",
-            op="DDP",
+            op=op,
         )
 
 

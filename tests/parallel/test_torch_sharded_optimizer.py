@@ -23,7 +23,7 @@ from parallel.torch_regression import (  # noqa: E402 - needs torch
     randomize,
     weights,
 )
-from torch.optim import SGD  # noqa: E402
+from torch.optim import SGD, Optimizer  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 DEADLINE_S = 300.0  # a busy machine takes long to import torch alone
@@ -443,6 +443,32 @@ def test_gradients_of_another_dtype_are_averaged_and_stepped_in_it(
     assert on_ranks(2, body) == [(torch.bfloat16, [-(2.0**-10)] * 5)] * 2
 
 
+class DescentIn8Bits(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                with torch.no_grad():
+                    p.copy_(p.float() - p.grad.float())
+
+
+@pytest.mark.parametrize("average", ["mean", None])
+def test_parameters_of_8_bits_are_stepped_by_wider_gradients(
+    on_ranks: OnRanks, average: str | None
+) -> None:
+    def body(backend: Any) -> Any:
+        p = torch.nn.Parameter(torch.zeros(5).to(torch.float8_e5m2))
+        p.grad_dtype = torch.float32
+        optimizer = fd.ShardedOptimizer([p], DescentIn8Bits, backend, average=average)
+        p.grad = torch.full((5,), 2.0 * backend.rank if average else 1.0)
+        optimizer.step()
+        return p.float().tolist()
+
+    assert on_ranks(2, body) == [[-1.0] * 5] * 2
+
+
 def test_parameters_of_any_layout_are_stepped(on_ranks: OnRanks) -> None:
     x = torch.ones(2, 3, 5, 5, dtype=torch.float64)
 
@@ -633,6 +659,7 @@ def test_what_cannot_be_divided_is_refused(on_ranks: OnRanks) -> None:
     ("p", "message"),
     [
         (torch.ones(3).to(torch.float8_e4m3fnuz), "its dtype is torch.float8_e4m3fnuz"),
+        (torch.ones(3).to(torch.float8_e5m2), "is float8_e5m2; gradients are averaged in float16"),
         (torch.ones(3, device="meta"), "is on meta"),
         (torch.ones(1).expand(4), "was expanded"),
         (torch.eye(3).to_sparse(), "is torch.sparse_coo"),
