@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferro_dist.errors import CollectiveMismatch, UnsupportedOp
-from ferro_dist.integrations.jax_gradients import Reduction, Terms, await_callbacks
+from ferro_dist.integrations.jax_gradients import Terms, TreeReducer, await_callbacks
 from ferro_dist.integrations.jax_leaves import (
     as_jax_array,
     broadcast_leaf,
@@ -77,7 +77,7 @@ class JaxDDP(DDP[Any]):
     >>> gradients = ddp.sync_gradients(jax.jit(jax.grad(loss))(params, batch))
     """
 
-    __slots__ = ("__weakref__", "_reductions", "_terms", "_tree")
+    __slots__ = ("__weakref__", "_reducers", "_terms", "_tree")
 
     def _wrap(self, module: Pytree, options: Options) -> list[str]:
         if _is_traced(module):
@@ -89,7 +89,7 @@ class JaxDDP(DDP[Any]):
         self._terms = _terms_of(options)
         # By structure of the tree: if a program is traced again on one rank alone, for another
         # batch size, the ranks must not have to agree again.
-        self._reductions: dict[Hashable, Reduction] = {}
+        self._reducers: dict[Hashable, TreeReducer] = {}
         specs_of(module, floats)  # raises if there is a float whose gradient cannot be averaged
         check_movable(module)
         return [f"leaf {number} {line}" for number, line in enumerate(describe_leaves(module))]
@@ -128,13 +128,13 @@ class JaxDDP(DDP[Any]):
         floats = [i for i in float_positions(leaves) if not is_number(leaves[i])]
         if not floats:
             return params
-        reduction = self._reduction(params, floats)
+        reducer = self._reducer_of(params, floats)
         step = object()  # tells one call of tap from another
         tapped = tap_leaves(
             [leaves[position] for position in floats],
-            reduction.groups,
-            lambda number, gradients: reduction.ready(step, number, gradients),
-            lambda: reduction.finish(step),
+            reducer.groups,
+            lambda number, gradients: reducer.ready(step, number, gradients),
+            lambda: reducer.finish(step),
         )
         for position, leaf in zip(floats, tapped, strict=True):
             leaves[position] = leaf
@@ -265,21 +265,21 @@ class JaxDDP(DDP[Any]):
         await_callbacks()
         # Read all of them first: an error must come before the others wait for this rank.
         own = [np.asarray(leaves[position]) for position in floats]
-        reduction = self._reduction(grads, floats)
+        reducer = self._reducer_of(grads, floats)
         if weight is not None:
-            reduction.weigh(weight)
+            reducer.weigh(weight)
         step = object()
-        for number, group in enumerate(reduction.groups):
-            reduction.ready(step, number, [own[i] for i in group])
-        averages = delivered([leaves[i] for i in floats], reduction.finish(step))
+        for number, group in enumerate(reducer.groups):
+            reducer.ready(step, number, [own[i] for i in group])
+        averages = delivered([leaves[i] for i in floats], reducer.finish(step))
         for position, average in zip(floats, averages, strict=True):
             leaves[position] = average
         return tree.unflatten(leaves)
 
-    def _reduction(self, tree: Pytree, floats: Sequence[int]) -> Reduction:
+    def _reducer_of(self, tree: Pytree, floats: Sequence[int]) -> TreeReducer:
         specs = specs_of(tree, floats)
-        reduction = self._reductions.get(specs)
-        if reduction is None:
+        reducer = self._reducers.get(specs)
+        if reducer is None:
             await_callbacks()
             terms = self._terms
             settings = (
@@ -291,8 +291,8 @@ class JaxDDP(DDP[Any]):
                 tag = agree_on_manifest(lines, terms.backend, op="DDP")
             except CollectiveMismatch as error:
                 raise terms.explained(error, lines) from None
-            reduction = self._reductions[specs] = Reduction(terms, specs, lines, tag)
-        return reduction
+            reducer = self._reducers[specs] = TreeReducer(terms, specs, lines, tag)
+        return reducer
 
     def _broadcast(self, root: int) -> None:
         self.broadcast_parameters(root)

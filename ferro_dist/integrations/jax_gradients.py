@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
     from ferro_dist.work import Work
 
-__all__ = ["Reduction", "Terms", "await_callbacks"]
+__all__ = ["Terms", "TreeReducer", "await_callbacks"]
 
 NumpyArray = np.ndarray[Any, Any]
 
@@ -58,8 +58,11 @@ class Terms:
         return explain_mismatch(error, lines, self.backend, "DDP", self.most_buckets)
 
 
-class Reduction:
-    """The buckets of trees of one structure.
+class TreeReducer:
+    """Averages trees of one structure, one in each step: the counterpart of `Reducer`.
+
+    That one serves modules which hold their gradients. Here all gradients of a bucket come at once,
+    and averages are copied out of it, so that nothing needs to be known of single gradients.
 
     Buckets are reduced in the same order on all ranks, whatever the order in which they become
     ready: each starts once it and all before it are ready. In the first step that order is a guess;
