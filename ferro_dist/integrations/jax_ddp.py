@@ -21,6 +21,7 @@ from ferro_dist.integrations.jax_leaves import (
     float_positions,
     is_array,
     is_number,
+    is_traced,
     refuse_unaveraged,
     specs_of,
     text_of,
@@ -80,7 +81,7 @@ class JaxDDP(DDP[Any]):
     __slots__ = ("__weakref__", "_reducers", "_terms", "_tree")
 
     def _wrap(self, module: Pytree, options: Options) -> list[str]:
-        if _is_traced(module):
+        if is_traced(module):
             raise TypeError("DDP: these parameters are traced. Wrap them outside jit and grad.")
         floats = float_positions(jax.tree.leaves(module))
         if not floats:
@@ -252,7 +253,7 @@ class JaxDDP(DDP[Any]):
     def _average(self, grads: Pytree, weight: float | None) -> Pytree:
         if grads is None:
             raise ValueError("DDP.sync_gradients: pass the gradients; a pytree has none of its own")
-        if _is_traced(grads):
+        if is_traced(grads):
             raise TypeError(
                 "sync_gradients: these gradients are traced, not computed. Call it on what the "
                 "compiled function returns, or use tap() inside of it."
@@ -332,10 +333,6 @@ def _terms_of(options: Options) -> Terms:
     # A user's own reduction runs on the thread that needs the averages.
     is_overlapped = options.is_overlapped and not callable(compress)
     return Terms(backend, reduce_op, options.bucket_nbytes, compress, is_overlapped)
-
-
-def _is_traced(tree: Pytree) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _content_of(leaf: Any) -> bytes:

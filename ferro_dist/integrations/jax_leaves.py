@@ -31,6 +31,7 @@ __all__ = [
     "float_positions",
     "is_array",
     "is_number",
+    "is_traced",
     "refuse_unaveraged",
     "specs_of",
     "text_of",
@@ -48,6 +49,11 @@ def is_array(leaf: object) -> bool:
 def is_number(leaf: object) -> bool:
     """Whether a leaf is a number of Python, such as an option of a layer, which it may test."""
     return isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype")
+
+
+def is_traced(tree: Pytree) -> bool:
+    """Whether any leaf stands for a value that is computed later, in a program."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 # JAX 0.6 narrows even its own arrays to 32 bits where x64 is off.

@@ -11,6 +11,9 @@ Each announcement passes a token to the gate. The tokens tell XLA only that the 
 announcements, which it may run in any order and in parallel. So the host must not let one wait for
 another rank; only `finish` may. JAX's ordered callbacks would be one chain through the whole
 program, and are refused inside custom gradients.
+
+Where nothing is compiled the same functions are called at once: JAX would make and compile a
+program for each callback, in every step anew.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+
+from ferro_dist.integrations.jax_leaves import delivered, is_traced
 
 __all__ = ["tap_leaves"]
 
@@ -72,6 +77,8 @@ def _gate(num_groups: int, finish: Finish) -> Callable[[list[JaxArray]], Any]:
 
     def backward(_: None, cotangents: Any) -> tuple[list[JaxArray]]:
         gradients, tokens = cotangents
+        if not _is_in_program(tokens):
+            return (delivered(gradients, finish()),)
         results = [jax.ShapeDtypeStruct(g.shape, g.dtype) for g in gradients]
         # One more than is returned: JAX 0.6.2, the last for Python 3.10, aborts when it compiles
         # certain products of matrices in a program that returns just what a callback does.
@@ -99,8 +106,15 @@ def _announcement(number: int, ready: Ready) -> Callable[[list[JaxArray], JaxArr
         return np.float32(0)
 
     def backward(_: None, gradients: list[JaxArray]) -> tuple[list[JaxArray], JaxArray]:
+        if not _is_in_program(gradients):
+            return gradients, jnp.asarray(announce(*gradients))
         token = io_callback(announce, jax.ShapeDtypeStruct((), jnp.float32), *gradients)
         return gradients, token
 
     announcement.defvjp(forward, backward)
     return announcement  # type: ignore[no-any-return]
+
+
+def _is_in_program(values: Sequence[JaxArray]) -> bool:
+    """Whether a program is being made, in which some values may be known already."""
+    return is_traced([jnp.zeros(()), *values])

@@ -180,3 +180,27 @@ def weigh_on_one_rank(backend: Any) -> None:
 
 def test_ranks_that_disagree_go_on_afterwards() -> None:
     run_ranks(2, weigh_on_one_rank, timeout=DEADLINE_S)
+
+
+def test_a_gradient_that_is_known_when_its_program_is_made_is_averaged_in_each_run() -> None:
+    (backend,) = fd.SimulatedBackend.create_group(1)
+    with backend:
+        ddp = wrap(backend)
+        step = jax.jit(jax.grad(lambda x: ddp.tap([x])[0]))
+        for number in range(1, 4):
+            assert step(jax.numpy.float32(7)) == 1
+            assert ddp.statistics().num_rounds == number
+
+
+def test_a_step_that_is_not_compiled_makes_no_program_for_its_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("ferro_dist.integrations.jax_tap.io_callback")
+    (backend,) = fd.SimulatedBackend.create_group(1)
+    with backend:
+        ddp = wrap(backend, bucket_mb=1e-6)
+        gradients = jax.grad(lambda p: (ddp.tap(p)["a"] * 3 + p["b"]).sum())(
+            {"a": jax.numpy.ones(2), "b": jax.numpy.ones(2)}
+        )
+        assert_array_equal(gradients["a"], [3, 3])
+        assert ddp.statistics().num_rounds == 1
