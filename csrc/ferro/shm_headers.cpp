@@ -217,6 +217,8 @@ void ShmTransport::check_counts() const {
   }
 }
 
+// Fills inputs_ from all headers. An input that its header does not carry is in one of three places, or
+// nowhere yet; the flags then say in which row of their table all of them together are.
 void ShmTransport::find_inputs(const Collective& collective) {
   inputs_.reset();
   inputs_.are_kept = keeps_inputs(collective);
@@ -240,19 +242,19 @@ void ShmTransport::find_inputs(const Collective& collective) {
     const Offer offer = offer_of(slot);
     inputs_.are_symmetric &= offer.in != 0 && offer.out != 0;
     inputs_.is_choice_open &= offer.is_pull_open;
-    if (offer.in != 0) {
+    if (offer.in != 0) {  // in symmetric memory
       input = segment_->symmetric_pointer(offer.in);
       find_output(peer, offer.out, offer.out_address);
       inputs_.are_borrowed = size_ > 1;
-    } else if (offer.is_staged) {
+    } else if (offer.is_staged) {  // a copy, in the ring of its rank
       input = segment_->small_ring(peer) + offer.staged_at;
       inputs_.staging_ns = std::max(inputs_.staging_ns, offer.staging_ns);
-    } else if (is_pulled) {
+    } else if (is_pulled) {  // in the memory of its rank
       input = reinterpret_cast<const unsigned char*>(static_cast<std::uintptr_t>(offer.address));
       inputs_.is_foreign[peer] = peer != place_;
       find_output(peer, offer.out, offer.out_address);
       inputs_.are_borrowed = inputs_.are_pulled = true;
-    } else {
+    } else {  // nowhere yet
       input = nullptr;
       inputs_.are_complete &= size_ == 1;
     }
@@ -260,7 +262,7 @@ void ShmTransport::find_inputs(const Collective& collective) {
   // An allreduce reads symmetric memory only if it can write its results there, too.
   if (collective.op == Op::allreduce && !inputs_.are_symmetric && !inputs_.are_pulled)
     inputs_.are_complete &= !inputs_.are_borrowed;
-  inputs_.are_borrowed &= inputs_.are_complete;
+  inputs_.are_borrowed &= inputs_.are_complete;  // rounds read windows alone
   inputs_.at[place_] = static_cast<const unsigned char*>(collective.in);
 }
 
