@@ -19,7 +19,10 @@ NARROWER_COMPLEX = (torch.complex64,)
 
 
 class Version(NamedTuple):
-    """What tells whether a gradient was written to, converted, or given other memory."""
+    """What tells whether a gradient was written to, converted, or given other memory.
+
+    The address of what has no elements is 0, and tells it from no other such gradient.
+    """
 
     changes: int
     address: int
@@ -195,6 +198,8 @@ class Accumulation:
         trace = self._traces.get(number)
         if trace is None:
             return gradient is self._averaged[number]
+        if not trace.version.address and gradient is not self._averaged[number]:
+            return False
         is_in_place = trace.version.is_in_place(version_of(gradient))
         # One that was transposed is refused when it is copied over itself.
         return is_in_place and elements_of(gradient) == elements_of(trace.content)
@@ -276,6 +281,8 @@ class _Aside:
         """Whether this is the sum, and nobody has written to it: zeroed it, for instance."""
         if self.trace is None or not self.trace.version.is_in_place(version_of(gradient)):
             return False
+        if not self.trace.version.address and gradient is not self.shown:
+            return False
         # What is written through `grad.data` is not in the version.
         sum_values, values = _values_of(add(self.averaged, self.own)), _values_of(gradient)
         return sum_values.shape == values.shape and _are_equal(sum_values, values)
@@ -301,7 +308,7 @@ class _Record(NamedTuple):
         if gradient is None:
             return False
         shown = self.averaged if self.aside is None else self.aside.shown
-        if gradient is shown or version is None:
+        if gradient is shown or version is None or not version.address:
             return gradient is shown
         # Perhaps as another tensor over the same memory, such as `grad.detach()`.
         return version_of(gradient).address == version.address

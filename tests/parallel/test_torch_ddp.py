@@ -344,6 +344,20 @@ def test_a_backward_that_is_seen_at_a_gradient_without_elements_has_added_nothin
     assert on_ranks(2, body) == [22] * 2
 
 
+@pytest.mark.parametrize("average", ["sum", "contributors"])
+def test_gradients_without_elements_are_told_apart(on_ranks: OnRanks, average: str) -> None:
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(WithoutElements(), backend, average=average)
+        ddp(1.0).sum().backward()
+        ddp.zero_grad()
+        if backend.rank == 0:
+            ddp.none.grad = torch.zeros_like(ddp.none)  # no average, though none has an address
+        ddp.sync_gradients()
+        return ddp.none.grad is not None
+
+    assert on_ranks(2, body) == [True, True]
+
+
 def test_a_backward_that_was_not_seen_adds_to_what_is_a_ranks_own(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         ddp = scale(backend, average="sum")

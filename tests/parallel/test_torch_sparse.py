@@ -351,3 +351,19 @@ def test_dense_averages_outlast_a_backward_that_refuses_sparse_ones(
         return ddp.module.factor.grad.tolist()
 
     assert on_ranks(2, body) == [[4]] * 2
+
+
+def test_a_gradient_without_rows_counts_after_an_average_without_rows(on_ranks: OnRanks) -> None:
+    def with_rows(*rows: float) -> Any:
+        indices, values = torch.arange(len(rows))[None], torch.tensor(rows)[:, None]
+        return torch.sparse_coo_tensor(indices, values, (3, 1))
+
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(nn.Embedding(3, 1, sparse=True), backend, average="contributors")
+        ddp.weight.grad = with_rows()
+        ddp.sync_gradients()
+        ddp.weight.grad = with_rows(*[2.0] * backend.rank)
+        ddp.sync_gradients()
+        return ddp.weight.grad.to_dense().flatten().tolist()
+
+    assert on_ranks(2, body) == [[1, 0, 0]] * 2
