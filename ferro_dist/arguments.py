@@ -46,6 +46,7 @@ __all__ = [
     "check_world_size",
     "closed_error",
     "elements",
+    "first_line",
     "in_order",
     "integer",
     "is_reducible",
@@ -180,6 +181,15 @@ def closed_error(
         sequence=sequence,
         global_ranks=global_ranks,
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Return how an error's message begins, or the name of an error that has none."""
+    try:
+        lines = str(error).splitlines()
+    except Exception:  # of a program's own kind
+        lines = []
+    return lines[0] if lines else type(error).__name__
 
 
 # Ranks

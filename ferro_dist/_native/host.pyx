@@ -657,7 +657,7 @@ cdef class Communicator:
     cdef int _refuse(self) except -1:
         self._check_own()
         raise LockPoisoned(
-            f"The group ended with an earlier error: {str(self._first_error).splitlines()[0]}\n"
+            f"The group ended with an earlier error: {arguments.first_line(self._first_error)}\n"
             "Go on in the group that shrink() makes, or make a new one.",
             rank=self.rank, op=self._first_error.op, peer=self._first_error.peer,
             sequence=self._first_error.sequence) from self._first_error

@@ -218,7 +218,7 @@ cdef class Connection(Member):
         self._check_own()
         raise LockPoisoned(
             "The communicator ended with an earlier error: "
-            f"{str(self._first_error).splitlines()[0]}\nMake a new one.",
+            f"{arguments.first_line(self._first_error)}\nMake a new one.",
             rank=self.rank, op=getattr(self._first_error, "op", None)) from self._first_error
 
     cdef int note(self, object error) except -1:

@@ -426,3 +426,28 @@ def test_a_killed_rank_ends_the_others_calls(peer_death: str, error: str) -> Non
     outcomes = run_ranks(3, die, peer_death, backend="none", may_die=[1])
     assert outcomes[1] == RankDeath(-signal.SIGKILL)
     assert outcomes[0][0] == outcomes[2][0] == error
+
+
+def interrupt_a_call(rank: int, world_size: int, addr: str) -> str:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    gpu = emulated_gpu()
+    x = gpu.array(np.ones(4))
+    with connect("hybrid", rank, world_size, addr) as group:
+        refusal = ""
+        if rank == 0:
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                fd.allreduce(x, group)  # for which it waits for the other, which is not there
+            with pytest.raises(fd.LockPoisoned) as refused:
+                fd.allreduce(x, group)
+            refusal = str(refused.value)
+        fd.barrier(group)
+        return refusal
+
+
+def test_a_group_that_ctrl_c_has_ended_says_so() -> None:
+    refusal, _ = ranks(2, interrupt_a_call)
+    assert refusal.splitlines()[0].endswith("ended with an earlier error: KeyboardInterrupt")
