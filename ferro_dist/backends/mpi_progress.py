@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from ferro_dist.arguments import check_patience
+from ferro_dist.arguments import check_patience, first_line
 from ferro_dist.errors import DistributedError, LockPoisoned, SizeMismatch, Timeout
 from ferro_dist.rendezvous.control_plane import describe_ranks
 from ferro_dist.work import Work
@@ -182,8 +182,8 @@ class Progress:
         self.check_own(op)
         if self.first_error is not None:
             raise LockPoisoned(
-                f"{op}: the group ended with an earlier error: {self.first_error} "
-                "Make a new group.",
+                f"{op}: the group ended with an earlier error: "
+                f"{first_line(self.first_error)}\nMake a new group.",
                 op=op,
                 rank=self.rank,
             ) from self.first_error
@@ -311,7 +311,7 @@ def _pause(waited_s: float) -> None:
 def _timeout(call: Call, rank: int, elapsed_s: float) -> Timeout:
     missing = call.awaited()
     return Timeout(
-        f"{call.label} failed on rank {rank}: {_who(missing)} for {elapsed_s:.1f} s. "
+        f"{call.label} failed on rank {rank}: {_who(missing)} for {elapsed_s:.1f} s.\n"
         f"{_remedy(missing)}",
         missing=missing,
         seconds=elapsed_s,

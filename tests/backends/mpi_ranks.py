@@ -237,6 +237,7 @@ def late_ranks_are_named_by_the_timeout(group: Group) -> None:
         assert (error.op, error.rank, error.sequence) == ("allreduce", 0, 0)
         poisoned = raised(LockPoisoned, fd.barrier, other)
         assert poisoned.__cause__ is error
+        assert str(poisoned).splitlines()[1:] == ["Make a new group."]
     fd.barrier(group)
 
 
