@@ -48,8 +48,7 @@ class DistributedError(RuntimeError):
         are counted alike on all ranks; calls that send or receive are counted apart, by each rank
         for itself.
     global_ranks : tuple of int or None
-        `Backend.global_ranks` of the group, where they differ from its own numbers. With MPI and
-        NCCL, in errors that the functions of `ferro_dist` raise, not in those of a `Work`.
+        `Backend.global_ranks` of the group, where they differ from its own numbers.
     """
 
     def __init__(

@@ -14,6 +14,8 @@ cdef class Connection(Member):
     cdef readonly bint is_blocking
     cdef double timeout_s
     cdef object _first_error
+    # What its ranks are in the group that it was made from, for errors; empty if that calls them the same.
+    cdef readonly tuple global_ranks
     # The views of the memory that NCCL has made windows of, and whether those are symmetric: a dict, as a
     # reference that the garbage collector does not see: it would finalize the memory before the
     # communicator has ended. Where the memory's owner holds the communicator, only close() ends the cycle.
@@ -26,7 +28,7 @@ cdef class Connection(Member):
     cdef Patience patience(self, timeout) except *
     # Raises the reason why it cannot be called.
     cdef int refuse(self) except -1
-    # Names this rank in an error, and remembers the one that ended the communicator.
+    # Names this rank and its group in an error, and remembers the one that ended the communicator.
     cdef int note(self, object error) except -1
     # The same for a call on arrays, which `used` keeps alive. One that was given up, say because it took too
     # long, may still begin in NCCL's own thread until the communicator has ended: they are kept that long.

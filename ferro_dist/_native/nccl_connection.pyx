@@ -40,6 +40,7 @@ cdef class Connection(Member):
     def __cinit__(self):
         self._num_forks = -1  # nobody's until it is adopted
         self.world_size = 1  # arguments are checked, and divided by it, before the call is refused
+        self.global_ranks = ()
         views = {}
         Py_INCREF(views)
         self._window_views = <PyObject*> views
@@ -219,12 +220,15 @@ cdef class Connection(Member):
         raise LockPoisoned(
             "The communicator ended with an earlier error: "
             f"{arguments.first_line(self._first_error)}\nMake a new one.",
-            rank=self.rank, op=getattr(self._first_error, "op", None)) from self._first_error
+            rank=self.rank, op=getattr(self._first_error, "op", None),
+            global_ranks=self.global_ranks or None) from self._first_error
 
     cdef int note(self, object error) except -1:
-        """Name this rank in an error, and remember the one that ended the communicator."""
-        if isinstance(error, DistributedError) and error.rank is None:
-            error.rank = self.rank
+        """Name this rank and its group in an error, and remember the one that ended the communicator."""
+        if isinstance(error, DistributedError):
+            if error.rank is None:
+                error.rank = self.rank
+            arguments.name_group(error, self)
         if self._first_error is None and self._native.get() != NULL and self._native.get().has_failed():
             # A copy, without the traceback, whose frames would keep the caller's arrays alive.
             self._first_error = copy.copy(error)

@@ -185,6 +185,10 @@ cdef class NcclGroup:
         """How many calls still hold their arrays."""
         return len(self._kept) // 2
 
+    def set_global_ranks(self, ranks):
+        """Let errors name the group by its members' ranks in the one it was made from; before any call."""
+        self._communicator.global_ranks = ranks
+
     def heed(self, alarm):
         """End the group when another one of the same ranks, whose `alarm` this is, loses a rank."""
         self._lane.get().heed((<Alarm*> PyCapsule_GetPointer(alarm, "ferro::Alarm"))[0])
@@ -640,7 +644,8 @@ cdef class NcclGroup:
                 raise
             raise Timeout(
                 f"The call is still under way after {seconds:g} s. It goes on; wait again.",
-                seconds=seconds, rank=self.rank) from None
+                seconds=seconds, rank=self.rank,
+                global_ranks=self._communicator.global_ranks or None) from None
         return self._let_go()
 
     cdef inline double _patience(self, timeout) except? -1:

@@ -7,12 +7,14 @@ call the methods here.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from ferro_dist.arguments import check_timeout
+from ferro_dist.arguments import check_timeout, name_group
 from ferro_dist.cores import count_own
+from ferro_dist.errors import DistributedError
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.work import Work
 
@@ -383,6 +385,16 @@ class Backend(abc.ABC):
         own = tuple(numbers[member] for member in members)
         self._global_ranks = () if own == tuple(range(len(own))) else own
         return self
+
+    @contextlib.contextmanager
+    def _splitting(self) -> Iterator[None]:
+        """Let errors of the calls that a split consists of name the split, and this group."""
+        try:
+            yield
+        except DistributedError as error:
+            error.op, error.rank = "split", self.rank
+            name_group(error, self)
+            raise
 
     def _seconds(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else check_timeout(timeout)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ferro_dist.arguments import check_timeout
 from ferro_dist.backends.base import Backend
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11
+
     from ferro_dist._native.host import Communicator
     from ferro_dist._native.nccl_group import NcclGroup
 
@@ -61,6 +64,12 @@ class BoundBackend(Backend):
         self._group = group
         for name in _CALLS:
             setattr(self, name, getattr(group, name))
+
+    def _come_from(self, parent: Backend, members: Sequence[int]) -> Self:
+        super()._come_from(parent, members)
+        if self._global_ranks:
+            self._group.set_global_ranks(self._global_ranks)
+        return self
 
     @property
     def rank(self) -> int:

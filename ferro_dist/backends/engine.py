@@ -11,19 +11,14 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ferro_dist import arguments, interop
 from ferro_dist._native.host import PEER_READS, Communicator, HostWork, begin_exit
-from ferro_dist.backends.base import Backend
 from ferro_dist.backends.bound import BoundBackend
-from ferro_dist.errors import DistributedError
 from ferro_dist.work import Work
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # in typing from Python 3.11
 
 __all__ = ["EngineBackend", "peer_reads"]
 
@@ -112,29 +107,16 @@ class EngineBackend(BoundBackend):
         self.close()
         return group._come_from(self, survivors)
 
-    def _come_from(self, parent: Backend, members: Sequence[int]) -> Self:
-        super()._come_from(parent, members)
-        if self._global_ranks:
-            self._group.set_global_ranks(self._global_ranks)
-        return self
-
     def close(self) -> None:
         if self._group.close():
             self._finalizer.detach()
 
     @contextlib.contextmanager
     def _splitting(self) -> Iterator[None]:
-        """Make one call out of the several that a split consists of.
-
-        Their errors name the split, and leaving it halfway through ends the group.
-        """
         try:
-            yield
-        except DistributedError as error:
-            error.op, error.rank = "split", self.rank
-            arguments.name_group(error, self)
-            raise
-        except BaseException as error:
+            with super()._splitting():
+                yield
+        except BaseException as error:  # leaving it halfway through ends the group
             if isinstance(error, MemoryError) or not isinstance(error, Exception):
                 self._group.interrupt(error)
             raise

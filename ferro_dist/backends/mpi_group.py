@@ -93,13 +93,13 @@ class MpiGroup(Backend):
         return aligned_empty(arguments.check_shape(shape), resolved)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> Self | None:
-        chosen = arguments.check_members(members, rank=self._rank, world_size=self._world_size)
-
         def move() -> Steps:
             yield from ()
 
-        deadline = Deadline(self._seconds(timeout))
-        self._collective(Fingerprint.of_members(chosen), move, False, timeout)
+        with self._splitting():
+            chosen = arguments.check_members(members, rank=self._rank, world_size=self._world_size)
+            deadline = Deadline(self._seconds(timeout))
+            self._collective(Fingerprint.of_members(chosen), move, False, timeout)
         # MPI has no split that could be given up. All ranks are here or about to be, and one that
         # dies takes the job along: only a rank that is stopped now holds up the others.
         is_member = self._rank in chosen
@@ -111,6 +111,11 @@ class MpiGroup(Backend):
         group = type(self).__new__(type(self))
         group._init_from("split", self._mpi, comm, deadline, self._timeout)
         return group._come_from(self, chosen)
+
+    def _come_from(self, parent: Backend, members: Sequence[int]) -> Self:
+        super()._come_from(parent, members)
+        self._progress.global_ranks = self._global_ranks
+        return self
 
     def shrink(self, timeout: float | None = None) -> Self:
         raise UnsupportedOp(

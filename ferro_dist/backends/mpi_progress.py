@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from ferro_dist.arguments import check_patience, first_line
+from ferro_dist.arguments import check_patience, first_line, name_group
 from ferro_dist.errors import DistributedError, LockPoisoned, SizeMismatch, Timeout
 from ferro_dist.rendezvous.control_plane import describe_ranks
 from ferro_dist.work import Work
@@ -160,6 +160,7 @@ class Progress:
         announce: Callable[[BaseException], None],
     ) -> None:
         self.rank = rank
+        self.global_ranks: tuple[int, ...] = ()  # none if they are range(world_size)
         self._translate = translate
         self._listen = listen
         self._announce = announce
@@ -285,10 +286,14 @@ class MpiWork(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         patience = None if timeout is None else check_patience(timeout)
-        self._progress.check_own(self._call.op)
-        if not self._progress.wait(self._call, patience):
-            raise _still_running(self._call, self._progress.rank, patience or 0.0)
-        self._call.value()
+        try:
+            self._progress.check_own(self._call.op)
+            if not self._progress.wait(self._call, patience):
+                raise _still_running(self._call, self._progress.rank, patience or 0.0)
+            self._call.value()
+        except DistributedError as error:
+            name_group(error, self._progress)
+            raise
 
     def is_completed(self) -> bool:
         if not self._call.is_done:

@@ -336,14 +336,15 @@ class NcclBackend(BoundBackend):
         return interop.device_empty(dims, interop.dtype_code(dtype), self.device)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> NcclBackend | None:
-        self._check_open("split")
-        chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
-        deadline = Deadline(self._seconds(timeout))
-        self._check_agreement(chosen, deadline)
-        is_member = self.rank in chosen
-        key = chosen.index(self.rank) if is_member else 0
-        color = 0 if is_member else None
-        communicator = self.comm.split(color, key, timeout=deadline.remaining_s, **self._config)
+        with self._splitting():
+            self._check_open("split")
+            chosen = arguments.check_members(members, rank=self.rank, world_size=self.world_size)
+            deadline = Deadline(self._seconds(timeout))
+            self._check_agreement(chosen, deadline)
+            is_member = self.rank in chosen
+            key = chosen.index(self.rank) if is_member else 0
+            color = 0 if is_member else None
+            communicator = self.comm.split(color, key, timeout=deadline.remaining_s, **self._config)
         if communicator is None:
             return None
         group = type(self).__new__(type(self))._init_from(communicator, None, self._config)

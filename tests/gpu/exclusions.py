@@ -50,6 +50,7 @@ EXCLUDED: dict[str, tuple[tuple[str, ...], str]] = {
     "a_rank_that_does_not_come_is_named_by_the_timeout": (_BOTH, _NO_CULPRIT),
     "who_gives_up_waiting_for_*": (_BOTH, _NO_CULPRIT),
     "a_split_that_a_rank_does_not_call_is_named_by_the_timeout": (_NCCL, _NO_CULPRIT),
+    "work_names_the_part_of_a_group_that_it_is_of": (_BOTH, "see test_gpu_faults"),
     "a_receive_times_out_and_names_its_peer": (_BOTH, _NO_CULPRIT),
     "a_queued_call_times_out": (_BOTH, _NO_CULPRIT),
     "an_interruption_ends_the_group_*": (_NCCL, "NCCL tells nobody; HybridBackend does"),

@@ -451,3 +451,24 @@ def interrupt_a_call(rank: int, world_size: int, addr: str) -> str:
 def test_a_group_that_ctrl_c_has_ended_says_so() -> None:
     refusal, _ = ranks(2, interrupt_a_call)
     assert refusal.splitlines()[0].endswith("ended with an earlier error: KeyboardInterrupt")
+
+
+def wait_in_a_part(rank: int, world_size: int, addr: str) -> Any:
+    gpu = emulated_gpu()
+    with connect("nccl", rank, world_size, addr) as group, group.split([1, 0]) as part:
+        fd.allreduce(gpu.array(np.ones(1)), part)  # the first call waits for the others
+        late = None
+        if rank == 1:
+            work = fd.barrier(part, async_op=True)
+            with pytest.raises(Timeout) as waited:
+                work.wait(0.1)
+            late = waited.value.rank, waited.value.global_ranks
+        fd.barrier(group)
+        if rank == 0:
+            work = fd.barrier(part, async_op=True)
+        work.wait()
+        return late
+
+
+def test_work_names_the_part_of_a_group_that_it_is_of() -> None:
+    assert ranks(2, wait_in_a_part) == [None, (0, (1, 0))]

@@ -17,6 +17,7 @@ from ferro_dist import (
     ChannelClosed,
     CollectiveMismatch,
     DistributedError,
+    InvalidRank,
     LockPoisoned,
     P2POp,
     SelfSend,
@@ -81,6 +82,28 @@ def errors_before_a_call_carry_the_part_of_a_group(group: Group) -> None:
     with group.split(range(group.world_size)[::-1]) as backwards:
         error = raised(SelfSend, fd.send, np.ones(1), backwards, backwards.rank)
         assert error.global_ranks == backwards.global_ranks
+
+
+@case(min_ranks=2)
+def errors_of_a_split_name_the_part_of_a_group_that_is_split(group: Group) -> None:
+    with group.split(range(group.world_size)[::-1]) as backwards:
+        expected = ("split", backwards.rank, backwards.global_ranks)
+        error: DistributedError = raised(InvalidRank, backwards.split, [group.world_size])
+        assert (error.op, error.rank, error.global_ranks) == expected
+        error = raised(CollectiveMismatch, backwards.split, [backwards.rank])
+        assert (error.op, error.rank, error.global_ranks) == expected
+        assert f"of group ({group.world_size - 1}, " in str(error)
+
+
+@case(min_ranks=2)
+def work_names_the_part_of_a_group_that_it_is_of(group: Group) -> None:
+    backwards = group.split(range(group.world_size)[::-1])
+    with backwards:
+        if backwards.rank != backwards.world_size - 1:  # rank 0 of the whole, which stays away
+            work = fd.barrier(backwards, timeout=0.1, async_op=True)
+            error = raised(Timeout, work.wait)
+            assert (error.rank, error.global_ranks) == (backwards.rank, backwards.global_ranks)
+        fd.barrier(group)
 
 
 @case()
