@@ -50,6 +50,7 @@ __all__ = [
     "in_order",
     "integer",
     "is_reducible",
+    "mismatch_error",
     "name_call",
     "name_group",
     "named_integer",
@@ -190,6 +191,21 @@ def first_line(error: BaseException) -> str:
     except Exception:  # of a program's own kind
         lines = []
     return lines[0] if lines else type(error).__name__
+
+
+def mismatch_error(where: str, difference: str, **facts: Any) -> CollectiveMismatch:
+    """Make the error of ranks that called different collectives, as `difference` says."""
+    # Most programs give no tags, and would take one for noise.
+    hint = (
+        "A tag that is not your own marks a call that DDP or ShardedOptimizer made.\n"
+        if "tag " in difference
+        else ""
+    )
+    return CollectiveMismatch(
+        f"{where}: the ranks disagree: {difference}.\n{hint}"
+        "Nothing was sent; the group is still usable.",
+        **facts,
+    )
 
 
 # Ranks

@@ -5,10 +5,9 @@ from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
-from ferro_dist.arguments import closed_error, of_group
+from ferro_dist.arguments import closed_error, mismatch_error, of_group
 from ferro_dist.errors import (
     ChannelClosed,
-    CollectiveMismatch,
     Io,
     LockPoisoned,
     PeerLostError,
@@ -114,9 +113,7 @@ cdef object _exception_of(const Error& error):
     if error.code == ErrorCode.closed:
         return closed_error(**facts)
     if error.code == ErrorCode.mismatch:
-        return CollectiveMismatch(
-            f"{where}: the ranks disagree: {_text(error.detail)}.\n"
-            "Nothing was sent; the group is still usable.", **facts)
+        return mismatch_error(where, _text(error.detail), **facts)
     if error.code == ErrorCode.size_mismatch:
         return SizeMismatch(
             f"{where}: {_text(error.detail)}.\nThe message was dropped; the group is still usable.", **facts)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ferro_dist.arguments import UnevenCounts, elements
+from ferro_dist.arguments import UnevenCounts, elements, mismatch_error
 from ferro_dist.backends.mpi_progress import Requests
 from ferro_dist.errors import ChannelClosed, CollectiveMismatch
 from ferro_dist.interop import dtype_name
@@ -273,10 +273,9 @@ class Agreement:
         raise self._mismatch(op, ", ".join(sides), 0, others[0])
 
     def _mismatch(self, op: str, difference: str, first: int, second: int) -> CollectiveMismatch:
-        return CollectiveMismatch(
-            f"{op} #{self._sequence} failed on rank {self._rank}: "
-            f"the ranks disagree: {difference}.\n"
-            "Nothing was sent; the group is still usable.",
+        return mismatch_error(
+            f"{op} #{self._sequence} failed on rank {self._rank}",
+            difference,
             op=op,
             rank=self._rank,
             peer=first if self._rank == second else second,

@@ -518,6 +518,23 @@ def test_in_a_part_of_a_group_the_part_is_named(on_ranks: OnRanks) -> None:
         assert error.global_ranks == (2, 1)
 
 
+def test_call_of_the_program_that_meets_one_of_ddp_is_told_whose_tag_that_is(
+    on_ranks: OnRanks,
+) -> None:
+    def body(backend: Any) -> str:
+        ddp = fd.DDP({"a": np.zeros(2)}, backend)
+        if backend.rank == 0:
+            with pytest.raises(fd.DistributedError) as mismatch:
+                ddp.sync_gradients({"a": np.ones(2)})
+            return str(mismatch.value.__context__)
+        with pytest.raises(fd.CollectiveMismatch) as mismatch:
+            fd.allreduce(np.ones(3), backend)
+        return str(mismatch.value)
+
+    for error in on_ranks(2, body):
+        assert "tag that is not your own marks a call that DDP" in error
+
+
 def test_order_matters_even_where_shapes_are_equal(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> fd.CollectiveMismatch:
         names = ["a", "b"] if backend.rank == 0 else ["b", "a"]
