@@ -171,7 +171,10 @@ bool Communicator::close() noexcept {
   message_queue_.join();
   const Gate::Pass collective_pass(collective_gate_, unhurried);
   const Gate::Pass message_pass(*message_gate_, unhurried);
-  retire(Ended{std::exchange(begun_, nullptr), Error(ErrorCode::closed)});
+  if (begun_ != nullptr) {
+    Error error = abandoned(*begun_);
+    retire(Ended{std::exchange(begun_, nullptr), std::move(error)});
+  }
   last_reason_ = parts_.transport->aborted();
   Parts parts;
   {

@@ -174,6 +174,7 @@ class Communicator {
   void start(Task& task);
   void check_messages(const Tasks& under_way) const;
   void await_messages(const Tasks& under_way, int idle, std::uint32_t heard);
+  Error abandoned(const Task& task) noexcept;
   std::optional<Error> outcome(const Task& task) noexcept;
 
   const int rank_;

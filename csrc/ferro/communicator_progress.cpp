@@ -92,7 +92,7 @@ void Communicator::run_collectives() noexcept {
     try {
       const Gate::Pass pass = enter(collective_gate_, task->call, task->collective.op, num_collectives_);
       // close() has found the gate free, and will not end what starts now.
-      if (collective_queue_.is_stopped()) throw Error(ErrorCode::closed);
+      if (collective_queue_.is_stopped()) throw abandoned(*task);
       before = complete_begun();
       task->sequence = next(num_collectives_);
       run_now(task->call, task->collective, task->sequence);
@@ -102,7 +102,7 @@ void Communicator::run_collectives() noexcept {
     retire(std::move(before));
     retire(std::move(now));
   }
-  collective_queue_.abandon();
+  collective_queue_.abandon([this](const Task& task) { return abandoned(task); });
 }
 
 void Communicator::run_messages() noexcept {
@@ -119,7 +119,7 @@ void Communicator::run_messages() noexcept {
     const Gate::Pass pass(*message_gate_, unhurried);
     parts_.messenger->end(Error(ErrorCode::closed));  // what is abandoned may have been posted
   }
-  message_queue_.abandon();
+  message_queue_.abandon([this](const Task& task) { return abandoned(task); });
 }
 
 // Moves messages until at least one task is done.
@@ -190,6 +190,11 @@ void Communicator::await_messages(const Tasks& under_way, int idle, std::uint32_
   Call unhurried(kUnlimited);
   parts_.messenger->sleep(unhurried, heard);
   for (const std::shared_ptr<Task>& task : under_way) Messenger::set_owner_away(*task->messages, false);
+}
+
+// The error of a task that is not run any more, as this rank has closed the group.
+Error Communicator::abandoned(const Task& task) noexcept {
+  return failure(Error(ErrorCode::closed), task.collective.op, task.sequence, task.call);
 }
 
 // The error that a task ends with once its messages are done, if any.

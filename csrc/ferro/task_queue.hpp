@@ -94,15 +94,17 @@ class TaskQueue {
     return had_work;
   }
 
-  // Once stopped, called by the queue's thread as its last act: fails what nobody will run.
-  void abandon() noexcept {
+  // Once stopped, called by the queue's thread as its last act: fails what nobody will run, each task with
+  // the error that `error_of` makes of it.
+  template <class ErrorOf>
+  void abandon(ErrorOf error_of) noexcept {
     Tasks left;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       left.swap(tasks_);
     }
     for (const std::shared_ptr<Task>& task : left)
-      if (task != nullptr) retire(*task, Error(ErrorCode::closed));
+      if (task != nullptr) retire(*task, error_of(*task));
   }
 
   // Stops, and waits for the thread to end.

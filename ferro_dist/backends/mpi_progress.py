@@ -9,6 +9,7 @@ program.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -231,7 +232,7 @@ class Progress:
                     self._announce(error)
             for calls in self._lanes.values():
                 for call in calls:
-                    call.fail(error)
+                    call.fail(_as_of(call, error))
             self._lanes.clear()
 
     def first_call(self) -> Call | None:
@@ -311,6 +312,15 @@ def _pause(waited_s: float) -> None:
         os.sched_yield()
     else:
         time.sleep(_NAP_S)
+
+
+def _as_of(call: Call, error: BaseException) -> BaseException:
+    """Return an error that is of no call, as when a rank closes its group, as one of this call."""
+    if not isinstance(error, DistributedError) or error.op is not None:
+        return error
+    of_call = copy.copy(error)
+    of_call.op, of_call.sequence = call.op, call.sequence
+    return of_call
 
 
 def _timeout(call: Call, rank: int, elapsed_s: float) -> Timeout:

@@ -873,7 +873,7 @@ void test_a_queue_that_is_stopped_says_whether_it_had_work() {
   const auto task = std::make_shared<Task>(make(Op::barrier, 0, nullptr, nullptr), 1, kTimeout);
   queue.push(task, [&queue] {
     while (!queue.is_stopped()) std::this_thread::yield();
-    queue.abandon();
+    queue.abandon([](const Task&) { return Error(ErrorCode::closed); });
   });
   CHECK(queue.stop() && !idle.stop());
   queue.join();

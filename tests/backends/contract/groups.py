@@ -342,7 +342,8 @@ def closing_with_calls_queued_fails_them(group: Group) -> None:
         works = [fd.allreduce(np.ones(10), other, async_op=True) for _ in range(5)]
         other.close()
         for work in works:
-            raised(ChannelClosed, work.wait)
+            error = raised(ChannelClosed, work.wait)
+            assert (error.op, error.rank) == ("allreduce", 0)
             assert work.is_completed()
     fd.barrier(group)
     other.close()
