@@ -14,7 +14,7 @@ from ferro_dist._native.host import Communicator, create_segment
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.engine import EngineBackend, peer_reads
-from ferro_dist.errors import DistributedError
+from ferro_dist.errors import DistributedError, Io
 from ferro_dist.rendezvous.connection import in_numbers_of_parent
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring
@@ -151,6 +151,14 @@ class HostBackend(EngineBackend):
                 blobs = self._gather_for_split(blob, deadline)
                 return [blobs[member] for member in chosen]
 
+            def adopt(wiring: Wiring) -> HostBackend:
+                try:
+                    return self._new_from(wiring)._come_from(self, chosen)
+                except MemoryError as error:
+                    # The others are told of this one, so this group need not end, as it does where
+                    # memory runs out between two steps.
+                    raise Io(str(error), op="init", rank=self.rank) from error
+
             if self.rank not in chosen:
                 if len(chosen) > 1:
                     rendezvous.stand_by(lambda: gather(b""))
@@ -164,7 +172,7 @@ class HostBackend(EngineBackend):
                     timeout=deadline.remaining_s,
                     create_segment=self._create_segment,
                     addresses=[self._wiring.addresses[member] for member in chosen],
-                    adopt=lambda wiring: self._new_from(wiring)._come_from(self, chosen),
+                    adopt=adopt,
                 )
 
     def _gather_for_split(self, blob: bytes, deadline: Deadline) -> list[bytes]:

@@ -97,7 +97,7 @@ class SimulatedBackend(EngineBackend):
         if self.rank not in chosen:
             return None
         part = self._siblings.take(key, chosen.index(self.rank))
-        if isinstance(part, DistributedError):
+        if isinstance(part, Exception):
             raise Io(
                 f"split failed on rank {self.rank}: rank {chosen[0]} cannot make the group: {part}",
                 op="split",
@@ -106,11 +106,11 @@ class SimulatedBackend(EngineBackend):
             ) from part
         return part._come_from(self, chosen)
 
-    def _make_part(self, world_size: int) -> list[SimulatedBackend] | list[DistributedError]:
+    def _make_part(self, world_size: int) -> Sequence[SimulatedBackend] | Sequence[Exception]:
         """Make a group for siblings, or return the error that prevents it."""
         try:
             return self.create_group(world_size, timeout=self.timeout)
-        except DistributedError as error:
+        except (DistributedError, MemoryError) as error:
             return [error] * world_size
 
     def shrink(self, timeout: float | None = None) -> SimulatedBackend:
@@ -130,13 +130,11 @@ class _Siblings:
     def __init__(self) -> None:
         self.survivors = _Survivors()
         self._lock = threading.Lock()
-        self._groups: dict[int, dict[int, SimulatedBackend | DistributedError]] = {}
+        self._groups: dict[int, dict[int, SimulatedBackend | Exception]] = {}
         # Who failed, of which split, before its group was published.
         self._left: set[tuple[int, int]] = set()
 
-    def publish(
-        self, key: int, group: Sequence[SimulatedBackend] | Sequence[DistributedError]
-    ) -> None:
+    def publish(self, key: int, group: Sequence[SimulatedBackend] | Sequence[Exception]) -> None:
         with self._lock:
             self._groups[key] = dict(enumerate(group))
             for rank in range(len(group)):
@@ -144,7 +142,7 @@ class _Siblings:
                     self._left.discard((key, rank))
                     self._drop(key, rank)
 
-    def take(self, key: int, rank: int) -> SimulatedBackend | DistributedError:
+    def take(self, key: int, rank: int) -> SimulatedBackend | Exception:
         with self._lock:
             return self._drop(key, rank)
 
@@ -156,7 +154,7 @@ class _Siblings:
             else:
                 self._left.add((key, rank))
 
-    def _drop(self, key: int, rank: int) -> SimulatedBackend | DistributedError:
+    def _drop(self, key: int, rank: int) -> SimulatedBackend | Exception:
         group = self._groups[key]
         backend = group.pop(rank)
         if not group:

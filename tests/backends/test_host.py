@@ -291,6 +291,25 @@ def test_a_rank_that_lacks_address_space_is_named_to_the_others() -> None:
         assert "ulimit -v" in message
 
 
+def lack_address_space_for_a_part(backend: fd.HostBackend) -> tuple[int | None, str]:
+    if backend.rank == 1:
+        limit_address_space(address_space_in_use() + (64 << 20))
+    with pytest.raises(fd.Io) as raised:
+        backend.split([0, 1])
+    limit_address_space(resource.getrlimit(resource.RLIMIT_AS)[1])
+    with backend.split([0, 1]) as part:  # type: ignore[union-attr]
+        fd.barrier(part)
+    return raised.value.rank, str(raised.value)
+
+
+def test_a_group_outlives_a_split_for_which_a_rank_lacks_address_space() -> None:
+    first, second = run_ranks(2, lack_address_space_for_a_part)
+    assert (first[0], second[0]) == (0, 1)
+    for _, message in (first, second):
+        assert "Rank 1 could not make its part of the group" in message
+        assert "ulimit -v" in message
+
+
 def lack_threads(backend: fd.HostBackend) -> str:
     x = np.ones(2000)  # of small ones, the caller's thread does most
     allreduce = fd.allreduce  # whose module is loaded when it is first used

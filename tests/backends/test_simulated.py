@@ -219,6 +219,27 @@ def test_all_members_hear_that_their_group_could_not_be_made() -> None:
         rank.close()
 
 
+def test_a_group_outlives_a_split_for_which_memory_is_lacking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_out_of_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room for a group")
+
+    group = fd.SimulatedBackend.create_group(2, timeout=30)
+    monkeypatch.setattr(fd.SimulatedBackend, "create_group", run_out_of_memory)
+
+    def body(rank: fd.SimulatedBackend) -> str:
+        with rank:
+            with pytest.raises(fd.Io) as failure:
+                rank.split([0, 1])
+            fd.barrier(rank)
+            return str(failure.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        for message in threads.map(body, group):
+            assert "rank 0 cannot make the group: no room for a group" in message
+
+
 def test_who_loses_a_rank_that_left_is_told_to_look_at_its_output() -> None:
     first, second = fd.SimulatedBackend.create_group(2)
     second.close()
