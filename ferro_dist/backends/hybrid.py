@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from ferro_dist.errors import (
     BackendUnavailable,
     ChannelClosed,
     DistributedError,
+    Io,
     PeerLostError,
 )
 from ferro_dist.rendezvous.connection import put_in_numbers_of_parent
@@ -194,7 +196,15 @@ class HybridBackend(Backend):
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> HybridBackend | None:
         deadline = Deadline(self._seconds(timeout))
-        host = self._host.split(members, deadline.remaining_s)
+        try:
+            host = self._host.split(members, deadline.remaining_s)
+        except Io:
+            # Ranks outside have not heard of it, and are on their way to the GPUs' part.
+            with contextlib.suppress(DistributedError):
+                nccl = self._nccl.split(members, deadline.remaining_s)
+                if nccl is not None:
+                    nccl.close()
+            raise
         try:
             nccl = self._nccl.split(members, deadline.remaining_s)
             if host is None or nccl is None:

@@ -13,10 +13,12 @@ from gpu.gpu_ranks import connect, ranks
 
 import ferro_dist as fd
 from ferro_dist.backends import hybrid, nccl
+from ferro_dist.backends.host import HostBackend
 from ferro_dist.errors import (
     BackendUnavailable,
     DistributedError,
     InvalidArray,
+    Io,
     LockPoisoned,
     Timeout,
 )
@@ -347,6 +349,30 @@ def _interrupt(*_: Any) -> None:
 def test_a_split_that_is_interrupted_between_its_halves_ends_the_group(step: str) -> None:
     outcomes = ranks(3, interrupt_the_gpus_split, step)
     assert outcomes == [("KeyboardInterrupt", None), *[("ChannelClosed", 0)] * 2]
+
+
+def fail_to_split_on_the_host(rank: int, world_size: int, addr: str) -> tuple[str, list[float]]:
+    gpu = emulated_gpu()
+
+    def fail(*_: Any) -> None:
+        raise Io("no luck")
+
+    with connect("hybrid", rank, world_size, addr) as group:
+        outcome = "none of its business"
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(HostBackend, "_new_from", fail)
+            try:
+                assert group.split([0, 1]) is None
+            except Io as error:
+                outcome = str(error).splitlines()[1]
+        return outcome, fd.allreduce(gpu.array(np.ones(1)), group).numpy().tolist()
+
+
+def test_ranks_outside_a_split_that_fails_on_the_host_wait_for_nobody() -> None:
+    first, second, third = ranks(3, fail_to_split_on_the_host)
+    assert first == second == ("Rank 1 could not make its part of the group", [3.0])
+    assert third == ("none of its business", [3.0])
 
 
 def shrink_within_no_time(rank: int, world_size: int, addr: str) -> float:
