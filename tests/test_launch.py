@@ -1094,6 +1094,41 @@ except RuntimeError as error:
     assert (code, err.splitlines()[-1]) == (7, "ferrorun: rank 1 exited with code 7")
 
 
+def test_of_a_pipelines_ranks_the_one_whose_stage_failed_is_named(launch: Launch) -> None:
+    script = """
+import numpy as np
+import ferro_dist as fd
+
+class Stage:
+    weight, gradient = np.ones(3), np.zeros(3)
+    def parameters(self): return [self.weight]
+    def grads(self): return [self.gradient]
+    def backward(self, x, gradient): return gradient
+    def forward(self, x):
+        if rank == 1:
+            raise ValueError("no such token")
+        return x, x
+
+with fd.init() as backend:
+    pipe = fd.Pipeline(Stage(), backend, 2)
+    try:
+        pipe.step(np.ones((4, 3)), loss_fn=lambda y: (y.sum(), np.ones_like(y)))
+    except fd.StageFailed:
+        if rank == 1:
+            wait_for_order()
+        else:
+            report(os.getpid())
+        raise
+"""
+    job = launch(script, "-n3")
+    for pid in job.sorted_reports(2):
+        wait_for_the_end_of(int(pid))
+    job.order()
+    code, _, err = job.finish()
+    verdict = "ferrorun: rank 1 exited with code 1: ValueError: no such token"
+    assert (code, err.splitlines()[-1]) == (1, verdict)
+
+
 def test_a_rank_that_has_lost_another_is_named_if_no_other_fails(launch: Launch) -> None:
     script = "if rank:\n    wait_for_ever()\nlose_another()"
     code, _, err = launch(LOSE_ANOTHER + script, "-n2").finish()

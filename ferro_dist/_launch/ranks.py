@@ -26,6 +26,8 @@ LINKS = (
 )
 # What a rank raises because another has ended.
 LOSSES = "PeerLostError", "ChannelClosed", "LockPoisoned"
+# What stands in the message of a pipeline's StageFailed, before the traceback at its end.
+OF_A_STAGE = "zero the gradients before the next step."
 GROUP_TRACEBACK = "  + Exception Group Traceback (most recent call last):"
 
 
@@ -63,6 +65,10 @@ class Rank:
         begin = text.rfind(TRACEBACK)
         while (before := text[: max(begin, 0)].rstrip()).endswith(LINKS):
             begin = max(before.rfind(TRACEBACK), 0)
+        if before.endswith(OF_A_STAGE):
+            # All ranks raise it; on the one whose stage it was, it has a cause.
+            text = before[: max(before.rfind(TRACEBACK), 0)]
+            return not text.rstrip().endswith(LINKS[0])
         return any(name in text[begin:] for name in LOSSES)
 
     def last_words(self) -> str:
