@@ -127,8 +127,8 @@ class FailureReport:
         kind = "stage"
         if isinstance(error, BadArgument):
             kind, error = "argument", error.__cause__ or error
-        elif isinstance(error, _ENDS):
-            kind, error = "end", _why_ended(error)
+        elif (end := _end_behind(error)) is not None:
+            kind, error = "end", _why_ended(end)
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         stage, microbatch = where if where is not None else (None, None)
         name = type(error).__name__
@@ -323,9 +323,22 @@ def _end_of_group(failure: BaseException | None, error: DistributedError) -> Bas
     """Return the first of the errors that tell why the group has ended."""
     if isinstance(failure, BadArgument):
         failure = failure.__cause__
-    if failure is not None and not isinstance(failure, (DistributedError, PeerAborted)):
-        return failure
-    return _why_ended(failure if isinstance(failure, DistributedError) else error)
+    if isinstance(failure, DistributedError):
+        return _why_ended(failure)
+    if failure is None or isinstance(failure, PeerAborted) or _end_behind(failure) is not None:
+        return _why_ended(error)
+    return failure
+
+
+def _end_behind(error: BaseException | None) -> DistributedError | None:
+    """Return the end of a group that an exception is, contains alone, or was raised from."""
+    if error is None or isinstance(error, _ENDS):
+        return error
+    # Those of an ExceptionGroup, which Python has from 3.11 on.
+    ends = [_end_behind(part) for part in getattr(error, "exceptions", ())]
+    if ends and None not in ends:
+        return ends[0]
+    return _end_behind(error.__cause__)
 
 
 def _why_ended(error: DistributedError) -> DistributedError:

@@ -817,6 +817,52 @@ def test_stage_that_cannot_be_copied_for_a_plan_is_told_on_every_rank(
     on_ranks(3, body)
 
 
+class Several(Exception):
+    """Holds others, as an ExceptionGroup does, which Python has from 3.11 on."""
+
+    def __init__(self, *exceptions: Exception) -> None:
+        super().__init__("several went wrong")
+        self.exceptions = exceptions
+
+
+def in_a_group(end: Exception) -> Exception:
+    return Several(end, Several(end))
+
+
+def as_a_cause(end: Exception) -> Exception:
+    error = LookupError("no statistics of the others")
+    error.__cause__ = end
+    return error
+
+
+@pytest.mark.parametrize("wrapped", [in_a_group, as_a_cause])
+def test_end_of_another_group_is_no_cause_even_if_it_is_wrapped(
+    on_ranks: OnRanks, wrapped: Callable[[Exception], Exception]
+) -> None:
+    has_failed = threading.Event()
+
+    class Failing(Doubling):
+        def forward(self, x: Any) -> Any:
+            has_failed.set()
+            raise ZeroDivisionError("the stage's own words")
+
+    class Losing(Doubling):
+        """Hears in its second microbatch that another group has ended."""
+
+        def forward(self, x: Any) -> Any:
+            if x[0, 0] == 0:
+                assert has_failed.wait(60)
+                raise wrapped(fd.ChannelClosed("rank 1 left the group"))
+            return super().forward(x)
+
+    def body(backend: Any) -> None:
+        pipe = fd.Pipeline(Failing() if backend.rank else Losing(), backend, 2, "gpipe")
+        with pytest.raises(fd.StageFailed, match="ZeroDivisionError in stage 1"):
+            pipe.step(np.array([[1.0] * 3, [0.0] * 3]), loss_fn=sum_and_ones)
+
+    on_ranks(2, body)
+
+
 class Full(HandwrittenStage):
     """Finds no memory for what sums gradients."""
 
