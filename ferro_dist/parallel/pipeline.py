@@ -447,7 +447,8 @@ class Pipeline(Generic[ModuleT]):
                     )
             self._num_runs -= 2
         assert self._last_step is not None
-        return make_plan(self._lists, self._last_step, self.backend)
+        with telling(self._interrupt):
+            return make_plan(self._lists, self._last_step, self.backend)
 
     def close(self) -> None:
         """Leave the groups that were made for tied weights and between GPUs. Idempotent."""

@@ -28,8 +28,9 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.parallel import pipeline_connection  # noqa: E402
+from ferro_dist.parallel import pipeline_connection, pipeline_plan  # noqa: E402
 from ferro_dist.parallel.activation_channel import Receiver, Sender  # noqa: E402
+from ferro_dist.parallel.exchange import all_gather_bytes  # noqa: E402
 from ferro_dist.parallel.handwritten_stage import HandwrittenStage  # noqa: E402
 from ferro_dist.parallel.schedules import Action  # noqa: E402
 
@@ -861,6 +862,28 @@ def test_end_of_another_group_is_no_cause_even_if_it_is_wrapped(
             pipe.step(np.array([[1.0] * 3, [0.0] * 3]), loss_fn=sum_and_ones)
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("at_fault", [0, 1])
+def test_plan_that_one_rank_has_no_memory_for_keeps_none_waiting(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, at_fault: int
+) -> None:
+    met = threading.Barrier(3)
+
+    def fill_up(data: bytes, backend: Any) -> list[bytes]:
+        if backend.rank == at_fault:
+            raise MemoryError("no room for measurements")
+        return all_gather_bytes(data, backend)
+
+    def body(backend: Any) -> BaseException | None:
+        pipe = fd.Pipeline(Doubling(), backend, 2)
+        pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones)
+        error = raised_by(pipe.plan)
+        met.wait()  # no error of another rank is due to this one's leaving
+        return error
+
+    monkeypatch.setattr(pipeline_plan, "all_gather_bytes", fill_up)
+    assert_only_one_ran_out_of_memory(on_ranks(3, body), at_fault)
 
 
 class Full(HandwrittenStage):
