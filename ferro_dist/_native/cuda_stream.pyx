@@ -254,13 +254,19 @@ cdef cudaStream_t stream_handle(object stream) except? NULL:
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         # A method; in the first releases of cuda.core, a property.
-        _version, handle = protocol() if callable(protocol) else protocol
-        return <cudaStream_t> <uintptr_t> handle
+        answer = protocol() if callable(protocol) else protocol
+        try:
+            _version, handle = answer
+            return <cudaStream_t> <uintptr_t> handle
+        except (TypeError, ValueError, OverflowError):
+            raise TypeError(
+                f"__cuda_stream__ must give a version and the address of a CUDA stream, and gave "
+                f"{answer!r:.80} for {stream!r:.80}.") from None
     for name in ("cuda_stream", "ptr", "handle"):  # torch, CuPy, Numba
         handle = getattr(stream, name, None)
         if hasattr(handle, "value"):  # a number of ctypes, with None for null
             handle = handle.value or 0
-        if isinstance(handle, int):
+        if isinstance(handle, int) and 0 <= handle <= SIZE_MAX:
             return <cudaStream_t> <uintptr_t> handle
     raise TypeError(
         f"stream must be a stream of torch, CuPy, Numba or cuda.core, an object with __cuda_stream__, or "

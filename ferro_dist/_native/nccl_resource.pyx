@@ -96,6 +96,8 @@ def _float(scalar):
     try:
         if not isinstance(scalar, str):
             return float(scalar)
+    except OverflowError:
+        raise ValueError("premul_sum: scalar is an integer beyond all floats.") from None
     except (TypeError, ValueError):
         pass
     raise TypeError(f"premul_sum: scalar must be a number, not {scalar!r:.50}.")

@@ -76,11 +76,15 @@ def accept_streams(_: Any) -> None:
         cuda_stream = 0
 
     class Protocol:
-        def __init__(self, handle: int) -> None:
+        def __init__(self, handle: Any) -> None:
             self.handle = handle
 
         def __cuda_stream__(self) -> tuple[int, int]:
             return 0, self.handle
+
+    class Property:
+        def __init__(self, *answer: int) -> None:
+            self.__cuda_stream__ = answer
 
     class CuPy:
         def __init__(self, handle: int) -> None:
@@ -90,9 +94,13 @@ def accept_streams(_: Any) -> None:
     for stream in (own, own.handle, Protocol(own.handle), CuPy(own.handle)):
         assert Stream.borrow(stream, 0).handle == own.handle
     assert Stream.borrow(Torch(), 0).handle == 0
-    for wrong in (None, "0", True, 1.5, object()):
+    for wrong in (None, "0", True, 1.5, object(), -1, CuPy(-1), CuPy(1 << 64)):
         with pytest.raises(TypeError, match="stream must be"):
             Stream.borrow(wrong, 0)
+    malformed: Any
+    for malformed in (Protocol(-1), Protocol(1 << 64), Protocol("0"), Property(), Property(7)):
+        with pytest.raises(TypeError, match="__cuda_stream__ must give a version and the address"):
+            Stream.borrow(malformed, 0)
 
 
 def test_streams_of_all_libraries_are_accepted() -> None:

@@ -535,6 +535,8 @@ def refuse_bad_arguments(backend: Any) -> None:
     for scalar in (None, "2", [1, 2]):
         with pytest.raises(TypeError, match="premul_sum: scalar must be a number, not"):
             communicator.premul_sum(scalar, "float32")
+    with pytest.raises(ValueError, match="premul_sum: scalar is an integer beyond all floats"):
+        communicator.premul_sum(-(10**400), "float32")
     for stream in ("0", True, -1, 1 << 64):
         with pytest.raises(TypeError, match="or the address of a CUDA stream, not"):
             communicator.allreduce(x, x, stream=stream)
