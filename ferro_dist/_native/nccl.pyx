@@ -559,7 +559,11 @@ cdef class Communicator(Connection):
             (<Group> current_group())._resources.append(window)
 
     def signal(self, peer, *, signal=0, context=0, stream):
-        """Signal rank `peer` once `stream` has come to this point; `signal` and `context` as in `put`."""
+        """Signal rank `peer` once `stream` has come to this point; `signal` and `context` as in `put`.
+
+        Make a window first, and `put` into it: where NCCL has no one-sided operations, that is refused, while
+        a signal ends a communicator that does not block.
+        """
         cdef Operation o
         o.op = Op.signal
         o.peer = self._signal_peer("signal", peer)
