@@ -147,6 +147,8 @@ class ArrayDDP(ReducingDDP[ModuleT], Generic[ModuleT]):
         # names: the module's own would speak for the wrong object.
         if name.startswith("__") or hasattr(type(self), name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self._held is None:
+            raise AttributeError(f"this DDP has no {name!r}: into_inner() gave its module back")
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

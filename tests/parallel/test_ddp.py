@@ -458,7 +458,10 @@ def test_into_inner_gives_the_module_back(on_ranks: OnRanks) -> None:
         model = Linear()
         ddp = fd.DDP(model, backend)
         assert ddp.into_inner() is model
-        for use in (lambda: ddp.module, ddp.sync_gradients, ddp.into_inner, lambda: ddp.weights):
+        assert not hasattr(ddp, "weights")
+        with pytest.raises(AttributeError, match=r"no 'weights': into_inner\(\) gave"):
+            _ = ddp.weights
+        for use in (lambda: ddp.module, ddp.sync_gradients, ddp.into_inner):
             with pytest.raises(ValueError, match="into_inner"):
                 use()
         assert repr(ddp) == "<DDP, module given back>"
