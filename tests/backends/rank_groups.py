@@ -52,11 +52,11 @@ def start(backend: str, world_size: int) -> Ranks:
 
 
 def _start_progress(group: Group) -> None:
-    """Start the threads that a group has from its first asynchronous call on."""
-    fd.barrier(group, async_op=True).wait()
+    """Start the threads that a group has for its asynchronous calls, if they are not small."""
+    x = np.zeros(1 << 20, np.uint8)
+    fd.allreduce(x, group, async_op=True).wait()
     if group.world_size == 1:
         return
-    x = np.zeros(1 << 20, np.uint8)  # what is small may need no thread
     after, before = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
     fd.sendrecv(x, np.empty_like(x), group, after, before, async_op=True).wait()
 
