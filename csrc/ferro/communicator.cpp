@@ -214,7 +214,7 @@ void Communicator::run(Call& call, const Collective& collective) {
     if (begun_ == nullptr) return run_now(call, collective, next(num_collectives_));
   }
   check_outside(collective.op, kNoSequence, call);
-  await(call, *submit(collective, call.timeout_s()));
+  await(call, std::make_shared<Task>(collective, world_size_, call.timeout_s()));
 }
 
 void Communicator::run_now(Call& call, const Collective& collective, std::uint64_t sequence) {
@@ -236,9 +236,9 @@ void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& 
     if (message_queue_.num_waiting() == 0) return run_now(call, op, batch);
   }
   // Goes behind what this thread may have submitted earlier, and what has not been posted yet.
-  const std::shared_ptr<Task> task = submit(op, messages, call.timeout_s());
+  const auto task = std::make_shared<Task>(op, messages, call.timeout_s());
   call.extend(kGraceSeconds);
-  await(call, *task);
+  await(call, task);
 }
 
 void Communicator::run_now(Call& call, Op op, Batch& batch) {
@@ -265,8 +265,11 @@ void Communicator::check_outside(Op op, std::uint64_t sequence, const Call& call
   if (collective_gate_.is_mine()) throw failure(Gate::reentered(), op, sequence, call);
 }
 
-// Waits for a call that had to queue. It must not return before the engine has let go of its arrays.
-void Communicator::await(Call& call, Task& task) {
+// Runs a call that has to queue. It must not return before the engine has let go of its arrays. The progress
+// thread does all of it: nothing that this thread began would be attended to while it sleeps.
+void Communicator::await(Call& call, const std::shared_ptr<Task>& queued) {
+  enqueue(queued);
+  Task& task = *queued;
   Error reason = reason_to_give_up(call, task);
   if (reason.code == ErrorCode::none) return task.rethrow();
   trace_and_testify(call, reason);

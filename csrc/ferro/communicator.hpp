@@ -143,7 +143,7 @@ class Communicator {
   void run_now(Call& call, Op op, Batch& batch);
   Gate::Pass enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number);
   void check_outside(Op op, std::uint64_t sequence, const Call& call);
-  void await(Call& call, Task& task);
+  void await(Call& call, const std::shared_ptr<Task>& queued);
   Error reason_to_give_up(Call& call, Task& task);
 
   // ---- Small calls that have begun (communicator_begun.cpp) ----
@@ -165,6 +165,7 @@ class Communicator {
   void retire(const Tasks& done) noexcept;
 
   // ---- Calls on the progress threads (communicator_progress.cpp) ----
+  void enqueue(const std::shared_ptr<Task>& task);
   std::vector<int> awaited_by(const Task& task);
   void complete_handed_over() noexcept;
   void run_collectives() noexcept;

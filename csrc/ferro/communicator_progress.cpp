@@ -56,7 +56,7 @@ std::shared_ptr<Task> Communicator::submit(const Collective& collective, double 
   check_open();
   note_caller();
   auto task = std::make_shared<Task>(collective, world_size_, timeout_s);
-  if (!begin_at_once(task)) collective_queue_.push(task, [this] { run_collectives(); });
+  if (!begin_at_once(task)) enqueue(task);
   return task;
 }
 
@@ -65,10 +65,14 @@ std::shared_ptr<Task> Communicator::submit(Op op, const std::vector<PointToPoint
   check_open();
   note_caller();
   auto task = std::make_shared<Task>(op, messages, timeout_s);
-  if (post_at_once(task)) return task;
+  if (!post_at_once(task)) enqueue(task);
+  return task;
+}
+
+void Communicator::enqueue(const std::shared_ptr<Task>& task) {
+  if (task->messages == nullptr) return collective_queue_.push(task, [this] { run_collectives(); });
   message_queue_.push(task, [this] { run_messages(); });
   notify();
-  return task;
 }
 
 void Communicator::complete_handed_over() noexcept {
@@ -88,19 +92,18 @@ void Communicator::run_collectives() noexcept {
       continue;
     }
     task->call.begin_blocking();
-    Ended before, now{task, std::nullopt};
+    Ended ended{task, std::nullopt};
     try {
       const Gate::Pass pass = enter(collective_gate_, task->call, task->collective.op, num_collectives_);
       // close() has found the gate free, and will not end what starts now.
       if (collective_queue_.is_stopped()) throw abandoned(*task);
-      before = complete_begun();
+      retire(complete_begun());  // now: its waiter may be what lets the peers come to this task
       task->sequence = next(num_collectives_);
       run_now(task->call, task->collective, task->sequence);
     } catch (const std::exception&) {
-      now.error = current_error();
+      ended.error = current_error();
     }
-    retire(std::move(before));
-    retire(std::move(now));
+    retire(std::move(ended));
   }
   collective_queue_.abandon([this](const Task& task) { return abandoned(task); });
 }

@@ -1,6 +1,7 @@
 // Small asynchronous calls, which begin on the thread that submits them. Ranks share one thread where that
 // shows who does what.
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
@@ -51,6 +52,22 @@ ErrorCode code_of(const std::function<void()>& body) {
 ErrorCode code_of(const Work& work) {
   return code_of([&] { work->rethrow(); });
 }
+
+// Stops a thread where it starts to block: inside the gate, if it waits for what has begun.
+struct Hold {
+  Hooks hooks() {
+    const auto hold = [](void* self) noexcept { static_cast<Hold*>(self)->stay(); };
+    return {hold, nullptr, this};
+  }
+  void stay() {
+    has_come = true;
+    while (!may_go) std::this_thread::yield();
+  }
+  void await() const {
+    while (!has_come) std::this_thread::yield();
+  }
+  std::atomic<bool> has_come{false}, may_go{false};
+};
 
 // By the progress thread: nobody asks.
 void await_unasked(const Task& task) {
@@ -122,6 +139,46 @@ void calls_of_every_kind_keep_their_order() {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// A call that has to queue, although what it found under way is done before it has.
+void a_call_that_queues_is_not_left_alone() {
+  for (int round = 0; round < 10; ++round) {
+    const Group group = Communicator::create_group(2, 2);
+    test::on_each_rank(2, [&group, round](int rank) {
+      std::mt19937 own(static_cast<unsigned>(rank + 2 * round));
+      Values large(kTooLarge), small(4);
+      for (int step = 0; step < 200; ++step) {
+        const Work before = reduce(*group[rank], large);
+        for (volatile unsigned i = own() % 20000; i > 0; --i) continue;
+        Call call(kTimeout);
+        group[rank]->run(call,
+                         test::make(Op::allreduce, DType::int32, small.size(), small.data(), small.data()));
+      }
+    });
+  }
+}
+
+// Although the later one is in front of it on its way to the progress thread.
+void work_is_done_before_what_was_submitted_later() {
+  const Group group = Communicator::create_group(2, 2);
+  Values x{1}, y{2}, large(kTooLarge, 1), others(kTooLarge, 2);
+  const Work first = reduce(*group[0], x);
+  Hold hold;
+  std::thread asker([&] {
+    Call call(kTimeout, hold.hooks());
+    group[0]->wait(call, *first);
+  });
+  hold.await();
+  const Work second = reduce(*group[0], large);
+  hold.may_go = true;
+  while (first->is_unattended) std::this_thread::yield();
+  CHECK(reduce(*group[1], y)->is_done());
+  asker.join();
+  CHECK(first->is_done() && x[0] == 3 && !second->is_done());
+  wait(*group[1], *reduce(*group[1], others));
+  wait(*group[0], *second);
+  CHECK(code_of(second) == ErrorCode::none && large.back() == 3);
 }
 
 void a_mismatch_ends_the_work_alone() {
@@ -224,6 +281,8 @@ int main() {
   the_last_rank_completes_at_once();
   what_was_asked_for_too_early_is_done_unasked();
   calls_of_every_kind_keep_their_order();
+  a_call_that_queues_is_not_left_alone();
+  work_is_done_before_what_was_submitted_later();
   a_mismatch_ends_the_work_alone();
   a_rank_that_never_comes_is_missed();
   a_rank_closes_with_work_begun();
