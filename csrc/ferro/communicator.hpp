@@ -159,6 +159,7 @@ class Communicator {
   void retire(Ended ended) noexcept;
   bool post_at_once(const std::shared_ptr<Task>& task);
   void advance_messages(Call* call, Task& task);
+  bool enter_messages(Call& call);
   std::shared_ptr<Messenger> hand_over(Tasks::iterator posted);
   void complete_posted() noexcept;
   Tasks take_done() noexcept;

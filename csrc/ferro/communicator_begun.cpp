@@ -15,9 +15,6 @@ namespace {
 // Up to this size, messages cost their sender less than waking a thread would.
 constexpr std::size_t kAtOnceNbytes = 512 * 1024;
 
-// Beyond so many, messages are the progress thread's, which empties the rings of their senders.
-constexpr int kFewMessages = 8;
-
 }  // namespace
 
 bool Communicator::is_done(Task& task) {
@@ -129,8 +126,7 @@ bool Communicator::post_at_once(const std::shared_ptr<Task>& task) {
     message_queue_.add_pending();
     try {
       messenger.progress();
-      const bool may_stay = message_queue_.num_pending() <= kFewMessages && messenger.awaits_little(batch);
-      if (!batch.is_done() && !may_stay) woken = hand_over(std::prev(posted_.end()));
+      if (!batch.is_done() && !messenger.awaits_little(batch)) woken = hand_over(std::prev(posted_.end()));
     } catch (const std::exception&) {
       messenger.end(current_error());
     }
@@ -142,11 +138,7 @@ bool Communicator::post_at_once(const std::shared_ptr<Task>& task) {
 }
 
 void Communicator::advance_messages(Call* call, Task& task) {
-  if (call == nullptr) {
-    if (!message_gate_->try_enter()) return;
-  } else {
-    message_gate_->enter(*call);
-  }
+  if (call != nullptr ? !enter_messages(*call) : !message_gate_->try_enter()) return;
   Tasks done;
   std::shared_ptr<Messenger> woken;
   {
@@ -165,6 +157,17 @@ void Communicator::advance_messages(Call* call, Task& task) {
   }
   retire(done);
   if (woken != nullptr) woken->notify();
+}
+
+// False if the caller's time ran out first. That ends nothing: the task goes on.
+bool Communicator::enter_messages(Call& call) {
+  try {
+    message_gate_->enter(call);
+    return true;
+  } catch (const Error& error) {
+    if (error.code != ErrorCode::timeout) throw;
+    return false;
+  }
 }
 
 // For a rank that closes: what has come already is received.

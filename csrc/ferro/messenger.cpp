@@ -223,17 +223,21 @@ bool Messenger::linger(Call* call, const Batch& batch) {
   return batch.is_done();
 }
 
-// A message of this size is not lent, and finds room in a ring.
+// Counts what others have posted before it, too: all that is due from one peer must find room in the ring and
+// its cells. What is this small is not lent.
 bool Messenger::awaits_little(const Batch& batch) const {
-  std::size_t nbytes = 0;
   for (const Lane* lane : lanes_in_use_) {
+    std::size_t nbytes = 0;
+    bool is_awaited = false;
     for (const auto& [message, owner] : lane->messages) {
-      if (owner != &batch) continue;
-      if (lane->is_outgoing) return false;
       nbytes += message->op.nbytes();
+      is_awaited |= owner == &batch;
     }
+    const bool is_little =
+        nbytes < shm_cost::kLentSymmetricNbytes && lane->messages.size() <= SegmentLayout::kCells;
+    if (is_awaited && (lane->is_outgoing || !is_little)) return false;
   }
-  return nbytes < shm_cost::kLentSymmetricNbytes;
+  return true;
 }
 
 // Moves, spins while nothing moves, and then sleeps until something may.

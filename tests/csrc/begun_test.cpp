@@ -8,6 +8,7 @@
 #include <memory>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -228,7 +229,7 @@ void a_message_that_has_come_is_received_when_asked_for() {
   }
 }
 
-// Those that were asked for too early, those that are large, and those beyond a few.
+// Those that were asked for too early, those that are large, and those behind them.
 void other_messages_are_received_unasked() {
   const Group group = Communicator::create_group(2, 2);
   std::vector<Values> sent(20, Values{5}), received(20, Values{0});
@@ -247,6 +248,47 @@ void other_messages_are_received_unasked() {
     CHECK(received[i].back() == 5);
   }
   for (const Work& work : sends) wait(*group[1], *work);
+}
+
+// More messages than a sender finds cells for.
+void receives_that_would_hold_up_their_sender_are_done_unasked() {
+  for (const auto& [num_messages, num_batches] : {std::pair{100, 1}, std::pair{1, 100}}) {
+    const Group group = Communicator::create_group(2, 2);
+    const auto num_values = static_cast<std::size_t>(num_messages * num_batches);
+    Values received(num_values), sent(num_values, 5);
+    std::vector<Work> works;
+    for (std::size_t i = 0; i < num_values;) {
+      std::vector<PointToPoint> batch;
+      for (int j = 0; j < num_messages; ++j) batch.push_back({false, 1, &received[i++], 1, DType::int32, 0});
+      works.push_back(group[0]->submit(Op::recv, batch, kTimeout));
+    }
+    for (std::int32_t& x : sent) {
+      Call call(kTimeout);
+      group[1]->exchange(call, Op::send, {{true, 0, &x, 1, DType::int32, 0}});
+    }
+    for (const Work& work : works) wait(*group[0], *work);
+    CHECK(received == sent);
+  }
+}
+
+void a_wait_for_messages_ends_in_time_and_ends_nothing() {
+  const Group group = Communicator::create_group(2, 2);
+  Values first{0}, second{0}, sent{5};
+  const Work held = recv(*group[0], 1, first), work = recv(*group[0], 1, second);
+  Hold hold;
+  std::thread holder([&] {
+    Call call(kTimeout, hold.hooks());
+    group[0]->wait(call, *held);
+  });
+  hold.await();
+  Call brief(0.01);
+  CHECK(code_of([&] { group[0]->wait(brief, *work); }) == ErrorCode::under_way);
+  hold.may_go = true;
+  wait(*group[1], *send(*group[1], 0, sent));
+  wait(*group[1], *send(*group[1], 0, sent));
+  holder.join();
+  wait(*group[0], *work);
+  CHECK(code_of(work) == ErrorCode::none && second[0] == 5);
 }
 
 // Threads of one rank ask for the same work, send, and receive, until one of them closes the group.
@@ -288,6 +330,8 @@ int main() {
   a_rank_closes_with_work_begun();
   a_message_that_has_come_is_received_when_asked_for();
   other_messages_are_received_unasked();
+  receives_that_would_hold_up_their_sender_are_done_unasked();
+  a_wait_for_messages_ends_in_time_and_ends_nothing();
   threads_get_into_each_others_way();
   std::puts("begun_test: passed");
 }
