@@ -160,6 +160,31 @@ void a_call_that_queues_is_not_left_alone() {
   }
 }
 
+// Although it found nothing under way when it came to the gate.
+void a_call_goes_behind_what_begins_before_it_gets_in() {
+  const Group group = Communicator::create_group(2, 2);
+  std::array<Values, 3> x{Values{1}, Values{10}, Values{100}}, y{Values{2}, Values{20}, Values{200}};
+  std::array<Hold, 2> holds;
+  const auto run = [&](int i) {
+    Call call(kTimeout, holds[i / 2].hooks());
+    group[0]->run(call, test::make(Op::allreduce, DType::int32, 1, x[i].data(), x[i].data()));
+  };
+  std::thread inside(run, 0);
+  holds[0].await();
+  std::thread at_gate(run, 2);
+  holds[1].await();
+  holds[0].may_go = true;
+  wait(*group[1], *reduce(*group[1], y[0]));
+  inside.join();
+  const Work begun = reduce(*group[0], x[1]);
+  CHECK(!begun->is_done());
+  holds[1].may_go = true;
+  for (const int i : {1, 2}) wait(*group[1], *reduce(*group[1], y[i]));
+  at_gate.join();
+  wait(*group[0], *begun);
+  CHECK(x[0][0] == 3 && x[1][0] == 30 && x[2][0] == 300);
+}
+
 // Although the later one is in front of it on its way to the progress thread.
 void work_is_done_before_what_was_submitted_later() {
   const Group group = Communicator::create_group(2, 2);
@@ -324,6 +349,7 @@ int main() {
   what_was_asked_for_too_early_is_done_unasked();
   calls_of_every_kind_keep_their_order();
   a_call_that_queues_is_not_left_alone();
+  a_call_goes_behind_what_begins_before_it_gets_in();
   work_is_done_before_what_was_submitted_later();
   a_mismatch_ends_the_work_alone();
   a_rank_that_never_comes_is_missed();
