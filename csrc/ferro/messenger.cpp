@@ -224,18 +224,14 @@ bool Messenger::linger(Call* call, const Batch& batch) {
 }
 
 // Counts what others have posted before it, too: all that is due from one peer must find room in the ring and
-// its cells. What is this small is not lent.
+// its cells. What is this small is not lent. What is left of the batch stands last.
 bool Messenger::awaits_little(const Batch& batch) const {
   for (const Lane* lane : lanes_in_use_) {
+    if (lane->messages.back().second != &batch) continue;
+    if (lane->is_outgoing || lane->messages.size() > SegmentLayout::kCells) return false;
     std::size_t nbytes = 0;
-    bool is_awaited = false;
-    for (const auto& [message, owner] : lane->messages) {
-      nbytes += message->op.nbytes();
-      is_awaited |= owner == &batch;
-    }
-    const bool is_little =
-        nbytes < shm_cost::kLentSymmetricNbytes && lane->messages.size() <= SegmentLayout::kCells;
-    if (is_awaited && (lane->is_outgoing || !is_little)) return false;
+    for (const auto& due : lane->messages) nbytes += due.first->op.nbytes();
+    if (nbytes >= shm_cost::kLentSymmetricNbytes) return false;
   }
   return true;
 }

@@ -71,7 +71,8 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   // Moves messages for as long as it is worth to spin for `batch`, or for about a microsecond if nobody waits
   // for it, which a null `call` means. True if it is done.
   bool linger(Call* call, const Batch& batch);
-  // Whether all that is left of it are receives that hold up no sender.
+  // Whether all that is left of it are receives that hold up no sender. For what was posted last, after
+  // progress().
   bool awaits_little(const Batch& batch) const;
   // Moves what can be moved, one turn for each peer and direction. False if nothing could be.
   // Throws what ended a peer or the group.
