@@ -80,7 +80,8 @@ void Communicator::complete_handed_over() noexcept {
   {
     Call unhurried(kUnlimited);
     const Gate::Pass pass(collective_gate_, unhurried);
-    if (!collective_queue_.is_stopped()) ended = complete_begun();
+    const bool is_handed_over = begun_ != nullptr && !begun_->is_unattended;  // else somebody was faster
+    if (is_handed_over && !collective_queue_.is_stopped()) ended = complete_begun();
   }
   retire(std::move(ended));
 }
