@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "ferro/clock.hpp"
-#include "ferro/shm_cost.hpp"
 
 namespace ferro {
 namespace {
@@ -223,15 +222,15 @@ bool Messenger::linger(Call* call, const Batch& batch) {
   return batch.is_done();
 }
 
-// Counts what others have posted before it, too: all that is due from one peer must find room in the ring and
-// its cells. What is this small is not lent. What is left of the batch stands last.
+// Counts what others have posted before it, too: all that is due from one peer must find room in any ring,
+// and its cells. What is left of the batch stands last.
 bool Messenger::awaits_little(const Batch& batch) const {
   for (const Lane* lane : lanes_in_use_) {
     if (lane->messages.back().second != &batch) continue;
     if (lane->is_outgoing || lane->messages.size() > SegmentLayout::kCells) return false;
     std::size_t nbytes = 0;
     for (const auto& due : lane->messages) nbytes += due.first->op.nbytes();
-    if (nbytes >= shm_cost::kLentSymmetricNbytes) return false;
+    if (nbytes > SegmentLayout::kMinChannelNbytes) return false;
   }
   return true;
 }

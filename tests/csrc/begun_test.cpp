@@ -22,7 +22,9 @@ using Work = std::shared_ptr<Task>;
 
 namespace {
 
-constexpr std::size_t kTooLarge = 3000;  // elements, to begin at once
+// Elements of arrays that are too large
+constexpr std::size_t kTooLarge = 3000;  // for a collective to begin at once
+constexpr std::size_t kTooMuch = 5000;   // for a receive to be left to whoever asks
 
 Work reduce(Communicator& comm, Values& x, double timeout_s = kTimeout) {
   return comm.submit(test::make(Op::allreduce, DType::int32, x.size(), x.data(), x.data()), timeout_s);
@@ -258,7 +260,7 @@ void a_message_that_has_come_is_received_when_asked_for() {
 void other_messages_are_received_unasked() {
   const Group group = Communicator::create_group(2, 2);
   std::vector<Values> sent(20, Values{5}), received(20, Values{0});
-  sent.front() = Values(kTooLarge, 5), received.front() = Values(kTooLarge, 0);
+  sent.front() = Values(kTooMuch, 5), received.front() = Values(kTooMuch, 0);
   std::vector<Work> works;
   for (Values& x : received) works.push_back(recv(*group[0], 1, x));
   CHECK(!group[0]->is_done(*works[1]));
