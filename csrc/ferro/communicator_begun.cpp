@@ -126,7 +126,10 @@ bool Communicator::post_at_once(const std::shared_ptr<Task>& task) {
     message_queue_.add_pending();
     try {
       messenger.progress();
-      if (!batch.is_done() && !messenger.awaits_little(batch)) woken = hand_over(std::prev(posted_.end()));
+      // A peer that takes over what it is sent is through with it soon.
+      const auto may_stay = [&] { return batch.is_done() || messenger.awaits_little(batch); };
+      if (!may_stay() && !messenger.linger(nullptr, batch) && !may_stay())
+        woken = hand_over(std::prev(posted_.end()));
     } catch (const std::exception&) {
       messenger.end(current_error());
     }

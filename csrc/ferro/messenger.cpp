@@ -18,6 +18,10 @@ namespace {
 constexpr int kMixedPollMs = 1;
 constexpr int kSlicePollMs = static_cast<int>(kWaitSliceSeconds * 1e3);
 
+// Receiving this much takes less time than waking a thread for it. Of a socket, the buffers may hold less.
+constexpr std::size_t kLittleNbytes = 64 * 1024;
+constexpr std::size_t kLittleOverSocketsNbytes = 16 * 1024;
+
 }  // namespace
 
 Messenger::Messenger(std::shared_ptr<Transport> transport, std::vector<std::unique_ptr<Channel>> channels,
@@ -222,15 +226,18 @@ bool Messenger::linger(Call* call, const Batch& batch) {
   return batch.is_done();
 }
 
-// Counts what others have posted before it, too: all that is due from one peer must find room in any ring,
-// and its cells. What is left of the batch stands last.
+// Counts what others have posted before it, too: all that is due from one peer must find room in its ring and
+// cells. What is left of the batch stands last.
 bool Messenger::awaits_little(const Batch& batch) const {
   for (const Lane* lane : lanes_in_use_) {
     if (lane->messages.back().second != &batch) continue;
     if (lane->is_outgoing || lane->messages.size() > SegmentLayout::kCells) return false;
+    const bool is_over_socket = lane->channel->poll_fd() >= 0;
+    const std::size_t room = is_over_socket ? kLittleOverSocketsNbytes
+                                            : std::min(kLittleNbytes, segment_->layout().channel_nbytes);
     std::size_t nbytes = 0;
     for (const auto& due : lane->messages) nbytes += due.first->op.nbytes();
-    if (nbytes > SegmentLayout::kMinChannelNbytes) return false;
+    if (nbytes > room) return false;
   }
   return true;
 }

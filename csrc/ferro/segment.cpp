@@ -110,7 +110,7 @@ SegmentLayout::SegmentLayout(int num_ranks, std::size_t nbytes_of_heap)
   // Larger than a second-level cache: see "Rings" in ALGORITHMS.md. Many ranks share theirs anyway.
   window_nbytes = is_alone ? std::size_t{4} << 10 : std::size_t{p <= 8 ? 2u : 1u} << 20;
   results_nbytes = round_up(window_nbytes / p, 4096);
-  channel_nbytes = std::max(kMinChannelNbytes, power_of_two_at_least((std::size_t{4} << 20) / p));
+  channel_nbytes = std::max(std::size_t{16} << 10, power_of_two_at_least((std::size_t{4} << 20) / p));
 
   std::size_t end = sizeof(GroupControl);
   const auto place = [&end](std::size_t nbytes, std::size_t alignment) {

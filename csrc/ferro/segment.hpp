@@ -116,7 +116,6 @@ struct SegmentLayout {
   static constexpr int kSmallSlots = 32;  // small payloads of the largest size that fit in the ring
   static constexpr int kRoundSlots = 8;   // two-shot rounds in flight: ranks may be two apart
   static constexpr int kCells = 32;
-  static constexpr std::size_t kMinChannelNbytes = std::size_t{16} << 10;
 
   int size;
   std::size_t small_nbytes;       // largest payload that one header publishes
