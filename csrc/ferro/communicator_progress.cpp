@@ -80,8 +80,9 @@ void Communicator::complete_handed_over() noexcept {
   {
     Call unhurried(kUnlimited);
     const Gate::Pass pass(collective_gate_, unhurried);
-    const bool is_handed_over = begun_ != nullptr && !begun_->is_unattended;  // else somebody was faster
-    if (is_handed_over && !collective_queue_.is_stopped()) ended = complete_begun();
+    // Even what was not handed over, if somebody has been faster: a waiter that finds the gate taken relies
+    // on it.
+    if (!collective_queue_.is_stopped()) ended = complete_begun();
   }
   retire(std::move(ended));
 }
