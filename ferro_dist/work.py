@@ -18,6 +18,9 @@ class Work(abc.ABC):
 
     Dropping the last reference does not cancel the call. Closing the group does, and so does
     dropping the last reference to its `Backend`.
+
+    A small call may be carried on only when somebody asks for it, or makes the next call: so it
+    costs no thread. Its `timeout` counts from then on, and its peers do not wait for that.
     """
 
     @abc.abstractmethod

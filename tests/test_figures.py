@@ -103,8 +103,8 @@ def test_speeds_of_all_operations_are_those_of_the_records() -> None:
         operations = operations_of(rows)
         expected = [[cell(name, each, SIZES[size]) for size in header[1:]] for each in operations]
         assert [row[1:] for row in rows] == expected
-        collectives = {record["collective"] for record in load(name)}
-        assert sorted([*operations, "barrier"]) == sorted(collectives)
+        collectives = {record["collective"] for record in load(name)} - {"barrier"}
+        assert sorted(operations) == sorted(collectives)
 
 
 def test_times_of_allreduce_are_those_of_the_record() -> None:
@@ -209,6 +209,8 @@ def test_times_of_a_barrier_are_those_of_the_records() -> None:
         records = [
             each for each in load(name) if each["collective"] == "barrier" and is_tuned(each)
         ]
+        if not records:
+            continue
         ours = fastest_us(records, lambda record: is_ours(record, "plain"))
         theirs = fastest_us(records, lambda record: record["system"] == "openmpi")
         assert theirs == fastest_us(records, is_mpi)

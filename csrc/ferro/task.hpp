@@ -1,4 +1,4 @@
-// A call that a progress thread runs while its caller goes on.
+// A call whose caller goes on meanwhile.
 #ifndef FERRO_TASK_HPP
 #define FERRO_TASK_HPP
 

@@ -208,7 +208,7 @@ cdef class SymmetricMemory:
 
 @cython.final
 cdef class HostWork:
-    """A call on a progress thread; see ferro_dist.work.Work."""
+    """An asynchronous call of the engine; see ferro_dist.work.Work."""
 
     cdef shared_ptr[Task] _task
     cdef Communicator _communicator

@@ -51,7 +51,7 @@ def start(backend: str, world_size: int) -> Ranks:
     return ProcessRanks(world_size, serve, backend=backend)
 
 
-def _start_progress(group: Group) -> None:
+def start_progress(group: Group) -> None:
     """Start the threads that a group has for its asynchronous calls, if they are not small."""
     x = np.zeros(1 << 20, np.uint8)
     fd.allreduce(x, group, async_op=True).wait()
@@ -64,7 +64,7 @@ def _start_progress(group: Group) -> None:
 class ThreadRanks(Ranks):
     def __init__(self, world_size: int) -> None:
         self._group = fd.SimulatedBackend.create_group(world_size, timeout=GROUP_TIMEOUT_S)
-        self._on_each(_start_progress)
+        self._on_each(start_progress)
 
     def run(self, case: str) -> None:
         self._on_each(CASES[case].run)
@@ -137,7 +137,7 @@ class ProcessRanks(Ranks):
 def serve(group: Group, pipes: list[Connection], has_gpu: bool = False) -> None:
     """Be a rank: run the cases that are named until there are no more."""
     group.timeout = GROUP_TIMEOUT_S
-    _start_progress(group)
+    start_progress(group)
     pipe = pipes[group.rank]
     pipe.send("ready")
     while (name := pipe.recv()) is not None:

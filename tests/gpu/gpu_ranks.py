@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from backends.rank_groups import GROUP_TIMEOUT_S, ProcessRanks, serve
+from backends.rank_groups import GROUP_TIMEOUT_S, ProcessRanks, serve, start_progress
 from gpu.gpu_arrays import EmulatedArrays, TorchArrays
 from gpu.on_device import OnDevice
 from gpu.real_gpu import share_gpu
@@ -87,7 +87,13 @@ def abort_under_load(
 
 def _serve(rank: int, world_size: int, addr: str, pipes: list[Connection], backend: str) -> None:
     with connect(backend.partition("_")[0], rank, world_size, addr) as group:
+        _start_progress_of_host(group)
         serve(group if backend == "hybrid_host" else OnDevice(group, EmulatedArrays()), pipes)
+
+
+def _start_progress_of_host(group: Any) -> None:
+    if group.name == "hybrid":  # small calls without arrays may need these threads, or not
+        start_progress(group)
 
 
 def _serve_on_real_gpus(
@@ -95,4 +101,5 @@ def _serve_on_real_gpus(
 ) -> None:
     share_gpu(rank)
     with connect(backend, rank, world_size, addr) as group:
+        _start_progress_of_host(group)
         serve(OnDevice(group, TorchArrays()), pipes, has_gpu=True)
