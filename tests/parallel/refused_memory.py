@@ -11,19 +11,24 @@ import pytest
 import ferro_dist as fd
 
 
+def refuse_memory_of_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = fd.SimulatedBackend.empty
+
+    def refuse(backend: Any, *args: Any) -> Any:
+        if backend.rank == 1:
+            raise MemoryError("no room")
+        return empty(backend, *args)
+
+    monkeypatch.setattr(fd.SimulatedBackend, "empty", refuse)
+
+
 def assert_lack_is_told(
     on_ranks: Callable[..., list[Any]],
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Any], object],
 ) -> None:
     """Let `make` construct what asks its backend for memory."""
-    empty = fd.SimulatedBackend.empty
     told = threading.Barrier(3)
-
-    def refuse(backend: Any, *args: Any) -> Any:
-        if backend.rank == 1:
-            raise MemoryError("no room")
-        return empty(backend, *args)
 
     def body(backend: Any) -> None:
         error = MemoryError if backend.rank == 1 else fd.DistributedError
@@ -31,5 +36,5 @@ def assert_lack_is_told(
             make(backend)
         told.wait(60)  # before any rank leaves the group
 
-    monkeypatch.setattr(fd.SimulatedBackend, "empty", refuse)
+    refuse_memory_of_rank_1(monkeypatch)
     on_ranks(3, body)

@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from parallel.refused_memory import refuse_memory_of_rank_1  # noqa: E402
 from parallel.refused_reduction import assert_refusal_is_told  # noqa: E402
 from parallel.torch_failures import Raises, lose_rank_1  # noqa: E402
 from parallel.torch_scale import OVERLAP, Scale, gradients_of, scale  # noqa: E402
@@ -371,13 +372,7 @@ def test_a_module_is_wrapped_once_at_a_time(on_ranks: OnRanks) -> None:
 def test_a_module_can_be_wrapped_anew_where_the_error_of_its_wrapper_is_handled(
     on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    empty = fd.SimulatedBackend.empty
     told = threading.Barrier(2)
-
-    def refuse(backend: Any, *args: Any) -> Any:
-        if backend.rank == 1:
-            raise MemoryError("no room")
-        return empty(backend, *args)
 
     def body(backend: Any) -> Any:
         module = Scale()
@@ -390,7 +385,7 @@ def test_a_module_can_be_wrapped_anew_where_the_error_of_its_wrapper_is_handled(
                 fd.DDP(module, alone)(3.0).sum().backward()
         return gradients_of(module)
 
-    monkeypatch.setattr(fd.SimulatedBackend, "empty", refuse)
+    refuse_memory_of_rank_1(monkeypatch)
     assert on_ranks(2, body) == [(3, 1)] * 2
 
 
