@@ -31,6 +31,7 @@ struct Message {
   PointToPoint op;
   std::size_t done = 0;             // payload bytes moved so far
   bool is_started = false;          // the header is sent or has been seen
+  bool is_patient = false;          // send: may be left to a receiver that can fetch it
   bool is_discarding = false;       // recv: the payload is taken off the stream and dropped
   std::size_t incoming_nbytes = 0;  // recv: payload size on the wire, once started
   std::string mismatch;             // recv: why it is discarded
@@ -48,6 +49,10 @@ class Channel {
   // if the other side ended before the message was complete.
   virtual bool try_send(Message& message) = 0;
   virtual bool try_recv(Message& message) = 0;
+
+  // Whether the message, for which try_send() was called last, needs nothing more from this side as long as
+  // it is patient.
+  virtual bool is_left_to_peer([[maybe_unused]] const Message& message) const { return false; }
 
   // Ends this side of the channel and, unless this rank goes on in a successor of the group, tells the
   // peer that it has left. Does nothing where the peer learns that from the group's memory. Nothing but

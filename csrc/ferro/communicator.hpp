@@ -199,7 +199,9 @@ class Communicator {
   // it.
   std::shared_ptr<Task> begun_;
   TaskQueue collective_queue_;
-  Tasks posted_;  // the same for messages, of which only small receives are left; guarded by message_gate_
+  // The same for messages, of which only sends are left that their receivers can fetch, and receives that
+  // hold up no sender; guarded by message_gate_.
+  Tasks posted_;
   TaskQueue message_queue_;
   std::atomic<pthread_t> caller_{};  // the first thread that made a call
   std::atomic<bool> has_several_callers_{false};

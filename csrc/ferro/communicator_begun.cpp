@@ -8,6 +8,7 @@
 
 #include "ferro/communicator.hpp"
 #include "ferro/parking.hpp"
+#include "ferro/shm_cost.hpp"
 
 namespace ferro {
 namespace {
@@ -115,6 +116,7 @@ bool Communicator::post_at_once(const std::shared_ptr<Task>& task) {
     if (parts_.transport->aborted().is_set()) return false;
     Messenger& messenger = *parts_.messenger;
     posted_.push_back(task);
+    batch.set_patient(true);
     try {
       messenger.post(batch);
     } catch (const std::bad_alloc&) {
@@ -127,7 +129,7 @@ bool Communicator::post_at_once(const std::shared_ptr<Task>& task) {
     try {
       messenger.progress();
       // A peer that takes over what it is sent is through with it soon.
-      const auto may_stay = [&] { return batch.is_done() || messenger.awaits_little(batch); };
+      const auto may_stay = [&] { return batch.is_done() || messenger.holds_up_nobody(batch); };
       if (!may_stay() && !messenger.linger(nullptr, batch) && !may_stay())
         woken = hand_over(std::prev(posted_.end()));
     } catch (const std::exception&) {
@@ -141,6 +143,8 @@ bool Communicator::post_at_once(const std::shared_ptr<Task>& task) {
 }
 
 void Communicator::advance_messages(Call* call, Task& task) {
+  if (call != nullptr && Messenger::nbytes_of(*task.messages) > shm_cost::kBriefNbytes)
+    call->begin_blocking();
   if (call != nullptr ? !enter_messages(*call) : !message_gate_->try_enter()) return;
   Tasks done;
   std::shared_ptr<Messenger> woken;
@@ -173,8 +177,10 @@ bool Communicator::enter_messages(Call& call) {
   }
 }
 
-// For a rank that closes: what has come already is received.
+// For a rank that closes: what has come already is received, and what it sent goes where it outlives this
+// rank.
 void Communicator::complete_posted() noexcept {
+  for (const std::shared_ptr<Task>& task : posted_) task->messages->set_patient(false);
   try {
     parts_.messenger->progress();
   } catch (const std::exception&) {
@@ -185,6 +191,7 @@ void Communicator::complete_posted() noexcept {
 
 // With the gate held. Returns whom to notify when the thread has left it, as a share of this thread's.
 std::shared_ptr<Messenger> Communicator::hand_over(Tasks::iterator posted) {
+  (*posted)->messages->set_patient(false);
   if (!message_queue_.hand_over(*posted, [this] { run_messages(); }))
     return nullptr;  // close() looks after it
   (*posted)->is_unattended = false;

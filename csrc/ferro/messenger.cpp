@@ -18,8 +18,8 @@ namespace {
 constexpr int kMixedPollMs = 1;
 constexpr int kSlicePollMs = static_cast<int>(kWaitSliceSeconds * 1e3);
 
-// Receiving this much takes less time than waking a thread for it. Of a socket, the buffers may hold less.
-constexpr std::size_t kLittleNbytes = 64 * 1024;
+// Receiving this much takes about as long as waking a thread for it. Of a socket, the buffers may hold less.
+constexpr std::size_t kLittleNbytes = 256 * 1024;
 constexpr std::size_t kLittleOverSocketsNbytes = 16 * 1024;
 
 }  // namespace
@@ -57,6 +57,8 @@ void Messenger::post(Batch& batch) {
       if (lane.messages.empty()) {
         lanes_in_use_.push_back(&lane);
         has_unwatched_lane_ = true;
+      } else {
+        message.is_patient = lane.messages.front().first->is_patient = false;
       }
       lane.messages.emplace_back(&message, &batch);
     }
@@ -218,8 +220,9 @@ bool Messenger::try_briefly(const Batch& batch) {
   return batch.is_done();
 }
 
-bool Messenger::linger(Call* call, const Batch& batch) {
+bool Messenger::linger(Call* call, Batch& batch) {
   if (try_briefly(batch) || call == nullptr) return batch.is_done();
+  batch.set_patient(false);
   call->begin_blocking();
   for (int idle = 1; !batch.is_done() && !gate_->is_awaited() && spin_.linger(idle); ++idle)
     if (progress()) idle = 0;
@@ -228,9 +231,10 @@ bool Messenger::linger(Call* call, const Batch& batch) {
 
 // Counts what others have posted before it, too: all that is due from one peer must find room in its ring and
 // cells. What is left of the batch stands last.
-bool Messenger::awaits_little(const Batch& batch) const {
+bool Messenger::holds_up_nobody(const Batch& batch) const {
   for (const Lane* lane : lanes_in_use_) {
     if (lane->messages.back().second != &batch) continue;
+    if (lane->is_outgoing && lane->channel->is_left_to_peer(*lane->messages.back().first)) continue;
     if (lane->is_outgoing || lane->messages.size() > SegmentLayout::kCells) return false;
     const bool is_over_socket = lane->channel->poll_fd() >= 0;
     const std::size_t room = is_over_socket ? kLittleOverSocketsNbytes

@@ -36,6 +36,11 @@ class Batch {
       : messages_(ops.begin(), ops.end()), remaining_(ops.size()) {}
 
   bool is_done() const { return remaining_ == 0; }
+  // Whether its sends may be left to receivers that can fetch them, which nobody waits for yet. The messages
+  // behind them end that, too.
+  void set_patient(bool is_patient) {
+    for (Message& message : messages_) message.is_patient = is_patient;
+  }
   // Throws what ended the group, or else the error of the first message that did not fit; then the
   // messages that fit have been delivered.
   void rethrow() const {
@@ -68,12 +73,12 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   // Moves messages until `batch`, which has been posted, is done. Lets go of the gate while it sleeps:
   // if the group is closed meanwhile, the messenger may be gone when this returns.
   void run(Call& call, Batch& batch);
-  // Moves messages for as long as it is worth to spin for `batch`, or for about a microsecond if nobody waits
-  // for it, which a null `call` means. True if it is done.
-  bool linger(Call* call, const Batch& batch);
-  // Whether all that is left of it are receives that hold up no sender. For what was posted last, after
-  // progress().
-  bool awaits_little(const Batch& batch) const;
+  // Moves messages for as long as it is worth to spin for `batch`, which then is patient no more, or for
+  // about a microsecond if nobody waits for it, which a null `call` means. True if it is done.
+  bool linger(Call* call, Batch& batch);
+  // Whether all that is left of it are sends that their receivers can fetch, and receives that hold up no
+  // sender. For what was posted last, after progress().
+  bool holds_up_nobody(const Batch& batch) const;
   // Moves what can be moved, one turn for each peer and direction. False if nothing could be.
   // Throws what ended a peer or the group.
   bool progress();

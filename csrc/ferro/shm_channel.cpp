@@ -50,7 +50,7 @@ void ShmChannel::wake_peer() {
 bool ShmChannel::try_send(Message& message) {
   if (!message.is_started && !start_send(message)) return false;
   const std::size_t end = message.end_of_turn(message.op.nbytes());
-  while (message.done < end && write_piece(message) != 0) {
+  while (message.done < end && !is_left_to_peer(message) && write_piece(message) != 0) {
     outgoing_.bytes_written.store(bytes_written_, std::memory_order_seq_cst);
     wake_peer();
   }
@@ -63,6 +63,10 @@ bool ShmChannel::try_send(Message& message) {
   }
   if (has_left) throw Error(ErrorCode::channel_closed, peer_rank_);
   return false;
+}
+
+bool ShmChannel::is_left_to_peer(const Message& message) const {
+  return message.is_patient && lent_ != nullptr && lent_->symmetric != 0;
 }
 
 bool ShmChannel::start_send(Message& message) {
@@ -87,7 +91,7 @@ bool ShmChannel::start_send(Message& message) {
   message.is_started = true;
   cell.flag.store(++messages_sent_, std::memory_order_seq_cst);
   wake_peer();
-  if (lent_ != nullptr && expects_taker_) await_taker();
+  if (lent_ != nullptr && expects_taker_ && !is_left_to_peer(message)) await_taker();
   // The next message, if it is as long, goes there.
   const std::size_t at = bytes_written_ % ring_nbytes_;
   if (shm_cost::is_worth_preparing(nbytes) && staging_.writes_through_caches())
@@ -195,9 +199,9 @@ bool ShmChannel::start_recv(Message& message) {
 
 // From here on the sender puts nothing more into the ring, if that is the better way.
 void ShmChannel::take_over(Message& message, LongPayload& payload) {
-  if (message.is_discarding) return;
-  if (awaited_ == messages_received_ + 1 && payload.symmetric == 0) began_ns_ = now_ns();
-  if (!wants(payload, message.incoming_nbytes)) return;
+  const bool is_timed = awaited_ == messages_received_ + 1 && payload.symmetric == 0;
+  if (is_timed && !message.is_discarding) began_ns_ = now_ns();
+  if (!message.is_discarding && !wants(payload, message.incoming_nbytes)) return;
   ring_end_ = payload.staged_nbytes.fetch_or(LongPayload::kTakenOver, std::memory_order_acq_rel);
   if (ring_end_ == message.incoming_nbytes) return;  // the sender was done
   borrowed_ = &payload;
@@ -236,7 +240,9 @@ void ShmChannel::read_until(std::size_t end, Message& message) {
 void ShmChannel::read_in_place(std::size_t end, Message& message) {
   unsigned char* const dst = static_cast<unsigned char*>(message.op.data) + message.done;
   const std::size_t nbytes = end - message.done;
-  if (borrowed_->symmetric != 0) {
+  if (message.is_discarding) {
+    // Nobody wants it.
+  } else if (borrowed_->symmetric != 0) {
     const unsigned char* const src = segment_->symmetric_pointer(borrowed_->symmetric);
     copy_to_user(dst, src + message.done, nbytes, message.incoming_nbytes);
   } else {

@@ -11,7 +11,8 @@
 //
 // The sender of a long message lends it: the receiver may take over what is not in the ring yet, and
 // reads that where it stands. Only then does the sender wait for the receiver, who is at work on the
-// message; a send whose receiver is not there completes once all is in the ring.
+// message; a send whose receiver is not there completes once all is in the ring. A patient one of a symmetric
+// message, which is always taken over, puts nothing there.
 #ifndef FERRO_SHM_CHANNEL_HPP
 #define FERRO_SHM_CHANNEL_HPP
 
@@ -33,6 +34,7 @@ class ShmChannel final : public Channel {
 
   bool try_send(Message& message) override;
   bool try_recv(Message& message) override;
+  bool is_left_to_peer(const Message& message) const override;
 
  private:
   bool start_send(Message& message);

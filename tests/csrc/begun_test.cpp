@@ -1,5 +1,6 @@
 // Small asynchronous calls, which begin on the thread that submits them. Ranks share one thread where that
 // shows who does what.
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -24,7 +25,8 @@ namespace {
 
 // Elements of arrays that are too large
 constexpr std::size_t kTooLarge = 3000;  // for a collective to begin at once
-constexpr std::size_t kTooMuch = 20000;  // for a receive to be left to whoever asks
+constexpr std::size_t kTooMuch = 80000;  // for a receive to be left to whoever asks
+constexpr std::size_t kLent = 5000;  // enough for a message in symmetric memory to be read where it stands
 
 Work reduce(Communicator& comm, Values& x, double timeout_s = kTimeout) {
   return comm.submit(test::make(Op::allreduce, DType::int32, x.size(), x.data(), x.data()), timeout_s);
@@ -34,8 +36,25 @@ Work recv(Communicator& comm, int src, Values& x) {
   return comm.submit(Op::recv, {{false, src, x.data(), x.size(), DType::int32, 0}}, kTimeout);
 }
 
-Work send(Communicator& comm, int dst, Values& x) {
-  return comm.submit(Op::send, {{true, dst, x.data(), x.size(), DType::int32, 0}}, kTimeout);
+Work send(Communicator& comm, int dst, std::int32_t* x, std::size_t count) {
+  return comm.submit(Op::send, {{true, dst, x, count, DType::int32, 0}}, kTimeout);
+}
+
+Work send(Communicator& comm, int dst, Values& x) { return send(comm, dst, x.data(), x.size()); }
+
+std::int32_t* symmetric(Communicator& comm, std::size_t count, std::int32_t value) {
+  Call call(kTimeout);
+  auto* const x = static_cast<std::int32_t*>(comm.heap()->allocate(call, count * sizeof(std::int32_t)));
+  std::fill_n(x, count, value);
+  return x;
+}
+
+// Without a word from the sender
+void check_that_it_comes(Communicator& comm, int src, std::size_t count, std::int32_t value) {
+  Values y(count);
+  Call call(kTimeout);
+  comm.exchange(call, Op::recv, {{false, src, y.data(), count, DType::int32, 0}});
+  CHECK(y == Values(count, value));
 }
 
 void wait(Communicator& comm, Task& task) {
@@ -298,6 +317,44 @@ void receives_that_would_hold_up_their_sender_are_done_unasked() {
   }
 }
 
+// Of a sender that does nothing meanwhile.
+void a_message_that_is_left_to_its_receiver_is_fetched() {
+  const Group group = Communicator::create_group(2, 2);
+  std::int32_t* const x = symmetric(*group[0], kLent, 5);
+  const Work sent = send(*group[0], 1, x, kLent);
+  CHECK(sent->is_unattended);
+  check_that_it_comes(*group[1], 0, kLent, 5);
+  CHECK(!sent->is_done() && group[0]->is_done(*sent));
+  const Work does_not_fit = send(*group[0], 1, x, kLent);
+  CHECK(code_of([&] { check_that_it_comes(*group[1], 0, kLent - 1, 5); }) == ErrorCode::size_mismatch);
+  CHECK(group[0]->is_done(*does_not_fit));
+  const Work next = send(*group[0], 1, x, kLent);
+  check_that_it_comes(*group[1], 0, kLent, 5);
+  wait(*group[0], *next);
+}
+
+// Once it is asked for, or others stand behind it, or its group is closed.
+void a_message_is_left_to_its_receiver_for_as_long_as_that_matters_to_nobody() {
+  for (const char* reason : {"wait", "asynchronous", "blocking", "close"}) {
+    const Group group = Communicator::create_group(2, 2);
+    std::int32_t* const x = symmetric(*group[0], kLent, 5);
+    const Work sent = send(*group[0], 1, x, kLent);
+    CHECK(!sent->is_done());
+    const bool has_second = *reason == 'a' || *reason == 'b';
+    if (*reason == 'w') wait(*group[0], *sent);
+    if (*reason == 'a') CHECK(send(*group[0], 1, x, kLent)->is_done());
+    if (*reason == 'b') {
+      Call call(kTimeout);
+      group[0]->exchange(call, Op::send, {{true, 1, x, kLent, DType::int32, 0}});
+    }
+    if (*reason == 'c') group[0]->close();
+    CHECK(*reason == 'b' ? group[0]->is_done(*sent) : sent->is_done());
+    CHECK(code_of(sent) == ErrorCode::none);
+    std::fill_n(x, kLent, 6);
+    for (int i = 0; i < (has_second ? 2 : 1); ++i) check_that_it_comes(*group[1], 0, kLent, 5);
+  }
+}
+
 void a_wait_for_messages_ends_in_time_and_ends_nothing() {
   const Group group = Communicator::create_group(2, 2);
   Values first{0}, second{0}, sent{5};
@@ -359,6 +416,8 @@ int main() {
   a_message_that_has_come_is_received_when_asked_for();
   other_messages_are_received_unasked();
   receives_that_would_hold_up_their_sender_are_done_unasked();
+  a_message_that_is_left_to_its_receiver_is_fetched();
+  a_message_is_left_to_its_receiver_for_as_long_as_that_matters_to_nobody();
   a_wait_for_messages_ends_in_time_and_ends_nothing();
   threads_get_into_each_others_way();
   std::puts("begun_test: passed");
