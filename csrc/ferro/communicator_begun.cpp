@@ -68,6 +68,7 @@ void Communicator::advance_collective(Call* call) {
   {
     const Gate::Pass pass(collective_gate_, std::adopt_lock);
     if (begun_ == nullptr) return;
+    if (call != nullptr && begun_->collective.nbytes() > shm_cost::kBriefNbytes) call->begin_blocking();
     const Transport& transport = *parts_.transport;
     if (call != nullptr ? transport.linger_until_all_have_begun(call) : transport.have_all_begun())
       ended = complete_begun();

@@ -264,6 +264,7 @@ void ShmTransport::await_free_slot(Call& call, std::uint64_t round, std::uint64_
 // ---- allreduce and reduce ----------------------------------------------------
 
 void ShmTransport::allreduce(Call& call, const Collective& c) {
+  if (!inputs_.are_complete && c.nbytes() <= segment_->layout().small_nbytes) complete_inputs(call, c);
   if (!inputs_.are_complete) {
     if (shm_cost::one_shot_wins(c.nbytes(), size_)) return allreduce_one_shot(call, c);
     return reduce_two_shot(call, c, Roles::kEverybody);
@@ -273,6 +274,26 @@ void ShmTransport::allreduce(Call& call, const Collective& c) {
     return allreduce_pulled(call, c);
   if (inputs_.are_pulled) return allreduce_pulled_whole(call, c);
   reduce_in_passes(call, c, c.out, {0, c.count});
+}
+
+// Where small inputs are in symmetric memory, but not all of them: their ranks stage them after all. The
+// others, who may have gone on to something else since they sent their headers, are not waited for.
+void ShmTransport::complete_inputs(Call& call, const Collective& c) {
+  const Slots slots = slots_for(c.nbytes(), 1);
+  const auto slot_of = [&](int place) {
+    return segment_->window(place) + round_ % slots.number * slots.nbytes;
+  };
+  if (is_input_symmetric(place_)) {
+    staging_.copy(slot_of(place_), c.in, c.nbytes());
+    advance(&RankControl::staged, count_after(0));
+  }
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == place_ || !is_input_symmetric(peer)) continue;
+    await_counter(call, peer, &RankControl::staged, count_after(0));
+    inputs_.at[peer] = slot_of(peer);
+  }
+  ++round_;
+  inputs_.are_complete = true;
 }
 
 // Each rank reduces its share from everybody's input into everybody's output.

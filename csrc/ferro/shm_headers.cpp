@@ -68,23 +68,26 @@ std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is
 }  // namespace
 
 // An input of this size is copied, into the header or the ring: then no peer waits for this rank's reading,
-// nor it for theirs.
+// nor it for theirs. Up to kSymmetricNbytes, so are those of all peers. So are those of an allreduce, as one
+// that is copied keeps all others from being read in place.
 bool ShmTransport::begin(const Collective& collective) {
-  if (is_uneven(collective) || input_nbytes(collective, size_, true) >= shm_cost::kSymmetricNbytes)
-    return false;
+  const bool is_allreduce = collective.op == Op::allreduce;
+  const std::size_t most = std::max(shm_cost::kSymmetricNbytes - 1,
+                                    is_allreduce ? segment_->layout().small_nbytes : std::size_t{0});
+  if (is_uneven(collective) || input_nbytes(collective, size_, true) > most) return false;
   check_group();
-  publish_header(collective);
+  publish_header(collective, false);
   has_begun_ = true;
   return true;
 }
 
-void ShmTransport::publish_header(const Collective& collective) {
+void ShmTransport::publish_header(const Collective& collective, bool may_lend_symmetric) {
   const unsigned parity = ++sequence_ & 1;
   HeaderSlot& slot = segment_->header(place_, parity);
   if (is_uneven(collective)) {
     publish_counts(collective, slot);
   } else {
-    publish_input(collective, slot);
+    publish_input(collective, slot, may_lend_symmetric);
   }
   // Made where it stays: a copy would wait until all the fields of the original are in the cache.
   const auto* fingerprint = new (&segment_->control(place_).fingerprints[parity])
@@ -129,7 +132,7 @@ void ShmTransport::publish_counts(const Collective& collective, HeaderSlot& slot
   }
 }
 
-void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot) {
+void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot, bool may_lend_symmetric) {
   const std::size_t nbytes = input_nbytes(collective, size_, is_root(collective));
   // Where arrays may be pulled, every header carries an Offer, even that of a rank that gives nothing: its
   // peers look there for may_be_pulled. So does a rank that reads nobody, since its peers may not know that.
@@ -141,7 +144,7 @@ void ShmTransport::publish_input(const Collective& collective, HeaderSlot& slot)
   Offer offer{};
   // An all_to_all in place overwrites what peers would still be reading.
   const bool is_readable_in_place = collective.op != Op::all_to_all || collective.in != collective.out;
-  if (nbytes >= shm_cost::kSymmetricNbytes && is_readable_in_place) {
+  if (nbytes >= shm_cost::kSymmetricNbytes && is_readable_in_place && may_lend_symmetric) {
     offer.in = segment_->symmetric_offset(collective.in, nbytes);
     offer.out = segment_->symmetric_offset(collective.out, nbytes);
   }
@@ -272,6 +275,10 @@ void ShmTransport::find_inline_inputs(const Collective& collective) {
   for (int peer = 0; peer < size_; ++peer) inputs_.at[peer] = segment_->header(peer, parity).payload;
   inputs_.at[place_] = static_cast<const unsigned char*>(collective.in);
   inputs_.are_symmetric = false;
+}
+
+bool ShmTransport::is_input_symmetric(int place) const {
+  return offer_of(segment_->header(place, sequence_ & 1)).in != 0;
 }
 
 void ShmTransport::find_output(int peer, std::uint64_t symmetric, std::uint64_t address) {

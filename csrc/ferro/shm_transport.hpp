@@ -56,9 +56,9 @@ class ShmTransport final : public Transport {
   bool attempt(Call& call, const Collective& collective);
 
   // ---- Headers (shm_headers.cpp) ----
-  void publish_header(const Collective& collective);
+  void publish_header(const Collective& collective, bool may_lend_symmetric = true);
   void publish_counts(const Collective& collective, HeaderSlot& slot);
-  void publish_input(const Collective& collective, HeaderSlot& slot);
+  void publish_input(const Collective& collective, HeaderSlot& slot, bool may_lend_symmetric);
   void stage_small(const Collective& collective, std::size_t nbytes, Offer& offer);
   void offer_to_lend(const Collective& collective, std::size_t nbytes, Offer& offer);
   bool may_lend(const Collective& collective, const void* data, std::size_t nbytes) const;
@@ -70,6 +70,7 @@ class ShmTransport final : public Transport {
   void prepare_next_small();
   void find_inputs(const Collective& collective);
   void find_inline_inputs(const Collective& collective);
+  bool is_input_symmetric(int place) const;  // of one that no header carries
   void find_output(int peer, std::uint64_t symmetric, std::uint64_t address);
   bool agree_to_pull(const Collective& collective);
   // A second exchange of headers: no rank leaves it before all have entered. Until then each may read
@@ -114,6 +115,7 @@ class ShmTransport final : public Transport {
   void gather(Call& call, const Collective& collective);
   void scatter(Call& call, const Collective& collective);
 
+  void complete_inputs(Call& call, const Collective& collective);
   void allreduce_symmetric(Call& call, const Collective& collective);
   void allreduce_pulled(Call& call, const Collective& collective);
   void allreduce_pulled_whole(Call& call, const Collective& collective);

@@ -24,12 +24,16 @@ using Work = std::shared_ptr<Task>;
 namespace {
 
 // Elements of arrays that are too large
-constexpr std::size_t kTooLarge = 3000;  // for a collective to begin at once
-constexpr std::size_t kTooMuch = 80000;  // for a receive to be left to whoever asks
+constexpr std::size_t kTooLarge = 20000;  // for a collective to begin at once
+constexpr std::size_t kTooMuch = 80000;   // for a receive to be left to whoever asks
 constexpr std::size_t kLent = 5000;  // enough for a message in symmetric memory to be read where it stands
 
+Work reduce(Communicator& comm, std::int32_t* x, std::size_t count, double timeout_s = kTimeout) {
+  return comm.submit(test::make(Op::allreduce, DType::int32, count, x, x), timeout_s);
+}
+
 Work reduce(Communicator& comm, Values& x, double timeout_s = kTimeout) {
-  return comm.submit(test::make(Op::allreduce, DType::int32, x.size(), x.data(), x.data()), timeout_s);
+  return reduce(comm, x.data(), x.size(), timeout_s);
 }
 
 Work recv(Communicator& comm, int src, Values& x) {
@@ -122,6 +126,30 @@ void what_was_asked_for_too_early_is_done_unasked() {
     CHECK(late->is_done() && y[0] == 3);
     await_unasked(*early);
     CHECK(x[0] == 3);
+  }
+}
+
+// Whose arrays may be in symmetric memory, which makes no difference to those who have begun.
+void nobody_waits_for_a_rank_that_has_begun() {
+  for (const bool is_symmetric : {false, true}) {
+    const Group group = Communicator::create_group(3, 2);
+    Values private_values(kLent, 1);
+    std::array<std::int32_t*, 3> x{};
+    for (int rank = 0; rank < 3; ++rank) x[rank] = symmetric(*group[rank], kLent, 1 << rank);
+    if (!is_symmetric) x[0] = private_values.data();
+    for (int step = 0; step < 3; ++step) {
+      const Work begun = reduce(*group[0], x[0], kLent);
+      CHECK(begun->is_unattended);
+      test::on_each_rank(2, [&](int i) {
+        Call call(kTimeout);
+        group[i + 1]->run(call, test::make(Op::allreduce, DType::int32, kLent, x[i + 1], x[i + 1]));
+      });
+      CHECK(!begun->is_done() && group[0]->is_done(*begun) && code_of(begun) == ErrorCode::none);
+      for (int rank = 0; rank < 3; ++rank) {
+        CHECK(x[rank][0] == 7 && x[rank][kLent - 1] == 7);
+        std::fill_n(x[rank], kLent, 1 << rank);
+      }
+    }
   }
 }
 
@@ -406,6 +434,7 @@ void threads_get_into_each_others_way() {
 int main() {
   the_last_rank_completes_at_once();
   what_was_asked_for_too_early_is_done_unasked();
+  nobody_waits_for_a_rank_that_has_begun();
   calls_of_every_kind_keep_their_order();
   a_call_that_queues_is_not_left_alone();
   a_call_goes_behind_what_begins_before_it_gets_in();

@@ -837,7 +837,7 @@ void test_a_queued_call_that_ends_too_late_says_which_it_was() {
     }
   } interruption{*group[0]};
   on_each_rank(group, [&](Communicator& comm, int rank) {
-    Values x(1), y(3000);
+    Values x(1), y(20000);
     const Collective allreduce = make(Op::allreduce, 1, x.data(), x.data());
     const Collective before =
         make(Op::allreduce, y.size(), y.data(), y.data());  // too large to begin at once
