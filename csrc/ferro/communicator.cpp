@@ -242,6 +242,8 @@ void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& 
 }
 
 void Communicator::run_now(Call& call, Op op, Batch& batch) {
+  // Ranks that send each other something fetch it at the same time.
+  batch.set_patient(batch.receives());
   parts_.messenger->post(batch);
   const std::uint64_t sequence = next(num_exchanges_);
   try {

@@ -198,6 +198,7 @@ void Messenger::run(Call& call, Batch& batch) {
   try {
     check_group();
     if (!try_briefly(batch)) {
+      batch.set_patient(false);
       self = shared_from_this();
       call.begin_blocking();
       move_until_done(call, batch);

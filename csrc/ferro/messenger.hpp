@@ -14,6 +14,7 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <memory>
@@ -36,8 +37,12 @@ class Batch {
       : messages_(ops.begin(), ops.end()), remaining_(ops.size()) {}
 
   bool is_done() const { return remaining_ == 0; }
-  // Whether its sends may be left to receivers that can fetch them, which nobody waits for yet. The messages
-  // behind them end that, too.
+  bool receives() const {
+    return std::any_of(messages_.begin(), messages_.end(),
+                       [](const Message& message) { return !message.op.is_send; });
+  }
+  // Whether its sends may be left to receivers that can fetch them: nobody waits for them yet, or not for
+  // long. The messages behind them end that, too.
   void set_patient(bool is_patient) {
     for (Message& message : messages_) message.is_patient = is_patient;
   }
@@ -70,8 +75,9 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
 
   // Posts all of the batch or, if it throws bad_alloc, none of it.
   void post(Batch& batch);
-  // Moves messages until `batch`, which has been posted, is done. Lets go of the gate while it sleeps:
-  // if the group is closed meanwhile, the messenger may be gone when this returns.
+  // Moves messages until `batch`, which has been posted, is done; it may be patient for about a microsecond.
+  // Lets go of the gate while it sleeps: if the group is closed meanwhile, the messenger may be gone when
+  // this returns.
   void run(Call& call, Batch& batch);
   // Moves messages for as long as it is worth to spin for `batch`, which then is patient no more, or for
   // about a microsecond if nobody waits for it, which a null `call` means. True if it is done.
