@@ -106,7 +106,8 @@ cdef object _exception_of(const Error& error):
             "Make a new group.", **facts)
     if error.code == ErrorCode.interrupted:
         return ChannelClosed(
-            f"{where}: rank {error.peer} was interrupted inside a call of this group.\n{GO_ON}", **facts)
+            f"{where}: rank {error.peer} was interrupted by an exception inside a call of this group.\n"
+            f"Its own output may say which. {GO_ON}", **facts)
     if error.code == ErrorCode.out_of_memory:
         return ChannelClosed(
             f"{where}: rank {error.peer} ran out of memory inside a call of this group.\n{GO_ON}", **facts)

@@ -129,7 +129,9 @@ class Failure:
         return {
             "timeout": f"rank {self.reporter} gave up waiting for {who}",
             "left": f"{who} left the group while rank {self.reporter} still needed it",
-            "interrupted": f"rank {self.reporter} was interrupted inside a call of this group",
+            "interrupted": (
+                f"rank {self.reporter} was interrupted by an exception inside a call of this group"
+            ),
             "error": f"a call of this group failed on rank {self.reporter}",
         }[self.kind]
 

@@ -370,7 +370,7 @@ def test_ranks_that_make_different_calls_do_not_wait(
         return f"{type(error).__name__}: {error}"
 
     errors = on_ranks(2, body)
-    assert "was interrupted inside a call" in errors[0]
+    assert "was interrupted by an exception inside a call" in errors[0]
     assert f"rank 0 has called {calls[0]}(), its run 0, and this rank {calls[1]}()" in errors[1]
 
 
@@ -927,4 +927,4 @@ def assert_only_one_ran_out_of_memory(errors: list[Any], at_fault: int) -> None:
     assert isinstance(errors.pop(at_fault), MemoryError)
     for error in errors:
         assert isinstance(error, fd.ChannelClosed)
-        assert "was interrupted inside a call" in str(error)
+        assert "was interrupted by an exception inside a call" in str(error)
