@@ -209,6 +209,12 @@ def test_one_phase_may_be_simulated_alone() -> None:
     assert simulate(["0F0 0F1", "1F0 1F1"], phase="forward").makespan_s == 3
 
 
+def test_it_prints_without_its_many_spans() -> None:
+    shown = repr(simulate(["0F0 0F1", "1F0 1F1"], phase="forward"))
+    assert "makespan_s=3" in shown
+    assert "spans" not in shown
+
+
 def test_it_looks_at_each_action_a_few_times_at_most() -> None:
     class Counted(Dependencies):
         num_looks = 0

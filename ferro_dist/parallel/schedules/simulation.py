@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ferro_dist.parallel.schedules.action import Action, ActionKind
 from ferro_dist.parallel.schedules.arguments import one_per
@@ -49,7 +49,7 @@ class Simulation:
         For each rank, the most memory that live microbatches held; None without `memory`.
     """
 
-    spans: list[Span]
+    spans: list[Span] = field(repr=False)  # hundreds, as a rule
     num_ranks: int
     makespan_s: float
     busy_s: list[float]
