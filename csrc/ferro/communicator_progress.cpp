@@ -4,6 +4,7 @@
 #include <iterator>
 #include <utility>
 
+#include "ferro/clock.hpp"
 #include "ferro/communicator.hpp"
 #include "ferro/parking.hpp"
 
@@ -102,6 +103,7 @@ void Communicator::run_collectives() noexcept {
       retire(complete_begun());  // now: its waiter may be what lets the peers come to this task
       task->sequence = next(num_collectives_);
       run_now(task->call, task->collective, task->sequence);
+      task->ended_ns = now_ns();
     } catch (const std::exception&) {
       ended.error = current_error();
     }

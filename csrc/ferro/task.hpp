@@ -3,6 +3,7 @@
 #define FERRO_TASK_HPP
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -69,6 +70,9 @@ class Task {
   // nothing.
   std::atomic<std::uint64_t> sequence{kNoSequence};
   bool has_begun() const { return sequence.load(std::memory_order_relaxed) != kNoSequence; }
+  // When a progress thread had done it, by now_ns(); 0 if nobody looked at the clock, as for small tasks that
+  // are no thread's. Written before it is done, read afterwards.
+  std::int64_t ended_ns = 0;
   // It has begun, and is nobody's: whoever asks for it must do the rest, or hand it to the progress thread.
   // Written with the gate held.
   std::atomic<bool> is_unattended{false};

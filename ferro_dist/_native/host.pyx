@@ -241,6 +241,14 @@ cdef class HostWork:
         self.wait(timeout)
         return delivered(self._communicator._arrays, self._written, self._like)
 
+    @property
+    def ended_s(self):
+        """When a thread of the engine had done it, by time.perf_counter; None if that is not known."""
+        cdef Task* task = self._task.get()
+        if not task.is_done() or task.ended_ns == 0:
+            return None
+        return task.ended_ns * 1e-9  # one clock: CLOCK_MONOTONIC
+
 
 @cython.final
 cdef class HostLeg:

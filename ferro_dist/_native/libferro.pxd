@@ -1,6 +1,6 @@
 # The engine's declarations: csrc/ferro, and python_call.hpp beside this file.
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libcpp cimport bool as cpp_bool
 from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string
@@ -79,6 +79,7 @@ cdef extern from "ferro/heap.hpp" namespace "ferro" nogil:
 
 cdef extern from "ferro/task.hpp" namespace "ferro" nogil:
     cdef cppclass Task:
+        int64_t ended_ns
         cpp_bool is_done() noexcept
         void rethrow() except +raise_native
 

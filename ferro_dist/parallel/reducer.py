@@ -602,9 +602,9 @@ class Reducer:
 
     def _arrive(self, bucket: Bucket, waiting_since_s: float) -> None:
         bucket.from_wire()
-        times = self.statistics.buckets[bucket.index]
-        times.end_s = perf_counter()
-        times.exposed_s += times.end_s - waiting_since_s
+        times, seen_s = self.statistics.buckets[bucket.index], perf_counter()
+        times.end_s = getattr(bucket.work, "ended_s", None) or seen_s  # the engine's work tells
+        times.exposed_s += seen_s - waiting_since_s
 
     def _reduce_late(self) -> None:
         """Reduce what came after its bucket had left, on any rank, and add it."""

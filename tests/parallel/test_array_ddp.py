@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +81,25 @@ def test_layers_that_are_ready_are_reduced_while_backward_goes_on(
         return len(ddp.statistics().buckets)
 
     assert on_ranks(3, body) == [6] * 3
+
+
+def test_a_bucket_ends_when_it_is_reduced_and_not_when_that_is_seen(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        layers = Layers()
+        layers.weights = {name: np.zeros(1 << 14) for name in layers.weights}
+        layers.gradients = {name: np.zeros(1 << 14) for name in layers.weights}
+        ddp = fd.DDP(layers, backend, bucket_mb=1e-4, overlap="always")
+        for _ in range(2):  # the first agrees on the order
+            ddp.ready("c")
+            fd.barrier(backend)  # it comes behind what is under way
+            reduced_s = time.perf_counter()
+            ddp.ready("b")
+            ddp.ready("a")
+            ddp.sync_gradients()
+        first = ddp.statistics().buckets[0]
+        assert first.start_s < first.end_s < reduced_s
+
+    on_ranks(2, body)
 
 
 @OVERLAP
