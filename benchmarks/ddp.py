@@ -5,6 +5,7 @@
     python benchmarks/ddp.py --models mlp --plot
     python benchmarks/ddp.py --ranks 1 --models 300x4KiB   # DDP's own time, nothing is sent
     python benchmarks/ddp.py --transport gpu               # beside torch's on NCCL
+    python benchmarks/ddp.py --draw docs/ddp-step.png
 
 Each rank alternates between two kinds of steps of its own model: without communication,
 and data-parallel. What is added is the difference of their medians, each step counted as
@@ -13,7 +14,8 @@ configurations, of which the best counts for each model. If there are fewer GPUs
 ranks share them.
 
 --plot also draws one step of ferro_dist, as lanes of computation and communication with the
-time shaded in which backward waits, and writes the same as a Chrome trace.
+time shaded in which backward waits, and writes the same as a Chrome trace. --draw measures
+nothing: it draws a step of layers that sleep, for the README, the quickest of 20.
 """
 
 from __future__ import annotations
@@ -50,6 +52,9 @@ TORCH_CONFIGURATIONS: dict[str, dict[str, Any]] = {
 def main() -> int:
     measure.exit_on_sigterm()
     options = parse_arguments()
+    if options.draw is not None:
+        draw_asleep(options.draw)
+        return 0
     results: list[Result] = []
     with measure.RecordFile(options.output, f"ddp-{options.transport}") as file:
         for ranks in options.ranks:
@@ -77,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=at_least(1), help="how often each system gets its turn")
     add("--steps", type=at_least(1), help="steps of each kind in a turn")
     add("--plot", action="store_true", help="draw a step of ferro_dist, and write its trace")
+    add("--draw", type=measure.new_file, help="only draw a step of sleeping layers, into this file")
     add("--output", type=measure.new_file, help="file for the JSON lines; pictures stand beside it")
     options = parser.parse_args()
     options.rounds = options.rounds or (3 if options.quick else 10)
@@ -236,6 +242,21 @@ def draw(result: Result, path: Path) -> None:
     picture = ddp_timeline.plot(result.steps, path.with_name(f"{name}.png"), title)
     measure.say(f"wrote {trace}")
     measure.say(f"wrote {picture}" if picture else "no picture: matplotlib is not installed")
+
+
+def draw_asleep(path: Path) -> None:
+    """Draw a step that overlaps on any number of cores, since its layers need none."""
+    settings = json.dumps({"bucket_mb": 8, "overlap": "always"})
+    environment = {"OMP_NUM_THREADS": "1", "BENCHMARK_SETTINGS": settings}
+    system = System("ferro_dist", "host", "FerroDdp", ferrorun(2, WORKER), environment)
+    with scratch_directory() as directory, contextlib.ExitStack() as stack:
+        (group,) = start_all([system], 2, "host", directory, stack)
+        prepare(group, "asleep", 2)
+        steps = min((group.order(do="trace") for _ in range(20)), key=ddp_timeline.duration_s)
+        group.dismiss()
+    if ddp_timeline.plot(steps, path) is None:
+        raise SystemExit("no picture: matplotlib is not installed")
+    measure.say(f"wrote {path}")
 
 
 if __name__ == "__main__":

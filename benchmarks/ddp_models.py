@@ -1,8 +1,9 @@
-"""The models that ``ddp.py`` trains: much to compute, little, and many small parameters."""
+"""The models that ``ddp.py`` trains: much to compute, little, many small parameters, and sleep."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -100,8 +101,45 @@ def _small(generator: torch.Generator) -> Workload:
     return Workload(_Scales(), (x,), lambda model, x: model(x).square().mean())
 
 
+class _Sleep(torch.autograd.Function):
+    """Takes its time both ways, but no core, so that ranks which share cores keep pace."""
+
+    forward_s, backward_s = 0.01, 0.02
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        time.sleep(_Sleep.forward_s)
+        return x * weight[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, Any]:
+        x, weight = ctx.saved_tensors
+        time.sleep(_Sleep.backward_s)
+        return gradient * weight[0], (gradient * x).sum().expand_as(weight)
+
+
+class _Asleep(nn.Module):
+    """6 layers of 8 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(1 << 21)) for _ in range(6))
+
+    def forward(self, x: Any) -> Any:
+        for weight in self.weights:
+            x = _Sleep.apply(x, weight)
+        return x
+
+
+def _asleep(generator: torch.Generator) -> Workload:
+    x = torch.randn(8, generator=generator)
+    return Workload(_Asleep(), (x,), lambda model, x: model(x).square().mean())
+
+
 MODELS: dict[str, Callable[[torch.Generator], Workload]] = {
     "mlp": _mlp,
     "gpt": _gpt,
     "300x4KiB": _small,
+    "asleep": _asleep,
 }

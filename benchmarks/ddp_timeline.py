@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["plot", "write_trace"]
+__all__ = ["duration_s", "plot", "write_trace"]
 
 Step = dict[str, Any]
 """What a rank says of one step: see ``ddp_worker.py``. All ranks have one clock."""
@@ -17,7 +17,7 @@ _COLOURS = {"forward": "#3b69d6", "backward": "#993f30", "optimizer": "#d6ac2e"}
 _BUCKETS, _EXPOSED = "#57bf7d", "#2b2b2b"
 
 
-def plot(steps: Sequence[Step], path: Path, title: str) -> Path | None:
+def plot(steps: Sequence[Step], path: Path, title: str = "") -> Path | None:
     """Draw two lanes for each rank, the time that nothing hides shaded; None without matplotlib."""
     try:
         import matplotlib
@@ -37,13 +37,19 @@ def plot(steps: Sequence[Step], path: Path, title: str) -> Path | None:
     )
     axis.tick_params(axis="y", length=0)
     axis.spines[:].set_visible(False)
-    axis.set_xlim(0, 1e3 * (max(step["end_s"] for step in steps) - origin_s))
+    axis.set_xlim(0, 1e3 * duration_s(steps))
     axis.set_xlabel("time, ms")
     axis.set_title(title)
     _explain(figure)
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def duration_s(steps: Sequence[Step]) -> float:
+    """How long a step took, from the first rank's start to the last one's end."""
+    ends_s = [step["end_s"] for step in steps]
+    return float(max(ends_s) - min(step["begin_s"] for step in steps))
 
 
 def write_trace(steps: Sequence[Step], path: Path) -> Path:

@@ -337,6 +337,15 @@ def test_the_step_of_a_pipeline_is_drawn(tmp_path: Path) -> None:
     assert "rank 3" in picture.read_text()
 
 
+def test_a_data_parallel_step_is_drawn(tmp_path: Path) -> None:
+    for library in ("torch", "matplotlib"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    picture = tmp_path / "step.svg"
+    command = [sys.executable, str(BENCHMARKS / "ddp.py"), "--draw", str(picture)]
+    subprocess.run(command, check=True, timeout=240)
+    assert "rank 1 communication" in picture.read_text()
+
+
 # Figures and records
 
 
