@@ -144,6 +144,15 @@ def init(
     )
 
 
+# What other libraries, or the groups themselves, call what is wanted.
+_HINTS = {
+    "gloo": '; "host" is in its place',
+    "mpi": "; MpiBackend() makes its group itself",
+    "nccl": '; "hybrid" has NCCL for GPU arrays',
+    "simulated": "; SimulatedBackend.create_group makes all ranks at once",
+}
+
+
 def _kind_of(backend: str) -> type[HostBackend | HybridBackend]:
     if backend == "hybrid":
         from ferro_dist.backends.hybrid import HybridBackend
@@ -151,7 +160,8 @@ def _kind_of(backend: str) -> type[HostBackend | HybridBackend]:
         return HybridBackend
     kinds = {"host": HostBackend, "tcp": TcpBackend}
     if not isinstance(backend, str) or backend not in kinds:
-        raise ValueError(f'backend must be "host", "tcp" or "hybrid", not {backend!r}')
+        hint = _HINTS.get(str(backend), "")
+        raise ValueError(f'backend must be "host", "tcp" or "hybrid", not {backend!r}{hint}')
     return kinds[backend]
 
 

@@ -345,3 +345,17 @@ def test_init_takes_a_backend_that_is_named_at_run_time(name: str) -> None:
 def test_init_names_the_backends_that_there_are(name: Any) -> None:
     with pytest.raises(ValueError, match='"host", "tcp" or "hybrid"'):
         fd.init(0, 1, backend=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gloo", '"host"'),
+        ("nccl", '"hybrid"'),
+        ("mpi", "MpiBackend"),
+        ("simulated", "create_group"),
+    ],
+)
+def test_init_tells_what_goes_by_another_name(name: Any, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"not '{name}'; .*{hint}"):
+        fd.init(0, 1, backend=name)
