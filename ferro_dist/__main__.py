@@ -33,6 +33,7 @@ OPTIONAL_PACKAGES = (
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
+EMULATION = os.path.join(os.path.realpath(os.path.dirname(ferro_dist.__file__)), "_emulation")
 NOT_BUILT = "no: the binding is missing: pip install . in the source tree builds it"
 
 
@@ -197,10 +198,10 @@ def nccl() -> str:
     from ferro_dist.errors import BackendUnavailable
 
     try:
-        version = load_nccl().get_version()
+        version = ".".join(map(str, load_nccl().get_version()))
     except BackendUnavailable as error:
         return f"no: {one_line(error)}"
-    text = f"yes: NCCL {'.'.join(map(str, version))} ({loaded_path('libnccl.so.2')})"
+    text = f"yes: {library(f'NCCL {version}', 'libnccl.so.2')}"
     mixed = mixed_nccl()
     return f"{text}; {mixed}" if mixed else text
 
@@ -261,13 +262,20 @@ def cuda() -> str:
     except BackendUnavailable as error:
         return f"no: {one_line(error)}"
     served = f"the driver serves {cuda_version(driver)}" if driver else "no driver"
-    path = loaded_path(f"libcudart.so.{runtime // 1000}")
-    return f"runtime {cuda_version(runtime)} ({path}); {served}"
+    named = library(f"runtime {cuda_version(runtime)}", f"libcudart.so.{runtime // 1000}")
+    return f"{named}; {served}"
 
 
 def cuda_version(code: int) -> str:
     """Write 12040 as 12.4."""
     return f"{code // 1000}.{code % 1000 // 10}"
+
+
+def library(what: str, name: str) -> str:
+    """Say what a library of this process is, and its file; and if it only emulates a GPU, that."""
+    path = loaded_path(name)
+    is_emulation = os.path.dirname(path) == EMULATION
+    return f"an emulation of {what} ({path})" if is_emulation else f"{what} ({path})"
 
 
 def loaded_path(name: str) -> str:
