@@ -74,7 +74,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     optimizer_class : type
         Any of torch's except LBFGS and SparseAdam, or another that treats each parameter by itself.
     backend : Backend
-        The group; closing it is left to the caller.
+        The group; closing it is left to the caller. No wait for other ranks lasts longer than its
+        `timeout`.
     average : {"mean", "sum", None}, default "mean"
         How the gradients of the ranks are combined. None if `DDP` has averaged them already: they
         are equal on all ranks, and only the parameters are communicated.

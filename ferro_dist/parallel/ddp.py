@@ -70,8 +70,9 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
           arrays are writable, from NumPy, CuPy or torch. `sync_gradients` averages the gradients;
           `ferro_dist.parallel.array_ddp.ArrayDDP` tells how to do so during backward.
     backend : Backend
-        The group; closing it is left to the caller. Arrays must be where it can move them: in host
-        memory, on the GPU of an `NcclBackend`, or some in each for a `HybridBackend`.
+        The group; closing it is left to the caller. No wait for other ranks lasts longer than its
+        `timeout`. Arrays must be where it can move them: in host memory, on the GPU of an
+        `NcclBackend`, or some in each for a `HybridBackend`.
     bucket_mb : float, default 25
         Largest bucket, in MiB.
     average : {"mean", "sum", "contributors"}, default "mean"

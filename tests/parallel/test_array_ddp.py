@@ -103,6 +103,28 @@ def test_a_bucket_ends_when_it_is_reduced_and_not_when_that_is_seen(on_ranks: On
 
 
 @OVERLAP
+def test_a_rank_that_does_not_come_within_the_timeout_of_the_group_is_named(
+    on_ranks: OnRanks, overlap: Any
+) -> None:
+    has_given_up = threading.Event()
+
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(Layers(), backend, overlap=overlap)
+        if backend.rank == 1:
+            has_given_up.wait(60)
+            return None
+        backend.timeout = 0.2
+        try:
+            ddp.sync_gradients()
+        except fd.Timeout as error:
+            return error.missing
+        finally:
+            has_given_up.set()
+
+    assert on_ranks(2, body) == [(1,), None]
+
+
+@OVERLAP
 def test_ranks_may_differ_in_what_is_ready_and_when(on_ranks: OnRanks, overlap: Any) -> None:
     def body(backend: Any) -> Any:
         ddp = fd.DDP(Layers(), backend, bucket_mb=1e-4, overlap=overlap)
