@@ -13,7 +13,7 @@ import dataclasses
 import json
 import struct
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -129,7 +129,7 @@ class FailureReport:
             kind, error = "argument", error.__cause__ or error
         elif (end := _end_behind(error)) is not None:
             kind, error = "end", _why_ended(end)
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        text = _traceback_of(error)
         stage, microbatch = where if where is not None else (None, None)
         name = type(error).__name__
         return cls(kind, name, _words(error), text, rank, replica, stage, microbatch)
@@ -330,15 +330,27 @@ def _end_of_group(failure: BaseException | None, error: DistributedError) -> Bas
     return failure
 
 
-def _end_behind(error: BaseException | None) -> DistributedError | None:
+def _end_behind(
+    error: BaseException | None, seen: frozenset[int] = frozenset()
+) -> DistributedError | None:
     """Return the end of a group that an exception is, contains alone, or was raised from."""
-    if error is None or isinstance(error, _ENDS):
-        return error
-    # Those of an ExceptionGroup, which Python has from 3.11 on.
-    ends = [_end_behind(part) for part in getattr(error, "exceptions", ())]
-    if ends and None not in ends:
-        return ends[0]
-    return _end_behind(error.__cause__)
+    # `raise error from error` makes a ring of causes.
+    while error is not None and id(error) not in seen:
+        if isinstance(error, _ENDS):
+            return error
+        seen |= {id(error)}
+        ends = [_end_behind(part, seen) for part in _parts_of(error)]
+        if ends and None not in ends:
+            return ends[0]
+        error = error.__cause__
+    return None
+
+
+def _parts_of(error: BaseException) -> Sequence[BaseException]:
+    """Return what is in an ExceptionGroup, which Python has from 3.11 on; others have no parts."""
+    parts = getattr(error, "exceptions", ())
+    is_group = isinstance(parts, tuple) and all(isinstance(e, BaseException) for e in parts)
+    return parts if is_group else ()
 
 
 def _why_ended(error: DistributedError) -> DistributedError:
@@ -354,3 +366,13 @@ def _words(error: BaseException) -> str:
         return str(error)
     except Exception as another:
         return f"its message cannot be shown ({type(another).__name__} in its __str__)"
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return an exception's traceback, also of one that Python cannot show, as above."""
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except Exception as another:
+        return "".join(traceback.format_tb(error.__traceback__)) + (
+            f"(the exception itself cannot be shown: {type(another).__name__})\n"
+        )

@@ -488,6 +488,50 @@ def test_exception_without_words_is_told_too(on_ranks: OnRanks, rank_at_fault: i
     on_ranks(2, body)
 
 
+def its_own_cause() -> Exception:
+    error = ValueError("first")
+    error.__cause__ = error  # as `raise error from error` does
+    return error
+
+
+def a_cause_of_its_cause() -> Exception:
+    error, other = ValueError("first"), KeyError("second")
+    error.__cause__, other.__cause__ = other, error
+    return error
+
+
+def with_exceptions_that_are_none() -> Exception:
+    error = ValueError("first")
+    error.exceptions = ["of a library's own"]  # type: ignore[attr-defined]
+    return error
+
+
+def without_traceback() -> Exception:
+    text: Any = 5  # where Python expects a line of the source
+    return SyntaxError("first", ("file", 1, 1, text))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [its_own_cause, a_cause_of_its_cause, with_exceptions_that_are_none, without_traceback],
+)
+def test_exception_of_an_odd_kind_is_told_too(
+    on_ranks: OnRanks, make: Callable[[], Exception]
+) -> None:
+    class Raising(nn.Module):
+        def forward(self, x: Any) -> Any:
+            raise make()
+
+    def body(backend: Any) -> None:
+        stage = Raising() if backend.rank == 1 else Block().double()
+        pipe = fd.Pipeline(stage, backend, 2)
+        with pytest.raises(fd.StageFailed, match=r"in stage 1, .*: first") as raised:
+            pipe.step(*batch(4), mean_square)
+        assert "raise make()" in raised.value.traceback_text
+
+    on_ranks(2, body)
+
+
 @pytest.mark.parametrize("rank_at_fault", [0, 2])
 def test_large_messages_under_way_do_not_hold_up_a_failure(
     on_ranks: OnRanks, rank_at_fault: int
