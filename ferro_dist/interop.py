@@ -385,7 +385,9 @@ class _Torch(_Library):
 
     def concatenate(self, parts: Sequence[Array]) -> Array:
         torch = sys.modules["torch"]
-        return torch.cat(parts) if parts[0].ndim else torch.stack(parts)
+        # Autocast has nothing to do here, and raises for float16 where its own dtype is bfloat16.
+        with torch.autocast(parts[0].device.type, enabled=False):
+            return torch.cat(parts) if parts[0].ndim else torch.stack(parts)
 
 
 class _CuPy(_Library):

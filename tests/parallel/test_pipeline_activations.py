@@ -167,6 +167,22 @@ def test_every_floating_dtype_travels_with_its_gradient(on_ranks: OnRanks, dtype
     torch.testing.assert_close(on_ranks(3, body)[0], model[0].weight.grad)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_outputs_are_joined_in_their_own_dtype_under_autocast(
+    on_ranks: OnRanks, dtype: str
+) -> None:
+    x, _ = batch(4)
+    wanted = getattr(torch, dtype)
+
+    def body(backend: Any) -> Any:
+        pipe = fd.Pipeline(Frozen(wanted), backend, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            return pipe.eval(x)
+
+    _, output = on_ranks(2, body)
+    torch.testing.assert_close(output, ((x * 2).to(wanted) * 2).to(wanted))
+
+
 def test_arrays_may_be_strided_empty_or_scalar(on_ranks: OnRanks) -> None:
     class Odd(nn.Module):
         def forward(self, x: Any) -> Any:
