@@ -195,6 +195,21 @@ def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend 
         `part` has raised what is no Exception, such as KeyboardInterrupt, on this rank. Both groups
         have ended.
     """
+    try:
+        return _run_and_share(part, backend, replicas)
+    except Exception:
+        raise
+    except BaseException as error:
+        # Ctrl-C strikes on this rank alone: the others may be inside a collective of `part`, or in
+        # the exchange after it.
+        for group in (backend, replicas):
+            interrupt(group, error)
+        raise
+
+
+def _run_and_share(
+    part: Callable[[], ResultT], backend: Backend, replicas: Backend | None
+) -> ResultT:
     results: list[ResultT] = []
     failure: BaseException | None = None
     try:
@@ -204,11 +219,6 @@ def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend 
         failure.__cause__ = error
     except Exception as error:
         failure = error
-    except BaseException as error:
-        # Ctrl-C strikes on this rank alone: the others may be inside a collective of `part`.
-        for group in (backend, replicas):
-            interrupt(group, error)
-        raise
     share_outcome(backend, replicas, failure)
     (result,) = results
     return result

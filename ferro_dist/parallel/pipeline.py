@@ -544,7 +544,9 @@ class Pipeline(Generic[ModuleT]):
         context, program = self._connected().context, self._program(PipelineCall.STEP)
         senders = program.expected.keys()
         receivers = {peer for action, peer in program.peer_of.items() if action.kind.is_send}
-        meet(context.link(RunId(self._num_runs, call)), receivers, senders)
+        link = context.link(RunId(self._num_runs, call))
+        # Replicas, too, have to hear of it.
+        run_on_all(lambda: meet(link, receivers, senders), self.backend, self._options.replicas)
 
     def _interrupt(self, error: BaseException) -> None:
         for group in (self.backend, self._options.replicas):

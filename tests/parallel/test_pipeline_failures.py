@@ -28,7 +28,7 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.parallel import pipeline_connection, pipeline_plan  # noqa: E402
+from ferro_dist.parallel import outcome, pipeline, pipeline_connection, pipeline_plan  # noqa: E402
 from ferro_dist.parallel.activation_channel import Receiver, Sender  # noqa: E402
 from ferro_dist.parallel.exchange import all_gather_bytes  # noqa: E402
 from ferro_dist.parallel.handwritten_stage import HandwrittenStage  # noqa: E402
@@ -406,6 +406,22 @@ def test_plan_before_any_step_on_one_rank_keeps_none_waiting(on_ranks: OnRanks) 
         )
 
     assert on_ranks(2, body) == [True, True]
+
+
+def test_plan_that_one_rank_does_not_make_is_told_to_replicas(on_ranks: OnRanks) -> None:
+    met = threading.Barrier(4)
+
+    def body(backend: Any) -> BaseException | None:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            pipe = fd.Pipeline(Block().double(), grid.pipeline, 2, dp=grid.data)
+            x, y = batch(4)
+            evaluates = backend.rank == 1
+            error = raised_by(lambda: pipe.eval(x) if evaluates else pipe.plan(x, y, mean_square))
+            met.wait()  # no error of another rank is due to this one's leaving
+        return error
+
+    for error in on_ranks(4, body):
+        assert isinstance(error, (RuntimeError, fd.ChannelClosed)), error
 
 
 # Stages that raise
@@ -792,11 +808,19 @@ def test_ctrl_c_after_the_last_message_to_a_peer_spoils_no_later_run(
     assert others == ["StageFailed", "StageFailed", "NoneType", 24.0, 24.0]
 
 
-@pytest.mark.parametrize("part", ["find_tied_weights", "agree_on_ties"])
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [
+        (pipeline_connection, "find_tied_weights"),
+        (pipeline_connection, "agree_on_ties"),
+        (outcome, "_exchange"),
+        (pipeline, "meet"),
+    ],
+)
 def test_ctrl_c_between_the_calls_that_connect_a_pipeline_is_told(
-    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, part: str
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, module: Any, part: str
 ) -> None:
-    original = getattr(pipeline_connection, part)
+    original = getattr(module, part)
     met = threading.Barrier(3)
     own = threading.local()
 
@@ -808,11 +832,11 @@ def test_ctrl_c_between_the_calls_that_connect_a_pipeline_is_told(
     def body(backend: Any) -> str:
         own.rank = backend.rank
         pipe = fd.Pipeline(HandwrittenStage(Doubling()), backend, 4)
-        error = raised_by(lambda: pipe.step(np.ones((4, 3)), loss_fn=sum_and_ones))
+        error = raised_by(lambda: pipe.plan(np.ones((4, 3)), loss_fn=sum_and_ones))
         met.wait()  # no error of another rank is due to this one's leaving
         return f"{type(error).__name__}: {error}"
 
-    monkeypatch.setattr(pipeline_connection, part, interrupted)
+    monkeypatch.setattr(module, part, interrupted)
     errors = on_ranks(3, body)
     assert errors.pop(1) == "KeyboardInterrupt: "
     for error in errors:
