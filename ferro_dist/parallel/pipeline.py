@@ -99,10 +99,11 @@ class Pipeline(Generic[ModuleT]):
         as itself, or by the name that its stage has for it.
     checkpoint : bool or sequence of int, default False
         Whether all stages, or which of them, keep only their input, and run forward again before
-        backward; until then their weights must stay as they are. Forward is run again just once,
-        even if the schedule divides backwards, as zero bubble does. Not so torch.utils.checkpoint
-        inside a stage: if backwards are divided, it runs its part again for each layer in it, and
-        its selective contexts, which allow a single backward, raise.
+        backward; until then their weights must stay as they are. The last stage runs `loss_fn`
+        again, too: what that counts, it counts twice. Forward is run again just once, even if the
+        schedule divides backwards, as zero bubble does. Not so torch.utils.checkpoint inside a
+        stage: if backwards are divided, it runs its part again for each layer in it, and its
+        selective contexts, which allow a single backward, raise.
     seed : int or None, default 0
         The random numbers of each forward depend on this, the step, the stage and the microbatch,
         which is numbered across all replicas (`microbatch_seed`). With None, torch modules draw
@@ -113,7 +114,8 @@ class Pipeline(Generic[ModuleT]):
     bucket_mb : float, default 25
         Largest bucket of gradients, in MiB.
     timeout : float, optional
-        Seconds that a message may take; the backend's own by default.
+        Seconds that a rank waits for a message, which its sender may have to compute first; the
+        backend's own by default.
 
     Attributes
     ----------
