@@ -15,10 +15,14 @@ BLOCKING = (
     "reduce_scatter",
     "all_to_all",
     "send_recv",
+    "sendrecv",
     "barrier",
 )
 ASYNCHRONOUS = ("iallreduce", "isend_irecv")
 """Submitted, then waited for; by MPI's names."""
+
+BETWEEN_TWO = ("send_recv", "sendrecv", "isend_irecv")
+"""A ping-pong, and messages both ways at the same time."""
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 """Bytes of an element."""
@@ -98,7 +102,7 @@ class Case:
 
     def expected_on(self, rank: int) -> Floats:
         """Compute what the output, or in place the input, holds after one statement."""
-        if self.collective in ("send_recv", "isend_irecv"):
+        if self.collective in BETWEEN_TWO:
             partner = rank ^ 1
             # The last of an odd number has no partner, and receives nothing.
             return self.input_of(partner) if partner < self.ranks else self.input_of(rank) * 0

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import measure
 import report
-from cases import ASYNCHRONOUS, BLOCKING, DTYPES, Case
+from cases import ASYNCHRONOUS, BETWEEN_TWO, BLOCKING, DTYPES, Case
 from group import CaseRefused, Group, SystemFailed, scratch_directory, start_all
 from peers import SELDOM_BEST, System, systems
 
@@ -161,7 +161,7 @@ def compare(
         results: list[report.Result] = []
         said: set[str] = set()
         for collective in options.collectives:
-            if collective in ("send_recv", "isend_irecv") and ranks == 1:
+            if collective in BETWEEN_TWO and ranks == 1:
                 measure.say(f"without {collective}: a message needs two ranks")
                 continue
             found: list[report.Result] = []

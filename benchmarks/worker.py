@@ -248,7 +248,9 @@ class FerroDist(CollectiveAdapter):
         return f"ferro_dist {self.fd.__version__}, {self.backend.name} backend"
 
     def names(self) -> dict[str, Any]:
-        functions = "allreduce broadcast all_gather reduce_scatter all_to_all send recv barrier"
+        functions = (
+            "allreduce broadcast all_gather reduce_scatter all_to_all send recv sendrecv barrier"
+        )
         names = {name: getattr(self.fd, name) for name in functions.split()}
         return {**names, "backend": self.backend}
 
@@ -262,6 +264,9 @@ class FerroDist(CollectiveAdapter):
             "all_to_all": "all_to_all(x, backend, out=y)",
             "send_recv": ping_pong(
                 self.rank, self.world_size, "send(x, backend, {peer})", "recv(y, backend, {peer})"
+            ),
+            "sendrecv": both_ways(
+                self.rank, self.world_size, "sendrecv(x, y, backend, {peer}, {peer})"
             ),
             "isend_irecv": both_ways(
                 self.rank,
@@ -317,7 +322,7 @@ class Mpi(CollectiveAdapter):
 
     def names(self) -> dict[str, Any]:
         functions = "Allreduce Iallreduce Bcast Allgather Reduce_scatter_block Alltoall Barrier"
-        functions += " Send Isend Recv Irecv"
+        functions += " Send Isend Recv Irecv Sendrecv"
         names = {name: getattr(self._comm, name) for name in functions.split()}
         return {**names, "comm": self._comm, "IN_PLACE": self._mpi.IN_PLACE}
 
@@ -331,6 +336,9 @@ class Mpi(CollectiveAdapter):
             "all_to_all": "Alltoall(sx, sy)",
             "send_recv": ping_pong(
                 self.rank, self.world_size, "Send(sx, {peer})", "Recv(sy, {peer})"
+            ),
+            "sendrecv": both_ways(
+                self.rank, self.world_size, "Sendrecv(sx, {peer}, 0, sy, {peer})"
             ),
             "isend_irecv": both_ways(
                 self.rank,
@@ -391,6 +399,14 @@ class Gloo(CollectiveAdapter):
         return names
 
     def statement(self, case: Any) -> str:
+        exchange = both_ways(
+            self.rank,
+            self.world_size,
+            "received = irecv(y, {peer})",
+            "sent = isend(x, {peer})",
+            "received.wait()",
+            "sent.wait()",
+        )
         statements = {
             "allreduce": "all_reduce(x)",
             "iallreduce": "all_reduce(x, async_op=True).wait()",
@@ -401,14 +417,8 @@ class Gloo(CollectiveAdapter):
             "send_recv": ping_pong(
                 self.rank, self.world_size, "send(x, {peer})", "recv(y, {peer})"
             ),
-            "isend_irecv": both_ways(
-                self.rank,
-                self.world_size,
-                "received = irecv(y, {peer})",
-                "sent = isend(x, {peer})",
-                "received.wait()",
-                "sent.wait()",
-            ),
+            "sendrecv": exchange,
+            "isend_irecv": exchange,
             "barrier": "barrier()",
         }
         return statements[case.collective]
