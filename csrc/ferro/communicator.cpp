@@ -2,9 +2,13 @@
 // communicator_progress.cpp.
 #include "ferro/communicator.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
+#include "ferro/clock.hpp"
 #include "ferro/shm_cost.hpp"
 
 namespace ferro {
@@ -13,6 +17,21 @@ namespace {
 // How much longer a call that had to queue waits for the message thread to say which rank did
 // not come: by itself it could only say that the time is up.
 constexpr double kGraceSeconds = 0.5;
+
+// How long a rank that closes waits for a thread that is inside a gate only to look.
+constexpr std::chrono::milliseconds kLookTime{10};
+
+// Enters the gate unless a call is under way. A thread that looks after what another has done meanwhile is no
+// reason to end the group, and out again at once.
+bool enter_if_idle(Gate& gate, const TaskQueue& queue) noexcept {
+  if (gate.try_enter()) return true;
+  const Clock::time_point deadline = Clock::now() + kLookTime;
+  while (!gate.is_mine() && queue.num_pending() == 0 && Clock::now() < deadline) {
+    sched_yield();
+    if (gate.try_enter()) return true;
+  }
+  return false;
+}
 
 bool is_fatal(ErrorCode code) {
   return code != ErrorCode::mismatch && code != ErrorCode::size_mismatch && code != ErrorCode::unsupported;
@@ -146,8 +165,8 @@ void Communicator::begin_close() noexcept {
   const std::lock_guard<std::mutex> lock(close_mutex_);
   if (is_closed_.exchange(true, std::memory_order_acq_rel)) return;
   const std::shared_ptr<Messenger> messenger = share(parts_.messenger);
-  const bool is_collective_idle = collective_gate_.try_enter();
-  const bool has_entered_messages = message_gate_->try_enter();
+  const bool is_collective_idle = enter_if_idle(collective_gate_, collective_queue_);
+  const bool has_entered_messages = enter_if_idle(*message_gate_, message_queue_);
   if (has_entered_messages && !posted_.empty()) complete_posted();
   // Calls that sleep have left the gate, but what they posted is still there.
   const bool is_message_idle = has_entered_messages && messenger->is_idle();

@@ -1,7 +1,8 @@
-// A rank that leaves while it has work. The thread that closes pauses after each mutex that it unlocks, so
-// that all others get as far as they ever can between two steps of close(). Not after the first, if the work
-// is not to begin before.
+// A rank that leaves while it has work, or seems to. The thread that closes pauses after each mutex that it
+// unlocks, so that all others get as far as they ever can between two steps of close(). Not after the first,
+// if the work is not to begin before.
 #include <dlfcn.h>
+#include <poll.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -21,6 +22,8 @@ using test::kTimeout, test::Values;
 namespace {
 
 thread_local int unlocks_to_pause = -1;  // how many are left; negative: it never pauses
+thread_local int fd_to_hold = -1;        // the thread stays where it polls this one alone
+std::atomic<bool> is_held{false}, may_go{false};
 
 }  // namespace
 
@@ -32,6 +35,15 @@ extern "C" int pthread_mutex_unlock(pthread_mutex_t* mutex) {
   if (unlocks_to_pause > 0) --unlocks_to_pause;
   if (unlocks_to_pause == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   return result;
+}
+extern "C" int poll(pollfd* entries, nfds_t count, int timeout_ms) {
+  using Poll = int (*)(pollfd*, nfds_t, int);
+  static const auto system_poll = reinterpret_cast<Poll>(dlsym(RTLD_NEXT, "poll"));
+  if (count == 1 && entries->fd == fd_to_hold) {
+    is_held = true;
+    while (!may_go) std::this_thread::yield();
+  }
+  return system_poll(entries, count, timeout_ms);
 }
 
 namespace {
@@ -96,11 +108,57 @@ void peers_hear_of_it_before_arrays_are_given_back() {
   }
 }
 
+// A group of two over TCP, and the socket of rank 0 for messages.
+std::vector<std::shared_ptr<Communicator>> connect_two(int& message_socket) {
+  const auto [first, second] = test::connected_sockets();
+  const auto [message_first, message_second] = test::connected_sockets();
+  message_socket = message_first;
+  std::vector<std::shared_ptr<Communicator>> group;
+  for (int rank = 0; rank < 2; ++rank) {
+    Wiring wiring;
+    wiring.rank = rank;
+    wiring.world_size = 2;
+    wiring.local_ranks = {rank};
+    wiring.hosts = {{0}, {1}};
+    wiring.collective_sockets = rank == 0 ? std::vector<int>{-1, first} : std::vector<int>{second, -1};
+    wiring.message_sockets =
+        rank == 0 ? std::vector<int>{-1, message_first} : std::vector<int>{message_second, -1};
+    group.push_back(Communicator::connect(wiring));
+  }
+  return group;
+}
+
+// It is no call: the peers may still receive what this rank has sent them. Several tries, since a thread that
+// the machine keeps from running cannot be told from one in a call.
+void a_thread_that_only_looks_does_not_end_the_group() {
+  bool has_ended = true;
+  for (int round = 0; round < kRounds && has_ended; ++round) {
+    int message_socket = -1;
+    const auto group = connect_two(message_socket);
+    is_held = may_go = false;
+    std::thread looking([&] {
+      fd_to_hold = message_socket;
+      group[0]->lost_ranks();
+    });
+    while (!is_held) std::this_thread::yield();
+    std::thread releasing([&] {
+      while (!group[0]->is_closed()) std::this_thread::yield();
+      may_go = true;
+    });
+    group[0]->close();
+    has_ended = group[1]->has_ended();
+    looking.join();
+    releasing.join();
+  }
+  CHECK(!has_ended);
+}
+
 }  // namespace
 
 int main() {
   peers_hear_of_calls_that_have_not_begun();
   peers_hear_of_them_from_either_of_two_threads_that_close();
   peers_hear_of_it_before_arrays_are_given_back();
+  a_thread_that_only_looks_does_not_end_the_group();
   std::puts("close_test: passed");
 }
