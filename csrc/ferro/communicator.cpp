@@ -82,7 +82,8 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
     return error;
   if (error.code == ErrorCode::timeout) settle_timeout(*transport, error);
   const AbortReason winner = transport->aborted();  // another rank may have been first after all
-  if (winner.reporter != rank_) error.reporter = winner.reporter;
+  const bool is_of_another_call = error.code == ErrorCode::timeout && !call.is_expired();
+  if (winner.reporter != rank_ || is_of_another_call) error.reporter = winner.reporter;
   return error;
 }
 
@@ -301,6 +302,7 @@ void Communicator::await(Call& call, const std::shared_ptr<Task>& queued) {
     task.rethrow();
   } catch (Error& error) {
     if (error.code != ErrorCode::timeout) throw;
+    if (error.reporter == rank_) error.reporter = -1;
     error.elapsed_s = call.elapsed_s();
     if (error.missing.empty()) {  // it had not begun, and knows of nobody
       error.missing = reason.missing;

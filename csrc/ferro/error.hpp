@@ -48,7 +48,7 @@ struct Error : std::exception {
   Op op = Op::barrier;         // the call that failed; filled in by the Communicator, as the next two
   std::uint64_t sequence = 0;  // its number in this group, kNoSequence if it has none yet
   int rank = -1;               // the rank that raises
-  int reporter = -1;           // the rank that ended the group, if it was another
+  int reporter = -1;           // the rank that ended the group, if it was not in this call
   std::vector<int> missing;    // timeout, under_way: every rank that was waited for or, if it is known that
                                // those wait themselves, the ranks at which their waits end
   std::vector<int> awaited;    // timeout: every rank that was waited for, whoever is missing

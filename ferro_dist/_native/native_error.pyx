@@ -161,6 +161,8 @@ cdef tuple _what_and_remedy(const Error& error, str op, tuple missing):
             "its time was up, though it waited for no other rank itself",
             "Pass a larger timeout, or find out whom the calls before it wait for.",
         )
+    if error.reporter == error.rank:
+        return f"another call of this rank gave up waiting for {names}", remedy
     return _silence(op, _awaited(error, missing, names), error.elapsed_s), remedy
 
 

@@ -362,6 +362,44 @@ def test_a_call_behind_another_keeps_its_own_timeout(transport: str, fifo: str) 
     assert "for 0.0 s" not in queued.message, queued
 
 
+def give_up_in_a_collective(backend: fd.Backend, fifo: str) -> list[Told]:
+    file = meet_over(backend, fifo)
+    if backend.rank != 0:
+        assert os.read(file, 1) == b""
+        return []
+    works = [fd.allreduce(np.ones(LARGE), backend, async_op=True, timeout=TIMEOUT_S)]
+    works.append(fd.barrier(backend, async_op=True))
+    errors = [error_of(work.wait) for work in reversed(works)]
+    os.close(file)
+    return errors
+
+
+def give_up_in_a_receive(backend: fd.Backend, fifo: str) -> list[Told]:
+    file = meet_over(backend, fifo)
+    if backend.rank != 0:
+        assert os.read(file, 1) == b""
+        return []
+    works = [
+        fd.recv(np.empty(LARGE), backend, 1, async_op=True, timeout=TIMEOUT_S),
+        fd.recv(np.empty(LARGE), backend, 2, async_op=True),
+    ]
+    errors = [error_of(work.wait) for work in reversed(works)]
+    os.close(file)
+    return errors
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+@pytest.mark.parametrize("give_up", [give_up_in_a_collective, give_up_in_a_receive])
+def test_a_call_ended_by_another_of_its_rank_is_not_said_to_have_given_up(
+    transport: str, give_up: Callable[..., list[Told]], fifo: str
+) -> None:
+    (ended, gave_up), *_ = run_ranks(3, give_up, fifo, backend=transport)
+    assert (ended.kind, gave_up.kind) == ("Timeout", "Timeout")
+    assert ended.missing == gave_up.missing
+    assert "another call of this rank gave up waiting for rank" in ended.message, ended
+    assert "no data from rank" in gave_up.message, gave_up
+
+
 def wait_beside_another_thread(backend: fd.Backend, fifo: str) -> list[Told]:
     file = meet_over(backend, fifo)
     if backend.rank == 1:
