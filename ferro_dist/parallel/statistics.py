@@ -22,7 +22,7 @@ class BucketTimes:
         Its allreduce was started.
     end_s : float
         Its allreduce ended. One that ran during backward may have ended earlier, unnoticed, if it
-        was of less than 8 KiB, or over MPI.
+        was of up to 64 KiB, or over MPI.
     exposed_s : float
         How long the rank did nothing but wait for it. On a GPU the host hardly waits: there all
         times are those at which work was queued.
