@@ -23,11 +23,8 @@ inline std::mutex& device_lock(int device) {
 // Takes the lock for a call of `function`. Not for ever, since whoever has it may hang inside NCCL.
 inline std::unique_lock<std::mutex> lock_patiently(std::mutex& device_lock, const char* function,
                                                    Patience& patience) {
-  std::unique_lock<std::mutex> lock(device_lock, std::try_to_lock);
-  while (!lock.owns_lock()) {
-    patience.pause(function);
-    lock.try_lock();
-  }
+  std::unique_lock<std::mutex> lock(device_lock, std::defer_lock);
+  while (!lock.try_lock()) patience.pause(function);
   return lock;
 }
 
