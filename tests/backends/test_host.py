@@ -311,7 +311,7 @@ def test_a_group_outlives_a_split_for_which_a_rank_lacks_address_space() -> None
 
 
 def lack_threads(backend: fd.HostBackend) -> str:
-    x = np.ones(2000)  # of small ones, the caller's thread does most
+    x = np.ones(20000)  # of small ones, the caller's thread does most
     allreduce = fd.allreduce  # whose module is loaded when it is first used
     limit_address_space(address_space_in_use())  # none for another thread's stack
     with pytest.raises(fd.Io) as raised:
