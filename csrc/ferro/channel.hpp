@@ -31,7 +31,7 @@ struct Message {
   PointToPoint op;
   std::size_t done = 0;             // payload bytes moved so far
   bool is_started = false;          // the header is sent or has been seen
-  bool is_patient = false;          // send: may be left to a receiver that can fetch it
+  bool is_patient = false;          // it may be left alone for long: see Batch::set_patient
   bool is_discarding = false;       // recv: the payload is taken off the stream and dropped
   std::size_t incoming_nbytes = 0;  // recv: payload size on the wire, once started
   std::string mismatch;             // recv: why it is discarded

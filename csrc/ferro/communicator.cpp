@@ -262,8 +262,7 @@ void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& 
 }
 
 void Communicator::run_now(Call& call, Op op, Batch& batch) {
-  // Ranks that send each other something fetch it at the same time.
-  batch.set_patient(batch.receives());
+  batch.set_sends_patient();
   parts_.messenger->post(batch);
   const std::uint64_t sequence = next(num_exchanges_);
   try {

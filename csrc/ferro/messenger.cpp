@@ -57,7 +57,7 @@ void Messenger::post(Batch& batch) {
       if (lane.messages.empty()) {
         lanes_in_use_.push_back(&lane);
         has_unwatched_lane_ = true;
-      } else {
+      } else if (lane.is_outgoing) {
         message.is_patient = lane.messages.front().first->is_patient = false;
       }
       lane.messages.emplace_back(&message, &batch);

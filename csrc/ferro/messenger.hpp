@@ -37,14 +37,18 @@ class Batch {
       : messages_(ops.begin(), ops.end()), remaining_(ops.size()) {}
 
   bool is_done() const { return remaining_ == 0; }
-  bool receives() const {
-    return std::any_of(messages_.begin(), messages_.end(),
-                       [](const Message& message) { return !message.op.is_send; });
-  }
-  // Whether its sends may be left to receivers that can fetch them: nobody waits for them yet, or not for
-  // long. The messages behind them end that, too.
+  // Whether it may be left alone until somebody asks for it. Then sends may be left to receivers that can
+  // fetch them, which what is sent behind them ends, too; and receives give their senders nothing to wait
+  // for.
   void set_patient(bool is_patient) {
     for (Message& message : messages_) message.is_patient = is_patient;
+  }
+  // For one that somebody waits for: its sends are left to their receivers for a moment if it receives
+  // something itself. Ranks that exchange messages then fetch them at the same time.
+  void set_sends_patient() {
+    const bool receives = std::any_of(messages_.begin(), messages_.end(),
+                                      [](const Message& message) { return !message.op.is_send; });
+    for (Message& message : messages_) message.is_patient = receives && message.op.is_send;
   }
   // Throws what ended the group, or else the error of the first message that did not fit; then the
   // messages that fit have been delivered.

@@ -202,7 +202,18 @@ void ShmChannel::take_over(Message& message, LongPayload& payload) {
   const bool is_timed = awaited_ == messages_received_ + 1 && payload.symmetric == 0;
   if (is_timed && !message.is_discarding) began_ns_ = now_ns();
   if (!message.is_discarding && !wants(payload, message.incoming_nbytes)) return;
-  ring_end_ = payload.staged_nbytes.fetch_or(LongPayload::kTakenOver, std::memory_order_acq_rel);
+  if (message.is_patient) {
+    // The sender waits for whoever has taken over. So this is done in one go or not at all: while the sender
+    // is writing a piece, which this rank would have to come back for, the message stays the sender's.
+    const std::uint64_t written = incoming_.bytes_written.load(std::memory_order_acquire);
+    std::uint64_t staged = std::max(bytes_read_, written) - bytes_read_;
+    if (!payload.staged_nbytes.compare_exchange_strong(staged, staged | LongPayload::kTakenOver,
+                                                       std::memory_order_acq_rel))
+      return;
+    ring_end_ = staged;
+  } else {
+    ring_end_ = payload.staged_nbytes.fetch_or(LongPayload::kTakenOver, std::memory_order_acq_rel);
+  }
   if (ring_end_ == message.incoming_nbytes) return;  // the sender was done
   borrowed_ = &payload;
   was_borrowed_ = true;
@@ -241,7 +252,7 @@ void ShmChannel::read_in_place(std::size_t end, Message& message) {
   unsigned char* const dst = static_cast<unsigned char*>(message.op.data) + message.done;
   const std::size_t nbytes = end - message.done;
   if (message.is_discarding) {
-    // Nobody wants it.
+    end = message.incoming_nbytes;  // nobody wants it
   } else if (borrowed_->symmetric != 0) {
     const unsigned char* const src = segment_->symmetric_pointer(borrowed_->symmetric);
     copy_to_user(dst, src + message.done, nbytes, message.incoming_nbytes);

@@ -12,7 +12,8 @@
 // The sender of a long message lends it: the receiver may take over what is not in the ring yet, and
 // reads that where it stands. Only then does the sender wait for the receiver, who is at work on the
 // message; a send whose receiver is not there completes once all is in the ring. A patient one of a symmetric
-// message, which is always taken over, puts nothing there.
+// message, which is always taken over, puts nothing there. A patient receive takes over only what it can read
+// at once.
 #ifndef FERRO_SHM_CHANNEL_HPP
 #define FERRO_SHM_CHANNEL_HPP
 

@@ -345,6 +345,36 @@ void receives_that_would_hold_up_their_sender_are_done_unasked() {
   }
 }
 
+// Although it comes while the sender is at work on the message. The receiver asks for it only once it has met
+// the sender elsewhere.
+void a_receive_that_is_left_holds_up_no_sender() {
+  for (const bool is_symmetric : {false, true}) {
+    const Group group = Communicator::create_group(2, 2, PeerReads::always);
+    Values private_values(kLent, 5);
+    std::int32_t* const x = is_symmetric ? symmetric(*group[0], kLent, 5) : private_values.data();
+    test::on_each_rank(2, [&](int rank) {
+      std::mt19937 own(7);
+      for (int i = 0; i < 1000; ++i) {
+        Values y(kLent), token{1};
+        std::vector<Work> works;
+        for (volatile unsigned pause = own() % 3000; rank == 1 && pause > 0; --pause) continue;
+        for (int j = 0; j < 1 + i % 2; ++j) {
+          if (rank == 1) {
+            works.push_back(recv(*group[1], 0, y));
+            continue;
+          }
+          Call call(kTimeout);
+          group[0]->exchange(call, Op::send, {{true, 1, x, kLent, DType::int32, 0}});
+        }
+        Call call(kTimeout);
+        group[rank]->run(call, test::make(Op::allreduce, DType::int32, 1, token.data(), token.data()));
+        for (const Work& work : works) wait(*group[1], *work);
+        CHECK(rank == 0 || y.back() == 5);
+      }
+    });
+  }
+}
+
 // Of a sender that does nothing meanwhile.
 void a_message_that_is_left_to_its_receiver_is_fetched() {
   const Group group = Communicator::create_group(2, 2);
@@ -445,6 +475,7 @@ int main() {
   a_message_that_has_come_is_received_when_asked_for();
   other_messages_are_received_unasked();
   receives_that_would_hold_up_their_sender_are_done_unasked();
+  a_receive_that_is_left_holds_up_no_sender();
   a_message_that_is_left_to_its_receiver_is_fetched();
   a_message_is_left_to_its_receiver_for_as_long_as_that_matters_to_nobody();
   a_wait_for_messages_ends_in_time_and_ends_nothing();

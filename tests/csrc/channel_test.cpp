@@ -2,6 +2,7 @@
 // receiver reads where it stands. Run under ThreadSanitizer and AddressSanitizer by tests/csrc/run.
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -152,6 +153,37 @@ void test_what_cannot_be_read_is_given_back() {
   munmap(memory, kNbytes);
 }
 
+// Nobody may come back to it for long, and a sender waits for whoever has taken over: so not while it is
+// writing a piece, nor what takes several turns.
+void test_a_patient_receive_holds_up_nobody() {
+  Pair pair;
+  auto* const x = reinterpret_cast<std::int32_t*>(pair.segment->heap(0));
+  count_up(x, kLong, 1);
+  Message sent = send_of(x, kShort), does_not_fit = send_of(x, kLong);
+  Values y(kShort);
+  Message received = recv_of(y), too_short = recv_of(y);
+  sent.is_patient = does_not_fit.is_patient = received.is_patient = too_short.is_patient = true;
+  CHECK(!pair.sender.try_send(sent));
+  std::atomic<std::uint64_t>& staged_nbytes = pair.segment->cells(0, 1)->long_payload.staged_nbytes;
+  staged_nbytes = 4096;  // as if it were writing that
+  CHECK(!recv_on(pair.receiver, received));
+  CHECK(staged_nbytes == 4096);
+  staged_nbytes = 0;
+  sent.is_patient = false;
+  CHECK(pair.sender.try_send(sent));
+  CHECK(recv_on(pair.receiver, received));
+  CHECK(y == counted(kShort, 1));
+
+  CHECK(!pair.sender.try_send(does_not_fit));
+  bool is_refused = false;
+  try {
+    pair.receiver.try_recv(too_short);
+  } catch (const Error& error) {
+    is_refused = error.code == ErrorCode::size_mismatch;
+  }
+  CHECK(is_refused && pair.sender.try_send(does_not_fit));
+}
+
 void test_a_message_that_does_not_fit_is_discarded() {
   Pair pair;
   const Values x = counted(kLong, 1), next = counted(kLong / 2, 7);
@@ -244,6 +276,7 @@ int main() {
     std::puts("channel_test: no reads of private memory, since process_vm_readv is refused");
   }
   test_what_may_not_be_read_comes_through_the_ring();
+  test_a_patient_receive_holds_up_nobody();
   test_a_message_that_does_not_fit_is_discarded();
   test_nothing_is_delivered_of_a_sender_that_has_given_up();
   for (const PeerReads setting : {PeerReads::automatic, PeerReads::always, PeerReads::never})
