@@ -77,6 +77,7 @@ bool ShmTransport::begin(const Collective& collective) {
   if (is_uneven(collective) || input_nbytes(collective, size_, true) > most) return false;
   check_group();
   publish_header(collective, false);
+  may_lack_inputs_ = is_allreduce && collective.nbytes() >= shm_cost::kSymmetricNbytes;
   has_begun_ = true;
   return true;
 }

@@ -115,8 +115,12 @@ bool ShmTransport::attempt(Call& call, const Collective& collective) {
 
 bool ShmTransport::have_all_begun() const {
   for (int peer = 0; peer < size_; ++peer) {
-    const std::atomic<std::uint64_t>& flag = segment_->header(peer, sequence_ & 1).flag;
-    if (sequence_of(flag.load(std::memory_order_acquire)) != sequence_) return false;
+    const std::uint64_t flag = segment_->header(peer, sequence_ & 1).flag.load(std::memory_order_acquire);
+    if (sequence_of(flag) != sequence_) return false;
+    // A rank that has begun something else stages nothing.
+    if (may_lack_inputs_ && flag == own_flag_ && is_input_symmetric(peer) &&
+        segment_->control(peer).staged.load(std::memory_order_acquire) < count_after(0))
+      return false;
   }
   return true;
 }

@@ -219,7 +219,8 @@ class ShmTransport final : public Transport {
   std::uint32_t sequence_ = 0;
   std::uint64_t round_ = 0;  // rounds of all collectives before this one
   std::uint64_t own_flag_ = 0;
-  bool has_begun_ = false;  // the header of the next run() is out
+  bool has_begun_ = false;        // the header of the next run() is out
+  bool may_lack_inputs_ = false;  // then; peers may yet have to stage some: see complete_inputs()
   // Set by publish_header() for the rest of run().
   bool is_inline_ = false;        // this rank's header carries its whole input
   std::size_t small_nbytes_ = 0;  // of the payload that it staged in its ring

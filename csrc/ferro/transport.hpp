@@ -31,7 +31,7 @@ class Transport {
   // waits for. The next run() is given the same one, and does that rest. False, with nothing started, if it
   // can't be divided like this.
   virtual bool begin([[maybe_unused]] const Collective& collective) { return false; }
-  // Whether all ranks have started what begin() has.
+  // Whether all ranks have come so far with what begin() has started that its rest waits for none of them.
   virtual bool have_all_begun() const { return false; }
   // The same, after a while in which they may come to it: longer for the `call` that waits for them than for
   // one that would rather go on, which is null.

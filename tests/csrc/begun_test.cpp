@@ -153,6 +153,34 @@ void nobody_waits_for_a_rank_that_has_begun() {
   }
 }
 
+// One whose array is in symmetric memory stages it only when all headers are there: it may come to that late.
+void nobody_who_has_begun_waits_for_a_rank_either() {
+  constexpr std::size_t kCount = 2048;  // the least that is lent, and the most that is brief
+  for (const bool is_waited_for : {false, true}) {
+    const Group group = Communicator::create_group(2, 2);
+    Values x(kCount, 1);
+    std::int32_t* const y = symmetric(*group[1], kCount, 2);
+    Hold hold;
+    std::thread late([&] {
+      Call call(kTimeout, hold.hooks());
+      group[1]->run(call, test::make(Op::allreduce, DType::int32, kCount, y, y));
+    });
+    hold.await();
+    const Work begun = reduce(*group[0], x);
+    CHECK(begun->is_unattended);
+    if (is_waited_for) {
+      Call brief(0.001);
+      CHECK(code_of([&] { group[0]->wait(brief, *begun); }) == ErrorCode::under_way);
+    } else {
+      CHECK(!group[0]->is_done(*begun));
+    }
+    hold.may_go = true;
+    await_unasked(*begun);
+    late.join();
+    CHECK(code_of(begun) == ErrorCode::none && x == Values(kCount, 3) && y[kCount - 1] == 3);
+  }
+}
+
 // Each completes the one before it, or is queued behind it.
 void calls_of_every_kind_keep_their_order() {
   constexpr int kSize = 3;
@@ -465,6 +493,7 @@ int main() {
   the_last_rank_completes_at_once();
   what_was_asked_for_too_early_is_done_unasked();
   nobody_waits_for_a_rank_that_has_begun();
+  nobody_who_has_begun_waits_for_a_rank_either();
   calls_of_every_kind_keep_their_order();
   a_call_that_queues_is_not_left_alone();
   a_call_goes_behind_what_begins_before_it_gets_in();
