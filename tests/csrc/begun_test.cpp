@@ -133,11 +133,12 @@ void what_was_asked_for_too_early_is_done_unasked() {
 void nobody_waits_for_a_rank_that_has_begun() {
   for (const bool is_symmetric : {false, true}) {
     const Group group = Communicator::create_group(3, 2);
-    Values private_values(kLent, 1);
+    Values private_values(kLent);
     std::array<std::int32_t*, 3> x{};
-    for (int rank = 0; rank < 3; ++rank) x[rank] = symmetric(*group[rank], kLent, 1 << rank);
+    for (int rank = 0; rank < 3; ++rank) x[rank] = symmetric(*group[rank], kLent, 0);
     if (!is_symmetric) x[0] = private_values.data();
-    for (int step = 0; step < 3; ++step) {
+    for (int step = 0; step < 20; ++step) {
+      for (int rank = 0; rank < 3; ++rank) std::fill_n(x[rank], kLent, step << rank);
       const Work begun = reduce(*group[0], x[0], kLent);
       CHECK(begun->is_unattended);
       test::on_each_rank(2, [&](int i) {
@@ -145,10 +146,7 @@ void nobody_waits_for_a_rank_that_has_begun() {
         group[i + 1]->run(call, test::make(Op::allreduce, DType::int32, kLent, x[i + 1], x[i + 1]));
       });
       CHECK(!begun->is_done() && group[0]->is_done(*begun) && code_of(begun) == ErrorCode::none);
-      for (int rank = 0; rank < 3; ++rank) {
-        CHECK(x[rank][0] == 7 && x[rank][kLent - 1] == 7);
-        std::fill_n(x[rank], kLent, 1 << rank);
-      }
+      for (int rank = 0; rank < 3; ++rank) CHECK(x[rank][0] == 7 * step && x[rank][kLent - 1] == 7 * step);
     }
   }
 }
@@ -178,6 +176,21 @@ void nobody_who_has_begun_waits_for_a_rank_either() {
     await_unasked(*begun);
     late.join();
     CHECK(code_of(begun) == ErrorCode::none && x == Values(kCount, 3) && y[kCount - 1] == 3);
+  }
+}
+
+// Those that may read each other's arrays in place.
+void collectives_that_hold_up_peers_do_not_begin() {
+  for (const Op op : {Op::reduce, Op::broadcast, Op::all_gather, Op::all_to_all}) {
+    const Group group = Communicator::create_group(2, 2);
+    std::array<Work, 2> works;
+    for (int rank = 0; rank < 2; ++rank) {
+      std::int32_t* const x = symmetric(*group[rank], 4 * kLent, 1);
+      works[rank] = group[rank]->submit(test::make(op, DType::int32, kLent, x, x + 2 * kLent), kTimeout);
+      CHECK(!works[rank]->is_unattended);
+    }
+    for (int rank = 0; rank < 2; ++rank) wait(*group[rank], *works[rank]);
+    for (const Work& work : works) CHECK(code_of(work) == ErrorCode::none);
   }
 }
 
@@ -293,6 +306,15 @@ void a_mismatch_ends_the_work_alone() {
   const Work right = reduce(*group[0], z), left = reduce(*group[1], z);
   wait(*group[0], *right);
   CHECK(code_of(right) == ErrorCode::none && code_of(left) == ErrorCode::none);
+  // Nor is anybody waited for who will not stage what it has announced.
+  Values plain(kLent + 1);
+  std::int32_t* const lent = symmetric(*group[1], kLent, 0);
+  const Work longer = reduce(*group[0], plain);
+  CHECK(code_of([&] {
+          Call call(kTimeout);
+          group[1]->run(call, test::make(Op::allreduce, DType::int32, kLent, lent, lent));
+        }) == ErrorCode::mismatch);
+  CHECK(group[0]->is_done(*longer) && code_of(longer) == ErrorCode::mismatch);
 }
 
 void a_rank_that_never_comes_is_missed() {
@@ -417,17 +439,23 @@ void a_message_that_is_left_to_its_receiver_is_fetched() {
   const Work next = send(*group[0], 1, x, kLent);
   check_that_it_comes(*group[1], 0, kLent, 5);
   wait(*group[0], *next);
+  Values private_values(kLent);  // which perhaps nobody else can read
+  CHECK(send(*group[0], 1, private_values)->is_done());
 }
 
 // Once it is asked for, or others stand behind it, or its group is closed.
 void a_message_is_left_to_its_receiver_for_as_long_as_that_matters_to_nobody() {
-  for (const char* reason : {"wait", "asynchronous", "blocking", "close"}) {
+  for (const char* reason : {"wait", "question", "asynchronous", "blocking", "close"}) {
     const Group group = Communicator::create_group(2, 2);
     std::int32_t* const x = symmetric(*group[0], kLent, 5);
     const Work sent = send(*group[0], 1, x, kLent);
     CHECK(!sent->is_done());
     const bool has_second = *reason == 'a' || *reason == 'b';
     if (*reason == 'w') wait(*group[0], *sent);
+    if (*reason == 'q') {
+      group[0]->is_done(*sent);
+      await_unasked(*sent);
+    }
     if (*reason == 'a') CHECK(send(*group[0], 1, x, kLent)->is_done());
     if (*reason == 'b') {
       Call call(kTimeout);
@@ -494,6 +522,7 @@ int main() {
   what_was_asked_for_too_early_is_done_unasked();
   nobody_waits_for_a_rank_that_has_begun();
   nobody_who_has_begun_waits_for_a_rank_either();
+  collectives_that_hold_up_peers_do_not_begin();
   calls_of_every_kind_keep_their_order();
   a_call_that_queues_is_not_left_alone();
   a_call_goes_behind_what_begins_before_it_gets_in();
