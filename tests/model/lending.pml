@@ -3,11 +3,14 @@
  *
  * Claims: every piece of every message arrives once and in order; what is read in place is the message
  * and not what the sender puts into its array afterwards, even if it gives up midway; a send ends whether
- * or not there is a receiver, as long as the ring has room.
+ * or not there is a receiver, as long as the ring has room; nor need one that found nothing more to read come
+ * back (LEAVES: a receive that nobody asks for).
  *
  * Memory is sequentially consistent here; sleeping and waking are those of threads.pml.
  */
+#ifndef MESSAGES
 #define MESSAGES 3
+#endif
 #ifndef PIECES
 #define PIECES 3
 #endif
@@ -109,7 +112,13 @@ active proctype receiver() {
   :: m < MESSAGES && flag > m ->
      if
      :: ring_end = PIECES
-     :: atomic { ring_end = entered[CELL(m)]; is_taken[CELL(m)] = true }
+     :: atomic {
+#if defined(LEAVES) && !defined(BUG_TAKES_OVER_BY_HALVES)
+          entered[CELL(m)] == written - consumed -> /* between two pieces */
+#endif
+          ring_end = entered[CELL(m)];
+          is_taken[CELL(m)] = true
+        }
      fi;
      got = 0;
      do
@@ -119,6 +128,9 @@ active proctype receiver() {
         consumed++;
         got++
      :: got < ring_end && consumed == written && has_given_up -> goto end
+#ifdef LEAVES
+     :: got < ring_end && consumed == written -> goto end
+#endif
      :: got >= ring_end && got < PIECES ->
         if
         :: found = array;
