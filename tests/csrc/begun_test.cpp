@@ -353,6 +353,24 @@ void a_message_that_has_come_is_received_when_asked_for() {
   }
 }
 
+// A caller that holds an interpreter's lock lets go of it, though there is nobody to wait for.
+void moving_much_counts_as_blocking() {
+  for (const std::size_t count : {std::size_t{1}, kLent}) {
+    const Group group = Communicator::create_group(2, 2);
+    Values x(count, 1), y(count, 2), received(count);
+    const std::array<Work, 2> works{reduce(*group[0], x), recv(*group[0], 1, received)};
+    CHECK(reduce(*group[1], y)->is_done() && send(*group[1], 0, y)->is_done());
+    for (const Work& work : works) {
+      bool is_blocking = false;
+      const auto note = [](void* flag) noexcept { *static_cast<bool*>(flag) = true; };
+      Call call(kTimeout, {note, nullptr, &is_blocking});
+      group[0]->wait(call, *work);
+      CHECK(is_blocking == (count == kLent));
+    }
+    CHECK(x.back() == 3 && received.back() == 3);
+  }
+}
+
 // Those that were asked for too early, those that are large, and those behind them.
 void other_messages_are_received_unasked() {
   const Group group = Communicator::create_group(2, 2);
@@ -531,6 +549,7 @@ int main() {
   a_rank_that_never_comes_is_missed();
   a_rank_closes_with_work_begun();
   a_message_that_has_come_is_received_when_asked_for();
+  moving_much_counts_as_blocking();
   other_messages_are_received_unasked();
   receives_that_would_hold_up_their_sender_are_done_unasked();
   a_receive_that_is_left_holds_up_no_sender();
