@@ -311,11 +311,11 @@ def test_a_group_outlives_a_split_for_which_a_rank_lacks_address_space() -> None
 
 
 def lack_threads(backend: fd.HostBackend) -> str:
-    x = np.ones(20000)  # of small ones, the caller's thread does most
+    x, out = np.ones((2, 20_000))  # of small ones, the caller's thread does most
     allreduce = fd.allreduce  # whose module is loaded when it is first used
     limit_address_space(address_space_in_use())  # none for another thread's stack
     with pytest.raises(fd.Io) as raised:
-        allreduce(x, backend, async_op=True)
+        allreduce(x, backend, out=out, async_op=True)
     limit_address_space(resource.getrlimit(resource.RLIMIT_AS)[1])
     assert allreduce(x, backend)[0] == 2
     return str(raised.value)
