@@ -68,8 +68,8 @@ std::size_t input_nbytes(const Collective& collective, std::size_t size, bool is
 }  // namespace
 
 // An input of this size is copied, into the header or the ring: then no peer waits for this rank's reading,
-// nor it for theirs. Up to kSymmetricNbytes, so are those of all peers. So are those of an allreduce, as one
-// that is copied keeps all others from being read in place.
+// nor it for theirs. Below kSymmetricNbytes those of all peers are copied as well. So are those of an
+// allreduce, whatever their size: one that is copied keeps all others from being read in place.
 bool ShmTransport::begin(const Collective& collective) {
   const bool is_allreduce = collective.op == Op::allreduce;
   const std::size_t most = std::max(shm_cost::kSymmetricNbytes - 1,
