@@ -106,10 +106,11 @@ def test_a_bucket_ends_when_it_is_reduced_and_not_when_that_is_seen(on_ranks: On
 def test_a_rank_that_does_not_come_within_the_timeout_of_the_group_is_named(
     on_ranks: OnRanks, overlap: Any
 ) -> None:
-    has_given_up = threading.Event()
+    have_made, has_given_up = threading.Barrier(2), threading.Event()
 
     def body(backend: Any) -> Any:
         ddp = fd.DDP(Layers(), backend, overlap=overlap)
+        have_made.wait(60)
         if backend.rank == 1:
             has_given_up.wait(60)
             return None
