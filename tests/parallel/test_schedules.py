@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +50,21 @@ def texts(schedule: list[list[Action]]) -> list[list[str]]:
 
 
 # Soundness
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("integer", [np.int64, np.array])
+def test_counts_may_be_integers_of_any_type(name: str, integer: Any) -> None:
+    lists = complete(name, integer(2), integer(3))
+    assert lists == complete(name, 2, 3)
+    assert {type(number) for row in lists for a in row for number in (a.stage, a.microbatch)} == {
+        int
+    }
+
+
+def test_prefetch_may_be_an_integer_of_any_type() -> None:
+    lists = gpipe(2, 2)
+    assert insert_messages(lists, prefetch=np.array(1)) == insert_messages(lists)  # type: ignore[arg-type]
 
 
 @given(names, ranks, microbatches, st.booleans(), st.integers(0, 3))

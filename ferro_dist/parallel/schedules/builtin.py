@@ -49,11 +49,8 @@ def gpipe(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     The paper's figure runs backwards last microbatch first, which changes neither the
     bubble nor the memory.
     """
-    _check_positive(num_ranks, num_microbatches)
-    return [
-        [Action(rank, kind, m) for kind in (F, B) for m in range(num_microbatches)]
-        for rank in range(num_ranks)
-    ]
+    p, m = _positive(num_ranks, num_microbatches)
+    return [[Action(rank, kind, i) for kind in (F, B) for i in range(m)] for rank in range(p)]
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
@@ -78,9 +75,10 @@ def interleaved_1f1b(
     possible into groups of p or more, which keeps the bubble at (p-1) / (v m) for any m from p up.
     A group of g > p costs the memory of (g-p)(v-1)/v additional microbatches.
     """
-    _check_positive(num_ranks, num_microbatches, stages_per_rank)
-    groups = _even_groups(num_ranks, num_microbatches)
-    return [_one_f_one_b(rank, num_ranks, groups, stages_per_rank) for rank in range(num_ranks)]
+    p, m = _positive(num_ranks, num_microbatches)
+    v = check_count("stages_per_rank", stages_per_rank)
+    groups = _even_groups(p, m)
+    return [_one_f_one_b(rank, p, groups, v) for rank in range(p)]
 
 
 def _even_groups(p: int, m: int) -> list[range]:
@@ -116,8 +114,8 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     late with these, r of them are left for the end, where it would otherwise wait for gradients.
     This raises its live microbatches from p-r to the p that rank 0 has anyway.
     """
-    _check_positive(num_ranks, num_microbatches)
-    return [_zb_h1_of_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    p, m = _positive(num_ranks, num_microbatches)
+    return [_zb_h1_of_rank(rank, p, m) for rank in range(p)]
 
 
 def _zb_h1_of_rank(rank: int, p: int, m: int) -> list[Action]:
@@ -146,10 +144,10 @@ def zb_v(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
 
     It is built for at least 2p-1 microbatches; for fewer, the surplus is left out.
     """
-    _check_positive(num_ranks, num_microbatches)
-    padded = max(num_microbatches, 2 * num_ranks - 1)
-    lists = [_ZBVRank(rank, num_ranks, padded).actions for rank in range(num_ranks)]
-    return [[a for a in actions if a.microbatch < num_microbatches] for actions in lists]
+    p, m = _positive(num_ranks, num_microbatches)
+    padded = max(m, 2 * p - 1)
+    lists = [_ZBVRank(rank, p, padded).actions for rank in range(p)]
+    return [[a for a in actions if a.microbatch < m] for actions in lists]
 
 
 class _ZBVRank:
@@ -191,7 +189,9 @@ class _ZBVRank:
                 self._counts[stage, kind] += 1
 
 
-def _check_positive(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> None:
-    check_count("num_ranks", num_ranks)
-    check_count("num_microbatches", num_microbatches)
-    check_count("stages_per_rank", stages_per_rank)
+def _positive(num_ranks: int, num_microbatches: int) -> tuple[int, int]:
+    # As ints: an Action that held NumPy's would be refused by what reads the lists.
+    return (
+        check_count("num_ranks", num_ranks),
+        check_count("num_microbatches", num_microbatches),
+    )

@@ -52,7 +52,7 @@ def insert_messages(
     InvalidSchedule
         The schedule is not sound.
     """
-    check_count("prefetch", prefetch, least=0)
+    prefetch = check_count("prefetch", prefetch, least=0)
     lists = [[a for a in actions if not _is_message(a)] for actions in parse_schedule(schedule)]
     validate(lists, phase=phase)
     return _MessagePass(lists, prefetch).lists()
