@@ -136,8 +136,8 @@ cdef BufferView output_view_of(object array):
     cdef BufferView view = view_of(array)
     if view.is_readonly:
         raise InvalidArray(
-            f"cannot write into this {_name(array)}: it is read-only. Pass a writable array as "
-            "`out`, or none to get a new one."
+            f"cannot write into this {_name(array)}: it is read-only. Pass a writable array, such as "
+            "NumPy's; a collective without `out` returns a new one."
         )
     if not view.is_contiguous:
         raise InvalidArray(
@@ -227,6 +227,7 @@ cdef object _foreign_byte_order(object array, object dtype):
 # --- NumPy ------------------------------------------------------------------------------
 
 cdef PyTypeObject* ndarray_type = <PyTypeObject*> <PyObject*> numpy.ndarray
+cdef PyTypeObject* scalar_type = <PyTypeObject*> <PyObject*> numpy.generic
 cdef char FOREIGN_BYTE_ORDER = b">" if sys.byteorder == "little" else b"<"
 
 cdef int[24] NUMPY_DTYPES
@@ -584,6 +585,8 @@ cdef BufferView _view_of_any(object array):
         return _view_through_exchange_api(array, api)
     if PyObject_TypeCheck(array, ndarray_type):
         return _view_of_ndarray_subclass(array)
+    if PyObject_TypeCheck(array, scalar_type):
+        return _view_of_scalar(array)
     cdef BufferView view = None
     # Through that interface, JAX neither waits for an array nor keeps it from being donated to a computation;
     # versions of torch older than the exchange table call bfloat16 float16 there, and raise for what
@@ -607,6 +610,13 @@ cdef BufferView _view_of_ndarray_subclass(object array):
             f"cannot move this {_name(array)}: its mask would be lost. Pass .filled() or .data."
         )
     return _view_of_ndarray(array)
+
+
+cdef BufferView _view_of_scalar(object scalar):
+    """Describe a copy of a scalar of NumPy: its own buffer shows a date or text as bytes."""
+    cdef BufferView view = _view_of_ndarray(numpy.asarray(scalar))
+    view.is_readonly = True
+    return view
 
 
 cdef str _why_no_view(object array):

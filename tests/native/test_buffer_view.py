@@ -111,6 +111,20 @@ def test_numpy_scalars_are_read_only() -> None:
 
 
 @pytest.mark.parametrize(
+    "scalar", [np.datetime64("2026"), np.timedelta64(1), np.bytes_(b"ab"), np.str_("ab")]
+)
+def test_numpy_scalars_are_what_they_are_in_an_array(scalar: Any) -> None:
+    with pytest.raises(InvalidArray, match="its dtype is"):
+        as_view(scalar)  # whose own buffer holds bytes
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e5m2])
+def test_scalars_of_ml_dtypes_are_described(dtype: Any) -> None:
+    view = as_view(dtype(2))
+    assert (view.count, DTYPE_NAMES[view.dtype]) == (1, np.dtype(dtype).name)
+
+
+@pytest.mark.parametrize(
     ("dtype", "name"),
     [
         (object, "object"),
