@@ -169,6 +169,7 @@ def run_ranks(
         raise ValueError(f"backend must be 'host', 'tcp' or 'none', not {backend!r}")
     world_size = arguments.check_world_size(world_size)
     timeout = arguments.check_timeout(timeout)
+    mortal = _ranks(may_die)
     _check_body(body)
     job = _Job(
         body,
@@ -194,8 +195,8 @@ def run_ranks(
             os.set_blocking(receiving.fileno(), False)
             with sending, alive:
                 process.start()
-        _collect(ranks, time.monotonic() + timeout, set(may_die))
-        _await_exits(ranks, time.monotonic() + _EXIT_S, set(may_die))
+        _collect(ranks, time.monotonic() + timeout, mortal)
+        _await_exits(ranks, time.monotonic() + _EXIT_S, mortal)
     return [each.result for each in ranks]
 
 
@@ -205,6 +206,13 @@ def _preload() -> None:
     if wanted == ["__main__"]:  # the default: nobody has asked for it, and it may be large
         wanted = []
     _CONTEXT.set_forkserver_preload(list(dict.fromkeys([*wanted, *_PRELOADED])))
+
+
+def _ranks(may_die: Collection[int]) -> set[int]:
+    try:
+        return set(map(arguments.integer, may_die))
+    except TypeError:
+        raise TypeError(f"may_die must be a collection of ranks, not {may_die!r:.80}") from None
 
 
 def _check_body(body: Callable[..., Any]) -> None:

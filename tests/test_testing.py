@@ -269,3 +269,6 @@ def test_what_cannot_be_run_is_refused_at_once() -> None:
         run_ranks(2, rank_of, timeout=-1)
     with pytest.raises(ValueError, match="backend must be"):
         run_ranks(2, rank_of, backend="mpi")
+    for may_die in (1, None, "1"):
+        with pytest.raises(TypeError, match="may_die must be a collection of ranks"):
+            run_ranks(2, rank_of, may_die=may_die)  # type: ignore[arg-type]

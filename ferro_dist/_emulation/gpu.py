@@ -62,7 +62,7 @@ def gpu_of_process(cuda: int = 12, devices: int | None = None) -> EmulatedGpu:
 
 
 def _checked(name: str, value: int, most: int) -> int:
-    number = arguments.integer(value)
+    number = arguments.named_integer("emulated_gpu", name, value)
     if not 0 <= number <= most:
         raise ValueError(f"{name} must be from 0 to {most}, not {number}")
     return number
@@ -234,6 +234,8 @@ class EmulatedGpu:
             ``"rank=1,point=allreduce,hit=3,act=remote_error"``; several are separated by
             semicolons, none is the empty string.
         """
+        if not isinstance(plan, str):
+            raise TypeError(f"emulated_gpu: faults must be a str, not {plan!r:.50}")
         text = plan.encode()
         if self.nccl.ferroEmulationSetFaults(text) or self.cudart.ferroEmulationSetMemoryFaults(
             text

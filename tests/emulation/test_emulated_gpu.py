@@ -231,13 +231,15 @@ def ask_twice(rank: int, world_size: int, addr: str) -> bool:
     gpu = emulated_gpu(cuda=13)
     with pytest.raises(ValueError, match="delay_us must be from 0 to 10000000, not -1"):
         emulated_gpu(delay_us=-1)
-    with pytest.raises(TypeError, match="'300' is of type str"):
+    with pytest.raises(TypeError, match="delay_us must be an integer, not '300'"):
         emulated_gpu(delay_us="300")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="1 emulated devices already"):
         emulated_gpu(devices=2)
     for plan in ("nonsense", "point=all_reduce,act=hang", "rank=0,point=malloc,act=out_of_memory"):
         with pytest.raises(ValueError, match="cannot read the fault"):
             emulated_gpu(faults=plan)
+    with pytest.raises(TypeError, match="faults must be a str, not 3"):
+        emulated_gpu(faults=3)  # type: ignore[arg-type]
     version = ctypes.c_int()
     gpu.check(gpu.cudart.cudaRuntimeGetVersion(ctypes.byref(version)))
     assert version.value == 13000
