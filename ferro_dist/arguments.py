@@ -30,6 +30,7 @@ from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [
     "UnevenCounts",
+    "as_float",
     "check_apart",
     "check_members",
     "check_out_dtype",
@@ -103,6 +104,14 @@ def named_integer(op: str, name: str, value: object) -> int:
         return integer(value)
     except TypeError:
         raise TypeError(f"{op}: {name} must be an integer, not {value!r:.50}") from None
+
+
+def as_float(value: Any) -> float:
+    """Return a number as a float; raise TypeError or ValueError for anything that is none."""
+    try:
+        return float(value)
+    except OverflowError:  # an int or a fraction
+        return math.inf if value > 0 else -math.inf
 
 
 def in_order(values: _T) -> _T:
@@ -219,7 +228,7 @@ def check_world_size(world_size: int) -> int:
         size = 0
     if not 1 <= size <= MAX_WORLD_SIZE:
         raise InvalidWorldSize(
-            f"world_size must be an integer from 1 to {MAX_WORLD_SIZE}, not {world_size!r}."
+            f"world_size must be an integer from 1 to {MAX_WORLD_SIZE}, not {world_size!r:.80}."
         )
     return size
 
@@ -231,7 +240,7 @@ def check_place(rank: int, world_size: int) -> tuple[int, int]:
     """
     size = check_world_size(world_size)
     if not _is_rank(rank, size):
-        raise InvalidRank(f"rank must be an integer from 0 to {size - 1}, not {rank!r}.")
+        raise InvalidRank(f"rank must be an integer from 0 to {size - 1}, not {rank!r:.80}.")
     return integer(rank), size
 
 
@@ -239,7 +248,7 @@ def check_root(op: str, root: int, *, rank: int, world_size: int) -> int:
     """Return the root; raise InvalidRank unless it is a rank of the group."""
     if not _is_rank(root, world_size):
         raise InvalidRank(
-            f"{op}: root {root!r} is not a rank of this group{_ranks(world_size)}.",
+            f"{op}: root {root!r:.80} is not a rank of this group{_ranks(world_size)}.",
             op=op,
             rank=rank,
         )
@@ -250,7 +259,7 @@ def check_peer(op: str, peer: int, *, rank: int, world_size: int) -> int:
     """Return the peer; raise InvalidRank unless it is a rank, SelfSend if it is the caller."""
     if not _is_rank(peer, world_size):
         raise InvalidRank(
-            f"{op}: peer {peer!r} is not a rank of this group{_ranks(world_size)}.",
+            f"{op}: peer {peer!r:.80} is not a rank of this group{_ranks(world_size)}.",
             op=op,
             rank=rank,
         )
@@ -276,7 +285,7 @@ def check_members(members: Sequence[int], *, rank: int, world_size: int) -> tupl
     for member in named:
         if not _is_rank(member, world_size):
             raise InvalidRank(
-                f"split: member {member!r} is not a rank of this group{_ranks(world_size)}.",
+                f"split: member {member!r:.80} is not a rank of this group{_ranks(world_size)}.",
                 op="split",
                 rank=rank,
             )
@@ -335,7 +344,7 @@ def reduce_op_of(op: ReduceOp | str) -> ReduceOp:
     elif isinstance(op, ReduceOp):
         return op
     names = ", ".join(map(repr, _REDUCE_OPS))
-    raise UnsupportedOp(f"There is no reduction {op!r}; use one of {names}.")
+    raise UnsupportedOp(f"There is no reduction {op!r:.80}; use one of {names}.")
 
 
 def is_reducible(dtype: str, reduce_op: ReduceOp) -> bool:
@@ -431,7 +440,7 @@ def check_tag(tag: int) -> int:
     try:
         value = integer(tag)
     except TypeError:
-        raise TypeError(f"tag must be an integer, not {tag!r}.") from None
+        raise TypeError(f"tag must be an integer, not {tag!r:.80}.") from None
     if not 0 <= value < 1 << 32:
         raise OverflowError(f"tag must be from 0 to 2**32 - 1, not {tag!r}.")
     return value
@@ -444,30 +453,30 @@ def raise_missing_array(op: str, name: str, why: str, *, rank: int) -> NoReturn:
 
 def check_timeout(seconds: float) -> float:
     """Return the timeout as a float; raise ValueError unless it is positive."""
-    value = _as_float(seconds)
+    value = _as_seconds(seconds)
     if not value > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {seconds!r}.")
+        raise ValueError(f"timeout must be a positive number of seconds, not {seconds!r:.80}.")
     return value
 
 
 def check_patience(seconds: float) -> float:
     """Return how long to wait for work; raise ValueError if it is no time. 0 only looks."""
-    value = _as_float(seconds)
+    value = _as_seconds(seconds)
     if not value >= 0:
-        raise ValueError(f"timeout must be a number of seconds of at least 0, not {seconds!r}.")
+        raise ValueError(f"timeout must be a number of seconds of at least 0, not {seconds!r:.80}.")
     return value
 
 
-def _as_float(seconds: float) -> float:
-    if not _is_bool(seconds):
+def _as_seconds(timeout: float) -> float:
+    if not _is_bool(timeout):
         try:
-            with contextlib.suppress(TypeError):
-                return float(seconds + 0.0)  # not just float(seconds), which accepts "5"
-            with contextlib.suppress(TypeError):
-                return float(integer(seconds))
+            return float(timeout + 0.0)  # not just float(timeout), which accepts "5"
         except OverflowError:  # an integer beyond all floats
-            return math.inf if seconds > 0 else -math.inf
-    raise TypeError(f"timeout must be a number of seconds, not {seconds!r}.")
+            return math.inf if timeout > 0 else -math.inf
+        except Exception:  # which one, the library of an array that is no number decides
+            with contextlib.suppress(Exception):
+                return float(integer(timeout))
+    raise TypeError(f"timeout must be a number of seconds, not {timeout!r:.80}.")
 
 
 # Sizes
@@ -479,7 +488,9 @@ def check_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     try:
         lengths = tuple(map(integer, dims))
     except TypeError:
-        raise TypeError(f"shape must be an integer or a sequence of them, not {shape!r}.") from None
+        raise TypeError(
+            f"shape must be an integer or a sequence of them, not {shape!r:.80}."
+        ) from None
     if any(length < 0 for length in lengths):
         raise ValueError(f"shape must not be negative, and is {shape!r}.")
     return lengths

@@ -300,10 +300,10 @@ def dtype_code(dtype: Any) -> int:
         return code
     try:
         resolved = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter for an array
         resolved = None
     if resolved is None or not resolved.isnative or resolved.name not in _CODES:
-        raise InvalidArray(f"there is no dtype {dtype!r}; use one of {', '.join(DTYPE_NAMES)}")
+        raise InvalidArray(f"there is no dtype {dtype!r:.80}; use one of {', '.join(DTYPE_NAMES)}")
     return _CODES[resolved.name]
 
 

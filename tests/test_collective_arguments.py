@@ -81,8 +81,24 @@ def test_a_tag_may_be_any_integer_of_32_bits(call: Callable[..., None], tag: int
         call(backend, tag=tag)
 
 
+class NoNumber:
+    """Raises what an array of some library raises that is taken for a number."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __add__(self, other: float) -> float:
+        raise self._error
+
+
 @CALLS
-@pytest.mark.parametrize("timeout", ["5", b"5", [5], 5j, timedelta(seconds=5), True, np.True_])
+@pytest.mark.parametrize(
+    "timeout",
+    [
+        *("5", b"5", [5], 5j, timedelta(seconds=5), True, np.True_, np.ones(2)),
+        *(NoNumber(ValueError()), NoNumber(RuntimeError())),
+    ],
+)
 def test_a_timeout_that_is_no_number_is_refused(call: Callable[..., None], timeout: Any) -> None:
     with world_of_one() as backend:
         work = fd.barrier(backend, async_op=True)
@@ -118,6 +134,8 @@ def test_a_timeout_that_is_not_positive_is_refused(
 def test_a_timeout_may_be_endless(call: Callable[..., None], timeout: float) -> None:
     with world_of_one() as backend:
         call(backend, timeout=timeout)
+    with fd.HostBackend(0, 1, None, timeout=timeout) as alone:
+        call(alone)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan")])
@@ -296,6 +314,20 @@ def test_the_error_of_a_stand_in_for_a_group_is_raised() -> None:
     with pytest.raises(Timeout, match="barrier: rank 1 did not come") as error:
         fd.barrier(stand_in)
     assert (error.value.rank, error.value.global_ranks) == (0, None)
+
+
+def test_an_array_in_the_place_of_a_name_or_rank_does_not_fill_the_message() -> None:
+    x: Any = np.ones((30, 30))
+    with world_of_one() as backend:
+        calls: list[Callable[[], Any]] = [
+            lambda: fd.allreduce(x, backend, x),
+            lambda: fd.broadcast(x, backend, x),
+            lambda: fd.barrier(backend, tag=x),
+        ]
+        for call in calls:
+            with pytest.raises((UnsupportedOp, InvalidRank, TypeError)) as error:
+                call()
+            assert len(str(error.value)) < 200
 
 
 def test_one_element_is_not_several() -> None:

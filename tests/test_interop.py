@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -71,6 +72,12 @@ def test_other_spellings_are_understood(spelling: Any) -> None:
 def test_unknown_dtypes_are_refused(spelling: Any) -> None:
     with pytest.raises(InvalidArray, match="there is no dtype"):
         dtype_code(spelling)
+
+
+def test_an_array_is_no_dtype() -> None:
+    tensor = SimpleNamespace(dtype="its own")  # which NumPy, too, tries
+    with pytest.raises(InvalidArray, match="there is no dtype"):
+        dtype_code(tensor)
 
 
 # NumPy

@@ -79,6 +79,7 @@ class HostBackend(EngineBackend):
         group: str = "world",
         epoch: str = "",
     ) -> None:
+        timeout = arguments.check_timeout(timeout)
         # First _read_settings, before another rank knows of this one; then the ranks connect; then
         # _init_from, before they confirm to each other: from then on the group notices deaths.
         rendezvous.connect(

@@ -565,8 +565,10 @@ def _check_class(optimizer_class: object) -> None:
 def _reduce_op(average: str | None) -> ReduceOp | None:
     if average is None:
         return None
-    if average not in REDUCE_OPS:
-        raise ValueError(f"average must be 'mean', 'sum' or None, not {average!r}")
+    if not isinstance(average, str) or average not in REDUCE_OPS:
+        raise ValueError(
+            f"ShardedOptimizer: average must be 'mean', 'sum' or None, not {average!r}"
+        )
     return REDUCE_OPS[average]
 
 

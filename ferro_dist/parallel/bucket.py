@@ -29,6 +29,7 @@ import numpy as np
 
 from ferro_dist import interop
 from ferro_dist._native.host import copy_plain
+from ferro_dist.arguments import as_float
 from ferro_dist.errors import InvalidArray
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def bucket_nbytes_of(bucket_mb: Any, caller: str) -> int:
         It is not a positive number.
     """
     is_number = isinstance(bucket_mb, numbers.Real) and not isinstance(bucket_mb, bool)
-    mib = float(bucket_mb) if is_number else math.nan
+    mib = as_float(bucket_mb) if is_number else math.nan
     if not 0 < mib < math.inf:
         raise ValueError(f"{caller}: bucket_mb must be a positive number, not {bucket_mb!r}")
     return math.ceil(mib * MIB)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ferro_dist.arguments import as_float
 from ferro_dist.parallel.exchange import Rows
 from ferro_dist.parallel.interruption import KnownToAll
 from ferro_dist.reduce_op import ReduceOp
@@ -133,7 +134,7 @@ def check_weight(weight: float | None) -> float | None:
     if isinstance(weight, (bool, str)):
         raise TypeError(message)
     try:
-        value = float(weight)
+        value = as_float(weight)
     except (TypeError, ValueError) as error:  # complex, or of several elements
         raise TypeError(message) from error
     if not 0 <= value < math.inf:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ferro_dist import arguments
-from ferro_dist.parallel.schedules.arguments import as_float
 
 __all__ = ["split_sequential"]
 
@@ -112,7 +111,7 @@ def _num_layers(module: Any) -> int:
             raise TypeError("text has no layers")
         module[:0]
         return len(module)
-    except (TypeError, KeyError, AttributeError):
+    except (TypeError, LookupError, AttributeError):
         raise TypeError(
             "split_sequential: module must be a torch.nn.Sequential, or a list of layers, not "
             f"{type(module).__qualname__}; a model of another form is cut by hand, a module for "
@@ -122,7 +121,7 @@ def _num_layers(module: Any) -> int:
 
 def _costs(weights: Sequence[float]) -> list[float]:
     try:
-        return [as_float(cost) for cost in arguments.in_order(weights)]
+        return [arguments.as_float(cost) for cost in arguments.in_order(weights)]
     except (TypeError, ValueError):
         raise TypeError(
             "split_sequential: weights must be a sequence of numbers, one for each layer"

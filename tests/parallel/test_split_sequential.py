@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,7 +73,9 @@ def test_cuts_that_cannot_be_are_told(num_stages: int, weights: Any, words: str)
         fd.split_sequential([1, 2, 3], num_stages, weights)
 
 
-@pytest.mark.parametrize("module", [None, 3, "abc", {"a": 1}, object(), (layer for layer in "ab")])
+@pytest.mark.parametrize(
+    "module", [None, 3, "abc", {"a": 1}, object(), (x for x in "ab"), np.ones(())]
+)
 def test_what_has_no_layers_is_told(module: Any) -> None:
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Sequential, or a list of layers"):
         fd.split_sequential(module, 2)

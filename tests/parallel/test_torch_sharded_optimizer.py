@@ -633,8 +633,11 @@ def test_what_cannot_be_divided_is_refused(on_ranks: OnRanks) -> None:
             fd.ShardedOptimizer({p}, torch.optim.SGD, backend, lr=1.0)
         with pytest.raises(TypeError, match="a class of optimizers"):
             fd.ShardedOptimizer([p], torch.optim.SGD([p], lr=1.0), backend)
-        with pytest.raises(ValueError, match="'mean', 'sum' or None"):
-            fd.ShardedOptimizer([p], torch.optim.SGD, backend, average="max", lr=1.0)
+        for average in ("max", ["mean"]):
+            with pytest.raises(ValueError, match="average must be 'mean', 'sum' or None, not"):
+                fd.ShardedOptimizer(
+                    [p], torch.optim.SGD, backend, average=cast(Any, average), lr=1.0
+                )
         with pytest.raises(ValueError, match="learning rate"):
             fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=-1.0)
         optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=1.0)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
-from ferro_dist.arguments import in_order, integer
+from ferro_dist.arguments import as_float, in_order, integer
 
-__all__ = ["as_float", "check_count", "one_per"]
+__all__ = ["check_count", "one_per"]
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
@@ -20,14 +19,6 @@ def check_count(name: str, value: object, least: int = 1) -> int:
     if count < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}.")
     return count
-
-
-def as_float(value: Any) -> float:
-    """Return a number as a float; raise TypeError or ValueError for anything that is none."""
-    try:
-        return float(value)
-    except OverflowError:  # an int or a fraction
-        return math.inf
 
 
 def one_per(name: str, value: float | Iterable[float], count: int) -> list[float]:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ferro_dist.arguments import as_float
 from ferro_dist.parallel.schedules.action import Action, ActionKind
-from ferro_dist.parallel.schedules.arguments import as_float, check_count
+from ferro_dist.parallel.schedules.arguments import check_count
 
 __all__ = ["UNIT_DURATIONS", "Durations", "DurationsLike"]
 
