@@ -80,7 +80,8 @@ def recv(
     Parameters
     ----------
     out : array, C-contiguous and writable
-        The dtype and number of elements that were sent.
+        The dtype and number of elements that were sent. Not of JAX, whose arrays cannot be written:
+        receive into one of NumPy.
     src : int
 
     Returns
