@@ -146,6 +146,8 @@ class PipelinedJaxStage(Stage):
                 f"Pipeline: {name} holds a {type(array).__module__}.{type(array).__qualname__}, "
                 "and the stage is a JaxStage: give arrays of JAX or NumPy"
             )
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"Pipeline: {name} is masked, and would lose its mask: give filled()")
 
     def describe(self, array: Array) -> ArraySpec:
         # For JAX on a GPU, too: its arrays go through the host.

@@ -203,6 +203,7 @@ def test_a_complex_weight_is_tied_between_jax_and_torch(on_ranks: OnRanks) -> No
     [
         ([[1.0]], loss_fn, "input holds no array"),
         (memoryview(b"ab"), loss_fn, "not builtins.memoryview"),
+        (np.ma.ones((4, WIDTH), np.float32), loss_fn, "input is masked, and would lose its mask"),
         (np.ones((4, WIDTH), np.float32), lambda o, y: o["h"] - y, "one element, not one of shape"),
         (np.ones((4, WIDTH), np.float32), lambda o, y: 1.0, "one element, not a float"),
     ],
