@@ -16,6 +16,7 @@ from ferro_dist.integrations.jax_leaves import (
     as_jax_array,
     broadcast_leaf,
     check_movable,
+    check_values,
     delivered,
     describe_leaves,
     float_positions,
@@ -83,6 +84,7 @@ class JaxDDP(DDP[Any]):
     def _wrap(self, module: Pytree, options: Options) -> list[str]:
         if is_traced(module):
             raise TypeError("DDP: these parameters are traced. Wrap them outside jit and grad.")
+        check_values(module)
         floats = float_positions(jax.tree.leaves(module))
         if not floats:
             raise ValueError("DDP: the pytree has no parameters: none of its leaves are floats")
@@ -187,6 +189,7 @@ class JaxDDP(DDP[Any]):
         """
         tree = self.module if params is None else params
         backend, root = self._backend, self._checked_root(root)
+        check_values(tree)
         await_callbacks()
         lines = [f"root {root}", *describe_leaves(tree)]
         agree_on_manifest(lines, backend, op="broadcast_parameters")
@@ -258,6 +261,7 @@ class JaxDDP(DDP[Any]):
                 "sync_gradients: these gradients are traced, not computed. Call it on what the "
                 "compiled function returns, or use tap() inside of it."
             )
+        check_values(grads, of=" of the gradients")
         leaves, tree = jax.tree.flatten(grads)
         floats = float_positions(leaves)
         refuse_unaveraged(grads, floats)

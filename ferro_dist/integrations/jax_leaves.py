@@ -25,6 +25,7 @@ __all__ = [
     "as_jax_array",
     "broadcast_leaf",
     "check_movable",
+    "check_values",
     "delivered",
     "describe_leaves",
     "dtype_of",
@@ -43,12 +44,16 @@ Pytree = Any
 
 def is_array(leaf: object) -> bool:
     """Whether a leaf is an array or a number; trees of layers also hold functions."""
-    return hasattr(leaf, "dtype") or is_number(leaf)
+    return _has_dtype(leaf) or is_number(leaf)
 
 
 def is_number(leaf: object) -> bool:
     """Whether a leaf is a number of Python, such as an option of a layer, which it may test."""
     return isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype")
+
+
+def _has_dtype(leaf: object) -> bool:
+    return hasattr(leaf, "dtype") and not isinstance(leaf, type)  # jnp.float32 has one, too
 
 
 def is_traced(tree: Pytree) -> bool:
@@ -74,15 +79,44 @@ def describe_leaves(tree: Pytree) -> list[str]:
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
-        what = f"{dtype_of(leaf)} {jnp.shape(leaf)}" if hasattr(leaf, "dtype") else type(leaf)
+        what = f"{dtype_of(leaf)} {jnp.shape(leaf)}" if _has_dtype(leaf) else type(leaf)
         lines.append(f"{name!r} {what}")
     return lines
+
+
+def check_values(tree: Pytree, of: str = "") -> None:
+    """Raise InvalidArray for a leaf that looks like an array, but has no values for JAX to read."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        fault = _fault_of(leaf)
+        if fault:
+            name = jax.tree_util.keystr(path)
+            raise InvalidArray(f"DDP: leaf {name!r}{of} {fault}", op="DDP")
+
+
+def _fault_of(leaf: Any) -> str:
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "is masked, and would lose its mask"
+    if isinstance(leaf, jax.Array):
+        is_gone = not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+        return "was deleted, or donated to a computation" if is_gone else ""
+    if not _has_dtype(leaf):
+        return ""
+    # jax.ShapeDtypeStruct, for instance, or a tensor of torch.
+    if not (isinstance(leaf, (np.ndarray, np.generic)) or hasattr(leaf, "__jax_array__")):
+        return (
+            f"is a {type(leaf).__module__}.{type(leaf).__qualname__}, not an array of JAX or NumPy"
+        )
+    try:
+        dtype_of(leaf)
+    except TypeError:
+        return f"is {leaf.dtype}, which JAX does not have"
+    return ""
 
 
 def check_movable(tree: Pytree) -> None:
     """Raise InvalidArray for an array that cannot be given to other ranks."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not hasattr(leaf, "dtype") or jnp.issubdtype(dtype_of(leaf), jax.dtypes.prng_key):
+        if not _has_dtype(leaf) or jnp.issubdtype(dtype_of(leaf), jax.dtypes.prng_key):
             continue
         if str(dtype_of(leaf)) not in DTYPE_NAMES:
             raise InvalidArray(
@@ -105,12 +139,6 @@ def refuse_unaveraged(grads: Pytree, floats: Sequence[int]) -> None:
     """Refuse leaves that look like gradients, but would not be averaged, or not as they are."""
     averaged = set(floats)
     for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(grads)):
-        if isinstance(leaf, np.ma.MaskedArray):
-            raise InvalidArray(
-                f"DDP: leaf {jax.tree_util.keystr(path)!r} of the gradients is masked, and would "
-                "lose its mask",
-                op="DDP",
-            )
         if position in averaged or not is_array(leaf):
             continue
         dtype = dtype_of(leaf)

@@ -310,6 +310,19 @@ def keep_numbers_of_any_size(backend: Any) -> None:
         ddp.verify([ones, 2**70 + rank])
 
 
+def leave_dtypes_alone(backend: Any) -> None:
+    """Wrap a tree that holds what names a dtype, as layers may."""
+    tree = {"x": jax.numpy.ones(1), "dtypes": (jax.numpy.float32, np.float32, np.dtype("f4"))}
+    ddp = fd.DDP(tree, backend)
+    assert ddp.module["dtypes"] == tree["dtypes"]
+    assert ddp.sync_gradients(tree)["dtypes"] == tree["dtypes"]
+    ddp.verify()
+
+
+def test_dtypes_in_a_tree_are_left_alone() -> None:
+    run_ranks(2, leave_dtypes_alone, timeout=DEADLINE_S)
+
+
 def test_numbers_of_python_are_of_any_size() -> None:
     run_ranks(2, keep_numbers_of_any_size, timeout=DEADLINE_S)
 
@@ -325,6 +338,15 @@ def refuse(backend: Any) -> None:
         ([ones.astype("float8_e5m2")], {}, fd.InvalidArray, "float8_e5m2"),
         ([ones, ones.astype("int4")], {}, fd.InvalidArray, r"\[1\].* is int4; ferro_dist moves"),
     ]
+    gone = jax.numpy.ones(1)
+    gone.delete()
+    unreadable: list[tuple[Any, str]] = [
+        (np.ma.masked_less(np.zeros(1), 1), "is masked, and would lose its mask"),
+        (gone, "was deleted, or donated to a computation"),
+        (jax.ShapeDtypeStruct((1,), "float32"), r"is a jax.*ShapeDtypeStruct, not an array"),
+        (np.ones(1, ">f4"), "is >f4, which JAX does not have"),
+    ]
+    refusals += [([ones, x], {}, fd.InvalidArray, rf"\[1\].* {why}") for x, why in unreadable]
     for module, options, error, message in refusals:
         with pytest.raises(error, match=message):
             fd.DDP(module, backend, **options)
@@ -335,6 +357,11 @@ def refuse(backend: Any) -> None:
         ddp.join()
     with pytest.raises(ValueError, match="pass the gradients"):
         ddp.sync_gradients()
+    for x, why in unreadable:
+        with pytest.raises(fd.InvalidArray, match=rf"\[0\].* of the gradients {why}"):
+            ddp.sync_gradients([x])
+        with pytest.raises(fd.InvalidArray, match=rf"\[0\].* {why}"):
+            ddp.broadcast_parameters(params=[x])
     with pytest.raises(AttributeError, match=r"ddp\.module"):
         ddp.learning_rate  # noqa: B018
     fd.barrier(backend)
