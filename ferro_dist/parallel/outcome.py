@@ -359,7 +359,7 @@ def _end_behind(
 def _parts_of(error: BaseException) -> Sequence[BaseException]:
     """Return what is in an ExceptionGroup, which Python has from 3.11 on; others have no parts."""
     parts = getattr(error, "exceptions", ())
-    is_group = isinstance(parts, tuple) and all(isinstance(e, BaseException) for e in parts)
+    is_group = isinstance(parts, (list, tuple)) and all(isinstance(e, BaseException) for e in parts)
     return parts if is_group else ()
 
 

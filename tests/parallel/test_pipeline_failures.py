@@ -898,13 +898,19 @@ def in_a_group(end: Exception) -> Exception:
     return Several(end, Several(end))
 
 
+def in_a_list(end: Exception) -> Exception:
+    error = Several()
+    error.exceptions = [end]  # type: ignore[assignment]
+    return error
+
+
 def as_a_cause(end: Exception) -> Exception:
     error = LookupError("no statistics of the others")
     error.__cause__ = end
     return error
 
 
-@pytest.mark.parametrize("wrapped", [in_a_group, as_a_cause])
+@pytest.mark.parametrize("wrapped", [in_a_group, in_a_list, as_a_cause])
 def test_end_of_another_group_is_no_cause_even_if_it_is_wrapped(
     on_ranks: OnRanks, wrapped: Callable[[Exception], Exception]
 ) -> None:
