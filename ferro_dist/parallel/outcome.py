@@ -3,8 +3,10 @@
 All ranks exchange one small row each: whether they failed, and their part of the loss. If one has
 failed, it tells all what happened: so an exception on one rank is raised on all, and the group
 stays as usable as before. The replicas of a rank are each in another pipeline, so after a second
-exchange, among them, whatever happened anywhere is known everywhere. `StepRun.abandon` in
-`executor.py` tells how ranks that wait for the one that failed get here.
+exchange, among them, whatever happened anywhere is known everywhere. Only one thing is not: that
+some replicas' group has ended in this exchange. So the ranks of a pipeline tell each other in a
+third. `StepRun.abandon` in `executor.py` tells how ranks that wait for the one that failed get
+here.
 """
 
 from __future__ import annotations
@@ -65,7 +67,6 @@ _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
 
 class StageFailed(DistributedError):
     """A stage raised an exception. All ranks of the pipeline raise this; the group stays usable.
-
     Gradients of the step are incomplete: zero them before the next one.
 
     Attributes
@@ -257,28 +258,35 @@ def share_outcome(
     ValueError, TypeError, RuntimeError, StageFailed, PeerLostError
         What a rank has reported: the lowest one, in the first replica with a report.
     DistributedError
-        The pipeline's group has ended. The replicas have been told.
+        The pipeline's group has ended, or that of the replicas. The others have been told.
     """
     replica = None if replicas is None else replicas.rank
     report = None
     if failure is not None and not isinstance(failure, PeerAborted):
         report = FailureReport.of(failure, backend.rank, replica, where)
-    ended: DistributedError | None = None
+    end: DistributedError | None = None
     try:
         report, losses = _exchange(backend, report, loss)
         loss = float(losses.sum())
     except DistributedError as error:
-        ended = error
+        end = error
         reason = _end_of_group(failure, error)
         report = FailureReport.of(reason, backend.rank, replica, where)
     if replicas is not None:
+        is_reachable = end is None
         try:
             report, losses = _exchange(replicas, report, loss)
             loss = float(losses.mean() if is_averaged else losses.sum())
         except DistributedError as error:
-            ended = ended or error
-    if ended is not None:
-        raise _end_of_group(failure, ended) from None
+            end = end or error
+            report = report or FailureReport.of(error, backend.rank, replica, None)
+        if is_reachable:
+            try:
+                report, _ = _exchange(backend, report, loss)
+            except DistributedError as error:
+                end = end or error
+    if end is not None:
+        raise _end_of_group(failure, end) from None
     if report is not None:
         _raise_failure(failure, report, backend.rank)
     return loss

@@ -29,6 +29,7 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
+from ferro_dist.parallel import outcome  # noqa: E402
 from ferro_dist.parallel.activation_channel import Receiver, Sender  # noqa: E402
 from ferro_dist.parallel.gradient_reduction import GradientReduction  # noqa: E402
 from ferro_dist.parallel.schedules import ActionKind  # noqa: E402
@@ -205,6 +206,31 @@ def test_failure_of_one_pipeline_reaches_the_others(
 
     (message,) = set(run_on_grid(on_ranks, size, model, body))
     assert ("provide input" if where == "argument" else "the stage's own words") in message
+
+
+def test_end_of_some_replicas_group_is_told_in_their_whole_pipelines(on_ranks: OnRanks) -> None:
+    met = threading.Barrier(4)
+
+    def body(backend: Any) -> str:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            error = None
+            try:
+                if backend.rank == 3:  # gone before the exchange among replicas
+                    outcome._exchange(grid.pipeline, None, 0.0)
+                    grid.data.close()
+                    grid.pipeline.close()
+                else:
+                    outcome.share_outcome(grid.pipeline, grid.data, None)
+            except fd.ChannelClosed as raised:
+                error = raised
+            met.wait()  # no error of another rank is due to this one's leaving
+            return str(error)
+
+    first, second, third, _ = on_ranks(4, body)
+    assert "another group of rank 1 of replica 0 has ended" in first
+    assert "left the group" in first
+    assert "left the group" in second
+    assert "left the group" in third
 
 
 def test_tied_weights_and_replicas_go_together(on_ranks: OnRanks) -> None:
