@@ -67,6 +67,8 @@ _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
 
 class StageFailed(DistributedError):
     """A stage raised an exception. All ranks of the pipeline raise this; the group stays usable.
+
+    If it was in a replica whose own group has ended, the message says so.
     Gradients of the step are incomplete: zero them before the next one.
 
     Attributes
@@ -116,6 +118,8 @@ class FailureReport:
     replica: int | None = None
     stage: int | None = None
     microbatch: int | None = None
+    has_pipeline_ended: bool = False
+    """Whether the group of that rank's pipeline has ended."""
 
     @classmethod
     def of(
@@ -151,9 +155,11 @@ class FailureReport:
         where = "" if self.stage is None else f" in stage {self.stage}"
         which = "" if self.microbatch is None else f", microbatch {self.microbatch},"
         what = f": {self.message}" if self.message else ""
+        remedy = "The group is still usable; zero the gradients before the next step."
+        if self.has_pipeline_ended:
+            remedy = "The group of that pipeline has ended: make new groups for all replicas."
         return StageFailed(
-            f"Pipeline: {self.error}{where}{which} on {who}{what}\n"
-            f"The group is still usable; zero the gradients before the next step.\n\n"
+            f"Pipeline: {self.error}{where}{which} on {who}{what}\n{remedy}\n\n"
             f"{self.traceback_text}",
             rank=rank,
             peer=self.rank,
@@ -272,6 +278,7 @@ def share_outcome(
         end = error
         reason = _end_of_group(failure, error)
         report = FailureReport.of(reason, backend.rank, replica, where)
+        report = dataclasses.replace(report, has_pipeline_ended=True)
     if replicas is not None:
         is_reachable = end is None
         try:

@@ -233,6 +233,25 @@ def test_end_of_some_replicas_group_is_told_in_their_whole_pipelines(on_ranks: O
     assert "left the group" in third
 
 
+def test_end_of_a_pipeline_is_told_with_the_exception_that_it_came_from(on_ranks: OnRanks) -> None:
+    model = chain(2)
+    x, y = batch(6)
+    met = threading.Barrier(4)
+
+    def body(pipe: Any, own: Any, replica: int) -> str:
+        pipe.step(x, y, mean_square)
+        is_evaluating = replica == 0 and pipe.backend.rank == 0
+        with pytest.raises(Exception) as raised:  # noqa: PT011 - each pipeline has its own
+            pipe.eval(x) if is_evaluating else pipe.plan()
+        met.wait()  # no error of another rank is due to this one's leaving
+        return str(raised.value)
+
+    errors = run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body)
+    assert not any("still usable" in error for error in errors)
+    for error in errors[2:]:
+        assert "The group of that pipeline has ended: make new groups for all replicas." in error
+
+
 def test_tied_weights_and_replicas_go_together(on_ranks: OnRanks) -> None:
     model = nn.Sequential(Block(), Block()).double()
     model[1].up.weight = model[0].up.weight
