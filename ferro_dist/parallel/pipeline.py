@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ferro_dist import arguments
+from ferro_dist.errors import ChannelClosed
 from ferro_dist.parallel.activation_channel import meet
 from ferro_dist.parallel.bucket import bucket_nbytes_of
 from ferro_dist.parallel.ends import (
@@ -227,6 +228,7 @@ class Pipeline(Generic[ModuleT]):
         self._stages = stages_on_rank(modules, self._placement, backend.rank, checkpoint)
         self._programs: dict[str | None, Program] = {}  # by phase
         self._connection: Connection | None = None
+        self._is_closed = False
         self._num_runs = 0
         self._pending_forward: ForwardEnds | None = None
         self._input_grad: Tree = None
@@ -453,7 +455,11 @@ class Pipeline(Generic[ModuleT]):
             return make_plan(self._lists, self._last_step, self.backend)
 
     def close(self) -> None:
-        """Leave the groups that were made for tied weights and between GPUs. Idempotent."""
+        """Leave the groups that were made for tied weights and between GPUs. Idempotent.
+
+        Other calls raise ChannelClosed afterwards, on every rank.
+        """
+        self._is_closed = True
         if self._connection is not None:
             self._connection.close()
 
@@ -576,6 +582,10 @@ class Pipeline(Generic[ModuleT]):
     # The first run
 
     def _connected(self) -> Connection:
+        if self._is_closed:  # whether or not this rank has a tied weight, whose group has ended
+            raise ChannelClosed(
+                "Pipeline: it was closed. Make a new one.", op="Pipeline", rank=self.backend.rank
+            )
         if self._connection is None:
             settings = self._manifest()
             self._connection = connect(self._stages, self._lists, self._options, settings)

@@ -843,6 +843,20 @@ def test_ctrl_c_between_the_calls_that_connect_a_pipeline_is_told(
         assert "rank 1 was interrupted" in error
 
 
+def test_closed_pipeline_is_told_on_every_rank(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        stage = Block().double()
+        tied = None if backend.rank == 1 else {"up": stage.up.weight}
+        with fd.Pipeline(stage, backend, 2, tied=tied) as pipe:
+            pipe.step(*batch(4), mean_square)
+        for call in (pipe.plan, lambda: pipe.step(*batch(4), mean_square)):
+            with pytest.raises(fd.ChannelClosed, match="it was closed. Make a new one"):
+                call()
+        fd.Pipeline(stage, backend, 2, tied=tied).step(*batch(4), mean_square)
+
+    on_ranks(3, body)
+
+
 # What is made before the first step, and for a plan
 
 
