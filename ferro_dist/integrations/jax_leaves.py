@@ -86,9 +86,10 @@ def describe_leaves(tree: Pytree) -> list[str]:
 
 def check_values(tree: Pytree, of: str = "") -> None:
     """Raise InvalidArray for a leaf that looks like an array, but has no values for JAX to read."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for position, leaf in enumerate(jax.tree.leaves(tree)):
         fault = _fault_of(leaf)
         if fault:
+            path, _ = jax.tree_util.tree_leaves_with_path(tree)[position]
             name = jax.tree_util.keystr(path)
             raise InvalidArray(f"DDP: leaf {name!r}{of} {fault}", op="DDP")
 
