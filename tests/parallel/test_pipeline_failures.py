@@ -850,7 +850,7 @@ def test_closed_pipeline_is_told_on_every_rank(on_ranks: OnRanks) -> None:
         with fd.Pipeline(stage, backend, 2, tied=tied) as pipe:
             pipe.step(*batch(4), mean_square)
         for call in (pipe.plan, lambda: pipe.step(*batch(4), mean_square)):
-            with pytest.raises(fd.ChannelClosed, match="it was closed. Make a new one"):
+            with pytest.raises(fd.ChannelClosed, match="it was closed"):
                 call()
         fd.Pipeline(stage, backend, 2, tied=tied).step(*batch(4), mean_square)
 
