@@ -1,11 +1,15 @@
 // Small asynchronous calls, which the thread that submits them begins: handing them to another thread takes
 // ten times as long as they do. What is left then holds up no peer. So it may wait until somebody asks for
 // it; only if there is still something to wait for does it become the progress thread's.
+#include <sched.h>
+
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <new>
 #include <utility>
 
+#include "ferro/clock.hpp"
 #include "ferro/communicator.hpp"
 #include "ferro/parking.hpp"
 #include "ferro/shm_cost.hpp"
@@ -15,6 +19,10 @@ namespace {
 
 // Up to this size, messages cost their sender less than waking a thread would.
 constexpr std::size_t kAtOnceNbytes = 512 * 1024;
+
+// How long a rank that closes waits for a peer that reads one of them: many times as long as that takes,
+// since the machine may keep the peer from running.
+constexpr std::chrono::milliseconds kReadTime{100};
 
 }  // namespace
 
@@ -179,13 +187,22 @@ bool Communicator::enter_messages(Call& call) {
 }
 
 // For a rank that closes: what has come already is received, and what it sent goes where it outlives this
-// rank.
+// rank, or to receivers that have just taken it over.
 void Communicator::complete_posted() noexcept {
   for (const std::shared_ptr<Task>& task : posted_) task->messages->set_patient(false);
+  Messenger& messenger = *parts_.messenger;
+  const auto is_sending = [&](const std::shared_ptr<Task>& task) {
+    return messenger.is_sending(*task->messages);
+  };
+  const Clock::time_point deadline = Clock::now() + kReadTime;
   try {
-    parts_.messenger->progress();
+    messenger.progress();
+    while (std::any_of(posted_.begin(), posted_.end(), is_sending) && Clock::now() < deadline) {
+      sched_yield();
+      messenger.progress();
+    }
   } catch (const std::exception&) {
-    parts_.messenger->end(current_error());
+    messenger.end(current_error());
   }
   retire(take_done());
 }

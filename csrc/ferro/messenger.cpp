@@ -247,6 +247,13 @@ bool Messenger::holds_up_nobody(const Batch& batch) const {
   return true;
 }
 
+bool Messenger::is_sending(const Batch& batch) const {
+  for (const Lane* lane : lanes_in_use_)
+    for (const auto& posted : lane->messages)
+      if (lane->is_outgoing && posted.second == &batch) return true;
+  return false;
+}
+
 // Moves, spins while nothing moves, and then sleeps until something may.
 void Messenger::move_until_done(Call& call, Batch& batch) {
   // A look at a socket takes several times as long as a pause.

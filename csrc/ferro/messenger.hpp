@@ -89,6 +89,8 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   // Whether all that is left of it are sends that their receivers can fetch, and receives that hold up no
   // sender. For what was posted last, after progress().
   bool holds_up_nobody(const Batch& batch) const;
+  // Whether some of what is left of it are sends.
+  bool is_sending(const Batch& batch) const;
   // Moves what can be moved, one turn for each peer and direction. False if nothing could be.
   // Throws what ended a peer or the group.
   bool progress();

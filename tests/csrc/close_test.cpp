@@ -1,12 +1,19 @@
 // A rank that leaves while it has work, or seems to. The thread that closes pauses after each mutex that it
 // unlocks, so that all others get as far as they ever can between two steps of close(). Not after the first,
-// if the work is not to begin before.
+// if the work is not to begin before. Where it is to wait for others, these are held until it yields.
 #include <dlfcn.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <thread>
@@ -23,7 +30,13 @@ namespace {
 
 thread_local int unlocks_to_pause = -1;  // how many are left; negative: it never pauses
 thread_local int fd_to_hold = -1;        // the thread stays where it polls this one alone
+thread_local bool lets_go = false;       // the thread that yields lets those go that are held
 std::atomic<bool> is_held{false}, may_go{false};
+
+void hold() {
+  is_held = true;
+  while (!may_go) std::this_thread::yield();
+}
 
 }  // namespace
 
@@ -39,11 +52,12 @@ extern "C" int pthread_mutex_unlock(pthread_mutex_t* mutex) {
 extern "C" int poll(pollfd* entries, nfds_t count, int timeout_ms) {
   using Poll = int (*)(pollfd*, nfds_t, int);
   static const auto system_poll = reinterpret_cast<Poll>(dlsym(RTLD_NEXT, "poll"));
-  if (count == 1 && entries->fd == fd_to_hold) {
-    is_held = true;
-    while (!may_go) std::this_thread::yield();
-  }
+  if (count == 1 && entries->fd == fd_to_hold) hold();
   return system_poll(entries, count, timeout_ms);
+}
+extern "C" int sched_yield() noexcept {
+  if (lets_go) may_go = true;
+  return static_cast<int>(syscall(SYS_sched_yield));
 }
 
 namespace {
@@ -153,6 +167,64 @@ void a_thread_that_only_looks_does_not_end_the_group() {
   CHECK(!has_ended);
 }
 
+// An array that stops the first thread to write to it, and lets it go on in the end.
+class SlowArray {
+ public:
+  explicit SlowArray(std::size_t count) : nbytes_(count * sizeof(std::int32_t)) {
+    data_ = mmap(nullptr, nbytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(data_ != MAP_FAILED);
+    written_ = this;
+    struct sigaction action{};
+    action.sa_handler = [](int) {
+      hold();
+      CHECK(mprotect(written_->data_, written_->nbytes_, PROT_READ | PROT_WRITE) == 0);
+    };
+    sigaction(SIGSEGV, &action, &previous_);
+  }
+  ~SlowArray() {
+    sigaction(SIGSEGV, &previous_, nullptr);
+    munmap(data_, nbytes_);
+  }
+  SlowArray(const SlowArray&) = delete;
+  SlowArray& operator=(const SlowArray&) = delete;
+  std::int32_t* data() const { return static_cast<std::int32_t*>(data_); }
+
+ private:
+  static inline SlowArray* written_ = nullptr;
+  std::size_t nbytes_;
+  void* data_;
+  struct sigaction previous_;
+};
+
+// It is as good as there, though its receiver was at work on it when this rank left.
+void a_message_that_is_being_read_arrives() {
+  constexpr std::size_t kCount = 65536;
+  const auto group = Communicator::create_group(2, 2);
+  Call call(kTimeout);
+  auto* const x = static_cast<std::int32_t*>(group[0]->heap()->allocate(call, kCount * sizeof(std::int32_t)));
+  std::fill_n(x, kCount, 5);
+  const SlowArray y(kCount);
+  is_held = may_go = false;
+  const auto sent = group[0]->submit(Op::send, {{true, 1, x, kCount, DType::int32, 0}}, kTimeout);
+  ErrorCode code = ErrorCode::none;
+  std::thread receiver([&] {
+    try {
+      Call patient(kTimeout);
+      group[1]->exchange(patient, Op::recv, {{false, 0, y.data(), kCount, DType::int32, 0}});
+    } catch (const Error& error) {
+      code = error.code;
+    }
+  });
+  while (!is_held) std::this_thread::yield();
+  lets_go = true;
+  group[0]->close();
+  lets_go = false;
+  may_go = true;
+  receiver.join();
+  CHECK(code == ErrorCode::none && y.data()[0] == 5 && y.data()[kCount - 1] == 5);
+  CHECK(sent->is_done());
+}
+
 }  // namespace
 
 int main() {
@@ -160,5 +232,6 @@ int main() {
   peers_hear_of_them_from_either_of_two_threads_that_close();
   peers_hear_of_it_before_arrays_are_given_back();
   a_thread_that_only_looks_does_not_end_the_group();
+  a_message_that_is_being_read_arrives();
   std::puts("close_test: passed");
 }
