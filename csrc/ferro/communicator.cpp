@@ -21,12 +21,12 @@ constexpr double kGraceSeconds = 0.5;
 // How long a rank that closes waits for a thread that is inside a gate only to look.
 constexpr std::chrono::milliseconds kLookTime{10};
 
-// Enters the gate unless a call is under way. A thread that looks after what another has done meanwhile is no
-// reason to end the group, and out again at once.
-bool enter_if_idle(Gate& gate, const TaskQueue& queue) noexcept {
+// Enters the gate unless a call is under way. A thread that looks after what another has done meanwhile, or
+// after work that has begun, is no reason to end the group, and out again at once.
+bool enter_if_idle(Gate& gate) noexcept {
   if (gate.try_enter()) return true;
   const Clock::time_point deadline = Clock::now() + kLookTime;
-  while (!gate.is_mine() && queue.num_pending() == 0 && Clock::now() < deadline) {
+  while (!gate.is_mine() && Clock::now() < deadline) {
     sched_yield();
     if (gate.try_enter()) return true;
   }
@@ -166,20 +166,21 @@ void Communicator::begin_close() noexcept {
   const std::lock_guard<std::mutex> lock(close_mutex_);
   if (is_closed_.exchange(true, std::memory_order_acq_rel)) return;
   const std::shared_ptr<Messenger> messenger = share(parts_.messenger);
-  const bool is_collective_idle = enter_if_idle(collective_gate_, collective_queue_);
-  const bool has_entered_messages = enter_if_idle(*message_gate_, message_queue_);
+  const bool has_entered_collectives = enter_if_idle(collective_gate_);
+  const bool has_entered_messages = enter_if_idle(*message_gate_);
   if (has_entered_messages && !posted_.empty()) complete_posted();
   // Calls that sleep have left the gate, but what they posted is still there.
-  const bool is_message_idle = has_entered_messages && messenger->is_idle();
+  const bool are_messages_idle = has_entered_messages && messenger->is_idle();
   // From here on every call under way fails soon, and leaves its gate.
-  if (!is_collective_idle || !is_message_idle) end(ErrorCode::channel_closed, rank_);
-  if (is_collective_idle && begun_ != nullptr && parts_.transport->have_all_begun()) retire(complete_begun());
+  if (!has_entered_collectives || !are_messages_idle) end(ErrorCode::channel_closed, rank_);
+  if (has_entered_collectives && begun_ != nullptr && parts_.transport->have_all_begun())
+    retire(complete_begun());
   // Not before: the queues' threads then give arrays back that a peer reads until it is told of the end. Work
   // that has not begun counts, too: whether it has is a matter of chance, and must make no difference to
   // the peers.
   const bool had_collectives = collective_queue_.stop(), had_messages = message_queue_.stop();
   if (had_collectives || had_messages) end(ErrorCode::channel_closed, rank_);
-  if (is_collective_idle) collective_gate_.leave();
+  if (has_entered_collectives) collective_gate_.leave();
   if (has_entered_messages) message_gate_->leave();
 }
 

@@ -70,6 +70,13 @@ void close_slowly(Communicator& comm, int first_pause = 2) {
   unlocks_to_pause = -1;
 }
 
+std::int32_t* symmetric(Communicator& comm, std::size_t count, std::int32_t value) {
+  Call call(kTimeout);
+  auto* const x = static_cast<std::int32_t*>(comm.heap()->allocate(call, count * sizeof(std::int32_t)));
+  std::fill_n(x, count, value);
+  return x;
+}
+
 // Whether a call has begun is a matter of chance.
 void peers_hear_of_calls_that_have_not_begun() {
   for (int round = 0; round < kRounds; ++round) {
@@ -167,6 +174,34 @@ void a_thread_that_only_looks_does_not_end_the_group() {
   CHECK(!has_ended);
 }
 
+// The same where it looks after work that the one that closes would do itself.
+void a_thread_that_attends_to_work_does_not_end_the_group() {
+  constexpr std::size_t kCount = 2000;  // enough to be left to the receiver, and little enough to hold here
+  bool has_ended = true;
+  for (int round = 0; round < kRounds && has_ended; ++round) {
+    const auto group = Communicator::create_group(2, 2);
+    std::int32_t* const x = symmetric(*group[0], kCount, 5);
+    is_held = may_go = false;
+    const auto sent = group[0]->submit(Op::send, {{true, 1, x, kCount, DType::int32, 0}}, kTimeout);
+    std::thread attending([&] {
+      Call call(kTimeout, {[](void*) noexcept { hold(); }, nullptr, nullptr});
+      group[0]->wait(call, *sent);
+    });
+    while (!is_held) std::this_thread::yield();
+    std::thread releasing([&] {
+      while (!may_go && !group[1]->has_ended()) std::this_thread::yield();
+      may_go = true;
+    });
+    lets_go = true;
+    group[0]->close();
+    lets_go = false;
+    has_ended = group[1]->has_ended();
+    attending.join();
+    releasing.join();
+  }
+  CHECK(!has_ended);
+}
+
 // An array that stops the first thread to write to it, and lets it go on in the end.
 class SlowArray {
  public:
@@ -200,9 +235,7 @@ class SlowArray {
 void a_message_that_is_being_read_arrives() {
   constexpr std::size_t kCount = 65536;
   const auto group = Communicator::create_group(2, 2);
-  Call call(kTimeout);
-  auto* const x = static_cast<std::int32_t*>(group[0]->heap()->allocate(call, kCount * sizeof(std::int32_t)));
-  std::fill_n(x, kCount, 5);
+  std::int32_t* const x = symmetric(*group[0], kCount, 5);
   const SlowArray y(kCount);
   is_held = may_go = false;
   const auto sent = group[0]->submit(Op::send, {{true, 1, x, kCount, DType::int32, 0}}, kTimeout);
@@ -232,6 +265,7 @@ int main() {
   peers_hear_of_them_from_either_of_two_threads_that_close();
   peers_hear_of_it_before_arrays_are_given_back();
   a_thread_that_only_looks_does_not_end_the_group();
+  a_thread_that_attends_to_work_does_not_end_the_group();
   a_message_that_is_being_read_arrives();
   std::puts("close_test: passed");
 }
