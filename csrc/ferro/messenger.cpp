@@ -51,6 +51,7 @@ Messenger::~Messenger() {
 }
 
 void Messenger::post(Batch& batch) {
+  if (end_ != nullptr) return batch.fail(end_);
   try {
     for (Message& message : batch.messages_) {
       Lane& lane = lanes_[2 * message.op.peer + (message.op.is_send ? 1 : 0)];
@@ -124,11 +125,9 @@ void Messenger::end(const Error& why) noexcept {
   } catch (const std::bad_alloc&) {
     // Then they are told of that.
   }
+  if (end_ == nullptr) end_ = error;
   for (Lane* lane : lanes_in_use_) {
-    for (const auto& [message, batch] : lane->messages) {
-      batch->remaining_ = 0;
-      batch->error_ = error;
-    }
+    for (const auto& posted : lane->messages) posted.second->fail(error);
     lane->messages.clear();
   }
   lanes_in_use_.clear();

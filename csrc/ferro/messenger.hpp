@@ -62,6 +62,11 @@ class Batch {
   std::size_t remaining_;
   bool is_owner_away_ = false;  // its owner sleeps, and must be told when it is done
   std::shared_ptr<const Error> error_;
+
+  void fail(const std::shared_ptr<const Error>& error) {
+    remaining_ = 0;
+    error_ = error;
+  }
 };
 
 class Messenger : public std::enable_shared_from_this<Messenger> {
@@ -77,7 +82,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   // keep the messenger.
   const std::shared_ptr<Gate>& gate() const { return gate_; }
 
-  // Posts all of the batch or, if it throws bad_alloc, none of it.
+  // Posts all of the batch or, if it throws bad_alloc, none of it. After end() it fails the batch.
   void post(Batch& batch);
   // Moves messages until `batch`, which has been posted, is done; it may be patient for about a microsecond.
   // Lets go of the gate while it sleeps: if the group is closed meanwhile, the messenger may be gone when
@@ -98,7 +103,8 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   // whoever waits at the gate, and hears the caller's signals.
   void make_way(Call& call);
   static constexpr unsigned kPassesPerCheck = 8;
-  // Fails everything posted, whoever posted it: the group has ended.
+  // Fails everything that is posted or will be, whoever posts it: the group has ended, of which the transport
+  // may hear later. Nothing may follow what is cut off here: the peers would take it for the rest of that.
   void end(const Error& why) noexcept;
 
   // Lets go of the gate and sleeps until a peer may have made progress possible, another
@@ -168,6 +174,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   std::vector<pollfd> poll_entries_;
   int poll_ms_ = 0;
   const std::shared_ptr<const Error> out_of_memory_;  // made while there is memory
+  std::shared_ptr<const Error> end_;                  // why end() was called first; null before
 
   std::atomic<bool> is_notified_{false};  // the watch must not sleep
   std::atomic<int> num_followers_{0};     // written under the gate

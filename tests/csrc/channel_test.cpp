@@ -6,14 +6,18 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
+#include "ferro/messenger.hpp"
 #include "ferro/peer_memory.hpp"
 #include "ferro/shm_channel.hpp"
+#include "ferro/shm_transport.hpp"
 
 using namespace ferro;
 
@@ -229,6 +233,39 @@ void test_nothing_is_delivered_of_a_sender_that_has_given_up() {
   }
 }
 
+// A receiver would take it for the rest of what was cut off, until it hears of the end.
+void test_nothing_follows_what_the_end_has_cut_off() {
+  const std::shared_ptr<Segment> segment = Segment::create(2);
+  const std::vector<int> members{0, 1};
+  const SpinPolicy spin = SpinPolicy::for_ranks(2, 2);
+  std::vector<std::shared_ptr<Messenger>> messengers;
+  for (const int place : members) {
+    const auto memory = std::make_shared<PeerMemory>(segment, place, PeerReads::never);
+    std::vector<std::unique_ptr<Channel>> channels(2);
+    channels[1 - place] = std::make_unique<ShmChannel>(segment, memory, place, 1 - place, 1 - place);
+    const auto transport = std::make_shared<ShmTransport>(segment, place, members, spin, false, memory);
+    messengers.push_back(std::make_shared<Messenger>(transport, std::move(channels), segment, place, spin));
+  }
+  Values x = counted(kLong, 1), y(kLong);
+  Batch cut_off({{true, 1, x.data(), kLong, DType::int32, 0}}), next = cut_off;
+  Batch receive({{false, 0, y.data(), kLong, DType::int32, 0}});
+  messengers[0]->post(cut_off);
+  CHECK(messengers[0]->progress() && !cut_off.is_done());
+  messengers[0]->end(Error(ErrorCode::timeout));
+  messengers[0]->post(next);
+  messengers[1]->post(receive);
+  while (messengers[1]->progress()) CHECK(!messengers[0]->progress());
+  CHECK(!receive.is_done() && next.is_done());
+  ErrorCode code = ErrorCode::none;
+  try {
+    next.rethrow();
+  } catch (const Error& error) {
+    code = error.code;
+  }
+  CHECK(code == ErrorCode::timeout);
+  messengers[1]->end(Error(ErrorCode::timeout));
+}
+
 // Sizes around every limit, from private and symmetric memory, to and fro.
 void exchange(ShmChannel& channel, std::int32_t* x, bool is_first, std::uint32_t seed) {
   std::mt19937 random(seed);
@@ -279,6 +316,7 @@ int main() {
   test_a_patient_receive_holds_up_nobody();
   test_a_message_that_does_not_fit_is_discarded();
   test_nothing_is_delivered_of_a_sender_that_has_given_up();
+  test_nothing_follows_what_the_end_has_cut_off();
   for (const PeerReads setting : {PeerReads::automatic, PeerReads::always, PeerReads::never})
     for (const bool is_symmetric : {false, true}) test_messages_arrive_whole(setting, is_symmetric);
   std::puts("channel_test: passed");

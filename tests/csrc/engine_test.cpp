@@ -1015,9 +1015,12 @@ void test_moving_data_keeps_nobody_waiting() {
   const SpinPolicy spin = SpinPolicy::for_ranks(2, 2);
   const auto transport = std::make_shared<ShmTransport>(segment, 0, std::vector<int>{0, 1}, spin, false,
                                                         std::make_shared<PeerMemory>(segment, 0));
-  std::vector<std::unique_ptr<Channel>> channels(2);
-  channels[1] = std::make_unique<EndlessChannel>();
-  const auto messenger = std::make_shared<Messenger>(transport, std::move(channels), segment, 0, spin);
+  std::shared_ptr<Messenger> messenger;
+  const auto renew_messenger = [&] {
+    std::vector<std::unique_ptr<Channel>> channels(2);
+    channels[1] = std::make_unique<EndlessChannel>();
+    messenger = std::make_shared<Messenger>(transport, std::move(channels), segment, 0, spin);
+  };
   Values x(1);
   const auto end_of_send = [&](Call call) {
     Batch batch({send_of(1, x)});
@@ -1025,11 +1028,14 @@ void test_moving_data_keeps_nobody_waiting() {
     messenger->post(batch);
     return code_of([&] { messenger->run(call, batch); });
   };
+  renew_messenger();
   CHECK(end_of_send(Call(0.05)) == ErrorCode::timeout);
   Hooks hooks;
   hooks.interrupted = [](void*) noexcept { return true; };
+  renew_messenger();
   CHECK(end_of_send(Call(kTimeout, hooks)) == ErrorCode::interrupted);
 
+  renew_messenger();
   Blocked blocked;
   std::thread other([&] {
     blocked.await();
