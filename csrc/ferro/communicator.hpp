@@ -58,6 +58,8 @@ class Communicator {
 
   // Runs a call to its end. On the caller's thread, unless earlier calls still
   // wait for the progress thread. Errors have op, sequence, rank and group filled in.
+  // If that thread cannot be started, this and submit() throw Error{io}: nothing of the call
+  // has been sent, and the group goes on.
   void run(Call& call, const Collective& collective);
   void exchange(Call& call, Op op, const std::vector<PointToPoint>& messages);
 

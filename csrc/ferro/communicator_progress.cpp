@@ -21,9 +21,11 @@ constexpr double kGlanceSeconds = 0.1;
 }  // namespace
 
 void Communicator::wait(Call& call, Task& task) {
-  advance(&call, task);
-  if (task.messages == nullptr && !task.is_done()) check_outside(task.collective.op, task.sequence, call);
-  if (task.wait(call)) return;
+  do {
+    advance(&call, task);
+    if (task.messages == nullptr && !task.is_done()) check_outside(task.collective.op, task.sequence, call);
+    if (task.wait(call)) return;
+  } while (!call.is_expired());  // who was attending to it has failed to
   Error error(ErrorCode::under_way);
   error.op = task.collective.op;
   error.sequence = task.sequence;

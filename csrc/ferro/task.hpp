@@ -35,7 +35,8 @@ class Task {
 
   bool is_done() const { return state_.load(std::memory_order_acquire) == kDone; }
 
-  // Blocks until the task is done. False if the caller's time ran out first.
+  // Blocks until the task is done. False if the caller's time ran out first or, after a slice, if nobody
+  // attends to it.
   bool wait(Call& waiter) {
     for (int i = 0; i < SpinPolicy::kBriefPauses && !is_done(); ++i) pause_briefly();
     if (is_done()) return true;
@@ -47,6 +48,7 @@ class Task {
       if (!state_.compare_exchange_strong(state, kAwaited, std::memory_order_acquire) && state == kDone)
         break;
       futex_wait(state_, kAwaited, waiter.slice_s());
+      if (is_unattended.load(std::memory_order_relaxed)) return is_done();
     }
     return true;
   }

@@ -1,8 +1,12 @@
 // Small asynchronous calls, which begin on the thread that submits them. Ranks share one thread where that
 // shows who does what.
+#include <dlfcn.h>
+#include <pthread.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
@@ -20,6 +24,18 @@ using namespace ferro;
 using test::kTimeout, test::value, test::Values;
 using Group = std::vector<std::shared_ptr<Communicator>>;
 using Work = std::shared_ptr<Task>;
+
+namespace {
+thread_local bool can_start_threads = true;
+}  // namespace
+
+// In place of the system's.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*body)(void*),
+                              void* argument) {
+  using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  static const auto create = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
+  return can_start_threads ? create(thread, attributes, body, argument) : EAGAIN;
+}
 
 namespace {
 
@@ -297,6 +313,33 @@ void work_is_done_before_what_was_submitted_later() {
   CHECK(code_of(second) == ErrorCode::none && large.back() == 3);
 }
 
+// Whoever finds another thread at it relies on that one, which may fail to hand it over.
+void work_that_no_thread_can_be_started_for_is_left_to_those_who_wait() {
+  const Group group = Communicator::create_group(2, 2);
+  Values x{1}, y{2};
+  const Work work = reduce(*group[0], x);
+  Hold first, second;
+  second.may_go = true;
+  ErrorCode code_of_first = ErrorCode::none, code_of_second = ErrorCode::none;
+  const auto wait_for_work = [&](Hold& hold) {
+    Call call(test::kShortTimeout, hold.hooks());
+    return code_of([&] { group[0]->wait(call, *work); });
+  };
+  std::thread first_waiter([&] {
+    can_start_threads = false;
+    code_of_first = wait_for_work(first);
+  });
+  first.await();
+  std::thread second_waiter([&] { code_of_second = wait_for_work(second); });
+  second.await();
+  first.may_go = true;
+  first_waiter.join();
+  CHECK(code_of_first == ErrorCode::io && !group[1]->has_ended());
+  wait(*group[1], *reduce(*group[1], y));
+  second_waiter.join();
+  CHECK(code_of_second == ErrorCode::none && x[0] == 3 && y[0] == 3);
+}
+
 void a_mismatch_ends_the_work_alone() {
   const Group group = Communicator::create_group(2, 2);
   Values x(3), y(4), z{1};
@@ -545,6 +588,7 @@ int main() {
   a_call_that_queues_is_not_left_alone();
   a_call_goes_behind_what_begins_before_it_gets_in();
   work_is_done_before_what_was_submitted_later();
+  work_that_no_thread_can_be_started_for_is_left_to_those_who_wait();
   a_mismatch_ends_the_work_alone();
   a_rank_that_never_comes_is_missed();
   a_rank_closes_with_work_begun();
