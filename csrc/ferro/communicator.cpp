@@ -204,7 +204,7 @@ bool Communicator::close() noexcept {
   }
   // Calls that sleep outside the gate touch no array from here on.
   parts.messenger->end(Error(ErrorCode::closed));
-  retire(take_done());
+  retire(take_done(posted_));
   // In this order: a peer whose message never comes asks the transport for the reason.
   parts.transport->close();
   parts.messenger->close(is_superseded_.load(std::memory_order_relaxed));

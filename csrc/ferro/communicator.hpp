@@ -164,7 +164,7 @@ class Communicator {
   bool enter_messages(Call& call);
   std::shared_ptr<Messenger> hand_over(Tasks::iterator posted);
   void complete_posted() noexcept;
-  Tasks take_done() noexcept;
+  static Tasks take_done(Tasks& tasks) noexcept;
   void retire(const Tasks& done) noexcept;
 
   // ---- Calls on the progress threads (communicator_progress.cpp) ----
@@ -173,7 +173,7 @@ class Communicator {
   void complete_handed_over() noexcept;
   void run_collectives() noexcept;
   void run_messages() noexcept;
-  void move_messages(Tasks& under_way, Tasks& done) noexcept;
+  Tasks move_messages(Tasks& under_way) noexcept;
   void start_submitted(Tasks& under_way) noexcept;
   void start(Task& task);
   void check_messages(const Tasks& under_way) const;

@@ -144,7 +144,7 @@ bool Communicator::post_at_once(const std::shared_ptr<Task>& task) {
     } catch (const std::exception&) {
       messenger.end(current_error());
     }
-    done = take_done();
+    done = take_done(posted_);
   }
   retire(done);
   if (woken != nullptr) woken->notify();
@@ -168,8 +168,7 @@ void Communicator::advance_messages(Call* call, Task& task) {
     } catch (const std::exception&) {
       messenger.end(current_error());
     }
-    messenger.relieve();
-    done = take_done();
+    done = take_done(posted_);
   }
   retire(done);
   if (woken != nullptr) woken->notify();
@@ -204,7 +203,7 @@ void Communicator::complete_posted() noexcept {
   } catch (const std::exception&) {
     messenger.end(current_error());
   }
-  retire(take_done());
+  retire(take_done(posted_));
 }
 
 // With the gate held. Returns whom to notify when the thread has left it, as a share of this thread's.
@@ -218,13 +217,13 @@ std::shared_ptr<Messenger> Communicator::hand_over(Tasks::iterator posted) {
 }
 
 // With the gate held. To be retired when the thread has left it: see complete_begun().
-Tasks Communicator::take_done() noexcept {
+Tasks Communicator::take_done(Tasks& tasks) noexcept {
   Tasks done;
-  for (auto task = posted_.begin(); task != posted_.end();) {
+  for (auto task = tasks.begin(); task != tasks.end();) {
     const auto next = std::next(task);
     if ((*task)->messages->is_done()) {
       (*task)->is_unattended = false;
-      done.splice(done.end(), posted_, task);
+      done.splice(done.end(), tasks, task);
     }
     task = next;
   }

@@ -1,7 +1,6 @@
 // Asynchronous calls of a Communicator: on its progress threads, of which collectives have one and messages
 // another.
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "ferro/clock.hpp"
@@ -115,14 +114,8 @@ void Communicator::run_collectives() noexcept {
 }
 
 void Communicator::run_messages() noexcept {
-  Tasks under_way, done;
-  while (!under_way.empty() || message_queue_.await_task()) {
-    move_messages(under_way, done);
-    // Outside the gate: a thread that hears that the last task is done may close the group, and must
-    // find it idle.
-    for (const std::shared_ptr<Task>& task : done) message_queue_.retire(*task, outcome(*task));
-    done.clear();
-  }
+  Tasks under_way;
+  while (!under_way.empty() || message_queue_.await_task()) retire(move_messages(under_way));
   Call unhurried(kUnlimited);
   {
     const Gate::Pass pass(*message_gate_, unhurried);
@@ -131,8 +124,8 @@ void Communicator::run_messages() noexcept {
   message_queue_.abandon([this](const Task& task) { return abandoned(task); });
 }
 
-// Moves messages until at least one task is done.
-void Communicator::move_messages(Tasks& under_way, Tasks& done) noexcept {
+// Moves messages until at least one task is done. Returns those that are.
+Tasks Communicator::move_messages(Tasks& under_way) noexcept {
   Call unhurried(kUnlimited);
   const Gate::Pass pass(*message_gate_, unhurried);
   Messenger& messenger = *parts_.messenger;  // close() waits for this thread to end
@@ -143,7 +136,7 @@ void Communicator::move_messages(Tasks& under_way, Tasks& done) noexcept {
       const std::uint32_t heard = messenger.news();
       start_submitted(under_way);
       if (message_queue_.is_stopped()) throw Error(ErrorCode::closed);
-      if (under_way.empty()) return;
+      if (under_way.empty()) return {};
       if (!messenger.progress()) {
         await_messages(under_way, ++idle, heard);
         continue;
@@ -156,12 +149,9 @@ void Communicator::move_messages(Tasks& under_way, Tasks& done) noexcept {
   } catch (const std::exception&) {
     messenger.end(current_error());
   }
-  for (auto task = under_way.begin(); task != under_way.end();) {
-    const auto next = std::next(task);
-    if (is_done(*task)) done.splice(done.end(), under_way, task);
-    task = next;
-  }
+  Tasks done = take_done(under_way);
   if (under_way.empty()) messenger.relieve();
+  return done;
 }
 
 void Communicator::start_submitted(Tasks& under_way) noexcept {

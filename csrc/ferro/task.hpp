@@ -67,9 +67,8 @@ class Task {
   Collective collective;  // the op alone, if there are messages
   std::unique_ptr<Batch> messages;
   Call call;  // of the thread that runs it
-  // Its number among the collectives or exchanges, once it has begun, which messages may do on the
-  // thread that submits them. Written by the thread that begins it, read by those that wait; orders
-  // nothing.
+  // Its number among the collectives or exchanges, once it has begun. Written by the thread that begins it,
+  // which may be the one that submits it; read by those that wait. Orders nothing.
   std::atomic<std::uint64_t> sequence{kNoSequence};
   bool has_begun() const { return sequence.load(std::memory_order_relaxed) != kNoSequence; }
   // When a progress thread had done it, by now_ns(); 0 if nobody looked at the clock, as for small tasks that

@@ -22,7 +22,8 @@ using Tasks = std::list<std::shared_ptr<Task>>;
 
 class TaskQueue {
  public:
-  // Tasks pushed and not yet retired. A call may run on its caller's thread only at zero.
+  // Tasks pushed, or counted by add_pending(), and not yet retired. A call may run on its caller's thread
+  // only at zero.
   int num_pending() const { return num_pending_.load(std::memory_order_acquire); }
 
   // The first task starts the queue's thread, which runs `progress`.
@@ -44,21 +45,19 @@ class TaskQueue {
   // Counts a task as pending that is not pushed; retire() ends that, too.
   void add_pending() { num_pending_.fetch_add(1, std::memory_order_acq_rel); }
 
-  // Tasks pushed and not yet popped.
+  // Tasks and nudges, pushed or handed over, and not yet popped.
   int num_waiting() const { return num_waiting_.load(std::memory_order_acquire); }
 
   // Waits until a task can be popped. False if the queue was stopped.
   bool await_task() {
     std::unique_lock<std::mutex> lock(mutex_);
-    has_changed_.wait(lock, [this] { return is_stopped() || !tasks_.empty(); });
-    return !is_stopped();
+    return await_task(lock);
   }
 
   // The next task or nudge, waiting for one. False if the queue was stopped.
   bool pop(std::shared_ptr<Task>& task) {
     std::unique_lock<std::mutex> lock(mutex_);
-    has_changed_.wait(lock, [this] { return is_stopped() || !tasks_.empty(); });
-    if (is_stopped()) return false;
+    if (!await_task(lock)) return false;
     task = std::move(tasks_.front());
     tasks_.pop_front();
     num_waiting_.fetch_sub(1, std::memory_order_acq_rel);
@@ -120,6 +119,11 @@ class TaskQueue {
     tasks_.push_back(std::move(task));
     num_waiting_.fetch_add(1, std::memory_order_acq_rel);
     has_changed_.notify_one();
+  }
+
+  bool await_task(std::unique_lock<std::mutex>& lock) {
+    has_changed_.wait(lock, [this] { return is_stopped() || !tasks_.empty(); });
+    return !is_stopped();
   }
 
   std::mutex mutex_;  // guards tasks_ and thread_
