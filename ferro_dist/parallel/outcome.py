@@ -48,7 +48,8 @@ __all__ = [
 
 ResultT = TypeVar("ResultT")
 
-_ROW = struct.Struct("<dI?")
+_ROW = struct.Struct("<dI??")
+"""Part of the loss, length of the report, whether its kind is "end", whether a group has ended."""
 _ENDS = (PeerLostError, ChannelClosed, Timeout, Io, LockPoisoned)
 """Errors that end a group, and are not caused by a stage."""
 _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
@@ -68,7 +69,7 @@ _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
 class StageFailed(DistributedError):
     """A stage raised an exception. All ranks of the pipeline raise this; the group stays usable.
 
-    If it was in a replica whose own group has ended, the message says so.
+    If a group has ended nevertheless, as that of a replica, the message says so.
     Gradients of the step are incomplete: zero them before the next one.
 
     Attributes
@@ -118,8 +119,8 @@ class FailureReport:
     replica: int | None = None
     stage: int | None = None
     microbatch: int | None = None
-    has_pipeline_ended: bool = False
-    """Whether the group of that rank's pipeline has ended."""
+    has_group_ended: bool = False
+    """Whether the group of a pipeline, or of replicas, has ended."""
 
     @classmethod
     def of(
@@ -155,11 +156,13 @@ class FailureReport:
         where = "" if self.stage is None else f" in stage {self.stage}"
         which = "" if self.microbatch is None else f", microbatch {self.microbatch},"
         what = f": {self.message}" if self.message else ""
-        remedy = "The group is still usable; zero the gradients before the next step."
-        if self.has_pipeline_ended:
-            remedy = "The group of that pipeline has ended: make new groups for all replicas."
+        state = "The group is still usable"
+        if self.has_group_ended:
+            state = "A group has ended, too: make new groups for all replicas"
         return StageFailed(
-            f"Pipeline: {self.error}{where}{which} on {who}{what}\n{remedy}\n\n"
+            f"Pipeline: {self.error}{where}{which} on {who}{what}\n"
+            # The launcher knows it by the end of this line.
+            f"{state}; zero the gradients before the next step.\n\n"
             f"{self.traceback_text}",
             rank=rank,
             peer=self.rank,
@@ -197,7 +200,7 @@ def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend 
     StageFailed
         It has raised something else on some rank.
     DistributedError
-        The pipeline's group has ended. The replicas have been told.
+        The pipeline's group has ended, or that of the replicas. The others have been told.
     BaseException
         `part` has raised what is no Exception, such as KeyboardInterrupt, on this rank. Both groups
         have ended.
@@ -277,8 +280,7 @@ def share_outcome(
     except DistributedError as error:
         end = error
         reason = _end_of_group(failure, error)
-        report = FailureReport.of(reason, backend.rank, replica, where)
-        report = dataclasses.replace(report, has_pipeline_ended=True)
+        report = _with_end(FailureReport.of(reason, backend.rank, replica, where))
     if replicas is not None:
         is_reachable = end is None
         try:
@@ -286,7 +288,7 @@ def share_outcome(
             loss = float(losses.mean() if is_averaged else losses.sum())
         except DistributedError as error:
             end = end or error
-            report = report or FailureReport.of(error, backend.rank, replica, None)
+            report = _with_end(report or FailureReport.of(error, backend.rank, replica, None))
         if is_reachable:
             try:
                 report, _ = _exchange(backend, report, loss)
@@ -314,11 +316,12 @@ def _exchange(
     Returns
     -------
     report of the lowest rank that has one or None, losses by rank
-        A report that a group has ended counts only if there is no other.
+        A report that a group has ended counts only if there is no other; any other says so, too.
     """
     told = b"" if report is None else json.dumps(dataclasses.asdict(report)).encode()
     is_end = report is not None and report.kind == "end"
-    row = np.frombuffer(_ROW.pack(loss, len(told), is_end), np.uint8)
+    has_ended = report is not None and report.has_group_ended
+    row = np.frombuffer(_ROW.pack(loss, len(told), is_end, has_ended), np.uint8)
     rows = all_gather(row, backend).reshape(backend.world_size, _ROW.size)
     outcomes = [_ROW.unpack(other.tobytes()) for other in rows]
     losses = np.array([outcome[0] for outcome in outcomes])
@@ -331,7 +334,12 @@ def _exchange(
     if root == backend.rank:
         text = np.frombuffer(told, np.uint8)
     text = broadcast(text, backend, root)
-    return FailureReport(**json.loads(text.tobytes())), losses
+    report = FailureReport(**json.loads(text.tobytes()))
+    return (_with_end(report) if any(outcome[3] for outcome in outcomes) else report), losses
+
+
+def _with_end(report: FailureReport) -> FailureReport:
+    return dataclasses.replace(report, has_group_ended=True)
 
 
 def _raise_failure(failure: BaseException | None, told: FailureReport, rank: int) -> NoReturn:

@@ -29,6 +29,7 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
+from ferro_dist._launch.ranks import OF_A_STAGE, TRACEBACK  # noqa: E402
 from ferro_dist.parallel import outcome  # noqa: E402
 from ferro_dist.parallel.activation_channel import Receiver, Sender  # noqa: E402
 from ferro_dist.parallel.gradient_reduction import GradientReduction  # noqa: E402
@@ -208,7 +209,10 @@ def test_failure_of_one_pipeline_reaches_the_others(
     assert ("provide input" if where == "argument" else "the stage's own words") in message
 
 
-def test_end_of_some_replicas_group_is_told_in_their_whole_pipelines(on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize("failure", [None, ZeroDivisionError("the stage's own words")])
+def test_end_of_some_replicas_group_is_told_in_their_whole_pipelines(
+    on_ranks: OnRanks, failure: Exception | None
+) -> None:
     met = threading.Barrier(4)
 
     def body(backend: Any) -> str:
@@ -220,15 +224,20 @@ def test_end_of_some_replicas_group_is_told_in_their_whole_pipelines(on_ranks: O
                     grid.data.close()
                     grid.pipeline.close()
                 else:
-                    outcome.share_outcome(grid.pipeline, grid.data, None)
-            except fd.ChannelClosed as raised:
+                    own = failure if backend.rank == 0 else None
+                    outcome.share_outcome(grid.pipeline, grid.data, own)
+            except (fd.ChannelClosed, fd.StageFailed) as raised:
                 error = raised
             met.wait()  # no error of another rank is due to this one's leaving
             return str(error)
 
     first, second, third, _ = on_ranks(4, body)
-    assert "another group of rank 1 of replica 0 has ended" in first
-    assert "left the group" in first
+    if failure is None:
+        assert "another group of rank 1 of replica 0 has ended" in first
+        assert "left the group" in first
+    else:
+        assert "the stage's own words" in first
+        assert "A group has ended, too: make new groups for all replicas;" in first
     assert "left the group" in second
     assert "left the group" in third
 
@@ -249,7 +258,17 @@ def test_end_of_a_pipeline_is_told_with_the_exception_that_it_came_from(on_ranks
     errors = run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body)
     assert not any("still usable" in error for error in errors)
     for error in errors[2:]:
-        assert "The group of that pipeline has ended: make new groups for all replicas." in error
+        assert "A group has ended, too: make new groups for all replicas;" in error
+
+
+@pytest.mark.parametrize("has_group_ended", [False, True])
+def test_the_launcher_knows_a_failed_stage_by_its_message(has_group_ended: bool) -> None:
+    report = outcome.FailureReport(
+        "stage", "ValueError", "no such token", TRACEBACK, 1, has_group_ended=has_group_ended
+    )
+    before, _, traceback_text = str(report.to_error(0)).rpartition("\n\n")
+    assert before.endswith(OF_A_STAGE)
+    assert traceback_text == TRACEBACK
 
 
 def test_tied_weights_and_replicas_go_together(on_ranks: OnRanks) -> None:
