@@ -19,7 +19,7 @@ from ferro_dist.collective import all_gather
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import Parcel
 from ferro_dist.parallel.microbatches import Microbatches, concatenate, shares_of_weight
-from ferro_dist.parallel.outcome import BadArgument
+from ferro_dist.parallel.outcome import BadArgument, among_replicas
 from ferro_dist.parallel.stage import LossOf, Stage
 
 if TYPE_CHECKING:
@@ -217,7 +217,8 @@ class TrainingEnds(Ends):
 
     def _count_weights(self) -> None:
         """Turn weights into shares of the whole batch, that of all replicas."""
-        rows = self._tell_replicas(has_failed=False)
+        with among_replicas(self._options.replicas):
+            rows = self._tell_replicas(has_failed=False)
         if rows[:, 0].any():
             return  # the end of the step tells what it was
         if len(set(rows[:, 1])) > 1:

@@ -20,6 +20,7 @@ from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import Forecasts, Link, Parcel, Receiver, Sender
 from ferro_dist.parallel.ends import Ends
 from ferro_dist.parallel.message_header import RunId
+from ferro_dist.parallel.outcome import among_replicas
 from ferro_dist.parallel.schedules import Action, ActionKind, Span, placement_of
 from ferro_dist.parallel.stage import ForwardInput, Stage, microbatch_seed
 
@@ -168,8 +169,9 @@ class StepRun:
         self._position = len(self._program.actions)
         started_s = time.perf_counter()
         self._sender.wait()
-        for reduction in self._started_reductions:
-            reduction.finish()
+        with among_replicas(self._context.options.replicas):
+            for reduction in self._started_reductions:
+                reduction.finish()
         ended_s = time.perf_counter()
         self.waited_s += ended_s - started_s
         computed_s = sum(span.end_s - span.start_s for span in self.spans)

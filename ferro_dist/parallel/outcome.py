@@ -42,6 +42,7 @@ __all__ = [
     "BadArgument",
     "FailureReport",
     "StageFailed",
+    "among_replicas",
     "run_on_all",
     "share_outcome",
 ]
@@ -149,7 +150,8 @@ class FailureReport:
             # No peer: the rank at fault has that number in the other group.
             ends = {kind.__name__: kind for kind in _ENDS}
             return ends.get(self.error, ChannelClosed)(
-                f"Pipeline: another group of {who} has ended: {self.message}",
+                f"Pipeline: another group of {who} has ended: "
+                + self.message.removeprefix("Pipeline: "),
                 op="Pipeline",
                 rank=rank,
             )
@@ -177,6 +179,33 @@ class FailureReport:
         if isinstance(error, DistributedError):
             error.op, error.rank = "Pipeline", rank
         return error
+
+
+class among_replicas:  # noqa: N801 - reads as contextlib's do
+    """Around what replicas do together: end their group if they make different calls.
+
+    A mismatch leaves it usable, but from then on a rank would meet the others in other calls than
+    its own: an evaluation in a step.
+    """
+
+    __slots__ = ("_replicas",)
+
+    def __init__(self, replicas: Backend | None) -> None:
+        self._replicas = replicas
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CollectiveMismatch):
+            interrupt(self._replicas, error)
+            raise ChannelClosed(
+                "Pipeline: the replicas make different calls. All ranks of all of them must make "
+                "the same calls in the same order, eval() among these",
+                op="Pipeline",
+                rank=error.rank,
+                global_ranks=error.global_ranks,
+            ) from error
 
 
 def run_on_all(part: Callable[[], ResultT], backend: Backend, replicas: Backend | None) -> ResultT:
@@ -284,7 +313,8 @@ def share_outcome(
     if replicas is not None:
         is_reachable = end is None
         try:
-            report, losses = _exchange(replicas, report, loss)
+            with among_replicas(replicas):
+                report, losses = _exchange(replicas, report, loss)
             loss = float(losses.mean() if is_averaged else losses.sum())
         except DistributedError as error:
             end = end or error

@@ -92,7 +92,8 @@ class Pipeline(Generic[ModuleT]):
         your own: see `ferro_dist.parallel.schedules.parse_schedule`.
     dp : Backend, optional
         The group of this rank's replicas in other pipelines, see `RankGrid`. They start with
-        the same weights, and gradients and loss are averaged over them.
+        the same weights, gradients and loss are averaged over them, and all of them make the same
+        calls, `eval` and `plan` as well.
     average : {"mean", "sum"}, default "mean"
         How the gradients and losses of replicas are combined.
     tied : mapping of str to parameter, optional
@@ -322,6 +323,8 @@ class Pipeline(Generic[ModuleT]):
             A stage raised an exception; raised on every rank. The group stays usable.
         CollectiveMismatch
             The ranks' pipelines were made with different arguments; raised on every rank.
+        ChannelClosed
+            A rank has left, or ranks make different calls. The group is unusable afterwards.
         PeerLostError, Timeout
             A rank died or is silent. The group is unusable afterwards.
         """

@@ -261,6 +261,34 @@ def test_end_of_a_pipeline_is_told_with_the_exception_that_it_came_from(on_ranks
         assert "A group has ended, too: make new groups for all replicas;" in error
 
 
+@pytest.mark.parametrize("calls", [("eval", "step"), ("plan", "step"), ("step", "eval")])
+def test_replicas_that_make_different_calls_are_told(
+    on_ranks: OnRanks, calls: tuple[str, str]
+) -> None:
+    model = chain(2)
+    x, y = batch(6)
+    met = threading.Barrier(4)
+
+    def outcome_of(pipe: Any, call: str) -> str:
+        arguments = {"step": (x, y, mean_square), "eval": (x,), "plan": ()}[call]
+        try:
+            return str(getattr(pipe, call)(*arguments))
+        except fd.DistributedError as error:
+            return f"{type(error).__name__}: {error}"
+
+    def body(pipe: Any, own: Any, replica: int) -> list[str]:
+        pipe.step(x, y, mean_square)
+        # In the second, nobody is met in the first.
+        outcomes = [outcome_of(pipe, call) for call in (calls[replica], "step")]
+        met.wait()  # no error of another rank is due to this one's leaving
+        return outcomes
+
+    errors = run_on_grid(on_ranks, Case("1f1b", 2, 1), model, body)
+    for of_rank in errors:
+        assert [error.partition(":")[0] for error in of_rank] == ["ChannelClosed"] * 2
+    assert sum("the replicas make different calls" in first for first, _ in errors) >= 2
+
+
 @pytest.mark.parametrize("has_group_ended", [False, True])
 def test_the_launcher_knows_a_failed_stage_by_its_message(has_group_ended: bool) -> None:
     report = outcome.FailureReport(
