@@ -29,6 +29,7 @@ __all__ = [
     "delivered",
     "describe_leaves",
     "dtype_of",
+    "fault_of",
     "float_positions",
     "is_array",
     "is_number",
@@ -87,14 +88,15 @@ def describe_leaves(tree: Pytree) -> list[str]:
 def check_values(tree: Pytree, of: str = "") -> None:
     """Raise InvalidArray for a leaf that looks like an array, but has no values for JAX to read."""
     for position, leaf in enumerate(jax.tree.leaves(tree)):
-        fault = _fault_of(leaf)
+        fault = fault_of(leaf)
         if fault:
             path, _ = jax.tree_util.tree_leaves_with_path(tree)[position]
             name = jax.tree_util.keystr(path)
             raise InvalidArray(f"DDP: leaf {name!r}{of} {fault}", op="DDP")
 
 
-def _fault_of(leaf: Any) -> str:
+def fault_of(leaf: Any) -> str:
+    """Return why JAX cannot read an array, as its name is followed by; nothing if it can."""
     if isinstance(leaf, np.ma.MaskedArray):
         return "is masked, and would lose its mask"
     if isinstance(leaf, jax.Array):

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferro_dist import interop
-from ferro_dist.integrations.jax_leaves import dtype_of, is_array, is_number
+from ferro_dist.errors import InvalidArray
+from ferro_dist.integrations.jax_leaves import dtype_of, fault_of, is_array, is_number
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.stage import ForwardInput, LossOf, Stage
@@ -194,6 +195,11 @@ class PipelinedJaxStage(Stage):
     def gradient_owner(self, name: str) -> object:
         # Each has its own, also of weights that begin as one array.
         return self.module._owners.setdefault(name, object())
+
+    def check_shareable(self, what: str, array: Array) -> None:
+        fault = fault_of(array)
+        if fault:
+            raise InvalidArray(f"Pipeline: {what} {fault}", op="Pipeline")
 
     def load(self, name: str, value: Array) -> None:
         leaves, structure, positions = self._flattened(self.module.params)

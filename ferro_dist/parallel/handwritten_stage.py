@@ -41,6 +41,7 @@ import numpy as np
 from ferro_dist import interop
 from ferro_dist.arguments import in_order
 from ferro_dist.backends.nccl import STREAM_PER_THREAD
+from ferro_dist.errors import InvalidArray
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.stage import ForwardInput, Stage
@@ -75,9 +76,7 @@ class HandwrittenStage(Stage):
         )
 
     def describe(self, array: Array) -> ArraySpec:
-        # Weights are described before each step, without copying those of NumPy.
-        is_read_as_is = isinstance(array, np.ndarray)
-        view = interop.as_view(array if is_read_as_is else interop.contiguous(array))
+        view = _view_of(array)
         dtype = interop.dtype_name(view.dtype)
         is_differentiable = "float" in dtype or "complex" in dtype
         is_on_host = view.device_type == interop.CPU
@@ -137,6 +136,14 @@ class HandwrittenStage(Stage):
 
     def gradient_owner(self, name: str) -> object:
         return self._named("grads")[name]
+
+    def check_shareable(self, what: str, array: Array) -> None:
+        if _view_of(array).is_readonly:
+            raise InvalidArray(
+                f"Pipeline: {what} is read-only. Give an array that can be overwritten with that "
+                "of another rank",
+                op="Pipeline",
+            )
 
     def load(self, name: str, value: Array) -> None:
         self.parameters()[name][...] = value
@@ -271,6 +278,12 @@ class HandwrittenStage(Stage):
 def _copy(array: Array) -> Array:
     copied: Array = array.copy() if hasattr(array, "copy") else interop.copy(array)
     return copied
+
+
+def _view_of(array: Array) -> interop.BufferView:
+    # Weights are described before each step, without copying those of NumPy.
+    is_read_as_is = isinstance(array, np.ndarray)
+    return interop.as_view(array if is_read_as_is else interop.contiguous(array))
 
 
 def _is_numpy(array: Array) -> bool:

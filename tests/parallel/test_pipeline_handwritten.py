@@ -292,13 +292,25 @@ def test_checkpointed_module_may_write_into_its_input(on_ranks: OnRanks) -> None
         assert_allclose(kept[1], again[1])
 
 
+def of_another_byte_order(weight: Array) -> Array:
+    return weight.astype(">f8")
+
+
+def read_only(weight: Array) -> Array:
+    weight.flags.writeable = False
+    return weight
+
+
+@pytest.mark.parametrize("change", [of_another_byte_order, read_only])
 @pytest.mark.parametrize("use", ["tied", "dp"])
-def test_weight_that_cannot_be_sent_is_told_on_every_rank(on_ranks: OnRanks, use: str) -> None:
+def test_weight_that_cannot_be_shared_is_told_on_every_rank(
+    on_ranks: OnRanks, use: str, change: Callable[[Array], Array]
+) -> None:
     def body(backend: Any) -> str:
         with fd.RankGrid(backend, pipeline=2) as grid:
             layer = Layer(0)
             if backend.rank == 3:
-                layer.weights["weight"] = layer.weights["weight"].astype(">f8")
+                layer.weights["weight"] = change(layer.weights["weight"])
             options: Any = {"dp": grid.data} if use == "dp" else {"tied": {"w": "weight"}}
             pipe = fd.Pipeline(layer, grid.pipeline, 2, **options)
             if use == "tied" and grid.data.rank == 0:

@@ -459,3 +459,46 @@ def test_replicas_and_ties_reduce_gradients(on_ranks: OnRanks) -> None:
     for gradients in on_ranks(4, body):
         for name, gradient in gradients.items():
             assert_allclose(gradient, 2 * expected[name], rtol=1e-4, atol=1e-6)
+
+
+def masked() -> Any:
+    return np.ma.masked_less(np.zeros((WIDTH, WIDTH), np.float32), 1)
+
+
+def abstract() -> Any:
+    return jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+
+
+def deleted() -> Any:
+    weight = jnp.zeros((WIDTH, WIDTH))
+    weight.delete()
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (masked, "is masked, and would lose its mask"),
+        (abstract, "is a jax.*ShapeDtypeStruct, not an array"),
+        (deleted, "was deleted, or donated to a computation"),
+    ],
+)
+def test_weights_without_values_are_told_to_all_before_any_is_shared(
+    on_ranks: OnRanks, weight: Callable[[], Any], words: str
+) -> None:
+    x, y = batch(4)
+
+    def body(backend: Any) -> None:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            params = make_params(backend.rank)
+            good = params["weight"]
+            if backend.rank == 3:
+                params["weight"] = weight()
+            stage = JaxStage(apply, params)
+            pipe = fd.Pipeline(stage, grid.pipeline, 2, dp=grid.data)
+            with pytest.raises(fd.InvalidArray, match=rf"\['weight'\].* of stage 1 {words}"):
+                pipe.step(x, y, loss_fn)
+            stage.params = {**params, "weight": good}
+            assert pipe.step(x, y, loss_fn) > 0
+
+    on_ranks(4, body)
