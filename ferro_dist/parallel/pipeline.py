@@ -375,6 +375,7 @@ class Pipeline(Generic[ModuleT]):
         ValueError, TypeError, StageFailed, PeerLostError, Timeout
             As for `step`.
         """
+        self._check_open()
         forward = self._pending_forward
         if forward is None:
             raise RuntimeError("Pipeline: backward needs a forward before it")
@@ -460,7 +461,7 @@ class Pipeline(Generic[ModuleT]):
     def close(self) -> None:
         """Leave the groups that were made for tied weights and between GPUs. Idempotent.
 
-        Other calls raise ChannelClosed afterwards, on every rank.
+        Afterwards, all calls that ranks make together raise ChannelClosed, on every rank.
         """
         self._is_closed = True
         if self._connection is not None:
@@ -585,14 +586,17 @@ class Pipeline(Generic[ModuleT]):
     # The first run
 
     def _connected(self) -> Connection:
-        if self._is_closed:  # whether or not this rank has a tied weight, whose group has ended
-            raise ChannelClosed(
-                "Pipeline: it was closed. Make a new one.", op="Pipeline", rank=self.backend.rank
-            )
+        self._check_open()
         if self._connection is None:
             settings = self._manifest()
             self._connection = connect(self._stages, self._lists, self._options, settings)
         return self._connection
+
+    def _check_open(self) -> None:
+        if self._is_closed:  # whether or not this rank has a tied weight, whose group has ended
+            raise ChannelClosed(
+                "Pipeline: it was closed. Make a new one.", op="Pipeline", rank=self.backend.rank
+            )
 
     def _manifest(self) -> list[str]:
         digest = hashlib.sha256(format_schedule(self._lists).encode()).hexdigest()[:12]

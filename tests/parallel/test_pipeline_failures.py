@@ -849,7 +849,15 @@ def test_closed_pipeline_is_told_on_every_rank(on_ranks: OnRanks) -> None:
         tied = None if backend.rank == 1 else {"up": stage.up.weight}
         with fd.Pipeline(stage, backend, 2, tied=tied) as pipe:
             pipe.step(*batch(4), mean_square)
-        for call in (pipe.plan, lambda: pipe.step(*batch(4), mean_square)):
+        x, y = batch(4)
+        calls: list[Callable[[], Any]] = [
+            lambda: pipe.step(x, y, mean_square),
+            lambda: pipe.eval(x),
+            lambda: pipe.forward(x),
+            lambda: pipe.backward([]),
+            pipe.plan,
+        ]
+        for call in calls:
             with pytest.raises(fd.ChannelClosed, match="it was closed"):
                 call()
         fd.Pipeline(stage, backend, 2, tied=tied).step(*batch(4), mean_square)
