@@ -158,8 +158,8 @@ class JaxDDP(DDP[Any]):
         Raises
         ------
         TypeError
-            A leaf is an integer, a bool, a random key or a masked array, or is traced; or the
-            weight is no number. Nothing was sent.
+            A leaf is an integer, a bool or a random key, is traced, or has no values, as a masked,
+            deleted or abstract array; or the weight is no number. Nothing was sent.
         CollectiveMismatch
             The trees of the ranks differ, or only some gave a weight. Raised on all of them; the
             group and this wrapper stay usable.
@@ -184,6 +184,8 @@ class JaxDDP(DDP[Any]):
 
         Raises
         ------
+        InvalidArray
+            A leaf has no values, as a masked, deleted or abstract array. Nothing was sent.
         CollectiveMismatch
             The ranks' trees or roots differ. Raised on all of them; the group stays usable.
         """
