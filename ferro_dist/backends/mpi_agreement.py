@@ -126,6 +126,8 @@ class Failure:
 
     def __str__(self) -> str:
         who = "the group" if self.culprit < 0 else f"rank {self.culprit}"
+        if self.kind == "left" and self.culprit == self.reporter:
+            return f"{who} left the group in a call"
         return {
             "timeout": f"rank {self.reporter} gave up waiting for {who}",
             "left": f"{who} left the group while rank {self.reporter} still needed it",

@@ -139,10 +139,15 @@ class MpiGroup(Backend):
         if self._is_closed or os.getpid() != self._pid:
             return False
         self._is_closed = True
-        self._progress.poison(arguments.closed_error(rank=self._rank), is_announced=True)
-        if self._mpi.Is_finalized():
-            return False
         with mpi_lock:
+            is_idle = self._progress.first_call() is None
+            self._progress.poison(arguments.closed_error(rank=self._rank), is_announced=True)
+            if self._mpi.Is_finalized():
+                return False
+            # A goodbye ends only calls that have yet to hear from this rank. In those that it has
+            # begun with the others, and drives no further, they would wait in vain.
+            if not is_idle:
+                self._agreement.say_failure("left", self._rank)
             comms = [self._comm, self._message_comm]
             is_sound = self._requests.num_under_way == 0
             departed = self._messages.departed

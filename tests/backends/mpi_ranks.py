@@ -321,6 +321,21 @@ def a_batch_names_who_left(group: Group) -> None:
     other.close()
 
 
+def a_rank_that_leaves_in_a_call_ends_it_for_the_others(group: Group) -> None:
+    """It has come to the call, so that no goodbye says who is missing."""
+    other = clone(group)
+    if group.rank == 0:
+        work = fd.allreduce(np.ones(1), other, async_op=True)
+        other.close()
+        raised(ChannelClosed, work.wait)
+    else:
+        error = raised(ChannelClosed, fd.allreduce, np.ones(1), other)
+        assert (error.op, error.peer, error.sequence) == ("allreduce", 0, 0)
+        assert "rank 0 left the group in a call" in str(error)
+    fd.barrier(group)
+    other.close()
+
+
 def _interrupt_the_wait() -> None:
     wait_until_called("_pause")
     os.kill(os.getpid(), signal.SIGINT)

@@ -45,6 +45,7 @@ BETWEEN_RANKS = [
     "control_c_ends_a_wait",
     "control_c_ends_a_call_that_has_not_begun_to_wait",
     "a_batch_names_who_left",
+    "a_rank_that_leaves_in_a_call_ends_it_for_the_others",
     "a_group_left_amid_the_comparison_of_counts_is_not_freed",
 ]
 # One library serves all sizes, the other the size that leaves every rank a core.
