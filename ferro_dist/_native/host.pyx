@@ -282,7 +282,7 @@ cdef class Communicator:
     cdef object _first_error
     cdef object __weakref__
     cdef set _in_flight    # work whose arrays the engine may still use
-    cdef size_t _sweep_at  # beyond FEW, how many gather in it before those that are done are let go
+    cdef size_t _calls_to_sweep  # after how many more calls those that are done are let go, beyond FEW
     cdef int _num_forks
 
     def __init__(self):
@@ -696,6 +696,7 @@ cdef class Communicator:
                 self._in_flight.discard(work)
                 raise
             return work
+        self._let_go(0)
         self._run(c, seconds)
         return delivered(self._arrays, written, like)
 
@@ -740,6 +741,7 @@ cdef class Communicator:
                 self._in_flight.discard(work)
                 raise
             return work
+        self._let_go(0)
         try:
             ferro.exchange(self._engine, op, messages, seconds)
         except BaseException as error:
@@ -755,14 +757,27 @@ cdef class Communicator:
         work._views = views
         work._written = written
         work._like = like
-        cdef size_t num_in_flight = len(self._in_flight)
-        if num_in_flight <= FEW or num_in_flight >= self._sweep_at:
-            for other in list(self._in_flight):
-                if (<HostWork> other)._task.get().is_done():
-                    self._in_flight.discard(other)
-            self._sweep_at = 2 * len(self._in_flight)  # so that it costs little per call
+        self._let_go(FEW)
         self._in_flight.add(work)
         return work
+
+    # Of work that is done, and for which nobody has waited. A sweep is due after as many calls as the one
+    # before it left pieces, so that it costs each of them little; at once if there are only a `few`.
+    cdef inline int _let_go(self, size_t few) except -1:
+        cdef size_t num_in_flight = len(self._in_flight)
+        if num_in_flight == 0:
+            return 0
+        if num_in_flight > few and self._calls_to_sweep > 0:
+            self._calls_to_sweep -= 1
+            return 0
+        return self._sweep()
+
+    cdef int _sweep(self) except -1:
+        for work in list(self._in_flight):
+            if (<HostWork> work)._task.get().is_done():
+                self._in_flight.discard(work)
+        self._calls_to_sweep = len(self._in_flight)
+        return 0
 
     # NumPy's are made here: the way through interop takes as long as a small collective.
     cdef inline object _new_like(self, object x):

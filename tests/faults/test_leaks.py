@@ -294,6 +294,34 @@ def test_an_array_in_symmetric_memory_keeps_that_and_nothing_else() -> None:
     run_ranks(2, keep_an_array, backend="none")
 
 
+def call_again(backend: fd.Backend, again: str) -> None:
+    if again == "allreduce work":
+        fd.allreduce(np.ones(1), backend, async_op=True).wait()
+    elif again == "allreduce":
+        fd.allreduce(np.ones(1), backend)
+    else:
+        fd.sendrecv(np.ones(1), np.empty(1), backend, 1 - backend.rank, 1 - backend.rank)
+
+
+def drop_work(backend: fd.Backend, again: str) -> int:
+    arrays = [np.ones(10) for _ in range(100)]
+    kept = [weakref.ref(x) for x in arrays]
+    while arrays:
+        x = arrays.pop()
+        fd.allreduce(x, backend, out=x, async_op=True)
+    del x
+    fd.barrier(backend)  # which waits for its turn
+    for _ in range(len(kept) + 1):
+        call_again(backend, again)
+    return sum(reference() is not None for reference in kept)
+
+
+@pytest.mark.parametrize("again", ["allreduce work", "allreduce", "sendrecv"])
+@pytest.mark.parametrize("transport", GROUPS)
+def test_arrays_of_work_that_nobody_waited_for_are_let_go(transport: str, again: str) -> None:
+    assert run_ranks(2, drop_work, again, backend=transport) == [0, 0]
+
+
 def report_pid_and_die(rank: int, world_size: int, addr: str, fifo: str) -> None:
     backend = fd.HostBackend(rank, world_size, addr)
     x = fd.empty(1000, "float32", backend)
