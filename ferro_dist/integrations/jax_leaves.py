@@ -96,7 +96,7 @@ def check_values(tree: Pytree, of: str = "") -> None:
 
 
 def fault_of(leaf: Any) -> str:
-    """Return why JAX cannot read an array, as its name is followed by; nothing if it can."""
+    """Return why JAX cannot read an array, in words to follow its name; none if it can."""
     if isinstance(leaf, np.ma.MaskedArray):
         return "is masked, and would lose its mask"
     if isinstance(leaf, jax.Array):
