@@ -29,6 +29,7 @@ from ferro_dist.errors import (
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = [
+    "SEE_ITS_OUTPUT",
     "UnevenCounts",
     "as_float",
     "check_apart",
@@ -47,6 +48,7 @@ __all__ = [
     "check_world_size",
     "closed_error",
     "elements",
+    "explain",
     "first_line",
     "in_order",
     "integer",
@@ -68,6 +70,8 @@ __all__ = [
 
 MAX_WORLD_SIZE = 8190  # what the engine can name in an error: kMaxWorldSize of error.hpp
 MAX_COUNT = (1 << 59) - 1  # of the widest elements, 16 bytes, NumPy can still express the size
+
+SEE_ITS_OUTPUT = "Its own output may say why. "  # in errors that blame a rank which is gone
 
 _MAX_NAMED = 16  # members of a group, where an error names them
 
@@ -200,6 +204,12 @@ def first_line(error: BaseException) -> str:
     except Exception:  # of a program's own kind
         lines = []
     return lines[0] if lines else type(error).__name__
+
+
+def explain(error: ChannelClosed, reason: BaseException) -> None:
+    """Let the error of a rank that lost a peer show why that left, instead of where to look."""
+    error.args = (str(error).replace(SEE_ITS_OUTPUT, ""),)
+    error.__cause__ = reason
 
 
 def mismatch_error(where: str, difference: str, **facts: Any) -> CollectiveMismatch:

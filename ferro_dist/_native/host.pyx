@@ -38,6 +38,7 @@ from numpy import empty, ndarray
 from ferro_dist import arguments
 from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import (
+    ChannelClosed,
     DistributedError,
     InvalidArray,
     LockPoisoned,
@@ -228,7 +229,7 @@ cdef class HostWork:
         try:
             self._task.get().rethrow()
         except DistributedError as error:
-            self._communicator._note(error)
+            self._communicator._failed(error)
             raise
 
     def is_completed(self):
@@ -280,6 +281,9 @@ cdef class Communicator:
     cdef public double timeout
     cdef object _arrays
     cdef object _first_error
+    # Why ranks ended their part, by rank, for all ranks of a group of threads; None where they are processes.
+    # Let go by close(): tracebacks keep frames alive, and so the arrays of the rank that failed.
+    cdef dict _reasons
     cdef object __weakref__
     cdef set _in_flight    # work whose arrays the engine may still use
     cdef size_t _calls_to_sweep  # after how many more calls those that are done are let go, beyond FEW
@@ -294,10 +298,14 @@ cdef class Communicator:
         cdef vector[shared_ptr[Engine]] engines = Engine.create_group(
             world_size, num_cores, <PeerReads> peer_reads
         )
+        cdef Communicator communicator
+        cdef dict reasons = {}
         cdef list group = []
         cdef int rank
         for rank in range(world_size):
-            group.append(_wrap(engines[rank], rank, world_size, timeout, arrays))
+            communicator = _wrap(engines[rank], rank, world_size, timeout, arrays)
+            communicator._reasons = reasons
+            group.append(communicator)
         return group
 
     @staticmethod
@@ -345,7 +353,7 @@ cdef class Communicator:
         """Leave the group; True if that is done, and no array is in use any more."""
         if self._num_forks == num_forks and not ferro.close(self._engine):
             return False
-        self._in_flight.clear()
+        self._let_go_of_all()
         return True
 
     def closer(self):
@@ -389,9 +397,16 @@ cdef class Communicator:
         """End the group on all ranks: `error` struck between calls that belong together."""
         cdef shared_ptr[Engine] engine = self._engine
         if self._num_forks == num_forks:
+            self.give_reason(error)
             with nogil:  # telling a peer that reads nothing takes a while
                 engine.get().interrupt()
             self._note(error)
+
+    def give_reason(self, error):
+        """Let `error` be the cause of what the others raise when this rank is gone, if they are threads."""
+        # One that was never raised only stands for another, which is yet to leave.
+        if self._reasons is not None and error.__traceback__ is not None:
+            self._reasons.setdefault(self.rank, error)
 
     def allocate(self, Py_ssize_t nbytes):
         """Symmetric memory, or None where the group shares none."""
@@ -664,11 +679,13 @@ cdef class Communicator:
 
     cdef int _refuse(self) except -1:
         self._check_own()
+        first_error = copy.copy(self._first_error)  # of which the cause must not become a part
+        self._explain(first_error)
         raise LockPoisoned(
             f"The group ended with an earlier error: {arguments.first_line(self._first_error)}\n"
             "Go on in the group that shrink() makes, or make a new one.",
             rank=self.rank, op=self._first_error.op, peer=self._first_error.peer,
-            sequence=self._first_error.sequence) from self._first_error
+            sequence=self._first_error.sequence) from first_error
 
     cdef inline double _seconds(self, timeout) except? -1:
         if timeout is None:
@@ -705,7 +722,7 @@ cdef class Communicator:
         try:
             ferro.run(self._engine, c[0], seconds)
         except BaseException as error:
-            self._note(error)
+            self._failed(error)
             raise
         return 0
 
@@ -745,7 +762,7 @@ cdef class Communicator:
         try:
             ferro.exchange(self._engine, op, messages, seconds)
         except BaseException as error:
-            self._note(error)
+            self._failed(error)
             raise
         return result
 
@@ -772,6 +789,12 @@ cdef class Communicator:
             return 0
         return self._sweep()
 
+    # Once the engine uses no array any more.
+    cdef int _let_go_of_all(self) except -1:
+        self._in_flight.clear()
+        self._reasons = None
+        return 0
+
     cdef int _sweep(self) except -1:
         for work in list(self._in_flight):
             if (<HostWork> work)._task.get().is_done():
@@ -782,6 +805,17 @@ cdef class Communicator:
     # NumPy's are made here: the way through interop takes as long as a small collective.
     cdef inline object _new_like(self, object x):
         return empty(x.shape, x.dtype) if type(x) is ndarray else self._arrays.allocate(x)
+
+    cdef int _failed(self, object error) except -1:
+        self._note(error)
+        self._explain(error)
+        return 0
+
+    # Nobody may see what another thread prints: its executor or future keeps the exception.
+    cdef int _explain(self, object error) except -1:
+        if self._reasons is not None and isinstance(error, ChannelClosed) and error.peer in self._reasons:
+            arguments.explain(error, self._reasons[error.peer])
+        return 0
 
     cdef int _note(self, object error) except -1:
         if self._first_error is not None or self._engine.get().is_closed():
@@ -838,7 +872,7 @@ cdef class Closer:
             ferro.close(self._engine)
         communicator = self._communicator()
         if communicator is not None:
-            communicator._in_flight.clear()
+            communicator._let_go_of_all()
 
 
 cdef Communicator _wrap(shared_ptr[Engine] engine, int rank, int world_size, double timeout, object arrays):

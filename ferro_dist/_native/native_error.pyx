@@ -5,7 +5,7 @@ from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
-from ferro_dist.arguments import closed_error, mismatch_error, of_group
+from ferro_dist.arguments import SEE_ITS_OUTPUT, closed_error, mismatch_error, of_group
 from ferro_dist.errors import (
     ChannelClosed,
     Io,
@@ -99,7 +99,7 @@ cdef object _exception_of(const Error& error):
     if error.code == ErrorCode.channel_closed:
         return ChannelClosed(
             f"{where}: rank {error.peer} left the group.{_reported_by(error)}\n"
-            f"Its own output may say why. {GO_ON_WITHOUT_IT}", **facts)
+            f"{SEE_ITS_OUTPUT}{GO_ON_WITHOUT_IT}", **facts)
     if error.code == ErrorCode.superseded:
         return LockPoisoned(
             f"{where}: rank {error.peer} went on in the group that shrink() made, without this rank.\n"
@@ -107,7 +107,7 @@ cdef object _exception_of(const Error& error):
     if error.code == ErrorCode.interrupted:
         return ChannelClosed(
             f"{where}: rank {error.peer} was interrupted by an exception inside a call of this group.\n"
-            f"Its own output may say which. {GO_ON}", **facts)
+            f"{SEE_ITS_OUTPUT}{GO_ON}", **facts)
     if error.code == ErrorCode.out_of_memory:
         return ChannelClosed(
             f"{where}: rank {error.peer} ran out of memory inside a call of this group.\n{GO_ON}", **facts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
 
 from ferro_dist import arguments
 from ferro_dist._native.host import Communicator
@@ -27,6 +28,9 @@ class SimulatedBackend(EngineBackend):
     algorithms, checks and errors, over memory that the threads share anyway. Each rank needs a
     thread of its own: two in one thread would wait for each other. In Python, Ctrl-C interrupts
     only the main thread: ranks in others that wait in vain do so until `timeout`.
+
+    An exception that leaves a rank's ``with`` block is the ``__cause__`` of the `ChannelClosed`
+    that the others get: of several threads' exceptions, executors show one.
     """
 
     name = "simulated"
@@ -112,6 +116,16 @@ class SimulatedBackend(EngineBackend):
             return self.create_group(world_size, timeout=self.timeout)
         except (DistributedError, MemoryError) as error:
             return [error] * world_size
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is not None:
+            self._group.give_reason(exc)
+        super().__exit__(exc_type, exc, traceback)
 
     def shrink(self, timeout: float | None = None) -> SimulatedBackend:
         seconds = self._time_to_shrink(timeout)

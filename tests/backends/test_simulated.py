@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import resource
 import weakref
@@ -245,6 +246,102 @@ def test_who_loses_a_rank_that_left_is_told_to_look_at_its_output() -> None:
     second.close()
     with first, pytest.raises(fd.ChannelClosed, match=r"rank 1 left .*\n.*own output may say why"):
         fd.barrier(first)
+
+
+def _wait_for_work(group: fd.Backend) -> None:
+    fd.allreduce(np.ones(3), group, async_op=True).wait()
+
+
+def _receive(group: fd.Backend) -> None:
+    fd.recv(np.empty(3), group, 1)
+
+
+@pytest.mark.parametrize("lose", [fd.barrier, _receive, _wait_for_work])
+def test_who_loses_a_rank_to_an_exception_is_shown_it(lose: Callable[[fd.Backend], Any]) -> None:
+    def body(rank: fd.SimulatedBackend) -> None:
+        with rank:
+            if rank.rank == 1:
+                raise ZeroDivisionError("rank 1's own")
+            lose(rank)
+
+    group = fd.SimulatedBackend.create_group(2, timeout=30)
+    with ThreadPoolExecutor(2) as threads:
+        lost, failed = (future.exception() for future in [threads.submit(body, r) for r in group])
+    assert isinstance(lost, fd.ChannelClosed)
+    assert lost.__cause__ is failed
+    assert "rank 1 left" in str(lost)
+    assert "own output" not in str(lost)
+
+
+def test_a_part_of_a_group_is_shown_the_exception_too() -> None:
+    def body(rank: fd.SimulatedBackend) -> None:
+        pair = rank.split([0, 2])
+        with rank:
+            if pair is not None:
+                with pair:
+                    if rank.rank == 2:
+                        raise ZeroDivisionError
+                    fd.barrier(pair)
+
+    group = fd.SimulatedBackend.create_group(3, timeout=30)
+    with ThreadPoolExecutor(3) as threads:
+        lost, _, failed = (
+            future.exception() for future in [threads.submit(body, r) for r in group]
+        )
+    assert isinstance(lost, fd.ChannelClosed)
+    assert lost.__cause__ is failed
+
+
+def test_later_calls_are_shown_the_exception_too() -> None:
+    first, second = fd.SimulatedBackend.create_group(2, timeout=30)
+    with pytest.raises(ZeroDivisionError) as failure, second:
+        raise ZeroDivisionError
+    with first:
+        with pytest.raises(fd.ChannelClosed):
+            fd.barrier(first)
+        with pytest.raises(fd.LockPoisoned) as refusal:
+            fd.barrier(first)
+        assert refusal.value.__cause__ is not None
+        assert refusal.value.__cause__.__cause__ is failure.value
+
+
+def test_who_loses_a_rank_to_an_interruption_is_shown_it() -> None:
+    first, second = fd.SimulatedBackend.create_group(2, timeout=30)
+    with first, second:
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError as error:
+            failed = error
+            second.interrupt(error)
+        with pytest.raises(fd.ChannelClosed, match="rank 1 was interrupted") as loss:
+            fd.barrier(first)
+        assert loss.value.__cause__ is failed
+
+
+def test_an_exception_after_close_is_no_reason_for_it() -> None:
+    first, second = fd.SimulatedBackend.create_group(2, timeout=30)
+    with contextlib.suppress(ZeroDivisionError), second:
+        second.close()
+        raise ZeroDivisionError
+    with first, pytest.raises(fd.ChannelClosed, match="own output may say why") as loss:
+        fd.barrier(first)
+    assert loss.value.__cause__ is None
+
+
+def test_an_exception_is_let_go_when_all_ranks_have_left() -> None:
+    def fail(rank: fd.SimulatedBackend) -> weakref.ref[Any]:
+        x = np.zeros(1000)
+        try:
+            with rank:
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            return weakref.ref(x)
+
+    first, second = fd.SimulatedBackend.create_group(2, timeout=30)
+    dropped = fail(second)
+    with first, contextlib.suppress(fd.ChannelClosed):
+        fd.barrier(first)
+    assert dropped() is None
 
 
 @pytest.mark.parametrize("absent", [0, 2])
