@@ -813,8 +813,9 @@ cdef class Communicator:
 
     # Nobody may see what another thread prints: its executor or future keeps the exception.
     cdef int _explain(self, object error) except -1:
-        if self._reasons is not None and isinstance(error, ChannelClosed) and error.peer in self._reasons:
-            arguments.explain(error, self._reasons[error.peer])
+        cdef dict reasons = self._reasons  # which close() in another thread takes away
+        if reasons is not None and isinstance(error, ChannelClosed) and error.peer in reasons:
+            arguments.explain(error, reasons[error.peer])
         return 0
 
     cdef int _note(self, object error) except -1:
