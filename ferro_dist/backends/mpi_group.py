@@ -140,9 +140,12 @@ class MpiGroup(Backend):
             return False
         self._is_closed = True
         with mpi_lock:
+            is_finalized = self._mpi.Is_finalized()
+            if not is_finalized:
+                self._progress.advance()  # what has come already is no reason to end the group
             is_idle = self._progress.first_call() is None
             self._progress.poison(arguments.closed_error(rank=self._rank), is_announced=True)
-            if self._mpi.Is_finalized():
+            if is_finalized:
                 return False
             # A goodbye ends only calls that have yet to hear from this rank. In those that it has
             # begun with the others, and drives no further, they would wait in vain.

@@ -75,6 +75,7 @@ class Call:
         self.is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
+        self._is_advancing = False
         self._waited_since: float | None = None
         self._begin: Callable[[], Steps] | None = begin
         self._steps: Steps | None = begin()
@@ -95,6 +96,9 @@ class Call:
     def advance(self) -> None:
         """Do what can be done without waiting."""
         assert self._steps is not None
+        if self._is_advancing:
+            return  # a signal handler has interrupted it, and looks after the group
+        self._is_advancing = True
         try:
             next(self._steps)
         except StopIteration as end:
@@ -104,6 +108,8 @@ class Call:
         except BaseException as error:  # even Ctrl-C: the generator is dead all the same
             self._abandon(error)
             raise
+        finally:
+            self._is_advancing = False
 
     def fail(self, error: BaseException) -> None:
         """End the call with this error, whatever it is doing."""
@@ -247,6 +253,8 @@ class Progress:
                 call.advance()
             if not call.is_done:
                 return
+            if not calls or calls[0] is not call:
+                return  # a signal handler has done the rest
             calls.popleft()
             self._judge(call)
         self._lanes.pop(lane, None)

@@ -36,6 +36,8 @@ from fault_injection import wait_until_called
 import ferro_dist as fd
 from ferro_dist import ChannelClosed, LockPoisoned, MpiBackend, P2POp, ReduceOp, Timeout
 from ferro_dist.backends import mpi_memory
+from ferro_dist.backends.mpi_agreement import Fingerprint
+from ferro_dist.backends.mpi_progress import Steps
 from ferro_dist.cores import count_own
 from ferro_dist.rendezvous import machine
 
@@ -210,9 +212,9 @@ def arrays_of_a_group_that_is_dropped_stay_while_mpi_uses_them(group: Group) -> 
         assert memory() is not None
         (unsound,) = (left for left in mpi_farewell._leaving if not left._is_sound)
         mpi_farewell._leaving.remove(unsound)
-    else:
-        other.close()
     fd.barrier(group)
+    if group.rank != 0:
+        other.close()
 
 
 def messages_left_behind_do_not_reach_the_next_group(group: Group) -> None:
@@ -334,6 +336,41 @@ def a_rank_that_leaves_in_a_call_ends_it_for_the_others(group: Group) -> None:
         assert "rank 0 left the group in a call" in str(error)
     fd.barrier(group)
     other.close()
+
+
+def work_that_only_has_to_be_looked_at_is_over_when_a_rank_leaves(group: Group) -> None:
+    """The last message has come, though nobody has asked for it."""
+    other = clone(group)
+    y = np.empty(1)
+    if group.rank == 0:
+        fd.recv(y, other, 1, async_op=True)
+    elif group.rank == 1:
+        fd.send(np.ones(1), other, 0)
+    fd.barrier(group)
+    if group.rank == 0:
+        other.close()
+        assert y == 1
+    else:
+        error = raised(ChannelClosed, fd.recv, y, other, 0)
+        assert "in a call" not in str(error)
+    fd.barrier(group)
+    other.close()
+
+
+def a_signal_handler_may_close_amid_a_step(group: Group) -> None:
+    other = clone(group)
+    previous = signal.signal(signal.SIGUSR1, lambda *_: other.close())
+
+    def move() -> Steps:
+        signal.raise_signal(signal.SIGUSR1)
+        yield
+
+    try:
+        raised(ChannelClosed, other._collective, Fingerprint("barrier"), move, False, None)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert other.is_closed
+    fd.barrier(group)
 
 
 def _interrupt_the_wait() -> None:

@@ -46,6 +46,8 @@ BETWEEN_RANKS = [
     "control_c_ends_a_call_that_has_not_begun_to_wait",
     "a_batch_names_who_left",
     "a_rank_that_leaves_in_a_call_ends_it_for_the_others",
+    "work_that_only_has_to_be_looked_at_is_over_when_a_rank_leaves",
+    "a_signal_handler_may_close_amid_a_step",
     "a_group_left_amid_the_comparison_of_counts_is_not_freed",
 ]
 # One library serves all sizes, the other the size that leaves every rank a core.
