@@ -796,8 +796,11 @@ cdef class Communicator:
         return 0
 
     cdef int _sweep(self) except -1:
+        cdef Task* task
         for work in list(self._in_flight):
-            if (<HostWork> work)._task.get().is_done():
+            task = (<HostWork> work)._task.get()
+            # NULL if it is refused right now: other code may run while the error is put into words.
+            if task != NULL and task.is_done():
                 self._in_flight.discard(work)
         self._calls_to_sweep = len(self._in_flight)
         return 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -82,6 +84,27 @@ def test_close_ends_the_call_of_another_thread(name: str, transport: str) -> Non
         assert "This rank has closed the group" in outcome.message
     for (outcome,) in outcomes[1:]:
         assert (outcome.kind, outcome.peer) == ("ChannelClosed", 0), outcome
+
+
+def call_while_another_is_refused(backend: fd.Backend) -> list[Told]:
+    errors = []
+
+    def call_too(frame: FrameType, _event: str, _arg: object) -> None:
+        if frame.f_code.co_name == "closed_error":
+            sys.setprofile(None)
+            errors.append(error_of(lambda: fd.barrier(backend)))
+
+    backend.close()
+    sys.setprofile(call_too)
+    errors.append(error_of(lambda: fd.barrier(backend, async_op=True)))
+    return errors
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_a_call_may_be_made_while_another_is_being_refused(transport: str) -> None:
+    """As by another thread, to which the one that makes the error lets go of the interpreter."""
+    for errors in run_ranks(2, call_while_another_is_refused, backend=transport):
+        assert [error.kind for error in errors] == ["ChannelClosed"] * 2
 
 
 def test_groups_close_under_calls_at_any_moment() -> None:
