@@ -251,11 +251,19 @@ void Communicator::exchange(Call& call, Op op, const std::vector<PointToPoint>& 
   note_caller();
   Batch batch(messages);
   if (Messenger::nbytes_of(batch) > shm_cost::kBriefNbytes) call.begin_blocking();
+  bool must_queue;
+  Tasks done;
   {
     const Gate::Pass pass = enter(*message_gate_, call, op, num_exchanges_);
     check_open();
-    if (message_queue_.num_waiting() == 0) return run_now(call, op, batch);
+    must_queue = message_queue_.num_waiting() != 0;
+    if (!must_queue) {
+      run_now(call, op, batch);
+      done = take_done(posted_);  // what has come with it: perhaps nobody asks for that
+    }
   }
+  retire(done);
+  if (!must_queue) return;
   // Goes behind what this thread may have submitted earlier, and what has not been posted yet.
   const auto task = std::make_shared<Task>(op, messages, call.timeout_s());
   call.extend(kGraceSeconds);

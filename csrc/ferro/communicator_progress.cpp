@@ -124,7 +124,7 @@ void Communicator::run_messages() noexcept {
   message_queue_.abandon([this](const Task& task) { return abandoned(task); });
 }
 
-// Moves messages until at least one task is done. Returns those that are.
+// Moves messages until at least one task is done. Returns those that are, and those that nobody attended to.
 Tasks Communicator::move_messages(Tasks& under_way) noexcept {
   Call unhurried(kUnlimited);
   const Gate::Pass pass(*message_gate_, unhurried);
@@ -151,6 +151,7 @@ Tasks Communicator::move_messages(Tasks& under_way) noexcept {
   }
   Tasks done = take_done(under_way);
   if (under_way.empty()) messenger.relieve();
+  done.splice(done.end(), take_done(posted_));
   return done;
 }
 

@@ -322,6 +322,32 @@ def test_arrays_of_work_that_nobody_waited_for_are_let_go(transport: str, again:
     assert run_ranks(2, drop_work, again, backend=transport) == [0, 0]
 
 
+def drop_receives(backend: fd.Backend, again: str) -> int:
+    peer = 1 - backend.rank
+    kept = []
+    for _ in range(5):
+        y = np.empty(1)
+        kept.append(weakref.ref(y))
+        fd.recv(y, backend, peer, async_op=True)
+    del y
+    fd.barrier(backend)  # which leaves messages alone
+    for _ in kept:
+        fd.send(np.ones(1), backend, peer)
+    for _ in range(len(kept) + 1):
+        if again == "sendrecv":
+            call_again(backend, again)
+        else:  # too much to begin at once
+            x = np.ones(100_000)
+            fd.sendrecv(x, np.empty_like(x), backend, peer, peer, async_op=True).wait()
+    return sum(reference() is not None for reference in kept)
+
+
+@pytest.mark.parametrize("again", ["sendrecv", "sendrecv work"])
+@pytest.mark.parametrize("transport", GROUPS)
+def test_arrays_of_receives_that_nobody_waited_for_are_let_go(transport: str, again: str) -> None:
+    assert run_ranks(2, drop_receives, again, backend=transport) == [0, 0]
+
+
 def report_pid_and_die(rank: int, world_size: int, addr: str, fifo: str) -> None:
     backend = fd.HostBackend(rank, world_size, addr)
     x = fd.empty(1000, "float32", backend)
