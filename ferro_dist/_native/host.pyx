@@ -281,7 +281,7 @@ cdef class Communicator:
     cdef public double timeout
     cdef object _arrays
     cdef object _first_error
-    # Why ranks ended their part, by rank, for all ranks of a group of threads; None where they are processes.
+    # Why ranks left, by rank, for all ranks of a group of threads; None where they are processes.
     # Let go by close(): tracebacks keep frames alive, and so the arrays of the rank that failed.
     cdef dict _reasons
     cdef object __weakref__
@@ -397,16 +397,14 @@ cdef class Communicator:
         """End the group on all ranks: `error` struck between calls that belong together."""
         cdef shared_ptr[Engine] engine = self._engine
         if self._num_forks == num_forks:
-            self.give_reason(error)
             with nogil:  # telling a peer that reads nothing takes a while
                 engine.get().interrupt()
             self._note(error)
 
     def give_reason(self, error):
-        """Let `error` be the cause of what the others raise when this rank is gone, if they are threads."""
-        # One that was never raised only stands for another, which is yet to leave.
-        if self._reasons is not None and error.__traceback__ is not None:
-            self._reasons.setdefault(self.rank, error)
+        """Let `error` be the cause of what the others raise when this rank has left, if they are threads."""
+        if self._reasons is not None:
+            self._reasons[self.rank] = error
 
     def allocate(self, Py_ssize_t nbytes):
         """Symmetric memory, or None where the group shares none."""

@@ -305,19 +305,6 @@ def test_later_calls_are_shown_the_exception_too() -> None:
         assert refusal.value.__cause__.__cause__ is failure.value
 
 
-def test_who_loses_a_rank_to_an_interruption_is_shown_it() -> None:
-    first, second = fd.SimulatedBackend.create_group(2, timeout=30)
-    with first, second:
-        try:
-            raise ZeroDivisionError
-        except ZeroDivisionError as error:
-            failed = error
-            second.interrupt(error)
-        with pytest.raises(fd.ChannelClosed, match="rank 1 was interrupted") as loss:
-            fd.barrier(first)
-        assert loss.value.__cause__ is failed
-
-
 def test_an_exception_after_close_is_no_reason_for_it() -> None:
     first, second = fd.SimulatedBackend.create_group(2, timeout=30)
     with contextlib.suppress(ZeroDivisionError), second:
