@@ -187,8 +187,9 @@ def closed_error(
     global_ranks: tuple[int, ...] | None = None,
 ) -> ChannelClosed:
     """Make the error of a call on a rank that has closed its group."""
+    call = "" if op is None else f"{op}: " if sequence is None else f"{op} #{sequence}: "
     return ChannelClosed(
-        "This rank has closed the group. Make a new one.",
+        f"{call}This rank has closed the group. Make a new one.",
         op=op,
         rank=rank,
         peer=peer,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from ferro_dist.arguments import check_timeout, name_group
+from ferro_dist.arguments import check_timeout, name_call
 from ferro_dist.cores import count_own
 from ferro_dist.errors import DistributedError
 from ferro_dist.reduce_op import ReduceOp
@@ -392,8 +392,8 @@ class Backend(abc.ABC):
         try:
             yield
         except DistributedError as error:
+            name_call(error, "split", self)
             error.op, error.rank = "split", self.rank
-            name_group(error, self)
             raise
 
     def _seconds(self, timeout: float | None) -> float:

@@ -191,6 +191,23 @@ def test_a_group_may_be_given_back_without_closing_it() -> None:
         assert group.world_size == 3
 
 
+def test_errors_of_a_rank_that_has_closed_its_group_name_the_call() -> None:
+    group, other = fd.SimulatedBackend.create_group(2)
+    work = fd.allreduce(np.ones(3), group, async_op=True)
+    for each in (group, other):
+        each.close()
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("allreduce #0", work.wait),
+        ("barrier", lambda: fd.barrier(group)),
+        ("empty", lambda: fd.empty(3, "int8", group)),
+        ("split", lambda: group.split([0])),
+        ("shrink", group.shrink),
+    ]
+    for name, refused in calls:
+        with pytest.raises(fd.ChannelClosed, match=f"^{name}: This rank has closed the group"):
+            refused()
+
+
 def test_all_members_hear_that_their_group_could_not_be_made() -> None:
     group = fd.SimulatedBackend.create_group(3, timeout=30)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
