@@ -375,14 +375,22 @@ def _read(rank: _Rank) -> None:
 
 def _await_exits(ranks: list[_Rank], deadline: float, may_die: set[int]) -> None:
     """Wait until ranks whose bodies have returned exit: crashes and hangs at exit count, too."""
+    running = [rank for rank in ranks if rank.number not in may_die]
+    while running:
+        # All at once: one that crashes may be what another, which comes first here, waits for.
+        sentinels = [rank.process.sentinel for rank in running]
+        ready = wait(sentinels, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(running[0].number, "did not exit in time after its body had returned")
+        for rank in running:
+            if rank.process.sentinel in ready:
+                rank.process.join()
+                if exitcode := rank.process.exitcode:
+                    what = _describe_end(exitcode, "after its body had returned")
+                    raise RankFailed(rank.number, what)
+        running = [rank for rank in running if rank.process.sentinel not in ready]
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
-        exitcode = rank.process.exitcode
-        if exitcode == 0 or rank.number in may_die:
-            continue
-        if exitcode is None:
-            raise RankFailed(rank.number, "did not exit in time after its body had returned")
-        raise RankFailed(rank.number, _describe_end(exitcode, "after its body had returned"))
 
 
 def _describe_end(exitcode: int, when: str) -> str:

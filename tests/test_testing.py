@@ -111,6 +111,13 @@ def close_everything_and_stay(rank: int, world_size: int, addr: str) -> None:
     signal.pause()
 
 
+def die_at_exit_on_rank_1(backend: fd.Backend) -> None:
+    if backend.rank == 1:
+        die_at_exit(backend)
+    else:
+        never_exit(backend)
+
+
 def never_exit(backend: fd.Backend) -> int:
     Finalize(None, signal.pause, exitpriority=0)
     return backend.rank
@@ -150,7 +157,8 @@ def test_ranks_have_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch)
         (return_what_cannot_be_read, 60, "rank [01] returned .* cannot read: ValueError: not for"),
         (be_killed_halfway, 60, "rank [01] was killed by SIGKILL before its body returned"),
         (be_stopped_halfway, 3, r"rank 0 did not end in time \(still running: 0, 1\)"),
-        (die_at_exit, 60, "rank 0 was killed by SIGSEGV after its body had returned"),
+        (die_at_exit, 60, "rank [01] was killed by SIGSEGV after its body had returned"),
+        (die_at_exit_on_rank_1, 60, "rank 1 was killed by SIGSEGV after its body had returned"),
     ],
 )
 def test_what_became_of_a_rank_is_said(body: Callable[..., Any], timeout: float, what: str) -> None:
