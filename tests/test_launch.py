@@ -1094,6 +1094,40 @@ except RuntimeError as error:
     assert (code, err.splitlines()[-1]) == (7, "ferrorun: rank 1 exited with code 7")
 
 
+CLIMB = """
+def climb(depth, then): return climb_on(depth - 1, then) if depth else then()
+def climb_on(depth, then): return climb(depth, then)
+"""
+
+
+def test_a_rank_that_has_lost_another_deep_inside_is_not_named(launch: Launch) -> None:
+    script = """
+if rank == 1:
+    wait_for_order(); raise SystemExit(7)
+report(os.getpid())
+climb(450, lose_another)
+"""
+    job = launch(LOSE_ANOTHER + CLIMB + script, "-n2")
+    wait_for_the_end_of(int(*job.sorted_reports(1)))
+    job.order()
+    code, _, err = job.finish()
+    assert len(err) > 1 << 16
+    assert (code, err.splitlines()[-1]) == (7, "ferrorun: rank 1 exited with code 7")
+
+
+def test_an_error_from_deep_inside_is_shown_as_any_other(launch: Launch) -> None:
+    script = (
+        CLIMB
+        + r"""
+def fail(): raise ValueError("bad input\nin line 3")
+climb(450, fail)
+"""
+    )
+    _, _, err = launch(script, "-n1").finish()
+    verdict = "ferrorun: rank 0 exited with code 1: ValueError: bad input ... in line 3"
+    assert err.splitlines()[-1] == verdict
+
+
 def test_of_a_pipelines_ranks_the_one_whose_stage_failed_is_named(launch: Launch) -> None:
     script = """
 import numpy as np

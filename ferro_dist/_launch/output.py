@@ -21,7 +21,7 @@ READ_NBYTES = 1 << 16
 QUEUE_NBYTES = 1 << 20
 # Longer lines are broken, so that a rank that never ends a line cannot exhaust memory.
 LINE_NBYTES = 1 << 26
-TAIL_NBYTES = 1 << 14  # a traceback and more
+TAIL_NBYTES = 1 << 16  # a traceback and more, unless it is very deep
 # poll() promises that this much can be written to a pipe without blocking.
 PIPE_NBYTES = select.PIPE_BUF
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -73,10 +73,15 @@ class Stream:
         self.target = target  # the launcher's descriptor of the same kind
         self.rank = rank
         self.log = log
-        self.tail = b""  # the latest of it
+        self._tail = bytearray()
         self.partial_since = 0.0  # when the unfinished line began to come, if there is one
         self._partial: list[bytes] = []
         self._partial_nbytes = 0
+
+    @property
+    def tail(self) -> bytes:
+        """The latest of it, TAIL_NBYTES at most."""
+        return bytes(self._tail[-TAIL_NBYTES:])
 
     @property
     def has_partial(self) -> bool:
@@ -117,7 +122,9 @@ class Stream:
         return partial
 
     def _remember(self, text: bytes) -> None:
-        self.tail = (self.tail + text[-TAIL_NBYTES:])[-TAIL_NBYTES:]
+        self._tail += text[-TAIL_NBYTES:]
+        if len(self._tail) > 2 * TAIL_NBYTES:  # not each time, since all that stays is moved
+            del self._tail[:-TAIL_NBYTES]
 
 
 class Output:

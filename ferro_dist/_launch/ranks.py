@@ -8,7 +8,7 @@ import os
 import signal
 
 from ferro_dist._launch.kernel import PR_SET_PDEATHSIG, exit_with, prctl
-from ferro_dist._launch.output import Log, Stream
+from ferro_dist._launch.output import TAIL_NBYTES, Log, Stream
 from ferro_dist._launch.signals import EXIT_SIGNALLED, InheritedSignals
 
 TYPE_CHECKING = False
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 EXIT_CANNOT_RUN = 126
 LAST_LINE_LENGTH = 300
 TRACEBACK = "Traceback (most recent call last):"
+FRAME = '\n  File "'
 EXCEPTION_LINES = 8
 # Between an exception and the one that was raised because of it, or while it was handled.
 LINKS = (
@@ -61,7 +62,7 @@ class Rank:
 
     def has_lost_another(self) -> bool:
         """Whether its last exception, on standard error, comes of the end of another rank."""
-        text = self.streams[1].tail.decode(errors="replace")
+        text = self._errors()
         begin = text.rfind(TRACEBACK)
         while (before := text[: max(begin, 0)].rstrip()).endswith(LINKS):
             begin = max(before.rfind(TRACEBACK), 0)
@@ -75,10 +76,17 @@ class Rank:
         """Return ``": "`` and how standard error ends, or nothing if it is empty."""
         import re
 
-        text = self.streams[1].tail.decode(errors="replace")
+        text = self._errors()
         text = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", text)
         words = "".join(c for c in ending(text) if c.isprintable()).strip()
         return f": {words}" if words else ""
+
+    def _errors(self) -> str:
+        """Return the end of standard error; of a traceback that began before, as if it did here."""
+        tail = self.streams[1].tail
+        text = tail.decode(errors="replace")
+        is_cut = len(tail) == TAIL_NBYTES and TRACEBACK not in text and FRAME in text
+        return "\n".join((TRACEBACK, *text.splitlines()[1:])) if is_cut else text
 
 
 def ending(text: str) -> str:
