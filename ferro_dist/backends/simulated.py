@@ -68,6 +68,8 @@ class SimulatedBackend(EngineBackend):
             `world_size` is not a positive integer.
         ValueError, TypeError
             `timeout` is not a positive number.
+        UnsupportedOp
+            There are more ranks than can share memory, which is 1024.
         MemoryError, Io
             There is no room, or no descriptor, for the group's memory.
         """

@@ -180,6 +180,11 @@ def test_a_world_of_no_size_is_refused(world_size: Any) -> None:
         fd.SimulatedBackend.create_group(world_size)
 
 
+def test_more_ranks_than_can_share_memory_are_refused() -> None:
+    with pytest.raises(fd.UnsupportedOp, match="at most 1024 ranks of one host share memory"):
+        fd.SimulatedBackend.create_group(1025)
+
+
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
 def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout must be"):
