@@ -137,7 +137,7 @@ class Shard:
             # Not only the lanes: what is left besides them would grow with every sum.
             row[fragments[-1].place.stop if fragments else 0 :].zero_()
             lanes = [gradients[fragment.parameter] is not None for fragment in fragments]
-            row[offset : offset + len(lanes)].copy_(torch.tensor(lanes))
+            row[offset : offset + len(lanes)].copy_(torch.tensor(lanes, device="cpu"))
 
     def _flat_of_parameters(self) -> _Flat:
         return self._flat(self.parameters[0].dtype)

@@ -157,8 +157,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reduced: list[tuple[Tensor | None, int]] | None = None
         self._consolidated: dict[str, Any] | None = None
         super().__init__(in_order(params), {})
+        self._check_parameters(self.param_groups)
         # Its own errors, for instance about options, come before anything is sent.
-        resolved = optimizer_class(_one_element_each(self.param_groups), **options)
+        stand_ins = _stand_ins(self.param_groups, divides_parameters)
+        resolved = optimizer_class(stand_ins, **options)
         _pass_options(resolved.param_groups, self.param_groups)
         self.defaults = dict(resolved.defaults)
         # By the options as given: the defaults may name some that are not its arguments.
@@ -190,6 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         num_groups = len(self._inner.param_groups)
         try:
+            self._check_parameters(self.param_groups[-1:])
             self._shard(self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
@@ -340,11 +343,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Parameters and their shards
 
-    def _shard(self, groups: list[dict[str, Any]]) -> None:
-        """Divide the parameters of some groups, and give the wrapped optimizer its share."""
+    def _check_parameters(self, groups: list[dict[str, Any]]) -> None:
+        """Check the parameters of the last groups."""
         for number, group in enumerate(groups, len(self.param_groups) - len(groups)):
             for i, p in enumerate(group["params"]):
                 self._check_parameter(f"parameter {i} of group {number}", p)
+
+    def _check_parameter(self, what: str, p: Tensor) -> None:
+        op = "ShardedOptimizer"
+        check_shareable(op, what, p)
+        if self._op is not None:
+            dtype = numpy_dtype(dtype_code(dtype_of_gradient(p)))
+            check_averageable(what, dtype, " Leave what is not trained out.", op)
+
+    def _shard(self, groups: list[dict[str, Any]]) -> None:
+        """Divide the parameters of some groups, and give the wrapped optimizer its share."""
         tag = agree_on_manifest(
             _manifest(groups, self._new_inner.func, self._op, self._divides_parameters),
             self._backend,
@@ -368,13 +381,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Last, as it may raise. If it does so on one rank alone, the tags of the ranks differ.
         self._shards += shards
         self._tag = tag
-
-    def _check_parameter(self, what: str, p: Tensor) -> None:
-        op = "ShardedOptimizer"
-        check_shareable(op, what, p)
-        if self._op is not None:
-            dtype = numpy_dtype(dtype_code(dtype_of_gradient(p)))
-            check_averageable(what, dtype, " Leave what is not trained out.", op)
 
     def _shards_of(self, groups: list[dict[str, Any]], tag: int) -> list[Shard]:
         kinds: dict[tuple[Any, Any, Any], list[Tensor]] = {}
@@ -581,9 +587,18 @@ def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
         taking.update(_options(given))
 
 
-def _one_element_each(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _stand_ins(
+    groups: Iterable[Mapping[str, Any]], divides_parameters: bool
+) -> list[dict[str, Any]]:
     """Return groups with the same options and tiny parameters, to see what is made of them."""
-    return [{**_options(group), "params": [torch.zeros(1, 1)]} for group in groups]
+
+    def tiny(p: Tensor) -> Tensor:
+        # An optimizer that is given whole parameters may refuse some, as Muon does by their shapes:
+        # later, their owner alone would find that out.
+        shape = (1,) if divides_parameters else p.shape
+        return torch.zeros((), dtype=p.dtype, device=p.device).expand(shape)
+
+    return [{**_options(group), "params": list(map(tiny, group["params"]))} for group in groups]
 
 
 def _manifest(

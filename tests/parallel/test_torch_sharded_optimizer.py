@@ -658,6 +658,29 @@ def test_what_cannot_be_divided_is_refused(on_ranks: OnRanks) -> None:
     on_ranks(1, body)
 
 
+def test_what_an_optimizer_refuses_by_its_shape_is_refused_on_all_ranks(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> float:
+        layer = torch.nn.Linear(4, 3)
+        with pytest.raises(ValueError, match="only supports 2D parameters"):
+            fd.ShardedOptimizer(layer.parameters(), torch.optim.Muon, backend)
+        return float(fd.allreduce(torch.ones(1), backend))
+
+    assert on_ranks(2, body) == [2.0, 2.0]
+
+
+def test_the_default_device_of_torch_is_not_where_parameters_are(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = fd.ShardedOptimizer([weight], SGD, backend, lr=1.0)
+        weight.grad = torch.full((3,), float(backend.rank))
+        with torch.device("meta"):
+            optimizer.clip_grad_norm_(100.0)
+            optimizer.step()
+        return cast("list[float]", weight.tolist())
+
+    assert on_ranks(2, body) == [[-0.5] * 3] * 2
+
+
 @pytest.mark.parametrize(
     ("p", "message"),
     [
