@@ -30,6 +30,7 @@ __all__ = [
     "BufferShare",
     "ModuleParameters",
     "broadcast_tensor",
+    "check_buffer",
     "check_shareable",
     "fingerprints",
     "show_changes",
@@ -202,8 +203,7 @@ class BufferShare:
         self._backend = backend
         self._module = module
         self._collect()
-        for label, buffer in self.labelled():
-            _check_place(label, buffer, backend)
+        self._check()
         current = [buffer for _, buffer in self.named()]
         self._kinds = list(map(_kind, current))
         self._parts: list[_BufferPart] = []
@@ -249,7 +249,7 @@ class BufferShare:
         """
         current = [buffer for _, buffer in self.named()]
         buffers = [buffer.data for buffer in current]
-        kinds = list(map(_kind, buffers))
+        kinds = list(map(_kind, current))
         try:
             if kinds != self._kinds:
                 self._follow(kinds)
@@ -279,10 +279,15 @@ class BufferShare:
 
     def _follow(self, kinds: list[Any]) -> None:
         """Accept buffers of other kinds, if all ranks have the same."""
-        for label, buffer in self.labelled():
-            _check_place(label, buffer, self._backend)
+        self._check()
         agree_on_manifest(self.lines(), self._backend, "DDP")
         self._kinds, self._parts = kinds, []
+
+    def _check(self) -> None:
+        for label, buffer in self.labelled():
+            _check_place(label, buffer, self._backend)
+            if self._backend.world_size > 1:
+                check_buffer("DDP", label, buffer)
 
     def _laid_out(self, buffers: Sequence[Tensor]) -> list[_BufferPart]:
         numbers_of: dict[bool, list[int]] = {}
@@ -292,7 +297,12 @@ class BufferShare:
 
 
 def _kind(buffer: Tensor) -> tuple[Any, ...]:
-    return buffer.shape, buffer.dtype, buffer.is_cuda
+    return buffer.shape, buffer.dtype, buffer.is_cuda, _gets_gradient(buffer)
+
+
+def _gets_gradient(buffer: Tensor) -> bool:
+    # Not what forward has computed and kept.
+    return bool(buffer.requires_grad and buffer.is_leaf)
 
 
 class _BufferPart:
@@ -402,6 +412,15 @@ def check_shareable(op: str, what: str, tensor: Tensor) -> None:
             f"{op}: {what} was expanded: several elements share one place in memory. Make it of "
             ".clone().",
             op=op,
+        )
+
+
+def check_buffer(op: str, what: str, buffer: Tensor) -> None:
+    """Raise ValueError if backward adds to a buffer's ``grad``, as to that of a parameter."""
+    if _gets_gradient(buffer):
+        raise ValueError(
+            f"{op}: {what} requires grad, but only gradients of parameters are averaged. If it is "
+            "trained, make it a parameter; if not, call requires_grad_(False)."
         )
 
 

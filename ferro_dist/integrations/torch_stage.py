@@ -27,7 +27,7 @@ from ferro_dist.integrations.torch_gradients import (
     zeros_in_group,
 )
 from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
-from ferro_dist.integrations.torch_module import check_shareable
+from ferro_dist.integrations.torch_module import check_buffer, check_shareable
 from ferro_dist.integrations.torch_random import Seeded, draw_seed
 from ferro_dist.integrations.torch_surroundings import (
     Buffers,
@@ -203,7 +203,10 @@ class TorchStage(Stage):
 
     def buffers(self) -> dict[str, Tensor]:
         frozen = {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
-        return {**frozen, **dict(self.module.named_buffers())}
+        buffers = dict(self.module.named_buffers())
+        for name, buffer in buffers.items():
+            check_buffer("Pipeline", f"{name!r} of stage {self.number}", buffer)
+        return {**frozen, **buffers}
 
     def check_shareable(self, what: str, array: Tensor) -> None:
         check_shareable("Pipeline", what, array)

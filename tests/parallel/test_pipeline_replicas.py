@@ -859,9 +859,10 @@ def with_buffer(buffer: Any) -> Any:
             "'mean' of stage 1: .*conjugation is pending",
         ),
         (with_buffer(torch.ones(3).to_sparse()), "'mean' of stage 1 is torch.sparse_coo"),
+        (with_buffer(torch.zeros(3, requires_grad=True)), "'mean' of stage 1 requires grad"),
         (nn.LazyLinear(2), "'weight' of stage 1 has no shape yet. Run a batch"),
     ],
-    ids=["expanded", "conjugate", "sparse", "lazy"],
+    ids=["expanded", "conjugate", "sparse", "trained", "lazy"],
 )
 def test_what_cannot_be_given_to_replicas_is_named_on_every_rank(
     on_ranks: OnRanks, module: Any, words: str

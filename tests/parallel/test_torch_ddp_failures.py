@@ -469,12 +469,17 @@ def with_buffer(buffer: Any) -> Any:
             fd.InvalidArray,
             "buffer 'extra'.* its dtype is torch.float8_e5m2fnuz",
         ),
+        (
+            lambda: with_buffer(torch.zeros(1, requires_grad=True)),
+            ValueError,
+            "buffer 'extra' requires grad.*make it a parameter",
+        ),
         (nn.ReLU, ValueError, "ReLU has no parameters"),
         (lambda: nn.Embedding(3, 2, max_norm=1), ValueError, "'weight' is the table .* max_norm"),
     ],
     ids=[
-        *("lazy", "lazy buffer", "meta", "conjugated", "expanded", "float8", "nothing to train"),
-        "shortened rows",
+        *("lazy", "lazy buffer", "meta", "conjugated", "expanded", "float8"),
+        *("trained buffer", "nothing to train", "shortened rows"),
     ],
 )
 def test_modules_that_cannot_be_wrapped(
