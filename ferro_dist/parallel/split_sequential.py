@@ -44,6 +44,9 @@ def split_sequential(
     Dynamic programming over the place of the last cut, in num_stages * layers**2 steps: once for
     the cost of the most expensive stage, and once more for the most even stages within it.
 
+    A weight that layers of several stages share is trained apart on each of their ranks, unless it
+    is among the `tied` of `Pipeline`.
+
     Examples
     --------
     >>> split_sequential([1, 2, 3, 4, 5, 6], 3, weights=[1, 1, 1, 1, 1, 5])
