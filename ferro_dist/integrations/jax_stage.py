@@ -79,6 +79,7 @@ class JaxStage:
 
     Examples
     --------
+    >>> from ferro_dist.integrations.jax_stage import JaxStage
     >>> stage = JaxStage(lambda params, x: jnp.tanh(x @ params["w"]), {"w": w})
     >>> pipe = Pipeline(stage, backend, 8, "1f1b")
     >>> loss = pipe.step(x, y, lambda out, y: ((out - y) ** 2).mean())
