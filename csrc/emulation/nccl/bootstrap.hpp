@@ -10,7 +10,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "emulation/nccl/nccl_abi.hpp"
+#include "abi/nccl.h"
 
 namespace emulation {
 

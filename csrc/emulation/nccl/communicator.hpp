@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "emulation/cudart/cuda_abi.hpp"
 #include "emulation/fault_plan.hpp"
 #include "emulation/nccl/bootstrap.hpp"
 #include "emulation/nccl/segment.hpp"

@@ -6,7 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "emulation/nccl/nccl_abi.hpp"
+#include "abi/nccl.h"
+#include "emulation/cudart/cuda_abi.hpp"
 
 namespace emulation {
 

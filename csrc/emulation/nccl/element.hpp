@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "emulation/nccl/nccl_abi.hpp"
+#include "abi/nccl.h"
 
 namespace emulation {
 

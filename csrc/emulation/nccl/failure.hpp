@@ -5,7 +5,7 @@
 #include <sstream>
 #include <string>
 
-#include "emulation/nccl/nccl_abi.hpp"
+#include "abi/nccl.h"
 
 namespace emulation {
 

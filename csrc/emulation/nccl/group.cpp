@@ -146,11 +146,6 @@ ncclResult_t end_group() {
   return end_outermost(take_group());
 }
 
-void discard_group() {
-  require(group.depth > 0, ncclInvalidUsage, "ncclGroupSimulateEnd without ncclGroupStart");
-  if (--group.depth == 0) take_group();
-}
-
 void poison_group(ncclResult_t code) {
   if (group.depth > 0 && group.error == ncclSuccess) group.error = code;
 }

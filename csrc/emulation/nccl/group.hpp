@@ -12,8 +12,6 @@ namespace emulation {
 void start_group();
 // Carries out what was called since the outermost start; if any call failed, nothing.
 ncclResult_t end_group();
-// Ends the group and forgets what was called in it.
-void discard_group();
 // A call failed: if the thread is in a group, its end will say so and do nothing.
 void poison_group(ncclResult_t code);
 // A level that is never ended: what ncclCommDestroy of a failed communicator leaves behind.

@@ -37,15 +37,6 @@ ncclResult_t call(ncclComm_t comm, Operation operation) {
   });
 }
 
-// Hints for one collective change no result; their struct has to be initialized all the same.
-ncclResult_t call(ncclComm_t comm, Operation operation, const ncclCollConfig_t* config) {
-  const bool is_valid = config == nullptr || config->magic == NCCL_API_MAGIC;
-  if (!is_valid) {
-    return remember({ncclInvalidArgument, "the ncclCollConfig_t was not initialized with its initializer"});
-  }
-  return call(comm, std::move(operation));
-}
-
 Operation collective(Kind kind, const void* in, void* out, std::size_t count, ncclDataType_t dtype,
                      ncclRedOp_t reduction, int root, cudaStream_t stream) {
   Operation operation;
@@ -62,26 +53,14 @@ Operation collective(Kind kind, const void* in, void* out, std::size_t count, nc
 
 }  // namespace
 
-EMULATION_API ncclResult_t ncclAllReduceConfig(const void* in, void* out, std::size_t count,
-                                               ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
-                                               cudaStream_t stream, const ncclCollConfig_t* config) {
-  return call(comm, collective(Kind::allreduce, in, out, count, dtype, op, 0, stream), config);
-}
-
 EMULATION_API ncclResult_t ncclAllReduce(const void* in, void* out, std::size_t count, ncclDataType_t dtype,
                                          ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
-  return ncclAllReduceConfig(in, out, count, dtype, op, comm, stream, nullptr);
-}
-
-EMULATION_API ncclResult_t ncclBroadcastConfig(const void* in, void* out, std::size_t count,
-                                               ncclDataType_t dtype, int root, ncclComm_t comm,
-                                               cudaStream_t stream, const ncclCollConfig_t* config) {
-  return call(comm, collective(Kind::broadcast, in, out, count, dtype, ncclSum, root, stream), config);
+  return call(comm, collective(Kind::allreduce, in, out, count, dtype, op, 0, stream));
 }
 
 EMULATION_API ncclResult_t ncclBroadcast(const void* in, void* out, std::size_t count, ncclDataType_t dtype,
                                          int root, ncclComm_t comm, cudaStream_t stream) {
-  return ncclBroadcastConfig(in, out, count, dtype, root, comm, stream, nullptr);
+  return call(comm, collective(Kind::broadcast, in, out, count, dtype, ncclSum, root, stream));
 }
 
 EMULATION_API ncclResult_t ncclBcast(void* data, std::size_t count, ncclDataType_t dtype, int root,
@@ -89,71 +68,35 @@ EMULATION_API ncclResult_t ncclBcast(void* data, std::size_t count, ncclDataType
   return ncclBroadcast(data, data, count, dtype, root, comm, stream);
 }
 
-EMULATION_API ncclResult_t ncclReduceConfig(const void* in, void* out, std::size_t count,
-                                            ncclDataType_t dtype, ncclRedOp_t op, int root, ncclComm_t comm,
-                                            cudaStream_t stream, const ncclCollConfig_t* config) {
-  return call(comm, collective(Kind::reduce, in, out, count, dtype, op, root, stream), config);
-}
-
 EMULATION_API ncclResult_t ncclReduce(const void* in, void* out, std::size_t count, ncclDataType_t dtype,
                                       ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
-  return ncclReduceConfig(in, out, count, dtype, op, root, comm, stream, nullptr);
-}
-
-EMULATION_API ncclResult_t ncclAllGatherConfig(const void* in, void* out, std::size_t count,
-                                               ncclDataType_t dtype, ncclComm_t comm, cudaStream_t stream,
-                                               const ncclCollConfig_t* config) {
-  return call(comm, collective(Kind::all_gather, in, out, count, dtype, ncclSum, 0, stream), config);
+  return call(comm, collective(Kind::reduce, in, out, count, dtype, op, root, stream));
 }
 
 EMULATION_API ncclResult_t ncclAllGather(const void* in, void* out, std::size_t count, ncclDataType_t dtype,
                                          ncclComm_t comm, cudaStream_t stream) {
-  return ncclAllGatherConfig(in, out, count, dtype, comm, stream, nullptr);
-}
-
-EMULATION_API ncclResult_t ncclReduceScatterConfig(const void* in, void* out, std::size_t count,
-                                                   ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
-                                                   cudaStream_t stream, const ncclCollConfig_t* config) {
-  return call(comm, collective(Kind::reduce_scatter, in, out, count, dtype, op, 0, stream), config);
+  return call(comm, collective(Kind::all_gather, in, out, count, dtype, ncclSum, 0, stream));
 }
 
 EMULATION_API ncclResult_t ncclReduceScatter(const void* in, void* out, std::size_t count,
                                              ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
                                              cudaStream_t stream) {
-  return ncclReduceScatterConfig(in, out, count, dtype, op, comm, stream, nullptr);
-}
-
-EMULATION_API ncclResult_t ncclAlltoAllConfig(const void* in, void* out, std::size_t count,
-                                              ncclDataType_t dtype, ncclComm_t comm, cudaStream_t stream,
-                                              const ncclCollConfig_t* config) {
-  return call(comm, collective(Kind::all_to_all, in, out, count, dtype, ncclSum, 0, stream), config);
+  return call(comm, collective(Kind::reduce_scatter, in, out, count, dtype, op, 0, stream));
 }
 
 EMULATION_API ncclResult_t ncclAlltoAll(const void* in, void* out, std::size_t count, ncclDataType_t dtype,
                                         ncclComm_t comm, cudaStream_t stream) {
-  return ncclAlltoAllConfig(in, out, count, dtype, comm, stream, nullptr);
-}
-
-EMULATION_API ncclResult_t ncclGatherConfig(const void* in, void* out, std::size_t count,
-                                            ncclDataType_t dtype, int root, ncclComm_t comm,
-                                            cudaStream_t stream, const ncclCollConfig_t* config) {
-  return call(comm, collective(Kind::gather, in, out, count, dtype, ncclSum, root, stream), config);
+  return call(comm, collective(Kind::all_to_all, in, out, count, dtype, ncclSum, 0, stream));
 }
 
 EMULATION_API ncclResult_t ncclGather(const void* in, void* out, std::size_t count, ncclDataType_t dtype,
                                       int root, ncclComm_t comm, cudaStream_t stream) {
-  return ncclGatherConfig(in, out, count, dtype, root, comm, stream, nullptr);
-}
-
-EMULATION_API ncclResult_t ncclScatterConfig(const void* in, void* out, std::size_t count,
-                                             ncclDataType_t dtype, int root, ncclComm_t comm,
-                                             cudaStream_t stream, const ncclCollConfig_t* config) {
-  return call(comm, collective(Kind::scatter, in, out, count, dtype, ncclSum, root, stream), config);
+  return call(comm, collective(Kind::gather, in, out, count, dtype, ncclSum, root, stream));
 }
 
 EMULATION_API ncclResult_t ncclScatter(const void* in, void* out, std::size_t count, ncclDataType_t dtype,
                                        int root, ncclComm_t comm, cudaStream_t stream) {
-  return ncclScatterConfig(in, out, count, dtype, root, comm, stream, nullptr);
+  return call(comm, collective(Kind::scatter, in, out, count, dtype, ncclSum, root, stream));
 }
 
 EMULATION_API ncclResult_t ncclSend(const void* data, std::size_t count, ncclDataType_t dtype, int peer,
@@ -202,14 +145,4 @@ EMULATION_API ncclResult_t ncclGroupStart() {
 
 EMULATION_API ncclResult_t ncclGroupEnd() {
   return guarded([] { return end_group(); });
-}
-
-EMULATION_API ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
-  return guarded([&] {
-    require(info == nullptr || info->magic == kSimInfoMagic, ncclInvalidArgument,
-            "the ncclSimInfo_t was not initialized with NCCL_SIM_INFO_INITIALIZER");
-    discard_group();
-    if (info != nullptr) info->estimatedTime = 0;
-    return ncclSuccess;
-  });
 }

@@ -266,17 +266,6 @@ EMULATION_API ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_
   });
 }
 
-EMULATION_API ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t handle, void** data) {
-  return guarded([&] {
-    const Use use(comm, "ncclWinGetUserPtr");
-    const auto found = use->windows.find(handle);
-    require(found != use->windows.end() && data != nullptr, ncclInvalidArgument,
-            "ncclWinGetUserPtr: no such window");
-    *data = found->second->base;
-    return ncclSuccess;
-  });
-}
-
 EMULATION_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t dtype,
                                                     ncclScalarResidence_t residence, ncclComm_t comm) {
   return guarded([&] {
