@@ -9,8 +9,6 @@
 #include "emulation/export.hpp"
 
 constexpr cudaError_t cudaErrorInvalidMemcpyDirection = static_cast<cudaError_t>(21);
-constexpr cudaError_t cudaErrorHostMemoryAlreadyRegistered = static_cast<cudaError_t>(712);
-constexpr cudaError_t cudaErrorHostMemoryNotRegistered = static_cast<cudaError_t>(713);
 constexpr cudaError_t cudaErrorNotPermitted = static_cast<cudaError_t>(800);
 constexpr cudaError_t cudaErrorStreamCaptureInvalidated = static_cast<cudaError_t>(901);
 constexpr cudaError_t cudaErrorStreamCaptureMerge = static_cast<cudaError_t>(902);
@@ -23,10 +21,8 @@ constexpr cudaError_t cudaErrorStreamCaptureWrongThread = static_cast<cudaError_
 // Handles are numbers of these types, and point to nothing.
 using cudaGraph_t = struct CUgraph_st*;
 using cudaGraphExec_t = struct CUgraphExec_st*;
-using cudaGraphNode_t = struct CUgraphNode_st*;
 using cudaUserObject_t = struct CUuserObject_st*;
 using cudaHostFn_t = void (*)(void*);
-using cudaStreamCallback_t = void (*)(cudaStream_t, cudaError_t, void*);
 
 constexpr unsigned kGraphUserObjectMove = 0x1;
 

@@ -1,7 +1,6 @@
 // Devices, versions, words of errors, and what controls the emulation.
 #include <dlfcn.h>
 
-#include <cstdio>
 #include <string>
 
 #include "emulation/cudart/runtime.hpp"
@@ -35,10 +34,6 @@ constexpr ErrorText kErrors[] = {
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
-    {cudaErrorHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered",
-     "part or all of the requested memory range is already mapped"},
-    {cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered",
-     "pointer does not correspond to a registered memory region"},
     {cudaErrorNotPermitted, "cudaErrorNotPermitted", "operation not permitted"},
     {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
     {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
@@ -98,8 +93,6 @@ int attribute_of(int attribute) {
       return 132;  // MultiProcessorCount
     case 31:       // ConcurrentKernels
     case 41:       // UnifiedAddressing
-    case 83:       // ManagedMemory
-    case 99:       // HostRegisterSupported
     case 115:
       return 1;  // MemoryPoolsSupported
     case 75:
@@ -147,10 +140,6 @@ EMULATION_API cudaError_t cudaSetDevice(int device) {
   });
 }
 
-EMULATION_API cudaError_t cudaInitDevice(int device, unsigned, unsigned) {
-  return guarded([&] { require_device(device); });
-}
-
 EMULATION_API cudaError_t cudaGetDevice(int* device) {
   return guarded([&] {
     require(device != nullptr);
@@ -163,55 +152,12 @@ EMULATION_API cudaError_t cudaDeviceSynchronize() {
   return guarded([&] { synchronize_device(current_device()); });
 }
 
-EMULATION_API cudaError_t cudaSetDeviceFlags(unsigned) {
-  return guarded([] {});
-}
-
-EMULATION_API cudaError_t cudaGetDeviceFlags(unsigned* flags) {
-  return guarded([&] {
-    require(flags != nullptr);
-    *flags = 0;
-  });
-}
-
 EMULATION_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   return guarded([&] {
     require(value != nullptr);
     require_device(device);
     *value = attribute_of(attribute);
   });
-}
-
-EMULATION_API cudaError_t cudaDeviceGetPCIBusId(char* id, int nbytes, int device) {
-  return guarded([&] {
-    require_device(device);
-    require(id != nullptr && nbytes >= 13);
-    std::snprintf(id, static_cast<std::size_t>(nbytes), "0000:%02x:00.0", device + 1);
-  });
-}
-
-EMULATION_API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  return guarded([&] {
-    if (least != nullptr) *least = 0;
-    if (greatest != nullptr) *greatest = -5;
-  });
-}
-
-EMULATION_API cudaError_t cudaDeviceCanAccessPeer(int* can_access, int device, int peer) {
-  return guarded([&] {
-    require(can_access != nullptr);
-    require_device(device);
-    require_device(peer);
-    *can_access = device != peer;
-  });
-}
-
-EMULATION_API cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
-  return guarded([&] { require_device(peer); });
-}
-
-EMULATION_API cudaError_t cudaDeviceDisablePeerAccess(int peer) {
-  return guarded([&] { require_device(peer); });
 }
 
 EMULATION_API cudaError_t cudaMemGetInfo(std::size_t* free_nbytes, std::size_t* total_nbytes) {
@@ -227,7 +173,6 @@ EMULATION_API int ferroEmulationIsEmulated() { return 1; }
 
 // By how many microseconds every operation of every stream is late from now on.
 EMULATION_API void ferroEmulationSetDelay(int microseconds) { set_delay_us(microseconds); }
-EMULATION_API int ferroEmulationGetDelay() { return delay_us(); }
 
 // For the emulated NCCL, whose threads act for those that called it: see Asker.
 EMULATION_API void ferroEmulationGetAsker(int words[2]) {

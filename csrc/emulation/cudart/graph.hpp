@@ -40,7 +40,6 @@ using GraphPtr = std::shared_ptr<Graph>;
 
 // One cudaStreamBeginCapture .. cudaStreamEndCapture. Guarded by the runtime's lock.
 struct Capture {
-  unsigned long long id = 0;
   cudaGraph_t handle = nullptr;
   GraphPtr graph = std::make_shared<Graph>();
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;

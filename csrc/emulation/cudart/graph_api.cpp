@@ -52,7 +52,7 @@ void launch(const GraphPtr& graph, const StreamPtr& stream) {
     for (const std::size_t earlier : graph->nodes[number].after) operation.after.push_back(done[earlier]);
     if (branches[number] == streams.size()) {
       operation.after.push_back(begun);
-      streams.push_back(Stream::start(stream->handle, stream->device, stream->flags, stream->priority));
+      streams.push_back(Stream::start(stream->handle, stream->device, stream->flags));
     }
     done.push_back(streams[branches[number]]->submit(std::move(operation)));
   }
@@ -66,14 +66,6 @@ void launch_captured(const GraphPtr& graph, const StreamPtr& stream) {
 }
 
 }  // namespace
-
-EMULATION_API cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned) {
-  return guarded([&] {
-    require(graph != nullptr);
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    *graph = runtime().graphs.add(std::make_shared<Graph>());
-  });
-}
 
 EMULATION_API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   return guarded([&] { destroy(runtime().graphs, graph); });
@@ -92,34 +84,12 @@ EMULATION_API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cuda
   });
 }
 
-EMULATION_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph,
-                                                        unsigned long long flags) {
-  return cudaGraphInstantiate(executable, graph, flags);
-}
-
-EMULATION_API cudaError_t cudaGraphUpload(cudaGraphExec_t executable, cudaStream_t) {
-  return guarded([&] {
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    runtime().executables.get(executable);
-  });
-}
-
 EMULATION_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   return guarded([&] {
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     const GraphPtr graph = runtime().executables.get(executable);
     const StreamPtr where = find_stream(stream);
     where->capture ? launch_captured(graph, where) : launch(graph, where);
-  });
-}
-
-// Nodes have no handles: only their number can be asked for.
-EMULATION_API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, std::size_t* count) {
-  return guarded([&] {
-    require(count != nullptr);
-    require(nodes == nullptr, cudaErrorNotSupported);
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    *count = runtime().graphs.get(graph)->nodes.size();
   });
 }
 
@@ -130,14 +100,6 @@ EMULATION_API cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* d
     require(object != nullptr && destroy_data != nullptr && references == 1);
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     *object = runtime().objects.add(std::make_shared<UserObject>(data, destroy_data));
-  });
-}
-
-EMULATION_API cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned) {
-  return guarded([&] {
-    std::shared_ptr<UserObject> dying;
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    dying = runtime().objects.take(object);
   });
 }
 

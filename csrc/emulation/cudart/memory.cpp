@@ -28,7 +28,7 @@ Memory::Memory(int num_devices, std::size_t capacity_nbytes)
 void* Memory::allocate(MemoryKind kind, int device, std::size_t nbytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::size_t& used = used_nbytes_[static_cast<std::size_t>(device)];
-  const bool counts = kind == MemoryKind::device || kind == MemoryKind::managed;
+  const bool counts = kind == MemoryKind::device;
   if (nbytes > capacity_nbytes_ || (counts && nbytes > capacity_nbytes_ - used)) return nullptr;
 
   const std::size_t body = round_up(nbytes, page_nbytes());
@@ -53,36 +53,13 @@ void* Memory::allocate(MemoryKind kind, int device, std::size_t nbytes) {
   return reinterpret_cast<void*>(made.base);
 }
 
-bool Memory::register_host(void* data, std::size_t nbytes, int device) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Allocation found;
-  if (find_locked(data, &found) && !found.is_freed) return false;
-  Allocation made;
-  made.base = reinterpret_cast<std::uintptr_t>(data);
-  made.nbytes = nbytes;
-  made.kind = MemoryKind::registered;
-  made.device = device;
-  allocations_[made.base] = made;
-  starts_[made.base] = made.base;
-  return true;
-}
-
-bool Memory::unregister_host(void* data) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = allocations_.find(reinterpret_cast<std::uintptr_t>(data));
-  if (found == allocations_.end() || found->second.kind != MemoryKind::registered) return false;
-  starts_.erase(found->second.base);
-  allocations_.erase(found);
-  return true;
-}
-
 bool Memory::retire(void* data, bool is_device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto start = starts_.find(reinterpret_cast<std::uintptr_t>(data));
   if (start == starts_.end()) return false;
   Allocation& allocation = allocations_.at(start->second);
   const bool is_pinned = allocation.kind == MemoryKind::pinned;
-  if (allocation.is_freed || allocation.mapping_nbytes == 0 || is_pinned == is_device) return false;
+  if (allocation.is_freed || is_pinned == is_device) return false;
   allocation.is_freed = true;
   if (!is_pinned) used_nbytes_[static_cast<std::size_t>(allocation.device)] -= allocation.nbytes;
   return true;
@@ -123,9 +100,7 @@ bool Memory::find_locked(const void* address, Allocation* found) const {
   auto next = allocations_.upper_bound(where);
   if (next == allocations_.begin()) return false;
   const Allocation& candidate = std::prev(next)->second;
-  const std::uintptr_t end =
-      candidate.mapping_nbytes > 0 ? candidate.mapping + candidate.mapping_nbytes : candidate.end();
-  if (where >= end) return false;
+  if (where >= candidate.mapping + candidate.mapping_nbytes) return false;
   *found = candidate;
   return true;
 }

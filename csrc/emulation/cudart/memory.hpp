@@ -17,7 +17,7 @@
 
 namespace emulation {
 
-enum class MemoryKind { device, pinned, registered, managed };
+enum class MemoryKind { device, pinned };
 
 struct Allocation {
   std::uintptr_t base = 0;
@@ -25,12 +25,10 @@ struct Allocation {
   MemoryKind kind = MemoryKind::device;
   int device = 0;
   bool is_freed = false;
-  // The mapping, guard pages included; 0 bytes for registered memory, which is the caller's.
-  std::uintptr_t mapping = 0;
+  std::uintptr_t mapping = 0;  // guard pages included
   std::size_t mapping_nbytes = 0;
 
   std::uintptr_t end() const { return base + nbytes; }
-  bool is_device() const { return kind == MemoryKind::device; }
 };
 
 class Memory {
@@ -39,8 +37,6 @@ class Memory {
 
   // Null when the device, or this machine, has no room.
   void* allocate(MemoryKind kind, int device, std::size_t nbytes);
-  bool register_host(void* data, std::size_t nbytes, int device);
-  bool unregister_host(void* data);
 
   // Two steps, for cudaFreeAsync: from the first on the address must not be given to
   // any call, from the second on it faults. False if `data` is not such an allocation.
@@ -61,7 +57,7 @@ class Memory {
 
   const std::size_t capacity_nbytes_;
   std::mutex mutex_;                                  // guards all below
-  std::map<std::uintptr_t, Allocation> allocations_;  // by the start of mapping or registered memory
+  std::map<std::uintptr_t, Allocation> allocations_;  // by the start of the mapping
   std::map<std::uintptr_t, std::uintptr_t> starts_;   // base -> key of allocations_
   std::deque<std::uintptr_t> quarantine_;             // keys, the longest freed first
   std::vector<std::size_t> used_nbytes_;              // by device

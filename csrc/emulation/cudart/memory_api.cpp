@@ -1,10 +1,7 @@
 // Allocation, copies, and what memory an address belongs to.
-#include <sys/mman.h>
-
 #include <cstring>
 #include <memory>
 #include <optional>
-#include <thread>
 
 #include "emulation/cudart/runtime.hpp"
 #include "emulation/environment.hpp"
@@ -47,7 +44,7 @@ std::optional<MemoryKind> kind_of(const void* data, std::size_t nbytes) {
 }
 
 void require_side(std::optional<MemoryKind> kind, bool is_device) {
-  require((kind == MemoryKind::device) == is_device || kind == MemoryKind::managed);
+  require((kind == MemoryKind::device) == is_device);
 }
 
 struct Ends {
@@ -97,28 +94,6 @@ void copy(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind, c
   if (done && (!is_async || is_waited_for)) done->wait();
 }
 
-void copy_rows(void* dst, std::size_t dst_pitch, const void* src, std::size_t src_pitch, std::size_t width,
-               std::size_t height, cudaMemcpyKind kind, cudaStream_t handle, bool is_async) {
-  if (width == 0 || height == 0) return;
-  require(dst_pitch >= width && src_pitch >= width);
-  check_copy(dst, src, width, kind);
-  const Ends ends = check_copy(static_cast<char*>(dst) + (height - 1) * dst_pitch,
-                               static_cast<const char*>(src) + (height - 1) * src_pitch, width, kind);
-  MilestonePtr done;
-  {
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    if (!is_async) refuse_during_capture();
-    done = enqueue(find_stream(handle), {"cudaMemcpy2DAsync", [=] {
-                                           for (std::size_t row = 0; row < height; ++row) {
-                                             std::memmove(static_cast<char*>(dst) + row * dst_pitch,
-                                                          static_cast<const char*>(src) + row * src_pitch,
-                                                          width);
-                                           }
-                                         }});
-  }
-  if (done && (!is_async || ends.is_dst_pageable || ends.is_src_pageable)) done->wait();
-}
-
 void fill(void* dst, int value, std::size_t nbytes, cudaStream_t handle, bool is_async) {
   if (nbytes == 0) return;
   require(kind_of(dst, nbytes).has_value());
@@ -134,14 +109,6 @@ EMULATION_API cudaError_t cudaMalloc(void** data, std::size_t nbytes) {
     refuse_locked();
     make_context();
     allocate(data, MemoryKind::device, nbytes);
-  });
-}
-
-EMULATION_API cudaError_t cudaMallocManaged(void** data, std::size_t nbytes, unsigned) {
-  return guarded([&] {
-    refuse_locked();
-    make_context();
-    allocate(data, MemoryKind::managed, nbytes);
   });
 }
 
@@ -197,28 +164,6 @@ EMULATION_API cudaError_t cudaFreeHost(void* data) {
   });
 }
 
-EMULATION_API cudaError_t cudaHostRegister(void* data, std::size_t nbytes, unsigned) {
-  return guarded([&] {
-    require(data != nullptr && nbytes > 0);
-    make_context();
-    require(runtime().memory.register_host(data, nbytes, current_device()),
-            cudaErrorHostMemoryAlreadyRegistered);
-  });
-}
-
-EMULATION_API cudaError_t cudaHostUnregister(void* data) {
-  return guarded([&] { require(runtime().memory.unregister_host(data), cudaErrorHostMemoryNotRegistered); });
-}
-
-EMULATION_API cudaError_t cudaHostGetDevicePointer(void** device_data, void* data, unsigned) {
-  return guarded([&] {
-    require(device_data != nullptr);
-    const std::optional<MemoryKind> kind = kind_of(data, 1);
-    require(kind && kind != MemoryKind::device);
-    *device_data = data;
-  });
-}
-
 EMULATION_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
   return guarded([&] {
     require(attributes != nullptr);
@@ -237,7 +182,7 @@ EMULATION_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attrib
       attributes->type = cudaMemoryTypeDevice;
       attributes->hostPointer = nullptr;
     } else {
-      attributes->type = found.kind == MemoryKind::managed ? cudaMemoryTypeManaged : cudaMemoryTypeHost;
+      attributes->type = cudaMemoryTypeHost;
     }
   });
 }
@@ -249,27 +194,6 @@ EMULATION_API cudaError_t cudaMemcpy(void* dst, const void* src, std::size_t nby
 EMULATION_API cudaError_t cudaMemcpyAsync(void* dst, const void* src, std::size_t nbytes, cudaMemcpyKind kind,
                                           cudaStream_t stream) {
   return guarded([&] { copy(dst, src, nbytes, kind, stream, true); });
-}
-
-EMULATION_API cudaError_t cudaMemcpyPeer(void* dst, int, const void* src, int, std::size_t nbytes) {
-  return guarded([&] { copy(dst, src, nbytes, cudaMemcpyDeviceToDevice, nullptr, false); });
-}
-
-EMULATION_API cudaError_t cudaMemcpyPeerAsync(void* dst, int, const void* src, int, std::size_t nbytes,
-                                              cudaStream_t stream) {
-  return guarded([&] { copy(dst, src, nbytes, cudaMemcpyDeviceToDevice, stream, true); });
-}
-
-EMULATION_API cudaError_t cudaMemcpy2D(void* dst, std::size_t dst_pitch, const void* src,
-                                       std::size_t src_pitch, std::size_t width, std::size_t height,
-                                       cudaMemcpyKind kind) {
-  return guarded([&] { copy_rows(dst, dst_pitch, src, src_pitch, width, height, kind, nullptr, false); });
-}
-
-EMULATION_API cudaError_t cudaMemcpy2DAsync(void* dst, std::size_t dst_pitch, const void* src,
-                                            std::size_t src_pitch, std::size_t width, std::size_t height,
-                                            cudaMemcpyKind kind, cudaStream_t stream) {
-  return guarded([&] { copy_rows(dst, dst_pitch, src, src_pitch, width, height, kind, stream, true); });
 }
 
 EMULATION_API cudaError_t cudaMemset(void* dst, int value, std::size_t nbytes) {
@@ -289,6 +213,5 @@ EMULATION_API int ferroEmulationDeviceRange(const void* data, std::uintptr_t* be
   *begin = found.base;
   *end = found.end();
   *device = found.device;
-  const bool is_on_device = found.kind == MemoryKind::device || found.kind == MemoryKind::managed;
-  return !found.is_freed && is_on_device ? 1 : 0;
+  return !found.is_freed && found.kind == MemoryKind::device ? 1 : 0;
 }

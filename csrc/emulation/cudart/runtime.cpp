@@ -22,7 +22,7 @@ struct PerThreadStreams {
 };
 
 StreamPtr started(cudaStream_t handle) {
-  StreamPtr stream = Stream::start(handle, current_device(), 0, 0);
+  StreamPtr stream = Stream::start(handle, current_device(), 0);
   runtime().running.push_back(stream);
   return stream;
 }

@@ -82,7 +82,6 @@ struct Runtime {
   std::vector<StreamPtr> legacy;               // by device, null until used
   std::vector<std::weak_ptr<Stream>> running;  // every stream that was started
   std::vector<CapturePtr> captures;            // those in progress
-  unsigned long long num_captures = 0;
 };
 
 // Never destroyed: threads of streams outlive main().

@@ -59,11 +59,12 @@ std::atomic<int>& delay() {
   return microseconds;
 }
 
+// Relaxed: nothing else is published with this setting.
+int delay_us() { return delay().load(std::memory_order_relaxed); }
+
 }  // namespace
 
-// Relaxed: nothing else is published with this setting.
 void set_delay_us(int microseconds) { delay().store(microseconds, std::memory_order_relaxed); }
-int delay_us() { return delay().load(std::memory_order_relaxed); }
 
 Asker Asker::here() {
   Asker asker = principal;
@@ -107,8 +108,8 @@ std::chrono::steady_clock::time_point Milestone::time() {
   return time_;
 }
 
-StreamPtr Stream::start(cudaStream_t handle, int device, unsigned flags, int priority) {
-  StreamPtr stream(new Stream(handle, device, flags, priority));
+StreamPtr Stream::start(cudaStream_t handle, int device, unsigned flags) {
+  StreamPtr stream(new Stream(handle, device, flags));
   // Signals are for the program's own threads: Python's handlers run in its main one.
   sigset_t all;
   sigset_t before;

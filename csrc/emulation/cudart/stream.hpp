@@ -61,7 +61,7 @@ struct Capture;  // graph.hpp
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   // `handle` is what the program knows the stream by.
-  static std::shared_ptr<Stream> start(cudaStream_t handle, int device, unsigned flags, int priority);
+  static std::shared_ptr<Stream> start(cudaStream_t handle, int device, unsigned flags);
 
   // Appends to the work; the milestone is reached when the operation is done.
   MilestonePtr submit(Operation operation);
@@ -73,7 +73,6 @@ class Stream : public std::enable_shared_from_this<Stream> {
   const cudaStream_t handle;
   const int device;
   const unsigned flags;
-  const int priority;
   bool synchronizes_with_legacy() const { return (flags & cudaStreamNonBlocking) == 0; }
 
   // While the stream is captured, its operations become nodes of a graph, each after
@@ -82,8 +81,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::vector<std::size_t> tail;
 
  private:
-  Stream(cudaStream_t handle, int device, unsigned flags, int priority)
-      : handle(handle), device(device), flags(flags), priority(priority) {}
+  Stream(cudaStream_t handle, int device, unsigned flags) : handle(handle), device(device), flags(flags) {}
 
   struct Item {
     Operation operation;
@@ -110,9 +108,8 @@ struct Activity {
 Activity current_activity();
 void set_activity(const char* operation);
 
-// Microseconds by which every operation is late.
+// Makes every operation late by so many microseconds.
 void set_delay_us(int microseconds);
-int delay_us();
 
 }  // namespace emulation
 

@@ -7,13 +7,13 @@ using namespace emulation;
 
 namespace {
 
-void create_stream(cudaStream_t* out, unsigned flags, int priority) {
+void create_stream(cudaStream_t* out, unsigned flags) {
   require(out != nullptr && (flags & ~cudaStreamNonBlocking) == 0);
   require(runtime().num_devices > 0, cudaErrorNoDevice);
   make_context();
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const cudaStream_t handle = runtime().streams.next_handle();
-  const StreamPtr stream = Stream::start(handle, current_device(), flags, std::clamp(priority, -5, 0));
+  const StreamPtr stream = Stream::start(handle, current_device(), flags);
   runtime().streams.put(handle, stream);
   runtime().running.push_back(stream);
   *out = handle;
@@ -126,17 +126,15 @@ cudaStreamCaptureStatus status_of(const StreamPtr& stream) {
   return stream->capture->is_invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
 }
 
-cudaError_t capture_info(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
-                         cudaGraph_t* graph) {
+cudaError_t capture_info(cudaStream_t handle, cudaStreamCaptureStatus* status, cudaGraph_t* graph) {
   return guarded([&] {
     require(status != nullptr);
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     const StreamPtr stream = find_stream(handle);
     require(capture_in_the_way(stream) == nullptr, cudaErrorStreamCaptureImplicit);  // to ask ends no capture
     *status = status_of(stream);
-    if (*status != cudaStreamCaptureStatusActive) return;
-    if (id != nullptr) *id = stream->capture->id;
-    if (graph != nullptr) *graph = stream->capture->handle;
+    const bool is_active = *status == cudaStreamCaptureStatusActive;
+    if (is_active && graph != nullptr) *graph = stream->capture->handle;
   });
 }
 
@@ -167,15 +165,15 @@ MilestonePtr latest_of(cudaStream_t handle) {
 }  // namespace
 
 EMULATION_API cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-  return guarded([&] { create_stream(stream, 0, 0); });
+  return guarded([&] { create_stream(stream, 0); });
 }
 
 EMULATION_API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-  return guarded([&] { create_stream(stream, flags, 0); });
+  return guarded([&] { create_stream(stream, flags); });
 }
 
-EMULATION_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
-  return guarded([&] { create_stream(stream, flags, priority); });
+EMULATION_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  return guarded([&] { create_stream(stream, flags); });
 }
 
 EMULATION_API cudaError_t cudaStreamDestroy(cudaStream_t handle) {
@@ -209,22 +207,6 @@ EMULATION_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t e
   });
 }
 
-EMULATION_API cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
-  return guarded([&] {
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    require(flags != nullptr);
-    *flags = find_stream(handle)->flags;
-  });
-}
-
-EMULATION_API cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
-  return guarded([&] {
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    require(priority != nullptr);
-    *priority = find_stream(handle)->priority;
-  });
-}
-
 EMULATION_API cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
   return guarded([&] {
     const std::lock_guard<std::mutex> lock(runtime().mutex);
@@ -233,30 +215,11 @@ EMULATION_API cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) 
   });
 }
 
-EMULATION_API cudaError_t cudaStreamGetId(cudaStream_t handle, unsigned long long* id) {
-  return guarded([&] {
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    require(id != nullptr);
-    *id = reinterpret_cast<unsigned long long>(find_stream(handle).get());
-  });
-}
-
 EMULATION_API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   return guarded([&] {
     require(function != nullptr);
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     enqueue(find_stream(stream), {"a host function", [=] { function(data); }});
-  });
-}
-
-EMULATION_API cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t callback,
-                                                void* data, unsigned) {
-  return guarded([&] {
-    require(callback != nullptr);
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    const StreamPtr stream = find_stream(handle);
-    require_not_captured(stream);
-    enqueue(stream, {"a stream callback", [=] { callback(handle, cudaSuccess, data); }});
   });
 }
 
@@ -288,10 +251,6 @@ EMULATION_API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     record(runtime().events.get(event), find_stream(stream));
   });
-}
-
-EMULATION_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
-  return cudaEventRecord(event, stream);
 }
 
 EMULATION_API cudaError_t cudaEventQuery(cudaEvent_t event) {
@@ -331,7 +290,6 @@ EMULATION_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStream
     const StreamPtr stream = find_stream(handle);
     require_not_captured(stream);
     auto capture = std::make_shared<Capture>();
-    capture->id = ++runtime().num_captures;
     capture->handle = runtime().graphs.add(capture->graph);
     capture->mode = mode;
     capture->thread = std::this_thread::get_id();
@@ -352,7 +310,7 @@ EMULATION_API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t*
 }
 
 EMULATION_API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  return capture_info(stream, status, nullptr, nullptr);
+  return capture_info(stream, status, nullptr);
 }
 
 EMULATION_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
@@ -368,7 +326,7 @@ EMULATION_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureM
 EMULATION_API cudaError_t ferroEmulationGraphOf(cudaStream_t stream, cudaGraph_t* graph) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   *graph = nullptr;
-  const cudaError_t error = capture_info(stream, &status, nullptr, graph);
+  const cudaError_t error = capture_info(stream, &status, graph);
   if (error != cudaSuccess) return error;
   return remember(status == cudaStreamCaptureStatusInvalidated ? cudaErrorStreamCaptureInvalidated
                                                                : cudaSuccess);
