@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -22,6 +21,7 @@ from ferro_dist.integrations.torch_accumulation import add
 from ferro_dist.integrations.torch_backward import find_tensors
 from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
 from ferro_dist.integrations.torch_gradients import (
+    as_tensor,
     copy_or_clear,
     dtype_of_gradient,
     zeros_in_group,
@@ -36,6 +36,7 @@ from ferro_dist.integrations.torch_surroundings import (
     version,
 )
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
+from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel import pytree
 from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.receive_pool import SMALLEST_NBYTES
@@ -47,11 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["TorchStage"]
 
 Tensor = Any
-
-_OF_NUMPY = {
-    getattr(torch, name): np.dtype(name)
-    for name in ("float16", "float32", "float64", "int32", "int64", "complex64", "complex128")
-}
 
 
 class _Saved(NamedTuple):
@@ -118,11 +114,7 @@ class TorchStage(Stage):
             return torch.empty(spec.shape, dtype=dtype, device=self._gpu)
         if math.prod(spec.shape) * dtype.itemsize < SMALLEST_NBYTES:
             return torch.empty(spec.shape, dtype=dtype, device="cpu")
-        if dtype in _OF_NUMPY:
-            return torch.from_numpy(self.pool.take(spec.shape, _OF_NUMPY[dtype]))
-        # As integers: torch takes no bfloat16 from NumPy.
-        integers = np.dtype(f"i{dtype.itemsize}")
-        return torch.from_numpy(self.pool.take(spec.shape, integers)).view(dtype)
+        return as_tensor(self.pool.take(spec.shape, numpy_dtype(dtype_code(spec.dtype))))
 
     def note_thread(self) -> None:
         if not torch.cuda.is_initialized():
