@@ -63,7 +63,7 @@ class Program:
         self.peer_of = {
             action: placement[action.other_side.stage]
             for action in self.actions
-            if action.kind.is_send or action.kind.is_recv
+            if action.kind.is_message
         }
         self.expected: dict[int, list[Action]] = defaultdict(list)
         for action in self.actions:

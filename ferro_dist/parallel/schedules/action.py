@@ -85,6 +85,11 @@ class ActionKind(str, enum.Enum):
         """Whether it receives a message."""
         return self in _RECVS
 
+    @property
+    def is_message(self) -> bool:
+        """Whether it sends or receives a message."""
+        return self in _OTHER_SIDE
+
 
 # The letters of the papers.
 F = ActionKind.FORWARD

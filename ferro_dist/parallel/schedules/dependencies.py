@@ -18,7 +18,6 @@ SEND_F = ActionKind.SEND_ACTIVATION
 RECV_F = ActionKind.RECV_ACTIVATION
 SEND_B = ActionKind.SEND_GRADIENT
 RECV_B = ActionKind.RECV_GRADIENT
-_OF_MESSAGES = frozenset({SEND_F, RECV_F, SEND_B, RECV_B})
 
 
 class Dependencies:
@@ -41,7 +40,7 @@ class Dependencies:
     def __init__(self, schedule: Schedule) -> None:
         self.placement = placement_in(schedule)
         self._actions: set[Key] = {action for actions in schedule for action in actions}
-        self.has_messages = any(kind in _OF_MESSAGES for _, kind, _ in self._actions)
+        self.has_messages = any(kind.is_message for _, kind, _ in self._actions)
         self._weight_gradients: dict[int, list[Key]] = defaultdict(list)
         for actions in schedule:
             for action in actions:

@@ -53,7 +53,7 @@ def insert_messages(
         The schedule is not sound.
     """
     prefetch = check_count("prefetch", prefetch, least=0)
-    lists = [[a for a in actions if not _is_message(a)] for actions in parse_schedule(schedule)]
+    lists = [[a for a in actions if not a.kind.is_message] for actions in parse_schedule(schedule)]
     validate(lists, phase=phase)
     return _MessagePass(lists, prefetch).lists()
 
@@ -152,7 +152,3 @@ def _reductions_after(lists: list[list[Action]]) -> dict[Action, list[Action]]:
             else:
                 reductions[last].append(action)
     return reductions
-
-
-def _is_message(action: Action) -> bool:
-    return action.kind.is_send or action.kind.is_recv

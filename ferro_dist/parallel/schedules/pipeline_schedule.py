@@ -160,7 +160,7 @@ def complete(
     kinds = {action.kind for actions in lists for action in actions}
     if reduces_gradients and ActionKind.REDUCE not in kinds:
         lists = insert_reductions(lists)
-    if not any(kind.is_send or kind.is_recv for kind in kinds):
+    if not any(kind.is_message for kind in kinds):
         lists = insert_messages(lists)
     validate(lists, num_ranks=num_ranks, num_microbatches=num_microbatches)
     return lists

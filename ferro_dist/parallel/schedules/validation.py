@@ -186,7 +186,7 @@ _FORWARD_MESSAGES = (ActionKind.SEND_ACTIVATION, ActionKind.RECV_ACTIVATION)
 def _check_messages(census: _Census, dependencies: Dependencies) -> None:
     sends = filter(None, map(dependencies.send_of, census.rank_of))
     needed = {side for send in sends for side in (send, send.other_side)}
-    present = [a for a in census.rank_of if a.kind.is_send or a.kind.is_recv]
+    present = [a for a in census.rank_of if a.kind.is_message]
     for action in present:
         if action not in needed:
             raise census.fault(action, "no activation or gradient goes that way between ranks")
