@@ -58,14 +58,14 @@ if TYPE_CHECKING:
     from ferro_dist.integrations.torch_sync_batch_norm import (
         convert_sync_batchnorm as convert_sync_batchnorm,
     )
-    from ferro_dist.parallel.ddp import DDP as DDP
-    from ferro_dist.parallel.outcome import StageFailed as StageFailed
-    from ferro_dist.parallel.pipeline import Pipeline as Pipeline
-    from ferro_dist.parallel.power_sgd import PowerSGD as PowerSGD
-    from ferro_dist.parallel.rank_grid import RankGrid as RankGrid
+    from ferro_dist.parallel.buckets.power_sgd import PowerSGD as PowerSGD
+    from ferro_dist.parallel.ddp.ddp import DDP as DDP
+    from ferro_dist.parallel.pipeline.outcome import StageFailed as StageFailed
+    from ferro_dist.parallel.pipeline.pipeline import Pipeline as Pipeline
+    from ferro_dist.parallel.pipeline.rank_grid import RankGrid as RankGrid
+    from ferro_dist.parallel.pipeline.split_sequential import split_sequential as split_sequential
     from ferro_dist.parallel.schedules import InvalidSchedule as InvalidSchedule
     from ferro_dist.parallel.schedules import PipelineSchedule as PipelineSchedule
-    from ferro_dist.parallel.split_sequential import split_sequential as split_sequential
     from ferro_dist.point_to_point import P2POp as P2POp
     from ferro_dist.point_to_point import batch as batch
     from ferro_dist.point_to_point import recv as recv
@@ -98,13 +98,13 @@ _MODULES = {
     "group": "init",
     "integrations.torch_sharded_optimizer": "ShardedOptimizer",
     "integrations.torch_sync_batch_norm": "convert_sync_batchnorm",
-    "parallel.ddp": "DDP",
-    "parallel.outcome": "StageFailed",
-    "parallel.pipeline": "Pipeline",
-    "parallel.power_sgd": "PowerSGD",
-    "parallel.rank_grid": "RankGrid",
+    "parallel.ddp.ddp": "DDP",
+    "parallel.pipeline.outcome": "StageFailed",
+    "parallel.pipeline.pipeline": "Pipeline",
+    "parallel.buckets.power_sgd": "PowerSGD",
+    "parallel.pipeline.rank_grid": "RankGrid",
     "parallel.schedules": "InvalidSchedule PipelineSchedule",
-    "parallel.split_sequential": "split_sequential",
+    "parallel.pipeline.split_sequential": "split_sequential",
     "point_to_point": "P2POp batch recv send sendrecv",
     "reduce_op": "ReduceOp",
     "work": "Work",

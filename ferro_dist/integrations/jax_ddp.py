@@ -28,14 +28,14 @@ from ferro_dist.integrations.jax_leaves import (
     text_of,
 )
 from ferro_dist.integrations.jax_tap import tap_leaves
-from ferro_dist.parallel.averaging import REDUCE_OPS
-from ferro_dist.parallel.compression import name_of
-from ferro_dist.parallel.ddp import DDP, compare
+from ferro_dist.parallel.buckets.averaging import REDUCE_OPS
+from ferro_dist.parallel.buckets.compression import name_of
+from ferro_dist.parallel.ddp.ddp import DDP, compare
 from ferro_dist.parallel.manifest import agree_on_manifest
 
 if TYPE_CHECKING:
-    from ferro_dist.parallel.options import Options
-    from ferro_dist.parallel.statistics import Statistics
+    from ferro_dist.parallel.ddp.options import Options
+    from ferro_dist.parallel.ddp.statistics import Statistics
 
 __all__ = ["JaxDDP", "has_jax_arrays"]
 

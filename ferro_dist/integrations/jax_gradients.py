@@ -16,18 +16,23 @@ import numpy as np
 
 from ferro_dist.collective import allreduce, broadcast
 from ferro_dist.errors import CollectiveMismatch
-from ferro_dist.parallel.bucket import (
+from ferro_dist.parallel.buckets.bucket import (
     Bucket,
     BucketLayout,
     ParameterSpec,
     assign_buckets,
     real_parts,
 )
-from ferro_dist.parallel.compression import Compression, UserReduction, reduce_by, wire_dtype
+from ferro_dist.parallel.buckets.compression import (
+    Compression,
+    UserReduction,
+    reduce_by,
+    wire_dtype,
+)
+from ferro_dist.parallel.ddp.participation import RollCall
+from ferro_dist.parallel.ddp.statistics import BucketTimes, Statistics
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import explain_mismatch
-from ferro_dist.parallel.participation import RollCall
-from ferro_dist.parallel.statistics import BucketTimes, Statistics
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from ferro_dist import interop
 from ferro_dist.collective import broadcast
 from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import InvalidArray
-from ferro_dist.parallel.averaging import check_averageable
-from ferro_dist.parallel.bucket import ParameterSpec
+from ferro_dist.parallel.buckets.averaging import check_averageable
+from ferro_dist.parallel.buckets.bucket import ParameterSpec
 from ferro_dist.parallel.exchange import all_gather_bytes
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ import numpy as np
 from ferro_dist import interop
 from ferro_dist.errors import InvalidArray
 from ferro_dist.integrations.jax_leaves import dtype_of, fault_of, is_array, is_number
-from ferro_dist.parallel import pytree
-from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
-from ferro_dist.parallel.stage import ForwardInput, LossOf, Stage
+from ferro_dist.parallel.pipeline import pytree
+from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel
+from ferro_dist.parallel.pipeline.stage import ForwardInput, LossOf, Stage
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend

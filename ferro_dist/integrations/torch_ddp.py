@@ -50,15 +50,15 @@ from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.integrations.torch_uncompiled import uncompiled
 from ferro_dist.integrations.torch_wrapper import ModuleWrapper
 from ferro_dist.integrations.torch_writes import ParameterWrites
-from ferro_dist.parallel.ddp import compare
+from ferro_dist.parallel.buckets.gpu_memory import GpuMemory
+from ferro_dist.parallel.ddp.ddp import compare
+from ferro_dist.parallel.ddp.options import Options
+from ferro_dist.parallel.ddp.participation import REFUSED, Participation
+from ferro_dist.parallel.ddp.reducer import Call, NoGradients, Reducer, tag_of
+from ferro_dist.parallel.ddp.reducing_ddp import ReducingDDP
 from ferro_dist.parallel.exchange import all_gather_rows
 from ferro_dist.parallel.interruption import telling
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.nccl_memory import GpuMemory
-from ferro_dist.parallel.options import Options
-from ferro_dist.parallel.participation import REFUSED, Participation
-from ferro_dist.parallel.reducer import Call, NoGradients, Reducer, tag_of
-from ferro_dist.parallel.reducing_ddp import ReducingDDP
 
 __all__ = ["TorchDDP"]
 

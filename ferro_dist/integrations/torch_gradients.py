@@ -28,14 +28,14 @@ from ferro_dist.integrations.torch_accumulation import (
 from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch_kept_views import leave_kept, may_be_kept
 from ferro_dist.interop import dtype_code, numpy_dtype
-from ferro_dist.parallel.bucket import (
+from ferro_dist.parallel.buckets.bucket import (
     STREAMED_NBYTES,
     Bucket,
     BucketMemory,
     ParameterSpec,
     misplaced,
 )
-from ferro_dist.parallel.reducer import Gradients, NoGradients
+from ferro_dist.parallel.ddp.reducer import Gradients, NoGradients
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend

@@ -17,11 +17,11 @@ from ferro_dist.errors import CollectiveMismatch, InvalidArray
 from ferro_dist.integrations.torch_gradients import dtype_of_gradient, spec_of
 from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch_surroundings import version
-from ferro_dist.parallel.averaging import check_averageable
-from ferro_dist.parallel.bucket import ParameterSpec
+from ferro_dist.parallel.buckets.averaging import check_averageable
+from ferro_dist.parallel.buckets.bucket import ParameterSpec
+from ferro_dist.parallel.buckets.gpu_memory import GpuMemory
 from ferro_dist.parallel.group_checks import check_reach
 from ferro_dist.parallel.manifest import agree_on_manifest, explain_mismatch
-from ferro_dist.parallel.nccl_memory import GpuMemory
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend

@@ -32,7 +32,7 @@ from ferro_dist.integrations.torch_shard import Shard
 from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
 from ferro_dist.integrations.torch_uncompiled import uncompiled
 from ferro_dist.interop import dtype_code, numpy_dtype
-from ferro_dist.parallel.averaging import REDUCE_OPS, check_averageable
+from ferro_dist.parallel.buckets.averaging import REDUCE_OPS, check_averageable
 from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest

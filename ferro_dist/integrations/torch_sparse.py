@@ -22,15 +22,15 @@ import torch
 from ferro_dist.collective import all_gather, allreduce
 from ferro_dist.errors import CollectiveMismatch, InvalidArray
 from ferro_dist.integrations.torch_accumulation import Accumulation, add, as_dense, trace_of
+from ferro_dist.parallel.ddp.reducer import Call, tag_of
 from ferro_dist.parallel.exchange import all_gather_rows
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.reducer import Call, tag_of
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
-    from ferro_dist.parallel.averaging import Averaging
-    from ferro_dist.parallel.bucket import ParameterSpec
+    from ferro_dist.parallel.buckets.averaging import Averaging
+    from ferro_dist.parallel.buckets.bucket import ParameterSpec
 
 __all__ = ["SparseGradients", "lines_of", "without_rows"]
 

@@ -37,10 +37,10 @@ from ferro_dist.integrations.torch_surroundings import (
 )
 from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
 from ferro_dist.interop import dtype_code, numpy_dtype
-from ferro_dist.parallel import pytree
-from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
-from ferro_dist.parallel.receive_pool import SMALLEST_NBYTES
-from ferro_dist.parallel.stage import ForwardInput, Stage
+from ferro_dist.parallel.pipeline import pytree
+from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel
+from ferro_dist.parallel.pipeline.receive_pool import SMALLEST_NBYTES
+from ferro_dist.parallel.pipeline.stage import ForwardInput, Stage
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend

@@ -1,7 +1,5 @@
 """What users train with, on top of the collectives.
 
-Reading order. Data parallelism: `ddp` (what every kind of module provides), `manifest`, `bucket`,
-`reducer`, then `array_ddp` and `ferro_dist.integrations.torch_ddp`. Pipelines: `schedules`,
-`pipeline`, `pipeline_connection`, `executor`, `stage`, `activation_channel`, `message_header`,
-`ends`, `outcome`.
+`ddp` and `pipeline` do not know each other. Under both: `schedules`, which computes and needs no
+group, `buckets` of gradients, and the modules beside this one.
 """

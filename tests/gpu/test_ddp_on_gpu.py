@@ -19,11 +19,11 @@ from gpu.real_gpu import need_torch_without_cuda
 from nccl_ranks import hold
 
 import ferro_dist as fd
-from ferro_dist.parallel import nccl_memory
-from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec
-from ferro_dist.parallel.gpu_bucket import GpuBucket
-from ferro_dist.parallel.nccl_memory import GpuMemory
-from ferro_dist.parallel.reducer import NoGradients
+from ferro_dist.parallel.buckets import gpu_memory
+from ferro_dist.parallel.buckets.bucket import BucketLayout, ParameterSpec
+from ferro_dist.parallel.buckets.gpu_bucket import GpuBucket
+from ferro_dist.parallel.buckets.gpu_memory import GpuMemory
+from ferro_dist.parallel.ddp.reducer import NoGradients
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 GPU_BACKENDS = pytest.mark.parametrize("kind", ["nccl", "hybrid"])
@@ -268,11 +268,11 @@ def let_go_of_what_is_read(rank: int, world_size: int, addr: str) -> None:
         copy_async(copied.address, gradient.address, gradient.nbytes, gpu.current_stream)
         del ddp, gradient
         gc.collect()
-        assert nccl_memory._ending
+        assert gpu_memory._ending
         go_on()
         assert (copied.numpy() == 5).all()
-        nccl_memory.release_what_has_ended()
-        assert not nccl_memory._ending
+        gpu_memory.release_what_has_ended()
+        assert not gpu_memory._ending
 
 
 def test_buckets_may_be_let_go_of_while_the_gpu_reads_them() -> None:
@@ -289,9 +289,9 @@ class FoundAtOnce(list[Any]):
         other.join()
 
     def _release(self) -> None:
-        nccl_memory.release_what_has_ended()
+        gpu_memory.release_what_has_ended()
         emulated_gpu().synchronize(0)
-        nccl_memory.release_what_has_ended()
+        gpu_memory.release_what_has_ended()
 
 
 def let_go_beside_a_thread(rank: int, world_size: int, addr: str) -> None:
@@ -299,14 +299,14 @@ def let_go_beside_a_thread(rank: int, world_size: int, addr: str) -> None:
     with connect("nccl", rank, world_size, addr, timeout=TIMEOUT_S) as backend, gpu.stream():
         x = GpuMemory(backend, zeros("gpu", 1)).empty(1, "float64")
         x[...] = 5
-        nccl_memory._ending = FoundAtOnce()
+        gpu_memory._ending = FoundAtOnce()
         go_on = hold(gpu)
         del x
-        assert nccl_memory._ending
+        assert gpu_memory._ending
         go_on()
         gpu.synchronize(gpu.current_stream)
-        nccl_memory.release_what_has_ended()
-        assert not nccl_memory._ending
+        gpu_memory.release_what_has_ended()
+        assert not gpu_memory._ending
 
 
 def test_memory_waits_for_the_stream_of_the_thread_that_lets_go_of_it() -> None:

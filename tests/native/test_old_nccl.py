@@ -18,7 +18,7 @@ from ferro_dist import interop
 from ferro_dist._emulation.libraries import FOLDER
 from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.errors import BackendUnavailable, UnsupportedOp
-from ferro_dist.parallel.nccl_memory import GpuMemory
+from ferro_dist.parallel.buckets.gpu_memory import GpuMemory
 from ferro_dist.testing import emulated_gpu, run_ranks
 
 ABI = Path(__file__).parents[2] / "csrc/abi/nccl.h"

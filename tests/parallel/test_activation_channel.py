@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ferro_dist.parallel.activation_channel import Link, Sender
-from ferro_dist.parallel.message_header import PipelineCall, RunId
+from ferro_dist.parallel.pipeline.activation_channel import Link, Sender
+from ferro_dist.parallel.pipeline.message_header import PipelineCall, RunId
 from ferro_dist.work import Work
 
 

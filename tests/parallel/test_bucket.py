@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from ferro_dist._native.host import copy_plain
-from ferro_dist.parallel.averaging import Averaging
-from ferro_dist.parallel.bucket import (
+from ferro_dist.parallel.buckets.averaging import Averaging
+from ferro_dist.parallel.buckets.bucket import (
     ALIGNMENT_NBYTES,
     Bucket,
     BucketLayout,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ferro_dist.parallel.message_header import (
+from ferro_dist.parallel.pipeline.message_header import (
     HEADER_NBYTES,
     ROOM_NBYTES,
     Header,

@@ -30,9 +30,9 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.parallel.activation_channel import ArraySpec  # noqa: E402
+from ferro_dist.parallel.pipeline.activation_channel import ArraySpec  # noqa: E402
+from ferro_dist.parallel.pipeline.stage import make_stage  # noqa: E402
 from ferro_dist.parallel.schedules import generate, simulate  # noqa: E402
-from ferro_dist.parallel.stage import make_stage  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 

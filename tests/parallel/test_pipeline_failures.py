@@ -28,10 +28,12 @@ from parallel.pipeline_models import (  # noqa: E402 - needs torch
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.parallel import outcome, pipeline, pipeline_connection, pipeline_plan  # noqa: E402
-from ferro_dist.parallel.activation_channel import Receiver, Sender  # noqa: E402
 from ferro_dist.parallel.exchange import all_gather_bytes  # noqa: E402
-from ferro_dist.parallel.handwritten_stage import HandwrittenStage  # noqa: E402
+from ferro_dist.parallel.pipeline import connection as pipeline_connection  # noqa: E402
+from ferro_dist.parallel.pipeline import outcome, pipeline  # noqa: E402
+from ferro_dist.parallel.pipeline import plan as pipeline_plan  # noqa: E402
+from ferro_dist.parallel.pipeline.activation_channel import Receiver, Sender  # noqa: E402
+from ferro_dist.parallel.pipeline.handwritten_stage import HandwrittenStage  # noqa: E402
 from ferro_dist.parallel.schedules import Action  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]

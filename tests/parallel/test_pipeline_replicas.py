@@ -30,11 +30,11 @@ from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist._launch.ranks import OF_A_STAGE, TRACEBACK  # noqa: E402
-from ferro_dist.parallel import outcome  # noqa: E402
-from ferro_dist.parallel.activation_channel import Receiver, Sender  # noqa: E402
-from ferro_dist.parallel.gradient_reduction import GradientReduction  # noqa: E402
+from ferro_dist.parallel.pipeline import outcome  # noqa: E402
+from ferro_dist.parallel.pipeline.activation_channel import Receiver, Sender  # noqa: E402
+from ferro_dist.parallel.pipeline.gradient_reduction import GradientReduction  # noqa: E402
+from ferro_dist.parallel.pipeline.stage import Stage  # noqa: E402
 from ferro_dist.parallel.schedules import ActionKind  # noqa: E402
-from ferro_dist.parallel.stage import Stage  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations import torch_random  # noqa: E402
-from ferro_dist.parallel.stage import microbatch_seed  # noqa: E402
+from ferro_dist.parallel.pipeline.stage import microbatch_seed  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 

@@ -13,8 +13,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import ferro_dist as fd
-from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec
-from ferro_dist.parallel.power_sgd import PowerSGD
+from ferro_dist.parallel.buckets.bucket import BucketLayout, ParameterSpec
+from ferro_dist.parallel.buckets.power_sgd import PowerSGD
 from ferro_dist.testing import run_ranks
 
 OnRanks = Callable[..., list[Any]]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ferro_dist.parallel import pytree
+from ferro_dist.parallel.pipeline import pytree
 
 CONSTANTS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 TREES = st.recursive(

@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 import pytest
 
-from ferro_dist.parallel.pipeline_plan import PipelinePlan
+from ferro_dist.parallel.pipeline.plan import PipelinePlan
 from ferro_dist.parallel.schedules import (
     Action,
     ActionKind,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ferro_dist as fd
-from ferro_dist.parallel.power_sgd import PowerSGD
+from ferro_dist.parallel.buckets.power_sgd import PowerSGD
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -26,7 +26,7 @@ from torch import nn  # noqa: E402 - needs torch
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations import torch_gradients  # noqa: E402
 from ferro_dist.integrations.torch_writes import ParameterWrites  # noqa: E402
-from ferro_dist.parallel.agreement import Agreement  # noqa: E402
+from ferro_dist.parallel.ddp.agreement import Agreement  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 

@@ -21,7 +21,7 @@ from torch import nn  # noqa: E402 - needs torch
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations.torch_gradients import gpu_view  # noqa: E402
 from ferro_dist.integrations.torch_uncompiled import uncompiled  # noqa: E402
-from ferro_dist.parallel.bucket import ParameterSpec  # noqa: E402
+from ferro_dist.parallel.buckets.bucket import ParameterSpec  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 

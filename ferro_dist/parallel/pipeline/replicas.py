@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ferro_dist.collective import broadcast
-from ferro_dist.parallel.gradient_reduction import GradientReduction, Weight
+from ferro_dist.parallel.pipeline.gradient_reduction import GradientReduction, Weight
+from ferro_dist.parallel.pipeline.stage import Stage
 from ferro_dist.parallel.schedules import Action, ActionKind
-from ferro_dist.parallel.stage import Stage
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from ferro_dist import interop
 from ferro_dist._native.cuda_memory import copy_async, fill_async
 from ferro_dist._native.cuda_runtime import DeviceGuard
 from ferro_dist._native.cuda_stream import Stream, current_stream_of_array
-from ferro_dist.parallel.bucket import Bucket, BucketLayout
-from ferro_dist.parallel.nccl_memory import GpuMemory, release_what_has_ended
+from ferro_dist.parallel.buckets.bucket import Bucket, BucketLayout
+from ferro_dist.parallel.buckets.gpu_memory import GpuMemory, release_what_has_ended
 
 __all__ = ["GpuBucket"]
 

@@ -26,21 +26,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ferro_dist import arguments
 from ferro_dist.errors import ChannelClosed
-from ferro_dist.parallel.activation_channel import meet
-from ferro_dist.parallel.bucket import bucket_nbytes_of
-from ferro_dist.parallel.ends import (
-    BackwardEnds,
-    Ends,
-    EndStages,
-    EvaluationEnds,
-    ForwardEnds,
-    TrainingEnds,
-)
-from ferro_dist.parallel.executor import Measurements, Program, StepRun
+from ferro_dist.parallel.buckets.bucket import bucket_nbytes_of
 from ferro_dist.parallel.interruption import interrupt, telling
-from ferro_dist.parallel.message_header import PipelineCall, RunId
-from ferro_dist.parallel.outcome import run_on_all, share_outcome
-from ferro_dist.parallel.pipeline_arguments import (
+from ferro_dist.parallel.pipeline.activation_channel import meet
+from ferro_dist.parallel.pipeline.arguments import (
     PipelineOptions,
     check_groups,
     checked_count,
@@ -50,8 +39,19 @@ from ferro_dist.parallel.pipeline_arguments import (
     reduce_op,
     stages_on_rank,
 )
-from ferro_dist.parallel.pipeline_connection import Connection, connect
-from ferro_dist.parallel.pipeline_plan import PipelinePlan, make_plan
+from ferro_dist.parallel.pipeline.connection import Connection, connect
+from ferro_dist.parallel.pipeline.ends import (
+    BackwardEnds,
+    Ends,
+    EndStages,
+    EvaluationEnds,
+    ForwardEnds,
+    TrainingEnds,
+)
+from ferro_dist.parallel.pipeline.executor import Measurements, Program, StepRun
+from ferro_dist.parallel.pipeline.message_header import PipelineCall, RunId
+from ferro_dist.parallel.pipeline.outcome import run_on_all, share_outcome
+from ferro_dist.parallel.pipeline.plan import PipelinePlan, make_plan
 from ferro_dist.parallel.schedules import (
     PipelineSchedule,
     built_in,
@@ -83,7 +83,7 @@ class Pipeline(Generic[ModuleT]):
         This rank's stage; its only argument is what the previous stage returns. A list (or
         ModuleList) of stages, in order, if the schedule has several on each rank. What each kind
         must have: `ferro_dist.integrations.jax_stage.JaxStage` for functions of JAX,
-        `ferro_dist.parallel.handwritten_stage` for NumPy and CuPy.
+        `ferro_dist.parallel.pipeline.handwritten_stage` for NumPy and CuPy.
     backend : Backend
         The pipeline's group, of two ranks or more; closing it is left to the caller.
     num_microbatches : int

@@ -33,7 +33,7 @@ late gradient in any other round raises.
 
 Another control lane says whether any rank wants the parameters of all ranks to be compared after
 the round. Where the host does not read it, a group that can compares calls in host memory, and the
-wish goes with them (`ferro_dist.parallel.agreement`).
+wish goes with them (`ferro_dist.parallel.ddp.agreement`).
 
 References
 ----------
@@ -60,26 +60,26 @@ import numpy as np
 
 from ferro_dist.collective import allreduce
 from ferro_dist.errors import CollectiveMismatch
-from ferro_dist.parallel.agreement import Agreement
-from ferro_dist.parallel.bucket import (
+from ferro_dist.parallel.buckets.bucket import (
     Bucket,
     BucketLayout,
     BucketMemory,
     ParameterSpec,
     assign_buckets,
 )
-from ferro_dist.parallel.compression import reduce_by, wire_dtype
+from ferro_dist.parallel.buckets.compression import reduce_by, wire_dtype
+from ferro_dist.parallel.buckets.gpu_memory import GpuMemory
+from ferro_dist.parallel.ddp.agreement import Agreement
+from ferro_dist.parallel.ddp.participation import Participation, RollCall
+from ferro_dist.parallel.ddp.statistics import BucketTimes, Statistics
 from ferro_dist.parallel.exchange import broadcast_row
 from ferro_dist.parallel.manifest import BUILD_THE_SAME, explain_mismatch
-from ferro_dist.parallel.nccl_memory import GpuMemory
-from ferro_dist.parallel.participation import Participation, RollCall
-from ferro_dist.parallel.statistics import BucketTimes, Statistics
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.work import Work
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
-    from ferro_dist.parallel.options import Options
+    from ferro_dist.parallel.ddp.options import Options
 
 __all__ = ["Call", "Gradients", "NoGradients", "Reducer", "tag_of"]
 
@@ -310,7 +310,7 @@ class Reducer:
         layout = BucketLayout(specs, NUM_CONTROLS)
         wire = wire_dtype(self._compress, layout.dtype)
         if specs[0].is_on_gpu:
-            from ferro_dist.parallel.gpu_bucket import GpuBucket
+            from ferro_dist.parallel.buckets.gpu_bucket import GpuBucket
 
             assert self._gpu_memory is not None, "no module has parameters out of reach"
             return GpuBucket(index, members, layout, self._gpu_memory, wire, self._kept)

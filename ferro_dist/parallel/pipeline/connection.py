@@ -15,17 +15,16 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ferro_dist.parallel.activation_channel import ArraySpec
-from ferro_dist.parallel.executor import PipelineContext
-from ferro_dist.parallel.gpu_channels import make_gpu_channels
-from ferro_dist.parallel.gradient_reduction import GradientReduction
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.outcome import BadArgument, run_on_all
-from ferro_dist.parallel.replicas import connect_replicas, describe_state
-from ferro_dist.parallel.schedules import Action
-from ferro_dist.parallel.stage import Stage
-from ferro_dist.parallel.tied_weights import (
+from ferro_dist.parallel.pipeline.activation_channel import ArraySpec
+from ferro_dist.parallel.pipeline.executor import PipelineContext
+from ferro_dist.parallel.pipeline.gpu_channels import make_gpu_channels
+from ferro_dist.parallel.pipeline.gradient_reduction import GradientReduction
+from ferro_dist.parallel.pipeline.outcome import BadArgument, run_on_all
+from ferro_dist.parallel.pipeline.replicas import connect_replicas, describe_state
+from ferro_dist.parallel.pipeline.stage import Stage
+from ferro_dist.parallel.pipeline.tied_weights import (
     Members,
     TiedWeight,
     agree_on_ties,
@@ -33,10 +32,11 @@ from ferro_dist.parallel.tied_weights import (
     split_for_ties,
     tie_weights,
 )
+from ferro_dist.parallel.schedules import Action
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
-    from ferro_dist.parallel.pipeline_arguments import PipelineOptions
+    from ferro_dist.parallel.pipeline.arguments import PipelineOptions
 
 __all__ = ["Connection", "connect"]
 

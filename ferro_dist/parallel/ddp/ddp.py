@@ -2,7 +2,7 @@
 
 Each rank holds a replica of the model and computes gradients on its share of the batch.
 Before the optimizer steps, gradients are averaged over the ranks, bucket by bucket
-(`ferro_dist.parallel.reducer`).
+(`ferro_dist.parallel.ddp.reducer`).
 
 `DDP` is what users construct. It documents what they call, checks arguments, and leaves the rest to
 its kinds. Each knows one sort of module: where its parameters are, when a gradient is ready, when
@@ -13,11 +13,11 @@ module                                 kind
 =====================================  ==================================================
 ``torch.nn.Module``                    `ferro_dist.integrations.torch_ddp.TorchDDP`
 pytree with JAX arrays                 `ferro_dist.integrations.jax_ddp.JaxDDP`
-with ``parameters()`` and ``grads()``  `ferro_dist.parallel.array_ddp.ArrayDDP`
-dict or list of arrays                 `ferro_dist.parallel.array_ddp.ArrayDDP`
+with ``parameters()`` and ``grads()``  `ferro_dist.parallel.ddp.array_ddp.ArrayDDP`
+dict or list of arrays                 `ferro_dist.parallel.ddp.array_ddp.ArrayDDP`
 =====================================  ==================================================
 
-Torch modules and arrays are averaged in rounds: `ferro_dist.parallel.reducing_ddp.ReducingDDP`.
+Torch modules and arrays are averaged in rounds: `ferro_dist.parallel.ddp.reducing_ddp.ReducingDDP`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ferro_dist.arguments import check_root
 from ferro_dist.backends.base import Backend
-from ferro_dist.parallel.compression import Compression
+from ferro_dist.parallel.buckets.compression import Compression
+from ferro_dist.parallel.ddp.options import Options
+from ferro_dist.parallel.ddp.participation import check_weight
+from ferro_dist.parallel.ddp.statistics import Statistics
 from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.integration import TORCH_MODULE, has_base, integration
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.options import Options
-from ferro_dist.parallel.participation import check_weight
-from ferro_dist.parallel.statistics import Statistics
 
 __all__ = ["DDP", "compare"]
 
@@ -68,7 +68,7 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         - An object with ``parameters()`` and ``grads()``, each of which returns a dict of name to
           array, or a list of arrays in a fixed order; or the dict or list of parameters itself. The
           arrays are writable, from NumPy, CuPy or torch. `sync_gradients` averages the gradients;
-          `ferro_dist.parallel.array_ddp.ArrayDDP` tells how to do so during backward.
+          `ferro_dist.parallel.ddp.array_ddp.ArrayDDP` tells how to do so during backward.
     backend : Backend
         The group; closing it is left to the caller. No wait for other ranks lasts longer than its
         `timeout`. Arrays must be where it can move them: in host memory, on the GPU of an
@@ -83,7 +83,7 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         which the gradient travels: in bfloat16 up to 256 ranks, in float16 up to 2048.
     compress : {None, "fp16", "bf16"}, PowerSGD or callable, optional
         How real gradients of 32 and 64 bits travel. A callable gets a
-        `ferro_dist.parallel.bucket.Bucket`, the backend and a `ReduceOp`, and reduces
+        `ferro_dist.parallel.buckets.bucket.Bucket`, the backend and a `ReduceOp`, and reduces
         ``bucket.gradients`` (or its ``views``) in place, alike on all ranks. It returns None, what
         it has reduced, or a `Work` to wait for.
     overlap : bool or "always", default True
@@ -450,7 +450,7 @@ def _kind_of(module: object) -> type[DDP[Any]]:
         return cast("type[DDP[Any]]", integration("torch_ddp").TorchDDP)
     if "jax" in sys.modules and integration("jax_ddp").has_jax_arrays(module):
         return cast("type[DDP[Any]]", integration("jax_ddp").JaxDDP)
-    from ferro_dist.parallel.array_ddp import ArrayDDP
+    from ferro_dist.parallel.ddp.array_ddp import ArrayDDP
 
     return ArrayDDP
 

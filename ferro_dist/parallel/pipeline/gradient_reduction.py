@@ -1,8 +1,8 @@
 """Sums of gradients over ranks that hold the same weights: replicas, or ends of a tie.
 
-Gradients lie in buckets laid out as those of DDP (`ferro_dist.parallel.bucket`), with a lane for
-each that says whether this rank had one. The arrays are of the stages' own libraries, which copy
-gradients in and out.
+Gradients lie in buckets laid out as those of DDP (`ferro_dist.parallel.buckets.bucket`), with a
+lane for each that says whether this rank had one. The arrays are of the stages' own libraries,
+which copy gradients in and out.
 
 Only what a step adds is summed. What was there before the step has been summed already, and would
 otherwise count once for each rank; it is set aside, and added again afterwards.
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferro_dist.collective import allreduce, broadcast
 from ferro_dist.interop import dtype_code, numpy_dtype
-from ferro_dist.parallel.bucket import BucketLayout, ParameterSpec, assign_buckets
-from ferro_dist.parallel.stage import Stage
+from ferro_dist.parallel.buckets.bucket import BucketLayout, ParameterSpec, assign_buckets
+from ferro_dist.parallel.pipeline.stage import Stage
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ferro_dist.collective import all_gather
-from ferro_dist.parallel import pytree
-from ferro_dist.parallel.activation_channel import Parcel
-from ferro_dist.parallel.microbatches import Microbatches, concatenate, shares_of_weight
-from ferro_dist.parallel.outcome import BadArgument, among_replicas
-from ferro_dist.parallel.stage import LossOf, Stage
+from ferro_dist.parallel.pipeline import pytree
+from ferro_dist.parallel.pipeline.activation_channel import Parcel
+from ferro_dist.parallel.pipeline.microbatches import Microbatches, concatenate, shares_of_weight
+from ferro_dist.parallel.pipeline.outcome import BadArgument, among_replicas
+from ferro_dist.parallel.pipeline.stage import LossOf, Stage
 
 if TYPE_CHECKING:
-    from ferro_dist.parallel.pipeline_arguments import PipelineOptions
+    from ferro_dist.parallel.pipeline.arguments import PipelineOptions
 
 __all__ = ["BackwardEnds", "EndStages", "Ends", "EvaluationEnds", "ForwardEnds", "TrainingEnds"]
 

@@ -17,9 +17,9 @@ import numpy as np
 from ferro_dist import interop
 from ferro_dist.arguments import in_order
 from ferro_dist.errors import InvalidArray
-from ferro_dist.parallel.averaging import check_averageable
-from ferro_dist.parallel.bucket import Bucket, ParameterSpec, misplaced
-from ferro_dist.parallel.reducer import Gradients
+from ferro_dist.parallel.buckets.averaging import check_averageable
+from ferro_dist.parallel.buckets.bucket import Bucket, ParameterSpec, misplaced
+from ferro_dist.parallel.ddp.reducer import Gradients
 
 __all__ = ["ArrayGradients", "ModuleAdapter"]
 

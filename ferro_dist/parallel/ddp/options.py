@@ -9,10 +9,10 @@ import numpy as np
 
 from ferro_dist.arguments import check_root, integer
 from ferro_dist.backends.base import Backend
-from ferro_dist.parallel.averaging import Averaging
-from ferro_dist.parallel.bucket import ParameterSpec, bucket_nbytes_of
-from ferro_dist.parallel.compression import Compression, check_compress, name_of, wire_dtype
-from ferro_dist.parallel.power_sgd import PowerSGD
+from ferro_dist.parallel.buckets.averaging import Averaging
+from ferro_dist.parallel.buckets.bucket import ParameterSpec, bucket_nbytes_of
+from ferro_dist.parallel.buckets.compression import Compression, check_compress, name_of, wire_dtype
+from ferro_dist.parallel.buckets.power_sgd import PowerSGD
 
 __all__ = ["Options"]
 

@@ -20,7 +20,7 @@ from ferro_dist.point_to_point import recv, send
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
-    from ferro_dist.parallel.executor import Measurements
+    from ferro_dist.parallel.pipeline.executor import Measurements
 
 __all__ = ["PipelinePlan", "make_plan"]
 

@@ -32,8 +32,8 @@ from ferro_dist.errors import (
     Timeout,
     UnsupportedOp,
 )
-from ferro_dist.parallel.activation_channel import PeerAborted
 from ferro_dist.parallel.interruption import interrupt
+from ferro_dist.parallel.pipeline.activation_channel import PeerAborted
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend

@@ -30,8 +30,8 @@ import numpy as np
 
 from ferro_dist import interop
 from ferro_dist.errors import DistributedError
-from ferro_dist.parallel import pytree
-from ferro_dist.parallel.message_header import (
+from ferro_dist.parallel.pipeline import pytree
+from ferro_dist.parallel.pipeline.message_header import (
     HEADER_NBYTES,
     ROOM_NBYTES,
     Header,
@@ -43,7 +43,7 @@ from ferro_dist.point_to_point import P2POp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
-    from ferro_dist.parallel.gpu_channels import GpuChannels
+    from ferro_dist.parallel.pipeline.gpu_channels import GpuChannels
     from ferro_dist.work import Work
 
 __all__ = [

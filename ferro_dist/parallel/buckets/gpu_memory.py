@@ -17,7 +17,7 @@ import numpy as np
 
 from ferro_dist import interop
 from ferro_dist.backends.nccl import WATCHDOG_GRACE_S
-from ferro_dist.parallel.bucket import ParameterSpec, view_of
+from ferro_dist.parallel.buckets.bucket import ParameterSpec, view_of
 
 if TYPE_CHECKING:
     from ferro_dist._native.cuda_memory import GpuBytes

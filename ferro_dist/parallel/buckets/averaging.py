@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ferro_dist.errors import InvalidArray
-from ferro_dist.parallel.bucket import Bucket, real_parts
+from ferro_dist.parallel.buckets.bucket import Bucket, real_parts
 from ferro_dist.reduce_op import ReduceOp
 
 __all__ = ["REDUCE_OPS", "Averaging", "check_averageable"]

@@ -35,7 +35,7 @@ from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
-    from ferro_dist.parallel.bucket import Bucket, ParameterSpec
+    from ferro_dist.parallel.buckets.bucket import Bucket, ParameterSpec
 
 __all__ = ["PowerSGD"]
 

@@ -16,18 +16,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ferro_dist.parallel import pytree
-from ferro_dist.parallel.activation_channel import Forecasts, Link, Parcel, Receiver, Sender
-from ferro_dist.parallel.ends import Ends
-from ferro_dist.parallel.message_header import RunId
-from ferro_dist.parallel.outcome import among_replicas
+from ferro_dist.parallel.pipeline import pytree
+from ferro_dist.parallel.pipeline.activation_channel import (
+    Forecasts,
+    Link,
+    Parcel,
+    Receiver,
+    Sender,
+)
+from ferro_dist.parallel.pipeline.ends import Ends
+from ferro_dist.parallel.pipeline.message_header import RunId
+from ferro_dist.parallel.pipeline.outcome import among_replicas
+from ferro_dist.parallel.pipeline.stage import ForwardInput, Stage, microbatch_seed
 from ferro_dist.parallel.schedules import Action, ActionKind, Span, placement_of
-from ferro_dist.parallel.stage import ForwardInput, Stage, microbatch_seed
 
 if TYPE_CHECKING:
-    from ferro_dist.parallel.gpu_channels import GpuChannels
-    from ferro_dist.parallel.gradient_reduction import GradientReduction
-    from ferro_dist.parallel.pipeline_arguments import PipelineOptions
+    from ferro_dist.parallel.pipeline.arguments import PipelineOptions
+    from ferro_dist.parallel.pipeline.gpu_channels import GpuChannels
+    from ferro_dist.parallel.pipeline.gradient_reduction import GradientReduction
 
 __all__ = ["Measurements", "PipelineContext", "Program", "StepRun"]
 

@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from ferro_dist.parallel.ddp import DDP
+from ferro_dist.parallel.ddp.ddp import DDP
+from ferro_dist.parallel.ddp.options import Options
+from ferro_dist.parallel.ddp.participation import Participation
+from ferro_dist.parallel.ddp.reducer import NoGradients, Reducer
+from ferro_dist.parallel.ddp.statistics import Statistics
 from ferro_dist.parallel.interruption import interrupt, telling
 from ferro_dist.parallel.manifest import agree_on_manifest
-from ferro_dist.parallel.options import Options
-from ferro_dist.parallel.participation import Participation
-from ferro_dist.parallel.reducer import NoGradients, Reducer
-from ferro_dist.parallel.statistics import Statistics
 
 __all__ = ["ReducingDDP"]
 

@@ -7,13 +7,13 @@ from typing import Any, Generic, TypeVar, cast
 
 from ferro_dist import interop
 from ferro_dist.collective import broadcast
-from ferro_dist.parallel.adapter import ArrayGradients, ModuleAdapter
+from ferro_dist.parallel.buckets.gpu_memory import GpuMemory
+from ferro_dist.parallel.ddp.adapter import ArrayGradients, ModuleAdapter
+from ferro_dist.parallel.ddp.options import Options
+from ferro_dist.parallel.ddp.reducer import Reducer
+from ferro_dist.parallel.ddp.reducing_ddp import ReducingDDP
 from ferro_dist.parallel.group_checks import check_reach
 from ferro_dist.parallel.interruption import telling
-from ferro_dist.parallel.nccl_memory import GpuMemory
-from ferro_dist.parallel.options import Options
-from ferro_dist.parallel.reducer import Reducer
-from ferro_dist.parallel.reducing_ddp import ReducingDDP
 
 __all__ = ["ArrayDDP"]
 

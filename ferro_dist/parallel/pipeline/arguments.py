@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferro_dist import arguments
 from ferro_dist.errors import InvalidWorldSize, UnsupportedOp
-from ferro_dist.parallel.averaging import REDUCE_OPS
+from ferro_dist.parallel.buckets.averaging import REDUCE_OPS
 from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.integration import TORCH_MODULE_LIST, has_base
-from ferro_dist.parallel.stage import Stage, make_stage
+from ferro_dist.parallel.pipeline.stage import Stage, make_stage
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferro_dist.parallel.exchange import all_gather_bytes
-from ferro_dist.parallel.gradient_reduction import GradientReduction, Weight
-from ferro_dist.parallel.stage import Stage
+from ferro_dist.parallel.pipeline.gradient_reduction import GradientReduction, Weight
+from ferro_dist.parallel.pipeline.stage import Stage
 from ferro_dist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:

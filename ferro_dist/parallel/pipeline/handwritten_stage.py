@@ -42,9 +42,9 @@ from ferro_dist import interop
 from ferro_dist.arguments import in_order
 from ferro_dist.backends.nccl import STREAM_PER_THREAD
 from ferro_dist.errors import InvalidArray
-from ferro_dist.parallel import pytree
-from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
-from ferro_dist.parallel.stage import ForwardInput, Stage
+from ferro_dist.parallel.pipeline import pytree
+from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel
+from ferro_dist.parallel.pipeline.stage import ForwardInput, Stage
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend

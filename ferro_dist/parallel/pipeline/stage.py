@@ -8,7 +8,7 @@ module                                        stage
 ============================================  ====================================================
 ``torch.nn.Module``                           `ferro_dist.integrations.torch_stage.TorchStage`
 `ferro_dist.integrations.jax_stage.JaxStage`  ``PipelinedJaxStage`` in the same module
-with ``forward()`` and ``backward()``         `ferro_dist.parallel.handwritten_stage`
+with ``forward()`` and ``backward()``         `ferro_dist.parallel.pipeline.handwritten_stage`
 ============================================  ====================================================
 """
 
@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from ferro_dist import interop
-from ferro_dist.parallel.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.integration import JAX_STAGE, TORCH_MODULE, has_base, integration
-from ferro_dist.parallel.receive_pool import ReceivePool
+from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel
+from ferro_dist.parallel.pipeline.receive_pool import ReceivePool
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -346,7 +346,7 @@ def make_stage(module: Any) -> Stage:
     if has_base(module, JAX_STAGE):
         return cast(Stage, integration("jax_stage").PipelinedJaxStage(module))
     if callable(getattr(module, "forward", None)) and callable(getattr(module, "backward", None)):
-        from ferro_dist.parallel.handwritten_stage import HandwrittenStage
+        from ferro_dist.parallel.pipeline.handwritten_stage import HandwrittenStage
 
         return HandwrittenStage(module)
     raise TypeError(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ferro_dist import arguments, interop
-from ferro_dist.parallel import pytree
-from ferro_dist.parallel.activation_channel import Parcel
+from ferro_dist.parallel.pipeline import pytree
+from ferro_dist.parallel.pipeline.activation_channel import Parcel
 
 __all__ = ["Microbatches", "concatenate", "shares_of_weight"]
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from ferro_dist.collective import allreduce
 from ferro_dist.interop import dtype_code, numpy_dtype
-from ferro_dist.parallel.bucket import Bucket
-from ferro_dist.parallel.power_sgd import PowerSGD
+from ferro_dist.parallel.buckets.bucket import Bucket
+from ferro_dist.parallel.buckets.power_sgd import PowerSGD
 from ferro_dist.reduce_op import ReduceOp
 from ferro_dist.work import Work
 

@@ -258,8 +258,8 @@ class BucketLayout:
 class Bucket:
     """Gradients that are reduced together, as views of one flat array in host memory.
 
-    `ferro_dist.parallel.gpu_bucket.GpuBucket` is the same in GPU memory. It overrides what differs
-    there; all other methods leave alone what the host cannot reach.
+    `ferro_dist.parallel.buckets.gpu_bucket.GpuBucket` is the same in GPU memory. It overrides what
+    differs there; all other methods leave alone what the host cannot reach.
 
     Parameters
     ----------
