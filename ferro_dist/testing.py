@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from ferro_dist import arguments
 from ferro_dist._launch import signals
 from ferro_dist._native.cuda_libraries import load_nccl
+from ferro_dist.errors import ChannelClosed
 
 if TYPE_CHECKING:
     from ferro_dist._emulation.gpu import EmulatedGpu
@@ -46,6 +47,9 @@ __all__ = ["RankDeath", "RankFailed", "emulated_gpu", "run_ranks", "share_gpu"]
 # to start, and inherits no thread, lock or descriptor of the caller.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["ferro_dist.backends.host", "ferro_dist.testing"]
+
+# A rank whose group ends with its failure tells the others so a little before it tells the caller.
+_CAUSE_S = 1.0
 
 # How long all ranks together may take to exit once their bodies have returned.
 _EXIT_S = 30.0
@@ -108,6 +112,15 @@ class _Job:
     environ: dict[str, str]
 
 
+@dataclass(frozen=True, order=True)
+class _Failure:
+    """What a body has raised; the least is the first, before those that came of it."""
+
+    has_lost_another: bool  # it may come of another rank's failure, which is told later
+    when: float  # on the clock of all processes
+    what: str
+
+
 @dataclass
 class _Rank:
     number: int
@@ -117,7 +130,7 @@ class _Rank:
     mail: bytearray = field(default_factory=bytearray)  # what of its message has come
     is_mute: bool = False  # it has closed its end of the connection
     result: Any = None
-    failure: tuple[float, str] | None = None  # when, on the clock of all processes, and what
+    failure: _Failure | None = None
     is_done: bool = False
 
 
@@ -160,7 +173,8 @@ def run_ranks(
     Raises
     ------
     RankFailed
-        Some rank failed, even while it exited; raised for the first. The others are killed.
+        Some rank failed, even while it exited; raised for the first, not for those that then lost
+        it. The others are killed.
     InvalidWorldSize, TypeError, ValueError
         Bad arguments, such as a `body` that other processes could not import. What pickle raises
         for one of `args` is passed on. No body was called.
@@ -298,27 +312,37 @@ def _send(connection: Connection, outcome: tuple[str, Any]) -> None:
         file.write(data)
 
 
-def _failure(what: str) -> tuple[str, tuple[float, str]]:
-    return "failure", (time.monotonic(), f"{what}:\n{traceback.format_exc()}")
+def _failure(what: str) -> tuple[str, _Failure]:
+    has_lost_another = isinstance(sys.exc_info()[1], ChannelClosed)
+    when, trace = time.monotonic(), traceback.format_exc()
+    return "failure", _Failure(has_lost_another, when, f"{what}:\n{trace}")
 
 
 def _collect(ranks: list[_Rank], deadline: float, may_die: set[int]) -> None:
-    while running := [rank for rank in ranks if not rank.is_done]:
+    first: tuple[_Failure, int] | None = None
+    while running := [rank for rank in ranks if not rank.is_done and rank.failure is None]:
         sources = [rank.connection for rank in running if not rank.is_mute]
         sentinels = [rank.process.sentinel for rank in running]
         left = max(0.0, deadline - time.monotonic())
         ready = wait([*sources, *sentinels], min(left, _LONGEST_WAIT_S))
         if not ready and time.monotonic() >= deadline:
+            if first is not None:
+                break
             names = ", ".join(str(rank.number) for rank in running)
             what = f"did not end in time (still running: {names})"
             raise RankFailed(running[0].number, what + _stacks(running))
         for rank in running:
             if rank.connection in ready or rank.process.sentinel in ready:
                 _settle(rank, rank.process.sentinel in ready, may_die)
-        failures = [(*rank.failure, rank.number) for rank in running if rank.failure is not None]
-        if failures:
-            _, what, number = min(failures)
-            raise RankFailed(number, what)
+        failures = [(rank.failure, rank.number) for rank in ranks if rank.failure is not None]
+        if failures and first is None:
+            deadline = min(deadline, time.monotonic() + _CAUSE_S)
+        first = min(failures, default=None)
+        if first is not None and not first[0].has_lost_another:
+            break
+    if first is not None:
+        failure, number = first
+        raise RankFailed(number, failure.what)
 
 
 def _stacks(ranks: list[_Rank]) -> str:

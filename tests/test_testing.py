@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -42,6 +43,24 @@ def modules_of(backend: fd.Backend) -> set[str]:
 def raise_on_rank_1(backend: fd.Backend) -> None:
     if backend.rank == 1:
         raise KeyError("mine")
+    fd.barrier(backend)
+
+
+def raise_on_rank_1_and_end_late(rank: int, world_size: int, addr: str) -> None:
+    group = fd.HostBackend(rank, world_size, addr)
+    try:
+        if rank == 1:
+            raise KeyError("mine")
+        fd.barrier(group)
+    finally:
+        group.close()
+        if rank == 1:
+            time.sleep(0.2)  # until the others have told what they raised
+
+
+def lose_rank_1(backend: fd.Backend) -> None:
+    if backend.rank == 1:
+        os._exit(3)
     fd.barrier(backend)
 
 
@@ -143,6 +162,15 @@ def test_ranks_have_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SET_FOR_THIS_TEST", "\udcff")
     monkeypatch.delenv("PATH")
     assert run_ranks(1, environment_of) == [dict(os.environ)]
+
+
+def test_the_failure_of_which_others_came_is_raised() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 raised:\n(.|\n)*KeyError: 'mine'"):
+        run_ranks(3, raise_on_rank_1_and_end_late, backend="none")
+    with pytest.raises(RankFailed, match="rank 1 ended with code 3"):
+        run_ranks(3, lose_rank_1)
+    with pytest.raises(RankFailed, match="PeerLostError"):  # if there is no other
+        run_ranks(2, lose_rank_1, may_die=[1])
 
 
 @pytest.mark.parametrize(
