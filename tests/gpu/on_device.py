@@ -40,6 +40,8 @@ class OnDevice(BoundBackend):
         The library whose arrays the group is given.
     """
 
+    has_own_memory = False  # a case's array of `empty` is a copy on the host
+
     def __init__(self, group: Any, arrays: GpuArrays) -> None:
         self.group = group
         self.arrays = arrays

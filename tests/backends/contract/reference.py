@@ -29,6 +29,7 @@ __all__ = [
     "data",
     "dtype_of",
     "expected",
+    "has_own_memory",
     "has_reduction",
     "input_shape",
     "inputs",
@@ -76,6 +77,12 @@ def reduces(group: Group, name: str, op: ReduceOp) -> bool | None:
     """Whether a group has this reduction; None where it has one that is no part of the contract."""
     own: Callable[[str, ReduceOp], bool | None] | None = getattr(group, "reduces", None)
     return has_reduction(name, op) if own is None else own(name, op)
+
+
+def has_own_memory(group: Group) -> bool:
+    """Whether the arrays of `fd.empty` lie elsewhere than NumPy's."""
+    own: bool = getattr(group, "has_own_memory", group.name not in ("tcp", "mpi"))
+    return own
 
 
 def assert_equal(ours: Array, theirs: Array) -> None:
