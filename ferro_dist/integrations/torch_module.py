@@ -287,7 +287,7 @@ class BufferShare:
         for label, buffer in self.labelled():
             _check_place(label, buffer, self._backend)
             if self._backend.world_size > 1:
-                check_buffer("DDP", label, buffer)
+                check_buffer("DDP", label, buffer, self._module)
 
     def _laid_out(self, buffers: Sequence[Tensor]) -> list[_BufferPart]:
         numbers_of: dict[bool, list[int]] = {}
@@ -415,9 +415,9 @@ def check_shareable(op: str, what: str, tensor: Tensor) -> None:
         )
 
 
-def check_buffer(op: str, what: str, buffer: Tensor) -> None:
-    """Raise ValueError if backward adds to a buffer's ``grad``, as to that of a parameter."""
-    if _gets_gradient(buffer):
+def check_buffer(op: str, what: str, buffer: Tensor, module: Any) -> None:
+    """Raise ValueError if backward adds to a buffer's ``grad``, and it is no parameter as well."""
+    if _gets_gradient(buffer) and all(buffer is not p for p in module.parameters()):
         raise ValueError(
             f"{op}: {what} requires grad, but only gradients of parameters are averaged. If it is "
             "trained, make it a parameter; if not, call requires_grad_(False)."

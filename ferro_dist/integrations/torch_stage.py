@@ -195,13 +195,11 @@ class TorchStage(Stage):
 
     def buffers(self) -> dict[str, Tensor]:
         frozen = {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
-        buffers = dict(self.module.named_buffers())
-        for name, buffer in buffers.items():
-            check_buffer("Pipeline", f"{name!r} of stage {self.number}", buffer)
-        return {**frozen, **buffers}
+        return {**frozen, **dict(self.module.named_buffers())}
 
     def check_shareable(self, what: str, array: Tensor) -> None:
         check_shareable("Pipeline", what, array)
+        check_buffer("Pipeline", what, array, self.module)
 
     def load(self, name: str, value: Tensor) -> None:
         _find(self.module, name).data.copy_(value)

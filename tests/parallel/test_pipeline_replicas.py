@@ -877,6 +877,20 @@ def test_what_cannot_be_given_to_replicas_is_named_on_every_rank(
     on_ranks(4, on_rank)
 
 
+def test_a_parameter_may_be_a_buffer_as_well(on_ranks: OnRanks) -> None:
+    def on_rank(backend: Any) -> Any:
+        module = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(module.weight)
+        module.register_buffer("kernel", module.weight)
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            pipe = fd.Pipeline(module, grid.pipeline, 2, dp=grid.data)
+            pipe.step(torch.full((2, 1), float(grid.data.rank)), loss_fn=torch.sum)
+        assert module.weight.grad is not None
+        return module.weight.grad.item()
+
+    assert on_ranks(4, on_rank) == [0.5] * 4
+
+
 # The grid
 
 

@@ -59,6 +59,17 @@ def test_buffers_are_left_alone_on_request(on_ranks: OnRanks) -> None:
     assert on_ranks(2, body) == pytest.approx([0.1, 0.2])
 
 
+def test_a_parameter_may_be_a_buffer_as_well(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        layer = torch.nn.Linear(1, 1, bias=False)
+        layer.register_buffer("kernel", layer.weight)
+        ddp = fd.DDP(layer, backend)
+        ddp(torch.full((1, 1), float(backend.rank))).sum().backward()
+        return layer.weight.grad.item()
+
+    assert on_ranks(2, body) == [0.5, 0.5]
+
+
 def test_buffers_may_be_resized_and_converted(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         norm = nn.BatchNorm1d(2)
