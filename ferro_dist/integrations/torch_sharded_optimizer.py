@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -587,18 +588,29 @@ def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
         taking.update(_options(given))
 
 
-def _stand_ins(
-    groups: Iterable[Mapping[str, Any]], divides_parameters: bool
-) -> list[dict[str, Any]]:
-    """Return groups with the same options and tiny parameters, to see what is made of them."""
+def _stand_ins(groups: list[dict[str, Any]], divides_parameters: bool) -> list[dict[str, Any]]:
+    """Return groups with the same options and other parameters, to see what is made of them.
 
-    def tiny(p: Tensor) -> Tensor:
+    All of a kind lie in the same memory. An optimizer may view them flat and write to them, as it
+    could not if they were expanded.
+    """
+
+    def shape_of(p: Tensor) -> Any:
         # An optimizer that is given whole parameters may refuse some, as Muon does by their shapes:
         # later, their owner alone would find that out.
-        shape = (1,) if divides_parameters else p.shape
-        return torch.zeros((), dtype=p.dtype, device=p.device).expand(shape)
+        return (1,) if divides_parameters else p.shape
 
-    return [{**_options(group), "params": list(map(tiny, group["params"]))} for group in groups]
+    counts: dict[tuple[Any, Any], int] = {}
+    for p in (p for group in groups for p in group["params"]):
+        kind = p.dtype, p.device
+        counts[kind] = max(math.prod(shape_of(p)), counts.get(kind, 0))
+    memory = {kind: torch.zeros(n, dtype=kind[0], device=kind[1]) for kind, n in counts.items()}
+
+    def stand_in(p: Tensor) -> Tensor:
+        shape = shape_of(p)
+        return memory[p.dtype, p.device][: math.prod(shape)].view(shape)
+
+    return [{**_options(group), "params": list(map(stand_in, group["params"]))} for group in groups]
 
 
 def _manifest(

@@ -668,6 +668,31 @@ def test_what_an_optimizer_refuses_by_its_shape_is_refused_on_all_ranks(on_ranks
     assert on_ranks(2, body) == [2.0, 2.0]
 
 
+class Flattening(Optimizer):
+    """Looks at parameters, and writes to them, in its constructor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.detach().view(-1).clamp_(min=0)
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("divides_parameters", [False, True])
+def test_an_optimizer_may_write_to_parameters_when_it_is_made(
+    on_ranks: OnRanks, divides_parameters: bool
+) -> None:
+    def body(backend: Any) -> None:
+        layer = torch.nn.Linear(4, 3)
+        fd.ShardedOptimizer(
+            layer.parameters(), Flattening, backend, divides_parameters=divides_parameters
+        )
+
+    on_ranks(2, body)
+
+
 def test_the_default_device_of_torch_is_not_where_parameters_are(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> list[float]:
         weight = torch.nn.Parameter(torch.zeros(3))
