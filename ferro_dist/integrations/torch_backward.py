@@ -84,6 +84,7 @@ class BackwardWatcher:
         self._hook_ids: list[int] = []
         self._num_hooks = -1
         self._is_stopped = True
+        self._abandoned: list[weakref.ref[Any]] = []
 
     def watch_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Watch the gradients of these parameters, and no others any more."""
@@ -153,6 +154,11 @@ class BackwardWatcher:
         self._hook_tables = []
         self._hook_ids = []
 
+    def abandon(self) -> None:
+        """Watch no gradient any more, and refuse the backward of forwards that are under way."""
+        self._abandoned = list(map(weakref.ref, self._parameters))
+        self.stop()
+
     def _hook_of(self, number: int) -> Callable[[Tensor], None]:
         # Runs for every parameter and step.
         @uncompiled
@@ -173,11 +179,22 @@ class BackwardWatcher:
     @uncompiled
     def _on_output_gradient(self, leaves: Sequence[RemovableHandle], _: Tensor) -> None:
         if self._is_stopped:
+            self._refuse_abandoned()
             return
         if not self.is_open and _accumulates(self._found_accumulators(), self._parameters):
             self._open()
         if self.is_open and leaves and not _keeps_graph():
             self._passed_leaves += leaves
+
+    def _refuse_abandoned(self) -> None:
+        """Refuse a backward to parameters that nobody watches since they were abandoned."""
+        parameters = [p for reference in self._abandoned if (p := reference()) is not None]
+        orphans = [p for p in parameters if p.requires_grad and not _is_watched(p)]
+        if any(map(_is_reached, map(_accumulator, orphans))):
+            raise RuntimeError(
+                "DDP: the wrapper is gone, so these gradients would not be averaged. Keep what "
+                "fd.DDP() returns until backward has ended."
+            )
 
     def _found_accumulators(self) -> Iterator[Any]:
         """Yield each parameter's node that adds to ``grad``; nodes asked for are kept."""
@@ -185,9 +202,7 @@ class BackwardWatcher:
         for number, parameter in enumerate(self._parameters):
             # One that was frozen since forward has none.
             if number not in self._accumulators and parameter.requires_grad:
-                with outside_inference_mode():  # in which there are no nodes
-                    node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._accumulators[number] = node
+                self._accumulators[number] = node = _accumulator(parameter)
                 yield node
 
     def _open(self, first: Tensor = None) -> None:
@@ -220,6 +235,20 @@ class BackwardWatcher:
         for handle in self._passed_leaves:
             handle.remove()
         self._passed_leaves.clear()
+
+
+def _accumulator(parameter: Tensor) -> Any:
+    """Return the node that adds to ``grad``."""
+    with outside_inference_mode():  # in which there are no nodes
+        return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def _is_reached(accumulator: Any) -> bool:
+    """Whether the backward under way will add to ``grad`` by this node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulator))
+    except RuntimeError:  # it will, unless it is `torch.autograd.grad`
+        return False
 
 
 def _accumulates(accumulators: Iterable[Any], parameters: Iterable[Tensor]) -> bool:
@@ -263,12 +292,16 @@ def _keeps_graph() -> bool:
 def refuse_watched(parameters: Mapping[str, Tensor]) -> None:
     """Refuse parameters of which a `BackwardWatcher` tells another DDP."""
     for name, parameter in parameters.items():
-        hooks = parameter._post_accumulate_grad_hooks or {}
-        if any(hasattr(hook, "is_of_ferro_dist") for hook in hooks.values()):
+        if _is_watched(parameter):
             raise ValueError(
                 f"DDP: parameter {name!r} is wrapped by another DDP already, and would be "
                 "averaged twice. Call its into_inner() first."
             )
+
+
+def _is_watched(parameter: Tensor) -> bool:
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return any(hasattr(hook, "is_of_ferro_dist") for hook in hooks.values())
 
 
 def refuse_compiled() -> None:

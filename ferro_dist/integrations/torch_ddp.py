@@ -253,7 +253,8 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
                 first_tag=first_tag,
             )
         gradients.is_ready = reducer.is_ready
-        # Hooks of parameters must not keep the wrapper alive; they end with it.
+        # Hooks must not keep the wrapper alive. Those of parameters end with it; those of outputs
+        # then tell that nothing is averaged any more.
         this = weakref.ref(self)
         watcher = BackwardWatcher(
             on_begin=lambda first: _alive(this)._begin(first),
@@ -264,7 +265,9 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
             _gradients=gradients,
             _sparse=SparseGradients(options.averaging, options.backend, first_tag),
             _watcher=watcher,
-            _stop_watching=weakref.finalize(self, watcher.stop),
+            _stop_watching=weakref.finalize(
+                self, watcher.abandon if options.backend.world_size > 1 else watcher.stop
+            ),
             _first_tag=first_tag,
             _writes=ParameterWrites(self._parameters_of_module.named.values(), options.backend),
         )
@@ -273,7 +276,8 @@ class TorchDDP(ReducingDDP[Any], ModuleWrapper):
         self._watch()
 
     def _release(self) -> None:
-        self._stop_watching()
+        self._stop_watching.detach()
+        self._watcher.stop()
         self._let_go()
         self._reducer.lay_out(())
         self._gradients.forget()

@@ -312,14 +312,13 @@ def test_a_rank_without_data_that_has_no_memory_tells_the_others(
 def test_a_graph_outlives_its_wrapper(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         module = Scale()
-        fd.DDP(module, backend)(backend.rank + 1.0).sum().backward()
         ddp = fd.DDP(module, backend)
         loss = ddp(backend.rank + 1.0).sum()
         ddp.into_inner()
         loss.backward()
         return gradients_of(module)
 
-    assert on_ranks(2, body) == [(2, 2), (4, 2)]
+    assert on_ranks(2, body) == [(1, 1), (2, 1)]
 
 
 def test_rows_that_forward_shortens_are_trained_by_one_rank_alone(on_ranks: OnRanks) -> None:
@@ -436,6 +435,45 @@ def test_other_parameters_than_those_wrapped_are_refused(
             ddp(1.0)
 
     on_ranks(2, body)
+
+
+def forward_of_a_lost_wrapper(backend: Any, weight: Any) -> Any:
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight = weight
+    return fd.DDP(layer, backend)(torch.ones(1, 1))
+
+
+def test_a_backward_without_the_wrapper_is_refused(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        weight = nn.Parameter(torch.ones(1, 1))
+        output = forward_of_a_lost_wrapper(backend, weight)
+        (gradient,) = torch.autograd.grad(output, weight, retain_graph=True)  # averages nothing
+        assert gradient.item() == 1.0
+        with pytest.raises(RuntimeError, match="wrapper is gone"):
+            output.backward()
+        assert weight.grad is None
+
+    on_ranks(2, body)
+
+
+def test_another_wrapper_takes_over_from_one_that_is_gone(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        layer = nn.Linear(1, 1, bias=False)
+        output = forward_of_a_lost_wrapper(backend, layer.weight)
+        ddp = fd.DDP(layer, backend)
+        (output * backend.rank).backward()
+        assert ddp.module is layer
+        assert layer.weight.grad is not None
+        return layer.weight.grad.item()
+
+    assert on_ranks(2, body) == [0.5, 0.5]
+
+
+def test_a_wrapper_over_one_rank_is_not_missed(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        forward_of_a_lost_wrapper(backend, nn.Parameter(torch.ones(1, 1))).backward()
+
+    on_ranks(1, body)
 
 
 def with_buffer(buffer: Any) -> Any:
