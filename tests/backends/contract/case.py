@@ -8,6 +8,7 @@ was: usable, with no call under way. One that ends its group makes a group of it
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ class Case:
         Called with the group and `arguments`.
     min_ranks : int
         The smallest group in which it means anything.
+    max_ranks : int
+        The largest group in which it tells more than in a smaller one.
     library : str
         A module that it needs, or "".
     """
@@ -41,6 +44,7 @@ class Case:
     body: Body
     arguments: tuple[Any, ...]
     min_ranks: int
+    max_ranks: int
     library: str
 
     def run(self, group: Group) -> None:
@@ -51,7 +55,11 @@ cases: dict[str, Case] = {}
 
 
 def case(
-    *, each: Sequence[str] = (), min_ranks: int = 1, library: str = ""
+    *,
+    each: Sequence[str] = (),
+    min_ranks: int = 1,
+    max_ranks: int = sys.maxsize,
+    library: str = "",
 ) -> Callable[[Body], Body]:
     """Make a function a case of its name, or one for each word, which it is then given."""
 
@@ -61,7 +69,7 @@ def case(
         named = named or {name: ()}
         for full_name, arguments in named.items():
             assert full_name not in cases, f"two cases are called {full_name}"
-            cases[full_name] = Case(body, arguments, min_ranks, library)
+            cases[full_name] = Case(body, arguments, min_ranks, max_ranks, library)
         return body
 
     return register

@@ -35,6 +35,9 @@ from ferro_dist import (
 )
 from ferro_dist.reduce_op import ReduceOp
 
+# For what the arguments alone decide, before anything is sent.
+_ENOUGH_RANKS = 2
+
 
 def _goes_on(group: Group) -> None:
     assert fd.allreduce(np.ones(2), group)[0] == group.world_size
@@ -55,7 +58,7 @@ def _refused(
 # Ranks
 
 
-@case(each=ROOTED)
+@case(each=ROOTED, max_ranks=_ENOUGH_RANKS)
 def refuses_what_is_no_rank(group: Group, op: str) -> None:
     x = np.ones(group.world_size)
     if group.rank == 0:
@@ -74,7 +77,7 @@ def refuses_what_is_no_rank(group: Group, op: str) -> None:
     _goes_on(group)
 
 
-@case()
+@case(max_ranks=_ENOUGH_RANKS)
 def messages_to_no_rank_are_refused(group: Group) -> None:
     x, own = np.ones(1), group.rank
     peer: Any
@@ -94,7 +97,7 @@ def messages_to_no_rank_are_refused(group: Group) -> None:
     _goes_on(group)
 
 
-@case()
+@case(max_ranks=_ENOUGH_RANKS)
 def members_that_are_no_group_are_refused(group: Group) -> None:
     for members in ([], [0, 0], [group.world_size], [-1], [0.0], ["0"]):
         _refused(group, InvalidRank, group.split, members)
@@ -104,7 +107,7 @@ def members_that_are_no_group_are_refused(group: Group) -> None:
 # Arrays
 
 
-@case(each=COLLECTIVES)
+@case(each=COLLECTIVES, max_ranks=_ENOUGH_RANKS)
 def refuses_arrays_it_cannot_write(group: Group, op: str) -> None:
     x = np.ones(4 * group.world_size, np.float32)
     wanted = call(op, group, x)
@@ -130,7 +133,7 @@ def refuses_arrays_it_cannot_write(group: Group, op: str) -> None:
     return _goes_on(group)
 
 
-@case(each=COLLECTIVES)
+@case(each=COLLECTIVES, max_ranks=_ENOUGH_RANKS)
 def refuses_arrays_it_cannot_read(group: Group, op: str) -> None:
     count = 2 * group.world_size
     if group.rank == 0:
@@ -152,7 +155,7 @@ def refuses_arrays_it_cannot_read(group: Group, op: str) -> None:
     _goes_on(group)
 
 
-@case(each=COLLECTIVES)
+@case(each=COLLECTIVES, max_ranks=_ENOUGH_RANKS)
 def refuses_arrays_that_overlap(group: Group, op: str) -> None:
     size = group.world_size
     memory = np.zeros(40 * size * size, np.float32)
@@ -164,7 +167,7 @@ def refuses_arrays_that_overlap(group: Group, op: str) -> None:
     assert (memory == 0).all()
 
 
-@case(min_ranks=2)
+@case(min_ranks=2, max_ranks=_ENOUGH_RANKS)
 def sendrecv_refuses_arrays_that_overlap(group: Group) -> None:
     memory = np.zeros(10)
     other = (group.rank + 1) % group.world_size
@@ -190,7 +193,7 @@ def batch_refuses_to_receive_into_what_it_sends_or_receives(group: Group) -> Non
     fd.batch(ops + [P2POp("recv", np.empty(n), left) for n in (5, 3)], group)
 
 
-@case()
+@case(max_ranks=_ENOUGH_RANKS)
 def missing_arrays_are_refused(group: Group) -> None:
     if group.rank == 0:
         error = raised(InvalidArray, fd.scatter, None, group, 0, out=np.empty(1))
@@ -200,7 +203,7 @@ def missing_arrays_are_refused(group: Group) -> None:
     _goes_on(group)
 
 
-@case(min_ranks=2)
+@case(min_ranks=2, max_ranks=_ENOUGH_RANKS)
 def chunks_that_come_out_unequal_are_refused(group: Group) -> None:
     x = np.ones(2 * group.world_size + 1)
     for op in ("reduce_scatter", "all_to_all", "scatter"):
@@ -215,7 +218,7 @@ def chunks_that_come_out_unequal_are_refused(group: Group) -> None:
     assert (y == group.world_size).all()
 
 
-@case()
+@case(max_ranks=_ENOUGH_RANKS)
 def bad_uneven_counts_are_refused(group: Group) -> None:
     size = group.world_size
     x, ones = np.ones(size), [1] * size
@@ -254,7 +257,7 @@ def bad_uneven_counts_are_refused(group: Group) -> None:
     _goes_on(group)
 
 
-@case()
+@case(max_ranks=_ENOUGH_RANKS)
 def uneven_chunks_in_arrays_that_overlap_are_refused(group: Group) -> None:
     counts = [2] * group.world_size
     nbytes = sum(counts)
@@ -277,7 +280,7 @@ def uneven_chunks_in_arrays_that_overlap_are_refused(group: Group) -> None:
 # Options
 
 
-@case(each=REDUCING)
+@case(each=REDUCING, max_ranks=_ENOUGH_RANKS)
 def refuses_reductions_that_do_not_exist(group: Group, op: str) -> None:
     for name in DTYPES:
         for reduce_op in ReduceOp:
@@ -294,7 +297,7 @@ def refuses_reductions_that_do_not_exist(group: Group, op: str) -> None:
     _goes_on(group)
 
 
-@case(each=REDUCING)
+@case(each=REDUCING, max_ranks=_ENOUGH_RANKS)
 def of_two_mistakes_that_in_the_output_is_named(group: Group, op: str) -> None:
     if group.rank == 0:
         x, out = np.ones(group.world_size, np.int32), np.ones(group.world_size + 1, np.int32)
@@ -302,7 +305,7 @@ def of_two_mistakes_that_in_the_output_is_named(group: Group, op: str) -> None:
     _goes_on(group)
 
 
-@case()
+@case(max_ranks=_ENOUGH_RANKS)
 def timeouts_that_are_no_time_are_refused(group: Group) -> None:
     x = np.ones(group.world_size)
     other = (group.rank + 1) % group.world_size
@@ -324,7 +327,7 @@ def timeouts_that_are_no_time_are_refused(group: Group) -> None:
     assert work.result()[0] == group.world_size
 
 
-@case()
+@case(max_ranks=_ENOUGH_RANKS)
 def tags_that_are_no_tag_are_refused(group: Group) -> None:
     for tag in (-1, 2**32):
         raised(OverflowError, fd.barrier, group, tag=tag)
@@ -333,7 +336,7 @@ def tags_that_are_no_tag_are_refused(group: Group) -> None:
     _goes_on(group)
 
 
-@case()
+@case(max_ranks=_ENOUGH_RANKS)
 def dtypes_that_do_not_exist_are_refused(group: Group) -> None:
     for dtype in ("float7", object, ">f4", "U3", "datetime64[s]"):
         raised(InvalidArray, fd.empty, 3, dtype, group)

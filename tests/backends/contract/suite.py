@@ -24,4 +24,4 @@ CASES: dict[str, Case] = cases
 
 def names_for(world_size: int) -> list[str]:
     """Name the cases that mean something for this many ranks."""
-    return [name for name, case in CASES.items() if case.min_ranks <= world_size]
+    return [n for n, case in CASES.items() if case.min_ranks <= world_size <= case.max_ranks]
