@@ -129,10 +129,7 @@ void Communicator::trace_and_testify(const Call& call, Error& error) noexcept {
   } catch (const std::bad_alloc&) {
     // Then those are named for which it waited itself.
   }
-  RankSet ranks;
-  for (const int rank : error.missing) ranks.set(rank);
-  ranks[kDeadlock] = error.is_deadlock;
-  transport->testify(ranks);
+  transport->testify(call, error);
 }
 
 // Ends the group on every rank.
@@ -301,6 +298,7 @@ void Communicator::await(Call& call, const std::shared_ptr<Task>& queued) {
   enqueue(queued);
   Task& task = *queued;
   Error reason = reason_to_give_up(call, task);
+  reason.op = task.collective.op;
   if (reason.code == ErrorCode::none) return task.rethrow();
   trace_and_testify(call, reason);
   end(reason.code, reason.peer);

@@ -63,8 +63,8 @@ inline Agreement agreement_of(const Frame& frame) {
 // Marks the frame that opens the last words of a stream that ended on purpose. Last
 // words may stand in the middle of a payload, where only their pattern, 16 bytes of
 // it fixed, tells them from data. What follows them, to the end of the stream, has a
-// fixed size: in a mesh the rank's testimony (testimony.hpp), with a bit for each rank
-// that it was waiting for; on the streams of messages nothing.
+// fixed size: in a mesh the rank's testimony (testimony.hpp); on the streams of messages
+// nothing.
 constexpr std::uint64_t kFarewellMark = 0x6c6c657765726166;  // "farewell"
 
 inline Frame farewell(FrameKind kind, AbortReason reason = {}) {
@@ -79,8 +79,6 @@ inline bool is_farewell(const Frame& frame) {
   return frame.magic == kFrameMagic && (frame.kind == FrameKind::abort || frame.kind == FrameKind::goodbye) &&
          frame.payload_nbytes == 0 && frame.second.count == kFarewellMark;
 }
-
-inline std::size_t testimony_nbytes(int world_size) { return (static_cast<std::size_t>(world_size) + 7) / 8; }
 
 }  // namespace ferro
 

@@ -59,7 +59,7 @@ void HostsTransport::run(Call& outer, const Collective& collective) {
   outer.begin_blocking();
   Watch watch{*this, outer};
   Call call(outer.remaining_s(), Hooks{nullptr, &Watch::look, &watch});
-  run_or_abort(*this, *mesh_, sequence, [&] { dispatch(call, collective, sequence); });
+  run_or_abort(*this, *mesh_, outer, sequence, [&] { dispatch(call, collective, sequence); });
 }
 
 // A rank that gives up looks at other hosts before its own hears of it: the reason that its host then
@@ -83,7 +83,7 @@ AbortReason HostsTransport::aborted() const noexcept {
 
 void HostsTransport::spread(AbortReason reason) const noexcept {
   if (local_ != nullptr) {
-    local_->testify(mesh_->testimony());
+    local_->pass_on(mesh_->testimony());
     local_->abort(reason);
     reason = local_->aborted();  // of several reasons on one host, all its ranks give the one that won
   }

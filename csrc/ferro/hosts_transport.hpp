@@ -34,7 +34,9 @@ class HostsTransport final : public Transport {
   void add_lost(RankSet& ranks) override;
   RankSet find_missing() override;
   void add_awaited(RankSet& ranks) const override;
-  void testify(const RankSet& awaited) noexcept override { mesh_->add_to_testimony(awaited); }
+  void testify(const Call& call, const Error& error) noexcept override {
+    mesh_->add_to_testimony(call, error);
+  }
   void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept override {
     mesh_->note_awaited_in_messages(call, awaited);
   }

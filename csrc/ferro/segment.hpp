@@ -54,16 +54,16 @@ struct RankControl {
   // The id of a thread of its process; marked and woken by the kernel when that ends.
   alignas(kLinePair) std::atomic<std::uint32_t> liveness;
   std::atomic<std::uint32_t> has_departed;  // closed its side, having published all it ever will
-  // Whom it was waiting for when it gave up or, if the group spans hosts, when the group ended.
+  // What it says of its waits if the group spans hosts; else, if it gave up, who is missing.
   // Written once, by whoever sets is_testifying; read only after has_testified is set.
   alignas(kLinePair) std::atomic<std::uint32_t> is_testifying;
   std::atomic<std::uint32_t> has_testified;
-  RankSet awaited;
-  // 1 + the place of the rank for which it sleeps, if it can do nothing else; with kInMessages if it
-  // sleeps on the word of its messages. These inform, and order nothing.
-  static constexpr std::uint32_t kInMessages = std::uint32_t{1} << 31;
-  alignas(kLinePair) std::atomic<std::uint32_t> stuck_for;
-  std::atomic<std::uint32_t> has_several_callers;  // then it may do something else
+  Testimony testimony;
+  // What its program sleeps for: parked_for() the rank whose message it awaits, or that a collective is done.
+  // These inform, and order nothing.
+  alignas(kLinePair) std::atomic<std::uint32_t> awaited_in_messages;
+  std::atomic<std::uint32_t> is_waiting_for_collective;
+  std::atomic<std::uint32_t> has_several_callers;  // then its program may do something else
   // What peers need to read its memory, and a number in it that proves they can: PeerMemory. Written
   // once, `number` last.
   alignas(kLinePair) std::atomic<std::uint64_t> number;

@@ -9,12 +9,12 @@
 
 namespace ferro {
 
-// The rank whose reason won has first said for whom it waited.
+// The rank whose reason won has first said who is missing.
 RankSet ShmTransport::find_missing() {
   const AbortReason reason = aborted();
   if (std::find(members_.begin(), members_.end(), reason.reporter) == members_.end()) return {};
   const RankControl& control = segment_->control(place_of_[reason.reporter]);
-  return control.has_testified.load(std::memory_order_acquire) != 0 ? control.awaited : RankSet{};
+  return control.has_testified.load(std::memory_order_acquire) != 0 ? control.testimony.given_up : RankSet{};
 }
 
 // While headers are missing, the ranks that owe them, or that keep those from coming; later, the one
@@ -40,49 +40,57 @@ void ShmTransport::add_awaited(RankSet& ranks) const {
   }
 }
 
-void ShmTransport::testify(const RankSet& awaited) noexcept {
+// By now trace() has found those at whom the waits end.
+void ShmTransport::testify(const Call&, const Error& error) noexcept {
+  Testimony testimony;
+  testimony.given_up = set_of(error.missing);
+  testimony.given_up[kDeadlock] = error.is_deadlock;
+  pass_on(testimony);
+}
+
+void ShmTransport::pass_on(const Testimony& testimony) noexcept {
   RankControl& control = segment_->control(place_);
-  if (awaited.none() || control.is_testifying.exchange(1, std::memory_order_acq_rel) != 0) return;
-  control.awaited = awaited;
+  if (testimony.is_empty() || control.is_testifying.exchange(1, std::memory_order_acq_rel) != 0) return;
+  control.testimony = testimony;
   control.has_testified.store(1, std::memory_order_release);
+}
+
+void ShmTransport::note_waiting_for_collective(const Call& call, bool is_waiting) noexcept {
+  if (!holds_up_rank(call)) return;
+  segment_->control(place_).is_waiting_for_collective.store(is_waiting ? 1 : 0, std::memory_order_relaxed);
 }
 
 void ShmTransport::note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept {
   if (!holds_up_rank(call)) return;
   std::uint32_t word = kAwake;
-  if (awaited.any()) {
+  if (awaited.any())
     while (!awaited.test(static_cast<std::size_t>(members_[word++]))) continue;
-    word |= RankControl::kInMessages;
-  }
-  segment_->control(place_).stuck_for.store(word, std::memory_order_relaxed);
+  segment_->control(place_).awaited_in_messages.store(word, std::memory_order_relaxed);
 }
 
 void ShmTransport::note_several_callers() noexcept {
   segment_->control(place_).has_several_callers.store(1, std::memory_order_relaxed);
 }
 
+// Asks each rank at which the waits seem to end what it waits for itself.
 void ShmTransport::trace(const Call& call, Error& error) const {
+  const Clock::time_point start = Clock::now();
   Testimonies testimonies;
   testimonies.add({error.code, error.peer, members_[place_], 0});
-  RankSet awaited;
-  for (const int rank : error.missing) awaited.set(static_cast<std::size_t>(rank));
-  awaited[static_cast<std::size_t>(members_[place_])] = holds_up_rank(call);
-  testimonies.add(members_[place_], awaited);
-  const Clock::time_point start = Clock::now();
-  for (const int rank : error.missing) {
-    for (int peer = place_of_[rank]; !testimonies.has_heard(members_[peer]);) {
-      const int next = stuck_for(peer, start);
-      if (next < 0) break;
-      RankSet stuck;
-      stuck.set(static_cast<std::size_t>(members_[peer])).set(static_cast<std::size_t>(members_[next]));
-      testimonies.add(members_[peer], stuck);
-      peer = next;
+  testimonies.add(members_[place_], own_testimony(call, error, start));
+  for (;;) {
+    const RankSet missing = testimonies.missing();
+    bool is_certain = true;
+    for (const int rank : ranks_of(missing)) {
+      if (testimonies.has_heard(rank)) continue;
+      testimonies.add(rank, testimony_of(place_of_[rank], start));
+      is_certain = false;
     }
+    if (!is_certain) continue;
+    if (missing.none()) return;
+    error.awaited = error.missing;
+    return name_missing(error, missing);
   }
-  const RankSet missing = testimonies.missing();
-  if (missing.none()) return;
-  error.awaited = error.missing;
-  name_missing(error, missing);
 }
 
 void ShmTransport::add_testimonies(Testimonies& testimonies) {
@@ -90,7 +98,7 @@ void ShmTransport::add_testimonies(Testimonies& testimonies) {
   for (int peer = 0; peer < size_; ++peer) {
     const RankControl& control = segment_->control(peer);
     if (control.has_testified.load(std::memory_order_acquire) != 0)
-      testimonies.add(members_[peer], control.awaited);
+      testimonies.add(members_[peer], control.testimony);
   }
 }
 
@@ -113,24 +121,59 @@ bool ShmTransport::holds_up_rank(const Call& call) const {
          segment_->control(place_).has_several_callers.load(std::memory_order_relaxed) == 0;
 }
 
-// For whom a peer waits, if it is stuck; else -1. A peer may have noted a wait and yet be awake: either
-// what it waited for has woken it, or it is between two slices of its sleep. The latter is not rare, since
-// many begin to wait at once and give up after a whole number of slices. So this looks again, until one slice
-// after `start`, whether the peer sleeps.
-int ShmTransport::stuck_for(int peer, Clock::time_point start) const {
-  const RankControl& control = segment_->control(peer);
-  do {
-    if (control.has_several_callers.load(std::memory_order_relaxed) != 0) return -1;
-    const std::uint32_t word = control.stuck_for.load(std::memory_order_relaxed);
-    const std::uint32_t place_plus_one = word & ~RankControl::kInMessages;
-    if (place_plus_one == kAwake || place_plus_one > static_cast<std::uint32_t>(size_)) return -1;
-    const bool sleeps = (word & RankControl::kInMessages) != 0
-                            ? segment_->message_sleeper(peer).load(std::memory_order_relaxed) == kAnyPeer
-                            : segment_->collective_sleeper(peer).load(std::memory_order_relaxed) == word;
-    if (sleeps) return static_cast<int>(place_plus_one) - 1;
+// What this rank waits for that gives up `call`.
+Testimony ShmTransport::own_testimony(const Call& call, const Error& error, Clock::time_point start) const {
+  const bool is_program = holds_up_rank(call);
+  // If not, its program may be asleep elsewhere.
+  Testimony testimony = is_program ? Testimony{} : testimony_of(place_, start);
+  const RankSet awaited = set_of(error.missing);
+  if (is_message(error.op)) {
+    testimony.given_up = awaited;
+    if (is_program) testimony.in_messages = awaited;
+  } else {
+    testimony.in_collective = awaited;
+    testimony.is_in_collective = true;
+    testimony.waits_for_collective |= is_program;
+  }
+  testimony.is_stuck |= is_program && awaited.any();
+  return testimony;
+}
+
+// What a rank waits for. It may have noted a wait and yet be awake: either what it waited for has woken it,
+// or it is between two slices of its sleep. The latter is not rare, since many begin to wait at once and give
+// up after a whole number of slices. So this looks again, until one slice after `start`, whether it sleeps.
+Testimony ShmTransport::testimony_of(int place, Clock::time_point start) const {
+  const RankControl& control = segment_->control(place);
+  for (;;) {
+    const Testimony testimony = waits_in_sleep(place);
+    const bool has_noted = control.awaited_in_messages.load(std::memory_order_relaxed) != kAwake ||
+                           control.is_waiting_for_collective.load(std::memory_order_relaxed) != 0;
+    if (testimony.is_stuck || !has_noted ||
+        control.has_several_callers.load(std::memory_order_relaxed) != 0 ||
+        std::chrono::duration<double>(Clock::now() - start).count() >= kWaitSliceSeconds)
+      return testimony;
     sched_yield();
-  } while (std::chrono::duration<double>(Clock::now() - start).count() < kWaitSliceSeconds);
-  return -1;
+  }
+}
+
+// What its words say for which it sleeps and, if it is its program that does, its notes.
+Testimony ShmTransport::waits_in_sleep(int place) const {
+  const RankControl& control = segment_->control(place);
+  Testimony testimony;
+  const auto add = [this](RankSet& ranks, const std::atomic<std::uint32_t>& word) {
+    const std::uint32_t place_plus_one = word.load(std::memory_order_relaxed);
+    if (place_plus_one != kAwake && place_plus_one <= static_cast<std::uint32_t>(size_))
+      ranks.set(static_cast<std::size_t>(members_[place_plus_one - 1]));
+  };
+  add(testimony.in_collective, segment_->collective_sleeper(place));
+  testimony.is_in_collective = testimony.in_collective.any();
+  if (control.has_several_callers.load(std::memory_order_relaxed) != 0) return testimony;
+  testimony.waits_for_collective =
+      testimony.is_in_collective && control.is_waiting_for_collective.load(std::memory_order_relaxed) != 0;
+  if (segment_->message_sleeper(place).load(std::memory_order_relaxed) == kAnyPeer)
+    add(testimony.in_messages, control.awaited_in_messages);
+  testimony.is_stuck = testimony.waits_for_collective || testimony.in_messages.any();
+  return testimony;
 }
 
 }  // namespace ferro

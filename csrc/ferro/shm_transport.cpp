@@ -168,9 +168,7 @@ bool ShmTransport::spin(Ready ready) const {
 template <class Ready>
 void ShmTransport::sleep(Call& call, int peer, Ready ready) {
   std::atomic<std::uint32_t>& word = segment_->collective_sleeper(place_);
-  std::atomic<std::uint32_t>& stuck_for = segment_->control(place_).stuck_for;
-  const bool is_stuck = holds_up_rank(call);
-  if (is_stuck) stuck_for.store(parked_for(peer), std::memory_order_relaxed);
+  note_waiting_for_collective(call, true);
   while (!ready()) {
     if (is_lost(peer)) {
       if (ready()) break;  // what a peer published before it departed counts
@@ -182,7 +180,7 @@ void ShmTransport::sleep(Call& call, int peer, Ready ready) {
     if (!ready() && !is_lost(peer)) futex_wait(word, parked_for(peer), call.slice_s());
   }
   word.store(kAwake, std::memory_order_relaxed);
-  if (is_stuck) stuck_for.store(kAwake, std::memory_order_relaxed);
+  note_waiting_for_collective(call, false);
 }
 
 bool ShmTransport::is_lost(int peer) const {

@@ -42,10 +42,11 @@ class ShmTransport final : public Transport {
   void add_lost(RankSet& ranks) override;
   RankSet find_missing() override;
   void add_awaited(RankSet& ranks) const override;
-  void testify(const RankSet& awaited) noexcept override;
+  void testify(const Call& call, const Error& error) noexcept override;
   void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept override;
   void note_several_callers() noexcept override;
   void trace(const Call& call, Error& error) const override;
+  void pass_on(const Testimony& testimony) noexcept override;
   void add_testimonies(Testimonies& testimonies) override;
   std::uint32_t succession() const noexcept override;
   bool advance_succession(std::uint32_t from, std::uint32_t to) noexcept override;
@@ -100,8 +101,11 @@ class ShmTransport final : public Transport {
 
   // ---- Who is missing (shm_testimony.cpp) ----
   int culprit_behind(int peer) const;
-  int stuck_for(int peer, Clock::time_point start) const;
+  Testimony own_testimony(const Call& call, const Error& error, Clock::time_point start) const;
+  Testimony testimony_of(int place, Clock::time_point start) const;
+  Testimony waits_in_sleep(int place) const;
   bool holds_up_rank(const Call& call) const;
+  void note_waiting_for_collective(const Call& call, bool is_waiting) noexcept;
 
   // ---- Collectives (shm_collectives.cpp) ----
   void dispatch(Call& call, const Collective& collective);

@@ -23,6 +23,8 @@ std::vector<UniqueFd> take_over(const std::vector<TcpMesh::Socket>& sockets) {
   return fds;
 }
 
+bool is_of_program(const Call& call) { return !call.is_in_background() && is_main_thread(); }
+
 }  // namespace
 
 TcpMesh::TcpMesh(int own_rank, int world_size, const std::vector<Socket>& sockets, bool may_spin)
@@ -36,7 +38,7 @@ TcpMesh::TcpMesh(int own_rank, int world_size, const std::vector<Socket>& socket
       throw Error(ErrorCode::io, -1, "no such rank: " + std::to_string(rank));
     if (lane_of_.size() <= static_cast<std::size_t>(rank)) lane_of_.resize(rank + 1, -1);
     lane_of_[rank] = static_cast<int>(i);
-    lanes_.emplace_back(rank, std::move(fds[i]), testimony_nbytes(world_size));
+    lanes_.emplace_back(rank, std::move(fds[i]), Testimony::nbytes(world_size));
   }
 }
 
@@ -173,12 +175,11 @@ Error TcpMesh::verdict_of(Lane& speaker, const Frame& last_words) {
   return verdict_on(speaker);
 }
 
-TcpMesh::Words TcpMesh::words_of(const Frame& farewell, const RankSet& awaited) const noexcept {
+TcpMesh::Words TcpMesh::words_of(const Frame& farewell, const Testimony& testimony) const noexcept {
   Words words{};
-  words.nbytes = sizeof farewell + testimony_nbytes(world_size_);
+  words.nbytes = sizeof farewell + Testimony::nbytes(world_size_);
   std::memcpy(words.bytes, &farewell, sizeof farewell);
-  for (std::size_t rank = 0; rank < static_cast<std::size_t>(world_size_); ++rank)
-    if (awaited.test(rank)) words.bytes[sizeof farewell + rank / 8] |= static_cast<char>(1 << rank % 8);
+  testimony.pack(world_size_, words.bytes + sizeof farewell);
   return words;
 }
 
@@ -254,13 +255,12 @@ void TcpMesh::clear_awaited_in_collective() {
   if (has_awaited_in_collective_.load(std::memory_order_relaxed)) note_awaited_in_collective({});
 }
 
-void TcpMesh::add_to_testimony(const RankSet& awaited) noexcept {
-  const std::lock_guard<std::mutex> lock(streams_mutex_);
-  awaited_in_messages_ |= awaited;
+void TcpMesh::note_waiting_for_collective(const Call& call, bool is_waiting) noexcept {
+  if (is_of_program(call)) is_waiting_for_collective_.store(is_waiting, std::memory_order_relaxed);
 }
 
 void TcpMesh::note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept {
-  if (call.is_in_background() || !is_main_thread()) return;
+  if (!is_of_program(call)) return;
   const std::lock_guard<std::mutex> lock(streams_mutex_);
   if (has_several_callers_) return;
   is_stuck_ = awaited.any();
@@ -274,22 +274,41 @@ void TcpMesh::note_several_callers() noexcept {
   awaited_in_messages_.reset();
 }
 
-RankSet TcpMesh::testimony() {
+// Whoever gives up early has noted nothing: what it sent may be on its way, so it is not stuck.
+void TcpMesh::add_to_testimony(const Call& call, const Error& error) noexcept {
+  const RankSet awaited = set_of(error.missing);
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  if (!is_message(error.op)) {
+    awaited_in_collective_ |= awaited;
+    return;
+  }
+  given_up_ |= awaited;
+  if (is_of_program(call) && !has_several_callers_) awaited_in_messages_ |= awaited;
+}
+
+Testimony TcpMesh::testimony() {
   const std::lock_guard<std::mutex> lock(streams_mutex_);
   return has_told_.load(std::memory_order_relaxed) ? told_testimony_ : testimony_now();
 }
 
-RankSet TcpMesh::testimony_now() const noexcept {
+Testimony TcpMesh::testimony_now() const noexcept {
   // What was noted may be out of date by up to a slice of the wait.
   const RankSet now = awaited_in_collective_.any() ? awaited() : RankSet{};
-  RankSet all = (now.any() ? now : awaited_in_collective_) | awaited_in_messages_;
-  // Of a collective it is not known whether it runs in the background.
-  all[static_cast<std::size_t>(own_rank_)] = awaited_in_collective_.none() && is_stuck_;
-  return all;
+  Testimony testimony;
+  testimony.in_collective = now.any() ? now : awaited_in_collective_;
+  testimony.in_messages = awaited_in_messages_;
+  testimony.given_up = given_up_;
+  testimony.is_in_collective =
+      is_in_collective_.load(std::memory_order_relaxed) || testimony.in_collective.any();
+  testimony.waits_for_collective = testimony.is_in_collective && !has_several_callers_ &&
+                                   is_waiting_for_collective_.load(std::memory_order_relaxed);
+  // Never in a collective: what others have sent in it may be on its way.
+  testimony.is_stuck = is_stuck_;
+  return testimony;
 }
 
 RankSet TcpMesh::find_missing(const std::function<void(Testimonies&)>& add_others) {
-  const RankSet own = testimony();
+  const Testimony own = testimony();
   const std::int64_t deadline_ns =
       ended_at_ns_.load(std::memory_order_relaxed) + static_cast<std::int64_t>(kInquestSeconds * 1e9);
   for (;;) {
@@ -325,13 +344,11 @@ void TcpMesh::add_testimonies(Testimonies& testimonies) {
     // Nobody else reads any more, and the peer may have no room for its last words.
     lane.stream.discard_unread();
     if (!lane.stream.has_hung_up()) continue;
-    RankSet awaited;
     const std::optional<TcpStream::LastWords> words = lane.stream.last_words();
-    for (std::size_t rank = 0; words && rank < static_cast<std::size_t>(world_size_); ++rank)
-      awaited[rank] = (words->testimony[rank / 8] >> rank % 8 & 1) != 0;
     if (words && words->frame.kind == FrameKind::abort)
       testimonies.add(AbortReason::unpack(words->frame.first.count));
-    testimonies.add(lane.stream.peer(), awaited);
+    testimonies.add(lane.stream.peer(),
+                    words ? Testimony::unpack(world_size_, words->testimony.data()) : Testimony{});
   }
 }
 

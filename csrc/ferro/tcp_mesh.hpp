@@ -84,14 +84,21 @@ class TcpMesh {
   // in an error. Noted and cleared by the thread that runs collectives.
   void note_awaited_in_collective(const RankSet& awaited);
   void clear_awaited_in_collective();
-  // See Transport. Only the main thread is heard, since what others are for is not known here.
+  // That a collective is under way. By the thread that runs collectives.
+  void note_in_collective(bool is_in_collective) noexcept {
+    is_in_collective_.store(is_in_collective, std::memory_order_relaxed);
+  }
+  // That the call waits for it. Of the program only the main thread is heard, here and in what follows, since
+  // what others are for is not known here; from note_several_callers() on none, since another may do what the
+  // peers wait for.
+  void note_waiting_for_collective(const Call& call, bool is_waiting) noexcept;
+  // For these two see Transport.
   void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept;
-  // For a thread that gives up and is about to abort(): adds those for which it waited.
-  void add_to_testimony(const RankSet& awaited) noexcept;
-  // From here on note_awaited_in_messages() hears no thread: another may do what the peers wait for.
   void note_several_callers() noexcept;
+  // For a thread that gives up and is about to abort(): adds those for which it waited.
+  void add_to_testimony(const Call& call, const Error& error) noexcept;
   // What peers were told or, before that, what they would be told now.
-  RankSet testimony();
+  Testimony testimony();
 
   // Who is missing, after a timeout has ended the group and this rank has said so: see
   // testimony.hpp. Waits until every rank has been heard, kInquestSeconds from the end at most.
@@ -168,13 +175,13 @@ class TcpMesh {
   Error verdict_on(Lane& suspect);
   // The same where last words were met in the course of reading, perhaps before the stream's end was seen.
   Error verdict_of(Lane& speaker, const Frame& last_words);
-  RankSet testimony_now() const noexcept;  // needs streams_mutex_
+  Testimony testimony_now() const noexcept;  // needs streams_mutex_
   // Last words as they travel: a farewell and a testimony.
   struct Words {
-    char bytes[sizeof(Frame) + sizeof(RankSet)];
+    char bytes[sizeof(Frame) + sizeof(Testimony)];
     std::size_t nbytes;
   };
-  Words words_of(const Frame& farewell, const RankSet& awaited) const noexcept;
+  Words words_of(const Frame& farewell, const Testimony& testimony) const noexcept;
   void tell_all(const Words& last_words) noexcept;
   void tell(Lane& lane, const Words& last_words, std::int64_t deadline_ns) noexcept;
   void await_delivery() noexcept;
@@ -197,16 +204,20 @@ class TcpMesh {
   std::atomic<std::uint64_t> word_{0};
   std::atomic<std::int64_t> ended_at_ns_{0};  // written before word_
   std::atomic<bool> has_told_{false};
-  RankSet told_testimony_;  // written under streams_mutex_, final once has_told_
-  // Guarded by streams_mutex_, as are the next four.
+  Testimony told_testimony_;  // written under streams_mutex_, final once has_told_
+  // Guarded by streams_mutex_, as are the next five.
   RankSet awaited_in_collective_;
-  RankSet awaited_in_messages_;  // and by calls that were given up
-  bool is_stuck_ = false;        // a message is all that this rank waits for
+  RankSet awaited_in_messages_;  // by the program
+  RankSet given_up_;             // in messages
+  bool is_stuck_ = false;
   bool has_several_callers_ = false;
   std::optional<RankSet> missing_;  // what an inquest has found
   // Whether awaited_in_collective_ is not empty; spares clear_awaited_in_collective() the lock.
   std::atomic<bool> has_awaited_in_collective_{false};
-  std::atomic<std::uint32_t> sequence_{0};  // informs, orders nothing
+  // These three inform, and order nothing.
+  std::atomic<bool> is_in_collective_{false};
+  std::atomic<bool> is_waiting_for_collective_{false};  // the program; written by the main thread
+  std::atomic<std::uint32_t> sequence_{0};
   std::atomic<std::int64_t> next_look_ns_{0};
   std::mutex streams_mutex_;  // guards the lanes; never held across a wait
 };

@@ -15,10 +15,30 @@ AbortReason reason_of(const Error& error, int own_rank, std::uint32_t sequence) 
   return {error.code, error.peer >= 0 ? error.peer : own_rank, own_rank, sequence};
 }
 
+// For what this rank testifies, should the group end while it is in a collective.
+class Presence {
+ public:
+  Presence(TcpMesh& mesh, const Call& call) : mesh_(mesh), call_(call) {
+    mesh_.note_in_collective(true);
+    mesh_.note_waiting_for_collective(call_, true);
+  }
+  ~Presence() {
+    mesh_.note_waiting_for_collective(call_, false);
+    mesh_.note_in_collective(false);
+  }
+  Presence(const Presence&) = delete;
+  Presence& operator=(const Presence&) = delete;
+
+ private:
+  TcpMesh& mesh_;
+  const Call& call_;
+};
+
 }  // namespace
 
-void run_or_abort(Transport& transport, TcpMesh& mesh, std::uint32_t sequence,
+void run_or_abort(Transport& transport, TcpMesh& mesh, const Call& call, std::uint32_t sequence,
                   const std::function<void()>& body) {
+  const Presence presence(mesh, call);
   const auto ended_by = [&](Error error) {
     const AbortReason reason = reason_of(error, mesh.own_rank(), sequence);
     transport.abort(reason);
@@ -51,7 +71,7 @@ void TcpTransport::run(Call& call, const Collective& collective) {
   if (has_reduce_op(collective.op)) kernel_for(collective.dtype, collective.reduce_op);
   const std::uint32_t sequence = sequence_++;
   mesh_->set_sequence(sequence);
-  run_or_abort(*this, *mesh_, sequence, [&] { run_agreed(call, collective, sequence); });
+  run_or_abort(*this, *mesh_, call, sequence, [&] { run_agreed(call, collective, sequence); });
 }
 
 void TcpTransport::abort(AbortReason reason) noexcept {

@@ -30,7 +30,9 @@ class TcpTransport final : public Transport {
     return mesh_->find_missing([](Testimonies&) {});
   }
   void add_awaited(RankSet& ranks) const override { ranks |= mesh_->awaited(); }
-  void testify(const RankSet& awaited) noexcept override { mesh_->add_to_testimony(awaited); }
+  void testify(const Call& call, const Error& error) noexcept override {
+    mesh_->add_to_testimony(call, error);
+  }
   void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept override {
     mesh_->note_awaited_in_messages(call, awaited);
   }
@@ -55,10 +57,10 @@ class TcpTransport final : public Transport {
   Scratch discarded_;
 };
 
-// Runs `body`, a call of `transport`, which uses `mesh`. Whatever that throws, except a mismatch, ends
+// Runs `body`, `call` of `transport`, which uses `mesh`. Whatever that throws, except a mismatch, ends
 // the group; the error that is passed on names the culprit that then stands as the first and, after a
 // timeout, who is missing.
-void run_or_abort(Transport& transport, TcpMesh& mesh, std::uint32_t sequence,
+void run_or_abort(Transport& transport, TcpMesh& mesh, const Call& call, std::uint32_t sequence,
                   const std::function<void()>& body);
 
 }  // namespace ferro

@@ -3,9 +3,9 @@
 // The rank that is waited for may itself be waiting for another. So each rank that
 // was waiting when the group ended says for whom (behind its last words over TCP, in
 // its control block in shared memory), and listens for a moment to what the others
-// say. Missing are those that are waited for and do not wait themselves. A rank that
-// says nothing has stopped, is busy elsewhere, or comes only now. If all of them wait,
-// some may wait for each other.
+// say. Missing are those to whom the waits lead and who do not wait themselves. A rank
+// that says nothing has stopped, is busy elsewhere, or comes only now. If all of them
+// wait, some may wait for each other.
 //
 // Over TCP several ranks may give up at the same moment, none knowing of the others.
 // What they say reaches every rank, and the same one of them counts everywhere: see
@@ -18,10 +18,17 @@
 // up decides for all. It knows only its own wait, and what it finds out later would
 // have to travel over streams that it has ended.
 //
+// A rank's program, its collectives and its messages go on independently of each other, so what counts is for
+// which of them of another rank somebody waits. A message of a rank comes when its program sends it: that
+// waits for others only in a call that blocks it. A collective waits for the collectives of other ranks, in
+// the background or not; and for their programs, where they have yet to begin theirs.
+//
 // Words used here and by the transports:
 //   awaited    those for which a rank waits
-//   missing    those at which the waits of all ranks end, or who wait for each other
-//   stuck      said of a rank that waits, and can do nothing else until its wait is over
+//   program    of a rank: its main thread or, where ranks are threads, the one that makes calls. Of a rank
+//              that makes calls from several, nobody knows which of them the others wait for: it never waits
+//   missing    those at which the waits lead to an end, or who wait for each other
+//   stuck      said of a rank whose program waits, and for nothing that may be on its way
 //   note       to write down who is awaited while the group is well, for whoever gives up later
 //   testimony  what a rank says, once, of whom it awaited when the group ended
 //   inquest    the time after the end for which ranks listen to testimonies
@@ -31,6 +38,7 @@
 #define FERRO_TESTIMONY_HPP
 
 #include <bitset>
+#include <cstddef>
 #include <map>
 #include <vector>
 
@@ -39,9 +47,8 @@
 
 namespace ferro {
 
-// Ranks of the group. Two facts travel in the same set, so that whoever hands it on hands them on too:
-// - in a set of missing ranks, kDeadlock says that they wait for each other;
-// - in a testimony, the rank that testifies names itself if it is stuck.
+// Ranks of the group. In a set of missing ranks, kDeadlock says that they wait for each other; it travels
+// in the set so that whoever hands that on hands it on, too.
 using RankSet = std::bitset<kMaxWorldSize + 2>;  // a whole number of words, with room for kDeadlock
 constexpr std::size_t kDeadlock = kMaxWorldSize;
 
@@ -62,6 +69,12 @@ inline std::vector<int> ranks_of(const RankSet& set) {
   return ranks;
 }
 
+inline RankSet set_of(const std::vector<int>& ranks) {
+  RankSet set;
+  for (const int rank : ranks) set.set(static_cast<std::size_t>(rank));
+  return set;
+}
+
 // Names in an error those that are missing. Its peer stays if there are none.
 inline void name_missing(Error& error, const RankSet& missing) {
   error.missing = ranks_of(missing);
@@ -78,66 +91,62 @@ inline bool precedes(const AbortReason& reason, const AbortReason& other) {
   return reason.reporter < other.reporter;
 }
 
+// What a rank testifies: empty if it awaits nobody.
+struct Testimony {
+  RankSet in_collective;              // for whom its collective waits, in the background or not
+  RankSet in_messages;                // for whose messages its program waits, or to take its own
+  RankSet given_up;                   // the same of the call that it has given up, in the background or not
+  bool is_in_collective = false;      // one is under way, even if it waits for nobody just now
+  bool waits_for_collective = false;  // its program does; then one is under way
+  bool is_stuck = false;              // then its program waits for somebody
+
+  // The first for which its program waits, if it is stuck.
+  int first_awaited() const;
+  bool is_empty() const { return in_collective.none() && in_messages.none() && given_up.none(); }
+
+  // As it travels: one byte, then one bit for each rank and set.
+  static std::size_t nbytes(int world_size) { return 1 + kNumSets * set_nbytes(world_size); }
+  void pack(int world_size, char* bytes) const;
+  static Testimony unpack(int world_size, const char* bytes);
+
+ private:
+  static constexpr std::size_t kNumSets = 3;
+  static std::size_t set_nbytes(int world_size) { return (static_cast<std::size_t>(world_size) + 7) / 8; }
+};
+
 // What is known of the waits of some ranks, and of why they ended.
 class Testimonies {
  public:
-  // What `rank` testifies: empty if it awaited nobody, with `rank` itself if it is stuck.
-  void add(int rank, RankSet awaited) {
-    heard_.set(rank);
-    const bool is_stuck = awaited.test(rank);
-    awaited.reset(rank);
-    if (awaited.none()) return;
-    stuck_[rank] = is_stuck;
-    waiting_[rank] = awaited;
-    awaited_ |= awaited;
-  }
+  void add(int rank, const Testimony& testimony);
   void add(const AbortReason& reason) {
     if (reason.is_set() && precedes(reason, reason_)) reason_ = reason;
   }
   std::size_t num_heard() const { return heard_.count(); }
-  bool has_heard(int rank) const { return heard_.test(rank); }
-  // Those that are waited for and do not wait themselves. But if the waits of the rank that gave up
-  // lead to none of these, and into a circle of stuck ranks, that circle and kDeadlock.
-  RankSet missing() const {
-    RankSet idle = awaited_;
-    for (const auto& waiting : waiting_) idle.reset(waiting.first);
-    const RankSet behind = ranks_behind(reason_.reporter);
-    if ((behind & idle).any()) return idle;
-    for (const int rank : ranks_of(behind)) {
-      const RankSet circle = circle_behind(rank);
-      if (circle.any()) return circle;
-    }
-    return idle;
-  }
+  bool has_heard(int rank) const { return heard_.test(static_cast<std::size_t>(rank)); }
+  // Where the wait leads that the first rank has given up: the ranks that do not wait themselves or, if it
+  // leads to none, a circle of stuck ranks, with kDeadlock. If there is none either, those at which any
+  // wait ends.
+  RankSet missing() const;
   AbortReason reason() const { return reason_; }
 
  private:
-  // Those for which it waits, those for which these wait, and so on.
-  RankSet ranks_behind(int rank) const {
-    RankSet behind;
-    for (std::vector<int> next{rank}; !next.empty();) {
-      const auto waiting = waiting_.find(next.back());
-      next.pop_back();
-      if (waiting == waiting_.end()) continue;
-      for (const int awaited : ranks_of(waiting->second & ~behind)) next.push_back(awaited);
-      behind |= waiting->second;
-    }
-    return behind;
-  }
-  // Goes from a stuck rank to the first for which it waits, until it meets one that it has passed: that
-  // one is in a circle, which the second loop goes round once. Empty, if it meets one that is not stuck.
-  RankSet circle_behind(int rank) const {
-    RankSet passed, circle;
-    for (; stuck_.test(rank) && !passed.test(rank); rank = ranks_of(waiting_.at(rank)).front())
-      passed.set(rank);
-    for (; passed.test(rank) && !circle.test(rank); rank = ranks_of(waiting_.at(rank)).front())
-      circle.set(rank);
-    if (circle.any()) circle.set(kDeadlock);
-    return circle;
-  }
+  // What is awaited of some ranks: that their programs go on, or their collectives.
+  struct Awaited {
+    RankSet programs, collectives;
 
-  RankSet heard_, awaited_, stuck_;
-  std::map<int, RankSet> waiting_;  // whom each of them awaits
+    RankSet ranks() const { return programs | collectives; }
+  };
+  const Testimony& of(int rank) const;
+  Awaited given_up() const;
+  Awaited all_awaited() const;
+  RankSet ends_of(Awaited& awaited) const;
+  bool ends_at_program(int rank, Awaited& awaited) const;
+  bool ends_at_collective(int rank, Awaited& awaited) const;
+  RankSet circle_behind(int rank) const;
+
+  RankSet heard_;
+  RankSet in_collectives_;  // for whom anybody waits in a collective
+  std::map<int, Testimony> waiting_;
   AbortReason reason_;
 };
 

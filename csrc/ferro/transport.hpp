@@ -56,19 +56,21 @@ class Transport {
   // Adds the ranks for which this rank's collective in progress waits, or those that keep these waiting, as
   // far as that is known. May be called from any thread.
   virtual void add_awaited(RankSet& ranks) const = 0;
-  // For a rank that gives up, before it calls abort(): lets the others know for whom it waited.
-  virtual void testify(const RankSet& awaited) noexcept = 0;
+  // For a rank that gives up this call, before it calls abort(): lets the others know that it waited for
+  // error.missing.
+  virtual void testify(const Call& call, const Error& error) noexcept = 0;
   // Called before a sleep in a wait for messages, with the ranks awaited, once nothing has moved for a while;
   // with the empty set when something moves again or the wait is over.
   virtual void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept = 0;
-  // This rank makes calls from several threads. From here on it does not count as stuck when one of them
-  // waits: another may do what the others wait for.
+  // This rank makes calls from several threads. From here on its program does not count as waiting when one
+  // of them does: another may do what the others wait for.
   virtual void note_several_callers() noexcept = 0;
   // For a rank that gives up this call, in which it waited for error.missing, before it calls abort(): puts
   // in their place the ranks at which their own waits end, if that is known already.
   virtual void trace([[maybe_unused]] const Call& call, [[maybe_unused]] Error& error) const {}
-  // For a transport that joins the ranks of one host only: adds what other ranks have said so far,
-  // and the reason that stands among them.
+  // For a transport that joins the ranks of one host only: says to them what this rank testifies; adds what
+  // other ranks have said so far, and the reason that stands among them.
+  virtual void pass_on([[maybe_unused]] const Testimony& testimony) noexcept {}
   virtual void add_testimonies(Testimonies& testimonies) = 0;
 
   // A word that ranks of one host share, to agree on who decides which ranks go on in

@@ -55,6 +55,10 @@ enum class Op : std::uint8_t {
   batch,
 };
 
+constexpr bool is_message(Op op) {
+  return op == Op::send || op == Op::recv || op == Op::sendrecv || op == Op::batch;
+}
+
 // The public name of a call.
 inline const char* name_of(Op op) {
   static constexpr const char* names[] = {

@@ -352,8 +352,9 @@ void test_a_rank_that_looks_round_is_waiting() {
   const std::shared_ptr<Segment> segment = Segment::create(3);
   const ShmTransport transport(segment, 0, {0, 1, 2}, SpinPolicy{0, 0}, false,
                                std::make_shared<PeerMemory>(segment, 0));
-  segment->control(1).stuck_for.store(3 | RankControl::kInMessages);
+  segment->control(1).awaited_in_messages.store(parked_for(2));
   Error error(ErrorCode::timeout, 1);
+  error.op = Op::recv;
   // A busy machine may keep rank 1 from running for longer than it is looked at.
   for (int attempt = 0; attempt < 50 && error.missing != std::vector<int>{2}; ++attempt) {
     segment->message_sleeper(1).store(kAwake);

@@ -260,9 +260,9 @@ void of_hosts_that_give_up_at_once_all_tell_the_same() {
   Group group = make_group(hosts, Inside::memory);
   for (const auto& rank : group.ranks) expect(rank->aborted().code == ErrorCode::none, "the group is well");
   for (const int rank : {2, 0}) {
-    RankSet awaited;
-    awaited.set(static_cast<std::size_t>(rank + 1));
-    group.ranks[rank]->testify(awaited);
+    Error error(ErrorCode::timeout);
+    error.missing = {rank + 1};
+    group.ranks[rank]->testify(Call(kTimeout), error);
     group.ranks[rank]->abort({ErrorCode::timeout, rank + 1, rank, 0});
   }
   std::vector<AbortReason> told(4);

@@ -440,9 +440,10 @@ void of_several_that_give_up_at_once_all_tell_the_same() {
     const Meshes meshes = make_meshes(3);
     const AbortReason reasons[] = {gave_up[0], gave_up[1], last};
     for (int rank = 0; rank < 3; ++rank) {
-      RankSet awaited;
-      awaited.set(static_cast<std::size_t>(reasons[rank].culprit));
-      meshes[rank]->add_to_testimony(awaited);
+      Error error(ErrorCode::timeout);
+      error.op = Op::recv;
+      error.missing = {reasons[rank].culprit};
+      meshes[rank]->add_to_testimony(Call(kTimeout), error);
       meshes[rank]->abort(reasons[rank]);
     }
     const AbortReason& first = last.code == ErrorCode::timeout ? reasons[0] : last;
@@ -454,30 +455,89 @@ void of_several_that_give_up_at_once_all_tell_the_same() {
   }
 }
 
-// Rank 0 has given up. A rank that names itself can do nothing else until its wait is over.
+// What a rank testifies, in the order of the ranks.
+Testimony idle() { return {}; }
+Testimony awaits_messages(const std::vector<int>& peers, bool is_stuck = true) {
+  Testimony testimony;
+  testimony.in_messages = set_of(peers);
+  testimony.is_stuck = is_stuck;
+  return testimony;
+}
+Testimony in_collective(const std::vector<int>& peers) {
+  Testimony testimony;
+  testimony.in_collective = set_of(peers);
+  testimony.is_in_collective = testimony.waits_for_collective = true;
+  return testimony;
+}
+Testimony in_background(const std::vector<int>& peers, Testimony testimony = {}) {
+  testimony.in_collective = set_of(peers);
+  testimony.is_in_collective = true;
+  return testimony;
+}
+Testimony gave_up(const std::vector<int>& peers, Testimony testimony = {}) {
+  testimony.given_up = set_of(peers);
+  return testimony;
+}
+
+void expect_missing(const std::vector<Testimony>& said, const std::vector<int>& ranks,
+                    bool is_deadlock = false) {
+  Testimonies testimonies;
+  testimonies.add({ErrorCode::timeout, 1, 0, 0});
+  for (std::size_t rank = 0; rank < said.size(); ++rank) testimonies.add(static_cast<int>(rank), said[rank]);
+  const RankSet missing = testimonies.missing();
+  expect(ranks_of(missing) == ranks && missing.test(kDeadlock) == is_deadlock, "who is missing");
+}
+
+// Rank 0 has given up.
 void waits_lead_to_who_is_missing_or_round_a_circle() {
-  using Ranks = std::vector<int>;
-  const auto missing = [](const std::vector<Ranks>& waits) {
-    Testimonies testimonies;
-    testimonies.add({ErrorCode::timeout, 1, 0, 0});
-    for (std::size_t rank = 0; rank < waits.size(); ++rank) {
-      RankSet awaited;
-      for (const int peer : waits[rank]) awaited.set(static_cast<std::size_t>(peer));
-      testimonies.add(static_cast<int>(rank), awaited);
-    }
-    return testimonies.missing();
+  const auto gave_up_recv = [](const std::vector<int>& peers) {
+    return gave_up(peers, awaits_messages(peers));
   };
-  const auto names = [&](const std::vector<Ranks>& waits, const Ranks& ranks, bool is_deadlock) {
-    const RankSet found = missing(waits);
-    expect(ranks_of(found) == ranks && found.test(kDeadlock) == is_deadlock, "who is missing");
-  };
-  names({{0, 1}, {1, 2}, {}}, {2}, false);
-  names({{0, 1}, {1, 2}, {2, 0}}, {0, 1, 2}, true);
-  names({{1}, {1, 2}, {2, 1}}, {1, 2}, true);
-  names({{0, 1, 3}, {1, 0}, {}, {}}, {3}, false);
-  names({{0, 1}, {1, 0}, {2, 3}, {}}, {0, 1}, true);
-  names({{0, 1}, {0}}, {}, false);
-  names({{0, 1}, {0}, {3}, {}}, {3}, false);
+  expect_missing({gave_up_recv({1}), awaits_messages({2}), idle()}, {2});
+  expect_missing({gave_up_recv({1}), awaits_messages({2}), awaits_messages({0})}, {0, 1, 2}, true);
+  expect_missing({gave_up({1}), awaits_messages({2}), awaits_messages({1})}, {1, 2}, true);
+  expect_missing({gave_up_recv({1, 3}), awaits_messages({0}), idle(), idle()}, {3});
+  expect_missing({gave_up_recv({1}), awaits_messages({0}), awaits_messages({3}), idle()}, {0, 1}, true);
+  expect_missing({gave_up_recv({1}), awaits_messages({0}, false)}, {});
+  expect_missing({gave_up_recv({1}), awaits_messages({0}, false), awaits_messages({3}), idle()}, {3});
+}
+
+// A message comes from a program, which a collective holds up only if it waits for that.
+void a_message_waits_for_no_collective_in_the_background() {
+  const auto waits = gave_up({1}, awaits_messages({1}));
+  expect_missing({waits, in_background({0, 2}), idle()}, {1});
+  expect_missing({waits, in_collective({0, 2}), idle()}, {2});
+  expect_missing({waits, in_background({0, 2}, awaits_messages({3})), idle(), idle()}, {3});
+  expect_missing({waits, awaits_messages({2}), in_background({0, 3}), idle()}, {2});
+  expect_missing({waits, in_background({2}, awaits_messages({0})), idle()}, {0, 1}, true);
+  expect_missing({gave_up({1}, in_background({2})), idle(), idle()}, {1});
+}
+
+// A collective comes from a program only where it has yet to begin.
+void a_collective_waits_for_collectives_in_the_background() {
+  expect_missing({in_collective({1}), in_background({2}), idle()}, {2});
+  expect_missing({in_background({1}, awaits_messages({3})), in_background({2}), idle(), idle()}, {2});
+  expect_missing({in_collective({1}), in_background({2}, awaits_messages({3})), idle(), idle()}, {2});
+  expect_missing({in_collective({1, 2}), awaits_messages({3}), in_collective({1}), idle()}, {3});
+  // One that works in it, or was stopped there, waits for nobody.
+  expect_missing({in_collective({1}), in_background({}, awaits_messages({2})), idle()}, {1});
+  // Who waits in it waits for all that are missing.
+  expect_missing({in_collective({1}), idle(), in_collective({3}), idle()}, {1, 3});
+}
+
+void a_testimony_travels_as_it_is() {
+  Testimony testimony = gave_up({4, 9}, in_background({0, 8}, awaits_messages({7})));
+  for (const bool waits : {false, true}) {
+    testimony.waits_for_collective = waits;
+    testimony.is_stuck = !waits;
+    std::vector<char> bytes(Testimony::nbytes(10));
+    testimony.pack(10, bytes.data());
+    const Testimony read = Testimony::unpack(10, bytes.data());
+    expect(read.in_collective == testimony.in_collective && read.in_messages == testimony.in_messages &&
+               read.given_up == testimony.given_up,
+           "who is awaited");
+    expect(read.is_in_collective && read.waits_for_collective == waits && read.is_stuck != waits, "in what");
+  }
 }
 
 // Those from whom something is still due or, where that is nobody, those that take nothing: not
@@ -585,7 +645,7 @@ void signals_cut_no_last_words_short() {
       pthread_kill(teller.native_handle(), SIGUSR1);
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    TcpStream peer(0, UniqueFd(theirs), testimony_nbytes(2));
+    TcpStream peer(0, UniqueFd(theirs), Testimony::nbytes(2));
     while (!peer.has_hung_up()) peer.discard_unread();
     teller.join();
     return peer.last_words().has_value();
@@ -602,7 +662,7 @@ void closing_cuts_no_last_words_short() {
   const auto is_told = [] {
     const auto [ours, theirs] = connected_sockets();
     auto mesh = std::make_unique<TcpMesh>(0, 2, std::vector<TcpMesh::Socket>{{1, ours}}, false);
-    TcpStream peer(0, UniqueFd(theirs), testimony_nbytes(2));
+    TcpStream peer(0, UniqueFd(theirs), Testimony::nbytes(2));
     std::vector<char> noise(1 << 16);
     const iovec piece{noise.data(), noise.size()};
     while (send(ours, noise.data(), noise.size(), MSG_DONTWAIT) > 0) continue;
@@ -907,6 +967,9 @@ int main() {
   a_rank_that_was_stopped_is_missing();
   of_several_that_give_up_at_once_all_tell_the_same();
   waits_lead_to_who_is_missing_or_round_a_circle();
+  a_message_waits_for_no_collective_in_the_background();
+  a_collective_waits_for_collectives_in_the_background();
+  a_testimony_travels_as_it_is();
   who_is_awaited_is_known_at_every_moment();
   signals_end_a_wait();
   garbage_is_refused();

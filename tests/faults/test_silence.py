@@ -158,15 +158,18 @@ WAITS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "behind a stopped rank": (("recv 1", "recv 2", "stop"), (2,)),
     "message behind a collective": (("allreduce", "recv 2", "away"), (2,)),
     "in the background": (("recv 1", "allreduce later", "recv 1"), (1,)),
+    "behind one at work": (("recv 1", "allreduce later", "away"), (1,)),
+    "chain to one at work": (("recv 1", "recv 2 amid", "allreduce later", "away"), (2,)),
     "beside another thread": (("recv 1", "recv 0 beside"), (1,)),
     "both receive": (("recv 1", "recv 0"), (0, 1)),
+    "both receive amid a collective": (("recv 1 amid", "recv 0 amid", "away"), (0, 1)),
     "all send": (("send 1", "send 2", "send 0"), (0, 1, 2)),
     "circle elsewhere": (("recv 1", "recv 2", "recv 3", "recv 2"), (2, 3)),
     "collective and message": (("allreduce", "recv 0"), (0, 1)),
 }
 NOT_WAITING = ("away", "stop", "allreduce later")
 IN_THREADS = [name for name in WAITS if "stopped" not in name]
-# Over sockets, nobody knows whether a collective runs in the background.
+# Over sockets, it may be what others have sent in a collective that is late.
 OVER_SOCKETS = [name for name in WAITS if name != "collective and message"]
 
 
@@ -184,13 +187,14 @@ def wait_for_others(backend: fd.Backend, name: str) -> tuple[Told | None, Lesson
         "send": lambda: fd.send(array, group, int(peer)),
         "allreduce": lambda: fd.allreduce(array, group),
     }
+
     pulse = Pulse()
-    error = work = None
+    error = work = begun = None
+    if circumstance == "amid" or peer == "later":
+        begun = fd.allreduce(np.ones(1), group, timeout=PATIENCE_S, async_op=True)
     if action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif peer == "later":
-        work = fd.allreduce(array, group, async_op=True)
-    elif action != "away":
+    elif action != "away" and peer != "later":
         if circumstance == "beside":
             with ThreadPoolExecutor(1) as pool:
                 work = pool.submit(fd.recv, array, group, int(peer), async_op=True).result()
@@ -201,6 +205,8 @@ def wait_for_others(backend: fd.Backend, name: str) -> tuple[Told | None, Lesson
     fd.barrier(backend)
     if work is not None:
         error = error_of(work.wait)
+    if begun is not None:
+        error_of(begun.wait)
     group.close()
     return error, lesson
 
