@@ -320,10 +320,28 @@ void Communicator::await(Call& call, const std::shared_ptr<Task>& queued) {
   throw failure(reason, task.collective.op, task.sequence, call);
 }
 
+// As Task::wait(). Lets the other ranks know meanwhile if the thread that makes this rank's calls waits for a
+// collective.
+bool Communicator::await_done(Call& call, Task& task) {
+  const bool is_caller = pthread_equal(caller_.load(std::memory_order_relaxed), pthread_self()) != 0;
+  if (task.messages != nullptr || task.is_done() || !is_caller) return task.wait(call);
+  const auto transport = share(parts_.transport);
+  if (transport == nullptr) return task.wait(call);
+  struct Note {
+    Transport& transport;
+    const Call& call;
+    Note(Transport& of, const Call& by) : transport(of), call(by) {
+      transport.note_waiting_for_collective(call, true);
+    }
+    ~Note() { transport.note_waiting_for_collective(call, false); }
+  } const note(*transport, call);
+  return task.wait(call);
+}
+
 // Waits for the task. Code none if it is done in time.
 Error Communicator::reason_to_give_up(Call& call, Task& task) {
   try {
-    if (task.wait(call)) return Error();
+    if (await_done(call, task)) return Error();
   } catch (const Error& error) {
     return Error(error.code, rank_);
   }

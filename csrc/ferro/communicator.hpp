@@ -146,6 +146,7 @@ class Communicator {
   Gate::Pass enter(Gate& gate, Call& call, Op op, const std::atomic<std::uint64_t>& number);
   void check_outside(Op op, std::uint64_t sequence, const Call& call);
   void await(Call& call, const std::shared_ptr<Task>& queued);
+  bool await_done(Call& call, Task& task);
   Error reason_to_give_up(Call& call, Task& task);
 
   // ---- Small calls that have begun (communicator_begun.cpp) ----

@@ -23,7 +23,7 @@ void Communicator::wait(Call& call, Task& task) {
   do {
     advance(&call, task);
     if (task.messages == nullptr && !task.is_done()) check_outside(task.collective.op, task.sequence, call);
-    if (task.wait(call)) return;
+    if (await_done(call, task)) return;
   } while (!call.is_expired());  // who was attending to it has failed to
   Error error(ErrorCode::under_way);
   error.op = task.collective.op;

@@ -43,6 +43,7 @@ class ShmTransport final : public Transport {
   RankSet find_missing() override;
   void add_awaited(RankSet& ranks) const override;
   void testify(const Call& call, const Error& error) noexcept override;
+  void note_waiting_for_collective(const Call& call, bool is_waiting) noexcept override;
   void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept override;
   void note_several_callers() noexcept override;
   void trace(const Call& call, Error& error) const override;
@@ -105,7 +106,6 @@ class ShmTransport final : public Transport {
   Testimony testimony_of(int place, Clock::time_point start) const;
   Testimony waits_in_sleep(int place) const;
   bool holds_up_rank(const Call& call) const;
-  void note_waiting_for_collective(const Call& call, bool is_waiting) noexcept;
 
   // ---- Collectives (shm_collectives.cpp) ----
   void dispatch(Call& call, const Collective& collective);

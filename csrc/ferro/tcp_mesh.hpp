@@ -88,11 +88,9 @@ class TcpMesh {
   void note_in_collective(bool is_in_collective) noexcept {
     is_in_collective_.store(is_in_collective, std::memory_order_relaxed);
   }
-  // That the call waits for it. Of the program only the main thread is heard, here and in what follows, since
-  // what others are for is not known here; from note_several_callers() on none, since another may do what the
-  // peers wait for.
+  // For these three see Transport. Of the program only the main thread is heard, since what others are for is
+  // not known here; from note_several_callers() on none, since another may do what the peers wait for.
   void note_waiting_for_collective(const Call& call, bool is_waiting) noexcept;
-  // For these two see Transport.
   void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept;
   void note_several_callers() noexcept;
   // For a thread that gives up and is about to abort(): adds those for which it waited.

@@ -33,6 +33,9 @@ class TcpTransport final : public Transport {
   void testify(const Call& call, const Error& error) noexcept override {
     mesh_->add_to_testimony(call, error);
   }
+  void note_waiting_for_collective(const Call& call, bool is_waiting) noexcept override {
+    mesh_->note_waiting_for_collective(call, is_waiting);
+  }
   void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept override {
     mesh_->note_awaited_in_messages(call, awaited);
   }

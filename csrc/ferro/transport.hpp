@@ -59,6 +59,8 @@ class Transport {
   // For a rank that gives up this call, before it calls abort(): lets the others know that it waited for
   // error.missing.
   virtual void testify(const Call& call, const Error& error) noexcept = 0;
+  // Called before and after a thread sleeps until a collective is done that another thread of this rank runs.
+  virtual void note_waiting_for_collective(const Call& call, bool is_waiting) noexcept = 0;
   // Called before a sleep in a wait for messages, with the ranks awaited, once nothing has moved for a while;
   // with the empty set when something moves again or the wait is over.
   virtual void note_awaited_in_messages(const Call& call, const RankSet& awaited) noexcept = 0;

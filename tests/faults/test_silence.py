@@ -160,17 +160,21 @@ WAITS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "in the background": (("recv 1", "allreduce later", "recv 1"), (1,)),
     "behind one at work": (("recv 1", "allreduce later", "away"), (1,)),
     "chain to one at work": (("recv 1", "recv 2 amid", "allreduce later", "away"), (2,)),
+    "message behind a stopped rank's collective": (("recv 1 amid", "allreduce now", "stop"), (2,)),
     "beside another thread": (("recv 1", "recv 0 beside"), (1,)),
     "both receive": (("recv 1", "recv 0"), (0, 1)),
     "both receive amid a collective": (("recv 1 amid", "recv 0 amid", "away"), (0, 1)),
     "all send": (("send 1", "send 2", "send 0"), (0, 1, 2)),
     "circle elsewhere": (("recv 1", "recv 2", "recv 3", "recv 2"), (2, 3)),
     "collective and message": (("allreduce", "recv 0"), (0, 1)),
+    "message and Work.wait": (("recv 1", "allreduce now"), (0, 1)),
 }
 NOT_WAITING = ("away", "stop", "allreduce later")
 IN_THREADS = [name for name in WAITS if "stopped" not in name]
 # Over sockets, it may be what others have sent in a collective that is late.
-OVER_SOCKETS = [name for name in WAITS if name != "collective and message"]
+OVER_SOCKETS = [
+    name for name in WAITS if name not in ("collective and message", "message and Work.wait")
+]
 
 
 def wait_for_others(backend: fd.Backend, name: str) -> tuple[Told | None, Lesson]:
@@ -190,10 +194,13 @@ def wait_for_others(backend: fd.Backend, name: str) -> tuple[Told | None, Lesson
 
     pulse = Pulse()
     error = work = begun = None
-    if circumstance == "amid" or peer == "later":
+    if circumstance == "amid" or peer in ("later", "now"):
         begun = fd.allreduce(np.ones(1), group, timeout=PATIENCE_S, async_op=True)
     if action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif peer == "now":
+        assert begun is not None
+        error = error_of(begun.wait)
     elif action != "away" and peer != "later":
         if circumstance == "beside":
             with ThreadPoolExecutor(1) as pool:
