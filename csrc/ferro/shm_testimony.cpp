@@ -8,6 +8,14 @@
 #include "ferro/shm_transport.hpp"
 
 namespace ferro {
+namespace {
+
+// Of the numbers of two collectives of a group, which may have wrapped around.
+bool is_before(std::uint32_t sequence, std::uint32_t other) {
+  return static_cast<std::int32_t>(sequence - other) < 0;
+}
+
+}  // namespace
 
 // The rank whose reason won has first said who is missing.
 RankSet ShmTransport::find_missing() {
@@ -121,11 +129,28 @@ bool ShmTransport::holds_up_rank(const Call& call) const {
          segment_->control(place_).has_several_callers.load(std::memory_order_relaxed) == 0;
 }
 
-// What this rank waits for that gives up `call`.
+// The collective whose header this rank has published last, 0 if none.
+std::uint32_t ShmTransport::last_begun(int place) const {
+  const std::uint32_t odd = sequence_of(segment_->header(place, 1).flag.load(std::memory_order_acquire));
+  const std::uint32_t even = sequence_of(segment_->header(place, 0).flag.load(std::memory_order_acquire));
+  return is_before(even, odd) ? odd : even;
+}
+
+// Whether a peer sleeps until this rank goes on in a collective that both have begun. It may be awake then,
+// slow or stopped, or have been woken and not run since.
+bool ShmTransport::holds_up_collective(int place) const {
+  for (int peer = 0; peer < size_; ++peer)
+    if (segment_->collective_sleeper(peer).load(std::memory_order_relaxed) == parked_for(place) &&
+        !is_before(last_begun(place), last_begun(peer)))
+      return true;
+  return false;
+}
+
+// What this rank waits for that gives up `call`. Its program or, if that gives up, its collective may be
+// asleep elsewhere.
 Testimony ShmTransport::own_testimony(const Call& call, const Error& error, Clock::time_point start) const {
   const bool is_program = holds_up_rank(call);
-  // If not, its program may be asleep elsewhere.
-  Testimony testimony = is_program ? Testimony{} : testimony_of(place_, start);
+  Testimony testimony = is_program ? waits_in_sleep(place_) : testimony_of(place_, start);
   const RankSet awaited = set_of(error.missing);
   if (is_message(error.op)) {
     testimony.given_up = awaited;
@@ -166,10 +191,10 @@ Testimony ShmTransport::waits_in_sleep(int place) const {
       ranks.set(static_cast<std::size_t>(members_[place_plus_one - 1]));
   };
   add(testimony.in_collective, segment_->collective_sleeper(place));
-  testimony.is_in_collective = testimony.in_collective.any();
+  testimony.is_in_collective = testimony.in_collective.any() || holds_up_collective(place);
   if (control.has_several_callers.load(std::memory_order_relaxed) != 0) return testimony;
   testimony.waits_for_collective =
-      testimony.is_in_collective && control.is_waiting_for_collective.load(std::memory_order_relaxed) != 0;
+      testimony.in_collective.any() && control.is_waiting_for_collective.load(std::memory_order_relaxed) != 0;
   if (segment_->message_sleeper(place).load(std::memory_order_relaxed) == kAnyPeer)
     add(testimony.in_messages, control.awaited_in_messages);
   testimony.is_stuck = testimony.waits_for_collective || testimony.in_messages.any();

@@ -102,6 +102,8 @@ class ShmTransport final : public Transport {
 
   // ---- Who is missing (shm_testimony.cpp) ----
   int culprit_behind(int peer) const;
+  std::uint32_t last_begun(int place) const;
+  bool holds_up_collective(int place) const;
   Testimony own_testimony(const Call& call, const Error& error, Clock::time_point start) const;
   Testimony testimony_of(int place, Clock::time_point start) const;
   Testimony waits_in_sleep(int place) const;

@@ -371,6 +371,39 @@ void test_a_rank_that_looks_round_is_waiting() {
   CHECK(error.awaited == std::vector<int>{1});
 }
 
+// Whom rank 0 names, which gives up a message of rank 1. That waits for a collective that all three have
+// begun, and sleeps until the rank at `behind` goes on in it.
+Error given_up_amid_a_collective(int behind, const std::function<void(Segment&)>& set_up) {
+  const std::shared_ptr<Segment> segment = Segment::create(3);
+  const ShmTransport transport(segment, 0, {0, 1, 2}, SpinPolicy{0, 0}, false,
+                               std::make_shared<PeerMemory>(segment, 0));
+  for (int place = 0; place < 3; ++place) segment->header(place, 1).flag.store(flag_of(1, 0));
+  segment->control(1).is_waiting_for_collective.store(1);
+  segment->collective_sleeper(1).store(parked_for(behind));
+  set_up(*segment);
+  Error error(ErrorCode::timeout, 1);
+  error.op = Op::recv;
+  error.missing = {1};
+  transport.trace(Call(kTimeout), error);
+  return error;
+}
+
+// Its program may wait for a message of those that it holds up.
+void test_a_rank_that_stops_amid_a_collective_is_missing() {
+  const Error error = given_up_amid_a_collective(2, [](Segment& segment) {
+    segment.control(2).awaited_in_messages.store(parked_for(1));
+    segment.message_sleeper(2).store(kAnyPeer);
+  });
+  CHECK(error.missing == std::vector<int>{2} && !error.is_deadlock);
+}
+
+// Rank 0 is in the collective, too.
+void test_a_wait_leads_on_through_the_collective_of_the_rank_that_gives_up() {
+  const Error error = given_up_amid_a_collective(
+      0, [](Segment& segment) { segment.collective_sleeper(0).store(parked_for(2)); });
+  CHECK(error.missing == std::vector<int>{2} && !error.is_deadlock);
+}
+
 // Also where no peer ever keeps it waiting.
 void test_a_timeout_ends_a_call_that_never_waits(int size) {
   for (const Op op : {Op::allreduce, Op::broadcast}) {
@@ -1187,6 +1220,8 @@ int main() {
   test_timeout_names_the_missing();
   test_who_is_awaited_is_never_told_of_a_wait_that_is_over();
   test_a_rank_that_looks_round_is_waiting();
+  test_a_rank_that_stops_amid_a_collective_is_missing();
+  test_a_wait_leads_on_through_the_collective_of_the_rank_that_gives_up();
   test_close_during_calls();
   for (const bool is_over_sockets : {false, true}) {
     test_work_of_every_size_keeps_its_order(is_over_sockets);
