@@ -49,7 +49,9 @@ int Testimony::first_awaited() const {
 void Testimonies::add(int rank, const Testimony& testimony) {
   heard_.set(static_cast<std::size_t>(rank));
   if (testimony.is_empty()) return;
-  waiting_[rank] = testimony;
+  Testimony& said = waiting_[rank] = testimony;
+  // Relied on by first_awaited(), whatever a peer may send.
+  said.is_stuck &= said.in_messages.any() || said.in_collective.any();
   in_collectives_ |= testimony.in_collective;
 }
 

@@ -525,6 +525,13 @@ void a_collective_waits_for_collectives_in_the_background() {
   expect_missing({in_collective({1}), idle(), in_collective({3}), idle()}, {1, 3});
 }
 
+// As no rank sends it.
+void one_that_is_stuck_and_awaits_nobody_is_in_no_circle() {
+  Testimony stuck = gave_up({2});
+  stuck.is_stuck = stuck.waits_for_collective = true;
+  expect_missing({gave_up({1}), stuck, awaits_messages({1})}, {});
+}
+
 void a_testimony_travels_as_it_is() {
   Testimony testimony = gave_up({4, 9}, in_background({0, 8}, awaits_messages({7})));
   for (const bool waits : {false, true}) {
@@ -969,6 +976,7 @@ int main() {
   waits_lead_to_who_is_missing_or_round_a_circle();
   a_message_waits_for_no_collective_in_the_background();
   a_collective_waits_for_collectives_in_the_background();
+  one_that_is_stuck_and_awaits_nobody_is_in_no_circle();
   a_testimony_travels_as_it_is();
   who_is_awaited_is_known_at_every_moment();
   signals_end_a_wait();
