@@ -59,8 +59,9 @@ RankSet Testimonies::missing() const {
   Awaited behind = given_up();
   const RankSet ends = ends_of(behind);
   if (ends.any()) return ends;
+  RankSet cleared;
   for (const int rank : ranks_of(behind.ranks())) {
-    const RankSet circle = circle_behind(rank);
+    const RankSet circle = circle_behind(rank, cleared);
     if (circle.any()) return circle;
   }
   Awaited all = all_awaited();
@@ -122,12 +123,15 @@ bool Testimonies::ends_at_collective(int rank, Awaited& awaited) const {
 }
 
 // Goes from a stuck rank to the first for which its program waits, until it meets one that it has passed:
-// that one is in a circle, which the second loop goes round once. Empty, if it meets one that is not stuck.
-RankSet Testimonies::circle_behind(int rank) const {
+// that one is in a circle, which the second loop goes round once. Empty, if it meets one that is not stuck,
+// or one of the `cleared`, behind which there is no circle. Adds those that it has passed to them.
+RankSet Testimonies::circle_behind(int rank, RankSet& cleared) const {
   RankSet passed, circle;
-  for (; of(rank).is_stuck && !passed.test(rank); rank = of(rank).first_awaited()) passed.set(rank);
+  for (; of(rank).is_stuck && !passed.test(rank) && !cleared.test(rank); rank = of(rank).first_awaited())
+    passed.set(rank);
   for (; passed.test(rank) && !circle.test(rank); rank = of(rank).first_awaited()) circle.set(rank);
   if (circle.any()) circle.set(kDeadlock);
+  cleared |= passed;
   return circle;
 }
 

@@ -142,7 +142,7 @@ class Testimonies {
   RankSet ends_of(Awaited& awaited) const;
   bool ends_at_program(int rank, Awaited& awaited) const;
   bool ends_at_collective(int rank, Awaited& awaited) const;
-  RankSet circle_behind(int rank) const;
+  RankSet circle_behind(int rank, RankSet& cleared) const;
 
   RankSet heard_;
   RankSet in_collectives_;  // for whom anybody waits in a collective

@@ -499,6 +499,10 @@ void waits_lead_to_who_is_missing_or_round_a_circle() {
   expect_missing({gave_up_recv({1, 3}), awaits_messages({0}), idle(), idle()}, {3});
   expect_missing({gave_up_recv({1}), awaits_messages({0}), awaits_messages({3}), idle()}, {0, 1}, true);
   expect_missing({gave_up_recv({1}), awaits_messages({0}, false)}, {});
+  const Testimony unsure = awaits_messages({1}, false);
+  expect_missing({gave_up({1, 3}), awaits_messages({2}), unsure, awaits_messages({1})}, {});
+  expect_missing({gave_up({1, 3}), awaits_messages({2}), unsure, awaits_messages({4}), awaits_messages({3})},
+                 {3, 4}, true);
   expect_missing({gave_up_recv({1}), awaits_messages({0}, false), awaits_messages({3}), idle()}, {3});
 }
 
