@@ -90,7 +90,7 @@ Error Communicator::failure(Error error, Op op, std::uint64_t sequence, const Ca
 // Ends the group for an error of this rank.
 void Communicator::end_for(Error& error, const Call& call) noexcept {
   if (error.code == ErrorCode::closed) return end(ErrorCode::channel_closed, rank_);
-  if (error.code == ErrorCode::timeout) trace_and_testify(call, error);
+  trace_and_testify(call, error);
   end(error.code, error.peer, static_cast<std::uint32_t>(error.sequence));
 }
 
@@ -120,8 +120,10 @@ void Communicator::settle_timeout(Transport& transport, Error& error) noexcept {
   name_missing(error, missing);
 }
 
-// For a call that is being given up: finds out who is missing, and lets the others know.
+// For a call that is being given up: finds out who is missing, and lets the others know. Unless its time ran
+// out, nobody is.
 void Communicator::trace_and_testify(const Call& call, Error& error) noexcept {
+  if (error.code != ErrorCode::timeout) return;
   const auto transport = share(parts_.transport);
   if (transport == nullptr) return;
   try {
