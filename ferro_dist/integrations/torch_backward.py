@@ -190,7 +190,7 @@ class BackwardWatcher:
         """Refuse a backward to parameters that nobody watches since they were abandoned."""
         parameters = [p for reference in self._abandoned if (p := reference()) is not None]
         orphans = [p for p in parameters if p.requires_grad and not _is_watched(p)]
-        if any(map(_is_reached, map(_accumulator, orphans))):
+        if _reaches_any(map(_accumulator, orphans)):
             raise RuntimeError(
                 "DDP: the wrapper is gone, so these gradients would not be averaged. Keep what "
                 "fd.DDP() returns until backward has ended."
@@ -243,21 +243,19 @@ def _accumulator(parameter: Tensor) -> Any:
         return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
-def _is_reached(accumulator: Any) -> bool:
-    """Whether the backward under way will add to ``grad`` by this node."""
+def _reaches_any(accumulators: Iterable[Any]) -> bool | None:
+    """Whether the backward under way reaches any of these nodes; None if it adds to no ``grad``."""
     try:
-        return bool(torch._C._will_engine_execute_node(accumulator))
-    except RuntimeError:  # it will, unless it is `torch.autograd.grad`
-        return False
+        return any(map(torch._C._will_engine_execute_node, accumulators))
+    except RuntimeError:  # it is `torch.autograd.grad`
+        return None
 
 
 def _accumulates(accumulators: Iterable[Any], parameters: Iterable[Tensor]) -> bool:
     """Whether the backward under way, in whose hook this is called, will add to ``grad``."""
-    try:
-        if any(map(torch._C._will_engine_execute_node, accumulators)):
-            return True
-    except RuntimeError:  # it will, unless it is `torch.autograd.grad`
-        return False
+    reaches_any = _reaches_any(accumulators)
+    if reaches_any is not False:
+        return bool(reaches_any)
     # None of them is in this rank's graph, or their gradients are not asked for. In the first case
     # the other ranks wait, in the second they know of nothing.
     ids = set(map(id, parameters))
