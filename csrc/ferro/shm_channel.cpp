@@ -247,7 +247,7 @@ void ShmChannel::read_until(std::size_t end, Message& message) {
   }
 }
 
-// Moves nothing if that fails, or if it is not certain that the message was still there.
+// Moves nothing if that fails. Throws if it is not certain that the message was still there.
 void ShmChannel::read_in_place(std::size_t end, Message& message) {
   unsigned char* const dst = static_cast<unsigned char*>(message.op.data) + message.done;
   const std::size_t nbytes = end - message.done;
@@ -263,7 +263,8 @@ void ShmChannel::read_in_place(std::size_t end, Message& message) {
   }
   // A sender that gave up may have put something else there before it was read.
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (has_departed() || segment_->abort_word().load(std::memory_order_acquire) != 0) return;
+  if (has_departed() || segment_->abort_word().load(std::memory_order_acquire) != 0)
+    throw Error(ErrorCode::channel_closed, peer_rank_);
   message.done = end;
 }
 
