@@ -54,8 +54,10 @@ if TYPE_CHECKING:
     from ferro_dist.gpu_collective import gpu_allreduce as gpu_allreduce
     from ferro_dist.gpu_collective import gpu_broadcast as gpu_broadcast
     from ferro_dist.group import init as init
-    from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-    from ferro_dist.integrations.torch_sync_batch_norm import (
+    from ferro_dist.integrations.torch.sharded_optimizer.sharded_optimizer import (
+        ShardedOptimizer as ShardedOptimizer,
+    )
+    from ferro_dist.integrations.torch.sync_batch_norm import (
         convert_sync_batchnorm as convert_sync_batchnorm,
     )
     from ferro_dist.parallel.buckets.power_sgd import PowerSGD as PowerSGD
@@ -96,8 +98,8 @@ _MODULES = {
     ),
     "gpu_collective": "gpu_allreduce gpu_broadcast",
     "group": "init",
-    "integrations.torch_sharded_optimizer": "ShardedOptimizer",
-    "integrations.torch_sync_batch_norm": "convert_sync_batchnorm",
+    "integrations.torch.sharded_optimizer.sharded_optimizer": "ShardedOptimizer",
+    "integrations.torch.sync_batch_norm": "convert_sync_batchnorm",
     "parallel.buckets.power_sgd": "PowerSGD",
     "parallel.ddp.ddp": "DDP",
     "parallel.pipeline.outcome": "StageFailed",

@@ -16,7 +16,7 @@ __all__ = ["JAX_STAGE", "TORCH_MODULE", "TORCH_MODULE_LIST", "has_base", "integr
 
 TORCH_MODULE = "torch.nn.modules.module.Module"
 TORCH_MODULE_LIST = "torch.nn.modules.container.ModuleList"
-JAX_STAGE = "ferro_dist.integrations.jax_stage.JaxStage"
+JAX_STAGE = "ferro_dist.integrations.jax.stage.JaxStage"
 
 _OLDEST_TORCH = (2, 10)
 
@@ -29,12 +29,17 @@ def has_base(value: object, name: str) -> bool:
 def integration(name: str) -> Any:
     """Return a module of `ferro_dist.integrations`; its framework must be there.
 
+    Parameters
+    ----------
+    name : str
+        Within that package: ``"jax.stage"``.
+
     Raises
     ------
     BackendUnavailable
         It is a torch too old for it.
     """
-    if name.startswith("torch_"):
+    if name.startswith("torch."):
         _check_torch(sys.modules["torch"].__version__)
     return importlib.import_module(f"ferro_dist.integrations.{name}")
 

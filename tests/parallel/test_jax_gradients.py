@@ -195,7 +195,7 @@ def test_a_gradient_that_is_known_when_its_program_is_made_is_averaged_in_each_r
 def test_a_step_that_is_not_compiled_makes_no_program_for_its_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr("ferro_dist.integrations.jax_tap.io_callback")
+    monkeypatch.delattr("ferro_dist.integrations.jax.tap.io_callback")
     (backend,) = fd.SimulatedBackend.create_group(1)
     with backend:
         ddp = wrap(backend, bucket_mb=1e-6)

@@ -14,7 +14,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.integrations.jax_stage import JaxStage  # noqa: E402
+from ferro_dist.integrations.jax.stage import JaxStage  # noqa: E402
 from ferro_dist.interop import jax_full_width  # noqa: E402
 from ferro_dist.parallel.pipeline.stage import make_stage  # noqa: E402
 from ferro_dist.parallel.schedules import placement_for  # noqa: E402

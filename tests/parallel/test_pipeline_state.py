@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.integrations import torch_random  # noqa: E402
+from ferro_dist.integrations.torch import random as torch_random  # noqa: E402
 from ferro_dist.parallel.pipeline.stage import microbatch_seed  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]

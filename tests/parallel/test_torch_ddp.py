@@ -24,8 +24,8 @@ from parallel.torch_scale import (  # noqa: E402
 from torch import nn  # noqa: E402 - needs torch
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.integrations import torch_gradients  # noqa: E402
-from ferro_dist.integrations.torch_writes import ParameterWrites  # noqa: E402
+from ferro_dist.integrations.torch.ddp import gradients as torch_gradients  # noqa: E402
+from ferro_dist.integrations.torch.ddp.writes import ParameterWrites  # noqa: E402
 from ferro_dist.parallel.ddp.agreement import Agreement  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]

@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402 - needs torch
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.integrations import torch_accumulation  # noqa: E402
+from ferro_dist.integrations.torch.ddp import accumulation  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 
@@ -716,7 +716,7 @@ def test_a_sum_that_lies_where_buckets_were_is_left_alone(
         place = places.pop(get_ident(), None)
         return a + b if place is None else place.copy_(a + b)
 
-    monkeypatch.setattr(torch_accumulation, "add", add)
+    monkeypatch.setattr(accumulation, "add", add)
 
     def body(backend: Any) -> Any:
         ddp = scale(backend, average="sum")

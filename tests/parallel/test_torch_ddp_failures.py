@@ -21,7 +21,7 @@ from torch import nn  # noqa: E402 - needs torch
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.integrations.torch_module import ModuleParameters  # noqa: E402
+from ferro_dist.integrations.torch.ddp.module import ModuleParameters  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]
 

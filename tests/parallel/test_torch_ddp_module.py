@@ -19,8 +19,8 @@ from parallel.torch_scale import OVERLAP, Scale, Upwards, gradients_of, scale  #
 from torch import nn  # noqa: E402 - needs torch
 
 import ferro_dist as fd  # noqa: E402
-from ferro_dist.integrations.torch_gradients import gpu_view  # noqa: E402
-from ferro_dist.integrations.torch_uncompiled import uncompiled  # noqa: E402
+from ferro_dist.integrations.torch.ddp.gradients import gpu_view  # noqa: E402
+from ferro_dist.integrations.torch.uncompiled import uncompiled  # noqa: E402
 from ferro_dist.parallel.buckets.bucket import ParameterSpec  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]

@@ -11,8 +11,8 @@ backward has ended.
 =====================================  ==================================================
 module                                 kind
 =====================================  ==================================================
-``torch.nn.Module``                    `ferro_dist.integrations.torch_ddp.TorchDDP`
-pytree with JAX arrays                 `ferro_dist.integrations.jax_ddp.JaxDDP`
+``torch.nn.Module``                    `ferro_dist.integrations.torch.ddp.ddp.TorchDDP`
+pytree with JAX arrays                 `ferro_dist.integrations.jax.ddp.JaxDDP`
 with ``parameters()`` and ``grads()``  `ferro_dist.parallel.ddp.array_ddp.ArrayDDP`
 dict or list of arrays                 `ferro_dist.parallel.ddp.array_ddp.ArrayDDP`
 =====================================  ==================================================
@@ -63,8 +63,8 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
         complex128:
 
         - A ``torch.nn.Module``. DDP is then one, too, and every backward that reaches its
-          parameters ends with averaged gradients: `ferro_dist.integrations.torch_ddp.TorchDDP`.
-        - A pytree with JAX arrays: `ferro_dist.integrations.jax_ddp.JaxDDP`.
+          parameters ends with averaged gradients: `ferro_dist.integrations.torch.ddp.ddp.TorchDDP`.
+        - A pytree with JAX arrays: `ferro_dist.integrations.jax.ddp.JaxDDP`.
         - An object with ``parameters()`` and ``grads()``, each of which returns a dict of name to
           array, or a list of arrays in a fixed order; or the dict or list of parameters itself. The
           arrays are writable, from NumPy, CuPy or torch. `sync_gradients` averages the gradients;
@@ -447,9 +447,9 @@ DDP.__new__.__wrapped__ = DDP.__init__  # type: ignore[attr-defined]
 def _kind_of(module: object) -> type[DDP[Any]]:
     """Return the kind for a module."""
     if has_base(module, TORCH_MODULE):
-        return cast("type[DDP[Any]]", integration("torch_ddp").TorchDDP)
-    if "jax" in sys.modules and integration("jax_ddp").has_jax_arrays(module):
-        return cast("type[DDP[Any]]", integration("jax_ddp").JaxDDP)
+        return cast("type[DDP[Any]]", integration("torch.ddp.ddp").TorchDDP)
+    if "jax" in sys.modules and integration("jax.ddp").has_jax_arrays(module):
+        return cast("type[DDP[Any]]", integration("jax.ddp").JaxDDP)
     from ferro_dist.parallel.ddp.array_ddp import ArrayDDP
 
     return ArrayDDP

@@ -82,7 +82,7 @@ class Pipeline(Generic[ModuleT]):
     module : torch.nn.Module, JaxStage, or object with forward and backward
         This rank's stage; its only argument is what the previous stage returns. A list (or
         ModuleList) of stages, in order, if the schedule has several on each rank. What each kind
-        must have: `ferro_dist.integrations.jax_stage.JaxStage` for functions of JAX,
+        must have: `ferro_dist.integrations.jax.stage.JaxStage` for functions of JAX,
         `ferro_dist.parallel.pipeline.handwritten_stage` for NumPy and CuPy.
     backend : Backend
         The pipeline's group, of two ranks or more; closing it is left to the caller.

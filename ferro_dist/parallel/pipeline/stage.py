@@ -6,8 +6,8 @@ library is in its subclasses, among which `make_stage` chooses by the module:
 ============================================  ====================================================
 module                                        stage
 ============================================  ====================================================
-``torch.nn.Module``                           `ferro_dist.integrations.torch_stage.TorchStage`
-`ferro_dist.integrations.jax_stage.JaxStage`  ``PipelinedJaxStage`` in the same module
+``torch.nn.Module``                           `ferro_dist.integrations.torch.pipeline.stage`
+`ferro_dist.integrations.jax.stage.JaxStage`  ``PipelinedJaxStage`` in the same module
 with ``forward()`` and ``backward()``         `ferro_dist.parallel.pipeline.handwritten_stage`
 ============================================  ====================================================
 """
@@ -342,9 +342,9 @@ def make_stage(module: Any) -> Stage:
     if isinstance(module, Stage):
         return module
     if has_base(module, TORCH_MODULE):
-        return cast(Stage, integration("torch_stage").TorchStage(module))
+        return cast(Stage, integration("torch.pipeline.stage").TorchStage(module))
     if has_base(module, JAX_STAGE):
-        return cast(Stage, integration("jax_stage").PipelinedJaxStage(module))
+        return cast(Stage, integration("jax.stage").PipelinedJaxStage(module))
     if callable(getattr(module, "forward", None)) and callable(getattr(module, "backward", None)):
         from ferro_dist.parallel.pipeline.handwritten_stage import HandwrittenStage
 

@@ -1,10 +1,9 @@
 """DDP of torch modules: itself a module, which averages gradients in every backward.
 
-It puts together parts of which each knows one thing: `torch_wrapper` how to stand in another
-module's place, `torch_module` what must be equal on all ranks, `torch_backward` when a backward
-begins and ends, `torch_gradients` and `torch_sparse` where gradients are, with `torch_accumulation`
-what they add up to and `torch_kept_views` which of them the user keeps, and `torch_writes` whether
-replicas have drifted apart.
+It puts together parts of which each knows one thing: `wrapper` how to stand in another module's
+place, `module` what must be equal on all ranks, `backward` when a backward begins and ends,
+`gradients` and `sparse` where gradients are, with `accumulation` what they add up to and
+`kept_views` which of them the user keeps, and `writes` whether replicas have drifted apart.
 """
 
 from __future__ import annotations
@@ -19,23 +18,20 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ferro_dist.integrations.torch_backward import (
+from ferro_dist.integrations.torch.ddp.backward import (
     BackwardWatcher,
     refuse_compiled,
     refuse_differentiable,
     refuse_inner,
     refuse_watched,
 )
-from ferro_dist.integrations.torch_gradients import (
+from ferro_dist.integrations.torch.ddp.gradients import (
     GivenGradients,
     NoTorchGradients,
     TorchGradients,
-    as_tensor,
-    dtype_of_gradient,
     gpu_view,
 )
-from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
-from ferro_dist.integrations.torch_module import (
+from ferro_dist.integrations.torch.ddp.module import (
     BufferShare,
     ModuleParameters,
     broadcast_tensor,
@@ -43,13 +39,16 @@ from ferro_dist.integrations.torch_module import (
     show_changes,
     specs_of,
 )
-from ferro_dist.integrations.torch_saved import broadcast_optimizer
-from ferro_dist.integrations.torch_sharded_optimizer import ShardedOptimizer
-from ferro_dist.integrations.torch_sparse import SparseGradients, lines_of, without_rows
-from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
-from ferro_dist.integrations.torch_uncompiled import uncompiled
-from ferro_dist.integrations.torch_wrapper import ModuleWrapper
-from ferro_dist.integrations.torch_writes import ParameterWrites
+from ferro_dist.integrations.torch.ddp.sparse import SparseGradients, lines_of, without_rows
+from ferro_dist.integrations.torch.ddp.wrapper import ModuleWrapper
+from ferro_dist.integrations.torch.ddp.writes import ParameterWrites
+from ferro_dist.integrations.torch.gradient import dtype_of_gradient
+from ferro_dist.integrations.torch.inference_mode import outside_inference_mode
+from ferro_dist.integrations.torch.memory import as_tensor
+from ferro_dist.integrations.torch.saved import broadcast_optimizer
+from ferro_dist.integrations.torch.sharded_optimizer.sharded_optimizer import ShardedOptimizer
+from ferro_dist.integrations.torch.sync_batch_norm import groups_in_use
+from ferro_dist.integrations.torch.uncompiled import uncompiled
 from ferro_dist.parallel.buckets.gpu_memory import GpuMemory
 from ferro_dist.parallel.ddp.ddp import compare
 from ferro_dist.parallel.ddp.options import Options

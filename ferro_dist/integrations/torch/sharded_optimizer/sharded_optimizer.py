@@ -27,11 +27,15 @@ import torch
 
 from ferro_dist.arguments import check_root, in_order
 from ferro_dist.collective import allreduce
-from ferro_dist.integrations.torch_gradients import dtype_of_gradient
-from ferro_dist.integrations.torch_module import check_shareable
-from ferro_dist.integrations.torch_shard import Shard
-from ferro_dist.integrations.torch_sharded_state import cut_state, gather_states, join_states
-from ferro_dist.integrations.torch_uncompiled import uncompiled
+from ferro_dist.integrations.torch.gradient import dtype_of_gradient
+from ferro_dist.integrations.torch.sharded_optimizer.shard import Shard
+from ferro_dist.integrations.torch.sharded_optimizer.state import (
+    cut_state,
+    gather_states,
+    join_states,
+)
+from ferro_dist.integrations.torch.shareable import check_shareable
+from ferro_dist.integrations.torch.uncompiled import uncompiled
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.buckets.averaging import REDUCE_OPS, check_averageable
 from ferro_dist.parallel.group_checks import check_group

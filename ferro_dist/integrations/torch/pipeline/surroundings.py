@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parameter import is_lazy
 
-__all__ = ["Buffers", "Modes", "Surroundings", "version"]
+from ferro_dist.integrations.torch.version import version
+
+__all__ = ["Buffers", "Modes", "Surroundings"]
 
 Module = Any
 Tensor = Any
@@ -137,13 +138,6 @@ class Surroundings:
             # Modes first, as before: a module may write to buffers when its mode changes.
             modes.restore()
             now.restore()
-
-
-def version(tensor: Any) -> int | None:
-    """Return the counter of writes to a tensor, if it has one."""
-    if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or tensor.is_inference():
-        return None
-    return int(tensor._version)
 
 
 def _distinct(tensor: Tensor) -> Tensor:

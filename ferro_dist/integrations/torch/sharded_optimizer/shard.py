@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ferro_dist.collective import all_gather, broadcast, reduce_scatter
-from ferro_dist.integrations.torch_gradients import (
-    copy_or_clear,
-    dtype_of_gradient,
-    zeros_in_group,
-)
+from ferro_dist.integrations.torch.gradient import copy_or_clear, dtype_of_gradient
+from ferro_dist.integrations.torch.memory import zeros_in_group
 from ferro_dist.parallel.shard_layout import Fragment, ShardLayout
 
 if TYPE_CHECKING:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Accumulation", "Trace", "add", "as_dense", "elements_of", "trace_of", "version_of"]
+from ferro_dist.integrations.torch.gradient import add
+
+__all__ = ["Accumulation", "Trace", "elements_of", "trace_of", "version_of"]
 
 Tensor: TypeAlias = Any
 
@@ -394,14 +396,3 @@ def elements_of(gradient: Tensor) -> tuple[int, list[int]]:
     values = _values_of(gradient)
     lengths = zip(values.shape, values.stride(), strict=True)
     return values.data_ptr(), [stride for length, stride in lengths if length > 1]
-
-
-def add(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sum of two gradients, of which any may be sparse."""
-    # torch adds a sparse tensor to a dense one, but not the other way round.
-    return b + a if a.layout is not torch.strided else a + b
-
-
-def as_dense(gradient: Tensor) -> Tensor:
-    """Return a gradient as a dense tensor; itself, if it is one."""
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()

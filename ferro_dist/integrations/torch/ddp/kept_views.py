@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
+from ferro_dist.integrations.torch.inference_mode import outside_inference_mode
 from ferro_dist.parallel.buckets.bucket import Bucket
 
 __all__ = ["leave_kept", "may_be_kept"]

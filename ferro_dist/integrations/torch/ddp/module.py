@@ -13,10 +13,12 @@ import torch
 
 from ferro_dist import interop
 from ferro_dist.collective import broadcast
-from ferro_dist.errors import CollectiveMismatch, InvalidArray
-from ferro_dist.integrations.torch_gradients import dtype_of_gradient, spec_of
-from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
-from ferro_dist.integrations.torch_surroundings import version
+from ferro_dist.errors import CollectiveMismatch
+from ferro_dist.integrations.torch.ddp.gradients import spec_of
+from ferro_dist.integrations.torch.gradient import dtype_of_gradient
+from ferro_dist.integrations.torch.inference_mode import outside_inference_mode
+from ferro_dist.integrations.torch.shareable import check_buffer, check_shareable, gets_gradient
+from ferro_dist.integrations.torch.version import version
 from ferro_dist.parallel.buckets.averaging import check_averageable
 from ferro_dist.parallel.buckets.bucket import ParameterSpec
 from ferro_dist.parallel.buckets.gpu_memory import GpuMemory
@@ -30,8 +32,6 @@ __all__ = [
     "BufferShare",
     "ModuleParameters",
     "broadcast_tensor",
-    "check_buffer",
-    "check_shareable",
     "fingerprints",
     "show_changes",
     "specs_of",
@@ -297,12 +297,7 @@ class BufferShare:
 
 
 def _kind(buffer: Tensor) -> tuple[Any, ...]:
-    return buffer.shape, buffer.dtype, buffer.is_cuda, _gets_gradient(buffer)
-
-
-def _gets_gradient(buffer: Tensor) -> bool:
-    # Not what forward has computed and kept.
-    return bool(buffer.requires_grad and buffer.is_leaf)
+    return buffer.shape, buffer.dtype, buffer.is_cuda, gets_gradient(buffer)
 
 
 class _BufferPart:
@@ -373,55 +368,6 @@ def specs_of(named: dict[str, Tensor]) -> tuple[ParameterSpec, ...]:
 def _check_place(what: str, tensor: Tensor, backend: Backend) -> None:
     check_shareable("DDP", what, tensor)
     check_reach(what, tensor.device.index if tensor.is_cuda else None, backend)
-
-
-def check_shareable(op: str, what: str, tensor: Tensor) -> None:
-    """Raise unless a tensor can be overwritten with that of another rank.
-
-    Parameters
-    ----------
-    op : str
-        Who asks: ``"DDP"``.
-    what : str
-        Names the tensor: ``"buffer 'mean'"``.
-    tensor : torch.Tensor
-
-    Raises
-    ------
-    ValueError
-        It has no shape yet.
-    InvalidArray
-        It is no plain array, or not where groups reach.
-    """
-    if torch.nn.parameter.is_lazy(tensor):
-        raise ValueError(f"{op}: {what} has no shape yet. Run a batch through the module first.")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise InvalidArray(
-            f"{op}: {what} is on {tensor.device}, neither on the CPU nor on a CUDA device", op=op
-        )
-    if tensor.layout is not torch.strided:
-        raise InvalidArray(f"{op}: {what} is {tensor.layout}, not strided", op=op)
-    data = tensor.detach()
-    try:
-        interop.as_view(data.resolve_neg())
-    except InvalidArray as error:
-        raise InvalidArray(f"{op}: {what}: {error}", op=op) from error
-    lengths = zip(data.shape, data.stride(), strict=True)
-    if data.numel() and any(step == 0 < length - 1 for length, step in lengths):
-        raise InvalidArray(
-            f"{op}: {what} was expanded: several elements share one place in memory. Make it of "
-            ".clone().",
-            op=op,
-        )
-
-
-def check_buffer(op: str, what: str, buffer: Tensor, module: Any) -> None:
-    """Raise ValueError if backward adds to a buffer's ``grad``, and it is no parameter as well."""
-    if _gets_gradient(buffer) and all(buffer is not p for p in module.parameters()):
-        raise ValueError(
-            f"{op}: {what} requires grad, but only gradients of parameters are averaged. If it is "
-            "trained, make it a parameter; if not, call requires_grad_(False)."
-        )
 
 
 def _trainable_spec(name: str, parameter: Tensor) -> ParameterSpec:

@@ -21,7 +21,8 @@ import torch
 
 from ferro_dist.collective import all_gather, allreduce
 from ferro_dist.errors import CollectiveMismatch, InvalidArray
-from ferro_dist.integrations.torch_accumulation import Accumulation, add, as_dense, trace_of
+from ferro_dist.integrations.torch.ddp.accumulation import Accumulation, trace_of
+from ferro_dist.integrations.torch.gradient import add, as_dense
 from ferro_dist.parallel.ddp.reducer import Call, tag_of
 from ferro_dist.parallel.exchange import all_gather_rows
 from ferro_dist.parallel.manifest import agree_on_manifest

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from ferro_dist.integrations.jax_leaves import delivered, is_traced
+from ferro_dist.integrations.jax.leaves import delivered, is_traced
 
 __all__ = ["tap_leaves"]
 

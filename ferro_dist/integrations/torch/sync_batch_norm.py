@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ferro_dist.collective import all_gather, allreduce
-from ferro_dist.integrations.torch_random import while_others_draw
+from ferro_dist.integrations.torch.random import while_others_draw
 from ferro_dist.parallel.group_checks import check_group
 from ferro_dist.parallel.interruption import KnownToAll
 from ferro_dist.parallel.manifest import agree_on_manifest

@@ -12,21 +12,19 @@ from collections.abc import (
     MutableSequence,
     Sequence,
 )
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from ferro_dist._native.host import copy_plain
-from ferro_dist.integrations.torch_accumulation import (
+from ferro_dist.integrations.torch.ddp.accumulation import (
     Accumulation,
     Trace,
-    as_dense,
     elements_of,
     version_of,
 )
-from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
-from ferro_dist.integrations.torch_kept_views import leave_kept, may_be_kept
+from ferro_dist.integrations.torch.ddp.kept_views import leave_kept, may_be_kept
+from ferro_dist.integrations.torch.gradient import as_dense, copy_or_clear, dtype_of_gradient
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.buckets.bucket import (
     STREAMED_NBYTES,
@@ -37,20 +35,7 @@ from ferro_dist.parallel.buckets.bucket import (
 )
 from ferro_dist.parallel.ddp.reducer import Gradients, NoGradients
 
-if TYPE_CHECKING:
-    from ferro_dist.backends.base import Backend
-
-__all__ = [
-    "GivenGradients",
-    "NoTorchGradients",
-    "TorchGradients",
-    "as_tensor",
-    "copy_or_clear",
-    "dtype_of_gradient",
-    "gpu_view",
-    "spec_of",
-    "zeros_in_group",
-]
+__all__ = ["GivenGradients", "NoTorchGradients", "TorchGradients", "gpu_view", "spec_of"]
 
 Tensor: TypeAlias = Any
 
@@ -318,18 +303,6 @@ def _copy_plain(
     return left
 
 
-def copy_or_clear(slots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copy gradients to their slots, zeros for absent ones. Some may be there already."""
-    pairs = list(zip(slots, gradients, strict=True))
-    absent = [slot for slot, gradient in pairs if gradient is None]
-    if absent:
-        torch._foreach_zero_(absent)
-    # A sparse one comes from a function that could not be known beforehand.
-    given = [(slot, as_dense(g)) for slot, g in pairs if g is not None and g is not slot]
-    if given:
-        torch._foreach_copy_([slot for slot, _ in given], [dense for _, dense in given])
-
-
 class GivenGradients(Gradients):
     """Gradients that the user passes in, in place of those of the parameters.
 
@@ -412,29 +385,6 @@ def _check_fits(name: str, gradient: Tensor, parameter: Tensor) -> None:
             f"DDP: gradient {name!r} is {gradient.dtype} {tuple(gradient.shape)}; "
             f"the parameter is {dtype} {tuple(parameter.shape)}"
         )
-
-
-def dtype_of_gradient(parameter: Tensor) -> Any:
-    """Return the dtype of ``grad``, which may differ from the parameter's."""
-    return parameter.grad_dtype or parameter.dtype
-
-
-def as_tensor(buffer: np.ndarray[Any, Any]) -> Tensor:
-    """Return torch's view of a NumPy array, which may be written to outside inference mode, too."""
-    with outside_inference_mode():
-        if buffer.dtype.isbuiltin == 2:  # of ml_dtypes, which torch does not accept from NumPy
-            bits = buffer.view(f"u{buffer.itemsize}")
-            return torch.from_numpy(bits).view(getattr(torch, buffer.dtype.name))
-        return torch.from_numpy(buffer)
-
-
-def zeros_in_group(
-    shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device, backend: Backend
-) -> Tensor:
-    """Return zeros on a device; on the CPU in memory that the ranks of a host share."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return as_tensor(backend.empty(shape, dtype)).zero_()
 
 
 def gpu_view(flat: Tensor, offset: int, spec: ParameterSpec) -> Tensor:

@@ -29,12 +29,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
-from ferro_dist.integrations.torch_uncompiled import uncompiled
+from ferro_dist.integrations.torch.inference_mode import outside_inference_mode
+from ferro_dist.integrations.torch.outputs import find_tensors
+from ferro_dist.integrations.torch.uncompiled import uncompiled
 
 __all__ = [
     "BackwardWatcher",
-    "find_tensors",
     "refuse_compiled",
     "refuse_differentiable",
     "refuse_inner",
@@ -45,9 +45,6 @@ Tensor: TypeAlias = Any
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _RUN_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
-
-# Objects nested deeper are, in practice, no outputs but models, caches, data sets.
-MAX_DEPTH = 8
 
 
 class BackwardWatcher:
@@ -335,44 +332,3 @@ def refuse_inner() -> None:
                 "in lists, dicts or attributes. Or give the checkpoint use_reentrant=False."
             )
         frame = frame.f_back
-
-
-def find_tensors(outputs: object) -> Iterator[Tensor]:
-    """Yield the tensors in `outputs` that require grad, each once.
-
-    Looks into mappings, sequences, sets, dataclasses and other objects with attributes, but not
-    into modules, and only to a limited depth.
-    """
-    seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
-    level: list[object] = [outputs]
-    for _ in range(MAX_DEPTH):
-        deeper: list[object] = []
-        for thing in level:
-            if id(thing) in seen:
-                continue
-            seen[id(thing)] = thing
-            if not isinstance(thing, torch.Tensor):
-                deeper.extend(_parts_of(thing))
-            elif thing.requires_grad:
-                yield thing
-        level = deeper
-
-
-def _parts_of(thing: object) -> Iterable[object]:
-    if isinstance(thing, (str, bytes, int, float, complex, type, torch.nn.Module)) or thing is None:
-        return ()
-    if isinstance(thing, Mapping):
-        return [*thing.values(), *getattr(thing, "__dict__", {}).values()]
-    if isinstance(thing, (list, tuple, set, frozenset)):
-        return thing
-    slots = (
-        getattr(thing, name)
-        for cls in type(thing).__mro__
-        for name in _names(getattr(cls, "__slots__", ()))
-        if hasattr(thing, name)
-    )
-    return [*getattr(thing, "__dict__", {}).values(), *slots]
-
-
-def _names(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots

@@ -17,25 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ferro_dist.integrations.torch_accumulation import add
-from ferro_dist.integrations.torch_backward import find_tensors
-from ferro_dist.integrations.torch_backward_split import WeightPart, run_input_part
-from ferro_dist.integrations.torch_gradients import (
-    as_tensor,
-    copy_or_clear,
-    dtype_of_gradient,
-    zeros_in_group,
-)
-from ferro_dist.integrations.torch_inference_mode import outside_inference_mode
-from ferro_dist.integrations.torch_module import check_buffer, check_shareable
-from ferro_dist.integrations.torch_random import Seeded, draw_seed
-from ferro_dist.integrations.torch_surroundings import (
-    Buffers,
-    Modes,
-    Surroundings,
-    version,
-)
-from ferro_dist.integrations.torch_sync_batch_norm import groups_in_use
+from ferro_dist.integrations.torch.gradient import add, copy_or_clear, dtype_of_gradient
+from ferro_dist.integrations.torch.inference_mode import outside_inference_mode
+from ferro_dist.integrations.torch.memory import as_tensor, zeros_in_group
+from ferro_dist.integrations.torch.outputs import find_tensors
+from ferro_dist.integrations.torch.pipeline.backward_split import WeightPart, run_input_part
+from ferro_dist.integrations.torch.pipeline.surroundings import Buffers, Modes, Surroundings
+from ferro_dist.integrations.torch.random import Seeded, draw_seed
+from ferro_dist.integrations.torch.shareable import check_buffer, check_shareable
+from ferro_dist.integrations.torch.sync_batch_norm import groups_in_use
+from ferro_dist.integrations.torch.version import version
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.pipeline import pytree
 from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel

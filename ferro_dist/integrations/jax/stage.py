@@ -20,7 +20,7 @@ import numpy as np
 
 from ferro_dist import interop
 from ferro_dist.errors import InvalidArray
-from ferro_dist.integrations.jax_leaves import dtype_of, fault_of, is_array, is_number
+from ferro_dist.integrations.jax.leaves import dtype_of, fault_of, is_array, is_number
 from ferro_dist.parallel.pipeline import pytree
 from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel
 from ferro_dist.parallel.pipeline.stage import ForwardInput, LossOf, Stage
@@ -79,7 +79,7 @@ class JaxStage:
 
     Examples
     --------
-    >>> from ferro_dist.integrations.jax_stage import JaxStage
+    >>> from ferro_dist.integrations.jax.stage import JaxStage
     >>> stage = JaxStage(lambda params, x: jnp.tanh(x @ params["w"]), {"w": w})
     >>> pipe = Pipeline(stage, backend, 8, "1f1b")
     >>> loss = pipe.step(x, y, lambda out, y: ((out - y) ** 2).mean())

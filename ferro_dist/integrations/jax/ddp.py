@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferro_dist.errors import CollectiveMismatch, UnsupportedOp
-from ferro_dist.integrations.jax_gradients import Terms, TreeReducer, await_callbacks
-from ferro_dist.integrations.jax_leaves import (
+from ferro_dist.integrations.jax.gradients import Terms, TreeReducer, await_callbacks
+from ferro_dist.integrations.jax.leaves import (
     as_jax_array,
     broadcast_leaf,
     check_movable,
@@ -27,7 +27,7 @@ from ferro_dist.integrations.jax_leaves import (
     specs_of,
     text_of,
 )
-from ferro_dist.integrations.jax_tap import tap_leaves
+from ferro_dist.integrations.jax.tap import tap_leaves
 from ferro_dist.parallel.buckets.averaging import REDUCE_OPS
 from ferro_dist.parallel.buckets.compression import name_of
 from ferro_dist.parallel.ddp.ddp import DDP, compare

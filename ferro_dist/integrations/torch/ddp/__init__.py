@@ -1,0 +1,1 @@
+"""Data parallelism of torch modules; `ddp` tells what each of the others knows."""

@@ -1,0 +1,1 @@
+"""ZeRO-1 for torch: `sharded_optimizer`, its parameters (`shard`), its state (`state`)."""
