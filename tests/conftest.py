@@ -14,6 +14,7 @@ import package_under_test  # noqa: F401  before what it chooses
 import pytest
 from hypothesis import HealthCheck, settings
 from leaks import nothing_is_left
+from ranks_as_threads import on_ranks, traces_in_threads  # noqa: F401  fixtures
 from visible_gpus import hide_gpus
 
 hide_gpus()

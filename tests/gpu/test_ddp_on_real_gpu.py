@@ -81,7 +81,7 @@ def test_training_equals_that_of_torchs_ddp(kind: str, overlap: bool, tmp_path: 
 
 def train_what_torch_gets_wrong(rank: int, world_size: int, addr: str, kind: str) -> None:
     import torch
-    from parallel.torch_cases import Branches, Repeated, reentrant
+    from integrations.torch.torch_cases import Branches, Repeated, reentrant
 
     share_gpu(rank)
     with connect(kind, rank, world_size, addr) as backend:

@@ -31,7 +31,7 @@ def train_beside_whole(rank: int, world_size: int, addr: str, case: tuple[str, i
     import copy
 
     import torch
-    from parallel import pipeline_models as models
+    from parallel.pipeline import pipeline_models as models
 
     share_gpu(rank)
     size = models.Case(*case)

@@ -15,14 +15,14 @@ from ferro_dist.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from parallel.refused_memory import assert_lack_is_told  # noqa: E402
-from parallel.torch_regression import (  # noqa: E402 - needs torch
+from integrations.torch.torch_regression import (  # noqa: E402 - needs torch
     assert_same,
     backward,
     own,
     randomize,
     weights,
 )
+from parallel.refused_memory import assert_lack_is_told  # noqa: E402
 from torch.optim import SGD, Optimizer  # noqa: E402
 
 OnRanks = Callable[..., list[Any]]

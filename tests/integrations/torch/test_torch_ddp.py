@@ -12,8 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from parallel.torch_cases import Branches, Repeated, reentrant  # noqa: E402
-from parallel.torch_scale import (  # noqa: E402
+from integrations.torch.torch_cases import Branches, Repeated, reentrant  # noqa: E402
+from integrations.torch.torch_scale import (  # noqa: E402
     OVERLAP,
     Scale,
     Upwards,

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from gpu.gpu_ranks import connect  # noqa: E402 - needs torch
 from gpu.real_gpu import need_torch_without_cuda  # noqa: E402
-from parallel.torch_cases import (  # noqa: E402
+from integrations.torch.torch_cases import (  # noqa: E402
     CASES,
     STEPS,
     Case,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_oracle import Oracle, random_lists
+from parallel.schedules.pipeline_oracle import Oracle, random_lists
 
 from ferro_dist.parallel.schedules import (
     InvalidSchedule,

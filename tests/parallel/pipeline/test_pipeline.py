@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from parallel.pipeline_models import (  # noqa: E402 - needs torch
+from parallel.pipeline.pipeline_models import (  # noqa: E402 - needs torch
     ONE_OF_EACH,
     SCHEDULES,
     Case,

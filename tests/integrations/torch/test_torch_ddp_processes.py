@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from parallel.torch_cases import (  # noqa: E402 - needs torch
+from integrations.torch.torch_cases import (  # noqa: E402 - needs torch
     STEPS,
     Branches,
     Case,
@@ -24,8 +24,8 @@ from parallel.torch_cases import (  # noqa: E402 - needs torch
     state_of,
     train_gan,
 )
-from parallel.torch_failures import Dies, lose_rank_1  # noqa: E402
-from parallel.torch_scale import Scale, gradients_of, scale  # noqa: E402
+from integrations.torch.torch_failures import Dies, lose_rank_1  # noqa: E402
+from integrations.torch.torch_scale import Scale, gradients_of, scale  # noqa: E402
 from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402

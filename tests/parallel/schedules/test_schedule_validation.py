@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_oracle import Oracle, random_lists
+from parallel.schedules.pipeline_oracle import Oracle, random_lists
 
 from ferro_dist.parallel.schedules import (
     InvalidSchedule,

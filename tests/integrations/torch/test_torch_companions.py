@@ -15,8 +15,8 @@ from ferro_dist.parallel.buckets.power_sgd import PowerSGD
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from parallel.torch_failures import Raises  # noqa: E402 - needs torch
-from parallel.torch_regression import (  # noqa: E402
+from integrations.torch.torch_failures import Raises  # noqa: E402 - needs torch
+from integrations.torch.torch_regression import (  # noqa: E402
     assert_same,
     backward,
     loss_of,

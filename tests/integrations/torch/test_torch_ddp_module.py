@@ -14,8 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from parallel.torch_cases import non_reentrant  # noqa: E402
-from parallel.torch_scale import OVERLAP, Scale, Upwards, gradients_of, scale  # noqa: E402
+from integrations.torch.torch_cases import non_reentrant  # noqa: E402
+from integrations.torch.torch_scale import OVERLAP, Scale, Upwards, gradients_of, scale  # noqa: E402
 from torch import nn  # noqa: E402 - needs torch
 
 import ferro_dist as fd  # noqa: E402

@@ -1,4 +1,4 @@
-"""What the tests of parallel training share."""
+"""Ranks that are threads, for the tests of training."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import ferro_dist as fd
+
+__all__ = ["on_ranks", "traces_in_threads"]
 
 OnRanks = Callable[..., list[Any]]
 

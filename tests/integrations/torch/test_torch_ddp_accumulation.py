@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from parallel.torch_scale import OVERLAP, Scale, gradients_of, note_copies, scale  # noqa: E402
+from integrations.torch.torch_scale import OVERLAP, Scale, gradients_of, note_copies, scale  # noqa: E402
 from torch import nn  # noqa: E402 - needs torch
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 

@@ -13,10 +13,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from integrations.torch.torch_failures import Raises, lose_rank_1  # noqa: E402
+from integrations.torch.torch_scale import OVERLAP, Scale, gradients_of, scale  # noqa: E402
 from parallel.refused_memory import refuse_memory_of_rank_1  # noqa: E402
 from parallel.refused_reduction import assert_refusal_is_told  # noqa: E402
-from parallel.torch_failures import Raises, lose_rank_1  # noqa: E402
-from parallel.torch_scale import OVERLAP, Scale, gradients_of, scale  # noqa: E402
 from torch import nn  # noqa: E402 - needs torch
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
