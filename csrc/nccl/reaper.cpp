@@ -13,10 +13,13 @@ namespace {
 constexpr std::chrono::milliseconds kBetweenSteps{1};
 // How long an abort may take once the time for a healthy end is up: see Communicator::abort.
 constexpr double kAbortGrace = 2;  // seconds
+// Whoever gives more seconds, or infinitely many, waits for so many: the clock counts no further than 292
+// years.
+constexpr double kLongestWait = 1e9;
 
 Patience::Clock::time_point after(double seconds) {
-  return Patience::Clock::now() +
-         std::chrono::duration_cast<Patience::Clock::duration>(std::chrono::duration<double>(seconds));
+  const std::chrono::duration<double> wait(std::min(seconds, kLongestWait));
+  return Patience::Clock::now() + std::chrono::duration_cast<Patience::Clock::duration>(wait);
 }
 
 }  // namespace

@@ -936,6 +936,28 @@ def test_a_later_close_may_have_less_patience() -> None:
     assert ranks(1, close_with_less_patience) == [True]
 
 
+def close_whatever_time_it_takes(backend: Any, timeout: float) -> bool:
+    communicator = connect(backend)
+    sum_over(communicator)
+    if backend.rank == 1:
+        backend.barrier(False, None, 0)
+        communicator.close()
+        return True
+    thread = threading.Thread(target=lambda: communicator.close(timeout=timeout))
+    thread.start()
+    thread.join(0.5)
+    waits = thread.is_alive()
+    backend.barrier(False, None, 0)
+    thread.join(TIMEOUT_S)
+    return waits and communicator.is_closed
+
+
+@pytest.mark.parametrize("timeout", [1e10, float("inf")])
+def test_the_end_waits_for_the_others_as_long_as_it_may(timeout: float) -> None:
+    """The clock of deadlines counts no further than 292 years."""
+    assert ranks(2, close_whatever_time_it_takes, timeout) == [True, True]
+
+
 def hang_in_the_end(backend: Any) -> tuple[bool, bool]:
     """One communicator's destruction and another's deregistration never return."""
     gpu = emulated_gpu()
