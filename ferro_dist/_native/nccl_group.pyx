@@ -153,7 +153,8 @@ cdef class NcclGroup:
         self._arrays = arrays
         self._kept = []
         check_usable(communicator)
-        self._lane = Lane.open(communicator._native, handle)
+        with nogil:  # as in __dealloc__, for making streams and events
+            self._lane = Lane.open(communicator._native, handle)
 
     def __dealloc__(self):
         with nogil:  # CUDA keeps whoever destroys an event waiting while another thread waits for room

@@ -312,6 +312,20 @@ def test_a_group_may_be_dropped_while_cuda_keeps_another_thread_waiting() -> Non
     ranks(1, drop_a_group_while_a_stream_is_full)
 
 
+def make_a_group_while_a_stream_is_full(backend: Any) -> None:
+    gpu = shallow_gpu()
+    communicator = connect(backend)
+    from ferro_dist._native.nccl_group import NcclGroup
+
+    with full(gpu.stream()):
+        group = NcclGroup(communicator, interop)
+    group.close()
+
+
+def test_a_group_may_be_made_while_cuda_keeps_another_thread_waiting() -> None:
+    ranks(1, make_a_group_while_a_stream_is_full)
+
+
 def call_while_letting_go(backend: Any) -> list[int]:
     """An array's end makes another call, as code of other threads may at the same moment."""
     gpu = emulated_gpu()
