@@ -168,9 +168,11 @@ def location_of(uintptr_t address):
     device : int
     """
     cdef cudaPointerAttributes attributes
-    CHECK_CUDA(
-        cudart().cudaPointerGetAttributes(&attributes, <const void*> address),
-        "cudaPointerGetAttributes")
+    cdef const Cudart* cuda = cudart()
+    cdef cudaError_t status
+    with nogil:
+        status = cuda.cudaPointerGetAttributes(&attributes, <const void*> address)
+    CHECK_CUDA(status, "cudaPointerGetAttributes")
     kinds = {
         <int> cudaMemoryTypeDevice: "device", <int> cudaMemoryTypeHost: "host",
         <int> cudaMemoryTypeManaged: "managed",

@@ -1,4 +1,8 @@
-"""The CUDA runtime of this process: its versions, its devices, its errors."""
+"""The CUDA runtime of this process: its versions, its devices, its errors.
+
+Calls that may start the driver, or make a context on a device, let go of the interpreter: either takes
+a good part of a second, or more.
+"""
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
@@ -111,7 +115,11 @@ def driver_version():
 def device_count():
     """Count the GPUs that this process sees."""
     cdef int count = 0
-    CHECK_CUDA(cudart().cudaGetDeviceCount(&count), "cudaGetDeviceCount")
+    cdef const Cudart* cuda = cudart()
+    cdef cudaError_t status
+    with nogil:
+        status = cuda.cudaGetDeviceCount(&count)
+    CHECK_CUDA(status, "cudaGetDeviceCount")
     return count
 
 
@@ -146,7 +154,11 @@ def device_number(device):
 
 def set_device(int device):
     """Make a device this thread's current one."""
-    CHECK_CUDA(cudart().cudaSetDevice(device), "cudaSetDevice")
+    cdef const Cudart* cuda = cudart()
+    cdef cudaError_t status
+    with nogil:
+        status = cuda.cudaSetDevice(device)
+    CHECK_CUDA(status, "cudaSetDevice")
 
 
 def compute_capability(int device):
@@ -176,9 +188,9 @@ cdef class DeviceGuard:
     def __enter__(self):
         CHECK_CUDA(cudart().cudaGetDevice(&self._before), "cudaGetDevice")
         if self._before != self._device:
-            CHECK_CUDA(cudart().cudaSetDevice(self._device), "cudaSetDevice")
+            set_device(self._device)
         return self
 
     def __exit__(self, *exception):
         if self._before != self._device:
-            CHECK_CUDA(cudart().cudaSetDevice(self._before), "cudaSetDevice")
+            set_device(self._before)

@@ -121,30 +121,86 @@ def test_library_that_cannot_be_loaded_comes_with_the_remedy(tmp_path: Path) -> 
     assert 'pip install "ferro_dist[cu12]"' in run(program, tmp_path)
 
 
-def test_a_runtime_that_fails_is_told_with_its_own_words(tmp_path: Path) -> None:
+def build_cudart(folder: Path, body: str, code: str = "") -> None:
+    """Build runtimes of both versions; each function has this `body`, unless `code` has it."""
     header = (ROOT / "csrc" / "abi" / "cudart.h").read_text()
     names = re.findall(r"^cudaError_t (\w+)\(", re.sub(r"//.*", "", header), re.MULTILINE)
     words = "".join(
         f'const char* cudaGetError{what}(int e) {{ return "{text}"; }}\n'
         for what, text in (("Name", "cudaErrorUnknown"), ("String", "it is broken"))
     )
-    (tmp_path / "cudart.c").write_text(
-        words + "".join(f"int {name}(void) {{ return 999; }}\n" for name in names)
+    others = [name for name in names if f" {name}(" not in code]
+    (folder / "cudart.c").write_text(
+        words + code + "".join(f"int {name}(void) {{ {body} }}\n" for name in others)
     )
     for version in (12, 13):
         soname = f"libcudart.so.{version}"
-        script = tmp_path / f"{version}.map"
+        script = folder / f"{version}.map"
         script.write_text(f"{soname} {{ global: *; }};")
         options = f"-Wl,-soname,{soname}", f"-Wl,--version-script,{script}"
         command = ["cc", "-shared", "-fPIC", *options]
-        paths = ["-o", str(tmp_path / soname), str(tmp_path / "cudart.c")]
+        paths = ["-o", str(folder / soname), str(folder / "cudart.c")]
         subprocess.run([*command, *paths], check=True, capture_output=True, timeout=60)
+
+
+def test_a_runtime_that_fails_is_told_with_its_own_words(tmp_path: Path) -> None:
+    build_cudart(tmp_path, "return 999;")
     program = (
         "from ferro_dist._native.cuda_libraries import load_cudart\n"
         "try: load_cudart()\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     assert "it is broken (cudaErrorUnknown)" in run(program, tmp_path)
+
+
+# Calls that begin by starting the driver or making a context. They end once another thread says so.
+SLOW_CALLS = """
+#include <unistd.h>
+static volatile int is_inside, may_end;
+int is_in_a_call(void) { return is_inside; }
+void end_call(void) { may_end = 1; }
+static int begin(void) {
+  may_end = 0;
+  is_inside = 1;
+  for (int i = 0; i < 10000 && !may_end; ++i) usleep(1000);
+  is_inside = 0;
+  return may_end ? 0 : 999;
+}
+int cudaGetDeviceCount(int* count) { *count = 2; return begin(); }
+int cudaSetDevice(int device) { return begin(); }
+int cudaPointerGetAttributes(void* attributes, const void* data) { return begin(); }
+int cudaGetDevice(int* device) { *device = 0; return 0; }
+int cudaRuntimeGetVersion(int* version) { *version = 13000; return 0; }
+int cudaDriverGetVersion(int* version) { *version = 13000; return 0; }
+"""
+
+CALL_SLOWLY = """
+import ctypes, os, threading
+from ferro_dist._native import cuda_libraries
+from ferro_dist._native.cuda_memory import location_of
+from ferro_dist._native.cuda_runtime import DeviceGuard, device_count, set_device
+cuda_libraries.load_cudart()
+library = ctypes.CDLL("libcudart.so.13")
+
+def end_calls():
+    while True:
+        while not library.is_in_a_call():
+            os.sched_yield()
+        library.end_call()
+
+threading.Thread(target=end_calls, daemon=True).start()
+device_count()
+set_device(1)
+location_of(0)
+with DeviceGuard(1):
+    pass
+print("done")
+"""
+
+
+def test_other_threads_go_on_while_the_driver_starts(tmp_path: Path) -> None:
+    build_cudart(tmp_path, "return 0;", SLOW_CALLS)
+    assert run(CALL_SLOWLY, tmp_path) == "done\n"
 
 
 def test_library_that_is_too_old_is_refused(tmp_path: Path) -> None:
