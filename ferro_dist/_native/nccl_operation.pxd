@@ -43,6 +43,7 @@ cdef class Member:
     cdef int describe_raw(
         self, Operation* o, Op op, str name, uintptr_t sendbuf, uintptr_t recvbuf, size_t count,
         int dtype) except -1
+    cdef int _set_raw_float8(self, Operation* o, str name) except -1
 
     # Fills in the dtype and count of `view` as NCCL has them, for moving.
     cdef int set_elements(self, Operation* o, str op, BufferView view, size_t count) except -1

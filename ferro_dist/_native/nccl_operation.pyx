@@ -5,7 +5,8 @@ from libc.stdint cimport uintptr_t
 
 from ferro_dist._native cimport libnccl
 from ferro_dist._native.buffer_view cimport (
-    BOOLEAN, BufferView, COMPLEX128, COMPLEX64, E4M3, NEVER_IN_PLACE, output_view_of, overlap, view_of,
+    BOOLEAN, BufferView, COMPLEX128, COMPLEX64, E4M3, E5M2, NEVER_IN_PLACE, output_view_of, overlap,
+    view_of,
 )
 from ferro_dist._native.dlpack cimport CUDA
 from ferro_dist._native.libnccl cimport (
@@ -219,6 +220,15 @@ cdef class Member:
         o.out = <void*> recvbuf
         o.count = count
         o.dtype = <ncclDataType_t> dtype
+        if dtype >= <int> ncclFloat8e4m3:
+            self._set_raw_float8(o, name)
+        return 0
+
+    # As set_elements and set_summands do it for arrays.
+    cdef int _set_raw_float8(self, Operation* o, str name) except -1:
+        if o.op == Op.allreduce or o.op == Op.reduce or o.op == Op.reduce_scatter:
+            return self.check_float8(name, E4M3 if o.dtype == ncclFloat8e4m3 else E5M2)
+        o.dtype = ncclUint8
         return 0
 
     cdef BufferView input(self, object array, str op):

@@ -423,6 +423,25 @@ def test_wrong_arguments_are_refused_before_anything_is_launched() -> None:
     assert set(found.values()) == {INVALID_ARGUMENT}, found
 
 
+def pass_float8(rank: int, world_size: int, addr: str, setting: str, value: str) -> list[int]:
+    os.environ[f"FERRO_EMULATION_{setting}"] = value
+    nccl = Nccl()
+    comm = nccl.communicator(1, shared_id(addr), 0)
+    a = nccl.gpu.empty(8, "uint8")
+    number = DTYPES[np.dtype("float8_e4m3fn")]
+    return [
+        nccl.result("AllReduce", a, a, size(8), number, SUM, comm, DEFAULT),
+        nccl.result("Broadcast", a, a, size(8), number, 0, comm, DEFAULT),
+    ]
+
+
+def test_float8_is_reduced_from_sm_90_on_and_known_from_2_24_on() -> None:
+    [outcome] = run_emulated(1, pass_float8, "COMPUTE_CAPABILITY", "89")
+    assert outcome == [INVALID_ARGUMENT, SUCCESS]
+    [outcome] = run_emulated(1, pass_float8, "NCCL_VERSION", "22304")
+    assert outcome == [INVALID_ARGUMENT, INVALID_ARGUMENT]
+
+
 def ask_after_nonsense(rank: int, world_size: int, addr: str) -> list[tuple[int, int]]:
     nccl = Nccl()
     states = []

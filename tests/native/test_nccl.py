@@ -216,7 +216,13 @@ def move_float8(backend: Any) -> list[Any]:
             getattr(communicator, reduction)(x, out)
     with pytest.raises(UnsupportedOp, match="sm_90"):
         communicator.premul_sum(2.0, "float8_e4m3fn")
+    number, stream = fd.dtype_to_nccl("float8_e4m3fn"), gpu.stream()
+    with pytest.raises(UnsupportedOp, match=r"allreduce: NCCL reduces float8_e4m3fn on.*sm_90"):
+        communicator.allreduce_raw(x.address, x.address, 4, number, 0, stream)
     communicator.broadcast(x, x, 1)
+    gpu.synchronize()
+    communicator.broadcast_raw(x.address, x.address, 3, number, 0, stream)
+    gpu.synchronize()
     result = values(x)
     communicator.close()
     return result

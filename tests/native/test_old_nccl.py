@@ -131,8 +131,12 @@ def move_fp8(backend: Any, path: str) -> None:
     x = emulated_gpu().array(np.full(4, backend.rank + 1), dtype)
     with pytest.raises(UnsupportedOp, match="float8_e5m2"):
         communicator.allreduce(x, x)
+    number = fd.dtype_to_nccl("float8_e5m2")
+    with pytest.raises(UnsupportedOp, match="float8_e5m2"):
+        communicator.reduce_scatter_raw(x.address, x.address, 2, number, 0, 0)
     communicator.broadcast(x, x, 1)  # as the bytes that they are
     assert values(x) == [2.0] * 4
+    communicator.broadcast_raw(x.address, x.address, 4, number, 0, 0)
     communicator.close()
 
 

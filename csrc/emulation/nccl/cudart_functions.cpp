@@ -32,6 +32,7 @@ CudartFunctions load() {
   find(library, "cudaGetDevice", found.get_device);
   find(library, "cudaSetDevice", found.set_device);
   find(library, "cudaGetDeviceCount", found.get_device_count);
+  find(library, "cudaDeviceGetAttribute", found.device_get_attribute);
   find(library, "cudaMalloc", found.malloc);
   find(library, "cudaFree", found.free);
   find(library, "cudaLaunchHostFunc", found.launch_host_func);

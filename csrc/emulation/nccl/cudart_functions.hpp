@@ -15,6 +15,7 @@ struct CudartFunctions {
   cudaError_t (*get_device)(int*);
   cudaError_t (*set_device)(int);
   cudaError_t (*get_device_count)(int*);
+  cudaError_t (*device_get_attribute)(int*, cudaDeviceAttr, int);
   cudaError_t (*malloc)(void**, std::size_t);
   cudaError_t (*free)(void*);
   cudaError_t (*launch_host_func)(cudaStream_t, cudaHostFn_t, void*);

@@ -4,6 +4,7 @@
 
 #include "emulation/nccl/cudart_functions.hpp"
 #include "emulation/nccl/element.hpp"
+#include "emulation/nccl/version.hpp"
 
 namespace emulation {
 namespace {
@@ -101,8 +102,21 @@ void check_overlap(const Communicator& communicator, const Operation& operation,
           ": the buffers overlap otherwise than in place");
 }
 
+bool is_float8(ncclDataType_t dtype) { return dtype == ncclFloat8e4m3 || dtype == ncclFloat8e5m2; }
+
+// NCCL 2.24 brought them.
+ncclDataType_t end_of_dtypes() { return loaded_version() < 22400 ? ncclFloat8e4m3 : ncclNumTypes; }
+
+bool is_at_least_hopper(int device) {
+  int major = 0;
+  check(cudart().device_get_attribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major >= 9;
+}
+
 void check_reduction(const Communicator& communicator, Operation& operation) {
   const char* function = function_of(operation.kind);
+  require(!is_float8(operation.dtype) || is_at_least_hopper(communicator.device), ncclInvalidArgument,
+          function, ": ", name_of(operation.dtype), " is reduced by GPUs of sm_90 and newer");
   if (operation.reduction >= 0 && operation.reduction < ncclNumOps) return;
   const auto found = communicator.multipliers.find(operation.reduction);
   require(found != communicator.multipliers.end(), ncclInvalidArgument, function, ": there is no operation ",
@@ -111,8 +125,7 @@ void check_reduction(const Communicator& communicator, Operation& operation) {
   require(found->second.dtype == operation.dtype, ncclInvalidArgument, function,
           ": the pre-multiplied sum was created for ", name_of(found->second.dtype), ", not ",
           name_of(operation.dtype));
-  const bool is_float8 = operation.dtype == ncclFloat8e4m3 || operation.dtype == ncclFloat8e5m2;
-  require(communicator.num_ranks > 1 || !is_float8, ncclInvalidArgument, function,
+  require(communicator.num_ranks > 1 || !is_float8(operation.dtype), ncclInvalidArgument, function,
           ": no pre-multiplied sum of ", name_of(operation.dtype), " of a single rank");
   operation.multiplier = found->second;
   operation.has_multiplier = true;
@@ -175,8 +188,8 @@ void check_operation(Communicator& communicator, Operation& operation) {
     die(description.function,
         " on a communicator that is suspended: its kernel would use memory that is gone");
   communicator.require_usable(description.function);
-  require(operation.dtype >= 0 && operation.dtype < ncclNumTypes, ncclInvalidArgument, description.function,
-          ": there is no dtype ", static_cast<int>(operation.dtype));
+  require(operation.dtype >= 0 && operation.dtype < end_of_dtypes(), ncclInvalidArgument,
+          description.function, ": there is no dtype ", static_cast<int>(operation.dtype));
   require(!description.has_root || (operation.peer >= 0 && operation.peer < communicator.num_ranks),
           ncclInvalidArgument, description.function, ": there is no rank ", operation.peer, " of ",
           communicator.num_ranks);

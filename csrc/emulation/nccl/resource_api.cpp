@@ -12,12 +12,11 @@
 #include "emulation/nccl/cudart_functions.hpp"
 #include "emulation/nccl/element.hpp"
 #include "emulation/nccl/group.hpp"
+#include "emulation/nccl/version.hpp"
 
 using namespace emulation;
 
 namespace {
-
-int loaded_version() { return static_cast<int>(setting("NCCL_VERSION", NCCL_VERSION_CODE, 2000, 99999)); }
 
 // To what ncclMemAlloc rounds up: to the alignment of windows; before 2.26, on GPUs that support
 // multicast, to the recommended granularity of multicast objects.
