@@ -35,13 +35,6 @@ bool is_chosen(int option, const char* variable) {
   return (forced == nullptr || *forced == '\0' ? option : std::atoi(forced)) == 1;
 }
 
-// What NCCL would say, and not recover from.
-Error misused(const char* function, const char* detail) {
-  Error error(ErrorKind::nccl, function, ncclInvalidUsage, detail);
-  error.meaning = ncclGetErrorString(ncclInvalidUsage);
-  return error;
-}
-
 void refuse_forked_copy() {
   if (is_forked_copy()) throw ended(ErrorKind::forked);
 }

@@ -3,9 +3,33 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "nccl/device_guard.hpp"
+#include "nccl/event.hpp"
+#include "nccl/library.hpp"
 #include "nccl/turn.hpp"
 
 namespace ferro::nccl {
+namespace {
+
+// NCCL refuses a group of which a part would go into a CUDA graph, and that ends communicators that do not
+// block. CUDA is asked only where there are several streams.
+void check_captured_alike(const std::vector<GroupedOperation>& operations) {
+  const cudaStream_t first = operations.front().operation.stream;
+  if (std::all_of(operations.begin(), operations.end(),
+                  [=](const GroupedOperation& each) { return each.operation.stream == first; }))
+    return;
+  bool is_any_captured = false;
+  bool is_any_not = false;
+  for (const auto& [communicator, operation] : operations) {
+    const DeviceGuard guard(communicator->cuda(), communicator->device());  // for default streams
+    const Capture capture = capture_of(communicator->cuda(), operation.stream);
+    (capture == Capture::active ? is_any_captured : is_any_not) = true;
+  }
+  if (is_any_captured && is_any_not)
+    throw misused("ncclGroupEnd", "some streams are captured into a CUDA graph, and others are not");
+}
+
+}  // namespace
 
 bool are_apart(const std::vector<GroupedOperation>& allreduces) {
   struct Extent {
@@ -47,6 +71,7 @@ void launch_group(const std::vector<GroupedOperation>& operations, Patience& pat
   if (members.empty()) return;
   Turn turn(members, "ncclGroupEnd", patience);
   for (const Communicator* each : members) each->check_in_service("ncclGroupEnd");
+  check_captured_alike(operations);
   CallGroup group;
   for (auto each = operations.begin(); each != operations.end() && group.is_well(); ++each)
     group.note(each->communicator->issue_now(each->operation));

@@ -21,6 +21,13 @@ inline Error error_of(const char* function, ncclResult_t result, ncclComm_t comm
   return error;
 }
 
+// What NCCL would say, and not recover from.
+inline Error misused(const char* function, const char* detail) {
+  Error error(ErrorKind::nccl, function, ncclInvalidUsage, detail);
+  error.meaning = ncclGetErrorString(ncclInvalidUsage);
+  return error;
+}
+
 }  // namespace ferro::nccl
 
 #endif  // FERRO_NCCL_LIBRARY_HPP

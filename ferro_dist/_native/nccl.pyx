@@ -720,7 +720,8 @@ cdef class Group:
     ------
     DistributedError
         At the block's end: what NCCL refuses, or what has ended a communicator meanwhile.
-        Nothing has been launched if that was so before.
+        Nothing has been launched if that was so before, or if some of the streams are captured into
+        a CUDA graph and others are not.
     UnsupportedOp
         Some communicators block, others do not.
     ValueError

@@ -965,6 +965,28 @@ def test_a_communicators_calls_follow_each_other_in_a_graph() -> None:
     assert run_emulated(2, replay_branches) == [[SUCCESS, 1, 1]] * 2
 
 
+def capture_a_part_of_a_group(rank: int, world_size: int, addr: str, blocking: int) -> list[int]:
+    nccl = Nccl()
+    comm = nccl.communicator(1, shared_id(addr), 0, blocking=blocking)
+    nccl.settle(comm)
+    captured, other = nccl.gpu.stream(), nccl.gpu.stream()
+    a, b = nccl.gpu.array(floats([1])), nccl.gpu.array(floats([1]))
+    nccl.gpu.synchronize()
+    with nccl.gpu.capture(captured) as graph:
+        nccl.GroupStart()
+        for array, stream in ((a, captured), (b, other)):
+            nccl.AllReduce(array, array, size(1), FLOAT32, SUM, comm, stream)
+        codes = [nccl.result("GroupEnd"), nccl.settle(comm)]
+    graph.close()
+    nccl.CommAbort(comm)
+    return codes
+
+
+def test_a_group_goes_into_one_graph_or_into_none() -> None:
+    assert run_emulated(1, capture_a_part_of_a_group, 1) == [[INVALID_USAGE, SUCCESS]]
+    assert run_emulated(1, capture_a_part_of_a_group, 0) == [[INVALID_USAGE] * 2]
+
+
 def share_streams(rank: int, world_size: int, addr: str) -> list[list[float]]:
     """Calls in different streams of one communicator follow each other; a group joins them."""
     nccl = Nccl()

@@ -403,6 +403,41 @@ def test_ranks_in_raw_calls_are_checked_and_the_communicator_goes_on() -> None:
     assert ranks(2, refuse_raw_ranks) == [[0.0, 1.0], [1.0, 2.0]]
 
 
+def capture_a_part_of_a_group(backend: Any) -> list[list[float]]:
+    """NCCL would refuse it, and a communicator that does not block would end."""
+    gpu = emulated_gpu()
+    communicator = connect(backend)
+    x, y = ranked(backend.rank, 2), ranked(backend.rank, 2)
+    communicator.allreduce(x, x)  # connects the ranks, for which a capture cannot wait
+    captured, other = gpu.stream(), gpu.stream()
+    gpu.synchronize()
+
+    def reduce_on(*streams: Any) -> None:
+        with load_nccl().Group():
+            for array, stream in zip((x, y), streams, strict=True):
+                communicator.allreduce(array, array, stream=stream)
+
+    with gpu.capture(captured) as graph:
+        for streams in ((captured, other), (other, captured)):
+            with pytest.raises(DistributedError, match="some streams are captured"):
+                reduce_on(*streams)
+        gpu.order(captured, other)
+        reduce_on(captured, other)
+        gpu.order(other, captured)
+    graph.launch(captured)
+    captured.synchronize()
+    graph.close()
+    reduce_on(captured, other)
+    gpu.synchronize()
+    result = [values(x), values(y)]
+    communicator.close()
+    return result
+
+
+def test_a_group_is_captured_as_a_whole_or_not_at_all() -> None:
+    assert ranks(2, capture_a_part_of_a_group) == [[[4.0, 12.0], [2.0, 6.0]]] * 2
+
+
 def end_a_group_elsewhere(backend: Any) -> list[Any]:
     """Its thread goes on collecting, so that it launches there what is called there."""
     communicator = connect(backend)

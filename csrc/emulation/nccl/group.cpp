@@ -4,10 +4,12 @@
 #include <chrono>
 #include <deque>
 #include <future>
+#include <optional>
 #include <thread>
 
 #include "emulation/nccl/calls.hpp"
 #include "emulation/nccl/connections.hpp"
+#include "emulation/nccl/cudart_functions.hpp"
 #include "emulation/nccl/launch.hpp"
 
 namespace emulation {
@@ -116,6 +118,41 @@ ncclResult_t run_batches(std::vector<Batch>& batches) {
   return result;
 }
 
+bool is_on_one_stream(const std::vector<Batch>& batches) {
+  const cudaStream_t first = batches[0].operations[0].stream;
+  return std::all_of(batches.begin(), batches.end(), [=](const Batch& batch) {
+    return std::all_of(batch.operations.begin(), batch.operations.end(),
+                       [=](const Operation& operation) { return operation.stream == first; });
+  });
+}
+
+void require_one_graph(const std::vector<Batch>& batches) {
+  std::optional<cudaGraph_t> known;
+  for (const Batch& batch : batches) {
+    const DeviceGuard device(batch.communicator->device);
+    for (const Operation& operation : batch.operations) {
+      cudaGraph_t graph = nullptr;
+      check(cudart().graph_of(operation.stream, &graph));
+      require(graph == known.value_or(graph), ncclInvalidUsage,
+              "the streams of a group must all be captured into one graph, or none of them into any");
+      known = graph;
+    }
+  }
+}
+
+// As NCCL has it. Communicators that do not block keep the error.
+void check_graphs(const std::vector<Batch>& batches) {
+  if (is_on_one_stream(batches)) return;
+  try {
+    require_one_graph(batches);
+  } catch (const Failure& failure) {
+    for (const Batch& batch : batches) {
+      if (!batch.communicator->is_blocking()) batch.communicator->fail_later(failure.code, failure.text);
+    }
+    throw;
+  }
+}
+
 ncclResult_t end_outermost(Group ended) {
   if (ended.error != ncclSuccess) {
     for (const Batch& batch : ended.batches) {
@@ -126,7 +163,9 @@ ncclResult_t end_outermost(Group ended) {
   require(ended.jobs.empty() || ended.batches.empty(), ncclInvalidUsage,
           "communicators made or ended, and communication, in one group");
   if (!ended.jobs.empty()) return run_jobs(ended.jobs);
-  return ended.batches.empty() ? ncclSuccess : run_batches(ended.batches);
+  if (ended.batches.empty()) return ncclSuccess;
+  check_graphs(ended.batches);
+  return run_batches(ended.batches);
 }
 
 template <class Add>
