@@ -29,7 +29,7 @@ cdef class Communicator(Connection):
 
 cdef class Group:
     cdef vector[GroupedOperation] _operations
-    cdef list _kept            # what keeps the operations' arrays alive
+    cdef list _kept            # what keeps the operations' arrays alive, and streams that were named
     cdef list _communicators   # each at least once
     cdef list _resources       # reductions and windows that must be open when it is launched
     cdef bint _is_open

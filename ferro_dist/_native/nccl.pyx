@@ -22,7 +22,7 @@ from ferro_dist._native cimport nccl_library
 from ferro_dist._native.buffer_view cimport BufferView, output_of
 from ferro_dist._native.cuda_runtime cimport cudart
 from ferro_dist._native.cuda_stream cimport known_stream, KnownStream, stream_handle
-from ferro_dist._native.libcudart cimport Cudart, cudaStreamPerThread
+from ferro_dist._native.libcudart cimport Cudart, cudaStream_t, cudaStreamPerThread
 from ferro_dist._native.libnccl cimport (
     Alarm, are_apart, current_group, GroupedOperation, launch_group, Native, NCCL_CONFIG_UNDEF_INT,
     ncclConfig_t, ncclRedOp_t, NCCL_SHRINK_ABORT, NCCL_SHRINK_DEFAULT, NCCL_SPLIT_NOCOLOR,
@@ -472,7 +472,7 @@ cdef class Communicator(Connection):
         cdef Group group = Group()
         cdef KnownStream known = KnownStream(NULL, -1, NULL)
         if stream is not None:
-            o.stream = stream_handle(stream)
+            o.stream = _handle_of(stream)
         check_usable(self)
         group._begin(<size_t> len(sources))
         for i in range(len(sources)):
@@ -493,13 +493,13 @@ cdef class Communicator(Connection):
 
     cdef int _launch_on(self, Operation* o, stream) except -1:
         """Launch what uses no arrays."""
-        o.stream = stream_handle(stream)
+        o.stream = _handle_of(stream)
         return self.launch(o[0], None, None, self.timeout_s)
 
     cdef int _issue(self, Operation* o, BufferView first, BufferView second, stream) except -1:
         cdef KnownStream known = KnownStream(NULL, -1, NULL)
         if stream is not None:
-            o.stream = stream_handle(stream)
+            o.stream = _handle_of(stream)
         else:
             o.stream = known_stream(first, &known)
             if second is not None and second is not first and known_stream(second, &known) != o.stream:
@@ -710,9 +710,9 @@ cdef class Group:
 
     What is called in the ``with`` block is written down, and launched at its end: sends and
     receives then progress together, and many small operations cost one launch. If the block
-    raises, nothing of it is launched. Arguments are checked where the calls are made. A group
-    within a group is part of it. Methods that return something (`split`, `register`, ...)
-    are not part of groups, and run at once.
+    raises, nothing of it is launched. Arguments are checked where the calls are made; the group
+    keeps arrays and streams until it is launched. A group within a group is part of it. Methods
+    that return something (`split`, `register`, ...) are not part of groups, and run at once.
 
     A group is its thread's: calls that other threads make meanwhile are not part of it.
 
@@ -814,6 +814,14 @@ cdef int _add_to_group(
     if count == 0 or group._communicators[count - 1] is not communicator:
         group._communicators.append(communicator)
     return 0
+
+
+cdef inline cudaStream_t _handle_of(stream) except? NULL:
+    """Return the stream's address; let a group that this thread collects keep the stream."""
+    cdef cudaStream_t handle = stream_handle(stream)
+    if current_group() != NULL:
+        (<Group> current_group())._kept.append(stream)
+    return handle
 
 
 cdef inline object _keeper_of(BufferView view):

@@ -438,6 +438,25 @@ def test_a_group_is_captured_as_a_whole_or_not_at_all() -> None:
     assert ranks(2, capture_a_part_of_a_group) == [[[4.0, 12.0], [2.0, 6.0]]] * 2
 
 
+def drop_a_stream_in_a_group(backend: Any) -> list[float]:
+    gpu = emulated_gpu()
+    communicator = connect(backend)
+    x = ranked(backend.rank, 2)
+    number = fd.dtype_to_nccl("float32")
+    gpu.synchronize()
+    with load_nccl().Group():
+        communicator.allreduce(x[:1], x[:1], stream=gpu.stream())
+        communicator.allreduce_raw(x[1:].address, x[1:].address, 1, number, 0, gpu.stream())
+    gpu.synchronize()
+    result = values(x)
+    communicator.close()
+    return result
+
+
+def test_a_group_keeps_the_streams_of_its_operations() -> None:
+    assert ranks(2, drop_a_stream_in_a_group) == [[1.0, 3.0]] * 2
+
+
 def end_a_group_elsewhere(backend: Any) -> list[Any]:
     """Its thread goes on collecting, so that it launches there what is called there."""
     communicator = connect(backend)
