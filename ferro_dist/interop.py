@@ -257,7 +257,7 @@ def jax_place(x: Array) -> Any:
 
 
 def shape_of(x: Array) -> tuple[int, ...]:
-    """Return the shape of an array, or of anything with the buffer protocol."""
+    """Return the shape of an array, or of anything that `as_view` can read."""
     shape = getattr(x, "shape", None)
     return tuple(_shape_of_buffer(x) if shape is None else shape)
 
@@ -509,8 +509,15 @@ class _Buffer(_Library):
     """Anything else that `as_view` can read. Results are NumPy arrays."""
 
     def contiguous(self, x: Array) -> Array:
-        if as_view(x).is_contiguous:
-            return x
+        return x if as_view(x).is_contiguous else self.copy(x)
+
+    def copy(self, x: Array) -> Array:
+        if as_view(x).device_type != CPU:
+            raise InvalidArray(
+                f"cannot copy this {type(x).__qualname__}, whose library is not one that "
+                "ferro_dist can allocate with (torch, CuPy). Pass a C-contiguous array, and an "
+                "`out` that is another."
+            )
         return np.array(memoryview(x) if _has_buffer(x) else _from_dlpack(x), order="C")
 
     def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
@@ -573,8 +580,9 @@ def _has_buffer(x: Array) -> bool:
 def _shape_of_buffer(x: Array) -> tuple[int, ...]:
     if _has_buffer(x):
         return memoryview(x).shape or ()
-    shape: tuple[int, ...] = _from_dlpack(x).shape
-    return shape
+    if as_view(x).device_type == CPU or not hasattr(x, "__cuda_array_interface__"):
+        return tuple(_from_dlpack(x).shape)
+    return tuple(x.__cuda_array_interface__["shape"])
 
 
 def _from_dlpack(x: Array) -> np.ndarray[Any, Any]:

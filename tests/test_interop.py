@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 from numpy.testing import assert_array_equal
 
+from ferro_dist.backends import results
 from ferro_dist.dtypes import DTYPE_NAMES
 from ferro_dist.errors import InvalidArray
 from ferro_dist.interop import (
@@ -22,6 +24,7 @@ from ferro_dist.interop import (
     as_output,
     as_view,
     contiguous,
+    copy,
     deliver,
     dtype_code,
     dtype_name,
@@ -403,15 +406,37 @@ def test_what_is_no_array_has_no_shape() -> None:
         shape_of([1, 2])
 
 
-def test_a_device_array_of_an_unknown_library_needs_an_out() -> None:
-    class DeviceArray:
-        shape = (2,)
-        __cuda_array_interface__ = {  # noqa: RUF012
-            "shape": (2,),
+class DeviceArray:
+    """One of a library that is not known here, and that tells no more than it must."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (2, 2),
             "typestr": "<f4",
             "data": (4096, False),
             "version": 3,
+            **changes,
         }
 
-    with pytest.raises(InvalidArray, match="Pass `out`"):
-        allocate(DeviceArray())
+
+def test_a_device_array_of_an_unknown_library_needs_an_out() -> None:
+    x = DeviceArray()
+    assert shape_of(x) == (2, 2)
+    makers: list[Callable[[], Any]] = [
+        lambda: allocate(x),
+        lambda: results.allocate_gathered(x, 2),
+        lambda: results.allocate_chunk(x, 2),
+        lambda: results.allocate_rows(x, 6),
+    ]
+    for make in makers:
+        with pytest.raises(InvalidArray, match="Pass `out`"):
+            make()
+
+
+def test_a_device_array_of_an_unknown_library_is_not_copied() -> None:
+    x, with_gaps = DeviceArray(), DeviceArray(strides=(16, 8))
+    assert contiguous(x) is x
+    with pytest.raises(InvalidArray, match="cannot copy this DeviceArray"):
+        contiguous(with_gaps)
+    with pytest.raises(InvalidArray, match="cannot copy this DeviceArray"):
+        copy(x)

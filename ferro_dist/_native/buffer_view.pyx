@@ -14,7 +14,7 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject, PyObject_TypeCheck, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
 from cpython.ref cimport Py_INCREF
-from libc.stdint cimport int64_t, uint32_t, uintptr_t
+from libc.stdint cimport int64_t, SIZE_MAX, uint32_t, uintptr_t
 
 from ferro_dist._native.dlpack cimport (
     BFLOAT, BOOL, COMPLEX, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDataType, DLExchangeApi,
@@ -44,6 +44,7 @@ cdef int UNSUPPORTED = -1
 
 cdef int[<int> DTYPE_COUNT] ITEM_SIZES
 ITEM_SIZES[:] = [1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 8, 16, 1, 1]
+cdef size_t MAX_ITEM_SIZE = 16
 
 SUPPORTED = (
     "bool, int8 to int64, uint8 to uint64, float16, bfloat16, float32, float64, complex64, "
@@ -713,9 +714,21 @@ cdef int _check_suboffsets(object array, const Py_buffer* buffer) except -1:
 
 cdef BufferView _view_through_cuda_array_interface(object array):
     """Describe a CuPy or Numba array; None where there is no such interface."""
-    interface = getattr(array, "__cuda_array_interface__", None)
-    if interface is None:
-        return None
+    try:
+        interface = getattr(array, "__cuda_array_interface__", None)
+        return None if interface is None else _view_of_interface(array, interface)
+    except (InvalidArray, MemoryError):
+        raise
+    except Exception as cause:  # of whatever kind the array's library raises
+        if isinstance(array, type):  # the class of such arrays, which has the interface as they have it
+            return None
+        raise InvalidArray(
+            f"cannot move this {_name(array)}: its __cuda_array_interface__ cannot be read "
+            f"({type(cause).__name__}: {_first_line(cause)})."
+        ) from cause
+
+
+cdef BufferView _view_of_interface(object array, object interface):
     if interface.get("mask") is not None:
         raise InvalidArray(f"cannot move this {_name(array)}: its mask would be lost")
     cdef int dtype = _dtype_of_typestr(array, interface["typestr"])
@@ -723,8 +736,12 @@ cdef BufferView _view_through_cuda_array_interface(object array):
     shape = tuple(interface["shape"])
     cdef BufferView view = _new_view(array)
     cdef size_t count = 1
+    cdef size_t extent
     for size in shape:
-        count *= <size_t> size
+        extent = size
+        if extent != 0 and count > SIZE_MAX // MAX_ITEM_SIZE // extent:
+            raise InvalidArray(f"cannot move this {_name(array)}: no memory holds an array of shape {shape}")
+        count *= extent
     _set_size(view, dtype, count)
     view.data = <void*> <uintptr_t> (address or 0)
     if view.data == NULL and count != 0:

@@ -22,6 +22,7 @@ from ferro_dist._native.libcudart cimport (
 
 from ferro_dist._native.buffer_view import as_view
 from ferro_dist._native.cuda_runtime import current_device, DeviceGuard, device_number
+from ferro_dist.errors import InvalidArray
 
 __all__ = ["Event", "Stream", "current_stream_of_array"]
 
@@ -340,7 +341,12 @@ cdef cudaStream_t _stream_of_library(BufferView view) except? NULL:
         return cudaStreamLegacy
     interface = getattr(view.owner, "__cuda_array_interface__", None)
     named = None if interface is None else interface.get("stream")
-    return cudaStreamLegacy if named is None else <cudaStream_t> <uintptr_t> named
+    try:
+        return cudaStreamLegacy if named is None else <cudaStream_t> <uintptr_t> named
+    except (TypeError, OverflowError):
+        raise InvalidArray(
+            f"the __cuda_array_interface__ of this {type(view.owner).__qualname__} names the stream "
+            f"{named!r:.80}, which is not the address of one.") from None
 
 
 def current_stream_of_array(array):

@@ -392,8 +392,42 @@ def test_a_cuda_array_of_an_extension_dtype_is_named_by_its_array() -> None:
         {"typestr": "<M8"},
         {"mask": object()},
         {"data": (0, False)},
+        {"data": 1 << 40},
+        {"data": ("here", False)},
+        {"shape": 6},
+        {"shape": (-2, 3)},
+        {"shape": (1 << 62, 1 << 62)},  # as many as none, with numbers of 64 bits
+        {"typestr": None},
+        {"strides": 4},
     ],
 )
 def test_a_cuda_array_that_cannot_move_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArray):
+    with pytest.raises(InvalidArray, match="cannot move this"):
         as_view(CudaArray(**changes))
+
+
+class BrokenCudaArray:
+    """Its library has something to say about the memory."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise RuntimeError("the context is gone\nand more")
+
+
+def test_a_cuda_array_that_cannot_be_described_tells_why() -> None:
+    for broken in (BrokenCudaArray(), EmptyInterface()):
+        with pytest.raises(InvalidArray, match="__cuda_array_interface__ cannot be read") as told:
+            as_view(broken)
+        assert type(told.value.__cause__).__name__ in str(told.value)
+    with pytest.raises(InvalidArray, match=r"the context is gone\)"):
+        as_view(BrokenCudaArray())
+
+
+class EmptyInterface:
+    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
+
+
+def test_the_class_of_cuda_arrays_is_no_array() -> None:
+    for array_class in (BrokenCudaArray, EmptyInterface):
+        with pytest.raises(InvalidArray, match="cannot move this type: it has neither"):
+            as_view(array_class)

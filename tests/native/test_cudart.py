@@ -370,6 +370,18 @@ def find_current_stream(_: Any) -> None:
     with gpu.stream() as stream:
         assert current_stream_of_array(x) == stream.__cuda_stream__()[1]
     assert current_stream_of_array(x) == before
+    assert current_stream_of_array(OnStream(x, None)) == 1  # the legacy default one
+    assert current_stream_of_array(OnStream(x, 7)) == 7
+    for wrong in ("default", -5, 1 << 64):
+        with pytest.raises(InvalidArray, match=r"names the stream .* is not the address of one"):
+            current_stream_of_array(OnStream(x, wrong))
+
+
+class OnStream:
+    """An array that names its stream, as the protocol has it."""
+
+    def __init__(self, array: Any, stream: Any) -> None:
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream}
 
 
 def test_current_stream_is_that_of_the_arrays_library() -> None:
