@@ -111,7 +111,7 @@ def test_numpy_scalars_are_read_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "scalar", [np.datetime64("2026"), np.timedelta64(1), np.bytes_(b"ab"), np.str_("ab")]
+    "scalar", [np.datetime64("2026"), np.timedelta64(1, "s"), np.bytes_(b"ab"), np.str_("ab")]
 )
 def test_numpy_scalars_are_what_they_are_in_an_array(scalar: Any) -> None:
     with pytest.raises(InvalidArray, match="its dtype is"):
