@@ -294,7 +294,9 @@ def call_on_the_first_device(rank: int, world_size: int, addr: str, name: str) -
     before = gpu.has_context(0)
     with ThreadPoolExecutor(1) as thread:
         gpu.check(thread.submit(getattr(gpu.cudart, name), *arguments).result())
-    return [before, gpu.has_context(0)]
+    after = gpu.has_context(0)
+    stream.synchronize()  # else a copy may find its memory freed
+    return [before, after]
 
 
 @pytest.mark.parametrize(
