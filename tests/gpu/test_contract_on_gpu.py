@@ -22,9 +22,8 @@ def _names(backend: str, world_size: int) -> list[str]:
     return [name for name in named if not CASES[name].library]
 
 
-# NCCL moves the bytes: more than three ranks ask nothing new of NcclBackend. HybridBackend hands
-# arrays of a GPU to one: one size tells that it does.
-for _backend, _sizes in (("nccl", (1, 2, 3)), ("hybrid", (2,))):
+# Each size once: HybridBackend hands arrays of a GPU to an NcclBackend.
+for _backend, _sizes in (("nccl", (1, 2, 4)), ("hybrid", (3,))):
     for _size in _sizes:
         _start = partial(start, _backend, _size)
         globals().update(as_tests(f"{_backend}_{_size}", _start, _names(_backend, _size)))
