@@ -12,7 +12,7 @@ import pytest
 
 import ferro_dist as fd
 
-__all__ = ["on_ranks", "traces_in_threads"]
+__all__ = ["OnRanks", "on_ranks", "traces_in_threads"]
 
 OnRanks = Callable[..., list[Any]]
 

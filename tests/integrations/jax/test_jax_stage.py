@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from ranks_as_threads import OnRanks
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
@@ -19,7 +20,6 @@ from ferro_dist.interop import jax_full_width  # noqa: E402
 from ferro_dist.parallel.pipeline.stage import make_stage  # noqa: E402
 from ferro_dist.parallel.schedules import placement_for  # noqa: E402
 
-OnRanks = Callable[..., list[Any]]
 WIDTH = 4
 CASES = [
     ("gpipe", 2, 1),

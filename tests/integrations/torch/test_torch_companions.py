@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ranks_as_threads import OnRanks
 
 import ferro_dist as fd
 from ferro_dist.parallel.buckets.power_sgd import PowerSGD
@@ -26,8 +27,6 @@ from integrations.torch.torch_regression import (  # noqa: E402
 )
 from torch import nn  # noqa: E402
 from torch.nn.utils import clip_grad_norm_  # noqa: E402
-
-OnRanks = Callable[..., list[Any]]
 
 STEPS = 20
 

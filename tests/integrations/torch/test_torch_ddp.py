@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -27,9 +28,6 @@ import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations.torch.ddp import gradients as torch_gradients  # noqa: E402
 from ferro_dist.integrations.torch.ddp.writes import ParameterWrites  # noqa: E402
 from ferro_dist.parallel.ddp.agreement import Agreement  # noqa: E402
-
-OnRanks = Callable[..., list[Any]]
-
 
 # Where torch's DDP is silently wrong, or raises
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -17,9 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations.torch.ddp import accumulation  # noqa: E402
-
-OnRanks = Callable[..., list[Any]]
-
 
 # Accumulation
 

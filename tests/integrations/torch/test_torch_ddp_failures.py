@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -22,8 +23,6 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations.torch.ddp.module import ModuleParameters  # noqa: E402
-
-OnRanks = Callable[..., list[Any]]
 
 
 @OVERLAP

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -22,9 +23,6 @@ import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations.torch.ddp.gradients import gpu_view  # noqa: E402
 from ferro_dist.integrations.torch.uncompiled import uncompiled  # noqa: E402
 from ferro_dist.parallel.buckets.bucket import ParameterSpec  # noqa: E402
-
-OnRanks = Callable[..., list[Any]]
-
 
 # Buffers
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from ranks_as_threads import OnRanks
 
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
@@ -25,7 +26,6 @@ from integrations.torch.torch_regression import (  # noqa: E402 - needs torch
 from parallel.refused_memory import assert_lack_is_told  # noqa: E402
 from torch.optim import SGD, Optimizer  # noqa: E402
 
-OnRanks = Callable[..., list[Any]]
 DEADLINE_S = 300.0  # a busy machine takes long to import torch alone
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {

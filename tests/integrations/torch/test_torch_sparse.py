@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ranks_as_threads import OnRanks
 
 import ferro_dist as fd
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch import nn  # noqa: E402 - needs torch
-
-OnRanks = Callable[..., list[Any]]
 
 
 def table(backend: Any, **options: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -35,9 +36,6 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.integrations.torch import random as torch_random  # noqa: E402
-
-OnRanks = Callable[..., list[Any]]
-
 
 # Checkpoints
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ranks_as_threads import OnRanks
 
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
@@ -17,7 +18,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import nn  # noqa: E402 - needs torch
 from torch.nn.utils import parametrize, prune  # noqa: E402
 
-OnRanks = Callable[..., list[Any]]
 DEADLINE_S = 300.0  # a busy machine takes long to import torch alone
 
 COUNTS = [(4, 4), (5, 2), (3, 0, 6), (1, 1)]

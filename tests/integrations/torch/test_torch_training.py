@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -32,7 +32,6 @@ from integrations.torch.torch_cases import (  # noqa: E402
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.testing import emulated_gpu, run_ranks  # noqa: E402
 
-OnRanks = Callable[..., list[Any]]
 DEADLINE_S = 300.0  # a busy machine takes long to import torch alone
 
 torch.set_num_threads(1)

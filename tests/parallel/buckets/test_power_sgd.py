@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from ranks_as_threads import OnRanks
 
 import ferro_dist as fd
 from ferro_dist.parallel.buckets.bucket import BucketLayout, ParameterSpec
 from ferro_dist.parallel.buckets.power_sgd import PowerSGD
 from ferro_dist.testing import run_ranks
 
-OnRanks = Callable[..., list[Any]]
 Array = np.ndarray[Any, Any]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from parallel.refused_reduction import assert_refusal_is_told
+from ranks_as_threads import OnRanks
 
 import ferro_dist as fd
 
-OnRanks = Callable[..., list[Any]]
 Array = np.ndarray[Any, Any]
 OVERLAP = pytest.mark.parametrize("overlap", [False, "always"])
 

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from parallel.refused_memory import assert_lack_is_told
+from ranks_as_threads import OnRanks
 
 import ferro_dist as fd
 from ferro_dist.testing import run_ranks
 
-OnRanks = Callable[..., list[Any]]
 Array = np.ndarray[Any, Any]
 
 WORLD_SIZES = [1, 2, 3, 4]

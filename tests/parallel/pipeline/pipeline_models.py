@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ranks_as_threads import OnRanks
 from torch import nn
 
 import ferro_dist as fd
 from ferro_dist.parallel.schedules import placement_for
 
 Tree = Any
-OnRanks = Callable[..., list[Any]]
 
 WIDTH = 5
 # Schedule, ranks, stages on a rank: 2, 3 and 4 of each.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -35,7 +35,6 @@ from ferro_dist.parallel.schedules import (  # noqa: E402
 )
 from ferro_dist.testing import run_ranks  # noqa: E402
 
-OnRanks = Callable[..., list[Any]]
 DEADLINE_S = 300.0  # a busy machine takes long to import torch alone
 
 # Rows and microbatches: one, fewer than stages, even, uneven.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -33,8 +34,6 @@ import ferro_dist as fd  # noqa: E402
 from ferro_dist.parallel.pipeline.activation_channel import ArraySpec  # noqa: E402
 from ferro_dist.parallel.pipeline.stage import make_stage  # noqa: E402
 from ferro_dist.parallel.schedules import generate, simulate  # noqa: E402
-
-OnRanks = Callable[..., list[Any]]
 
 
 class Tupled(nn.Module):

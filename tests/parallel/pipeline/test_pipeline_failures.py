@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -35,8 +36,6 @@ from ferro_dist.parallel.pipeline import plan as pipeline_plan  # noqa: E402
 from ferro_dist.parallel.pipeline.activation_channel import Receiver, Sender  # noqa: E402
 from ferro_dist.parallel.pipeline.handwritten_stage import HandwrittenStage  # noqa: E402
 from ferro_dist.parallel.schedules import Action  # noqa: E402
-
-OnRanks = Callable[..., list[Any]]
 
 
 def raised_by(call: Callable[[], Any]) -> BaseException | None:

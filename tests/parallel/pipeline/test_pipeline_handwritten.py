@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from ranks_as_threads import OnRanks
 
 import ferro_dist as fd
 from ferro_dist.parallel.schedules import placement_for
 from ferro_dist.testing import RankDeath, run_ranks
 
-OnRanks = Callable[..., list[Any]]
 Array = np.ndarray[Any, Any]
 
 WIDTH = 4

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -35,8 +36,6 @@ from ferro_dist.parallel.pipeline.activation_channel import Receiver, Sender  # 
 from ferro_dist.parallel.pipeline.gradient_reduction import GradientReduction  # noqa: E402
 from ferro_dist.parallel.pipeline.stage import Stage  # noqa: E402
 from ferro_dist.parallel.schedules import ActionKind  # noqa: E402
-
-OnRanks = Callable[..., list[Any]]
 
 CASES = [
     ("gpipe", 2, 1),

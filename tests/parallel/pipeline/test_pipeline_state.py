@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ranks_as_threads import OnRanks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -30,8 +30,6 @@ from torch import nn  # noqa: E402
 
 import ferro_dist as fd  # noqa: E402
 from ferro_dist.parallel.pipeline.stage import microbatch_seed  # noqa: E402
-
-OnRanks = Callable[..., list[Any]]
 
 KEPT_AND_CHECKPOINTED = [
     *(pytest.param(case, {}, id=f"{by_name(case)}-kept") for case in SCHEDULES),
