@@ -1,1 +1,1 @@
-"""The parts of ferrorun. They import each other and the standard library, nothing else."""
+"""The parts of ferrorun. `ferro_dist.launch` says what they may import."""
