@@ -17,8 +17,8 @@ Front and supervisor are both subreapers: a process that a rank left behind, eve
 that made itself a daemon, becomes the child of whichever of the two is alive, where it
 is found and stopped.
 
-None of this imports anything of ferro_dist but `cores` and `interfaces`, nor argparse, dataclasses,
-typing or subprocess, which take longer to load than two ranks take to start.
+None of this imports anything of ferro_dist but `cores` and `network_interfaces`, nor argparse,
+dataclasses, typing or subprocess, which take longer to load than two ranks take to start.
 """
 
 from __future__ import annotations

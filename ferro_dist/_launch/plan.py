@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ferro_dist._launch.command_line import EMULATION_DIR
-from ferro_dist.interfaces import format_host_port
+from ferro_dist.network_interfaces import format_host_port
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

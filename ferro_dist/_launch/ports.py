@@ -7,7 +7,7 @@ import _socket as socket
 import errno
 import os
 
-from ferro_dist import interfaces
+from ferro_dist import network_interfaces
 from ferro_dist._launch.command_line import LaunchError
 from ferro_dist._launch.plan import Rendezvous
 
@@ -41,13 +41,13 @@ def listen(options: Options) -> tuple[Rendezvous, list[int]]:
         listener, master = _bind(LOOPBACK, 0), _bind(LOOPBACK, 0)
         if options.nproc > 1:
             _check_route(*listener.getsockname())
-        addr = interfaces.format_host_port(LOOPBACK, listener.getsockname()[1])
+        addr = network_interfaces.format_host_port(LOOPBACK, listener.getsockname()[1])
         master_port = str(master.getsockname()[1])
         listening = _listen(listener)
         rendezvous = Rendezvous(addr, LOOPBACK, master_port, token, str(listening))
         return rendezvous, [listening, master.detach()]
     host, port = options.endpoint
-    addr, master_port = interfaces.format_host_port(host, port), str(port + 1)
+    addr, master_port = network_interfaces.format_host_port(host, port), str(port + 1)
     if options.node_rank > 0:
         return Rendezvous(addr, host, master_port, token, None), []
     listening = _listen(_bind(host, port))
@@ -84,7 +84,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:  # the latter of a name that no host can have
         reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(
-            f"cannot listen on {interfaces.format_host_port(host, port)}: {reason}. "
+            f"cannot listen on {network_interfaces.format_host_port(host, port)}: {reason}. "
             "Host 0 needs an address of its own and a free port there.",
             EXIT_CANNOT_LISTEN,
         ) from None
@@ -95,8 +95,8 @@ def _interfaces(host: str, port: int) -> Sequence[tuple[int, Any]]:
         # getaddrinfo would load Python's IDNA tables: 10 ms.
         return [(socket.AF_INET, (host, port))]
     found = [(f, address) for f, _, _, _, address in _look_up(host, port)]
-    is_named = host != "localhost" and not interfaces.is_literal(host)
-    return interfaces.of_name(found) if is_named else found
+    is_named = host != "localhost" and not network_interfaces.is_literal(host)
+    return network_interfaces.of_name(found) if is_named else found
 
 
 def _look_up(host: str, port: int) -> list[Any]:
@@ -123,7 +123,7 @@ def _try_to_bind(family: int, address: Any) -> socket.socket | OSError:
     except OSError as error:
         return error
     try:
-        interfaces.bind(sock, address)
+        network_interfaces.bind(sock, address)
     except OSError as error:
         sock.close()
         return error

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ferro_dist import interfaces
+from ferro_dist import network_interfaces
 from ferro_dist.errors import NoConnection
-from ferro_dist.interfaces import format_host_port, is_literal, is_loopback
+from ferro_dist.network_interfaces import format_host_port, is_literal, is_loopback
 
 __all__ = [
     "Address",
@@ -211,14 +211,14 @@ def _getaddrinfo(address: Address) -> list[Target] | OSError:
 
 
 def listening_targets(targets: Sequence[Target]) -> list[Target]:
-    """Return where to listen, if a name leads to `targets`; see `interfaces.of_name`."""
-    chosen = interfaces.of_name([(target.family, target.sockaddr) for target in targets])
+    """Return where to listen, if a name leads to `targets`; see `network_interfaces.of_name`."""
+    chosen = network_interfaces.of_name([(target.family, target.sockaddr) for target in targets])
     return [_target(*interface) for interface in chosen]
 
 
 def wildcard_target(port: int) -> Target:
     """Every interface, over both IPv6 and IPv4 where the machine has them."""
-    return _target(*interfaces.everywhere(port))
+    return _target(*network_interfaces.everywhere(port))
 
 
 def _target(family: int, sockaddr: Any) -> Target:
@@ -240,7 +240,7 @@ def listen(target: Target) -> socket.socket:
         if target.family == socket.AF_UNIX:
             sock.bind(target.sockaddr)
         else:
-            interfaces.bind(sock, target.sockaddr)
+            network_interfaces.bind(sock, target.sockaddr)
         sock.listen(BACKLOG)
         sock.setblocking(False)
     except BaseException:

@@ -20,7 +20,7 @@ from typing import Any
 from ferro_dist.arguments import check_place, check_timeout
 from ferro_dist.cores import count_own
 from ferro_dist.errors import DistributedError, Io, NoConnection, Timeout
-from ferro_dist.interfaces import is_loopback, is_wildcard
+from ferro_dist.network_interfaces import is_loopback, is_wildcard
 from ferro_dist.rendezvous.address import (
     Address,
     Target,

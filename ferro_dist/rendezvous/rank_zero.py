@@ -9,7 +9,7 @@ import os
 import re
 
 from ferro_dist.errors import NoConnection
-from ferro_dist.interfaces import format_host_port
+from ferro_dist.network_interfaces import format_host_port
 from ferro_dist.rendezvous.address import (
     derived_addr,
     derived_unix_addr,

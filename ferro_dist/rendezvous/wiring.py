@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from ferro_dist.errors import CollectiveMismatch, Io
-from ferro_dist.interfaces import is_loopback
+from ferro_dist.network_interfaces import is_loopback
 from ferro_dist.rendezvous.address import Target, listen, target_of, wildcard_target
 from ferro_dist.rendezvous.authentication import Claim, Role, group_digest, introduce
 from ferro_dist.rendezvous.control_plane import Exchange
