@@ -186,8 +186,10 @@ class _Succession(Generic[Group]):
             self._look()
             leader = min(self._candidates - self._lost - self._silent)
             with contextlib.closing(EventLoop()) as loop:
-                take_part = self._coordinate if leader == self._rank else self._follow
-                exchange = take_part(loop, leader)
+                if leader == self._rank:
+                    exchange = self._coordinate(loop)
+                else:
+                    exchange = self._follow(loop, leader)
                 members = tuple(sorted(self._candidates))
                 if exchange is None and members == (self._rank,):
                     return members, self._adopt(world_of_one())
@@ -276,14 +278,14 @@ class _Succession(Generic[Group]):
 
     # The coordinator
 
-    def _coordinate(self, loop: EventLoop, rank: int) -> Exchange | None:
+    def _coordinate(self, loop: EventLoop) -> Exchange | None:
         """Wait for the others and decide; None if nobody else goes on."""
-        roll = Roll(loop, rank, self._parent.world_size)
+        roll = Roll(loop, self._rank, self._parent.world_size)
         acceptor = Acceptor(
             loop,
-            self._listen(rank),
+            self._listen(),
             self._parent.token,
-            rank,
+            self._rank,
             self._group_id,
             roll.take,
             self._parent.world_size,
@@ -303,7 +305,7 @@ class _Succession(Generic[Group]):
         exchange = Coordinator(loop, None, self._parent.token, claim, self._deadline)
         decision = encode_members(members, self._parent.world_size)
         for new_rank, member in enumerate(sorted(members)):
-            if member != rank:
+            if member != self._rank:
                 exchange.take(new_rank, roll.release(member), decision)
         return exchange
 
@@ -369,9 +371,9 @@ class _Succession(Generic[Group]):
         except BaseException:
             answer.withdraw()
             raise
-        return self._accept(loop, answer, leader)
+        return self._obey(loop, answer, leader)
 
-    def _accept(self, loop: EventLoop, answer: Answer, leader: int) -> Exchange | None:
+    def _obey(self, loop: EventLoop, answer: Answer, leader: int) -> Exchange | None:
         if answer.kind is None:
             answer.close()
             self._lost.add(leader)
@@ -381,7 +383,7 @@ class _Succession(Generic[Group]):
         except BaseException:
             answer.socket.close()
             raise
-        if not self._is_in_force(leader):
+        if not self._accept_decision(leader):
             answer.socket.close()
             self._lost.add(leader)
             return None
@@ -392,8 +394,8 @@ class _Succession(Generic[Group]):
         exchange.take(answer.socket)
         return exchange
 
-    def _is_in_force(self, leader: int) -> bool:
-        """Accept a coordinator's decision, unless another one has taken its place meanwhile."""
+    def _accept_decision(self, leader: int) -> bool:
+        """Put a coordinator's decision in force; False if another has taken its place meanwhile."""
         accepted = _Word(leader, is_accepted=True)
         if self._parent.spans_memories:
             # A majority is in force anyway; this tells ranks of this host that come too late.
@@ -439,10 +441,10 @@ class _Succession(Generic[Group]):
         host = self._parent.addresses[leader]
         return [target_of(host, port) for port in derived_ports(*self._key(leader))]
 
-    def _listen(self, rank: int) -> socket.socket:
+    def _listen(self) -> socket.socket:
         if not self._parent.spans_networks:
-            return listen(self._unix_target(rank))
-        ports = derived_ports(*self._key(rank))
+            return listen(self._unix_target(self._rank))
+        ports = derived_ports(*self._key(self._rank))
         for port in ports:
             result = try_to_listen(wildcard_target(port))
             if isinstance(result, socket.socket):
@@ -451,7 +453,7 @@ class _Succession(Generic[Group]):
                 raise result
         raise NoConnection(
             f"shrink: the ports {', '.join(map(str, ports))}, at which the others look for rank "
-            f"{rank}, are taken. Make a new group"
+            f"{self._rank}, are taken. Make a new group"
         )
 
 
