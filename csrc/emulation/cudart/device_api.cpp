@@ -81,27 +81,14 @@ void synchronize_device(int device) {
 
 int compute_capability() { return static_cast<int>(setting("COMPUTE_CAPABILITY", 90, 50, 999)); }
 
-// What a program may ask of a device, by the numbers of cudaDeviceAttr. An H100's values where
-// some are needed; 0 for whatever the emulation does not have.
-int attribute_of(int attribute) {
+int attribute_of(cudaDeviceAttr attribute) {
   switch (attribute) {
-    case 1:
-      return 1024;  // MaxThreadsPerBlock
-    case 10:
-      return 32;  // WarpSize
-    case 16:
-      return 132;  // MultiProcessorCount
-    case 31:       // ConcurrentKernels
-    case 41:       // UnifiedAddressing
-    case 115:
-      return 1;  // MemoryPoolsSupported
-    case 75:
-      return compute_capability() / 10;  // ComputeCapabilityMajor
-    case 76:
-      return compute_capability() % 10;  // ComputeCapabilityMinor
-    default:
-      return 0;
+    case cudaDevAttrComputeCapabilityMajor:
+      return compute_capability() / 10;
+    case cudaDevAttrComputeCapabilityMinor:
+      return compute_capability() % 10;
   }
+  return 0;  // of whatever else a real device may have
 }
 
 }  // namespace
