@@ -81,21 +81,20 @@ void await_turn(const std::shared_future<void>& before, const Communicator& comm
   }
 }
 
-ncclResult_t run_batches(std::vector<Batch>& batches) {
-  if (is_blocking(batches)) {
-    std::deque<Use> uses;
-    std::vector<Connections> connections;
-    for (const Batch& batch : batches) {
-      uses.emplace_back(batch.communicator, "ncclGroupEnd");
-      connections.emplace_back(*batch.communicator, batch.operations);
-    }
-    for (Connections& each : connections) each.await();
-    for (Batch& batch : batches) launch(batch.communicator, std::move(batch.operations));
-    return ncclSuccess;
+void run_batches(std::vector<Batch>& batches) {
+  std::deque<Use> uses;
+  std::vector<Connections> connections;
+  for (const Batch& batch : batches) {
+    uses.emplace_back(batch.communicator, "ncclGroupEnd");
+    connections.emplace_back(*batch.communicator, batch.operations);
   }
-  // In the background, like a real NCCL: nothing is in the stream before the state says so. Nor may a
-  // communicator overtake another: ranks whose streams had them in different orders would wait for each
-  // other.
+  for (Connections& each : connections) each.await();
+  for (Batch& batch : batches) launch(batch.communicator, std::move(batch.operations));
+}
+
+// Like a real NCCL: nothing is in the stream before the state says so. Nor may a communicator overtake
+// another: ranks whose streams had them in different orders would wait for each other.
+ncclResult_t run_batches_in_background(std::vector<Batch>& batches) {
   ncclResult_t result = ncclSuccess;
   std::shared_future<void> before;
   std::vector<const Communicator*> all;
@@ -165,7 +164,9 @@ ncclResult_t end_outermost(Group ended) {
   if (!ended.jobs.empty()) return run_jobs(ended.jobs);
   if (ended.batches.empty()) return ncclSuccess;
   check_graphs(ended.batches);
-  return run_batches(ended.batches);
+  if (!is_blocking(ended.batches)) return run_batches_in_background(ended.batches);
+  run_batches(ended.batches);
+  return ncclSuccess;
 }
 
 template <class Add>
