@@ -33,7 +33,6 @@ OPTIONAL_PACKAGES = (
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
-EMULATION = os.path.join(os.path.realpath(os.path.dirname(ferro_dist.__file__)), "_emulation")
 NOT_BUILT = "no: the binding is missing: pip install . in the source tree builds it"
 
 
@@ -273,8 +272,10 @@ def cuda_version(code: int) -> str:
 
 def library(what: str, name: str) -> str:
     """Say what a library of this process is, and its file; and if it only emulates a GPU, that."""
+    from ferro_dist._emulation.libraries import FOLDER
+
     path = loaded_path(name)
-    is_emulation = os.path.dirname(path) == EMULATION
+    is_emulation = os.path.dirname(path) == os.path.realpath(FOLDER)
     return f"an emulation of {what} ({path})" if is_emulation else f"{what} ({path})"
 
 
