@@ -1,6 +1,9 @@
-from typing import Any, final
+from typing import Any, Final, final
 
-__all__ = ["Event", "Stream", "current_stream_of_array"]
+__all__ = ["LEGACY_STREAM", "STREAM_PER_THREAD", "Event", "Stream", "current_stream_of_array"]
+
+LEGACY_STREAM: Final[int]
+STREAM_PER_THREAD: Final[int]
 
 def current_stream_of_array(array: Any) -> int: ...
 

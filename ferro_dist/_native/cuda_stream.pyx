@@ -24,7 +24,12 @@ from ferro_dist._native.buffer_view import as_view
 from ferro_dist._native.cuda_runtime import current_device, DeviceGuard, device_number
 from ferro_dist.errors import InvalidArray
 
-__all__ = ["Event", "Stream", "current_stream_of_array"]
+__all__ = ["Event", "LEGACY_STREAM", "STREAM_PER_THREAD", "Stream", "current_stream_of_array"]
+
+# CUDA's other name of the default stream, whose address is null, and its name of the default stream of
+# whatever thread uses it. DLPack's and __cuda_array_interface__'s numbers of these are the same.
+LEGACY_STREAM = <uintptr_t> cudaStreamLegacy
+STREAM_PER_THREAD = <uintptr_t> cudaStreamPerThread
 
 cdef object NO_GUARD = contextlib.nullcontext()
 

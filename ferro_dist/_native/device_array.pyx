@@ -14,7 +14,7 @@ import numpy
 
 from ferro_dist._native.cuda_memory import DeviceMemory
 from ferro_dist._native.cuda_runtime import DeviceGuard
-from ferro_dist._native.cuda_stream import Stream
+from ferro_dist._native.cuda_stream import LEGACY_STREAM, Stream
 
 __all__ = ["DeviceArray"]
 
@@ -22,8 +22,7 @@ cdef double BETWEEN_LOOKS_S = 50e-6
 
 cdef enum:
     MAX_NDIM = 64
-    LEGACY_STREAM = 1  # its number in DLPack, and a handle that CUDA accepts for it
-    NO_STREAM = -1     # whoever asks puts streams in order itself
+    NO_STREAM = -1  # whoever asks puts streams in order itself
 
 
 @cython.final

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "END_GRACE_S",
-    "STREAM_PER_THREAD",
     "WATCHDOG_GRACE_S",
     "NcclBackend",
     "dtype_to_nccl",
@@ -37,10 +36,6 @@ WATCHDOG_GRACE_S = 10.0
 """A moment after a call's timeout the watchdog ends the group, and says why."""
 END_GRACE_S = 10.0
 """How long closing waits for the other ranks to close, when all calls are done."""
-STREAM_PER_THREAD = 2
-"""CUDA's name of the default stream of whatever thread uses it."""
-# CUDA's other name of the legacy default stream, whose address is null.
-_LEGACY_STREAM = 1
 
 
 def is_nccl_available() -> bool:
@@ -420,7 +415,7 @@ class NcclBackend(BoundBackend):
 def _lend(stream: Any, device: int | None) -> Stream:
     """Borrow a stream; the default one by its other name, as null means none to the binding."""
     from ferro_dist._native.cuda_runtime import current_device
-    from ferro_dist._native.cuda_stream import Stream
+    from ferro_dist._native.cuda_stream import LEGACY_STREAM, STREAM_PER_THREAD, Stream
 
     number = current_device() if device is None else device
     lent = Stream.borrow(stream, number)
@@ -428,7 +423,7 @@ def _lend(stream: Any, device: int | None) -> Stream:
         raise ValueError(
             "A group needs a single stream; cudaStreamPerThread is a different one in each thread."
         )
-    return lent if lent.handle else Stream.borrow(_LEGACY_STREAM, number)
+    return lent if lent.handle else Stream.borrow(LEGACY_STREAM, number)
 
 
 def _connect(

@@ -40,7 +40,6 @@ import numpy as np
 
 from ferro_dist import interop
 from ferro_dist.arguments import in_order
-from ferro_dist.backends.nccl import STREAM_PER_THREAD
 from ferro_dist.errors import InvalidArray
 from ferro_dist.parallel.pipeline import pytree
 from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel
@@ -107,7 +106,7 @@ class HandwrittenStage(Stage):
         )
 
     def _check_stream(self, parameter: Array) -> None:
-        from ferro_dist._native.cuda_stream import current_stream_of_array
+        from ferro_dist._native.cuda_stream import STREAM_PER_THREAD, current_stream_of_array
 
         # Called by the thread that receives, whose stream of that name is another one: its library
         # would reuse memory there that the stage's own stream still reads.
