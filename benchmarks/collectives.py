@@ -81,11 +81,26 @@ class Options(argparse.Namespace):
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
+    parser = make_parser()
+    options = parser.parse_args(arguments, namespace=Options())
+    fill_in_defaults(options)
+    if options.transport == "tcp" and "symmetric" in options.memory:
+        parser.error("argument --memory: over TCP no memory is symmetric")
+    known = systems(2, options.transport)
+    names = [*dict.fromkeys(each.family for each in known), *(each.name for each in known)]
+    unknown = set(filter(None, options.only)) - set(names)
+    if unknown:
+        parser.error(
+            f"argument --only: no {', '.join(sorted(unknown))}; there are {', '.join(names)}"
+        )
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, listed, one_of = parser.add_argument, measure.listed, measure.one_of
-    read_sizes = listed(measure.parse_size)
     add("--quick", action="store_true", help="under a minute: fewer sizes, rounds and peers")
     add("--ranks", type=listed(measure.at_least(1)), default="2", help="for example 2,4")
     add(
@@ -94,7 +109,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
         default=",".join(BLOCKING),
         help=f"any of {','.join((*BLOCKING, *ASYNCHRONOUS))}; default: those that block",
     )
-    add("--sizes", type=read_sizes, help=f"bytes; default {SIZES}")
+    add("--sizes", type=listed(measure.parse_size), help=f"bytes; default {SIZES}")
     add(
         "--memory",
         type=listed(one_of(MEMORIES)),
@@ -110,22 +125,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Options:
     add(
         "--output", type=measure.new_file, help="file for the JSON lines; the plot stands beside it"
     )
-    options = parser.parse_args(arguments, namespace=Options())
+    return parser
+
+
+def fill_in_defaults(options: Options) -> None:
+    """Choose what was left open: --quick and the transport decide."""
+    read_sizes = measure.listed(measure.parse_size)
     options.sizes = options.sizes or read_sizes(QUICK_SIZES if options.quick else SIZES)
     options.rounds = options.rounds or (5 if options.quick else 20)
     options.burst_ms = options.burst_ms or (4 if options.quick else 15)
-    is_tcp = options.transport == "tcp"
-    options.memory = options.memory or (["plain"] if is_tcp else ["plain", "symmetric"])
-    if is_tcp and "symmetric" in options.memory:
-        parser.error("argument --memory: over TCP no memory is symmetric")
-    known = systems(2, options.transport)
-    names = [*dict.fromkeys(each.family for each in known), *(each.name for each in known)]
-    unknown = set(filter(None, options.only)) - set(names)
-    if unknown:
-        parser.error(
-            f"argument --only: no {', '.join(sorted(unknown))}; there are {', '.join(names)}"
-        )
-    return options
+    usual = ["plain"] if options.transport == "tcp" else ["plain", "symmetric"]
+    options.memory = options.memory or usual
 
 
 class Budget:
@@ -300,7 +310,7 @@ class Contest:
         try:
             times = self._sample(contestant, contestant.samples, contestant.times)
         except (CaseRefused, SystemFailed) as error:
-            self._say_without(contestant.group, error)
+            self._say_without(group, error)
             return
         after = self._round_trip_ns()
         contestant.bursts.append(

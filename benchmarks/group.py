@@ -41,11 +41,12 @@ class Group:
         self.about = ""
         self.is_alive = True
         self._ranks = ranks
-        self._log = directory / f"{system.name.replace('/', '-')}.log"
+        name = system.name.replace("/", "-")  # of files
+        self._log = directory / f"{name}.log"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[_Channel] = []
         # A path of its own and short: see `scratch_directory`.
-        self._socket_path = directory / f"{system.name.replace('/', '-')}.socket"
+        self._socket_path = directory / f"{name}.socket"
         self._environment = {
             **os.environ,
             **system.environment,
@@ -53,7 +54,7 @@ class Group:
             "BENCHMARK_NAME": system.name,
             "BENCHMARK_TRANSPORT": transport,
             "BENCHMARK_DIRECTORY": str(directory),
-            "BENCHMARK_ID": system.name.replace("/", "-"),
+            "BENCHMARK_ID": name,
             "BENCHMARK_SOCKET": str(self._socket_path),
         }
 
