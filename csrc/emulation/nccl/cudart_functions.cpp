@@ -42,7 +42,6 @@ CudartFunctions load() {
   find(library, "cudaEventRecord", found.event_record);
   find(library, "cudaEventSynchronize", found.event_synchronize);
   find(library, "cudaEventDestroy", found.event_destroy);
-  find(library, "cudaThreadExchangeStreamCaptureMode", found.exchange_capture_mode);
   find(library, "cudaUserObjectCreate", found.user_object_create);
   find(library, "cudaGraphRetainUserObject", found.graph_retain_user_object);
   find(library, "cudaGetErrorString", found.get_error_string);

@@ -25,7 +25,6 @@ struct CudartFunctions {
   cudaError_t (*event_record)(cudaEvent_t, cudaStream_t);
   cudaError_t (*event_synchronize)(cudaEvent_t);
   cudaError_t (*event_destroy)(cudaEvent_t);
-  cudaError_t (*exchange_capture_mode)(cudaStreamCaptureMode*);
   cudaError_t (*user_object_create)(cudaUserObject_t*, void*, cudaHostFn_t, unsigned, unsigned);
   cudaError_t (*graph_retain_user_object)(cudaGraph_t, cudaUserObject_t, unsigned, unsigned);
   const char* (*get_error_string)(cudaError_t);

@@ -180,7 +180,6 @@ void check_one_sided(Communicator& communicator, Operation& operation, std::size
 }  // namespace
 
 const char* function_of(Kind kind) { return describe(kind).function; }
-const char* point_of(Kind kind) { return describe(kind).point; }
 
 void check_operation(Communicator& communicator, Operation& operation) {
   const Description& description = describe(operation.kind);

@@ -53,7 +53,6 @@ struct Operation {
 };
 
 const char* function_of(Kind kind);  // "ncclAllReduce"
-const char* point_of(Kind kind);     // "allreduce", in FERRO_EMULATION_FAULT
 
 // Throws Failure for what is wrong with the arguments on this rank, or for the fault that
 // is due here.
