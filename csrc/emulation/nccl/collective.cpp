@@ -32,14 +32,6 @@ bool is_same(const CallRecord& a, const CallRecord& b) {
          a.reduction == b.reduction && a.is_registered == b.is_registered;
 }
 
-bool has_root(Kind kind) {
-  return kind == Kind::broadcast || kind == Kind::reduce || kind == Kind::gather || kind == Kind::scatter;
-}
-
-bool is_reduction(Kind kind) {
-  return kind == Kind::allreduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
-}
-
 // One collective, on one rank.
 class Collective {
  public:
@@ -131,7 +123,7 @@ void Collective::agree() {
   call.reduction = !is_reduction(operation_.kind) ? -1
                    : operation_.has_multiplier    ? ncclNumOps
                                                   : operation_.reduction;
-  call.root = has_root(operation_.kind) ? operation_.peer : -1;
+  call.root = has_peer(operation_.kind) ? operation_.peer : -1;
   call.is_registered = operation_.is_registered;
   const std::size_t parity = call.sequence % 2;
   segment_.part(communicator_.rank).calls[parity] = call;

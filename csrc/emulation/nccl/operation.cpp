@@ -14,13 +14,13 @@ constexpr int kAll = -1;
 
 struct Description {
   const char* function;
-  const char* point;
+  const char* point;  // in FERRO_EMULATION_FAULT
   int in;
   int out;
   bool in_at_root_only;
   bool out_at_root_only;
-  bool has_root;
-  bool reduces;
+  bool has_peer;
+  bool is_reduction;
 };
 
 constexpr Description kDescriptions[] = {
@@ -180,6 +180,8 @@ void check_one_sided(Communicator& communicator, Operation& operation, std::size
 }  // namespace
 
 const char* function_of(Kind kind) { return describe(kind).function; }
+bool has_peer(Kind kind) { return describe(kind).has_peer; }
+bool is_reduction(Kind kind) { return describe(kind).is_reduction; }
 
 void check_operation(Communicator& communicator, Operation& operation) {
   const Description& description = describe(operation.kind);
@@ -189,10 +191,10 @@ void check_operation(Communicator& communicator, Operation& operation) {
   communicator.require_usable(description.function);
   require(operation.dtype >= 0 && operation.dtype < end_of_dtypes(), ncclInvalidArgument,
           description.function, ": there is no dtype ", static_cast<int>(operation.dtype));
-  require(!description.has_root || (operation.peer >= 0 && operation.peer < communicator.num_ranks),
+  require(!description.has_peer || (operation.peer >= 0 && operation.peer < communicator.num_ranks),
           ncclInvalidArgument, description.function, ": there is no rank ", operation.peer, " of ",
           communicator.num_ranks);
-  if (description.reduces) check_reduction(communicator, operation);
+  if (description.is_reduction) check_reduction(communicator, operation);
 
   const bool is_root = communicator.rank == operation.peer;
   const std::size_t in_nbytes =

@@ -53,6 +53,8 @@ struct Operation {
 };
 
 const char* function_of(Kind kind);  // "ncclAllReduce"
+bool has_peer(Kind kind);            // or a root
+bool is_reduction(Kind kind);
 
 // Throws Failure for what is wrong with the arguments on this rank, or for the fault that
 // is due here.
