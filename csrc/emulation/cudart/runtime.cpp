@@ -11,8 +11,6 @@ constexpr std::size_t kMiB = std::size_t{1} << 20;
 
 thread_local cudaError_t last_error = cudaSuccess;
 
-bool is_legacy(cudaStream_t handle) { return reinterpret_cast<std::uintptr_t>(handle) <= 1; }
-
 // This thread's default streams, one per device; their work is finished when the thread ends.
 struct PerThreadStreams {
   std::map<int, StreamPtr> by_device;
@@ -36,7 +34,7 @@ StreamPtr legacy_stream(int device) {
 StreamPtr per_thread_stream() {
   thread_local PerThreadStreams streams;
   StreamPtr& stream = streams.by_device[current_device()];
-  if (!stream) stream = started(reinterpret_cast<cudaStream_t>(2));
+  if (!stream) stream = started(cudaStreamPerThread);
   return stream;
 }
 
@@ -113,7 +111,7 @@ StreamPtr find_stream(cudaStream_t handle) {
   require(runtime().num_devices > 0, cudaErrorNoDevice);
   make_context();
   if (is_legacy(handle)) return legacy_stream(current_device());
-  if (reinterpret_cast<std::uintptr_t>(handle) == 2) return per_thread_stream();
+  if (handle == cudaStreamPerThread) return per_thread_stream();
   return runtime().streams.get(handle);
 }
 

@@ -96,6 +96,8 @@ void make_context();
 bool& thread_has_context();
 cudaStreamCaptureMode& capture_mode_of_thread();
 
+// Whether this is a name of the legacy default stream.
+inline bool is_legacy(cudaStream_t handle) { return handle == nullptr || handle == cudaStreamLegacy; }
 // Under the runtime's lock.
 StreamPtr find_stream(cudaStream_t handle);
 std::vector<StreamPtr> live_streams(int device);

@@ -45,7 +45,7 @@ void record(const EventPtr& event, const StreamPtr& stream) {
 // The stream's work becomes part of the capture in which the event was recorded.
 void join_capture(const StreamPtr& stream, const EventPtr& event) {
   require(is_in_progress(event->capture), cudaErrorCapturedEvent);
-  require(reinterpret_cast<std::uintptr_t>(stream->handle) > 1, cudaErrorStreamCaptureImplicit);
+  require(!is_legacy(stream->handle), cudaErrorStreamCaptureImplicit);
   if (stream->capture && stream->capture != event->capture) {
     stream->capture->is_invalid = event->capture->is_invalid = true;
     throw Failure{cudaErrorStreamCaptureMerge};
@@ -113,7 +113,7 @@ cudaGraph_t end_capture(const StreamPtr& stream) {
 // While a stream is captured that it would wait for, the legacy default stream cannot be used: returns that
 // capture, null if nothing is in the way.
 CapturePtr capture_in_the_way(const StreamPtr& stream) {
-  if (reinterpret_cast<std::uintptr_t>(stream->handle) > 1) return nullptr;
+  if (!is_legacy(stream->handle)) return nullptr;
   const std::vector<StreamPtr> streams = live_streams(stream->device);
   const auto found = std::find_if(streams.begin(), streams.end(), [](const StreamPtr& other) {
     return other->capture != nullptr && other->synchronizes_with_legacy();
@@ -286,7 +286,7 @@ EMULATION_API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cud
 EMULATION_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
   return guarded([&] {
     const std::lock_guard<std::mutex> lock(runtime().mutex);
-    require(reinterpret_cast<std::uintptr_t>(handle) > 1, cudaErrorStreamCaptureUnsupported);
+    require(!is_legacy(handle), cudaErrorStreamCaptureUnsupported);
     const StreamPtr stream = find_stream(handle);
     require_not_captured(stream);
     auto capture = std::make_shared<Capture>();
