@@ -27,6 +27,7 @@ __all__ = [
     "derived_addr",
     "derived_ports",
     "derived_unix_addr",
+    "digest_of",
     "listen",
     "listening_targets",
     "parse_addresses",
@@ -145,7 +146,7 @@ def derived_addr(host: str, *key: object) -> str:
 
 def derived_ports(*key: object) -> list[int]:
     """Return the ports of `derived_addr`, for ranks that know a host by different names."""
-    digest = _digest_of(*key)
+    digest = digest_of(*key)
     draws = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 32, 4))
     ports = dict.fromkeys(DERIVED_PORTS[draw % len(DERIVED_PORTS)] for draw in draws)
     return list(ports)[:DERIVED_COUNT]
@@ -153,10 +154,11 @@ def derived_ports(*key: object) -> list[int]:
 
 def derived_unix_addr(*key: object) -> str:
     """Return the address of a group whose ranks are all on one host; see `derived_addr`."""
-    return f"unix:@{_digest_of(*key).hex()[:32]}"
+    return f"unix:@{digest_of(*key).hex()[:32]}"
 
 
-def _digest_of(*key: object) -> bytes:
+def digest_of(*key: object) -> bytes:
+    """Return 32 bytes that are the same wherever `key` is, and different for any other."""
     return hashlib.sha256(repr([str(part) for part in key]).encode()).digest()
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
-import hashlib
 import hmac
 import math
 import os
@@ -32,6 +31,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 from ferro_dist.errors import NoConnection
+from ferro_dist.rendezvous.address import digest_of
 from ferro_dist.rendezvous.frame import ProtocolError
 
 __all__ = [
@@ -93,7 +93,7 @@ class Claim:
 
 def group_digest(*parts: object) -> bytes:
     """Return the 16 bytes that identify a group, its epoch and one attempt to wire it."""
-    return hashlib.sha256(repr([str(part) for part in parts]).encode()).digest()[:16]
+    return digest_of(*parts)[:16]
 
 
 def introduce(
