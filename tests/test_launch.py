@@ -235,7 +235,10 @@ def test_a_wrong_option_is_refused(argv: list[str], message: str) -> None:
 
 
 def test_as_many_ranks_can_be_started_as_a_group_can_have() -> None:
-    assert command_line.MAX_WORLD_SIZE == arguments.MAX_WORLD_SIZE
+    header = Path(__file__).parents[1] / "csrc" / "ferro" / "error.hpp"
+    limit = re.search(r"kMaxWorldSize = (\d+);", header.read_text(encoding="utf-8"))
+    assert limit is not None
+    assert command_line.MAX_WORLD_SIZE == arguments.MAX_WORLD_SIZE == int(limit[1])
 
 
 def test_a_wrong_option_exits_with_2_and_one_line() -> None:
