@@ -1,7 +1,6 @@
 #include "emulation/cudart/stream.hpp"
 
 #include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -9,6 +8,7 @@
 #include <cstring>
 #include <thread>
 
+#include "emulation/blocked_signals.hpp"
 #include "emulation/environment.hpp"
 
 namespace emulation {
@@ -110,15 +110,9 @@ std::chrono::steady_clock::time_point Milestone::time() {
 
 StreamPtr Stream::start(cudaStream_t handle, int device, unsigned flags) {
   StreamPtr stream(new Stream(handle, device, flags));
-  // Signals are for the program's own threads: Python's handlers run in its main one.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const BlockedSignals blocked;
   // Detached, and a co-owner of the stream: destroying a stream does not wait for its work.
   std::thread([stream] { stream->work(); }).detach();
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return stream;
 }
 

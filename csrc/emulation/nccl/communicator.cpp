@@ -1,12 +1,10 @@
 #include "emulation/nccl/communicator.hpp"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <array>
 #include <chrono>
 
+#include "emulation/blocked_signals.hpp"
 #include "emulation/nccl/cudart_functions.hpp"
 
 namespace emulation {
@@ -82,17 +80,12 @@ ncclResult_t Communicator::run(std::function<void()> job) {
   }
   std::array<int, 2> asker{};
   cudart().get_asker(asker.data());
-  // Signals are for the program's own threads.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const BlockedSignals blocked;
   std::thread([self = shared_from_this(), job = std::move(job), asker] {
     cudart().ask_for(asker.data());
     cudart().set_device(self->device);
     self->run_in_thread(job);
   }).detach();
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return ncclInProgress;
 }
 

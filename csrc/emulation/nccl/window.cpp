@@ -1,9 +1,8 @@
 #include "emulation/nccl/window.hpp"
 
-#include <signal.h>
-
 #include <cstring>
 
+#include "emulation/blocked_signals.hpp"
 #include "emulation/complaint.hpp"
 #include "emulation/environment.hpp"
 #include "emulation/nccl/cudart_functions.hpp"
@@ -13,13 +12,8 @@ namespace emulation {
 bool has_windows() { return nccl_setting("NCCL_WIN_ENABLE", 1) != 0; }
 
 WindowService::WindowService(Segment& segment) : segment_(segment) {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  for (const int fault : {SIGSEGV, SIGBUS, SIGABRT}) sigdelset(&all, fault);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const BlockedSignals blocked;
   thread_ = std::thread([this] { work(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 WindowService::~WindowService() {
