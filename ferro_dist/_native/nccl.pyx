@@ -711,8 +711,10 @@ cdef class Group:
     What is called in the ``with`` block is written down, and launched at its end: sends and
     receives then progress together, and many small operations cost one launch. If the block
     raises, nothing of it is launched. Arguments are checked where the calls are made; the group
-    keeps arrays and streams until it is launched. A group within a group is part of it. Methods
-    that return something (`split`, `register`, ...) are not part of groups, and run at once.
+    keeps arrays, and the streams that calls name, until it is launched. A call that names none uses
+    the stream that is current where it is made: keep that one until the block's end. A group within
+    a group is part of it. Methods that return something (`split`, `register`, ...) are not part of
+    groups, and run at once.
 
     A group is its thread's: calls that other threads make meanwhile are not part of it.
 
