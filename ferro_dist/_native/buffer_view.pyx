@@ -785,11 +785,16 @@ cdef dict NATIVE_TYPESTRS = {
 }
 
 
-cdef bint _is_contiguous_tuple(tuple shape, object strides, int itemsize):
-    if strides is None or 0 in shape:
+cdef int _is_contiguous_tuple(tuple shape, object strides, int itemsize) except -1:
+    if strides is None:
+        return True
+    strides = tuple(strides)
+    if len(strides) != len(shape):
+        raise ValueError(f"strides {strides} for shape {shape}")
+    if 0 in shape:
         return True
     expected = itemsize
-    for size, stride in zip(reversed(shape), reversed(tuple(strides))):
+    for size, stride in zip(reversed(shape), reversed(strides)):
         if size != 1 and stride != expected:
             return False
         expected *= size

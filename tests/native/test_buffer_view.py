@@ -399,6 +399,8 @@ def test_a_cuda_array_of_an_extension_dtype_is_named_by_its_array() -> None:
         {"shape": (1 << 62, 1 << 62)},  # as many as none, with numbers of 64 bits
         {"typestr": None},
         {"strides": 4},
+        {"strides": (4,)},
+        {"strides": (24, 12, 4)},
     ],
 )
 def test_a_cuda_array_that_cannot_move_is_refused(changes: dict[str, Any]) -> None:
