@@ -419,7 +419,8 @@ void a_rank_that_was_stopped_is_missing() {
       Hooks hooks;
       if (std::find(stopped.begin(), stopped.end(), rank) != stopped.end()) {
         hooks.begin_blocking = [](void* mesh) noexcept {
-          while (static_cast<TcpMesh*>(mesh)->aborted().code == ErrorCode::none) std::this_thread::yield();
+          while (static_cast<TcpMesh*>(mesh)->aborted().code == ErrorCode::none)
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
         };
         hooks.state = meshes[rank].get();
       }
