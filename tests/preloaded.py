@@ -8,6 +8,7 @@ A torch with CUDA would bring libcudart with it, in place of which ranks put the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib.metadata
 
@@ -21,5 +22,24 @@ with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     if importlib.metadata.version("torch").endswith("+cpu"):
         import torch._dynamo  # noqa: F401
 
+_HUGE_PAGE_NBYTES = 2 << 20
+_MADV_COLLAPSE = 25  # Linux 6.1; older ones refuse it, and nothing changes
+
+
+def _collapse_into_huge_pages() -> None:
+    """Let a fork copy hundreds of entries for pages, not 60,000: with torch, half of its time."""
+    libc = ctypes.CDLL(None)
+    with open("/proc/self/maps") as file:
+        mappings = [line.split() for line in file]
+    for addresses, access, _, _, _, *name in mappings:
+        if access != "rw-p" or name not in ([], ["[heap]"]):
+            continue
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        start = -(-start // _HUGE_PAGE_NBYTES) * _HUGE_PAGE_NBYTES
+        for page in range(start, end - _HUGE_PAGE_NBYTES + 1, _HUGE_PAGE_NBYTES):
+            libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE_NBYTES), _MADV_COLLAPSE)
+
+
 # No rank searches this for cycles: a search writes to every object, and copies the page it is on.
 gc.freeze()
+_collapse_into_huge_pages()
