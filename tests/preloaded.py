@@ -1,8 +1,9 @@
 """What ranks need not import each for itself: their server imports it, before it forks them.
 
 pytest, which the files of their bodies import, is most of what a short-lived rank would compute.
-torch takes two seconds, and two more when the first optimizer is made, which imports its compiler.
-A torch with CUDA would bring libcudart with it, in place of which ranks put the emulated one.
+torch takes two seconds, and two more when the first optimizer is made, which imports its compiler;
+JAX takes one and a half. Builds with CUDA would bring libcudart with them, in place of which ranks
+put the emulated one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import ferro_dist.testing  # noqa: F401
 with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     if importlib.metadata.version("torch").endswith("+cpu"):
         import torch._dynamo  # noqa: F401
+
+        with contextlib.suppress(ImportError):
+            import jax  # noqa: F401  starts no thread before its first array
 
 _HUGE_PAGE_NBYTES = 2 << 20
 _MADV_COLLAPSE = 25  # Linux 6.1; older ones refuse it, and nothing changes
