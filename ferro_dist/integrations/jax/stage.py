@@ -297,7 +297,7 @@ class PipelinedJaxStage(Stage):
 
         def loss(arrays: Sequence[Array]) -> Array:
             whole = _merged(arrays, others, flags)
-            return _checked_loss(loss_of.function(pytree.unflatten(output.structure, whole)))
+            return _checked_loss(loss_of.value(pytree.unflatten(output.structure, whole)))
 
         value, gradients = jax.value_and_grad(loss)(differentiable)
         if not loss_of.counts:

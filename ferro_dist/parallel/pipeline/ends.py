@@ -160,9 +160,7 @@ class TrainingEnds(Ends):
                 f"{inputs.total_rows}. Give one row of target for each row of input"
             )
         counts = self._weights is None or self._weights[microbatch] > 0
-        if loss_fn is None:
-            return LossOf(lambda output: output, counts)
-        if target is None:
+        if loss_fn is None or target is None:
             return LossOf(loss_fn, counts)
         part = target.tree(microbatch)
         return LossOf(lambda output: loss_fn(output, part), counts)

@@ -22,7 +22,8 @@ and if its backward can be divided for zero-bubble schedules,
 Gradients are trees like the values, with None for no gradient. Those of complex arrays are, between
 all kinds of stages, as torch defines them: the conjugates of what ``jax.grad`` returns. A forward
 that has a parameter named `rng` is given a ``numpy.random.Generator`` of its own for each
-microbatch. The loss function returns the loss and its gradient.
+microbatch. The loss function returns the loss and its gradient. Without one, the last stage returns
+the loss, one number, and its backward is given the gradient of that.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ferro_dist.arguments import in_order
 from ferro_dist.errors import InvalidArray
 from ferro_dist.parallel.pipeline import pytree
 from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel
-from ferro_dist.parallel.pipeline.stage import ForwardInput, Stage
+from ferro_dist.parallel.pipeline.stage import ForwardInput, LossOf, Stage
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -227,19 +228,30 @@ class HandwrittenStage(Stage):
             pytree.unflatten(parcel.structure, parcel.arrays), **self._rng(seed)
         )
         output, of_module = _pair(result, "forward() must return (output, saved)")
+        if loss_of is not None and isinstance(output, numbers.Real):
+            output = np.asarray(output)  # it may be the loss, which has a gradient
         structure, arrays = pytree.flatten(output)
         shapes = tuple(tuple(array.shape) for array in parcel.arrays)
         saved = _Saved(parcel.structure, shapes, structure, of_module, None)
         if loss_of is None:
             return parcel._replace(structure=structure, arrays=arrays), saved
-        loss, of_output = _pair(loss_of.function(output), "loss_fn must return (loss, gradient)")
+        loss, of_output = self._loss(output, loss_of)
         of_loss = pytree.gradients_like(
             structure, [array.shape for array in arrays], of_output, "loss_fn returned", "output"
         )
         if not loss_of.counts:
             of_loss = [None if array is None else self.zeros(array) for array in of_loss]
-        loss = parcel._replace(structure=pytree.ARRAY, arrays=[_checked_loss(loss)])
-        return loss, saved._replace(of_loss=of_loss)
+        loss_parcel = parcel._replace(structure=pytree.ARRAY, arrays=[loss])
+        return loss_parcel, saved._replace(of_loss=of_loss)
+
+    def _loss(self, output: Any, loss_of: LossOf) -> tuple[Any, Any]:
+        """Return the loss of an output, and its gradient."""
+        if loss_of.function is not None:
+            demand = "loss_fn must return (loss, gradient)"
+            loss, of_output = _pair(loss_of.function(output), demand)
+            return _checked_loss(loss, f"{demand}, and the loss"), of_output
+        what_it_is = "without a loss_fn, the output of the last stage is the loss, and"
+        return _checked_loss(output, what_it_is), self.one_like(output)
 
     def _run_unsaved(self, given: ForwardInput, will_replay: bool) -> Parcel:
         if will_replay:
@@ -304,19 +316,18 @@ def _pair(result: Any, demand: str) -> tuple[Any, Any]:
     raise TypeError(f"Pipeline: {demand}, not {type(result).__qualname__}")
 
 
-def _checked_loss(loss: Any) -> Any:
+def _checked_loss(loss: Any, what_it_is: str) -> Any:
     """Return a loss that is one number, or an array without axes."""
     if pytree.is_array(loss):
-        if math.prod(loss.shape) == 1:
+        if math.prod(loss.shape) == 1 and "complex" not in str(loss.dtype):
             return loss.reshape(())
-        what = f"an array of shape {tuple(loss.shape)}"
+        what = f"{loss.dtype} of shape {tuple(loss.shape)}"
     elif isinstance(loss, numbers.Real):
         return loss
     else:
         what = f"a {type(loss).__qualname__}"
     raise ValueError(
-        "Pipeline: loss_fn must return (loss, gradient), and the loss must be one number, not "
-        f"{what}: the mean over the microbatch"
+        f"Pipeline: {what_it_is} must be one number, not {what}: the mean over the microbatch"
     )
 
 

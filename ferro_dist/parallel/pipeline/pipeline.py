@@ -301,8 +301,8 @@ class Pipeline(Generic[ModuleT]):
         loss_fn : function, on the rank of the last stage
             Maps output and target of a microbatch to its mean loss. Without a target it is called
             with the output alone; without a loss_fn the output is the loss. For a hand-written
-            stage it returns the loss and its gradient. Weights of its own are not averaged over
-            replicas: keep those in the last stage.
+            stage a loss_fn returns the loss and its gradient. Weights of its own are not averaged
+            over replicas: keep those in the last stage.
         weight : sequence of numbers, on the rank of the last stage
             How much each microbatch, or each row, counts, among those of all replicas; for instance
             its number of tokens. The loss of a microbatch of weight 0 may be 0 / 0 if it is

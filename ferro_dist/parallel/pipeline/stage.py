@@ -59,10 +59,14 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
 class LossOf(NamedTuple):
     """What the last stage applies to its output in training."""
 
-    function: Callable[[Tree], Any]
-    """From output to loss."""
+    function: Callable[[Tree], Any] | None
+    """From output to loss; None if the output is the loss."""
     counts: bool
     """Whether the loss has any weight. If not, its gradient is 0, even where it would be 0 / 0."""
+
+    def value(self, output: Tree) -> Any:
+        """Return the loss of an output."""
+        return output if self.function is None else self.function(output)
 
 
 class ForwardInput(NamedTuple):

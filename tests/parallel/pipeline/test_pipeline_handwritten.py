@@ -150,6 +150,48 @@ def test_microbatch_without_weight_may_have_no_loss(on_ranks: OnRanks) -> None:
             assert_allclose(gradient, layer.grads()[name], rtol=1e-10)
 
 
+class Loss:
+    """The mean square of its input; of the kind that is given."""
+
+    def __init__(self, kind: Callable[[Any], Any]) -> None:
+        self.kind = kind
+
+    def forward(self, x: Array) -> tuple[Any, Any]:
+        return self.kind((x**2).mean()), x
+
+    def backward(self, x: Array, gradient: Array) -> Array:
+        product: Array = 2 * x / x.size * gradient
+        return product
+
+
+@pytest.mark.parametrize("kind", [float, np.float64, np.asarray, np.atleast_1d])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_last_stage_may_return_the_loss(
+    on_ranks: OnRanks, schedule: str, kind: Callable[[Any], Any]
+) -> None:
+    x, _ = batch(7)
+
+    def body(backend: Any) -> Any:
+        module: Any = Loss(kind) if backend.rank == 1 else Layer(0)
+        return fd.Pipeline(module, backend, 3, schedule).step(x), module
+
+    whole = Layer(0)
+    y, saved = whole.forward(x)
+    whole.add_gradients(saved, 2 * y / y.size)
+    (loss, layer), (same_loss, _) = on_ranks(2, body)
+    assert loss == same_loss == pytest.approx((y**2).mean(), rel=1e-12)
+    for name, gradient in layer.grads().items():
+        assert_allclose(gradient, whole.grads()[name], rtol=1e-10)
+
+
+def test_last_stage_that_returns_no_loss_is_told(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        with pytest.raises(fd.StageFailed, match=r"without a loss_fn, .* not float64 of shape"):
+            fd.Pipeline(Layer(0), backend, 2).step(batch(4)[0])
+
+    on_ranks(2, body)
+
+
 def test_trees_and_random_numbers(on_ranks: OnRanks) -> None:
     class Drops:
         def forward(self, x: Any, rng: Any) -> Any:
@@ -254,7 +296,8 @@ def test_eval_puts_outputs_together(on_ranks: OnRanks) -> None:
         (lambda self, x: x, square, "must return \\(output, saved\\)"),
         (lambda self, x: (x.astype(">f8"), x), square, r"InvalidArray in stage 0, microbatch 0"),
         (Layer.forward, lambda o, t: 0.0, "must return \\(loss, gradient\\)"),
-        (Layer.forward, lambda o, t: (o - t, o), r"one number, not an array of shape \(2, 4\)"),
+        (Layer.forward, lambda o, t: (o - t, o), r"one number, not float64 of shape \(2, 4\)"),
+        (Layer.forward, lambda o, t: (np.complex64(1), o), "one number, not complex64"),
         (Layer.forward, lambda o, t: (None, o), "one number, not a NoneType"),
         (Layer.forward, lambda o, t: (0.0, o[0]), r"shape \(4,\) for an output of shape \(2, 4\)"),
         (Layer.forward, lambda o, t: (0.0, (o,)), "loss_fn returned a tuple where"),

@@ -265,7 +265,7 @@ class TorchStage(Stage):
             if loss_of is not None:
                 if not loss_of.counts:
                     _stop_gradients(output, parcel.arrays)
-                output = _checked_loss(loss_of.function(output))
+                output = _checked_loss(loss_of.value(output))
                 self._check_dependence(output, parcel)
             structure, arrays = _flatten_tensors(output)
         saved = _Saved(
@@ -281,7 +281,7 @@ class TorchStage(Stage):
         with torch.no_grad(), self._random_numbers(given):
             output = self.module(pytree.unflatten(parcel.structure, parcel.arrays))
             if loss_of is not None:
-                output = _checked_loss(loss_of.function(output))
+                output = _checked_loss(loss_of.value(output))
         structure, arrays = _flatten_tensors(output)
         # Which of them will need a gradient is not known yet.
         arrays = [y.detach().requires_grad_(will_replay and _is_differentiable(y)) for y in arrays]
