@@ -8,7 +8,6 @@ deep in a stage are computed in both halves.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from ferro_dist.errors import InvalidArray
 from ferro_dist.integrations.jax.leaves import dtype_of, fault_of, is_array, is_number
 from ferro_dist.parallel.pipeline import pytree
 from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel
-from ferro_dist.parallel.pipeline.stage import ForwardInput, LossOf, Stage
+from ferro_dist.parallel.pipeline.stage import ForwardInput, LossOf, Stage, takes_rng
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -92,7 +91,7 @@ class JaxStage:
         self.params = params
         self.grads: Tree = None
         self._apply = apply
-        self._takes_rng = "rng" in inspect.signature(apply).parameters
+        self._takes_rng = takes_rng(apply)
         self._owners: dict[str, object] = {}  # what names a gradient of each weight
         # Keyed by what is compiled in besides arrays: the structure of the input, and which of its
         # arrays are differentiable. The loss is not compiled.

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import math
 import numbers
 import secrets
@@ -44,7 +43,7 @@ from ferro_dist.arguments import in_order
 from ferro_dist.errors import InvalidArray
 from ferro_dist.parallel.pipeline import pytree
 from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel
-from ferro_dist.parallel.pipeline.stage import ForwardInput, LossOf, Stage
+from ferro_dist.parallel.pipeline.stage import ForwardInput, LossOf, Stage, takes_rng
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
@@ -70,7 +69,7 @@ class HandwrittenStage(Stage):
         super().__init__(module)
         self._gpu_parameters: list[Array] = []
         self._receiving: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
-        self._takes_rng = "rng" in inspect.signature(module.forward).parameters
+        self._takes_rng = takes_rng(module.forward)
         self._is_divided = all(
             callable(getattr(module, name, None)) for name in ("backward_input", "backward_weight")
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import hashlib
+import inspect
 import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
@@ -29,7 +30,7 @@ from ferro_dist.parallel.pipeline.receive_pool import ReceivePool
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
 
-__all__ = ["ForwardInput", "LossOf", "Stage", "make_stage", "microbatch_seed"]
+__all__ = ["ForwardInput", "LossOf", "Stage", "make_stage", "microbatch_seed", "takes_rng"]
 
 Array = Any
 Tree = Any
@@ -54,6 +55,14 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
     """
     key = struct.pack("<Qqqq", seed % (1 << 64), step, stage, microbatch)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def takes_rng(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `rng`. One written in C that does not tell has none."""
+    try:
+        return "rng" in inspect.signature(function).parameters
+    except ValueError:
+        return False
 
 
 class LossOf(NamedTuple):

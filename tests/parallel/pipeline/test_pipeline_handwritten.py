@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import signal
 from collections.abc import Callable
@@ -190,6 +191,23 @@ def test_last_stage_that_returns_no_loss_is_told(on_ranks: OnRanks) -> None:
             fd.Pipeline(Layer(0), backend, 2).step(batch(4)[0])
 
     on_ranks(2, body)
+
+
+def test_stage_may_be_written_in_c(on_ranks: OnRanks) -> None:
+    class Pair:
+        forward = operator.itemgetter(0, 1)  # python cannot tell its parameters
+
+        def backward(self, saved: Array, gradient: Array) -> Any:
+            return gradient, None
+
+    x, y = batch(4)
+
+    def body(backend: Any) -> Any:
+        module: Any = Layer(0) if backend.rank else Pair()
+        return fd.Pipeline(module, backend, 2).step((x, x), y, square)
+
+    expected, _ = run_whole([Layer(0)], x, y)
+    assert on_ranks(2, body) == pytest.approx([expected] * 2)
 
 
 def test_trees_and_random_numbers(on_ranks: OnRanks) -> None:
