@@ -84,6 +84,11 @@ class ArraySpec(NamedTuple):
     wants_gradient: bool
     is_on_host: bool
 
+    def __str__(self) -> str:
+        gradient = "" if self.wants_gradient else ", without gradient"
+        place = "" if self.is_on_host else ", on a GPU"
+        return f"{self.dtype} of shape {self.shape}{gradient}{place}"
+
 
 class Parcel(NamedTuple):
     """A tree on its way from stage to stage, with the share of the batch that it stands for.

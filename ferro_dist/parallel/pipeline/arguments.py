@@ -61,11 +61,7 @@ def stages_on_rank(
     """Return this rank's stages by their numbers."""
     numbers = [stage for stage, other in enumerate(placement) if other == rank]
     if len(numbers) != len(modules):
-        raise ValueError(
-            f"Pipeline: the schedule has {len(numbers)} stages on rank {rank}, but {len(modules)} "
-            "modules were given. In a list, each one is a stage: put the layers of one stage into "
-            "one module, as torch.nn.Sequential"
-        )
+        raise ValueError(_wrong_number(rank, numbers, len(modules)))
     is_checkpointed = _checkpointed(checkpoint, len(placement))
     stages: dict[int, Stage] = {}
     for number, module in zip(numbers, modules, strict=True):
@@ -76,6 +72,21 @@ def stages_on_rank(
         if number + 1 in stages:
             _check_neighbours(stages[number], stages[number + 1])
     return stages
+
+
+def _wrong_number(rank: int, numbers: Sequence[int], num_modules: int) -> str:
+    """Return the words of the error if a rank has not one module for each of its stages."""
+    stages = ("stage " if len(numbers) == 1 else "stages ") + ", ".join(map(str, numbers))
+    remedy = (
+        "Give a list of modules, one for each of them"
+        if num_modules < len(numbers)
+        else "In a list, each one is a stage: put the layers of one stage into one module, as "
+        "torch.nn.Sequential"
+    )
+    return (
+        f"Pipeline: by the schedule rank {rank} has {stages}, but the number of modules given is "
+        f"{num_modules}. {remedy}"
+    )
 
 
 def _check_neighbours(stage: Stage, following: Stage) -> None:

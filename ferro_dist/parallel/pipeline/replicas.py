@@ -31,7 +31,7 @@ def describe_state(stages: Mapping[int, Stage]) -> list[str]:
     for number, stage in stages.items():
         for name, array in {**stage.parameters(), **stage.buffers()}.items():
             stage.check_shareable(f"{name!r} of stage {number}", array)
-            lines.append(f"stage {number} {name} {stage.describe(array)}")
+            lines.append(f"{name!r} of stage {number}: {stage.describe(array)}")
     return lines
 
 

@@ -83,7 +83,7 @@ def test_constructor_wants_two_ranks() -> None:
         (nn.Identity(), {"timeout": -1}, ValueError, "timeout must be"),
         (nn.Identity(), {"seed": "x"}, TypeError, "seed must be an integer or None"),
         (nn.Identity(), {"seed": 1.5}, TypeError, "seed must be an integer or None, not 1.5"),
-        (nn.Identity(), {"schedule": "zb_v"}, ValueError, "2 stages on rank 0, but 1 modules"),
+        (nn.Identity(), {"schedule": "zb_v"}, ValueError, "stages 0, 3, .* is 1. Give a list"),
         ([nn.Identity()] * 2, {}, ValueError, "In a list, each one is a stage"),
         ([], {}, ValueError, "module is empty"),
         (nn.Identity, {}, TypeError, "not the class Identity: make one"),

@@ -819,8 +819,8 @@ def of_width(width: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("rank", "differs", "words"),
     [
-        (2, of_width(3), r"stage 0 weight .* on replica 0; .* on replica 1"),
-        (3, of_width(3), r"stage 1 weight .* on replica 0; .* on replica 1"),
+        (2, of_width(3), r"'weight' of stage 0: .*\(2, 2\) on replica 0; .* on rep"),
+        (3, of_width(3), r"'weight' of stage 1: .*\(2, 2\) on replica 0; .* on rep"),
         (3, {"num_microbatches": 3}, "num_microbatches=2 on rank 0; num_microbatches=3 on rank 1"),
         (3, {"tied": {"w": "nothing"}}, "tied weight 'w' is no parameter"),
         (3, {"tied": {}}, "only rank 0 has a tied weight 'w'"),

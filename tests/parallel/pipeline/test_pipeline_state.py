@@ -354,6 +354,10 @@ def test_tie_that_does_not_fit_is_told_on_every_rank(on_ranks: OnRanks) -> None:
     ):
         messages = on_ranks(2, body, ties)
         assert messages[0] == messages[1]
+    assert (
+        "float32 of shape (2, 2) on rank 0, float32 of shape (3, 2) on rank 1"
+        in on_ranks(2, body, [{"w": "weight"}] * 2)[0]
+    )
     (message,) = set(on_ranks(2, body, [{"w": "nothing"}, {}]))
     assert message.endswith("that a stage on this rank trains; these are: bias, weight")
 
