@@ -1,6 +1,6 @@
 """What the ranks of a pipeline do once, before the first of all steps.
 
-1. Each looks at its own stages.
+1. The ranks of a pipeline compare how many replicas they have; each looks at its own stages.
 2. The ranks of a pipeline compare their arguments; replicas compare these and their weights; then
    the ranks of a pipeline compare what is tied.
 3. Weights that are tied, or replicas, become equal, and what sums their gradients is made.
@@ -160,6 +160,7 @@ def connect(
     def on_all(part: Callable[[], Any]) -> Any:
         return run_on_all(part, backend, replicas)
 
+    _agree_on_having_replicas(backend, replicas)
     weights = on_all(lambda: find_tied_weights(options.tied, stages))
     tag = on_all(lambda: agree_on_manifest(settings, backend, op="Pipeline"))
     if replicas is not None:
@@ -174,6 +175,21 @@ def connect(
         on_all(lambda: connection.make(schedule, weights, ties))
         undo.pop_all()
     return connection
+
+
+def _agree_on_having_replicas(backend: Backend, replicas: Backend | None) -> None:
+    """Raise CollectiveMismatch unless all ranks of a pipeline have as many replicas.
+
+    Before all that ends with an exchange among replicas: the others would take no part in it. Those
+    in other pipelines learn of it by the end of their group.
+    """
+    count = None if replicas is None else replicas.world_size
+    lines = [f"replicas={count}"]
+    try:
+        run_on_all(lambda: agree_on_manifest(lines, backend, op="Pipeline"), backend, None)
+    except BaseException as error:
+        interrupt(replicas, error)
+        raise
 
 
 def _specs(stage: Stage) -> set[tuple[str, ArraySpec]]:

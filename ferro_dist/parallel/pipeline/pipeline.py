@@ -602,11 +602,10 @@ class Pipeline(Generic[ModuleT]):
     def _manifest(self) -> list[str]:
         digest = hashlib.sha256(format_schedule(self._lists).encode()).hexdigest()[:12]
         options = self._options
-        replicas = None if options.replicas is None else options.replicas.world_size
         return [
             f"num_microbatches={options.num_microbatches}",
             f"schedule={self._name} of {self.num_stages} stages (digest {digest})",
             f"seed={options.seed}",
-            f"replicas={replicas}, average={options.op.name.lower()}",
+            f"average={options.op.name.lower()}",
             f"bucket_nbytes={options.bucket_nbytes}",
         ]

@@ -843,6 +843,25 @@ def test_replicas_that_differ_are_told_on_every_rank(
     assert len(set(on_ranks(4, on_rank))) == 1
 
 
+def test_replicas_that_one_rank_alone_is_given_are_told(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> BaseException | None:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            dp = None if backend.rank == 3 else grid.data
+            pipe = fd.Pipeline(nn.Linear(2, 2), grid.pipeline, 2, dp=dp)
+            try:
+                pipe.step(torch.zeros(6, 2), loss_fn=torch.sum)
+            except fd.DistributedError as error:
+                return error
+        return None
+
+    errors = on_ranks(4, body)
+    for error in errors[:2]:
+        assert isinstance(error, fd.ChannelClosed)
+    for error in errors[2:]:
+        assert isinstance(error, fd.CollectiveMismatch)
+        assert "replicas=2 on rank 0; replicas=None on rank 1" in str(error)
+
+
 def with_buffer(buffer: Any) -> Any:
     module = nn.Linear(2, 2)
     module.register_buffer("mean", buffer)
