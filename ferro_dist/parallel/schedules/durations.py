@@ -58,15 +58,15 @@ class Durations:
         for key in ((stage, kind.value), (None, kind.value)):
             if key in self._times:
                 return self._times[key]
+        remedy = f"give {kind.value!r} for all stages or ({stage}, {kind.value!r}) for this one"
         if kind is ActionKind.BACKWARD:
             halves = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-            return sum(self._find(stage, half) for half in halves)
+            if all(self.has(stage, half) for half in halves):
+                return sum(self._find(stage, half) for half in halves)
+            remedy += ", or both 'I' and 'W'"
         if kind is ActionKind.REDUCE:
             return 0.0
-        raise ValueError(
-            f"durations lack {kind.value} on stage {stage}: give {kind.value!r} for all "
-            f"stages or ({stage}, {kind.value!r}) for this one."
-        )
+        raise ValueError(f"durations lack {kind.value} on stage {stage}: {remedy}.")
 
 
 def _checked_key(key: object) -> tuple[int | None, str]:

@@ -51,7 +51,7 @@ def validate(
         It is not. The error names rank, position and action of the first fault.
     """
     lists = parse_schedule(schedule)
-    if num_ranks not in (None, len(lists)):
+    if num_ranks is not None and check_count("num_ranks", num_ranks) != len(lists):
         raise InvalidSchedule(f"The schedule is for {len(lists)} ranks, not for {num_ranks}.")
     dependencies = check_content(lists, num_microbatches, phase)
     run = OrderedRun(lists, dependencies.of_unbuffered)

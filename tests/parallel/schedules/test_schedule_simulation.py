@@ -104,7 +104,8 @@ def test_the_slowest_stage_holds_up_the_others() -> None:
 
 
 BAD_DURATIONS: list[tuple[Any, type[Exception], str]] = [
-    ({"F": 1}, ValueError, "lack I on stage 1"),
+    ({"F": 1}, ValueError, r"lack B on stage 1: give 'B' .*, or both 'I' and 'W'\.$"),
+    ({"F": 1, "I": 1}, ValueError, "lack B on stage 1"),
     ({}, ValueError, "lack F on stage 0"),
     ({(0, "F"): 1, "B": 1}, ValueError, r"'F' for all stages or \(1, 'F'\)"),
     ({"F": -1, "B": 1}, ValueError, "must be finite and not negative"),

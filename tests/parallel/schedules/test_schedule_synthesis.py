@@ -216,8 +216,8 @@ def test_the_same_arguments_make_the_same_schedule() -> None:
         ({"memory_cap": 10**400}, "memory_cap must be finite"),
         ({"memory": [1]}, "memory must be one number, or 2"),
         ({"latency": [1, 2]}, "latency must be one number, or 1"),
-        ({"durations": {"F": 1}}, "lack I on stage 0"),
-        ({"durations": {"F": 1, "I": 1}}, "lack W on stage 0"),
+        ({"durations": {"F": 1}}, "lack B on stage 0"),
+        ({"durations": {"F": 1, "I": 1}}, "lack B on stage 0"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:

@@ -161,6 +161,8 @@ def test_numbers_of_ranks_and_microbatches_may_be_demanded() -> None:
     validate(lists, num_ranks=2, num_microbatches=1)
     with pytest.raises(InvalidSchedule, match="for 2 ranks, not for 4"):
         validate(lists, num_ranks=4)
+    with pytest.raises(ValueError, match="num_ranks must be an integer of at least 1, not '2'"):
+        validate(lists, num_ranks="2")  # type: ignore[arg-type]
     with pytest.raises(InvalidSchedule, match="lacks 0F1"):
         validate(lists, num_microbatches=2)
     with pytest.raises(InvalidSchedule, match="microbatch 0 is the last"):
