@@ -92,21 +92,24 @@ class Pipeline(Generic[ModuleT]):
         ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"zb_h1"``, ``"zb_v"``, or a schedule of
         your own: see `ferro_dist.parallel.schedules.parse_schedule`.
     dp : Backend, optional
-        The group of this rank's replicas in other pipelines, see `RankGrid`. They start with
-        the same weights, gradients and loss are averaged over them, and all of them make the same
-        calls, `eval` and `plan` as well.
+        The group of this rank's replicas in other pipelines, see `RankGrid`. The first call gives
+        them all the weights of the first, gradients and loss are averaged over them, and all of
+        them make the same calls, `eval` and `plan` as well.
     average : {"mean", "sum"}, default "mean"
         How the gradients and losses of replicas are combined.
     tied : mapping of str to parameter, optional
         Weights shared by several ranks, under the same name on each of them. A parameter is given
-        as itself, or by the name that its stage has for it.
+        as itself, or by the name that its stage has for it. The first call gives it the value that
+        it has on the lowest of these ranks; all get the sum of its gradients.
     checkpoint : bool or sequence of int, default False
         Whether all stages, or which of them, keep only their input, and run forward again before
         backward; until then their weights must stay as they are. The last stage runs `loss_fn`
         again, too: what that counts, it counts twice. Forward is run again just once, even if the
         schedule divides backwards, as zero bubble does. Not so torch.utils.checkpoint inside a
         stage: if backwards are divided, it runs its part again for each layer in it, and its
-        selective contexts, which allow a single backward, raise.
+        selective contexts, which allow a single backward, raise. The second forward draws the same
+        random numbers as the first, but others from a generator of the stage's own, or of Python
+        or NumPy: the gradients would not be those of the loss.
     seed : int or None, default 0
         The random numbers of each forward depend on this, the step, the stage and the microbatch,
         which is numbered across all replicas (`microbatch_seed`). With None, torch modules draw
