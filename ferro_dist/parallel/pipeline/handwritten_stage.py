@@ -13,7 +13,7 @@ A module is an object with
     Adds to the weights' gradients.
 ``parameters()`` and ``grads()``, for ``dp=`` and ``tied=``
     A dict of name to array, each; the same arrays at each call. On a GPU ``parameters()`` also
-    tells where the stage works. Otherwise it does not matter what they return.
+    tells where the stage works. Otherwise it does not matter what is in them.
 
 and if its backward can be divided for zero-bubble schedules,
 
@@ -33,7 +33,7 @@ import copy
 import math
 import numbers
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -134,7 +134,30 @@ class HandwrittenStage(Stage):
         return self._named("parameters")
 
     def gradient_owner(self, name: str) -> object:
-        return self._named("grads")[name]
+        gradients = self._named("grads")
+        if name not in gradients:
+            raise self._lack_of_gradient(name)
+        return gradients[name]
+
+    def check_lasting(self, names: Iterable[str]) -> None:
+        names = list(names)
+        for method in ("parameters", "grads"):
+            # Both are kept: an array that was freed might leave its address to the next one.
+            arrays, again = self._named(method), self._named(method)
+            for name in names:
+                if name not in arrays:
+                    raise self._lack_of_gradient(name)
+                if _address(arrays[name]) != _address(again[name]):
+                    raise ValueError(
+                        f"Pipeline: {method}() of stage {self.number} makes a new array for "
+                        f"{name!r} at each call, where the values of other ranks would be lost. "
+                        "Return the arrays that the stage works with"
+                    )
+
+    def _lack_of_gradient(self, name: str) -> ValueError:
+        return ValueError(
+            f"Pipeline: grads() of stage {self.number} lacks {name!r}, which parameters() has"
+        )
 
     def check_shareable(self, what: str, array: Array) -> None:
         if _view_of(array).is_readonly:
@@ -219,7 +242,14 @@ class HandwrittenStage(Stage):
         arrays = getattr(self.module, method)()
         if isinstance(arrays, Mapping):
             return dict(arrays)
-        return {str(position): array for position, array in enumerate(in_order(arrays))}
+        try:
+            listed = iter(in_order(arrays))
+        except TypeError:
+            raise TypeError(
+                f"Pipeline: {method}() of {type(self.module).__qualname__} must return a dict or "
+                f"list of arrays, not {type(arrays).__qualname__}"
+            ) from None
+        return {str(position): array for position, array in enumerate(listed)}
 
     def _run_forward(self, given: ForwardInput) -> tuple[Parcel, _Saved]:
         parcel, seed, loss_of = given
@@ -288,6 +318,12 @@ class HandwrittenStage(Stage):
 def _copy(array: Array) -> Array:
     copied: Array = array.copy() if hasattr(array, "copy") else interop.copy(array)
     return copied
+
+
+def _address(array: Array) -> int | None:
+    """Return where an array lies, strided or not; None if it is empty, and lies nowhere."""
+    view = interop.as_view(array)
+    return view.address if view.count else None
 
 
 def _view_of(array: Array) -> interop.BufferView:

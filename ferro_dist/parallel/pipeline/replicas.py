@@ -29,6 +29,7 @@ def describe_state(stages: Mapping[int, Stage]) -> list[str]:
     """
     lines = []
     for number, stage in stages.items():
+        stage.check_lasting(stage.parameters())
         for name, array in {**stage.parameters(), **stage.buffers()}.items():
             stage.check_shareable(f"{name!r} of stage {number}", array)
             lines.append(f"{name!r} of stage {number}: {stage.describe(array)}")

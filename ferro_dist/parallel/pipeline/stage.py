@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import inspect
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from ferro_dist import interop
@@ -252,6 +252,10 @@ class Stage(abc.ABC):
 
         `what` names it: ``"'weight' of stage 0"``.
         """
+        return
+
+    def check_lasting(self, names: Iterable[str]) -> None:
+        """Raise ValueError unless what is written to some weights and their gradients stays."""
         return
 
     @abc.abstractmethod

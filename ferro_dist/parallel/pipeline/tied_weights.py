@@ -55,6 +55,7 @@ def find_tied_weights(
                 f"Pipeline: tied weights {other!r} and {key!r} are one parameter on this rank. "
                 "Give it one name, the same on all ranks that have it"
             )
+        weight.stage.check_lasting([weight.name])
         weight.stage.check_shareable(f"tied weight {key!r}", weight.value)
         found[key] = TiedWeight(weight, str(weight.stage.describe(weight.value)))
     return found

@@ -458,6 +458,38 @@ def test_gradients_may_be_views_of_a_moment(on_ranks: OnRanks) -> None:
     on_ranks(4, body)
 
 
+def copies(arrays: dict[str, Array]) -> dict[str, Array]:
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "words"),
+    [
+        ("grads", copies, "makes a new array for '.*' at each call, where"),
+        ("parameters", copies, "makes a new array for '.*' at each call, where"),
+        ("grads", lambda _: {}, "^Pipeline: grads.. of stage 0 lacks 'weight'"),
+        ("grads", lambda _: None, "^Pipeline: grads.. of Odd must return .* not NoneType"),
+    ],
+)
+@pytest.mark.parametrize("use", ["tied", "dp"])
+def test_arrays_that_cannot_be_written_to_are_told_on_every_rank(
+    on_ranks: OnRanks, use: str, method: str, returned: Callable[[Any], Any], words: str
+) -> None:
+    whole = getattr(Layer, method)
+    kind = type("Odd", (Layer,), {method: lambda self: returned(whole(self))})
+
+    def body(backend: Any) -> str:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            options: Any = {"dp": grid.data} if use == "dp" else {"tied": {"w": "weight"}}
+            layer = kind(0) if grid.pipeline.rank == 0 else Layer(0)
+            pipe = fd.Pipeline(layer, grid.pipeline, 2, **options)
+            with pytest.raises((TypeError, ValueError), match=words) as caught:
+                pipe.step(*batch(4), square)
+            return str(caught.value)
+
+    assert len(set(on_ranks(4, body))) == 1
+
+
 class Many:
     """A stage of weights that count nothing; it counts how often it is asked for gradients."""
 
