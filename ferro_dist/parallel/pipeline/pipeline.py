@@ -93,8 +93,9 @@ class Pipeline(Generic[ModuleT]):
         your own: see `ferro_dist.parallel.schedules.parse_schedule`.
     dp : Backend, optional
         The group of this rank's replicas in other pipelines, see `RankGrid`. The first call gives
-        them all the weights of the first, gradients and loss are averaged over them, and all of
-        them make the same calls, `eval` and `plan` as well.
+        them all the weights and buffers of the first, gradients and loss are averaged over them,
+        and all of them make the same calls, `eval` and `plan` as well. From then on buffers are
+        each replica's own: `convert_sync_batchnorm` makes those of BatchNorm equal.
     average : {"mean", "sum"}, default "mean"
         How the gradients and losses of replicas are combined.
     tied : mapping of str to parameter, optional
