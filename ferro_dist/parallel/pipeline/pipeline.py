@@ -81,8 +81,9 @@ class Pipeline(Generic[ModuleT]):
     ----------
     module : torch.nn.Module, JaxStage, or object with forward and backward
         This rank's stage; its only argument is what the previous stage returns. A list (or
-        ModuleList) of stages, in order, if the schedule has several on each rank. What each kind
-        must have: `ferro_dist.integrations.jax.stage.JaxStage` for functions of JAX,
+        ModuleList) of stages, in order, if the schedule has several on each rank;
+        `ferro_dist.parallel.schedules.placement_for` tells which. What each kind must have:
+        `ferro_dist.integrations.jax.stage.JaxStage` for functions of JAX,
         `ferro_dist.parallel.pipeline.handwritten_stage` for NumPy and CuPy.
     backend : Backend
         The pipeline's group, of two ranks or more; closing it is left to the caller.
@@ -190,6 +191,13 @@ class Pipeline(Generic[ModuleT]):
     ...     loss = pipe.step(x, target=y, loss_fn=loss_fn)
     ...     optimizer.step()
     ...     optimizer.zero_grad()
+
+    Several stages on each rank:
+
+    >>> placement = placement_for("zb_v", backend.world_size)
+    >>> stages = split_sequential(model, len(placement))
+    >>> own = [stage for stage, rank in zip(stages, placement) if rank == backend.rank]
+    >>> pipe = Pipeline(own, backend, num_microbatches=8, schedule="zb_v")
     """
 
     def __init__(
