@@ -54,6 +54,7 @@ __all__ = [
     "dtype_name",
     "empty_beside",
     "is_on_gpu",
+    "is_same_memory",
     "jax_full_width",
     "jax_place",
     "lasting",
@@ -104,6 +105,12 @@ def content_of(x: Array) -> bytes:
         copy_async(host.ctypes.data, view.address, view.nbytes, stream)
         stream.synchronize()
     return host.tobytes()
+
+
+def is_same_memory(x: Array, y: Array) -> bool:
+    """Whether two arrays of one shape begin at the same place, or have no elements to write to."""
+    one, other = as_view(x), as_view(y)
+    return one.address == other.address or not one.count
 
 
 def is_on_gpu(x: Array) -> bool:

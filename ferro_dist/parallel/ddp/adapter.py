@@ -49,13 +49,20 @@ class ModuleAdapter:
         self.is_collection = isinstance(module, (Mapping, list, tuple))
         if not self.is_collection:
             _check_has_methods(module)
-        self.specs = {
-            name: _spec_of(name, array)
-            for name, array in _named("parameter", self._parameters()).items()
-        }
-        self.devices = {name: _device_of(array) for name, array in self.parameters().items()}
+        arrays = _named("parameter", self._parameters())
+        self.specs = {name: _spec_of(name, array) for name, array in arrays.items()}
+        again = self.parameters()
+        self.devices = {name: _device_of(array) for name, array in again.items()}
         if not self.specs:
             raise ValueError(f"DDP: {type(module).__name__} has no parameters")
+        # `arrays` is kept until here: freed, it might leave its addresses to the next ones.
+        for name, array in arrays.items():
+            if not interop.is_same_memory(array, again[name]):
+                raise ValueError(
+                    f"DDP: parameters() makes a new array for {name!r} at each call, where the "
+                    "values of other ranks would be lost. Return the arrays that the module works "
+                    "with"
+                )
 
     @property
     def example_on_gpu(self) -> Any:

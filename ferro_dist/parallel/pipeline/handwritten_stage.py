@@ -147,7 +147,7 @@ class HandwrittenStage(Stage):
             for name in names:
                 if name not in arrays:
                     raise self._lack_of_gradient(name)
-                if _address(arrays[name]) != _address(again[name]):
+                if not interop.is_same_memory(arrays[name], again[name]):
                     raise ValueError(
                         f"Pipeline: {method}() of stage {self.number} makes a new array for "
                         f"{name!r} at each call, where the values of other ranks would be lost. "
@@ -318,12 +318,6 @@ class HandwrittenStage(Stage):
 def _copy(array: Array) -> Array:
     copied: Array = array.copy() if hasattr(array, "copy") else interop.copy(array)
     return copied
-
-
-def _address(array: Array) -> int | None:
-    """Return where an array lies, strided or not; None if it is empty, and lies nowhere."""
-    view = interop.as_view(array)
-    return view.address if view.count else None
 
 
 def _view_of(array: Array) -> interop.BufferView:

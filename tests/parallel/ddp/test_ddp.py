@@ -379,6 +379,18 @@ def test_construction_gives_all_ranks_the_parameters_of_root(on_ranks: OnRanks, 
             assert_array_equal(weights[name], weight)
 
 
+def test_parameters_that_are_copies_are_told(on_ranks: OnRanks) -> None:
+    class Copies(Linear):
+        def parameters(self) -> dict[str, Array]:
+            return {name: weight.copy() for name, weight in self.weights.items()}
+
+    def body(backend: Any) -> None:
+        with pytest.raises(ValueError, match=r"makes a new array for 'w.*' at each call"):
+            fd.DDP(Copies(seed=backend.rank), backend)
+
+    on_ranks(2, body)
+
+
 def test_broadcast_parameters_overwrites_them_in_place(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> tuple[Array, Array]:
         contiguous, transposed = np.zeros((2, 3)), np.zeros((3, 2)).T
