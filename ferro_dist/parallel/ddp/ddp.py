@@ -362,6 +362,8 @@ class DDP(Generic[ModuleT], Wrapper):  # noqa: PYI059 - nothing can follow objec
             `ShardedOptimizer`; or a layer is a `SyncBatchNorm` in training, which waits for all
             ranks. Nothing was sent. Or, at the end of the block and on all ranks, its
             state holds something other than tensors and plain values. The group stays usable.
+        RuntimeError
+            The block is inside another of the same wrapper. Nothing was sent.
         CollectiveMismatch
             The optimizers of the ranks differ. The group stays usable.
         """

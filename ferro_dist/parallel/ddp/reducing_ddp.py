@@ -45,6 +45,9 @@ class ReducingDDP(DDP[ModuleT], Generic[ModuleT]):
 
     @contextlib.contextmanager
     def join(self, *optimizers: Any) -> Iterator[None]:
+        if self._reducer.ranks_may_leave:
+            # Once the inner block had ended, nothing could tell the outer one that all are done.
+            raise RuntimeError("DDP.join: this is inside a block of join() already. Leave one out.")
         lines = self._lines_of_optimizers(optimizers)
         agree_on_manifest(lines, self._backend, op="DDP.join")
         self._reducer.ranks_may_leave, self._last_present = True, ()

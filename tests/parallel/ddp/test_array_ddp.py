@@ -338,6 +338,20 @@ def test_a_block_of_join_without_any_data_ends(on_ranks: OnRanks) -> None:
     on_ranks(3, body)
 
 
+def test_a_block_of_join_inside_another_is_refused(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        ddp = fd.DDP(Layers(), backend)
+        with ddp.join():
+            with pytest.raises(RuntimeError, match="inside a block of join"), ddp.join():
+                pass
+            for _ in range(backend.rank):
+                ddp.module.fill(backend.rank)
+                ddp.sync_gradients()
+        return ddp.gradients["a.weight"][0]
+
+    assert on_ranks(2, body) == [0, 0.5]
+
+
 def test_parameters_that_differ_in_a_bit_are_found(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> str:
         ddp = fd.DDP(Layers(), backend)
