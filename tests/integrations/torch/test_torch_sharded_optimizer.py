@@ -567,6 +567,27 @@ def test_ranks_that_disagree_are_told(on_ranks: OnRanks) -> None:
         q = torch.nn.Parameter(torch.ones(2))
         with pytest.raises(fd.CollectiveMismatch, match="'lr': 2"):
             fd.ShardedOptimizer([q], torch.optim.SGD, backend, lr=1.0 + backend.rank)
+        rate = torch.tensor(1.0 + backend.rank)
+        with pytest.raises(fd.CollectiveMismatch, match="'lr': 2"):
+            fd.ShardedOptimizer([q], torch.optim.SGD, backend, lr=rate)
+
+    on_ranks(2, body)
+
+
+class Decaying(SGD):
+    """Takes a function among its options."""
+
+    def __init__(self, params: Any, lr: float, decay: Callable[[float], float]) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["decay"] = decay
+
+
+def test_a_function_may_lie_elsewhere_on_each_rank(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        p = torch.nn.Parameter(torch.ones(2))
+        optimizer = fd.ShardedOptimizer([p], Decaying, backend, lr=1.0, decay=lambda x: x / 2)
+        assert optimizer.param_groups[0]["decay"](4.0) == 2.0
 
     on_ranks(2, body)
 
@@ -613,11 +634,17 @@ def test_parameters_that_the_optimizer_refuses_are_not_added(on_ranks: OnRanks) 
 def test_parameters_that_one_rank_refuses_are_noticed_in_the_next_step(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
-        optimizer = fd.ShardedOptimizer([p], Choosy, backend, lr=1.0)
         is_refused = backend.rank == 1
-        momentum = torch.tensor(-1.0 if is_refused else 0.0)  # ranks do not compare tensors
+
+        class ChoosyOnOneRank(Choosy):
+            def add_param_group(self, param_group: Any) -> None:
+                # What ranks compare is the same on all.
+                momentum = -1.0 if is_refused and self.param_groups else 0.0
+                super().add_param_group({**param_group, "momentum": momentum})
+
+        optimizer = fd.ShardedOptimizer([p], ChoosyOnOneRank, backend, lr=1.0)
         with pytest.raises(ValueError, match="choosy") if is_refused else contextlib.nullcontext():
-            optimizer.add_param_group({"params": [q], "momentum": momentum})
+            optimizer.add_param_group({"params": [q]})
         with pytest.raises(fd.CollectiveMismatch):
             optimizer.step()
 
@@ -638,6 +665,10 @@ def test_what_cannot_be_divided_is_refused(on_ranks: OnRanks) -> None:
                 fd.ShardedOptimizer(
                     [p], torch.optim.SGD, backend, average=cast(Any, average), lr=1.0
                 )
+        with pytest.raises(ValueError, match="divides_parameters must be True, False or None"):
+            fd.ShardedOptimizer(
+                [p], torch.optim.SGD, backend, divides_parameters=cast(Any, "x"), lr=1.0
+            )
         with pytest.raises(ValueError, match="learning rate"):
             fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=-1.0)
         optimizer = fd.ShardedOptimizer([p], torch.optim.SGD, backend, lr=1.0)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -152,9 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_group("ShardedOptimizer", backend)
         self._op = _reduce_op(average)
         self._backend = backend
-        if divides_parameters is None:
-            divides_parameters = optimizer_class in _ELEMENTWISE
-        self._divides_parameters = divides_parameters
+        self._divides_parameters = _divides(optimizer_class, divides_parameters)
         self._shards: list[Shard] = []
         self._inner: Any = None
         self._tag = 0
@@ -164,7 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(in_order(params), {})
         self._check_parameters(self.param_groups)
         # Its own errors, for instance about options, come before anything is sent.
-        stand_ins = _stand_ins(self.param_groups, divides_parameters)
+        stand_ins = _stand_ins(self.param_groups, self._divides_parameters)
         resolved = optimizer_class(stand_ins, **options)
         _pass_options(resolved.param_groups, self.param_groups)
         self.defaults = dict(resolved.defaults)
@@ -583,6 +582,17 @@ def _reduce_op(average: str | None) -> ReduceOp | None:
     return REDUCE_OPS[average]
 
 
+def _divides(optimizer_class: type, divides_parameters: bool | None) -> bool:
+    if divides_parameters is None:
+        return optimizer_class in _ELEMENTWISE
+    if divides_parameters not in (True, False):
+        raise ValueError(
+            "ShardedOptimizer: divides_parameters must be True, False or None, not "
+            f"{divides_parameters!r}"
+        )
+    return bool(divides_parameters)
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -625,10 +635,16 @@ def _manifest(
 ) -> list[str]:
     lines = [f"{optimizer_class.__name__}, average {op!r}, divided parameters {divides_parameters}"]
     for number, group in enumerate(groups):
-        options = {k: v for k, v in _options(group).items() if not isinstance(v, torch.Tensor)}
-        lines.append(f"group {number} with {options}")
+        options = ", ".join(f"{k!r}: {_text_of(v)}" for k, v in _options(group).items())
+        lines.append(f"group {number} with {{{options}}}")
         lines += [f"parameter {i} {_spec(p)}" for i, p in enumerate(group["params"])]
     return lines
+
+
+def _text_of(option: Any) -> str:
+    """Return what is equal on all ranks: the value, not where it lies in memory."""
+    value = option.tolist() if isinstance(option, torch.Tensor) else option
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _spec(p: Tensor) -> str:
