@@ -296,6 +296,40 @@ def test_state_goes_to_a_plain_optimizer_and_back(on_ranks: OnRanks, kind: str) 
     assert_same(on_ranks(2, resume)[0], weights(train_plain(kind)[0]))
 
 
+def test_a_state_that_differs_between_ranks_is_not_loaded(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        p = torch.nn.Parameter(torch.ones(3))
+        optimizer = fd.ShardedOptimizer([p], torch.optim.Adam, backend, lr=1.0)
+
+        def saved() -> Any:
+            p.grad = torch.ones(3)
+            optimizer.step()
+            optimizer.consolidate_state_dict(None)
+            return optimizer.state_dict()
+
+        states = [saved(), saved()]
+        with pytest.raises(fd.CollectiveMismatch, match=r"'step': 2.*\nLoad the same state"):
+            optimizer.load_state_dict(states[backend.rank])
+        empty = {**states[0], "state": {}}
+        with pytest.raises(fd.CollectiveMismatch, match=r"with state {} on rank 1\."):
+            optimizer.load_state_dict([states[0], empty][backend.rank])
+        assert saved()["state"][0]["step"] == 3
+
+    on_ranks(2, body)
+
+
+def test_a_state_that_one_rank_alone_loads_is_noticed(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> None:
+        p = torch.nn.Parameter(torch.ones(3))
+        optimizer = fd.ShardedOptimizer([p], torch.optim.Adam, backend, lr=1.0)
+        optimizer.consolidate_state_dict(None)
+        state = optimizer.state_dict()
+        with pytest.raises(fd.CollectiveMismatch):
+            optimizer.step() if backend.rank else optimizer.load_state_dict(state)
+
+    on_ranks(2, body)
+
+
 def test_state_is_brought_together_on_demand_alone(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> None:
         net, optimizer = train_sharded(backend, "adamw", steps=1)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +28,11 @@ import torch
 from ferro_dist.arguments import check_root, in_order
 from ferro_dist.collective import allreduce
 from ferro_dist.integrations.torch.gradient import dtype_of_gradient
+from ferro_dist.integrations.torch.sharded_optimizer.manifest import (
+    lines_of,
+    lines_of_saved,
+    options_of,
+)
 from ferro_dist.integrations.torch.sharded_optimizer.shard import Shard
 from ferro_dist.integrations.torch.sharded_optimizer.state import (
     cut_state,
@@ -51,6 +55,8 @@ if TYPE_CHECKING:
 __all__ = ["ShardedOptimizer"]
 
 Tensor = Any
+
+LOAD_THE_SAME = "Load the same state on every {member}."
 
 # What these do to an element depends on that element alone. Matched by exact class: a subclass may
 # look at more.
@@ -113,6 +119,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Every rank must call `step`, `clip_grad_norm_` and `consolidate_state_dict` as often as the
     others. A gradient that is None counts as zeros; if all ranks lack it, the parameter is not
     stepped.
+
+    Options must stay equal on all ranks: a scheduler that looks at a loss, as ``ReduceLROnPlateau``
+    does, is given the average over the ranks.
 
     Each share of the state exists only on its owner: if a rank is lost, go on from a checkpoint. An
     exception on a single rank, in a step or its closure, ends the group, as the others would wait
@@ -326,6 +335,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ----------
         state_dict : dict
             Of a `ShardedOptimizer` over any number of ranks, or of `optimizer_class` alone.
+
+        Raises
+        ------
+        ValueError
+            The state is of other parameters. Nothing is loaded; the group stays usable.
+        CollectiveMismatch
+            The ranks load different options or counts of steps, or state for different parameters.
+            None is loaded; the group stays usable.
         """
         state = self._load_options(state_dict)
         inner = self._inner.state_dict()
@@ -363,7 +380,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _shard(self, groups: list[dict[str, Any]]) -> None:
         """Divide the parameters of some groups, and give the wrapped optimizer its share."""
         tag = agree_on_manifest(
-            _manifest(groups, self._new_inner.func, self._op, self._divides_parameters),
+            lines_of(groups, self._new_inner.func, self._op, self._divides_parameters),
             self._backend,
             op="ShardedOptimizer",
         )
@@ -373,7 +390,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owned.setdefault(id(p), []).append(elements)
         shares = [
             {
-                **_options(group),
+                **options_of(group),
                 "params": [each for p in group["params"] for each in owned.get(id(p), [])],
             }
             for group in groups
@@ -527,6 +544,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def put_aside(_: Any, given: dict[str, Any]) -> dict[str, Any]:
             saved.update(given)
+            op = "ShardedOptimizer.load_state_dict"
+            agree_on_manifest(lines_of_saved(given), self._backend, op, remedy=LOAD_THE_SAME)
             return {**given, "state": {}}
 
         # After the user's own hooks, which may rename what was saved.
@@ -593,13 +612,9 @@ def _divides(optimizer_class: type, divides_parameters: bool | None) -> bool:
     return bool(divides_parameters)
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     for given, taking in zip(source, target, strict=True):
-        taking.update(_options(given))
+        taking.update(options_of(given))
 
 
 def _stand_ins(groups: list[dict[str, Any]], divides_parameters: bool) -> list[dict[str, Any]]:
@@ -624,30 +639,4 @@ def _stand_ins(groups: list[dict[str, Any]], divides_parameters: bool) -> list[d
         shape = shape_of(p)
         return memory[p.dtype, p.device][: math.prod(shape)].view(shape)
 
-    return [{**_options(group), "params": list(map(stand_in, group["params"]))} for group in groups]
-
-
-def _manifest(
-    groups: Iterable[Mapping[str, Any]],
-    optimizer_class: Any,
-    op: ReduceOp | None,
-    divides_parameters: bool,
-) -> list[str]:
-    lines = [f"{optimizer_class.__name__}, average {op!r}, divided parameters {divides_parameters}"]
-    for number, group in enumerate(groups):
-        options = ", ".join(f"{k!r}: {_text_of(v)}" for k, v in _options(group).items())
-        lines.append(f"group {number} with {{{options}}}")
-        lines += [f"parameter {i} {_spec(p)}" for i, p in enumerate(group["params"])]
-    return lines
-
-
-def _text_of(option: Any) -> str:
-    """Return what is equal on all ranks: the value, not where it lies in memory."""
-    value = option.tolist() if isinstance(option, torch.Tensor) else option
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def _spec(p: Tensor) -> str:
-    dtype, of_gradient = (str(d).removeprefix("torch.") for d in (p.dtype, dtype_of_gradient(p)))
-    gradient = f", gradient {of_gradient}" if of_gradient != dtype else ""
-    return f"{dtype} {tuple(p.shape)} on {p.device.type}{gradient}"
+    return [{**options_of(each), "params": list(map(stand_in, each["params"]))} for each in groups]
