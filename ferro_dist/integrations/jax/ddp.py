@@ -114,6 +114,9 @@ class JaxDDP(DDP[Any]):
         average of each bucket is under way while the rest of backward runs. On every rank the loss
         must depend on some of them: if not, JAX runs no backward here, and the other ranks wait.
 
+        A program on several devices of a rank gives the averages to the first of them. Use them in
+        the same program: outside of it, JAX cannot combine them with arrays on all of the devices.
+
         Parameters
         ----------
         params : pytree
