@@ -56,7 +56,7 @@ __all__ = ["ShardedOptimizer"]
 
 Tensor = Any
 
-LOAD_THE_SAME = "Load the same state on every {member}."
+_LOAD_THE_SAME = "Load the same state on every {member}."
 
 # What these do to an element depends on that element alone. Matched by exact class: a subclass may
 # look at more.
@@ -545,7 +545,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def put_aside(_: Any, given: dict[str, Any]) -> dict[str, Any]:
             saved.update(given)
             op = "ShardedOptimizer.load_state_dict"
-            agree_on_manifest(lines_of_saved(given), self._backend, op, remedy=LOAD_THE_SAME)
+            agree_on_manifest(lines_of_saved(given), self._backend, op, remedy=_LOAD_THE_SAME)
             return {**given, "state": {}}
 
         # After the user's own hooks, which may rename what was saved.
