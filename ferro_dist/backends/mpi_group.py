@@ -58,7 +58,10 @@ class MpiGroup(Backend):
         self._agreement = Agreement(mpi, comm, self._requests)
         self._messages = Messages(mpi, messages, self._agreement, self._requests)
         self._operands = Operands(mpi, self._rank, self._world_size)
-        self._progress = Progress(self._rank, self._translate, self._listen, self._announce)
+        own_errors = (DistributedError, MemoryError, mpi.Exception)
+        self._progress = Progress(
+            self._rank, own_errors, self._translate, self._listen, self._announce
+        )
         self._is_closed = False
         free_left_groups()
         close_at_exit(self)
@@ -198,9 +201,11 @@ class MpiGroup(Backend):
             for call in calls:
                 call.start_clock()
             return work.result()
-        except (KeyboardInterrupt, SystemExit) as error:
-            # The calls go on in MPI, but nobody would ever learn of their end.
-            self._progress.poison(self._interruption(op, error))
+        except BaseException as error:
+            if not (isinstance(error, DistributedError) and all(call.is_done for call in calls)):
+                # Ctrl-C, or what another signal handler raises. The calls would go on in MPI and
+                # write to their arrays, and nobody would ever learn of their end.
+                self._progress.poison(self._interruption(op, error))
             raise
 
     def _check_open(self, op: str) -> None:
@@ -258,4 +263,4 @@ class MpiGroup(Backend):
 
 
 class _Interrupted(ChannelClosed):
-    """A call of this rank was ended by Ctrl-C."""
+    """A call of this rank was ended by Ctrl-C or another exception of a signal handler."""

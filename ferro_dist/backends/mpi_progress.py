@@ -93,8 +93,12 @@ class Call:
         """Return for how long it has been waited for."""
         return 0.0 if self._waited_since is None else time.monotonic() - self._waited_since
 
-    def advance(self) -> None:
-        """Do what can be done without waiting."""
+    def advance(self, own_errors: tuple[type[Exception], ...]) -> None:
+        """Do what can be done without waiting.
+
+        Of what is raised meanwhile, `own_errors` end the call, for whoever waits for it. Anything
+        else is passed on: it comes from a signal handler, as Ctrl-C does, and is the program's own.
+        """
         assert self._steps is not None
         if self._is_advancing:
             return  # a signal handler has interrupted it, and looks after the group
@@ -103,9 +107,9 @@ class Call:
             next(self._steps)
         except StopIteration as end:
             self._finish(end.value, None)
-        except Exception as error:
+        except own_errors as error:
             self._finish(None, error)
-        except BaseException as error:  # even Ctrl-C: the generator is dead all the same
+        except BaseException as error:  # the generator is dead all the same
             self._abandon(error)
             raise
         finally:
@@ -157,17 +161,32 @@ class Requests:
 
 
 class Progress:
-    """All calls of one group, and the error that ended it, if one did."""
+    """All calls of one group, and the error that ended it, if one did.
+
+    Parameters
+    ----------
+    rank : int
+    own_errors : tuple of type
+        What a call itself may raise; see `Call.advance`.
+    translate : callable
+        Makes an error of ferro_dist of what ended a call.
+    listen : callable
+        Takes in what peers report.
+    announce : callable
+        Tells the peers of an error that has ended the group here.
+    """
 
     def __init__(
         self,
         rank: int,
+        own_errors: tuple[type[Exception], ...],
         translate: Callable[[Call, BaseException], DistributedError],
         listen: Callable[[], None],
         announce: Callable[[BaseException], None],
     ) -> None:
         self.rank = rank
         self.global_ranks: tuple[int, ...] = ()  # none if they are range(world_size)
+        self._own_errors = own_errors
         self._translate = translate
         self._listen = listen
         self._announce = announce
@@ -250,7 +269,7 @@ class Progress:
         while calls:
             call = calls[0]
             if not call.is_done:
-                call.advance()
+                call.advance(self._own_errors)
             if not call.is_done:
                 return
             if not calls or calls[0] is not call:

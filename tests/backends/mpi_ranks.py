@@ -18,6 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -286,24 +287,43 @@ def control_c_ends_a_wait(group: Group) -> None:
     other.close()
 
 
+class Fed(Exception):
+    """What a signal handler of these tests raises: any exception ends a wait."""
+
+
 def control_c_ends_a_call_that_has_not_begun_to_wait(group: Group) -> None:
     """The others hear of it at once, not in the next call of the rank that was interrupted."""
+    _strike_and_hear(group, "reach", KeyboardInterrupt)
+
+
+def any_exception_of_a_handler_ends_a_wait(group: Group) -> None:
+    """Its caller gets it as it is, and no call goes on that nobody knows of."""
+    for where in ("reach", "_pause"):  # inside a step, and between two
+        _strike_and_hear(group, where, Fed)
+
+
+def _strike_and_hear(group: Group, where: str, kind: type[BaseException]) -> None:
+    """Raise in a call, as a signal handler does when the call enters a function of this name."""
     other = clone(group)
     if group.rank == 0:
-        sys.setprofile(_interrupt_the_first_step)
-        raised(KeyboardInterrupt, fd.barrier, other)
+        sys.setprofile(partial(_strike, where, kind))
+        raised(kind, fd.allreduce, np.ones(1), other)
+        assert kind.__name__ in str(raised(LockPoisoned, fd.barrier, other))
+        fd.barrier(group)
     else:
-        error = raised(ChannelClosed, fd.barrier, other)
+        fd.barrier(group)  # rank 0 finds nobody, and waits
+        error = raised(ChannelClosed, fd.allreduce, np.ones(1), other)
         assert error.peer == 0
         assert "rank 0 was interrupted" in str(error)
-    fd.barrier(group)
     other.close()
 
 
-def _interrupt_the_first_step(frame: FrameType, event: str, _argument: object) -> None:
-    if (event, frame.f_code.co_name) == ("call", "reach"):
+def _strike(
+    where: str, kind: type[BaseException], frame: FrameType, event: str, _argument: object
+) -> None:
+    if (event, frame.f_code.co_name) == ("call", where):
         sys.setprofile(None)
-        raise KeyboardInterrupt
+        raise kind
 
 
 def a_batch_names_who_left(group: Group) -> None:
