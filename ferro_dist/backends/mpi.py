@@ -14,7 +14,7 @@ from ferro_dist.backends.base import Array, P2POp
 from ferro_dist.backends.mpi_agreement import Fingerprint
 from ferro_dist.backends.mpi_assembly import duplicate
 from ferro_dist.backends.mpi_group import MpiGroup
-from ferro_dist.backends.mpi_library import intracomm, load_mpi
+from ferro_dist.backends.mpi_library import claim_mpi, intracomm
 from ferro_dist.backends.mpi_memory import (
     Numbers,
     Source,
@@ -67,6 +67,8 @@ class MpiBackend(MpiGroup):
         mpi4py or an MPI library is missing.
     Timeout
         Not all ranks of `comm` made their backends in time; MPI does not tell which.
+    LockPoisoned
+        This process was forked from one that has an MpiBackend.
     TypeError
         `comm` is no intracommunicator.
     """
@@ -74,7 +76,7 @@ class MpiBackend(MpiGroup):
     name = "mpi"
 
     def __init__(self, comm: Any = None, *, timeout: float = 300.0) -> None:
-        mpi = load_mpi()
+        mpi = claim_mpi()
         parent = mpi.COMM_WORLD if comm is None else intracomm(mpi, comm)
         timeout = arguments.check_timeout(timeout)
         deadline = Deadline(timeout)

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
-from ferro_dist.errors import BackendUnavailable
+from ferro_dist.errors import BackendUnavailable, LockPoisoned
 
-__all__ = ["intracomm", "load_mpi"]
+__all__ = ["claim_mpi", "intracomm", "load_mpi"]
+
+_owner_pid = 0  # of the process with groups; its forked children find MPI loaded, too
+
+
+def claim_mpi() -> Any:
+    """Load MPI for groups of this process.
+
+    Raises LockPoisoned in a child that was forked from one with groups: it would take the messages
+    of its parent.
+    """
+    global _owner_pid
+    if _owner_pid not in (0, os.getpid()):
+        raise LockPoisoned(
+            "MPI belongs to the parent process: a forked child cannot use it. Other groups can be "
+            "made there, such as a HostBackend.",
+            op="init",
+        )
+    mpi = load_mpi()
+    _owner_pid = os.getpid()
+    return mpi
 
 
 def load_mpi() -> Any:
