@@ -135,7 +135,9 @@ class Call:
     def value(self) -> Any:
         """Return the result of a call that has ended, or raise its error."""
         if self.error is not None:
-            raise self.error
+            # A copy: with each raise of one and the same, its traceback would grow by frames that
+            # keep the caller's arrays alive.
+            raise copy.copy(self.error)
         return self.result
 
 
@@ -284,6 +286,8 @@ class Progress:
             return
         if not isinstance(call.error, DistributedError):
             call.error = self._translate(call, call.error)
+        # Nor may it keep the frames of whoever drove the call: see `Call.value`.
+        call.error = call.error.with_traceback(None)
         # Sizes that do not fit are found before anything moves, or after all has moved.
         if not isinstance(call.error, SizeMismatch):
             self.poison(call.error)

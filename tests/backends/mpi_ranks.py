@@ -7,6 +7,7 @@ traceback, or null.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -239,7 +240,7 @@ def late_ranks_are_named_by_the_timeout(group: Group) -> None:
         assert error.missing == tuple(range(1, group.world_size))
         assert (error.op, error.rank, error.sequence) == ("allreduce", 0, 0)
         poisoned = raised(LockPoisoned, fd.barrier, other)
-        assert poisoned.__cause__ is error
+        assert str(poisoned.__cause__) == str(error)
         assert str(poisoned).splitlines()[1:] == ["Make a new group."]
     fd.barrier(group)
 
@@ -251,7 +252,7 @@ def a_call_behind_another_keeps_its_own_timeout(group: Group) -> None:
         error = raised(Timeout, fd.barrier, other, timeout=0.3)
         assert (error.op, error.sequence) == ("barrier", 1)
         assert error.missing == tuple(range(1, group.world_size))
-        assert raised(Timeout, work.wait) is error
+        assert str(raised(Timeout, work.wait)) == str(error)
     fd.barrier(group)
     other.close()
 
@@ -267,6 +268,24 @@ def a_failure_is_told_to_all_ranks(group: Group) -> None:
         assert "rank 0 gave up waiting for rank 1" in str(error)
     other.close()
     fd.barrier(group)
+
+
+def an_error_keeps_nothing_of_who_waited(group: Group) -> None:
+    other = clone(group)
+    if group.rank == 0:
+        work = fd.allreduce(np.ones(1), other, async_op=True, timeout=0.1)
+        kept = [_wait_in_vain(work) for _ in range(2)]
+        gc.collect()
+        assert [array() for array in kept] == [None, None]
+    fd.barrier(group)
+    other.close()
+
+
+def _wait_in_vain(work: Any) -> weakref.ref[Any]:
+    array = np.empty(1)
+    with contextlib.suppress(Timeout):
+        work.wait()
+    return weakref.ref(array)
 
 
 def control_c_ends_a_wait(group: Group) -> None:
@@ -338,7 +357,7 @@ def a_batch_names_who_left(group: Group) -> None:
         ops = [P2POp("send", x, 0), P2POp("recv", out, 0)]
         error = raised(ChannelClosed, fd.batch, ops, other)
         assert (error.op, error.peer) == ("batch", 0)
-        assert raised(LockPoisoned, fd.barrier, other).__cause__ is error
+        assert str(raised(LockPoisoned, fd.barrier, other).__cause__) == str(error)
     fd.barrier(group)
     other.close()
 

@@ -42,6 +42,7 @@ BETWEEN_RANKS = [
     "late_ranks_are_named_by_the_timeout",
     "a_call_behind_another_keeps_its_own_timeout",
     "a_failure_is_told_to_all_ranks",
+    "an_error_keeps_nothing_of_who_waited",
     "control_c_ends_a_wait",
     "control_c_ends_a_call_that_has_not_begun_to_wait",
     "any_exception_of_a_handler_ends_a_wait",
