@@ -390,14 +390,14 @@ class MpiBackend(MpiGroup):
     ) -> Work | None:
         call, _ = self._message("send", True, x, dst, timeout, tag)
         work = MpiWork(self._progress, call)
-        sent: Work | None = self._run("send", [call], work, async_op)
+        sent: Work | None = self._exchange("send", [call], work, async_op)
         return sent
 
     def recv(
         self, out: Array, src: int, async_op: bool, timeout: float | None, tag: int
     ) -> Array | Work:
         call, _ = self._message("recv", False, out, src, timeout, tag)
-        return self._run("recv", [call], MpiWork(self._progress, call), async_op)
+        return self._exchange("recv", [call], MpiWork(self._progress, call), async_op)
 
     def sendrecv(
         self,
@@ -430,7 +430,7 @@ class MpiBackend(MpiGroup):
 
     def _run_together(self, op: str, calls: list[Call], result: Any, async_op: bool) -> Any:
         works = [MpiWork(self._progress, call) for call in calls]
-        return self._run(op, calls, JointWork(works, result), async_op)
+        return self._exchange(op, calls, JointWork(works, result), async_op)
 
     def _message(
         self, op: str, is_send: bool, array: Array, peer: int, timeout: float | None, tag: int
@@ -440,11 +440,11 @@ class MpiBackend(MpiGroup):
         if is_send:
             source = self._operands.source(op, array)
             view = source.view
-            steps = partial(self._messages.send, op, source, peer, mpi_tag_of(view, tag))
+            steps = partial(self._messages.send, source, peer, mpi_tag_of(view, tag))
         else:
             view = self._operands.output_view(op, array)
             target = Target(array, view, None)
-            steps = partial(self._messages.recv, op, target, peer, mpi_tag_of(view, tag))
+            steps = partial(self._messages.recv, target, peer, mpi_tag_of(view, tag))
         return Call(op, (is_send, peer), steps, lambda: [peer], self._seconds(timeout)), view
 
 

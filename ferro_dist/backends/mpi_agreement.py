@@ -296,7 +296,7 @@ class Agreement:
             raise self._mismatch("all_to_all", difference, sender, receiver)
 
 
-def left_error(op: str, rank: int, peer: int, sequence: int | None = None) -> ChannelClosed:
+def left_error(op: str, rank: int, peer: int, sequence: int | None) -> ChannelClosed:
     """Make the error of a call that needs a peer which has closed the group."""
     label = op if sequence is None else f"{op} #{sequence}"
     return ChannelClosed(

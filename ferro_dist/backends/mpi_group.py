@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ class MpiGroup(Backend):
         self._world_size: int = comm.size
         self._timeout = timeout
         self._sequence = 0
+        self._message_numbers = itertools.count()  # which several threads may draw at once
         self._pid = os.getpid()
         self._requests = Requests()
         self._agreement = Agreement(mpi, comm, self._requests)
@@ -180,7 +182,7 @@ class MpiGroup(Backend):
         """Run `move` once all ranks have come with the same fingerprint."""
         sequence = self._sequence
 
-        def steps() -> Steps:
+        def steps(_call: Call) -> Steps:
             yield from self._agreement.reach(fingerprint, sequence)
             return (yield from move())
 
@@ -189,6 +191,13 @@ class MpiGroup(Backend):
         call = Call(fingerprint.op, _COLLECTIVES, steps, awaited, limit, sequence)
         self._sequence += 1
         return self._run(fingerprint.op, [call], MpiWork(self._progress, call), async_op)
+
+    def _exchange(self, op: str, calls: list[Call], work: Work, async_op: bool) -> Any:
+        """Run the messages of one call, which is counted apart from collectives."""
+        number = next(self._message_numbers)
+        for call in calls:
+            call.sequence = number
+        return self._run(op, calls, work, async_op)
 
     def _run(self, op: str, calls: list[Call], work: Work, async_op: bool) -> Any:
         """Run the calls that `work` waits for; return that, or its result unless `async_op`."""

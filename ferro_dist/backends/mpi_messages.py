@@ -10,7 +10,7 @@ from ferro_dist import arguments
 from ferro_dist.backends.mpi_agreement import Agreement, left_error
 from ferro_dist.backends.mpi_farewell import GOODBYE_TAG
 from ferro_dist.backends.mpi_memory import Source, Target, block_of
-from ferro_dist.backends.mpi_progress import Requests, Steps
+from ferro_dist.backends.mpi_progress import Call, Requests, Steps
 from ferro_dist.errors import SizeMismatch
 from ferro_dist.interop import BufferView, dtype_name, numpy_dtype
 
@@ -34,20 +34,20 @@ class Messages:
         self.departed: set[int] = set()
         """Peers whose goodbye, their last message, has been received here."""
 
-    def send(self, op: str, source: Source, peer: int, mpi_tag: int) -> Steps:
+    def send(self, source: Source, peer: int, mpi_tag: int, call: Call) -> Steps:
         if self._agreement.has_left(peer):
-            raise left_error(op, self._rank, peer)
+            raise left_error(call.op, self._rank, peer, call.sequence)
         with block_of(source.view.nbytes) as block:
             yield from self._requests.complete(
                 self._comm.Isend([source.octets, *block], peer, mpi_tag)
             )
 
-    def recv(self, op: str, target: Target, peer: int, mpi_tag: int) -> Steps:
+    def recv(self, target: Target, peer: int, mpi_tag: int, call: Call) -> Steps:
         status = self._mpi.Status()
         message = None
         while message is None:
             if peer in self.departed:
-                raise left_error(op, self._rank, peer)
+                raise left_error(call.op, self._rank, peer, call.sequence)
             # Any tag: the next message of this peer is the one for this receive.
             message = self._comm.Improbe(peer, self._mpi.ANY_TAG, status)
             if message is None:
@@ -59,13 +59,13 @@ class Messages:
             yield from self._requests.complete(message.Irecv([octets, *block]))
         if sent_tag == GOODBYE_TAG:
             self.departed.add(peer)
-            raise left_error(op, self._rank, peer)
+            raise left_error(call.op, self._rank, peer, call.sequence)
         if not fits:
-            raise self._mismatch(op, peer, target.view, nbytes, sent_tag, mpi_tag)
+            raise self._mismatch(call, peer, target.view, nbytes, sent_tag, mpi_tag)
         return target.result()
 
     def _mismatch(
-        self, op: str, peer: int, view: BufferView, nbytes: int, sent_tag: int, mpi_tag: int
+        self, call: Call, peer: int, view: BufferView, nbytes: int, sent_tag: int, mpi_tag: int
     ) -> SizeMismatch:
         sent, expected = sent_tag >> _TAG_BITS, mpi_tag >> _TAG_BITS
         itemsize = numpy_dtype(sent).itemsize
@@ -77,10 +77,11 @@ class Messages:
         else:
             difference = f"ranks {peer} and {self._rank} gave different tags"
         return SizeMismatch(
-            f"{op}: {difference}. The message was dropped.",
-            op=op,
+            f"{call.label} failed on rank {self._rank}: {difference}. The message was dropped.",
+            op=call.op,
             rank=self._rank,
             peer=peer,
+            sequence=call.sequence,
         )
 
 

@@ -48,21 +48,22 @@ class Call:
     lane : hashable
         Calls of the same lane run one after the other.
     begin : callable
-        Holds the arrays, and makes the generator that does the work; see `Steps`.
+        Holds the arrays, and makes the generator that does the work of the call that it is given;
+        see `Steps`.
     awaited : callable
         The ranks that are known to be late, asked on a timeout.
     timeout_s : float
         Counted from `start_clock`: at once if the caller blocks, else from the moment when somebody
         waits for the call and its lane has reached it.
     sequence : int or None
-        The number of a collective in its group.
+        The number of the call in its group. Messages get theirs when they are submitted.
     """
 
     def __init__(
         self,
         op: str,
         lane: Hashable,
-        begin: Callable[[], Steps],
+        begin: Callable[[Call], Steps],
         awaited: Callable[[], list[int]],
         timeout_s: float,
         sequence: int | None = None,
@@ -77,8 +78,8 @@ class Call:
         self.error: BaseException | None = None
         self._is_advancing = False
         self._waited_since: float | None = None
-        self._begin: Callable[[], Steps] | None = begin
-        self._steps: Steps | None = begin()
+        self._begin: Callable[[Call], Steps] | None = begin
+        self._steps: Steps | None = begin(self)
 
     @property
     def label(self) -> str:

@@ -216,12 +216,16 @@ def a_message_that_does_not_fit_is_dropped(group: Group) -> None:
         fd.send(np.ones(3), group, 1)
     if group.rank == 1:
         out = np.full(3, 5.0)
+        numbers = []
         for x, tag in _misfits():
             error: Any = raised(SizeMismatch, fd.recv, out, group, 0)
             assert (error.op, error.rank, error.peer) == ("recv", 1, 0)
+            assert str(error).startswith(f"recv #{error.sequence} failed on rank 1")
+            numbers.append(error.sequence)
             assert ("tag" if tag else x.dtype.name) in str(error)
             assert str(x.size) in str(error) or tag
             assert (out == 5).all()
+        assert np.diff(numbers).tolist() == [1] * (len(numbers) - 1)
         assert (fd.recv(out, group, 0) == 1).all()
     assert fd.allreduce(np.ones(1), group)[0] == group.world_size
 
