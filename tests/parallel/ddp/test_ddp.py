@@ -391,6 +391,34 @@ def test_parameters_that_are_copies_are_told(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
 
 
+class ReadByNumpy:
+    """An array that NumPy reads, but cannot be exported by DLPack."""
+
+    def __init__(self, array: Array) -> None:
+        self.array, self.dtype = array, array.dtype
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        return self.array
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise BufferError
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def test_parameters_may_be_wrapped_anew_at_each_call(on_ranks: OnRanks) -> None:
+    class Wrapped(Linear):
+        def parameters(self) -> dict[str, Any]:
+            return {name: ReadByNumpy(weight) for name, weight in self.weights.items()}
+
+    def body(backend: Any) -> dict[str, Array]:
+        return fd.DDP(Wrapped(seed=backend.rank), backend).module.weights
+
+    for weights in on_ranks(2, body):
+        assert_array_equal(weights["weight"], Linear(seed=0).weights["weight"])
+
+
 def test_broadcast_parameters_overwrites_them_in_place(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> tuple[Array, Array]:
         contiguous, transposed = np.zeros((2, 3)), np.zeros((3, 2)).T
