@@ -257,8 +257,9 @@ class HandwrittenStage(Stage):
             pytree.unflatten(parcel.structure, parcel.arrays), **self._rng(seed)
         )
         output, of_module = _pair(result, "forward() must return (output, saved)")
-        if loss_of is not None and isinstance(output, numbers.Real):
-            output = np.asarray(output)  # it may be the loss, which has a gradient
+        is_loss = loss_of is not None and loss_of.function is None
+        if is_loss and isinstance(output, numbers.Real):
+            output = np.asarray(output)  # a plain number has no gradient
         structure, arrays = pytree.flatten(output)
         shapes = tuple(tuple(array.shape) for array in parcel.arrays)
         saved = _Saved(parcel.structure, shapes, structure, of_module, None)
@@ -356,7 +357,7 @@ def _checked_loss(loss: Any, what_it_is: str) -> Any:
     else:
         what = f"a {type(loss).__qualname__}"
     raise ValueError(
-        f"Pipeline: {what_it_is} must be one number, not {what}: the mean over the microbatch"
+        f"Pipeline: {what_it_is} must be one real number, not {what}: the mean over the microbatch"
     )
 
 

@@ -193,6 +193,19 @@ def test_last_stage_that_returns_no_loss_is_told(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
 
 
+def test_loss_fn_is_given_a_number_as_it_is(on_ranks: OnRanks) -> None:
+    def loss_fn(output: Any) -> Any:
+        assert type(output) is float
+        return output, 1.0
+
+    def body(backend: Any) -> Any:
+        module: Any = Loss(float) if backend.rank else Layer(0)
+        module.backward = lambda saved, _: np.zeros((2, WIDTH))
+        return fd.Pipeline(module, backend, 2).step(batch(4)[0], loss_fn=loss_fn)
+
+    assert len(set(on_ranks(2, body))) == 1
+
+
 def test_stage_may_be_written_in_c(on_ranks: OnRanks) -> None:
     class Pair:
         forward = operator.itemgetter(0, 1)  # python cannot tell its parameters
@@ -314,9 +327,9 @@ def test_eval_puts_outputs_together(on_ranks: OnRanks) -> None:
         (lambda self, x: x, square, "must return \\(output, saved\\)"),
         (lambda self, x: (x.astype(">f8"), x), square, r"InvalidArray in stage 0, microbatch 0"),
         (Layer.forward, lambda o, t: 0.0, "must return \\(loss, gradient\\)"),
-        (Layer.forward, lambda o, t: (o - t, o), r"one number, not float64 of shape \(2, 4\)"),
-        (Layer.forward, lambda o, t: (np.complex64(1), o), "one number, not complex64"),
-        (Layer.forward, lambda o, t: (None, o), "one number, not a NoneType"),
+        (Layer.forward, lambda o, t: (o - t, o), r"one real number, not float64 of shape \(2, 4\)"),
+        (Layer.forward, lambda o, t: (np.complex64(1), o), "one real number, not complex64"),
+        (Layer.forward, lambda o, t: (None, o), "one real number, not a NoneType"),
         (Layer.forward, lambda o, t: (0.0, o[0]), r"shape \(4,\) for an output of shape \(2, 4\)"),
         (Layer.forward, lambda o, t: (0.0, (o,)), "loss_fn returned a tuple where"),
     ],
