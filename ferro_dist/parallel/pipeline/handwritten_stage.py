@@ -134,18 +134,20 @@ class HandwrittenStage(Stage):
         return self._named("parameters")
 
     def gradient_owner(self, name: str) -> object:
-        gradients = self._named("grads")
-        if name not in gradients:
+        gradient = self._named("grads").get(name)
+        if gradient is None:
             raise self._lack_of_gradient(name)
-        return gradients[name]
+        return gradient
 
     def check_lasting(self, names: Iterable[str]) -> None:
         names = list(names)
+        if not names:  # as in a stage without weights, which needs no grads()
+            return
         for method in ("parameters", "grads"):
             # Both are kept: an array that was freed might leave its address to the next one.
             arrays, again = self._named(method), self._named(method)
             for name in names:
-                if name not in arrays:
+                if arrays.get(name) is None:
                     raise self._lack_of_gradient(name)
                 if not interop.is_same_memory(arrays[name], again[name]):
                     raise ValueError(

@@ -481,6 +481,7 @@ def copies(arrays: dict[str, Array]) -> dict[str, Array]:
         ("grads", copies, "makes a new array for '.*' at each call, where"),
         ("parameters", copies, "makes a new array for '.*' at each call, where"),
         ("grads", lambda _: {}, "^Pipeline: grads.. of stage 0 lacks 'weight'"),
+        ("grads", dict.fromkeys, "^Pipeline: grads.. of stage 0 lacks 'weight'"),
         ("grads", lambda _: None, "^Pipeline: grads.. of Odd must return .* not NoneType"),
     ],
 )
@@ -501,6 +502,31 @@ def test_arrays_that_cannot_be_written_to_are_told_on_every_rank(
             return str(caught.value)
 
     assert len(set(on_ranks(4, body))) == 1
+
+
+def test_replicas_may_have_a_stage_without_weights(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            module: Any = Loss(float) if grid.pipeline.rank else Layer(0)
+            pipe = fd.Pipeline(module, grid.pipeline, 2, dp=grid.data)
+            return pipe.step(batch(4)[0])
+
+    assert len(set(on_ranks(4, body))) == 1
+
+
+def test_gradients_may_be_of_a_dtype_that_does_not_travel(on_ranks: OnRanks) -> None:
+    def body(backend: Any) -> Any:
+        layer = Layer(0)
+        layer.gradients["weight"] = layer.gradients["weight"].astype(np.longdouble)
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            pipe = fd.Pipeline(layer, grid.pipeline, 2, dp=grid.data)
+            x, y = batch(4)
+            pipe.step((grid.data.rank + 1) * x, y, square)
+            assert_array_equal(
+                *fd.all_gather(layer.gradients["weight"].astype(float)[None], grid.data)
+            )
+
+    on_ranks(4, body)
 
 
 class Many:
