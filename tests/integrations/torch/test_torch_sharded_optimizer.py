@@ -604,6 +604,9 @@ def test_ranks_that_disagree_are_told(on_ranks: OnRanks) -> None:
         rate = torch.tensor(1.0 + backend.rank)
         with pytest.raises(fd.CollectiveMismatch, match="'lr': 2"):
             fd.ShardedOptimizer([q], torch.optim.SGD, backend, lr=rate)
+        betas = (torch.tensor(0.9 + 1e-5 * backend.rank), torch.tensor(0.999))
+        with pytest.raises(fd.CollectiveMismatch, match=r"'betas': \(0\.9000"):
+            fd.ShardedOptimizer([q], torch.optim.Adam, backend, betas=betas, foreach=False)
 
     on_ranks(2, body)
 

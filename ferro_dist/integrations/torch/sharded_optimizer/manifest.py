@@ -27,7 +27,7 @@ def lines_of(
     """Return lines for the optimizer, and for the options and parameters of each group."""
     lines = [f"{optimizer_class.__name__}, average {op!r}, divided parameters {divides_parameters}"]
     for number, group in enumerate(groups):
-        lines.append(f"group {number} with {_text_of_options(group)}")
+        lines.append(f"group {number} with {_text_of(options_of(group))}")
         lines += [f"parameter {i} {_spec(p)}" for i, p in enumerate(group["params"])]
     return lines
 
@@ -36,11 +36,11 @@ def lines_of_saved(saved: Mapping[str, Any]) -> list[str]:
     """Return lines for what a saved state is of, and from which step, but not for what it is."""
     lines = []
     for number, group in enumerate(saved["param_groups"]):
-        lines.append(f"group {number} with {_text_of_options(group)}")
+        lines.append(f"group {number} with {_text_of(options_of(group))}")
         for i, key in enumerate(group["params"]):
-            kept = saved["state"].get(key, {})
-            text = ", ".join(f"{k!r}: {_text_of_kept(v)}" for k, v in kept.items())
-            lines.append(f"parameter {i} of group {number} with state {{{text}}}")
+            # In full, it would be long; numbers are counts of steps, for instance.
+            kept = _text_of(saved["state"].get(key, {}), in_full=False)
+            lines.append(f"parameter {i} of group {number} with state {kept}")
     return lines
 
 
@@ -49,20 +49,22 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _text_of_kept(value: Any) -> str:
-    if isinstance(value, torch.Tensor) and value.dim():
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    return _text_of(value)  # a count of steps, for instance
+def _text_of(value: Any, in_full: bool = True) -> str:
+    """Return what is equal on all ranks: the value, not where it lies in memory.
 
-
-def _text_of_options(group: Mapping[str, Any]) -> str:
-    return f"{{{', '.join(f'{k!r}: {_text_of(v)}' for k, v in options_of(group).items())}}}"
-
-
-def _text_of(option: Any) -> str:
-    """Return what is equal on all ranks: the value, not where it lies in memory."""
-    value = option.tolist() if isinstance(option, torch.Tensor) else option
+    If not in full, tensors with axes are told by their dtypes and shapes.
+    """
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist()) if in_full or not value.dim() else _kind_of(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{k!r}: {_text_of(v, in_full)}' for k, v in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_text_of(each, in_full) for each in value)})"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _kind_of(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _spec(p: Tensor) -> str:
