@@ -181,7 +181,7 @@ def _agree_on_having_replicas(backend: Backend, replicas: Backend | None) -> Non
     """Raise CollectiveMismatch unless all ranks of a pipeline have as many replicas.
 
     Before all that ends with an exchange among replicas: the others would take no part in it. Those
-    in other pipelines learn of it by the end of their group.
+    in other pipelines learn of it as their group ends or times out.
     """
     count = None if replicas is None else replicas.world_size
     lines = [f"replicas={count}"]

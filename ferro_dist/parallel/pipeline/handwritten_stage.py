@@ -140,6 +140,11 @@ class HandwrittenStage(Stage):
         return gradient
 
     def check_lasting(self, names: Iterable[str]) -> None:
+        if not callable(parameters := getattr(self.module, "parameters", dict)):
+            raise TypeError(
+                f"Pipeline: {type(self.module).__qualname__}.parameters must be a method, not "
+                f"{type(parameters).__qualname__}: it would count as having no weights"
+            )
         names = list(names)
         if not names:  # as in a stage without weights, which needs no grads()
             return

@@ -504,6 +504,18 @@ def test_arrays_that_cannot_be_written_to_are_told_on_every_rank(
     assert len(set(on_ranks(4, body))) == 1
 
 
+def test_parameters_that_are_no_method_are_told_to_replicas(on_ranks: OnRanks) -> None:
+    kind = type("Odd", (Layer,), {"parameters": property(Layer.parameters)})
+
+    def body(backend: Any) -> None:
+        with fd.RankGrid(backend, pipeline=2) as grid:
+            pipe = fd.Pipeline(kind(0), grid.pipeline, 2, dp=grid.data)
+            with pytest.raises(TypeError, match=r"Odd\.parameters must be a method, not dict"):
+                pipe.step(*batch(4), square)
+
+    on_ranks(4, body)
+
+
 def test_replicas_may_have_a_stage_without_weights(on_ranks: OnRanks) -> None:
     def body(backend: Any) -> Any:
         with fd.RankGrid(backend, pipeline=2) as grid:
