@@ -339,7 +339,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises
         ------
         ValueError
-            The state is of other parameters. Nothing is loaded; the group stays usable.
+            The state is of another number of groups, or of parameters in one of them. Nothing is
+            loaded; the group stays usable.
         CollectiveMismatch
             The ranks load different options or counts of steps, or state for different parameters.
             None is loaded; the group stays usable.
