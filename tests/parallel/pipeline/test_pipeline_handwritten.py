@@ -482,6 +482,7 @@ def copies(arrays: dict[str, Array]) -> dict[str, Array]:
         ("parameters", copies, "makes a new array for '.*' at each call, where"),
         ("grads", lambda _: {}, "^Pipeline: grads.. of stage 0 lacks 'weight'"),
         ("grads", dict.fromkeys, "^Pipeline: grads.. of stage 0 lacks 'weight'"),
+        ("parameters", dict.fromkeys, "^None is not an array"),
         ("grads", lambda _: None, "^Pipeline: grads.. of Odd must return .* not NoneType"),
     ],
 )
