@@ -79,7 +79,9 @@ class Call:
         self._is_advancing = False
         self._waited_since: float | None = None
         self._begin: Callable[[Call], Steps] | None = begin
-        self._steps: Steps | None = begin(self)
+        # Made by the first step: it refers to this call, and one that is refused before must not
+        # keep its arrays until the collector comes.
+        self._steps: Steps | None = None
 
     @property
     def label(self) -> str:
@@ -100,11 +102,12 @@ class Call:
         Of what is raised meanwhile, `own_errors` end the call, for whoever waits for it. Anything
         else is passed on: it comes from a signal handler, as Ctrl-C does, and is the program's own.
         """
-        assert self._steps is not None
-        if self._is_advancing:
-            return  # a signal handler has interrupted it, and looks after the group
+        if self._is_advancing or self._begin is None:
+            return  # a signal handler has interrupted or ended it, and looks after the group
         self._is_advancing = True
         try:
+            if self._steps is None:
+                self._steps = self._begin(self)
             next(self._steps)
         except StopIteration as end:
             self._finish(end.value, None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -242,6 +244,22 @@ def a_closed_group_refuses_every_call(group: Group) -> None:
     refused = raised(ChannelClosed, fd.allreduce, np.ones(1), other)
     assert refused.op == "allreduce"
     raised(ChannelClosed, fd.empty, 3, "int8", other)
+
+
+@case()
+def a_refused_call_lets_go_of_its_arrays_at_once(group: Group) -> None:
+    """Not when the collector comes, which is not told of their size."""
+    other = clone(group)
+    other.close()
+    gc.disable()
+    try:
+        x = np.zeros(1)
+        dropped = weakref.ref(x)
+        raised(ChannelClosed, fd.allreduce, x, other)
+        del x
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 @case()
