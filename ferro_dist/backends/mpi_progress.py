@@ -290,8 +290,9 @@ class Progress:
             return
         if not isinstance(call.error, DistributedError):
             call.error = self._translate(call, call.error)
-        # Nor may it keep the frames of whoever drove the call: see `Call.value`.
-        call.error = call.error.with_traceback(None)
+        # A copy, as for `Call.value`: nor may it keep the frames of whoever drove the call, or what
+        # was being handled there, its context.
+        call.error = copy.copy(call.error)
         # Sizes that do not fit are found before anything moves, or after all has moved.
         if not isinstance(call.error, SizeMismatch):
             self.poison(call.error)

@@ -281,6 +281,30 @@ def an_error_keeps_nothing_of_who_waited(group: Group) -> None:
     other.close()
 
 
+def an_error_keeps_nothing_of_what_was_handled_when_it_came(group: Group) -> None:
+    other = clone(group)
+    if group.rank == 0:
+        kept = _receive_in_vain_while_handling(other)
+        gc.collect()
+        assert kept() is None
+        cause: Any = raised(LockPoisoned, fd.barrier, other).__cause__
+        assert (cause.op, cause.peer) == ("recv", 1)
+    if group.rank == 1:
+        other.close()
+    fd.barrier(group)
+    other.close()
+
+
+def _receive_in_vain_while_handling(group: Group) -> weakref.ref[Any]:
+    array = np.empty(1)
+    try:
+        raise LookupError
+    except LookupError:
+        with contextlib.suppress(ChannelClosed):
+            fd.recv(np.empty(1), group, 1)
+    return weakref.ref(array)
+
+
 def _wait_in_vain(work: Any) -> weakref.ref[Any]:
     array = np.empty(1)
     with contextlib.suppress(Timeout):

@@ -43,6 +43,7 @@ BETWEEN_RANKS = [
     "a_call_behind_another_keeps_its_own_timeout",
     "a_failure_is_told_to_all_ranks",
     "an_error_keeps_nothing_of_who_waited",
+    "an_error_keeps_nothing_of_what_was_handled_when_it_came",
     "control_c_ends_a_wait",
     "control_c_ends_a_call_that_has_not_begun_to_wait",
     "any_exception_of_a_handler_ends_a_wait",
