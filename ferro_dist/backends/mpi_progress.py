@@ -257,6 +257,8 @@ class Progress:
         The peers are told, unless they know (`is_announced`).
         """
         with mpi_lock:
+            if isinstance(error, DistributedError):
+                name_group(error, self)
             if self.first_error is None:
                 self.first_error = error
                 if not is_announced:

@@ -245,6 +245,19 @@ def late_ranks_are_named_by_the_timeout(group: Group) -> None:
     fd.barrier(group)
 
 
+def the_cause_of_an_ended_part_names_its_ranks(group: Group) -> None:
+    part = group.split([1, 0])
+    if group.rank == 0:
+        error = raised(Timeout, fd.barrier, part, timeout=0.1)
+        cause: Any = raised(LockPoisoned, fd.barrier, part).__cause__
+        assert cause.global_ranks == (1, 0)
+        assert str(cause) == str(error)
+        assert "group (1, 0)" in str(cause)
+    fd.barrier(group)
+    if part is not None:
+        part.close()
+
+
 def a_call_behind_another_keeps_its_own_timeout(group: Group) -> None:
     other = clone(group)
     if group.rank == 0:

@@ -40,6 +40,7 @@ BETWEEN_RANKS = [
     "arrays_of_a_group_that_is_dropped_stay_while_mpi_uses_them",
     "messages_left_behind_do_not_reach_the_next_group",
     "late_ranks_are_named_by_the_timeout",
+    "the_cause_of_an_ended_part_names_its_ranks",
     "a_call_behind_another_keeps_its_own_timeout",
     "a_failure_is_told_to_all_ranks",
     "an_error_keeps_nothing_of_who_waited",
