@@ -224,11 +224,14 @@ class MpiGroup(Backend):
     def _translate(self, call: Call, error: BaseException) -> DistributedError:
         """Translate what ended a call into an error of ferro_dist."""
         failed = f"{call.label} failed on rank {self._rank}"
-        kind, reason = DistributedError, f"{type(error).__name__}: {error}"
-        if isinstance(error, self._mpi.Exception):
+        if isinstance(error, MemoryError):
+            kind, reason = DistributedError, f"{type(error).__name__}: {error}"
+        elif isinstance(error, self._mpi.Exception):
             lost = {getattr(self._mpi, name, None) for name in ("ERR_PROC_FAILED", "ERR_REVOKED")}
             kind = PeerLostError if error.Get_error_class() in lost else Io
             reason = f"MPI says: {error.Get_error_string()}"
+        else:
+            return self._interruption(call.op, error)
         return kind(f"{failed}: {reason}.", op=call.op, rank=self._rank, sequence=call.sequence)
 
     def _listen(self) -> None:
@@ -253,13 +256,11 @@ class MpiGroup(Backend):
         peer = culprit if failure.kind == "left" else failure.reporter
         return ChannelClosed(reason, op=op, rank=self._rank, peer=peer, sequence=sequence)
 
-    def _announce(self, error: BaseException) -> None:
+    def _announce(self, error: DistributedError) -> None:
         """Tell the peers why the group ended here."""
         kinds = {Timeout: "timeout", ChannelClosed: "left", _Interrupted: "interrupted"}
-        culprit = getattr(error, "peer", None)
-        self._agreement.say_failure(
-            kinds.get(type(error), "error"), -1 if culprit is None else culprit
-        )
+        culprit = -1 if error.peer is None else error.peer
+        self._agreement.say_failure(kinds.get(type(error), "error"), culprit)
 
     @contextlib.contextmanager
     def _lock_for_blocking(self) -> Iterator[None]:

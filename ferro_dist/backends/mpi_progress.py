@@ -100,7 +100,8 @@ class Call:
         """Do what can be done without waiting.
 
         Of what is raised meanwhile, `own_errors` end the call, for whoever waits for it. Anything
-        else is passed on: it comes from a signal handler, as Ctrl-C does, and is the program's own.
+        else is passed on, and its `Progress` must end the call: it comes from a signal handler, as
+        Ctrl-C does, and is the program's own.
         """
         if self._is_advancing or self._begin is None:
             return  # a signal handler has interrupted or ended it, and looks after the group
@@ -113,18 +114,13 @@ class Call:
             self._finish(end.value, None)
         except own_errors as error:
             self._finish(None, error)
-        except BaseException as error:  # the generator is dead all the same
-            self._abandon(error)
-            raise
         finally:
             self._is_advancing = False
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: DistributedError) -> None:
         """End the call with this error, whatever it is doing."""
-        if not self.is_done:
-            self._abandon(error)
-
-    def _abandon(self, error: BaseException) -> None:
+        if self.is_done:
+            return
         # MPI cannot be told to forget its requests and may still write into their
         # arrays: those stay for as long as the process does. A generator that Ctrl-C or the
         # collector has ended holds them no more.
@@ -188,7 +184,7 @@ class Progress:
         own_errors: tuple[type[Exception], ...],
         translate: Callable[[Call, BaseException], DistributedError],
         listen: Callable[[], None],
-        announce: Callable[[BaseException], None],
+        announce: Callable[[DistributedError], None],
     ) -> None:
         self.rank = rank
         self.global_ranks: tuple[int, ...] = ()  # none if they are range(world_size)
@@ -198,7 +194,7 @@ class Progress:
         self._announce = announce
         self._lanes: dict[Hashable, deque[Call]] = {}
         self._pid = os.getpid()
-        self.first_error: BaseException | None = None
+        self.first_error: DistributedError | None = None
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue calls and do the first step of each, if nothing is before it in its lane."""
@@ -251,14 +247,13 @@ class Progress:
             self._check_expired(call)
             _pause(now - started)
 
-    def poison(self, error: BaseException, is_announced: bool = False) -> None:
+    def poison(self, error: DistributedError, is_announced: bool = False) -> None:
         """End the group: every call under way and every later one fails.
 
         The peers are told, unless they know (`is_announced`).
         """
         with mpi_lock:
-            if isinstance(error, DistributedError):
-                name_group(error, self)
+            name_group(error, self)
             if self.first_error is None:
                 self.first_error = error
                 if not is_announced:
@@ -277,7 +272,7 @@ class Progress:
         while calls:
             call = calls[0]
             if not call.is_done:
-                call.advance(self._own_errors)
+                self._advance_call(call)
             if not call.is_done:
                 return
             if not calls or calls[0] is not call:
@@ -285,6 +280,14 @@ class Progress:
             calls.popleft()
             self._judge(call)
         self._lanes.pop(lane, None)
+
+    def _advance_call(self, call: Call) -> None:
+        try:
+            call.advance(self._own_errors)
+        except BaseException as error:
+            # It can go no further, whoever is told: perhaps one who waits for another call.
+            self.poison(self._translate(call, error))
+            raise
 
     def _judge(self, call: Call) -> None:
         """Decide whether the group survives the end of a call."""
@@ -352,9 +355,9 @@ def _pause(waited_s: float) -> None:
         time.sleep(_NAP_S)
 
 
-def _as_of(call: Call, error: BaseException) -> BaseException:
+def _as_of(call: Call, error: DistributedError) -> DistributedError:
     """Return an error that is of no call, as when a rank closes its group, as one of this call."""
-    if not isinstance(error, DistributedError) or error.op is not None:
+    if error.op is not None:
         return error
     of_call = copy.copy(error)
     of_call.op, of_call.sequence = call.op, call.sequence

@@ -344,7 +344,10 @@ def control_c_ends_a_wait(group: Group) -> None:
 
 
 class Fed(Exception):
-    """What a signal handler of these tests raises: any exception ends a wait."""
+    """What a signal handler of these tests raises: any exception ends a wait. It has no copies."""
+
+    def __init__(self) -> None:
+        super().__init__("fed")
 
 
 def control_c_ends_a_call_that_has_not_begun_to_wait(group: Group) -> None:
@@ -372,6 +375,24 @@ def _strike_and_hear(group: Group, where: str, kind: type[BaseException]) -> Non
         assert error.peer == 0
         assert "rank 0 was interrupted" in str(error)
     other.close()
+
+
+def an_exception_that_strikes_a_call_is_raised_once(group: Group) -> None:
+    """By whatever drives that call; all waits for it end with an error of ours."""
+    for is_driven_by_itself in (False, True):
+        other = clone(group)
+        if group.rank == 0:
+            work: Any = fd.recv(np.empty(1), other, 1, async_op=True)
+            sys.setprofile(partial(_strike, "recv", Fed))
+            raised(Fed, work.wait if is_driven_by_itself else partial(fd.barrier, other))
+            for _ in range(2):
+                error = raised(ChannelClosed, work.wait)
+                assert "recv was interrupted on rank 0 by Fed" in str(error)
+        else:
+            error = raised(ChannelClosed, fd.recv, np.empty(1), other, 0)
+            assert "rank 0 was interrupted" in str(error)
+        fd.barrier(group)
+        other.close()
 
 
 def _strike(

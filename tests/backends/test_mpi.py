@@ -48,6 +48,7 @@ BETWEEN_RANKS = [
     "control_c_ends_a_wait",
     "control_c_ends_a_call_that_has_not_begun_to_wait",
     "any_exception_of_a_handler_ends_a_wait",
+    "an_exception_that_strikes_a_call_is_raised_once",
     "a_batch_names_who_left",
     "a_rank_that_leaves_in_a_call_ends_it_for_the_others",
     "work_that_only_has_to_be_looked_at_is_over_when_a_rank_leaves",
