@@ -68,7 +68,7 @@ class MpiBackend(MpiGroup):
     Timeout
         Not all ranks of `comm` made their backends in time; MPI does not tell which.
     LockPoisoned
-        This process was forked from one that has an MpiBackend.
+        This process was forked from one that has made an MpiBackend, even if it has closed it.
     TypeError
         `comm` is no intracommunicator.
     """
