@@ -164,13 +164,13 @@ def a_group_outlives_the_one_it_was_split_from(group: Group) -> None:
 @case()
 def a_group_inherits_the_timeout(group: Group) -> None:
     with clone(group) as other:
-        other.timeout = 12.5
-        assert other.timeout == 12.5
+        other.timeout = 1234.5
+        assert other.timeout == 1234.5
         with clone(other) as inner:
-            assert inner.timeout == 12.5
+            assert inner.timeout == 1234.5
         for bad in (0, -1.0, float("nan")):
             raised(ValueError, setattr, other, "timeout", bad)
-        assert other.timeout == 12.5
+        assert other.timeout == 1234.5
 
 
 @case(min_ranks=2)
