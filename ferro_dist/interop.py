@@ -53,8 +53,8 @@ __all__ = [
     "dtype_code",
     "dtype_name",
     "empty_beside",
+    "have_same_address",
     "is_on_gpu",
-    "is_same_memory",
     "jax_full_width",
     "jax_place",
     "lasting",
@@ -107,8 +107,8 @@ def content_of(x: Array) -> bytes:
     return host.tobytes()
 
 
-def is_same_memory(x: Array, y: Array) -> bool:
-    """Whether two arrays of one shape begin at the same place, or have no elements to write to."""
+def have_same_address(x: Array, y: Array) -> bool:
+    """Whether two arrays of one shape begin at one address, or have no elements to write to."""
     if x is y:  # of any dtype
         return True
     one, other = as_view(x), as_view(y)

@@ -43,7 +43,7 @@ __all__ = [
     "ParameterSpec",
     "assign_buckets",
     "bucket_nbytes_of",
-    "is_same_memory",
+    "is_same_view",
     "misplaced",
     "real_parts",
     "view_of",
@@ -440,7 +440,7 @@ class Bucket:
     def take_out(self, position: int, gradient: Any) -> None:
         """Overwrite a gradient with what is in its slot, which may be the gradient itself."""
         view = self.views[position]
-        if not is_same_memory(gradient, view):
+        if not is_same_view(gradient, view):
             np.copyto(gradient, view)
 
     def scale(self, factor: float) -> None:
@@ -544,7 +544,7 @@ def real_parts(array: Any, dtype: np.dtype[Any]) -> tuple[Any, ...]:
     return (array.real, array.imag) if dtype.kind == "c" else (array,)
 
 
-def is_same_memory(a: NumpyArray, b: NumpyArray) -> bool:
+def is_same_view(a: NumpyArray, b: NumpyArray) -> bool:
     """Whether two arrays of one shape and dtype are the same elements in the same order."""
     if a is b:
         return True

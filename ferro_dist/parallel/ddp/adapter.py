@@ -57,7 +57,7 @@ class ModuleAdapter:
             raise ValueError(f"DDP: {type(module).__name__} has no parameters")
         # `arrays` is kept until here: freed, it might leave its addresses to the next ones.
         for name, array in arrays.items():
-            if not interop.is_same_memory(_view("parameter", name, array), again[name]):
+            if not interop.have_same_address(_view("parameter", name, array), again[name]):
                 raise ValueError(
                     f"DDP: parameters() makes a new array for {name!r} at each call, where the "
                     "values of other ranks would be lost. Return the arrays that the module works "

@@ -154,7 +154,7 @@ class HandwrittenStage(Stage):
             for name in names:
                 if method == "grads" and arrays.get(name) is None:
                     raise self._lack_of_gradient(name)
-                if not interop.is_same_memory(arrays[name], again[name]):
+                if not interop.have_same_address(arrays[name], again[name]):
                     raise ValueError(
                         f"Pipeline: {method}() of stage {self.number} makes a new array for "
                         f"{name!r} at each call, where the values of other ranks would be lost. "
