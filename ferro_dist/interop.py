@@ -49,16 +49,16 @@ __all__ = [
     "contiguous",
     "copy",
     "deliver",
-    "device_empty",
     "dtype_code",
     "dtype_name",
     "empty_beside",
     "have_same_address",
     "is_on_gpu",
+    "jax_committed_sharding",
     "jax_full_width",
-    "jax_place",
-    "lasting",
+    "nccl_empty",
     "numpy_dtype",
+    "outside_inference_mode",
     "same_stream",
     "shape_of",
 ]
@@ -68,7 +68,7 @@ Array = Any
 _CODES = {name: code for code, name in enumerate(DTYPE_NAMES)}
 
 CPU, CUDA = 1, 2
-"""DLPack's numbers of a `BufferView.device_type`."""
+"""Values of `BufferView.device_type`, which are DLPack's."""
 
 _EMULATION = "ferro_dist._emulation.gpu"
 
@@ -120,7 +120,7 @@ def is_on_gpu(x: Array) -> bool:
     return as_view(x).device_type == CUDA
 
 
-def device_empty(shape: Sequence[int], code: int, device: int) -> Array:
+def nccl_empty(shape: Sequence[int], code: int, device: int) -> Array:
     """Make an uninitialized array over memory that NCCL allocates on a GPU.
 
     Parameters
@@ -194,12 +194,13 @@ def allocate(x: Array, shape: Sequence[int] | None = None) -> Array:
     return _library_of(x).allocate(x, shape)
 
 
-def lasting(x: Array) -> AbstractContextManager[Any]:
-    """Return a context that makes arrays like `x` which can be written to at any time later.
+def outside_inference_mode(x: Array) -> AbstractContextManager[Any]:
+    """Return a context in which new arrays like `x` can be written to at any later time.
 
-    Those that torch makes in inference mode can be written to in that mode alone.
+    What torch makes in inference mode, which the caller may be in, can be written to in that mode
+    alone. For other libraries the context does nothing.
     """
-    return _library_of(x).lasting()
+    return _library_of(x).outside_inference_mode()
 
 
 def empty_beside(x: Array, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
@@ -256,10 +257,11 @@ def jax_full_width() -> AbstractContextManager[Any]:
     return context
 
 
-def jax_place(x: Array) -> Any:
-    """Return the sharding of an array that the user has put on devices; None for any other.
+def jax_committed_sharding(x: Array) -> Any:
+    """Return the sharding of a JAX array that is committed to its devices, else None.
 
-    What takes its place stays there, too; others follow JAX's default.
+    For `jax.device_put`: a result becomes committed to the same devices as the array that it
+    replaces, or is left uncommitted on JAX's default device.
     """
     is_committed = getattr(x, "committed", getattr(x, "_committed", False))
     return x.sharding if is_committed else None
@@ -331,7 +333,7 @@ class _Library:
     def allocate(self, x: Array, shape: Sequence[int] | None) -> Array:
         return np.empty(x.shape if shape is None else shape, x.dtype)
 
-    def lasting(self) -> AbstractContextManager[Any]:
+    def outside_inference_mode(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
     def deliver(self, x: Array, written: Array) -> Array:
@@ -379,7 +381,7 @@ class _Torch(_Library):
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         return torch.empty(shape, dtype=x.dtype, device=x.device)
 
-    def lasting(self) -> AbstractContextManager[Any]:
+    def outside_inference_mode(self) -> AbstractContextManager[Any]:
         mode: AbstractContextManager[Any] = sys.modules["torch"].inference_mode(False)
         return mode
 
@@ -453,14 +455,14 @@ class _Jax(_Library):
 
     def deliver(self, x: Array, written: Array) -> Array:
         jax = sys.modules["jax"]
-        place = jax_place(x)
+        sharding = jax_committed_sharding(x)
         if not isinstance(written, np.ndarray):
             # Whatever stream JAX names, the export makes it wait for the writing.
-            device = None if place is None else next(iter(x.devices()))
+            device = None if sharding is None else next(iter(x.devices()))
             with jax_full_width():
                 return jax.dlpack.from_dlpack(written, device=device)
         with jax_full_width():
-            return jax.device_put(written, place)
+            return jax.device_put(written, sharding)
 
     def concatenate(self, parts: Sequence[Array]) -> Array:
         return _joined(sys.modules["jax"].numpy, parts)

@@ -328,7 +328,7 @@ class NcclBackend(BoundBackend):
         """
         self._check_open("empty")
         dims = arguments.check_shape(shape)
-        return interop.device_empty(dims, interop.dtype_code(dtype), self.device)
+        return interop.nccl_empty(dims, interop.dtype_code(dtype), self.device)
 
     def split(self, members: Sequence[int], timeout: float | None = None) -> NcclBackend | None:
         with self._splitting():

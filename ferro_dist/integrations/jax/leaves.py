@@ -195,16 +195,16 @@ def _plain_type(number: Any) -> Callable[[Any], complex]:
 
 def delivered(likes: Sequence[Any], averages: Sequence[NumpyArray]) -> list[Any]:
     """Return copies of the averages as JAX arrays, each where the leaf that it replaces is."""
-    copies, positions_at = [], defaultdict(list)
+    copies, positions_by_sharding = [], defaultdict(list)
     for position, (like, average) in enumerate(zip(likes, averages, strict=True)):
         # In host memory, where the average is, whatever device the leaf is on.
         copies.append(interop.aligned_empty(average.shape, average.dtype))
         np.copyto(copies[-1], average)
-        positions_at[interop.jax_place(like)].append(position)
+        positions_by_sharding[interop.jax_committed_sharding(like)].append(position)
     arrived: list[Any] = [None] * len(copies)
-    for place, positions in positions_at.items():  # one call each: JAX takes long for a call
+    for sharding, positions in positions_by_sharding.items():  # a call of JAX takes long
         with interop.jax_full_width():
-            arrays = jax.device_put([copies[position] for position in positions], place)
+            arrays = jax.device_put([copies[position] for position in positions], sharding)
         for position, array in zip(positions, arrays, strict=True):
             arrived[position] = array
     return arrived

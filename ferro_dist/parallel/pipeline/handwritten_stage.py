@@ -203,13 +203,14 @@ class HandwrittenStage(Stage):
         if _is_numpy(like):
             bucket = group.empty(count, like.dtype)
         else:
-            with interop.lasting(like):  # an evaluation may come first; steps write to it
+            # An evaluation may come first, and steps write to it.
+            with interop.outside_inference_mode(like):
                 bucket = interop.allocate(like, (count,))
         bucket[...] = 0
         return bucket
 
     def place(self, bucket: Array, offset: int, like: Array) -> Array:
-        with interop.lasting(bucket):
+        with interop.outside_inference_mode(bucket):
             return bucket[offset : offset + math.prod(like.shape)].reshape(like.shape)
 
     def write(self, places: Sequence[Array], gradients: Sequence[Array | None]) -> None:
