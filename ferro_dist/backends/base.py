@@ -379,8 +379,8 @@ class Backend(abc.ABC):
     ) -> None:
         self.close()
 
-    def _come_from(self, parent: Backend, members: Sequence[int]) -> Self:
-        """Take note of which ranks of `parent` the members are."""
+    def _set_global_ranks(self, parent: Backend, members: Sequence[int]) -> Self:
+        """Say which ranks of `parent` this group is made of: see `global_ranks`. Return it."""
         numbers = parent.global_ranks
         own = tuple(numbers[member] for member in members)
         self._global_ranks = () if own == tuple(range(len(own))) else own

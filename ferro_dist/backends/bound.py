@@ -65,8 +65,8 @@ class BoundBackend(Backend):
         for name in _CALLS:
             setattr(self, name, getattr(group, name))
 
-    def _come_from(self, parent: Backend, members: Sequence[int]) -> Self:
-        super()._come_from(parent, members)
+    def _set_global_ranks(self, parent: Backend, members: Sequence[int]) -> Self:
+        super()._set_global_ranks(parent, members)
         if self._global_ranks:
             self._group.set_global_ranks(self._global_ranks)
         return self

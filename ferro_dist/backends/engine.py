@@ -105,7 +105,7 @@ class EngineBackend(BoundBackend):
         # end of one rank, and go on as if the group were theirs.
         self._group.supersede()
         self.close()
-        return group._come_from(self, survivors)
+        return group._set_global_ranks(self, survivors)
 
     def close(self) -> None:
         if self._group.close():

@@ -154,7 +154,7 @@ class HostBackend(EngineBackend):
 
             def adopt(wiring: Wiring) -> HostBackend:
                 try:
-                    return self._new_from(wiring)._come_from(self, chosen)
+                    return self._new_from(wiring)._set_global_ranks(self, chosen)
                 except MemoryError as error:
                     # The others are told of this one, so this group need not end, as it does where
                     # memory runs out between two steps.

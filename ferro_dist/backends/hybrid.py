@@ -107,7 +107,7 @@ class HybridBackend(Backend):
         self._host = host
         self._nccl = nccl
         self._survivors = host.survivors
-        nccl._come_from(host, range(host.world_size))
+        nccl._set_global_ranks(host, range(host.world_size))
         # The survivors' host side, and their ranks here, while `shrink` has not connected their
         # GPUs.
         self._next: HostBackend | None = None

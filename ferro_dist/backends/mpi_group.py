@@ -115,10 +115,10 @@ class MpiGroup(Backend):
             return None
         group = type(self).__new__(type(self))
         group._init_from("split", self._mpi, comm, deadline, self._timeout)
-        return group._come_from(self, chosen)
+        return group._set_global_ranks(self, chosen)
 
-    def _come_from(self, parent: Backend, members: Sequence[int]) -> Self:
-        super()._come_from(parent, members)
+    def _set_global_ranks(self, parent: Backend, members: Sequence[int]) -> Self:
+        super()._set_global_ranks(parent, members)
         self._progress.global_ranks = self._global_ranks
         return self
 

@@ -343,7 +343,7 @@ class NcclBackend(BoundBackend):
         if communicator is None:
             return None
         group = type(self).__new__(type(self))._init_from(communicator, None, self._config)
-        return group._come_from(self, chosen)
+        return group._set_global_ranks(self, chosen)
 
     def _check_open(self, op: str) -> None:
         if self.is_closed:

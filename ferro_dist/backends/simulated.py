@@ -110,7 +110,7 @@ class SimulatedBackend(EngineBackend):
                 rank=self.rank,
                 peer=chosen[0],
             ) from part
-        return part._come_from(self, chosen)
+        return part._set_global_ranks(self, chosen)
 
     def _make_part(self, world_size: int) -> Sequence[SimulatedBackend] | Sequence[Exception]:
         """Make a group for siblings, or return the error that prevents it."""
