@@ -17,7 +17,7 @@ from ferro_dist.rendezvous.deadline import Deadline
 
 __all__ = ["SimulatedBackend"]
 
-# How often a rank that waits for siblings checks whether one has left.
+# How often a rank that waits for the others checks whether one has left.
 LOOK_S = 0.01
 
 
@@ -41,10 +41,10 @@ class SimulatedBackend(EngineBackend):
             "its own: SimulatedBackend.create_group(world_size)."
         )
 
-    def _init_from(self, communicator: Communicator, siblings: _Siblings) -> SimulatedBackend:
+    def _init_from(self, communicator: Communicator, shared: _SharedState) -> SimulatedBackend:
         """Make this a rank of the group, in place of __init__."""
         super().__init__(communicator)
-        self._siblings = siblings
+        self._shared = shared
         self._num_splits = 0
         return self
 
@@ -75,9 +75,9 @@ class SimulatedBackend(EngineBackend):
         """
         world_size = arguments.check_world_size(world_size)
         timeout = arguments.check_timeout(timeout)
-        siblings = _Siblings()
+        shared = _SharedState()
         return [
-            cls.__new__(cls)._init_from(communicator, siblings)
+            cls.__new__(cls)._init_from(communicator, shared)
             for communicator in Communicator.create_group(
                 world_size, count_own(), peer_reads(), timeout, results
             )
@@ -93,16 +93,16 @@ class SimulatedBackend(EngineBackend):
             key = self._num_splits
             self._num_splits += 1
             if self.rank == chosen[0]:
-                self._siblings.publish(key, self._make_part(len(chosen)))
+                self._shared.publish(key, self._make_part(len(chosen)))
             try:
                 self.barrier(False, deadline.remaining_s, 0)
             except BaseException:
                 if self.rank in chosen:
-                    self._siblings.discard(key, chosen.index(self.rank))
+                    self._shared.discard(key, chosen.index(self.rank))
                 raise
         if self.rank not in chosen:
             return None
-        part = self._siblings.take(key, chosen.index(self.rank))
+        part = self._shared.take(key, chosen.index(self.rank))
         if isinstance(part, Exception):
             raise Io(
                 f"split failed on rank {self.rank}: rank {chosen[0]} cannot make the group: {part}",
@@ -113,7 +113,7 @@ class SimulatedBackend(EngineBackend):
         return part._set_global_ranks(self, chosen)
 
     def _make_part(self, world_size: int) -> Sequence[SimulatedBackend] | Sequence[Exception]:
-        """Make a group for siblings, or return the error that prevents it."""
+        """Make the group of a split, or return for each rank the error that prevents it."""
         try:
             return self.create_group(world_size, timeout=self.timeout)
         except (DistributedError, MemoryError) as error:
@@ -131,7 +131,7 @@ class SimulatedBackend(EngineBackend):
 
     def shrink(self, timeout: float | None = None) -> SimulatedBackend:
         seconds = self._time_to_shrink(timeout)
-        survivors, group = self._siblings.survivors.await_group(
+        survivors, group = self._shared.survivors.await_group(
             self.rank,
             lambda: set(range(self.world_size)).difference(self._group.lost_ranks()),
             lambda size: self.create_group(size, timeout=self.timeout),
@@ -140,22 +140,23 @@ class SimulatedBackend(EngineBackend):
         return self._succeeded_by(group, survivors)
 
 
-class _Siblings:
-    """Groups that were split off and wait for their ranks, and the group's own end."""
+class _SharedState:
+    """What the ranks of a group share: the groups that they split off, and how they shrink it."""
 
     def __init__(self) -> None:
         self.survivors = _Survivors()
         self._lock = threading.Lock()
+        # By key, then by rank, what the ranks of each have not taken yet.
         self._groups: dict[int, dict[int, SimulatedBackend | Exception]] = {}
-        # Who failed, of which split, before its group was published.
-        self._left: set[tuple[int, int]] = set()
+        # (key, rank) of what was discarded before it was published.
+        self._discarded: set[tuple[int, int]] = set()
 
     def publish(self, key: int, group: Sequence[SimulatedBackend] | Sequence[Exception]) -> None:
         with self._lock:
             self._groups[key] = dict(enumerate(group))
             for rank in range(len(group)):
-                if (key, rank) in self._left:
-                    self._left.discard((key, rank))
+                if (key, rank) in self._discarded:
+                    self._discarded.discard((key, rank))
                     self._drop(key, rank)
 
     def take(self, key: int, rank: int) -> SimulatedBackend | Exception:
@@ -168,7 +169,7 @@ class _Siblings:
             if key in self._groups:
                 self._drop(key, rank)
             else:
-                self._left.add((key, rank))
+                self._discarded.add((key, rank))
 
     def _drop(self, key: int, rank: int) -> SimulatedBackend | Exception:
         group = self._groups[key]
