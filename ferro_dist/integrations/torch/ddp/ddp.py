@@ -45,7 +45,7 @@ from ferro_dist.integrations.torch.ddp.writes import ParameterWrites
 from ferro_dist.integrations.torch.gradient import dtype_of_gradient
 from ferro_dist.integrations.torch.inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch.memory import as_tensor
-from ferro_dist.integrations.torch.saved import broadcast_optimizer
+from ferro_dist.integrations.torch.optimizer_state import broadcast_optimizer
 from ferro_dist.integrations.torch.sharded_optimizer.sharded_optimizer import ShardedOptimizer
 from ferro_dist.integrations.torch.sync_batch_norm import groups_in_use
 from ferro_dist.integrations.torch.uncompiled import uncompiled

@@ -18,7 +18,7 @@ from ferro_dist.integrations.torch.ddp.gradients import spec_of
 from ferro_dist.integrations.torch.gradient import dtype_of_gradient
 from ferro_dist.integrations.torch.inference_mode import outside_inference_mode
 from ferro_dist.integrations.torch.shareable import check_buffer, check_shareable, gets_gradient
-from ferro_dist.integrations.torch.version import version
+from ferro_dist.integrations.torch.version_counter import version_counter
 from ferro_dist.parallel.buckets.averaging import check_averageable
 from ferro_dist.parallel.buckets.bucket import ParameterSpec
 from ferro_dist.parallel.buckets.gpu_memory import GpuMemory
@@ -268,14 +268,14 @@ class BufferShare:
         """Show autograd, on all ranks, that buffers were written to which the module changes."""
         before = zip(self._noted, self._versions, strict=True)
         for buffer, now, (noted, known) in zip(buffers, memory, before, strict=True):
-            if version(buffer) != known or now.data_ptr() != noted.data_ptr():
+            if version_counter(buffer) != known or now.data_ptr() != noted.data_ptr():
                 show_changes([buffer])
         self._note(buffers, memory)
 
     def _note(self, buffers: Sequence[Tensor], memory: list[Tensor]) -> None:
         # Their memory is kept until then: it cannot become that of a new buffer.
         self._noted = memory
-        self._versions = list(map(version, buffers))
+        self._versions = list(map(version_counter, buffers))
 
     def _follow(self, kinds: list[Any]) -> None:
         """Accept buffers of other kinds, if all ranks have the same."""

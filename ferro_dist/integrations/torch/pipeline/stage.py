@@ -26,7 +26,7 @@ from ferro_dist.integrations.torch.pipeline.surroundings import Buffers, Modes, 
 from ferro_dist.integrations.torch.random import Seeded, draw_seed
 from ferro_dist.integrations.torch.shareable import check_buffer, check_shareable
 from ferro_dist.integrations.torch.sync_batch_norm import groups_in_use
-from ferro_dist.integrations.torch.version import version
+from ferro_dist.integrations.torch.version_counter import version_counter
 from ferro_dist.interop import dtype_code, numpy_dtype
 from ferro_dist.parallel.pipeline import pytree
 from ferro_dist.parallel.pipeline.activation_channel import ArraySpec, Parcel
@@ -289,7 +289,7 @@ class TorchStage(Stage):
 
     def _run_replayable(self, given: ForwardInput) -> tuple[Parcel, _Checkpoint]:
         parcel = given.parcel
-        versions = [version(x) for x in parcel.arrays]
+        versions = [version_counter(x) for x in parcel.arrays]
         checkpoint = _Checkpoint(given, versions, Surroundings(self.module))
         # Not the inputs themselves: the module may register a hook on one in both runs, and both
         # hooks would fire in backward.
@@ -314,7 +314,7 @@ class TorchStage(Stage):
             return self._run_forward(kept.given)[1]
 
     def _check_unchanged(self, checkpoint: _Checkpoint) -> None:
-        if [version(x) for x in checkpoint.given.parcel.arrays] == checkpoint.versions:
+        if [version_counter(x) for x in checkpoint.given.parcel.arrays] == checkpoint.versions:
             return
         raise ValueError(
             f"Pipeline: stage {self.number} is checkpointed, so its forward runs twice, and its "

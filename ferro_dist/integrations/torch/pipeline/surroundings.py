@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ferro_dist.integrations.torch.version import version
+from ferro_dist.integrations.torch.version_counter import version_counter
 
 __all__ = ["Buffers", "Modes", "Surroundings"]
 
@@ -28,7 +28,7 @@ class _Held(NamedTuple):
     def is_as_it_was(self) -> bool:
         """Whether nobody has written to the tensor or put another one in its place."""
         is_here = getattr(self.owner, self.name, None) is self.tensor
-        return is_here and version(self.tensor) == self.version
+        return is_here and version_counter(self.tensor) == self.version
 
 
 class Buffers:
@@ -37,7 +37,7 @@ class Buffers:
     def __init__(self, module: Module) -> None:
         self._all = [
             (
-                _Held(owner, name, tensor, version(tensor)),
+                _Held(owner, name, tensor, version_counter(tensor)),
                 None if tensor is None else _distinct(tensor.detach()).clone(),
             )
             for owner in module.modules()
@@ -56,7 +56,7 @@ class Buffers:
             if tensor is None:
                 continue
             # Autograd may have saved the tensor. If it still has its value, past autograd's notice.
-            target = tensor.data if version(tensor) == before else tensor
+            target = tensor.data if version_counter(tensor) == before else tensor
             with torch.no_grad():
                 _distinct(target).copy_(value)
 
@@ -98,7 +98,7 @@ class Surroundings:
         self._modes = Modes(module)
         # Past named_parameters(), which takes several times as long.
         self._weights = [
-            _Held(owner, name, weight, version(weight))
+            _Held(owner, name, weight, version_counter(weight))
             for owner in module.modules()
             for name, weight in owner._parameters.items()
             if weight is not None and weight.requires_grad

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferro_dist.integrations.torch.saved import broadcast_saved, loaded
+from ferro_dist.integrations.torch.optimizer_state import broadcast_saved, loaded
 
 if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
