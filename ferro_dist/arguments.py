@@ -47,6 +47,7 @@ __all__ = [
     "check_timeout",
     "check_world_size",
     "closed_error",
+    "describe_ranks",
     "elements",
     "explain",
     "first_line",
@@ -73,7 +74,7 @@ MAX_COUNT = (1 << 59) - 1  # of the widest elements, 16 bytes, NumPy can still e
 
 SEE_ITS_OUTPUT = "Its own output may say why. "  # in errors that blame a rank which is gone
 
-_MAX_NAMED = 16  # members of a group, where an error names them
+_MAX_NAMED = 16  # ranks, or members of a group, in the text of an error
 
 _T = TypeVar("_T")
 
@@ -176,6 +177,13 @@ def of_group(global_ranks: Sequence[int] | None) -> str:
     if len(names) > _MAX_NAMED:
         names[_MAX_NAMED - 2 : -1] = ["..."]
     return f" of group ({', '.join(names)})"
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 1, 2, 5" and so on; only the first if there are many."""
+    shown = ", ".join(map(str, ranks[:_MAX_NAMED]))
+    more = " and more" if len(ranks) > _MAX_NAMED else ""
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
 
 def closed_error(

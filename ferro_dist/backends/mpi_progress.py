@@ -17,9 +17,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from ferro_dist.arguments import check_patience, first_line, name_group
+from ferro_dist.arguments import check_patience, describe_ranks, first_line, name_group
 from ferro_dist.errors import DistributedError, LockPoisoned, SizeMismatch, Timeout
-from ferro_dist.rendezvous.control_plane import describe_ranks
 from ferro_dist.work import Work
 
 __all__ = ["Call", "MpiWork", "Progress", "Requests", "Steps", "mpi_lock"]

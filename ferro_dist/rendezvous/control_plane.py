@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from ferro_dist.arguments import describe_ranks
 from ferro_dist.errors import (
     DistributedError,
     InvalidRank,
@@ -50,7 +51,6 @@ __all__ = [
     "Exchange",
     "Participant",
     "as_distributed",
-    "describe_ranks",
 ]
 
 # A rank that failed waits this long for the others to read why.
@@ -499,12 +499,6 @@ def farewell(loop: EventLoop, streams: Sequence[Stream], error: DistributedError
             if stream.is_open:
                 stream.socket.shutdown(socket.SHUT_WR)
         loop.run_until(lambda: not any(stream.is_open for stream in listening), until)
-
-
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """Write ``rank 3`` or ``ranks 1, 2, 5``."""
-    shown = ", ".join(map(str, ranks[:16])) + (" and more" if len(ranks) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def describe_peer(sock: socket.socket) -> str:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Generic, NamedTuple, Protocol
 
-from ferro_dist.arguments import check_timeout
+from ferro_dist.arguments import check_timeout, describe_ranks
 from ferro_dist.errors import (
     DistributedError,
     LockPoisoned,
@@ -59,7 +59,6 @@ from ferro_dist.rendezvous.control_plane import (
     Coordinator,
     Exchange,
     Participant,
-    describe_ranks,
 )
 from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import Acceptor, EventLoop
