@@ -32,7 +32,8 @@ __all__ = [
     "SEE_ITS_OUTPUT",
     "UnevenCounts",
     "as_float",
-    "check_apart",
+    "attach_reason",
+    "check_disjoint",
     "check_members",
     "check_out_dtype",
     "check_patience",
@@ -49,7 +50,6 @@ __all__ = [
     "closed_error",
     "describe_ranks",
     "elements",
-    "explain",
     "first_line",
     "in_order",
     "integer",
@@ -62,7 +62,6 @@ __all__ = [
     "per_rank_count",
     "raise_missing_array",
     "raise_mixed_devices",
-    "raise_not_apart",
     "raise_out_of_reach",
     "raise_overlap",
     "reduce_op_of",
@@ -215,8 +214,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def explain(error: ChannelClosed, reason: BaseException) -> None:
-    """Let the error of a rank that lost a peer show why that left, instead of where to look."""
+def attach_reason(error: ChannelClosed, reason: BaseException) -> None:
+    """Make the exception for which a peer has left the cause of this rank's error.
+
+    The error then need not point to that rank's output.
+    """
     error.args = (str(error).replace(SEE_ITS_OUTPUT, ""),)
     error.__cause__ = reason
 
@@ -351,7 +353,7 @@ def _ranks(world_size: int) -> str:
     return f", which has ranks 0 to {world_size - 1}"
 
 
-# Arrays
+# Reductions and arrays
 
 
 def reduce_op_of(op: ReduceOp | str) -> ReduceOp:
@@ -397,16 +399,7 @@ def check_out_dtype(op: str, x_dtype: str, out_dtype: str, *, rank: int) -> None
         )
 
 
-def raise_overlap(op: str, *, rank: int) -> NoReturn:
-    """Raise InvalidArray for an `out` that shares memory with `x` and is not in place."""
-    raise InvalidArray(
-        f"{op}: x and out overlap without being in place. Pass arrays that do not share memory.",
-        op=op,
-        rank=rank,
-    )
-
-
-def check_apart(ops: Sequence[Any], views: Sequence[Any], *, rank: int) -> None:
+def check_disjoint(ops: Sequence[Any], views: Sequence[Any], *, rank: int) -> None:
     """Raise InvalidArray if a batch receives where another of its messages reads or writes.
 
     Parameters
@@ -426,14 +419,16 @@ def check_apart(ops: Sequence[Any], views: Sequence[Any], *, rank: int) -> None:
     for begin, end, is_send in sorted(extents):
         if begin < (end_of_received if is_send else end_of_any):
             what = "an array that is received into overlaps another of the batch"
-            raise_not_apart("batch", what, rank=rank)
+            raise_overlap("batch", what=what, rank=rank)
         end_of_any = max(end_of_any, end)
         if not is_send:
             end_of_received = max(end_of_received, end)
 
 
-def raise_not_apart(op: str, what: str, *, rank: int) -> NoReturn:
-    """Raise InvalidArray for an array that is written while another call uses its memory."""
+def raise_overlap(
+    op: str, *, rank: int, what: str = "x and out overlap without being in place"
+) -> NoReturn:
+    """Raise InvalidArray for an array that would be written where the call uses another one."""
     raise InvalidArray(f"{op}: {what}. Pass arrays that do not share memory.", op=op, rank=rank)
 
 
@@ -454,6 +449,14 @@ def raise_out_of_reach(op: str, *, rank: int, alternative: str = "") -> NoReturn
     )
 
 
+def raise_missing_array(op: str, name: str, why: str, *, rank: int) -> NoReturn:
+    """Raise InvalidArray for a missing array that this rank must give."""
+    raise InvalidArray(f"{op}: {name} is None, but {why}.", op=op, rank=rank)
+
+
+# Tags and timeouts
+
+
 def check_tag(tag: int) -> int:
     """Return the tag; raise OverflowError unless it has 32 bits, TypeError if it is no int."""
     try:
@@ -463,11 +466,6 @@ def check_tag(tag: int) -> int:
     if not 0 <= value < 1 << 32:
         raise OverflowError(f"tag must be from 0 to 2**32 - 1, not {tag!r}.")
     return value
-
-
-def raise_missing_array(op: str, name: str, why: str, *, rank: int) -> NoReturn:
-    """Raise InvalidArray for a missing array that this rank must give."""
-    raise InvalidArray(f"{op}: {name} is None, but {why}.", op=op, rank=rank)
 
 
 def check_timeout(seconds: float) -> float:

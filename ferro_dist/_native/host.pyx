@@ -584,7 +584,7 @@ cdef class Communicator:
         messages.push_back(self._message("sendrecv", True, dst, sent, tag))
         messages.push_back(self._message("sendrecv", False, src, received, tag))
         if overlap(sent, received):
-            arguments.raise_not_apart("sendrecv", "x and out overlap", rank=self.rank)
+            arguments.raise_overlap("sendrecv", what="x and out overlap", rank=self.rank)
         return self._exchange(Op.sendrecv, messages, (sent, received), out, async_op, timeout)
 
     def batch(self, ops, bint async_op, timeout, tag):
@@ -595,7 +595,7 @@ cdef class Communicator:
             view = self._host_input(op.array, "batch") if op.is_send else self._host_output(op.array, "batch")
             messages.push_back(self._message("batch", op.is_send, op.peer, view, tag))
             views.append(view)
-        arguments.check_apart(ops, views, rank=self.rank)
+        arguments.check_disjoint(ops, views, rank=self.rank)
         return self._exchange(Op.batch, messages, views, None, async_op, timeout)
 
     # ---- Checks ---------------------------------------------------------------
@@ -816,7 +816,7 @@ cdef class Communicator:
     cdef int _explain(self, object error) except -1:
         cdef dict reasons = self._reasons  # which close() in another thread takes away
         if reasons is not None and isinstance(error, ChannelClosed) and error.peer in reasons:
-            arguments.explain(error, reasons[error.peer])
+            arguments.attach_reason(error, reasons[error.peer])
         return 0
 
     cdef int _note(self, object error) except -1:

@@ -487,8 +487,8 @@ cdef class Communicator(Connection):
                 self._refuse_stream_of_thread()
             _add_to_group(group, self, o, src, dst)
         if not are_apart(group._operations):
-            arguments.raise_not_apart(
-                "allreduce_coalesced", "an array of outs overlaps another of outs or xs", rank=self.rank)
+            arguments.raise_overlap(
+                "allreduce_coalesced", rank=self.rank, what="an array of outs overlaps another of outs or xs")
         group._finish()
 
     cdef int _launch_on(self, Operation* o, stream) except -1:

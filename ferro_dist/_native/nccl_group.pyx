@@ -444,7 +444,7 @@ cdef class NcclGroup:
         self._communicator.describe_send(&operations[0], sent, dst)
         self._communicator.describe_recv(&operations[1], received, src)
         if overlap(sent, received):
-            arguments.raise_not_apart("sendrecv", "x and out overlap", rank=self.rank)
+            arguments.raise_overlap("sendrecv", what="x and out overlap", rank=self.rank)
         return self._launch_all(operations, sent, received, None, out, None, async_op, timeout, tag)
 
     def batch(self, ops, bint async_op, timeout, tag):
@@ -471,7 +471,7 @@ cdef class NcclGroup:
                 self._communicator.describe_recv(&o, view, op.peer)
             operations.push_back(o)
             views.append(view)
-        arguments.check_apart(ops, views, rank=self.rank)
+        arguments.check_disjoint(ops, views, rank=self.rank)
         return 0
 
     # ---- Raw pointers, which wait for no caller's stream, and none for them ------

@@ -413,7 +413,7 @@ class MpiBackend(MpiGroup):
         sent, read = self._message("sendrecv", True, x, dst, timeout, tag)
         received, written = self._message("sendrecv", False, out, src, timeout, tag)
         if overlap(read, written):
-            arguments.raise_not_apart("sendrecv", "x and out overlap", rank=self._rank)
+            arguments.raise_overlap("sendrecv", what="x and out overlap", rank=self._rank)
         return self._run_together("sendrecv", [sent, received], out, async_op)
 
     def batch(
@@ -422,7 +422,7 @@ class MpiBackend(MpiGroup):
         messages = [
             self._message("batch", op.is_send, op.array, op.peer, timeout, tag) for op in ops
         ]
-        arguments.check_apart(ops, [view for _, view in messages], rank=self._rank)
+        arguments.check_disjoint(ops, [view for _, view in messages], rank=self._rank)
         self._seconds(timeout)  # of an empty batch, too
         calls = [call for call, _ in messages]
         done: Work | None = self._run_together("batch", calls, None, async_op)
