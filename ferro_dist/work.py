@@ -19,8 +19,9 @@ class Work(abc.ABC):
     Dropping the last reference does not cancel the call. Closing the group does, and so does
     dropping the last reference to its `Backend`.
 
-    A small call may be carried on only when somebody asks for it, or makes the next call: so it
-    costs no thread. Its `timeout` counts from then on, and its peers do not wait for that.
+    The rest of a small call may be left undone until this `Work` is asked for, or the next call is
+    made: that spares waking a thread. No peer waits for that rest, and the call's `timeout` begins
+    to count only then.
     """
 
     @abc.abstractmethod

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ferro_dist.arguments import UnevenCounts, elements, mismatch_error
+from ferro_dist.arguments import SEE_ITS_OUTPUT, UnevenCounts, elements, mismatch_error
 from ferro_dist.backends.mpi_progress import Requests
 from ferro_dist.errors import ChannelClosed, CollectiveMismatch
 from ferro_dist.interop import dtype_name
@@ -301,7 +301,7 @@ def left_error(op: str, rank: int, peer: int, sequence: int | None) -> ChannelCl
     label = op if sequence is None else f"{op} #{sequence}"
     return ChannelClosed(
         f"{label} failed on rank {rank}: rank {peer} left the group.\n"
-        "Its own output may say why. Make a new one.",
+        f"{SEE_ITS_OUTPUT}Make a new one.",
         op=op,
         rank=rank,
         peer=peer,

@@ -33,7 +33,10 @@ __all__ = [
 ]
 
 WATCHDOG_GRACE_S = 10.0
-"""A moment after a call's timeout the watchdog ends the group, and says why."""
+"""How much longer than its timeout a host waits for a call's work on the GPU.
+
+Time for the watchdog, which ends the group once the call is overdue: its error says why.
+"""
 END_GRACE_S = 10.0
 """How long closing waits for the other ranks to close, when all calls are done."""
 
