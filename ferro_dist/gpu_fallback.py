@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from ferro_dist import arguments
 from ferro_dist.errors import GpuFallbackWarning, UnsupportedOp
-from ferro_dist.work import CompletedWork
 
 if TYPE_CHECKING:
     from ferro_dist._native.buffer_view import BufferView
     from ferro_dist._native.cuda_memory import PinnedMemory
     from ferro_dist._native.cuda_stream import Event, Stream
 
-__all__ = ["VARIABLE", "CompletedWork", "check_enabled", "is_enabled", "round_trip"]
+__all__ = ["VARIABLE", "check_enabled", "is_enabled", "round_trip"]
 
 VARIABLE = "FERROTORCH_ENABLE_GPU_FALLBACK"
 

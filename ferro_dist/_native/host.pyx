@@ -730,6 +730,7 @@ cdef class Communicator:
         bint async_op, double seconds,
     ):
         from ferro_dist import gpu_fallback
+        from ferro_dist.work import CompletedWork
 
         gpu_fallback.check_enabled((<bytes> ferro.name_of(c.op)).decode(), self.rank)
         cdef HostLeg leg = HostLeg.__new__(HostLeg)
@@ -740,7 +741,7 @@ cdef class Communicator:
         cdef bint is_read = c.op != Op.broadcast or c.root == self.rank
         gpu_fallback.round_trip(src if is_read else None, dst, leg, is_elementwise=is_elementwise)
         result = delivered(self._arrays, written, like)
-        return gpu_fallback.CompletedWork(result) if async_op else result
+        return CompletedWork(result) if async_op else result
 
     cdef object _exchange(
         self, Op op, const vector[PointToPoint]& messages, object views, object result, bint async_op, timeout
