@@ -14,9 +14,9 @@ from ferro_dist._native.host import Communicator, create_segment
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.engine import EngineBackend, peer_reads
+from ferro_dist.deadline import Deadline
 from ferro_dist.errors import DistributedError, Io
 from ferro_dist.rendezvous.connection import in_numbers_of_parent
-from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring
 
 __all__ = ["HostBackend", "TcpBackend"]

@@ -16,6 +16,7 @@ from ferro_dist.backends.base import Array, Backend, P2POp
 from ferro_dist.backends.host import HostBackend
 from ferro_dist.backends.nccl import END_GRACE_S, NcclBackend, get_unique_id
 from ferro_dist.backends.nccl_attendance import share_attendance
+from ferro_dist.deadline import Deadline
 from ferro_dist.errors import (
     BackendUnavailable,
     ChannelClosed,
@@ -24,7 +25,6 @@ from ferro_dist.errors import (
     PeerLostError,
 )
 from ferro_dist.rendezvous.connection import put_in_numbers_of_parent
-from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import JointWork, Work
 
 if TYPE_CHECKING:

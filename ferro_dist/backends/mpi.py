@@ -30,9 +30,9 @@ from ferro_dist.backends.mpi_messages import mpi_tag_of
 from ferro_dist.backends.mpi_progress import Call, MpiWork, Steps
 from ferro_dist.backends.mpi_reduction import Reduction
 from ferro_dist.backends.results import allocate_chunk, allocate_rows
+from ferro_dist.deadline import Deadline
 from ferro_dist.interop import BufferView
 from ferro_dist.reduce_op import ReduceOp
-from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import JointWork, Work
 
 __all__ = ["MpiBackend"]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ferro_dist.cores import CpuLimit, affinity_mask, count_usable, cpu_limit
+from ferro_dist.deadline import Deadline
 from ferro_dist.errors import Timeout
 from ferro_dist.rendezvous import machine
-from ferro_dist.rendezvous.deadline import Deadline
 
 __all__ = ["count_cores_per_rank", "duplicate"]
 

@@ -16,6 +16,7 @@ from ferro_dist.backends.mpi_farewell import Farewell, close_at_exit, free_left_
 from ferro_dist.backends.mpi_messages import Messages
 from ferro_dist.backends.mpi_operands import Operands
 from ferro_dist.backends.mpi_progress import Call, MpiWork, Progress, Requests, Steps, mpi_lock
+from ferro_dist.deadline import Deadline
 from ferro_dist.errors import (
     ChannelClosed,
     DistributedError,
@@ -25,7 +26,6 @@ from ferro_dist.errors import (
     UnsupportedOp,
 )
 from ferro_dist.interop import aligned_empty, dtype_code, numpy_dtype
-from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import Work
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from ferro_dist._native.cuda_libraries import load_nccl
 from ferro_dist.backends import results
 from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.bound import BoundBackend
+from ferro_dist.deadline import Deadline
 from ferro_dist.errors import DistributedError, UnsupportedOp
 from ferro_dist.reduce_op import ReduceOp
-from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.work import Work
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from ferro_dist._native.host import Communicator
 from ferro_dist.backends import results
 from ferro_dist.backends.engine import EngineBackend, peer_reads
 from ferro_dist.cores import count_own
+from ferro_dist.deadline import Deadline
 from ferro_dist.errors import DistributedError, Io, LockPoisoned
-from ferro_dist.rendezvous.deadline import Deadline
 
 __all__ = ["SimulatedBackend"]
 

@@ -3,7 +3,7 @@
 Reading order: `environment` (which rank is this), `launchers` and `rank_zero` (what it reads),
 `connection` (the entrance), `authentication`, `wiring` (who is connected to whom, and how),
 `succession` (what survivors do); below them `member`, `control_plane`, `parent_exchange`,
-`roll_call`, `event_loop`, `frame`, `address`, `machine` and `deadline`.
+`roll_call`, `event_loop`, `frame`, `address` and `machine`.
 
 Standard library only. It produces descriptors; the engine gets them connected.
 """

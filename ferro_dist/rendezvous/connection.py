@@ -19,6 +19,7 @@ from typing import Any
 
 from ferro_dist.arguments import check_place, check_timeout
 from ferro_dist.cores import count_own
+from ferro_dist.deadline import Deadline
 from ferro_dist.errors import DistributedError, Io, NoConnection, Timeout
 from ferro_dist.network_interfaces import is_loopback, is_wildcard
 from ferro_dist.rendezvous.address import (
@@ -38,7 +39,6 @@ from ferro_dist.rendezvous.authentication import (
     group_digest,
 )
 from ferro_dist.rendezvous.control_plane import Coordinator, Exchange, Participant
-from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import EventLoop, describe_error
 from ferro_dist.rendezvous.member import Member, Place
 from ferro_dist.rendezvous.parent_exchange import ParentExchange, stand_by

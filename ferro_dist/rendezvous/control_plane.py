@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ferro_dist.arguments import describe_ranks
+from ferro_dist.deadline import Deadline
 from ferro_dist.errors import (
     DistributedError,
     InvalidRank,
@@ -27,7 +28,6 @@ from ferro_dist.errors import (
 )
 from ferro_dist.rendezvous.address import Address, Target
 from ferro_dist.rendezvous.authentication import AuthenticationFailed, Claim, Role, introduce
-from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import Acceptor, Dialler, EventLoop, Stream
 from ferro_dist.rendezvous.frame import (
     MAX_CONTRIBUTION_NBYTES,

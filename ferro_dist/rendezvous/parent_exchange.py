@@ -11,13 +11,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
+from ferro_dist.deadline import Deadline
 from ferro_dist.rendezvous.control_plane import (
     VERDICT_FRACTION,
     VERDICT_S,
     Exchange,
     as_distributed,
 )
-from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import EventLoop
 from ferro_dist.rendezvous.frame import MAX_MISSING, ProtocolError, decode_error, encode_error
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Generic, NamedTuple, Protocol
 
 from ferro_dist.arguments import check_timeout, describe_ranks
+from ferro_dist.deadline import Deadline
 from ferro_dist.errors import (
     DistributedError,
     LockPoisoned,
@@ -60,7 +61,6 @@ from ferro_dist.rendezvous.control_plane import (
     Exchange,
     Participant,
 )
-from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import Acceptor, EventLoop
 from ferro_dist.rendezvous.frame import FrameKind, ProtocolError, decode_error
 from ferro_dist.rendezvous.roll_call import (

@@ -18,7 +18,7 @@ import ferro_dist as fd
 from ferro_dist import rendezvous
 from ferro_dist._native.host import create_segment
 from ferro_dist.arguments import of_group
-from ferro_dist.rendezvous.deadline import Deadline
+from ferro_dist.deadline import Deadline
 from ferro_dist.rendezvous.wiring import _Wirer
 from ferro_dist.testing import RankDeath, run_ranks
 

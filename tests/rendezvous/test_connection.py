@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from ferro_dist.arguments import check_place
 from ferro_dist.backends.host import HostBackend
+from ferro_dist.deadline import Deadline
 from ferro_dist.errors import (
     CollectiveMismatch,
     DistributedError,
@@ -49,7 +50,6 @@ from ferro_dist.rendezvous import (
 )
 from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr, target_of
 from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_digest
-from ferro_dist.rendezvous.deadline import Deadline
 from ferro_dist.rendezvous.event_loop import EventLoop
 from ferro_dist.rendezvous.member import Member
 from ferro_dist.rendezvous.wiring import _Wirer
