@@ -21,7 +21,7 @@ from ferro_dist.work import Work
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11
 
-__all__ = ["Backend", "P2POp"]
+__all__ = ["Array", "Backend", "P2POp"]
 
 Array = Any
 """NumPy, torch, CuPy or JAX array, or anything with the buffer protocol."""

@@ -16,7 +16,7 @@ from ferro_dist.backends.base import P2POp
 from ferro_dist.backends.engine import EngineBackend, peer_reads
 from ferro_dist.deadline import Deadline
 from ferro_dist.errors import DistributedError, Io
-from ferro_dist.rendezvous.connection import in_numbers_of_parent
+from ferro_dist.rendezvous.connection import naming_ranks_of_parent
 from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring
 
 __all__ = ["HostBackend", "TcpBackend"]
@@ -164,7 +164,7 @@ class HostBackend(EngineBackend):
                 if len(chosen) > 1:
                     rendezvous.stand_by(lambda: gather(b""))
                 return None
-            with in_numbers_of_parent(chosen, self.rank):
+            with naming_ranks_of_parent(chosen, self.rank):
                 return rendezvous.connect_through(
                     gather,
                     chosen.index(self.rank),

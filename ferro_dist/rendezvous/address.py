@@ -28,10 +28,13 @@ __all__ = [
     "derived_ports",
     "derived_unix_addr",
     "digest_of",
+    "is_taken",
     "listen",
     "listening_targets",
     "parse_addresses",
     "resolve",
+    "target_of",
+    "wildcard_target",
 ]
 
 # Below Linux's ephemeral ports (32768 and up): an outgoing connection of any program

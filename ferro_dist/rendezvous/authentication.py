@@ -35,6 +35,7 @@ from ferro_dist.rendezvous.address import digest_of
 from ferro_dist.rendezvous.frame import ProtocolError
 
 __all__ = [
+    "HOW_TO_SET_A_TOKEN",
     "AuthenticationFailed",
     "Claim",
     "Role",
@@ -42,6 +43,7 @@ __all__ = [
     "find_token",
     "group_digest",
     "introduce",
+    "token_source",
 ]
 
 MAGIC = b"FRRO"

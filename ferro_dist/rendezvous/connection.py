@@ -44,7 +44,19 @@ from ferro_dist.rendezvous.member import Member, Place
 from ferro_dist.rendezvous.parent_exchange import ParentExchange, stand_by
 from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring, wire
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Wiring", "connect", "connect_through", "stand_by"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "KnownPlace",
+    "Wiring",
+    "connect",
+    "connect_through",
+    "name_ranks_of_parent",
+    "naming_ranks_of_parent",
+    "os_errors_as_io",
+    "stand_by",
+    "try_to_listen",
+    "world_of_one",
+]
 
 DEFAULT_TIMEOUT_S = 300.0
 # A rank 0 that finds its address taken asks there whether another rank 0 of its group has it.
@@ -113,7 +125,7 @@ def connect(
         `listener` is no socket, or does not listen.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(system_errors(rank))
+        stack.enter_context(os_errors_as_io(rank))
         if listener is not None:
             _check_is_socket(listener)
             stack.callback(listener.close)
@@ -174,13 +186,14 @@ def connect_through(
     """
     if world_size == 1:
         return adopt(world_of_one())
-    with system_errors(rank), contextlib.closing(EventLoop()) as loop:
+    with os_errors_as_io(rank), contextlib.closing(EventLoop()) as loop:
         exchange = ParentExchange(loop, all_gather, rank, world_size, Deadline(timeout))
         return wire(exchange, token, create_segment, KnownPlace(addresses), adopt)
 
 
 @contextlib.contextmanager
-def system_errors(rank: int) -> Iterator[None]:
+def os_errors_as_io(rank: int) -> Iterator[None]:
+    """Turn an OSError into an Io that names this rank."""
     try:
         yield
     except OSError as error:
@@ -189,19 +202,11 @@ def system_errors(rank: int) -> Iterator[None]:
         raise Io(f"rendezvous: rank {rank} failed: {error}", op="init", rank=rank) from error
 
 
-@contextlib.contextmanager
-def in_numbers_of_parent(members: Sequence[int], rank: int) -> Iterator[None]:
-    """Let errors of `members` that connect to each other name ranks of the group they are from."""
-    try:
-        yield
-    except DistributedError as error:
-        if error.op == "init":  # else from a collective of that group
-            put_in_numbers_of_parent(error, members, rank)
-        raise
+def name_ranks_of_parent(error: DistributedError, members: Sequence[int], rank: int) -> None:
+    """Let an error among `members` name ranks of the group that they are from.
 
-
-def put_in_numbers_of_parent(error: DistributedError, members: Sequence[int], rank: int) -> None:
-    """Let an error among `members` name ranks of the group they are from, where this is `rank`."""
+    There this rank is `rank`, and `members` are the ranks of the new group, in its order.
+    """
     error.args = (f"{error}\nRanks 0, 1, ... of the new group are {list(members)} of this one.",)
     error.rank, error.global_ranks = rank, None
     error.peer = None if error.peer is None else members[error.peer]
@@ -209,7 +214,19 @@ def put_in_numbers_of_parent(error: DistributedError, members: Sequence[int], ra
         error.missing = tuple(members[missing] for missing in error.missing)
 
 
+@contextlib.contextmanager
+def naming_ranks_of_parent(members: Sequence[int], rank: int) -> Iterator[None]:
+    """Do so to errors of the rendezvous; those of calls of the parent name its ranks already."""
+    try:
+        yield
+    except DistributedError as error:
+        if error.op == "init":
+            name_ranks_of_parent(error, members, rank)
+        raise
+
+
 def world_of_one() -> Wiring:
+    """Return the wiring of a group of one rank, which is connected to nobody."""
     return Wiring(0, 1, ((0,),), num_cores=count_own(), addresses=("127.0.0.1",))
 
 
@@ -372,6 +389,7 @@ class _Entrance(Place):
 
 
 def try_to_listen(target: Target) -> socket.socket | OSError:
+    """Return a socket that listens there, or the error why there is none."""
     try:
         return listen(target)
     except OSError as error:

@@ -24,7 +24,7 @@ from ferro_dist.rendezvous.address import Target
 from ferro_dist.rendezvous.authentication import Claim, answer
 from ferro_dist.rendezvous.frame import Conversation, ProtocolError
 
-__all__ = ["Acceptor", "Dialler", "EventLoop", "Stream", "describe_error"]
+__all__ = ["READ", "Acceptor", "Dialler", "EventLoop", "Stream", "describe_error"]
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 

@@ -16,6 +16,8 @@ from typing import Any
 from ferro_dist import errors
 
 __all__ = [
+    "MAX_CONTRIBUTION_NBYTES",
+    "MAX_MISSING",
     "Conversation",
     "FrameKind",
     "ProtocolError",
@@ -23,6 +25,7 @@ __all__ = [
     "decode_json",
     "encode_error",
     "encode_frame",
+    "max_gathered_nbytes",
     "pack_list",
     "read_frame",
     "unpack_list",
@@ -34,7 +37,8 @@ Conversation = Generator[int | bytes, bytes, Any]
 FRAME = struct.Struct("!BI")
 LENGTH = struct.Struct("!I")
 MAX_CONTRIBUTION_NBYTES = 16 * 1024
-# Together, whatever the characters, they fit into a contribution.
+# The text of an error and its missing ranks: together they fit into a contribution, whatever the
+# characters.
 MAX_MESSAGE_LENGTH = 1500
 MAX_MISSING = 512
 

@@ -51,8 +51,8 @@ from ferro_dist.rendezvous.address import (
 from ferro_dist.rendezvous.authentication import Claim, Role, group_digest
 from ferro_dist.rendezvous.connection import (
     KnownPlace,
-    in_numbers_of_parent,
-    system_errors,
+    naming_ranks_of_parent,
+    os_errors_as_io,
     try_to_listen,
     world_of_one,
 )
@@ -146,7 +146,7 @@ def connect_survivors(
     if parent.world_size == 1:
         return (0,), adopt(world_of_one())
     try:
-        with system_errors(parent.rank):
+        with os_errors_as_io(parent.rank):
             seconds = check_timeout(timeout)
             return _Succession(predecessor, parent, create_segment, adopt, seconds).run()
     except DistributedError as error:
@@ -203,7 +203,7 @@ class _Succession(Generic[Group]):
 
     def _wire(self, exchange: Exchange, members: tuple[int, ...]) -> Group:
         place = KnownPlace([self._parent.addresses[member] for member in members])
-        with in_numbers_of_parent(members, self._rank):
+        with naming_ranks_of_parent(members, self._rank):
             return wire(exchange, self._parent.token, self._create_segment, place, self._adopt)
 
     def _begin_again(self, error: PeerLostError) -> None:
