@@ -268,11 +268,11 @@ def let_go_of_what_is_read(rank: int, world_size: int, addr: str) -> None:
         copy_async(copied.address, gradient.address, gradient.nbytes, gpu.current_stream)
         del ddp, gradient
         gc.collect()
-        assert gpu_memory._ending
+        assert gpu_memory._pending
         go_on()
         assert (copied.numpy() == 5).all()
-        gpu_memory.release_what_has_ended()
-        assert not gpu_memory._ending
+        gpu_memory.free_unused_memory()
+        assert not gpu_memory._pending
 
 
 def test_buckets_may_be_let_go_of_while_the_gpu_reads_them() -> None:
@@ -282,16 +282,16 @@ def test_buckets_may_be_let_go_of_while_the_gpu_reads_them() -> None:
 class FoundAtOnce(list[Any]):
     """Memory that is to be freed, which another thread, on its own stream, finds at once."""
 
-    def append(self, ending: Any) -> None:
-        super().append(ending)
+    def append(self, pending: Any) -> None:
+        super().append(pending)
         other = threading.Thread(target=self._release)
         other.start()
         other.join()
 
     def _release(self) -> None:
-        gpu_memory.release_what_has_ended()
+        gpu_memory.free_unused_memory()
         emulated_gpu().synchronize(0)
-        gpu_memory.release_what_has_ended()
+        gpu_memory.free_unused_memory()
 
 
 def let_go_beside_a_thread(rank: int, world_size: int, addr: str) -> None:
@@ -299,14 +299,14 @@ def let_go_beside_a_thread(rank: int, world_size: int, addr: str) -> None:
     with connect("nccl", rank, world_size, addr, timeout=TIMEOUT_S) as backend, gpu.stream():
         x = GpuMemory(backend, zeros("gpu", 1)).empty(1, "float64")
         x[...] = 5
-        gpu_memory._ending = FoundAtOnce()
+        gpu_memory._pending = FoundAtOnce()
         go_on = hold(gpu)
         del x
-        assert gpu_memory._ending
+        assert gpu_memory._pending
         go_on()
         gpu.synchronize(gpu.current_stream)
-        gpu_memory.release_what_has_ended()
-        assert not gpu_memory._ending
+        gpu_memory.free_unused_memory()
+        assert not gpu_memory._pending
 
 
 def test_memory_waits_for_the_stream_of_the_thread_that_lets_go_of_it() -> None:

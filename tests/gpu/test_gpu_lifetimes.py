@@ -124,7 +124,7 @@ def drop_memory_of_nccl_elsewhere(rank: int, world_size: int, addr: str) -> list
     from ferro_dist._native.cuda_memory import location_of
     from ferro_dist._native.cuda_runtime import set_device
     from ferro_dist._native.nccl_memory import NcclMemory
-    from ferro_dist.parallel.buckets.gpu_memory import GpuMemory, release_what_has_ended
+    from ferro_dist.parallel.buckets.gpu_memory import GpuMemory, free_unused_memory
 
     set_device(1)
     x = gpu.array(np.ones(4))
@@ -137,7 +137,7 @@ def drop_memory_of_nccl_elsewhere(rank: int, world_size: int, addr: str) -> list
             thread.submit(held.clear).result()
 
         def places() -> list[str]:
-            release_what_has_ended()  # as each round does
+            free_unused_memory()  # as each round does
             return [location_of(address)[0] for address in addresses]
 
         freed = ["unregistered"] * 2

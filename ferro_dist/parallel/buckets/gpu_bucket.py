@@ -24,7 +24,7 @@ from ferro_dist._native.cuda_memory import copy_async, fill_async
 from ferro_dist._native.cuda_runtime import DeviceGuard
 from ferro_dist._native.cuda_stream import Stream, current_stream_of_array
 from ferro_dist.parallel.buckets.bucket import Bucket, BucketLayout
-from ferro_dist.parallel.buckets.gpu_memory import GpuMemory, release_what_has_ended
+from ferro_dist.parallel.buckets.gpu_memory import GpuMemory, free_unused_memory
 
 __all__ = ["GpuBucket"]
 
@@ -81,7 +81,7 @@ class GpuBucket(Bucket):
 
     def reset(self) -> None:
         super().reset()
-        release_what_has_ended()  # gradients from before the buckets were laid out again
+        free_unused_memory()  # gradients from before the buckets were laid out again
         self._reduced_tail: NumpyArray | None = None
         self._streams: set[int] = set()  # of this round's gradients
         self._waited_for: set[int] = set()

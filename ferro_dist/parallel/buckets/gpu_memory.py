@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
     from ferro_dist.backends.nccl import NcclBackend
 
-__all__ = ["GpuMemory", "release_what_has_ended"]
+__all__ = ["GpuMemory", "free_unused_memory"]
 
 Array = Any
 
@@ -66,7 +66,7 @@ class GpuMemory:
 
     def empty(self, count: int, dtype: Any) -> Array:
         """Make an uninitialized vector that is registered with the group's communicator."""
-        release_what_has_ended()
+        free_unused_memory()
         if self._probe is None:
             self._probe = self._make_probe()
         nbytes = max(1, count * np.dtype(dtype).itemsize)
@@ -75,7 +75,7 @@ class GpuMemory:
 
     def keep(self, held: object) -> None:
         """Keep an object until the library's current stream has done what it was given so far."""
-        _end(_Ending((held,), self._probe, None))
+        _free_later(_PendingFree((held,), self._probe, None))
 
     def _make_probe(self) -> Array:
         """Make an unused array, to ask its library for any thread's current stream."""
@@ -104,11 +104,11 @@ class _RegisteredMemory:
             return
         from ferro_dist._native.cuda_runtime import current_device
 
-        ending = _Ending((self._memory, self._registration), self._probe, None)
+        pending = _PendingFree((self._memory, self._registration), self._probe, None)
         if current_device() == self.device:
-            _end(ending)
+            _free_later(pending)
         else:  # any thread may run the collector: CUDA would make a context on that one's GPU
-            _ending.append(ending)
+            _pending.append(pending)
 
 
 def _allocate(nbytes: int, device: int) -> GpuBytes:
@@ -122,23 +122,26 @@ def _allocate(nbytes: int, device: int) -> GpuBytes:
     return NcclMemory(nbytes, device)
 
 
-class _Ending(NamedTuple):
+class _PendingFree(NamedTuple):
     """Memory to which nobody refers any more, and when it may be freed.
 
     Attributes
     ----------
     held : tuple
+        The last references to it.
     probe : array
+        Tells its library's current stream.
     event : Event or None
-        None while the stream is captured: the event would become part of the graph.
+        Where that stream was when the last user let go. None while the stream is captured: the
+        event would become part of the graph.
     """
 
     held: tuple[Any, ...]
     probe: Array
     event: Event | None
 
-    def looked_at(self) -> _Ending | None:
-        """Return what is left to wait for; None if the memory may be freed."""
+    def still_pending(self) -> _PendingFree | None:
+        """Return this with its event, recorded now if it had none; None once that has passed."""
         from ferro_dist._native.cuda_runtime import DeviceGuard
         from ferro_dist._native.cuda_stream import Stream, current_stream_of_array
 
@@ -152,25 +155,25 @@ class _Ending(NamedTuple):
 
 
 # Appending and popping are atomic: several threads may release memory.
-_ending: list[_Ending] = []
+_pending: list[_PendingFree] = []
 
 
-def _end(ending: _Ending) -> None:
+def _free_later(pending: _PendingFree) -> None:
     # Its event is recorded before other threads can find it: they work on streams of their own.
-    left = ending.looked_at()
+    left = pending.still_pending()
     if left is not None:
-        _ending.append(left)
-    release_what_has_ended()
+        _pending.append(left)
+    free_unused_memory()
 
 
-def release_what_has_ended() -> None:
+def free_unused_memory() -> None:
     """Free the memory that no stream uses any more."""
-    if not _ending:
+    if not _pending:
         return
     waiting = []
     with contextlib.suppress(IndexError):  # empty, perhaps because of another thread
-        while _ending:
-            left = _ending.pop().looked_at()
+        while _pending:
+            left = _pending.pop().still_pending()
             if left is not None:
                 waiting.append(left)
-    _ending.extend(waiting)
+    _pending.extend(waiting)
