@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = [
     "PipelineOptions",
     "check_groups",
+    "checked_average",
     "checked_count",
     "checked_seed",
     "checked_ties",
     "modules_of",
-    "reduce_op",
     "stages_on_rank",
 ]
 
@@ -193,8 +193,8 @@ def check_groups(backend: Any, replicas: Any) -> None:
         )
 
 
-def reduce_op(average: Any) -> ReduceOp:
-    """Return the reduction that `average` names."""
+def checked_average(average: Any) -> ReduceOp:
+    """Return the reduction that `average` names; raise unless it is "mean" or "sum"."""
     if not isinstance(average, str) or average not in REDUCE_OPS:
         raise ValueError(f"Pipeline: average must be 'mean' or 'sum', not {average!r}")
     return REDUCE_OPS[average]

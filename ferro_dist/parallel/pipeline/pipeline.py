@@ -32,11 +32,11 @@ from ferro_dist.parallel.pipeline.activation_channel import meet
 from ferro_dist.parallel.pipeline.arguments import (
     PipelineOptions,
     check_groups,
+    checked_average,
     checked_count,
     checked_seed,
     checked_ties,
     modules_of,
-    reduce_op,
     stages_on_rank,
 )
 from ferro_dist.parallel.pipeline.connection import Connection, connect
@@ -220,7 +220,7 @@ class Pipeline(Generic[ModuleT]):
             backend=backend,
             replicas=dp,
             num_microbatches=checked_count(num_microbatches),
-            op=reduce_op(average),
+            op=checked_average(average),
             bucket_nbytes=bucket_nbytes_of(bucket_mb, "Pipeline"),
             timeout=None if timeout is None else arguments.check_timeout(timeout),
             seed=checked_seed(seed),
