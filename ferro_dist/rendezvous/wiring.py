@@ -305,7 +305,7 @@ class _Wirer:
             for peer, role in mesh.to_dial():
                 target = target_of(wiring.addresses[peer], ports[peer])
                 dialler = self._dial(target, role, peer, mesh.taker(peer, role))
-                mesh.diallers[peer] = stack.enter_context(dialler)
+                mesh.diallers[peer, role] = stack.enter_context(dialler)
             self._exchange.wait(mesh.is_complete, mesh.missing, mesh.describe_failures)
             mesh.hand_over()
 
@@ -371,7 +371,7 @@ class _Mesh:
     """The sockets between this rank and those with which it shares no memory."""
 
     def __init__(self, wiring: Wiring) -> None:
-        self.diallers: dict[int, Dialler] = {}
+        self.diallers: dict[tuple[int, Role], Dialler] = {}
         self._wiring = wiring
         self._peers = sorted(set(range(wiring.world_size)) - set(wiring.local_ranks))
         self._sockets: dict[tuple[int, Role], socket.socket] = {}
@@ -413,15 +413,15 @@ class _Mesh:
         ]
 
     def describe_failures(self) -> str:
-        """Say why the connections that this rank has begun are missing."""
-        failed = [peer for peer in self.missing() if peer in self.diallers]
-        return "".join(self._describe_failure(peer) for peer in failed[:3])
-
-    def _describe_failure(self, peer: int) -> str:
-        dialler = self.diallers[peer]
-        return (
+        """Say of the first few peers why a connection that this rank has begun is missing."""
+        failed: dict[int, Dialler] = {}
+        for (peer, role), dialler in self.diallers.items():
+            if (peer, role) not in self._sockets:
+                failed.setdefault(peer, dialler)
+        return "".join(
             f" Rank {self._wiring.rank} could not reach rank {peer} at {dialler.target}: "
             f"{dialler.describe_failure()}."
+            for peer, dialler in list(failed.items())[:3]
         )
 
     def hand_over(self) -> None:

@@ -52,7 +52,7 @@ from ferro_dist.rendezvous.address import RESOLVER_THREAD, derived_unix_addr, ta
 from ferro_dist.rendezvous.authentication import Claim, Role, find_token, group_digest
 from ferro_dist.rendezvous.event_loop import EventLoop
 from ferro_dist.rendezvous.member import Member
-from ferro_dist.rendezvous.wiring import _Wirer
+from ferro_dist.rendezvous.wiring import SOCKET_ROLES, _Mesh, _Wirer
 from ferro_dist.testing import run_ranks
 
 TOKEN = b"a secret of these tests"
@@ -942,6 +942,26 @@ def test_a_rank_whose_turn_comes_late_is_let_in(monkeypatch: pytest.MonkeyPatch)
         assert loop.run_until(lambda: bool(connected and accepted), time.monotonic() + SOON_S)
     connected[0].close()
     assert accepted == [claim]
+
+
+@pytest.mark.parametrize("failed", SOCKET_ROLES)
+def test_of_two_connections_to_a_peer_the_one_that_failed_is_described(failed: Role) -> None:
+    def answer(_: object) -> frame.Conversation:
+        raise AssertionError("nobody dials here")
+
+    mesh = _Mesh(Wiring(1, 2, ((0,), (1,))))
+    with contextlib.closing(mesh), contextlib.closing(EventLoop()) as loop:
+        for peer, role in mesh.to_dial():
+            keep = mesh.taker(peer, role)
+            dialler = event_loop.Dialler(loop, target_of("127.0.0.1", 9), answer, keep)
+            mesh.diallers[peer, role] = dialler
+            if role is failed:
+                dialler.last_error = ConnectionRefusedError("nobody listens")
+            else:
+                keep(socket.socket())
+        assert mesh.describe_failures() == (
+            " Rank 1 could not reach rank 0 at 127.0.0.1:9: nobody listens."
+        )
 
 
 def test_a_replayed_handshake_is_refused() -> None:
