@@ -36,7 +36,6 @@ __all__ = [
     "check_disjoint",
     "check_members",
     "check_out_dtype",
-    "check_patience",
     "check_peer",
     "check_place",
     "check_reduction",
@@ -46,6 +45,7 @@ __all__ = [
     "check_size",
     "check_tag",
     "check_timeout",
+    "check_wait_timeout",
     "check_world_size",
     "closed_error",
     "describe_ranks",
@@ -469,15 +469,18 @@ def check_tag(tag: int) -> int:
 
 
 def check_timeout(seconds: float) -> float:
-    """Return the timeout as a float; raise ValueError unless it is positive."""
+    """Return the timeout of a call as a float; raise ValueError unless it is positive."""
     value = _as_seconds(seconds)
     if not value > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {seconds!r:.80}.")
     return value
 
 
-def check_patience(seconds: float) -> float:
-    """Return how long to wait for work; raise ValueError if it is no time. 0 only looks."""
+def check_wait_timeout(seconds: float) -> float:
+    """Return the timeout of a wait for a `Work`; raise ValueError if it is negative.
+
+    With 0 the wait only looks whether the work is done.
+    """
     value = _as_seconds(seconds)
     if not value >= 0:
         raise ValueError(f"timeout must be a number of seconds of at least 0, not {seconds!r:.80}.")

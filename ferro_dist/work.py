@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ferro_dist.arguments import check_patience
+from ferro_dist.arguments import check_wait_timeout
 from ferro_dist.errors import DistributedError
 
 __all__ = ["CompletedWork", "JointWork", "Work"]
@@ -85,7 +85,7 @@ class JointWork(Work):
         self._result = result
 
     def wait(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + check_patience(timeout)
+        deadline = None if timeout is None else time.monotonic() + check_wait_timeout(timeout)
         errors: list[DistributedError] = []
         for work in self._works:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -221,7 +221,7 @@ cdef class HostWork:
         raise TypeError("HostWork is made by a call with async_op")
 
     def wait(self, timeout=None):
-        cdef double seconds = UNLIMITED if timeout is None else arguments.check_patience(timeout)
+        cdef double seconds = UNLIMITED if timeout is None else arguments.check_wait_timeout(timeout)
         self._communicator._check_own()
         ferro.wait(self._communicator._engine, self._task, seconds)
         self._views = None

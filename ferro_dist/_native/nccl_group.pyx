@@ -70,7 +70,7 @@ cdef class NcclWork:
         check_usable(self._group._communicator)
         if timeout is not None or self._patience != 0:
             self._group._synchronize(
-                self._ticket, self._patience if timeout is None else arguments.check_patience(timeout))
+                self._ticket, self._patience if timeout is None else arguments.check_wait_timeout(timeout))
             return
         cdef vector[cudaStream_t] callers
         _add_stream(&callers, self._first)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from ferro_dist.arguments import check_patience, describe_ranks, first_line, name_group
+from ferro_dist.arguments import check_wait_timeout, describe_ranks, first_line, name_group
 from ferro_dist.errors import DistributedError, LockPoisoned, SizeMismatch, Timeout
 from ferro_dist.work import Work
 
@@ -326,7 +326,7 @@ class MpiWork(Work):
         self._call = call
 
     def wait(self, timeout: float | None = None) -> None:
-        patience = None if timeout is None else check_patience(timeout)
+        patience = None if timeout is None else check_wait_timeout(timeout)
         try:
             self._progress.check_own(self._call.op)
             if not self._progress.wait(self._call, patience):

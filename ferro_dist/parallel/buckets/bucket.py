@@ -397,11 +397,11 @@ class Bucket:
         return []
 
     def set_control(self, control: int, is_set: bool) -> None:
-        """Tell the other ranks; after `mark`."""
+        """Write a control lane, by which this rank tells the others. Called after `mark`."""
         self.controls[control] = is_set
 
     def has_control(self, control: int) -> bool:
-        """Whether any rank has set it, once the bucket was reduced."""
+        """Whether any rank has set a control lane, once the bucket was reduced."""
         return bool(self.controls[control])
 
     def _reduced_lanes(self) -> NumpyArray:

@@ -355,8 +355,18 @@ class Reducer:
     ) -> None:
         """Open a round. All ranks do so, and finish it, with gradients or without.
 
-        If it is held, this rank's gradients stay as and where they are until `finish`. If any rank
-        wants the parameters of all to be compared, `must_compare` says so afterwards.
+        Parameters
+        ----------
+        gradients : Gradients
+        weight : float, optional
+            Of this rank's gradients, in a weighted average. Given on all ranks or on none.
+        is_present : bool
+            False for a rank that has run out of data.
+        is_held : bool
+            Whether this rank's gradients stay as and where they are until `finish`.
+        wants_comparison : bool
+            Whether the parameters of all ranks should be compared. If any rank wants this,
+            `must_compare` says so after `finish`.
         """
         if self._must_lay_out:
             gradients.let_go()
