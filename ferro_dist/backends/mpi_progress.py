@@ -144,7 +144,7 @@ class Requests:
     """The requests of one group that MPI has not completed."""
 
     _abandoned: ClassVar[list[Any]] = []
-    """Those that nobody tests any more: they hold the copies that MPI reads and writes."""
+    """Requests that nobody tests any more. They hold the copies that MPI reads and writes."""
 
     def __init__(self) -> None:
         self.num_under_way = 0

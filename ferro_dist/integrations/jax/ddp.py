@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferro_dist.errors import CollectiveMismatch, UnsupportedOp
-from ferro_dist.integrations.jax.gradients import Terms, TreeReducer, await_callbacks
+from ferro_dist.integrations.jax.gradients import ReducerContext, TreeReducer, await_callbacks
 from ferro_dist.integrations.jax.leaves import (
     as_jax_array,
     broadcast_leaf,
@@ -79,7 +79,7 @@ class JaxDDP(DDP[Any]):
     >>> gradients = ddp.sync_gradients(jax.jit(jax.grad(loss))(params, batch))
     """
 
-    __slots__ = ("__weakref__", "_reducers", "_terms", "_tree")
+    __slots__ = ("__weakref__", "_context", "_reducers", "_tree")
 
     def _wrap(self, module: Pytree, options: Options) -> list[str]:
         if is_traced(module):
@@ -89,7 +89,7 @@ class JaxDDP(DDP[Any]):
         if not floats:
             raise ValueError("DDP: the pytree has no parameters: none of its leaves are floats")
         self._tree = module
-        self._terms = _terms_of(options)
+        self._context = _context_of(options)
         # By structure of the tree: if a program is traced again on one rank alone, for another
         # batch size, the ranks must not have to agree again.
         self._reducers: dict[Hashable, TreeReducer] = {}
@@ -227,12 +227,12 @@ class JaxDDP(DDP[Any]):
         """
         # Programs run asynchronously: those from before, and those of the block, must have ended.
         await_callbacks()
-        before, self._terms.is_local = self._terms.is_local, True
+        before, self._context.is_local = self._context.is_local, True
         try:
             yield
             await_callbacks()
         finally:
-            self._terms.is_local = before
+            self._context.is_local = before
 
     def join(self, *optimizers: Any) -> Any:
         """Refuse: see the error."""
@@ -245,7 +245,7 @@ class JaxDDP(DDP[Any]):
 
     def statistics(self) -> Statistics:
         """When each bucket of the last average was ready, sent and reduced, on this rank."""
-        return self._terms.statistics
+        return self._context.statistics
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -270,7 +270,7 @@ class JaxDDP(DDP[Any]):
         leaves, tree = jax.tree.flatten(grads)
         floats = float_positions(leaves)
         refuse_unaveraged(grads, floats)
-        if not floats or self._terms.is_local:
+        if not floats or self._context.is_local:
             return grads
         await_callbacks()
         # Read all of them first: an error must come before the others wait for this rank.
@@ -291,17 +291,17 @@ class JaxDDP(DDP[Any]):
         reducer = self._reducers.get(specs)
         if reducer is None:
             await_callbacks()
-            terms = self._terms
+            context = self._context
             settings = (
-                f"{terms.reduce_op.name}, buckets of {terms.bucket_nbytes} bytes, "
-                f"compress={name_of(terms.compress)}"
+                f"{context.reduce_op.name}, buckets of {context.bucket_nbytes} bytes, "
+                f"compress={name_of(context.compress)}"
             )
             lines = [settings, *(f"leaf {spec}" for spec in specs)]
             try:
-                tag = agree_on_manifest(lines, terms.backend, op="DDP")
+                tag = agree_on_manifest(lines, context.backend, op="DDP")
             except CollectiveMismatch as error:
-                raise terms.explained(error, lines) from None
-            reducer = self._reducers[specs] = TreeReducer(terms, specs, lines, tag)
+                raise context.explained(error, lines) from None
+            reducer = self._reducers[specs] = TreeReducer(context, specs, lines, tag)
         return reducer
 
     def _broadcast(self, root: int) -> None:
@@ -324,7 +324,7 @@ def has_jax_arrays(module: object) -> bool:
     return any(isinstance(leaf, jax.Array) for leaf in leaves)
 
 
-def _terms_of(options: Options) -> Terms:
+def _context_of(options: Options) -> ReducerContext:
     backend, compress = options.backend, options.compress
     if options.average not in REDUCE_OPS:
         raise ValueError(
@@ -341,7 +341,7 @@ def _terms_of(options: Options) -> Terms:
     reduce_op = REDUCE_OPS[options.average]
     # A user's own reduction runs on the thread that needs the averages.
     is_overlapped = options.is_overlapped and not callable(compress)
-    return Terms(backend, reduce_op, options.bucket_nbytes, compress, is_overlapped)
+    return ReducerContext(backend, reduce_op, options.bucket_nbytes, compress, is_overlapped)
 
 
 def _content_of(leaf: Any) -> bytes:

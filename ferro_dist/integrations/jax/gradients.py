@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from ferro_dist.backends.base import Backend
     from ferro_dist.work import Work
 
-__all__ = ["Terms", "TreeReducer", "await_callbacks"]
+__all__ = ["ReducerContext", "TreeReducer", "await_callbacks"]
 
 NumpyArray = np.ndarray[Any, Any]
 
 
 @dataclass
-class Terms:
-    """What all trees of a wrapper share."""
+class ReducerContext:
+    """What the reducers of a wrapper have in common, one for each structure of tree."""
 
     backend: Backend
     reduce_op: ReduceOp
@@ -55,7 +55,7 @@ class Terms:
     is_overlapped: bool
     is_local: bool = False
     most_buckets: int = 0
-    """The most of any tree so far: another rank may have as many calls under way."""
+    """The most that a reducer has had so far: another rank may have as many calls under way."""
     statistics: Statistics = field(default_factory=Statistics)
 
     def explained(self, error: CollectiveMismatch, lines: Sequence[str]) -> CollectiveMismatch:
@@ -75,17 +75,21 @@ class TreeReducer:
     """
 
     def __init__(
-        self, terms: Terms, specs: Sequence[ParameterSpec], lines: Sequence[str], tag: int
+        self,
+        context: ReducerContext,
+        specs: Sequence[ParameterSpec],
+        lines: Sequence[str],
+        tag: int,
     ) -> None:
-        self._terms, self._backend, self._lines, self._tag = terms, terms.backend, lines, tag
+        self._context, self._backend, self._lines, self._tag = context, context.backend, lines, tag
         # Last layers first, as in backward. Names are in natural order: layer 10 after 9.
         positions = {spec.name: position for position, spec in enumerate(specs)}
         ready_order = sorted(specs, key=lambda spec: _natural(spec.name), reverse=True)
-        parts = assign_buckets(ready_order, terms.bucket_nbytes)
+        parts = assign_buckets(ready_order, context.bucket_nbytes)
         self.groups = [[positions[spec.name] for spec in part] for part in parts]
         self._specs = tuple(specs)
         self._buckets = self._make_buckets(parts)
-        terms.most_buckets = max(terms.most_buckets, len(parts))
+        context.most_buckets = max(context.most_buckets, len(parts))
         # Guards the rest; never held while another rank is waited for, but in finish, where
         # this rank has nothing else to do.
         self._lock = threading.Lock()
@@ -97,7 +101,7 @@ class TreeReducer:
         self._reset()
 
     def _make_buckets(self, parts: Sequence[Sequence[ParameterSpec]]) -> list[_Bucket]:
-        compress, empty = self._terms.compress, self._backend.empty
+        compress, empty = self._context.compress, self._backend.empty
         buckets: list[_Bucket] = []
         kept: dict[str, Any] = {}
         for number, layout in enumerate(map(BucketLayout, parts)):
@@ -122,7 +126,7 @@ class TreeReducer:
         """Give this rank's gradients a weight in the next step."""
         with self._lock, self._failing_for_good():
             participation = self._roll_call.ask(True, weight, self._tag + 1).result()
-        self._factor = participation.factor(self._terms.reduce_op)
+        self._factor = participation.factor(self._context.reduce_op)
 
     def ready(self, step: object, number: int, gradients: Sequence[NumpyArray]) -> None:
         """Take the gradients of a bucket, and start all buckets whose turn has come."""
@@ -133,21 +137,21 @@ class TreeReducer:
                     "tap: a gradient came twice in one step. Call tap() once, outside of vmap."
                 )
             self._ready.append(number)
-            if self._terms.is_local:
+            if self._context.is_local:
                 self._own[number] = [gradient.copy() for gradient in gradients]
                 return
             self._buckets[number].pack(gradients, self._factor)
             self._times[number].ready_s = perf_counter()
-            if self._terms.is_overlapped:
+            if self._context.is_overlapped:
                 self._start()
 
     def finish(self, step: object) -> list[NumpyArray]:
         """Return the averages of all leaves: they may be views that the next step overwrites."""
         with self._lock, self._failing_for_good():
             self._enter(step)
-            if self._terms.is_local:
+            if self._context.is_local:
                 return self._end_local()
-            self._terms.statistics.backward_end_s = perf_counter()
+            self._context.statistics.backward_end_s = perf_counter()
             seen = list(self._ready)
             for number in set(self._order).difference(seen):
                 # The loss does not depend on it, on this rank at least.
@@ -160,7 +164,7 @@ class TreeReducer:
             self._agree_on_order(seen)
             self._reset()
             averages = self._by_leaf([bucket.averages() for bucket in self._buckets])
-            self._terms.statistics.end_s = perf_counter()
+            self._context.statistics.end_s = perf_counter()
             return averages
 
     def _end_local(self) -> list[NumpyArray]:
@@ -203,7 +207,7 @@ class TreeReducer:
             with contextlib.suppress(CollectiveMismatch):
                 work.wait()
         self._reset()
-        return self._terms.explained(error, self._lines)
+        return self._context.explained(error, self._lines)
 
     def _check_is_well(self) -> None:
         if self._failure is not None:
@@ -215,7 +219,7 @@ class TreeReducer:
     def _enter(self, step: object) -> None:
         if self._step is None:
             self._step = step
-            if not self._terms.is_local:
+            if not self._context.is_local:
                 self._begin_statistics()
         elif self._step is not step:
             raise RuntimeError(
@@ -224,7 +228,7 @@ class TreeReducer:
             )
 
     def _start(self) -> None:
-        op = self._terms.reduce_op if self._factor is None else ReduceOp.SUM
+        op = self._context.reduce_op if self._factor is None else ReduceOp.SUM
         while len(self._works) < len(self._order):
             number = self._order[len(self._works)]
             if number not in self._ready:
@@ -246,11 +250,11 @@ class TreeReducer:
         times.exposed_s = times.end_s - began_s
 
     def _begin_statistics(self) -> None:
-        terms = self._terms
+        context = self._context
         self._times = [BucketTimes(b.buffer.nbytes, b.layout.names) for b in self._buckets]
-        terms.statistics = Statistics(
-            terms.statistics.num_rounds + 1,
-            terms.is_overlapped,
+        context.statistics = Statistics(
+            context.statistics.num_rounds + 1,
+            context.is_overlapped,
             perf_counter(),
             buckets=[self._times[number] for number in self._order],
         )
@@ -302,7 +306,7 @@ class _Bucket:
 
 
 class _UserBucket(_Bucket):
-    """One that is reduced by a user's own reduction."""
+    """A bucket that is reduced by a user's own reduction."""
 
     def __init__(self, bucket: Bucket, reduction: UserReduction) -> None:
         super().__init__(bucket.layout, bucket.buffer)

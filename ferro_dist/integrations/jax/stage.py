@@ -53,9 +53,9 @@ class _Saved(NamedTuple):
     is_input_differentiable: list[bool]
     is_output_differentiable: list[bool]
     outputs: list[jax.ShapeDtypeStruct]
-    """The differentiable ones."""
+    """The differentiable arrays of the output."""
     of_loss: list[Array] | None
-    """Their gradients, if the output is the loss."""
+    """The gradients of the loss in these arrays, if one was applied to the output; else None."""
 
 
 class JaxStage:

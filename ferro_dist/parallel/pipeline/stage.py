@@ -69,7 +69,7 @@ class LossOf(NamedTuple):
     """What the last stage applies to its output in training."""
 
     function: Callable[[Tree], Any] | None
-    """From output to loss; None if the output is the loss."""
+    """Makes the loss of an output; None if the output is the loss."""
     counts: bool
     """Whether the loss has any weight. If not, its gradient is 0, even where it would be 0 / 0."""
 
@@ -83,9 +83,9 @@ class ForwardInput(NamedTuple):
 
     parcel: Parcel
     seed: int | None
-    """Of its random numbers; None to leave them alone."""
+    """Where the forward's random numbers start; None to leave the user's generators alone."""
     loss_of: LossOf | None = None
-    """If there is one, the output is the loss."""
+    """Applied by the last stage in training: the output is then the loss. Else None."""
 
 
 class Stage(abc.ABC):

@@ -58,7 +58,7 @@ BOX_MARGIN_PT = 2.0
 LARGEST_FONT_PT = 8.0
 SMALLEST_FONT_PT = 4.5
 DIGIT_WIDTH = 0.64
-"""Of the default font, as a share of its size."""
+"""How wide a digit of the default font is, as a share of the font's size."""
 
 
 def plot(

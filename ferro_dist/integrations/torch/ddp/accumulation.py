@@ -300,7 +300,7 @@ class _Record(NamedTuple):
 
     @property
     def version(self) -> Version | None:
-        """Of the gradient that the user sees."""
+        """The version that the gradient had when the user was given it."""
         trace = self.trace if self.aside is None else self.aside.trace
         return None if trace is None else trace.version
 

@@ -43,7 +43,7 @@ Tensor = Any
 
 class _Saved(NamedTuple):
     inputs: list[Tensor | None]
-    """Those that need a gradient; None for others."""
+    """The inputs that need a gradient; None in place of others."""
     outputs: list[GradientEdge | None]
     loss: Tensor | None
     """An empty tensor of the loss's dtype and device, if the output is one."""
@@ -54,7 +54,7 @@ class _Checkpoint(NamedTuple):
 
     given: ForwardInput
     versions: list[int | None]
-    """Of its input, before the first forward."""
+    """The version counter of each array of the input, before the first forward."""
     surroundings: Surroundings
 
 
