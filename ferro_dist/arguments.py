@@ -3,6 +3,7 @@
 Every check here is made before anything is sent, so the group survives its error. A backend that
 checks in compiled code calls the corresponding function here once the check has failed, so that
 what several of them demand is put into words once. What only one of them demands, it says itself.
+So with the words that the errors of several backends share.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ __all__ = [
     "mismatch_error",
     "name_call",
     "name_group",
+    "name_ranks_of_parent",
     "named_integer",
     "of_group",
     "per_rank_count",
@@ -135,6 +137,9 @@ def _is_bool(value: object) -> bool:
     return type(value).__name__ in ("bool", "bool_")
 
 
+# Errors
+
+
 def name_call(error: Exception, op: str, backend: Any) -> None:
     """Add what code that knows only arrays, or NCCL's or MPI's group, could not say.
 
@@ -166,6 +171,18 @@ def name_group(error: DistributedError, backend: Any) -> None:
     )
     if names_ranks:
         error.args = (f"{error}\nThese are ranks{of_group(global_ranks)}.",)
+
+
+def name_ranks_of_parent(error: DistributedError, members: Sequence[int], rank: int) -> None:
+    """Let an error among `members` name ranks of the group that they are from.
+
+    There this rank is `rank`, and `members` are the ranks of the new group, in its order.
+    """
+    error.args = (f"{error}\nRanks 0, 1, ... of the new group are {list(members)} of this one.",)
+    error.rank, error.global_ranks = rank, None
+    error.peer = None if error.peer is None else members[error.peer]
+    if isinstance(error, Timeout):
+        error.missing = tuple(members[missing] for missing in error.missing)
 
 
 def of_group(global_ranks: Sequence[int] | None) -> str:

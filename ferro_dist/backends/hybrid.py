@@ -24,7 +24,6 @@ from ferro_dist.errors import (
     Io,
     PeerLostError,
 )
-from ferro_dist.rendezvous.connection import name_ranks_of_parent
 from ferro_dist.work import JointWork, Work
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ class HybridBackend(Backend):
                         raise
         except DistributedError as error:
             if self._next is not None:
-                name_ranks_of_parent(error, self._members, self.rank)
+                arguments.name_ranks_of_parent(error, self._members, self.rank)
             error.op = "shrink"
             arguments.name_group(error, self)
             raise

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ferro_dist.arguments import check_place, check_timeout
+from ferro_dist.arguments import check_place, check_timeout, name_ranks_of_parent
 from ferro_dist.cores import count_own
 from ferro_dist.deadline import Deadline
 from ferro_dist.errors import DistributedError, Io, NoConnection, Timeout
@@ -50,7 +50,6 @@ __all__ = [
     "Wiring",
     "connect",
     "connect_through",
-    "name_ranks_of_parent",
     "naming_ranks_of_parent",
     "os_errors_as_io",
     "stand_by",
@@ -202,21 +201,12 @@ def os_errors_as_io(rank: int) -> Iterator[None]:
         raise Io(f"rendezvous: rank {rank} failed: {error}", op="init", rank=rank) from error
 
 
-def name_ranks_of_parent(error: DistributedError, members: Sequence[int], rank: int) -> None:
-    """Let an error among `members` name ranks of the group that they are from.
-
-    There this rank is `rank`, and `members` are the ranks of the new group, in its order.
-    """
-    error.args = (f"{error}\nRanks 0, 1, ... of the new group are {list(members)} of this one.",)
-    error.rank, error.global_ranks = rank, None
-    error.peer = None if error.peer is None else members[error.peer]
-    if isinstance(error, Timeout):
-        error.missing = tuple(members[missing] for missing in error.missing)
-
-
 @contextlib.contextmanager
 def naming_ranks_of_parent(members: Sequence[int], rank: int) -> Iterator[None]:
-    """Do so to errors of the rendezvous; those of calls of the parent name its ranks already."""
+    """Let errors of a rendezvous among `members` name ranks of the group that they are from.
+
+    Those of the group's own calls do so already.
+    """
     try:
         yield
     except DistributedError as error:
