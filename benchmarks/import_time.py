@@ -98,6 +98,7 @@ def records(samples: dict[str, list[float]]) -> list[dict[str, object]]:
     base_s = measure.p50(samples[BASE])
     return [
         {
+            "benchmark": "import_time",
             "statement": name,
             "runs": len(times),
             "min_s": min(times),

@@ -161,6 +161,7 @@ def records(samples: dict[str, list[float]], missing: dict[str, str]) -> list[di
     floor = measure.p50(samples[FLOOR])
     measured: list[dict[str, object]] = [
         {
+            "benchmark": "launch",
             "launcher": name,
             "ranks": RANKS,
             "runs": len(times),
@@ -172,7 +173,7 @@ def records(samples: dict[str, list[float]], missing: dict[str, str]) -> list[di
         for name, times in samples.items()
     ]
     absent: list[dict[str, object]] = [
-        {"launcher": name, "missing": why} for name, why in missing.items()
+        {"benchmark": "launch", "launcher": name, "missing": why} for name, why in missing.items()
     ]
     return measured + absent
 
