@@ -29,7 +29,7 @@ Steps = Generator[None, None, Any]
 # MPI may have been initialised for one thread at a time. Held for a step, never for a wait.
 mpi_lock = threading.RLock()
 
-_abandoned: list[Any] = []
+_abandoned: list[Any] = []  # what MPI may still write to: see `Call.fail`
 
 # After this long without success a waiting thread sleeps between two checks: a little slower than
 # MPI could be, but it leaves the core to others.
