@@ -45,7 +45,6 @@ from ferro_dist.rendezvous.parent_exchange import ParentExchange, stand_by
 from ferro_dist.rendezvous.wiring import CreateSegment, Group, Wiring, wire
 
 __all__ = [
-    "DEFAULT_TIMEOUT_S",
     "KnownPlace",
     "Wiring",
     "connect",
@@ -57,7 +56,6 @@ __all__ = [
     "world_of_one",
 ]
 
-DEFAULT_TIMEOUT_S = 300.0
 # A rank 0 that finds its address taken asks there whether another rank 0 of its group has it.
 DUPLICATE_CHECK_S = 0.5
 
@@ -70,7 +68,7 @@ def connect(
     create_segment: CreateSegment | None,
     adopt: Callable[[Wiring], Group],
     token: bytes | str | None = None,
-    timeout: float = DEFAULT_TIMEOUT_S,
+    timeout: float = 300.0,
     listener: socket.socket | None = None,
     group: str = "world",
     epoch: str = "",
