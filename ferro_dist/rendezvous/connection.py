@@ -101,6 +101,8 @@ def connect(
         These distinguish groups with the same token; the same on all ranks.
     check : callable, optional
         Called while no other rank knows of this one yet: what it raises concerns nobody else.
+    environ : mapping of str to str
+        The environment variables that tell the token, and whether ferrorun listens at `addr`.
 
     Returns
     -------
