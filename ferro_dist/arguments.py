@@ -3,7 +3,7 @@
 Every check here is made before anything is sent, so the group survives its error. A backend that
 checks in compiled code calls the corresponding function here once the check has failed, so that
 what several of them demand is put into words once. What only one of them demands, it says itself.
-So with the words that the errors of several backends share.
+The words that errors of several backends share stand here, too.
 """
 
 from __future__ import annotations
