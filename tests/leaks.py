@@ -22,19 +22,23 @@ _GRACE_S = 30.0
 
 @dataclass(frozen=True)
 class Resources:
-    """Descriptors, threads, descendants and shared segments of this process."""
+    """Descriptors, threads, descendants and mapped files of this process."""
 
     in_use: frozenset[str]
+    mappings: frozenset[str]  # of files, as address ranges
 
     @classmethod
     def now(cls, has_gpu: bool = False) -> Resources:
         """Look at what there is. A GPU's libraries open descriptors when they first need them."""
         descriptors = () if has_gpu else _descriptors()
-        return cls(frozenset([*descriptors, *_threads(), *_descendants("self"), *_segments()]))
+        in_use = frozenset([*descriptors, *_threads(), *_descendants("self")])
+        return cls(in_use, frozenset(_mappings()))
 
     def beyond(self, earlier: Resources) -> list[str]:
-        """Name what has come since."""
-        return sorted(map(_with_command, self.in_use - earlier.in_use))
+        """Name what has come since. Of mapped files, shared segments: libraries stay."""
+        new = self.mappings - earlier.mappings
+        segments = [f"mapping {each}" for each in _segments() if each in new] if new else []
+        return sorted([*map(_with_command, self.in_use - earlier.in_use), *segments])
 
 
 @contextlib.contextmanager
@@ -97,11 +101,19 @@ def _with_command(name: str) -> str:
     return f"{name} (gone)"
 
 
+def _mappings() -> list[str]:
+    """Return the addresses at which files are mapped."""
+    try:
+        return os.listdir("/proc/self/map_files")
+    except FileNotFoundError:  # in some sandboxes
+        return [line.split()[0] for line in _read("/proc/self/maps").splitlines()]
+
+
 def _segments() -> Iterator[str]:
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            if "memfd:ferro_dist" in line:
-                yield f"mapping {line.split()[0]}"
+    """Yield where shared segments are mapped: slow, since the kernel writes every file's name."""
+    for line in _read("/proc/self/maps").splitlines():
+        if "memfd:ferro_dist" in line:
+            yield line.split()[0]
 
 
 def _read(path: str) -> str:

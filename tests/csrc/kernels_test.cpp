@@ -2,6 +2,8 @@
 // against scalar code that shares nothing with them.
 #include "ferro/kernels.hpp"
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -20,9 +22,11 @@ using namespace ferro;
 
 int failures = 0;
 
-void check(bool holds, const std::string& claim) {
-  if (holds) return;
+void fail(const std::string& claim) {
   if (++failures <= 20) std::fprintf(stderr, "FAILED: %s\n", claim.c_str());
+}
+void check(bool holds, const std::string& claim) {
+  if (!holds) fail(claim);
 }
 
 const char* const kDTypeNames[kDTypeCount] = {
@@ -289,13 +293,32 @@ std::uint64_t random_float_bits(Layout layout) {
   }
 }
 
-void fill(DType dtype, unsigned char* bytes, std::size_t nbytes) {
+using Bytes = std::vector<unsigned char>;
+
+Bytes random_values(DType dtype, std::size_t nbytes) {
   const bool is_real = is_float(dtype) || is_complex(dtype);
   const Layout layout = is_real ? layout_of(dtype) : Layout{1, 0};
+  Bytes bytes(nbytes);
   for (std::size_t i = 0; i + layout.nbytes <= nbytes; i += layout.nbytes) {
     std::uint64_t bits = is_real ? random_float_bits(layout) : generator();
     if (dtype == DType::boolean) bits &= 1;
-    std::memcpy(bytes + i, &bits, layout.nbytes);
+    std::memcpy(bytes.data() + i, &bits, layout.nbytes);
+  }
+  return bytes;
+}
+
+// Any part of the values that each dtype has here: to draw all anew takes most of the time of the tests.
+void fill(DType dtype, unsigned char* bytes, std::size_t nbytes) {
+  constexpr std::size_t kPoolNbytes = std::size_t{1} << 18;
+  static std::array<Bytes, kDTypeCount> pools;
+  Bytes& pool = pools[static_cast<std::size_t>(dtype)];
+  if (pool.empty()) pool = random_values(dtype, kPoolNbytes);
+  const std::size_t item = item_size(dtype);
+  for (std::size_t done = 0; done < nbytes;) {
+    const std::size_t first = item * random_below(kPoolNbytes / item);
+    const std::size_t part = std::min(nbytes - done, kPoolNbytes - first);
+    std::memcpy(bytes + done, pool.data() + first, part);
+    done += part;
   }
 }
 
@@ -334,14 +357,16 @@ class Guarded {
   Guarded(const Guarded&) = delete;
   unsigned char* data() { return data_; }
   bool is_intact() const {
-    for (const unsigned char* p = memory_.data(); p < data_; ++p)
-      if (*p != kGuard) return false;
-    for (const unsigned char* p = data_ + nbytes_; p < memory_.data() + memory_.size(); ++p)
-      if (*p != kGuard) return false;
-    return true;
+    return is_guard(memory_.data(), data_) && is_guard(data_ + nbytes_, memory_.data() + memory_.size());
   }
 
  private:
+  // Each byte of it equals the one before.
+  static bool is_guard(const unsigned char* begin, const unsigned char* end) {
+    const auto nbytes = static_cast<std::size_t>(end - begin);
+    return *begin == kGuard && std::memcmp(begin, begin + 1, nbytes - 1) == 0;
+  }
+
   std::size_t nbytes_;
   std::vector<unsigned char> memory_;
   unsigned char* data_;
@@ -363,8 +388,8 @@ void check_reduction(const char* isa, ReduceKernel kernel, const Case& c) {
   std::vector<unsigned char> expected(nbytes + 1);
   reference_reduce(c.dtype, expected.data(), srcs, c.count, c.op, c.divisor);
   kernel(output.data(), srcs.data(), c.n, c.count, c.divisor);
-  check(nbytes == 0 || std::memcmp(output.data(), expected.data(), nbytes) == 0, c.name(isa));
-  check(output.is_intact(), c.name(isa) + ": wrote outside of dst");
+  if (nbytes != 0 && std::memcmp(output.data(), expected.data(), nbytes) != 0) fail(c.name(isa));
+  if (!output.is_intact()) fail(c.name(isa) + ": wrote outside of dst");
 }
 
 const std::vector<std::size_t>& counts_around_every_block() {
