@@ -421,10 +421,14 @@ void Communicator::abort_now() noexcept {
     children.swap(unfinished_);
     lock.unlock();
   }
+  // A child that grows has its handle from the start, and uses its parent's connections; others get theirs
+  // once the parent has let go of them.
+  for (const auto& child : children)
+    if (child->handle() != nullptr) child->abort_now();
   if (aborted != nullptr) ncclCommAbort(aborted);
   for (const auto& child : children) {
     child->adopt_newborn();
-    child->abort_now();
+    if (!child->is_ended()) child->abort_now();
   }
   is_ended_.store(true, std::memory_order_release);
 }

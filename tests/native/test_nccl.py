@@ -1283,6 +1283,26 @@ def test_a_communicator_that_grows_takes_no_other_call() -> None:
     assert ranks(3, call_while_it_grows) == [(rank, 3, 3.0) for rank in range(3)]
 
 
+def give_up_growing(backend: Any) -> str:
+    """Rank 1 never grows: what is being made waits for it, by its parent's connections."""
+    emulated_gpu()
+    communicator = connect(backend)
+    ended = ""
+    if backend.rank == 0:
+        unique_id = communicator.unique_id()
+        with pytest.raises(Timeout) as told:
+            communicator.grow(3, unique_id, timeout=0.1)
+        ended = str(told.value.op)
+        communicator.close()
+    fd.barrier(backend)
+    communicator.abort()
+    return ended
+
+
+def test_a_communicator_that_gives_up_growing_ends() -> None:
+    assert ranks(2, give_up_growing) == ["grow", ""]
+
+
 def connect_by_several_ids(backend: Any) -> float:
     emulated_gpu()
     nccl = load_nccl()
