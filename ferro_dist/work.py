@@ -37,8 +37,8 @@ class Work(abc.ABC):
         ------
         Timeout
             The call is still under way after `timeout`; it goes on, and may be waited for again.
-            The error's `missing` names the ranks that it waits for, where that is known: NCCL does
-            not tell.
+            The error's `missing` names the ranks that it waits for, where that is known: NCCL alone
+            does not tell.
         DistributedError
             Whatever error the call met. Every wait raises it again.
         """

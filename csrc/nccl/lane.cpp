@@ -285,6 +285,13 @@ void Lane::hand_back(std::uint64_t ticket, Span<cudaStream_t> callers) {
 
 void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
   if (num_forks_ != num_forks()) throw Error(ErrorKind::forked);  // NCCL would be asked below
+  patience.complete_with(
+      [](const void* context, Error& error) {
+        const auto* lane = static_cast<const Lane*>(context);
+        const std::lock_guard<std::mutex> lock(lane->lock_);
+        lane->tell_awaited(error);
+      },
+      this);
   while (!is_done(ticket)) {
     check_usable();
     patience.pause("cudaEventQuery");
@@ -453,9 +460,14 @@ Error Lane::overdue_call() noexcept {
   // It may have been done in time without anybody having asked since.
   const bool has_asked = asked_s_ > oldest.begin_s + oldest.timeout_s;
   if (!has_asked && error.elapsed_s < oldest.timeout_s + kAnswerGrace) return Error();
-  const Entered entered{attendance_.get(), &oldest.entry};
-  if (attendance_ != nullptr) tell_missing(&entered, error);
+  tell_awaited(error);
   return error;
+}
+
+void Lane::tell_awaited(Error& error) const {
+  if (attendance_ == nullptr || flights_.empty()) return;
+  const Entered entered{attendance_.get(), &flights_.front().entry};
+  tell_missing(&entered, error);
 }
 
 Error Lane::deserted_call() noexcept {

@@ -119,6 +119,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
   Error overdue_call() noexcept;
   Error deserted_call() noexcept;  // that a rank has left without making
   Error forsaken_end() noexcept;   // which a rank that has left takes no part in
+  // Adds the ranks that have not made the oldest call, for whom all other calls wait, too. Under lock_.
+  void tell_awaited(Error& error) const;
   cudaStream_t place_of(Span<cudaStream_t> callers, bool is_async) const noexcept;
   void order_after(cudaStream_t stream, Span<cudaStream_t> callers);
   void order_after_last(cudaStream_t stream);
@@ -151,7 +153,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
   // Held by whoever asks CUDA which calls are done; taken before lock_. Flights are removed under both.
   std::mutex retire_lock_;
   // Never held during a call of CUDA's, which blocks the host while a stream is full.
-  std::mutex lock_;
+  mutable std::mutex lock_;
   Alarm alarm_;  // under lock_
   // Set once, before the first call; then used under the device's lock, and read under lock_.
   std::unique_ptr<Attendance> attendance_;

@@ -105,11 +105,16 @@ cdef object _timeout(const Error& error, str function, op):
 cdef str _reason(const Error& error):
     if not error.is_attended:
         return "other ranks are missing, or cannot be reached. NCCL does not tell which."
-    ranks = ", ".join(map(str, error.missing))
-    if not ranks:
+    if error.missing.empty():
         return "no rank of this host is missing."
-    return f"rank {ranks} has not made the call." if error.missing.size() == 1 else (
-        f"ranks {ranks} have not made the call.")
+    return f"{who_is_missing(tuple(error.missing))}."
+
+
+cdef str who_is_missing(tuple missing):
+    ranks = ", ".join(map(str, missing))
+    if len(missing) == 1:
+        return f"rank {ranks} has not made the call"
+    return f"ranks {ranks} have not made the call"
 
 
 cdef object _nccl_error(int result, str meaning, str detail, str function, op):

@@ -20,6 +20,7 @@ from ferro_dist._native.libcudart cimport cudaStream_t
 from ferro_dist._native.libnccl cimport Alarm, Lane, ncclRedOp_t, Op, Operation, Patience, Span
 from ferro_dist._native.nccl cimport Communicator
 from ferro_dist._native.nccl_connection cimport check_usable, Noting
+from ferro_dist._native.nccl_error cimport who_is_missing
 from ferro_dist._native.nccl_patience cimport is_interrupted, patience_of
 
 from ferro_dist import arguments
@@ -643,10 +644,12 @@ cdef class NcclGroup:
         except Timeout as error:
             if error.op is not None:  # of the call itself, which has ended the group
                 raise
-            raise Timeout(
-                f"The call is still under way after {seconds:g} s. It goes on; wait again.",
-                seconds=seconds, rank=self.rank,
-                global_ranks=self._communicator.global_ranks or None) from None
+            awaited = f": {who_is_missing(error.missing)}" if error.missing else ""
+            late = Timeout(
+                f"The call is still under way after {seconds:g} s{awaited}. It goes on; wait again.",
+                missing=error.missing, seconds=seconds, rank=self.rank)
+            arguments.name_group(late, self._communicator)
+            raise late from None
         return self._let_go()
 
     cdef inline double _patience(self, timeout) except? -1:

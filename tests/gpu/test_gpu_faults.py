@@ -190,6 +190,35 @@ def test_a_message_that_does_not_come_names_the_sender() -> None:
     assert ranks(3, miss_a_message)[0] == (1,)
 
 
+def give_up_waiting(rank: int, world_size: int, addr: str) -> list[Any]:
+    """Rank 1 comes late; who waits behind a call waits for whom that one waits for."""
+    gpu = emulated_gpu()
+    x = gpu.array(np.ones(4))
+    told: list[Any] = []
+    with connect("hybrid", rank, world_size, addr) as group, group.split([2, 1, 0]) as part:
+        fd.allreduce(x, part)
+        works = [] if rank == 1 else [fd.allreduce(x, part, async_op=True) for _ in range(2)]
+        fd.barrier(group)
+        for wait in (*(work.wait for work in works), *(part.synchronize_nccl for _ in works[1:])):
+            with pytest.raises(Timeout, match="wait again") as late:
+                wait(0.01)
+            told.append((late.value.rank, late.value.missing, str(late.value)))
+        fd.barrier(group)
+        for _ in range(2 - len(works)):
+            fd.allreduce(x, part)
+        part.synchronize_nccl()
+    return told
+
+
+def test_who_gives_up_waiting_hears_who_is_missing() -> None:
+    message = (
+        "The call is still under way after 0.01 s: rank 1 has not made the call. It goes on; wait "
+        "again.\nThese are ranks of group (2, 1, 0)."
+    )
+    outcomes = ranks(3, give_up_waiting)
+    assert outcomes == [[(2, (1,), message)] * 3, [], [(0, (1,), message)] * 3]
+
+
 def leave_early(
     rank: int, world_size: int, addr: str, how: str, peer_death: str
 ) -> tuple[Any, ...]:
