@@ -20,6 +20,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdlib>
 #include <iterator>
 #include <mutex>
 #include <sstream>
@@ -39,7 +40,9 @@ struct Fault {
 
 class FaultPlan {
  public:
-  FaultPlan() { set(setting("FAULT")); }
+  FaultPlan() {
+    if (!set(setting("FAULT"))) std::abort();  // as for any other setting
+  }
 
   // Replaces the plan, and counts from 1 again. Returns false if `text` makes no sense.
   bool set(const std::string& text) {

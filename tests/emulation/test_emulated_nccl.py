@@ -805,6 +805,18 @@ def test_faults_come_on_demand(act: str, result: int, state: int) -> None:
     assert run_emulated(2, suffer, act) == [(IN_PROGRESS, SUCCESS), (result, state)]
 
 
+def misspell_a_fault(rank: int, world_size: int, addr: str) -> tuple[int, str]:
+    os.environ["FERRO_EMULATION_FAULT"] = "point=allreduce,act=hangs"
+    return end_of_child(lambda: Nccl().gpu.array(floats([1])))
+
+
+def test_a_fault_that_cannot_be_read_ends_the_process() -> None:
+    """Else the test that asks for it would pass."""
+    [(ended_by, text)] = run_emulated(1, misspell_a_fault)
+    assert ended_by == ABORTED
+    assert "cannot read the fault 'point=allreduce,act=hangs'" in text
+
+
 def lose_a_peer(rank: int, world_size: int, addr: str, log: str) -> int:
     os.environ["FERRO_EMULATION_PEER_DEATH"] = "remote_error"
     nccl = Nccl()
