@@ -17,7 +17,7 @@ cdef inline DLDataType dlpack_dtype_of(object dtype) except *:
         "bfloat16": BFLOAT, "float8_e4m3fn": FLOAT8_E4M3FN, "float8_e5m2": FLOAT8_E5M2,
     }
     code = extensions.get(dtype.name, kinds.get(dtype.kind))
-    if code is None:
+    if code is None or not dtype.isnative:
         raise TypeError(f"DLPack has no name for {dtype}")
     return DLDataType(code, dtype.itemsize * 8, 1)
 

@@ -119,6 +119,10 @@ def misuse_arrays(rank: int, world_size: int, addr: str) -> list[Any]:
         gpu.empty(-1)
     with pytest.raises(TypeError, match="shape must be an integer"):
         gpu.empty(2.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no name for >f4"):  # DLPack has none for a byte order
+        gpu.array(np.ones(3, ">f4"))
+    with pytest.raises(TypeError, match="no name for >f4"):
+        gpu.empty(3, ">f4")
     return [numbers.numpy().tolist(), gpu.empty(np.int64(3)).shape]
 
 
