@@ -294,6 +294,7 @@ class HybridBackend(Backend):
 
     def scatter(self, x: Array | None, out: Array, root: int, *call: Any) -> Array | Work:
         # x is read on the root only.
+        root = arguments.check_root("scatter", root, rank=self.rank, world_size=self.world_size)
         known = x if out is None or (x is not None and root == self.rank) else out
         side = self._host if known is None else self._side(known)
         return side.scatter(x, out, root, *call)

@@ -52,6 +52,8 @@ def scatter_beside_what_is_not_read(rank: int, world_size: int, addr: str) -> li
     with connect("hybrid", rank, world_size, addr) as group:
         x = gpu.array(np.arange(4.0)) if rank == 0 else np.zeros(4)
         out = gpu.empty(2, "float64")
+        with pytest.raises(fd.InvalidRank, match="scatter: root"):
+            fd.scatter(x, group, np.array([0, 1]), out=out)  # type: ignore[arg-type]
         fd.scatter(x, group, out=out)
         numbers: list[float] = out.numpy().tolist()
         return numbers
