@@ -109,7 +109,8 @@ def init(
         The ranks could not connect; the message names the culprit. NoConnection also if there are
         several ranks, and nothing says where rank 0 is.
     CollectiveMismatch
-        Some ranks want to share memory, others (``"tcp"``) do not.
+        Some ranks want to share memory, others (``"tcp"``) do not. ``"hybrid"``: they passed
+        different unique ids, or only some of them passed one.
     Io
         A system call failed on some rank; the error says which.
     BackendUnavailable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from ferro_dist.deadline import Deadline
 from ferro_dist.errors import (
     BackendUnavailable,
     ChannelClosed,
+    CollectiveMismatch,
     DistributedError,
     Io,
     PeerLostError,
@@ -57,6 +59,8 @@ class HybridBackend(Backend):
     ------
     BackendUnavailable
         Some rank has no NCCL or no GPU. The group is made on all ranks or on none.
+    CollectiveMismatch
+        The ranks passed different unique ids, or only some of them passed one.
 
     Notes
     -----
@@ -343,6 +347,8 @@ def _join_gpus(
 ) -> NcclBackend:
     """Connect the GPUs of a group's ranks, after making sure that all ranks have one."""
     _check_all_have_gpus(host, device)
+    given = None if unique_id is None else bytes(load_nccl().UniqueId(unique_id))
+    _check_same_unique_id(host, given)
     if unique_id is None:
         unique_id = _exchange_unique_id(host)
     return _connect_gpus(host, unique_id, device, config)
@@ -393,6 +399,29 @@ def _why_no_gpu(device: int | None) -> str:
         return ""
     except DistributedError as error:
         return str(error)
+
+
+def _check_same_unique_id(host: HostBackend, unique_id: bytes | None) -> None:
+    """Raise CollectiveMismatch unless all ranks pass the same id, or none: NCCL would wait."""
+    own = _digest(unique_id)
+    gathered: Any = host.all_gather(np.frombuffer(own, np.uint8), None, False, None, 0)
+    for other, row in enumerate(gathered.reshape(host.world_size, -1)):
+        theirs = row.tobytes()
+        if theirs == own:
+            continue
+        ours = "no unique_id" if unique_id is None else "a unique_id"
+        instead = "none" if theirs == _digest(None) else "one" if unique_id is None else "another"
+        raise CollectiveMismatch(
+            f"init: the ranks disagree: rank {host.rank} was given {ours}, rank {other} {instead}."
+            "\nGive all ranks the same, or none: then rank 0 makes it.",
+            op="init",
+            rank=host.rank,
+            peer=other,
+        )
+
+
+def _digest(unique_id: bytes | None) -> bytes:
+    return hashlib.blake2b(unique_id or b"", digest_size=16).digest()
 
 
 def _exchange_unique_id(host: HostBackend) -> bytes:

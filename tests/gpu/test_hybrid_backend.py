@@ -16,6 +16,7 @@ from ferro_dist.backends import hybrid, nccl
 from ferro_dist.backends.host import HostBackend
 from ferro_dist.errors import (
     BackendUnavailable,
+    CollectiveMismatch,
     DistributedError,
     InvalidArray,
     Io,
@@ -195,6 +196,26 @@ def make_unique_id(rank: int, world_size: int, addr: str) -> list[float]:
 
 def test_the_unique_id_may_be_the_callers() -> None:
     assert ranks(2, make_unique_id) == [[2, 1]] * 2
+
+
+def disagree_on_the_unique_id(rank: int, world_size: int, addr: str, givers: str) -> str:
+    emulated_gpu()
+    unique_id = fd.get_unique_id() if str(rank) in givers else None
+    with pytest.raises(CollectiveMismatch) as told:
+        fd.HybridBackend(rank, world_size, addr, unique_id)
+    return str(told.value).splitlines()[0].partition("disagree: rank ")[2]
+
+
+@pytest.mark.parametrize(
+    ("givers", "messages"),
+    [
+        ("0", ["0 was given a unique_id, rank 1 none.", "1 was given no unique_id, rank 0 one."]),
+        ("01", [f"{rank} was given a unique_id, rank {1 - rank} another." for rank in (0, 1)]),
+    ],
+)
+def test_ranks_that_disagree_on_the_unique_id_are_told(givers: str, messages: list[str]) -> None:
+    """Else they would wait for each other, each in another place."""
+    assert ranks(2, disagree_on_the_unique_id, givers) == messages
 
 
 def initialize(rank: int, world_size: int, addr: str) -> tuple[Any, ...]:
