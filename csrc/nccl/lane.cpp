@@ -417,6 +417,7 @@ void Lane::observe() noexcept {
 }
 
 void Lane::look_after() noexcept {
+  if (communicator_->is_aborted()) return;  // it has ended for that reason, whatever other ranks do
   for (const auto look_for :
        {&Lane::lost_rank, &Lane::overdue_call, &Lane::deserted_call, &Lane::forsaken_end}) {
     const Error reason = (this->*look_for)();

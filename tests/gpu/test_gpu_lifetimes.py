@@ -264,6 +264,29 @@ def test_abort_from_another_thread_ends_the_calls() -> None:
         assert ended == "ChannelClosed"
 
 
+def abort_on_all_ranks(rank: int, world_size: int, addr: str) -> tuple[str, int | None]:
+    """Each finds that the other has left, too, which is not why its own calls fail."""
+    x = emulated_gpu().array(np.ones(4))
+    with (
+        connect("hybrid", rank, world_size, addr) as group,
+        fd.NcclBackend(0, 1, fd.get_unique_id()) as other,
+    ):
+        group.nccl.abort()
+        fd.barrier(group)
+        for _ in range(10):  # the watchdog looks after both groups before it lets go of this array
+            fd.allreduce(x, other)
+            while other._group.num_in_flight > 0:
+                time.sleep(0.001)
+        with pytest.raises(ChannelClosed) as told:
+            fd.allreduce(x, group)
+        return str(told.value), told.value.peer
+
+
+def test_a_rank_that_aborts_is_told_so_whoever_else_does() -> None:
+    message = "allreduce: This rank has aborted the communicator, or its calls."
+    assert ranks(2, abort_on_all_ranks) == [(message, None)] * 2
+
+
 def abort_with_a_graph(rank: int, world_size: int, addr: str) -> tuple[float, str]:
     """A graph that captured a call keeps NCCL from freeing its communicator, and nothing else."""
     gpu = emulated_gpu()
