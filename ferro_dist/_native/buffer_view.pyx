@@ -42,6 +42,10 @@ cdef extern from *:
 
 cdef int UNSUPPORTED = -1
 
+cdef enum:  # DLPack's names of a consumer's stream
+    NO_STREAM = -1
+    LEGACY_STREAM = 1
+
 cdef int[<int> DTYPE_COUNT] ITEM_SIZES
 ITEM_SIZES[:] = [1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 8, 16, 1, 1]
 cdef size_t MAX_ITEM_SIZE = 16
@@ -843,9 +847,10 @@ cdef str _why_no_capsule(object array, object cause):
 cdef object _export_capsule(object array):
     array = _readable(array)
     options = {}
-    # JAX takes no -1, and its arrays have been waited for.
+    # JAX's arrays have been waited for, and torch can be asked for its stream. Any other library puts its
+    # work before that of the legacy default stream, on which arrays are used whose stream nobody knows.
     if array.__dlpack_device__()[0] in (CUDA, CUDA_MANAGED) and not is_of_jax(array):
-        options["stream"] = -1  # no synchronization: whoever uses the view orders streams
+        options["stream"] = NO_STREAM if _is_of_torch(array) else LEGACY_STREAM
     try:
         return array.__dlpack__(max_version=(DLPACK_MAJOR, 0), **options)
     except TypeError:

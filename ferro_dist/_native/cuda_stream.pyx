@@ -334,7 +334,8 @@ cdef cudaStream_t _stream_of_library(BufferView view) except? NULL:
 
     JAX has no current stream: its arrays were waited for when they were read, so any stream
     will do. Arrays that name a stream in ``__cuda_array_interface__`` are ready on that one.
-    Others get the legacy default stream, which waits for all streams but non-blocking ones.
+    Others get the legacy default stream, which waits for all streams but non-blocking ones; for what
+    is handed out by DLPack alone its library has let it wait for these, too.
     """
     package = type(view.owner).__module__.partition(".")[0]
     if package == "cupy":

@@ -113,6 +113,9 @@ class NcclBackend(BoundBackend):
     group's own, and `Work.wait` makes the caller's stream wait for the result. The calls of a group
     run in the order in which they are made. Arrays in flight stay referenced.
 
+    An array of which DLPack alone is known is used on the legacy default stream, after what its
+    library was given before.
+
     Arrays in host memory are refused: `HybridBackend` takes both kinds.
 
     Parameters

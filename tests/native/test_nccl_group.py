@@ -436,6 +436,38 @@ def test_a_call_on_arrays_of_two_libraries_is_in_order_with_both(is_async: bool)
     assert ranks(2, mix_two_libraries, is_async) == [([2.0] * 4, [10.0] * 4)] * 2
 
 
+class DlpackArray:
+    """Of a library that nobody knows."""
+
+    def __init__(self, array: Any) -> None:
+        self.__dlpack__ = array.__dlpack__
+        self.__dlpack_device__ = array.__dlpack_device__
+
+
+def reduce_what_dlpack_alone_describes(backend: Any, is_async: bool) -> list[float]:
+    """Its library has still to write it, in a stream for which no other waits."""
+    gpu = emulated_gpu()
+    group = make_group(backend)
+    x, out = (gpu.array(np.zeros(4)) for _ in range(2))
+    gpu.synchronize()
+    gpu.set_delay(DELAY_US)
+    with gpu.stream():
+        for value in (7, 8, 9):
+            gpu.write(x, np.full(4, value))
+        work = group.allreduce(DlpackArray(x), DlpackArray(out), SUM, is_async, None, 0)
+        if is_async:
+            work.wait()
+    result = values(out)
+    gpu.set_delay(0)
+    group.close()
+    return result
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_call_on_an_array_of_an_unknown_library_comes_after_its_work(is_async: bool) -> None:
+    assert ranks(2, reduce_what_dlpack_alone_describes, is_async) == [[18.0] * 4] * 2
+
+
 def exchange_in_place(backend: Any) -> list[list[float]]:
     gpu = emulated_gpu()
     group = make_group(backend)
