@@ -141,6 +141,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // For the reaper: calls are refused from here on.
   void begin_end() noexcept { is_closing_.store(true, std::memory_order_release); }
+  // For the reaper that has stopped: the system ends it, with the process. Nobody can wait for that.
+  void leave_to_system() noexcept { is_ended_.store(true, std::memory_order_release); }
   // For a single thread of the reaper's: goes one step towards the end; true once it is reached. For
   // a healthy communicator that is finalize, until `deadline`, and destroy; otherwise abort.
   bool advance_end(Patience::Clock::time_point deadline) noexcept;

@@ -32,12 +32,13 @@ Reaper& Reaper::instance() {
 void Reaper::end(std::shared_ptr<Communicator> communicator, double grace_s) noexcept {
   communicator->begin_end();
   const std::lock_guard<std::mutex> lock(lock_);
-  if (is_stopping_ || communicator->is_ended()) return;
+  if (communicator->is_ended()) return;
   const auto ending = find(communicator);
   if (ending != endings_.end()) {
     ending->deadline = std::min(ending->deadline, after(grace_s));
     return;
   }
+  if (is_stopping_) return communicator->leave_to_system();
   endings_.push_back({communicator, after(grace_s)});
   start_ending(communicator);
 }

@@ -552,6 +552,16 @@ graph.launch(stream)
 # Exit handlers that are registered before the libraries are loaded run after that which ends the
 # communicators.
 
+GROUP_MADE_LATE = """
+def work_late():
+    with connect() as group:
+        fd.allreduce(x, group, out=x)
+        group.synchronize()
+    print(group.comm, x.numpy(), file=sys.stderr)
+atexit.register(work_late)
+connect().close()
+"""
+
 # Two of the threads that are waited for are the watchdog's: they begin once it knows the
 # communicator.
 THREAD_CONNECTS = """
@@ -611,6 +621,11 @@ def test_the_interpreter_exits_though_a_graph_keeps_a_group() -> None:
     code, said = run(GRAPH_HELD)
     assert code == 0
     assert "destroy the graphs first" in said
+
+
+def test_an_exit_handler_may_make_a_group_and_close_it() -> None:
+    expected = "<Communicator rank 0 of 1 on device 0, closed> [1. 1. 1. 1.]\n"
+    assert run(GROUP_MADE_LATE) == (0, expected)
 
 
 def test_a_communicator_in_the_making_is_ended_at_the_exit() -> None:
