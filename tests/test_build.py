@@ -40,7 +40,7 @@ def test_builds_of_one_tree_take_turns(tmp_path: Path) -> None:
         )
         while not waits_for_a_lock(build.pid):
             assert build.poll() is None, "it did not wait for the build that has begun"
-    said, _ = build.communicate(timeout=60)
+    said, _ = build.communicate(timeout=300)
     assert build.returncode == 0, said.decode()
 
 
@@ -52,7 +52,7 @@ def test_a_build_does_not_wait_for_one_that_it_is_part_of(tmp_path: Path) -> Non
     (tmp_path / "pip.py").write_text(take_turn, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}  # so that it is found first
     develop = [sys.executable, "setup.py", "develop"]
-    subprocess.run(develop, cwd=tmp_path, env=environment, check=True, timeout=60)
+    subprocess.run(develop, cwd=tmp_path, env=environment, check=True, timeout=300)
 
 
 @pytest.mark.parametrize(

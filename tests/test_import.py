@@ -30,7 +30,7 @@ print(*sorted({line.split("/")[-1].strip() for line in open("/proc/self/maps") i
 
 def run(program: str) -> list[str]:
     ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     return ran.stdout.split()
 

@@ -40,7 +40,7 @@ def rows(program: str = "", exit_code: int = 0, **environ: str) -> dict[str, str
         env={**inherited, **environ},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert ran.returncode == exit_code, ran.stderr
@@ -58,7 +58,7 @@ def test_versions_are_those_installed() -> None:
 
 def test_it_runs_as_a_module() -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "ferro_dist"], capture_output=True, timeout=60, check=True
+        [sys.executable, "-m", "ferro_dist"], capture_output=True, timeout=300, check=True
     )
     assert ran.stdout.startswith(b"versions\n")
 
@@ -70,7 +70,7 @@ def test_it_ends_without_a_word_when_nobody_reads_on() -> None:
         [sys.executable, "-u", "-m", "ferro_dist"],
         stdout=writer,
         stderr=subprocess.PIPE,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     os.close(writer)
@@ -82,7 +82,7 @@ def run_module(*argv: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "ferro_dist", *argv],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -145,7 +145,7 @@ def test_a_source_tree_that_was_not_built_says_so(tmp_path: Path) -> None:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         said = ran.stdout + ran.stderr

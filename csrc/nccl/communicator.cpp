@@ -18,7 +18,7 @@
 namespace ferro::nccl {
 namespace {
 
-// How long an abort waits for a call that is inside NCCL to return.
+// How long a call that is inside NCCL is waited for by what cannot be refused.
 constexpr std::chrono::seconds kCallGrace{1};
 // How long, in seconds, a thing that is given back waits for its turn before others go first.
 constexpr double kTurnGrace = 1;
@@ -33,6 +33,17 @@ Error ended(ErrorKind kind) {
 bool is_chosen(int option, const char* variable) {
   const char* forced = std::getenv(variable);
   return (forced == nullptr || *forced == '\0' ? option : std::atoi(forced)) == 1;
+}
+
+// Without the lock if a call is inside NCCL for longer: it may hang there.
+std::unique_lock<std::mutex> lock_within(std::chrono::seconds grace, std::mutex& mutex) {
+  std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+  const auto deadline = Patience::Clock::now() + grace;
+  while (!lock.owns_lock() && Patience::Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    lock.try_lock();
+  }
+  return lock;
 }
 
 void refuse_forked_copy() {
@@ -368,9 +379,9 @@ bool Communicator::try_fail(const Error& error) noexcept {
   return first_error_.try_keep(error, !is_ending);
 }
 
-bool Communicator::discover_error() noexcept {
-  Lock lock(lock_, std::try_to_lock);
-  if (!lock.owns_lock()) return false;  // whoever has it will learn of an error anyway
+bool Communicator::discover_error(bool is_patient) noexcept {
+  Lock lock = lock_within(is_patient ? kCallGrace : std::chrono::seconds(0), lock_);
+  if (!lock.owns_lock()) return false;  // of what is inside NCCL, the call itself learns
   if (handle() == nullptr || is_busy() || is_closing_ || has_failed()) return false;
   ncclResult_t state = ncclSuccess;
   const ncclResult_t result = ncclCommGetAsyncError(handle(), &state);
@@ -411,10 +422,7 @@ void Communicator::abort() noexcept {
 void Communicator::abort_now() noexcept {
   is_aborting_.store(true, std::memory_order_release);
   for (const auto& other : stop_family()) Reaper::instance().end(other);
-  Lock lock(lock_, std::defer_lock);
-  const auto deadline = Patience::Clock::now() + kCallGrace;
-  while (!lock.try_lock() && Patience::Clock::now() < deadline)
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  Lock lock = lock_within(kCallGrace, lock_);
   const ncclComm_t aborted = handle_.exchange(nullptr, std::memory_order_acq_rel);
   std::vector<std::shared_ptr<Communicator>> children;
   if (lock.owns_lock()) {

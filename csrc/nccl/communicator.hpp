@@ -135,9 +135,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Whether some call is waiting for NCCL to finish what it began.
   bool is_busy() const noexcept { return family_->is_busy.load(std::memory_order_acquire); }
 
-  // For the watchdog: looks for an error that no call has met. True if there is a new one, which may have to
-  // be looked for again while it is in doubt.
-  bool discover_error() noexcept;
+  // Looks for an error that no call has met. True if there is a new one, which may have to be looked for
+  // again while it is in doubt. Who is about to say that all went well must be patient: another thread that
+  // is inside NCCL may have looked too early for it. The watchdog looks again soon.
+  bool discover_error(bool is_patient) noexcept;
 
   // For the reaper: calls are refused from here on.
   void begin_end() noexcept { is_closing_.store(true, std::memory_order_release); }

@@ -299,7 +299,7 @@ void Lane::synchronize(std::uint64_t ticket, Patience& patience) {
   // A call that was aborted counts as done, too, and one that failed may: the watchdog would only look
   // for the error later.
   for (;;) {
-    if (communicator_->discover_error()) Reaper::instance().end(communicator_);
+    if (communicator_->discover_error(true)) Reaper::instance().end(communicator_);
     if (!communicator_->is_in_doubt()) break;
     check_usable();
     patience.pause("ncclCommGetAsyncError");

@@ -69,7 +69,7 @@ std::vector<std::shared_ptr<Lane>> Watchdog::lanes() {
 
 void Watchdog::look_after_all() {
   for (auto& communicator : watched())
-    if (communicator->discover_error()) Reaper::instance().end(std::move(communicator));
+    if (communicator->discover_error(false)) Reaper::instance().end(std::move(communicator));
   for (const auto& lane : lanes()) lane->look_after();
 }
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 from gpu.gpu_ranks import connect, ranks
-from nccl_ranks import hold
+from nccl_ranks import hold, wait_until_stuck
 
 import ferro_dist as fd
 from ferro_dist._native.cuda_libraries import load_nccl
@@ -383,6 +384,29 @@ def test_errors_of_nccl_end_the_group_with_their_names(act: str, error: str) -> 
     for raised, again, _ in ranks(2, fail, act):
         assert raised == error
         assert again == "LockPoisoned"
+
+
+def fail_while_nccl_is_busy(rank: int, world_size: int, addr: str) -> str:
+    """NCCL takes one call at a time on a device: that of another group is inside when the error comes."""
+    gpu = emulated_gpu()
+    with connect("nccl", rank, world_size, addr) as group, group.split([0]) as other:
+        registration = other.comm.register(gpu.array(np.ones(4)))
+        gpu.set_faults("point=allreduce,act=remote_error;point=deregister,act=stuck")
+        go_on = hold(gpu)
+        fd.allreduce(gpu.array(np.ones(4)), group)
+        del registration
+        wait_until_stuck(gpu, 1)
+        go_on()
+        timer = threading.Timer(0.3, gpu.set_faults, [""])
+        timer.start()
+        with pytest.raises(DistributedError) as told:
+            group.synchronize()
+        timer.join()
+        return type(told.value).__name__
+
+
+def test_an_error_that_comes_while_nccl_is_busy_is_told() -> None:
+    assert ranks(1, fail_while_nccl_is_busy) == ["PeerLostError"]
 
 
 def fail_alone(rank: int, world_size: int, addr: str) -> tuple[str, int | None]:

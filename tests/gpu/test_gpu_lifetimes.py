@@ -605,7 +605,7 @@ def run(program: str) -> tuple[int, str]:
         [sys.executable, "-X", "faulthandler", "-c", PREAMBLE + program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     return done.returncode, done.stderr

@@ -156,7 +156,7 @@ def in_a_process(name: str, **environment: str) -> list[float]:
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -104,7 +104,7 @@ def values(
     command = ["g++", "-std=c++17", *flags, str(source), "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     printed = subprocess.run(
-        [str(program)], check=True, capture_output=True, text=True, timeout=60
+        [str(program)], check=True, capture_output=True, text=True, timeout=300
     ).stdout
     return {name: int(value) for name, _, value in (x.partition("=") for x in printed.splitlines())}
 
