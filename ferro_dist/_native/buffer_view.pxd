@@ -88,3 +88,6 @@ cdef extern from "Python.h":
 cdef inline bint overlap(BufferView a, BufferView b) noexcept:
     return (<char*> a.data < <char*> b.data + b.nbytes and <char*> b.data < <char*> a.data + a.nbytes
             and a.nbytes != 0 and b.nbytes != 0)
+
+# Has the library of a GPU array put its work before that of the legacy default stream, as DLPack offers.
+cdef int order_before_legacy_stream(object array) except -1

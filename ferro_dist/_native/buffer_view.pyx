@@ -819,16 +819,27 @@ cdef BufferView _view_through_capsule(object array):
     """Describe through ``__dlpack__``; None where there is none. Never copies; waits only for JAX."""
     if not hasattr(array, "__dlpack__"):
         return None
-    try:
-        capsule = _export_capsule(array)
-    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as cause:
-        raise InvalidArray(_why_no_capsule(array, cause)) from cause
+    # Whoever uses the view orders streams.
+    capsule = _capsule_of(array, NO_STREAM)
     # Renamed, as the protocol has it: the capsule's own destructor now leaves the tensor to us.
     if PyCapsule_IsValid(capsule, "dltensor_versioned"):
         return _adopt_versioned(array, capsule)
     if not PyCapsule_IsValid(capsule, "dltensor"):
         raise InvalidArray(f"cannot move this {_name(array)}: its __dlpack__ returns no tensor")
     return _adopt_unversioned(array, capsule)
+
+
+cdef int order_before_legacy_stream(object array) except -1:
+    if hasattr(array, "__dlpack__"):
+        _capsule_of(array, LEGACY_STREAM)  # which nobody takes over: its own destructor gives it back
+    return 0
+
+
+cdef object _capsule_of(object array, int stream):
+    try:
+        return _export_capsule(array, stream)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as cause:
+        raise InvalidArray(_why_no_capsule(array, cause)) from cause
 
 
 cdef str _why_no_capsule(object array, object cause):
@@ -844,13 +855,12 @@ cdef str _why_no_capsule(object array, object cause):
     return f"cannot move this {_name(array)}: {why}"
 
 
-cdef object _export_capsule(object array):
+cdef object _export_capsule(object array, int stream):
     array = _readable(array)
     options = {}
-    # JAX's arrays have been waited for, and torch can be asked for its stream. Any other library puts its
-    # work before that of the legacy default stream, on which arrays are used whose stream nobody knows.
+    # JAX takes no -1, and its arrays have been waited for.
     if array.__dlpack_device__()[0] in (CUDA, CUDA_MANAGED) and not is_of_jax(array):
-        options["stream"] = NO_STREAM if _is_of_torch(array) else LEGACY_STREAM
+        options["stream"] = stream
     try:
         return array.__dlpack__(max_version=(DLPACK_MAJOR, 0), **options)
     except TypeError:

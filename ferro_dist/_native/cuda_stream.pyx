@@ -13,7 +13,9 @@ from cpython.ref cimport Py_REFCNT
 from libc.stdint cimport SIZE_MAX, uintptr_t
 from libcpp.vector cimport vector
 
-from ferro_dist._native.buffer_view cimport BufferView, current_stream_of, is_of_jax
+from ferro_dist._native.buffer_view cimport (
+    BufferView, current_stream_of, is_of_jax, order_before_legacy_stream,
+)
 from ferro_dist._native.cuda_runtime cimport CHECK_CUDA, cudart, num_forks
 from ferro_dist._native.libcudart cimport (
     Capture, capture_of, cudaErrorNotReady, cudaError_t, cudaEvent_t, cudaEventDisableTiming, cudaStream_t,
@@ -335,7 +337,7 @@ cdef cudaStream_t _stream_of_library(BufferView view) except? NULL:
     JAX has no current stream: its arrays were waited for when they were read, so any stream
     will do. Arrays that name a stream in ``__cuda_array_interface__`` are ready on that one.
     Others get the legacy default stream, which waits for all streams but non-blocking ones; for what
-    is handed out by DLPack alone its library has let it wait for these, too.
+    is handed out by DLPack alone its library lets it wait for these, too.
     """
     package = type(view.owner).__module__.partition(".")[0]
     if package == "cupy":
@@ -346,13 +348,22 @@ cdef cudaStream_t _stream_of_library(BufferView view) except? NULL:
     if is_of_jax(view.owner):
         return cudaStreamLegacy
     interface = getattr(view.owner, "__cuda_array_interface__", None)
-    named = None if interface is None else interface.get("stream")
+    if interface is None:
+        return _legacy_stream_after(view)
+    named = interface.get("stream")
     try:
         return cudaStreamLegacy if named is None else <cudaStream_t> <uintptr_t> named
     except (TypeError, OverflowError):
         raise InvalidArray(
             f"the __cuda_array_interface__ of this {type(view.owner).__qualname__} names the stream "
             f"{named!r:.80}, which is not the address of one.") from None
+
+
+cdef cudaStream_t _legacy_stream_after(BufferView view) except? NULL:
+    # While a graph is captured that this would spoil, whoever is about to use the stream refuses to.
+    if not Stream.borrow(LEGACY_STREAM, view.device_id).is_capturing():
+        order_before_legacy_stream(view.owner)
+    return cudaStreamLegacy
 
 
 def current_stream_of_array(array):

@@ -73,7 +73,7 @@ cdef class DeviceArray:
             raise BufferError("this array is handed out without a copy only")
         if stream is None:
             self._await_written()
-        elif stream != NO_STREAM:
+        elif stream not in (NO_STREAM, LEGACY_STREAM):
             self._order_before(stream)
         return PyCapsule_New(_export(self), "dltensor", drop_capsule)
 

@@ -284,11 +284,11 @@ def test_a_capsule_may_be_read_only() -> None:
     assert not as_view(ForeignTensor((2,))).is_readonly
 
 
-def test_a_cuda_capsule_is_in_order_with_the_default_stream() -> None:
+def test_a_cuda_capsule_is_described_without_waiting() -> None:
     x = ForeignTensor((4,), address=1 << 40, device=(2, 3))
     view = as_view(x)
     assert (view.device_type, view.device_id, view.address) == (2, 3, 1 << 40)
-    assert x.asked_stream == 1
+    assert x.asked_stream == -1
 
 
 @pytest.mark.parametrize(

@@ -212,18 +212,19 @@ def test_only_asynchronous_calls_need_the_groups_own_stream() -> None:
     assert ranks(2, capture_alone) == [[False, True]] * 2
 
 
-def call_on_the_default_stream_beside_a_capture(backend: Any) -> list[float]:
+def call_on_the_default_stream_beside_a_capture(backend: Any, is_known: bool) -> list[float]:
     """CUDA would refuse what the call does there, and end the capture, which is somebody else's."""
     gpu = emulated_gpu()
     group = make_group(backend)
     x, y = ranked(backend.rank, 4), ranked(backend.rank, 4)
+    given = y if is_known else DlpackArray(y)  # whose library would make that stream wait, too
     group.allreduce(x, x, SUM, False, None, 0)
     group.synchronize()
     refusals = []
 
     def call() -> None:
         with pytest.raises(Io, match="The default stream cannot be used") as raised:
-            group.allreduce(y, y, SUM, False, None, 0)
+            group.allreduce(given, given, SUM, False, None, 0)
         refusals.append(raised)
 
     with gpu.stream(is_blocking=True) as stream:
@@ -242,8 +243,9 @@ def call_on_the_default_stream_beside_a_capture(backend: Any) -> list[float]:
     return [captured[0], result[0]]
 
 
-def test_a_call_that_would_spoil_a_capture_is_refused() -> None:
-    assert ranks(2, call_on_the_default_stream_beside_a_capture) == [[2.0, 1.0]] * 2
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_call_that_would_spoil_a_capture_is_refused(is_known: bool) -> None:
+    assert ranks(2, call_on_the_default_stream_beside_a_capture, is_known) == [[2.0, 1.0]] * 2
 
 
 def wait_on_the_default_stream_beside_a_capture(backend: Any) -> list[float]:
