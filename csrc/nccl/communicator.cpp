@@ -20,6 +20,7 @@ namespace {
 
 // How long a call that is inside NCCL is waited for by what cannot be refused.
 constexpr std::chrono::seconds kCallGrace{1};
+constexpr std::chrono::microseconds kBetweenTries{50};
 // How long, in seconds, a thing that is given back waits for its turn before others go first.
 constexpr double kTurnGrace = 1;
 
@@ -40,7 +41,7 @@ std::unique_lock<std::mutex> lock_within(std::chrono::seconds grace, std::mutex&
   std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
   const auto deadline = Patience::Clock::now() + grace;
   while (!lock.owns_lock() && Patience::Clock::now() < deadline) {
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    std::this_thread::sleep_for(kBetweenTries);
     lock.try_lock();
   }
   return lock;
@@ -68,6 +69,18 @@ bool give_back_quietly(const Communicator& communicator, GiveBack give_back) noe
     return error.kind != ErrorKind::timeout || communicator.has_failed();
   } catch (const std::exception&) {
     return true;
+  }
+}
+
+// Has whatever waits in the connections of `comm` give up, but frees nothing. A child that grows waits there,
+// too, where it looks at the parent's flags alone: its own abort would wait for it.
+void revoke_quietly(ncclComm_t comm) noexcept {
+  if (comm == nullptr || ncclCommRevoke == nullptr) return;
+  const auto deadline = Patience::Clock::now() + kCallGrace;
+  ncclResult_t state = ncclCommRevoke(comm, NCCL_REVOKE_DEFAULT);
+  while (state == ncclInProgress && Patience::Clock::now() < deadline) {
+    std::this_thread::sleep_for(kBetweenTries);
+    if (ncclCommGetAsyncError(comm, &state) != ncclSuccess) return;
   }
 }
 
@@ -431,8 +444,11 @@ void Communicator::abort_now() noexcept {
   }
   // A child that grows has its handle from the start, and uses its parent's connections; others get theirs
   // once the parent has let go of them.
-  for (const auto& child : children)
-    if (child->handle() != nullptr) child->abort_now();
+  for (const auto& child : children) {
+    if (child->handle() == nullptr) continue;
+    revoke_quietly(aborted);
+    child->abort_now();
+  }
   if (aborted != nullptr) ncclCommAbort(aborted);
   for (const auto& child : children) {
     child->adopt_newborn();

@@ -387,7 +387,7 @@ def test_errors_of_nccl_end_the_group_with_their_names(act: str, error: str) -> 
 
 
 def fail_while_nccl_is_busy(rank: int, world_size: int, addr: str) -> str:
-    """NCCL takes one call at a time on a device: that of another group is inside when the error comes."""
+    """NCCL takes one call at a time on a device; another group is inside as the error comes."""
     gpu = emulated_gpu()
     with connect("nccl", rank, world_size, addr) as group, group.split([0]) as other:
         registration = other.comm.register(gpu.array(np.ones(4)))

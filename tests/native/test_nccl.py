@@ -1283,13 +1283,13 @@ def test_a_communicator_that_grows_takes_no_other_call() -> None:
     assert ranks(3, call_while_it_grows) == [(rank, 3, 3.0) for rank in range(3)]
 
 
-def give_up_growing(backend: Any) -> str:
-    """Rank 1 never grows: what is being made waits for it, by its parent's connections."""
+def give_up_growing(backend: Any, is_new_missing: bool) -> str:
+    """What is being made waits for rank 1, by its parent's connections, or for a new rank."""
     emulated_gpu()
     communicator = connect(backend)
     ended = ""
-    if backend.rank == 0:
-        unique_id = communicator.unique_id()
+    unique_id = communicator.unique_id() if backend.rank == 0 else None
+    if backend.rank == 0 or is_new_missing:
         with pytest.raises(Timeout) as told:
             communicator.grow(3, unique_id, timeout=0.1)
         ended = str(told.value.op)
@@ -1299,8 +1299,10 @@ def give_up_growing(backend: Any) -> str:
     return ended
 
 
-def test_a_communicator_that_gives_up_growing_ends() -> None:
-    assert ranks(2, give_up_growing) == ["grow", ""]
+@pytest.mark.parametrize("is_new_missing", [False, True])
+def test_a_communicator_that_gives_up_growing_ends(is_new_missing: bool) -> None:
+    expected = ["grow", "grow" if is_new_missing else ""]
+    assert ranks(2, give_up_growing, is_new_missing) == expected
 
 
 def connect_by_several_ids(backend: Any) -> float:

@@ -195,13 +195,14 @@ struct GrowOffer {
   ncclUniqueId id;
 };
 
-// Every old rank learns the id from the one that has it.
+// Every old rank learns the id from the one that has it. As with the real one, what waits here, on the
+// connections of the parent, hears of an abort or a revocation of the parent alone.
 void find_out_grow(Communicator& parent, Communicator& child, const ncclUniqueId* id) {
   GrowOffer mine{};
   mine.has_id = id != nullptr;
   if (id != nullptr) mine.id = *id;
   std::vector<GrowOffer> offers(static_cast<std::size_t>(parent.num_ranks));
-  parent.segment().exchange(&mine, sizeof mine, offers.data(), child.stop());
+  parent.segment().exchange(&mine, sizeof mine, offers.data(), parent.operations_stop());
   const auto count =
       std::count_if(offers.begin(), offers.end(), [](const auto& offer) { return offer.has_id; });
   require(count == 1, ncclInvalidArgument, "ncclCommGrow: ", count, " ranks passed a unique id; one has to");
