@@ -278,7 +278,7 @@ void test_nothing_follows_what_the_end_has_cut_off() {
 void exchange(ShmChannel& channel, std::int32_t* x, bool is_first, std::uint32_t seed) {
   std::mt19937 random(seed);
   Values y(kLong);
-  for (int i = 0; i < 150; ++i) {
+  for (int i = 0; i < 100; ++i) {
     const std::size_t count = std::size_t{1} << random() % 20 | random() % 2000;
     for (const bool is_send : {is_first, !is_first}) {
       if (is_send) {
