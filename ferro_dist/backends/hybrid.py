@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import socket
 import time
 from collections.abc import Sequence
@@ -403,14 +402,15 @@ def _why_no_gpu(device: int | None) -> str:
 
 def _check_same_unique_id(host: HostBackend, unique_id: bytes | None) -> None:
     """Raise CollectiveMismatch unless all ranks pass the same id, or none: NCCL would wait."""
-    own = _digest(unique_id)
+    none = bytes(1 + _UNIQUE_ID_NBYTES)
+    own = none if unique_id is None else b"\1" + unique_id
     gathered: Any = host.all_gather(np.frombuffer(own, np.uint8), None, False, None, 0)
     for other, row in enumerate(gathered.reshape(host.world_size, -1)):
         theirs = row.tobytes()
         if theirs == own:
             continue
-        ours = "no unique_id" if unique_id is None else "a unique_id"
-        instead = "none" if theirs == _digest(None) else "one" if unique_id is None else "another"
+        ours = "no unique_id" if own == none else "a unique_id"
+        instead = "none" if theirs == none else "one" if own == none else "another"
         raise CollectiveMismatch(
             f"init: the ranks disagree: rank {host.rank} was given {ours}, rank {other} {instead}."
             "\nGive all ranks the same, or none: then rank 0 makes it.",
@@ -418,10 +418,6 @@ def _check_same_unique_id(host: HostBackend, unique_id: bytes | None) -> None:
             rank=host.rank,
             peer=other,
         )
-
-
-def _digest(unique_id: bytes | None) -> bytes:
-    return hashlib.blake2b(unique_id or b"", digest_size=16).digest()
 
 
 def _exchange_unique_id(host: HostBackend) -> bytes:

@@ -275,8 +275,7 @@ def abort_on_all_ranks(rank: int, world_size: int, addr: str) -> tuple[str, int 
         fd.barrier(group)
         for _ in range(10):  # the watchdog looks after both groups before it lets go of this array
             fd.allreduce(x, other)
-            while other._group.num_in_flight > 0:
-                time.sleep(0.001)
+            assert settled(lambda: other._group.num_in_flight, 0) == 0
         with pytest.raises(ChannelClosed) as told:
             fd.allreduce(x, group)
         return str(told.value), told.value.peer
